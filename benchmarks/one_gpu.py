@@ -57,10 +57,13 @@ RUNS: dict[str, str] = {
     "small, recomputed": "model.base=gpt2-small batch.micro=64 batch.global=256 memory.recompute=auto",
     "small, TF32": "model.base=gpt2-small batch.micro=32 batch.global=128 precision=float32",
     "small, fp16": "model.base=gpt2-small batch.micro=64 batch.global=256 precision=fp16",
+    "small, blocks": "model.base=gpt2-small batch.micro=64 batch.global=256 compile=blocks",
     "xl": "model.base=gpt2-xl batch.micro=16 batch.global=64",
     "xl, states on the host": "model.base=gpt2-xl batch.micro=16 batch.global=64 memory.offload.to=host "
     "optimizer.clip=null",
+    "xl, blocks": "model.base=gpt2-xl batch.micro=16 batch.global=64 compile=blocks",
     "llama-3.2-1b": "model.base=llama-3.2-1b data.sequence=4096 batch.micro=2 batch.global=16",
+    "llama-3.2-1b, blocks": "model.base=llama-3.2-1b data.sequence=4096 batch.micro=2 batch.global=16 compile=blocks",
     "mistral-7b, states on the host": "model.base=mistral-7b data.sequence=4096 batch.micro=1 batch.global=16 "
     "memory.offload.to=host optimizer.clip=null",
 }
@@ -71,7 +74,8 @@ CLUSTERS = {"NVIDIA H100 80GB HBM3": "dgx-h100", "NVIDIA H200": "dgx-h200"}
 CALIBRATED = {"NVIDIA H100 80GB HBM3": Path(__file__).with_name("h100_calibrated.yaml")}
 """What `meshwright calibrate --quick --device cuda` wrote after 21 s on another H100 of that kind, that day."""
 H100_HOST = Machine(cores=16, memory=2**37, gpus=1)
-COMMON = "data.tokenizer=bytes device=cuda threads=8 optimizer.schedule.warmup=1"
+COMMON = "data.tokenizer=bytes device=cuda threads=8 optimizer.schedule.warmup=1 compile=islands"
+"""Words of every run; a run's own come later. MEASURED has runs with islands."""
 UNCOUNTED_STEPS = 2
 """A run's first steps load kernels and compile islands."""
 PATIENCE_SECONDS = 200
@@ -150,6 +154,7 @@ def serial(micro: int = 32, rounds: int = 8) -> dict[str, Any]:
         "plain loop, compiled": lambda: plain_step(True, micro),
         "meshwright, no islands": lambda: our_step(micro, "compile=none"),
         "meshwright": lambda: our_step(micro, ""),
+        "meshwright, blocks": lambda: our_step(micro, "compile=blocks"),
         "meshwright, O1": lambda: our_step(micro, "precision.level=O1 precision.dtype=bf16"),
     }
     steps, found = {}, {}
@@ -233,6 +238,7 @@ def profiles() -> dict[str, Any]:
     makes: dict[str, Callable[[], Callable[[int], float]]] = {
         "plain loop, compiled": lambda: plain_step(True, 32),
         "meshwright": lambda: our_step(32, ""),
+        "meshwright, blocks": lambda: our_step(32, "compile=blocks"),
         "meshwright, no islands": lambda: our_step(32, "compile=none"),
         "meshwright, TF32": lambda: our_step(32, "precision=float32"),
     }
@@ -297,6 +303,7 @@ def late(micro: int = 32, rounds: int = 6, steps: int = 3) -> dict[str, Any]:
     contenders: dict[str, Callable[[], Callable[[int], None]]] = {
         "plain loop, compiled": lambda: plain_burst(micro),
         "meshwright": lambda: late_burst(micro, ""),
+        "meshwright, blocks": lambda: late_burst(micro, "compile=blocks"),
         "meshwright, chunks of 1 GiB": lambda: late_burst(micro, "", 1024),
     }
     bursts = {name: make() for name, make in contenders.items()}

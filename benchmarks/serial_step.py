@@ -24,6 +24,7 @@ def main() -> None:
         Contender("Hugging Face", "benchmarks.baselines:hugging_face"),
         ours.contender("allreduce", "torch", 1),
         ours.configured("meshwright serial, islands", "torch", {"compile": "islands"}),
+        ours.configured("meshwright serial, blocks", "torch", {"compile": "blocks"}),
         Contender("matrix products alone", "benchmarks.baselines:products"),
     ]
     results = interleave(contenders, plan_of(arguments))

@@ -160,6 +160,17 @@ def test_ranks_that_share_a_gpu_train_as_one(layout: str) -> None:
     check(run(config_of(**LAYOUTS[layout])), run(config_of())[0])
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler by itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("layout", [{}, {"data": {"size": 2, "sync": "zero3"}}, {"pipeline": {"size": 2}}])
+def test_layers_as_graphs_by_inductor(layout: dict[str, Any]) -> None:
+    plain = config_of(batch={"global": 24, "micro": 6})
+    tree = plain.model_dump(mode="json", by_alias=True) | {"compile": "blocks"}
+    for axis, settings in layout.items():
+        tree["layout"][axis] |= settings
+    check(run(parse_config(tree)), run(plain)[0])
+
+
 @pytest.mark.parametrize("layout", [{}, {"pipeline": 2}])
 def test_states_on_the_host_step_as_on_the_gpu(layout: dict[str, Any]) -> None:
     tree = {"precision": {"level": "O2", "dtype": "bf16"}, "layout": layout}

@@ -299,8 +299,8 @@ class Config(Section):
     """The lines that a run prints."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The processors of ranks; auto: GPUs where there is one for each rank here, else CPUs."""
-    compile: Literal["auto", "islands", "none"] = "auto"
-    """islands: what is element-wise between two products is compiled (tensor/islands.py); auto: on a GPU."""
+    compile: Literal["auto", "blocks", "islands", "none"] = "auto"
+    """blocks: each layer is a compiled graph (tensor/graphs.py); islands: loss and GELU are; auto: blocks on a GPU."""
     threads: Positive | Literal["auto"] = "auto"
     """CPU threads a rank; auto: the machine's cores divided by the ranks on it."""
     timeout: Timeout = Timeout()

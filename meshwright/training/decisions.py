@@ -35,6 +35,7 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
+from meshwright.compute.tensor.compiling import outside_of_graphs
 from meshwright.config import Config
 from meshwright.config.rules import PARTITION_RULES, broken_rules
 from meshwright.config.section import field_of, with_field
@@ -49,6 +50,9 @@ FIELDS = (PARTITION, LIMIT, SUMMA, WIDENING)
 
 SECTIONS = ("model", "batch", "layout", "precision", "memory")
 """Sections that decisions depend on. A run resumed with a change in one of them decides again."""
+
+COMPILED = ("blocks", "islands")
+"""Values of `compile` that need a compiler."""
 
 PRODUCTS = ("gather", "whole", "stream")
 """Values of memory.summa, in descending order of memory."""
@@ -124,18 +128,17 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
     # Ranks of a node share its cores.
     threads = config.threads if config.threads != "auto" else max(1, machine.cores // local)
     # On a CPU torch.compile needs a C++ compiler. Checked before any rank starts.
-    if config.compile == "islands" and device == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
+    if config.compile in COMPILED and device == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         rule = "needs a C++ compiler, and none is here (apt-get install g++)"
-        raise ConfigError.of("compile", "islands", rule, "none, auto")
+        raise ConfigError.of("compile", config.compile, rule, "none, auto")
     if config.bits.layout_free:  # threads share an operation's elements in whole vectors if they are 1, 2, 4, ...
         threads = 2 ** (threads.bit_length() - 1)
     compiles = config.compile
     if compiles == "auto":
-        compiles = (
-            "islands"
-            if device == "cuda" and not config.bits.layout_free and find_spec("triton") is not None
-            else "none"
-        )
+        pays = device == "cuda" and not config.bits.layout_free and find_spec("triton") is not None
+        compiles = "none" if not pays else "islands" if config.memory.policy.recorded else "blocks"
+    if compiles == "blocks" and (outside := list(outside_of_graphs(config))):
+        notes.append(f"compile={config.compile} takes blocks: not compiled are {' and '.join(outside)}")
     if config.model.frozen:
         from meshwright.training.stage_costs import check_frozen  # which imports torch
 

@@ -8,7 +8,7 @@ these passes in order:
 |-------------------------|-----------------------------------------------------------|-------------------------|
 | context.open            | the tokens of other ranks, in attention                   | always, with the values |
 | memory.apply_policy     | groups of layers that a backward pass runs again          | memory.recompute        |
-| tensor.islands.apply    | compiled functions                                        | compile: islands        |
+| COMPILERS               | compiled layers, or functions                             | compile: blocks, islands|
 | data_parallel.assembly  | parameters in buckets; parts that wait for new values     | always                  |
 | parameters.shard        | one place where all layers add up gradients               | always                  |
 | bits.assembly           | masks and losses that no layout changes                   | bits: layout-free       |
@@ -31,7 +31,6 @@ from meshwright.compute.models.chain import Chain, ChainPart, first_trained
 from meshwright.compute.models.spread_head import with_spread_head
 from meshwright.compute.parameters.bucket import Slot
 from meshwright.compute.parameters.shard import ShardSpec, use_gradients
-from meshwright.compute.tensor import islands
 from meshwright.compute.tensor.kit import Kit
 from meshwright.compute.tensor.linear import autocasts_of
 from meshwright.config import Config
@@ -55,6 +54,9 @@ from meshwright.training.rank_model import build_kit, build_model, parts_using, 
 
 LAYOUT_FREE = "meshwright.compute.bits.assembly:layout_free"
 """The entry of the room of equal bits, which a run without `bits: layout-free` does not import."""
+
+COMPILERS = {"blocks": "meshwright.compute.models.compiled:apply", "islands": "meshwright.compute.tensor.islands:apply"}
+"""The entries of compiled code, by `compile`. They load torch's compiler, which takes 2 s a rank."""
 
 STATES: dict[str, Callable[[Mesh, Path], StatesFactory]] = {
     "none": lambda mesh, folder: InPlace,
@@ -114,8 +116,8 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     kit = build_kit(config, replace(mesh, empty=True))
     model = build_model(config, kit, mesh, Chunk.union(chunks))
     apply_policy(config, mesh, model, chunks)
-    if config.compile == "islands" and not planned:
-        islands.apply(model)
+    if config.compile in COMPILERS and not planned:
+        load_entry(COMPILERS[config.compile])(config, model)
     exact = load_entry(LAYOUT_FREE)(config, mesh, model.inside) if config.bits.layout_free else None
     fixed, portions = (None, None) if exact is None else (exact.fixed, exact.portions)
     using = partial(parts_using, config, mesh, model.chunk)

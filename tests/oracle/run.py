@@ -56,7 +56,7 @@ def assembled(parts: list[dict[tuple[int, ...], torch.Tensor]], shape: torch.Siz
 
 
 def run(config: Config) -> list[Any]:
-    return run_ranks(train, config.grid, config, token_axes=config.layout.token_axes)
+    return run_ranks(train, config.grid, config, token_axes=config.layout.token_axes, forked=config.compile == "blocks")
 
 
 def check(results: list[Any], serial: Any) -> None:

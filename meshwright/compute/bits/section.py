@@ -309,7 +309,7 @@ REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
         lambda config: config.precision.accumulate if config.precision.accumulate != "float32" else None,
         "float32",
     ),
-    ("compile", lambda config: config.compile if config.compile == "islands" else None, "none"),
+    ("compile", lambda config: config.compile if config.compile not in ("auto", "none") else None, "none"),
 )
 """Fields that are not layout-free yet: their value where a run has it, and the values to take instead."""
 

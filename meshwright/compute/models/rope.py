@@ -104,5 +104,8 @@ def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """x [B, T, K, G, E] turned by its tokens' rotation; contiguous."""
     cosines, sines = (table[..., None, None, :].to(torch.promote_types(x.dtype, table.dtype)) for table in rotation)
+    if torch.compiler.is_compiling():
+        first, second = x.to(cosines.dtype).chunk(2, -1)
+        return torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1).to(x.dtype)
     y: Tensor = _Rotate.apply(x, cosines, sines)
     return y

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -162,6 +162,9 @@ class ShardSpec:
 
 class ShardedModule(nn.Module):
     """A layer that declares each parameter with its spec. The mesh says which part this rank holds."""
+
+    in_graphs: ClassVar[bool] = False
+    """Whether a compiler may look into `forward` (tensor/graphs.py)."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()

@@ -197,6 +197,7 @@ class Experts(nn.Module):
     """The router and its experts. `boundary`: which axis cuts their inner width, and how activations cross it."""
 
     linear: ClassVar[type[GroupedLinear]] = GroupedLinear
+    in_graphs: ClassVar[bool] = False
 
     def __init__(
         self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary = UNCUT, products: Products = PLAIN

@@ -45,9 +45,9 @@ class _Gelu(torch.autograd.Function):
 
 
 def gelu(x: Tensor, islands: Islands | None = None, *, device_type: str | None = None) -> Tensor:
-    """Element by element. GPUs and half precision take torch's kernel, which is one pass there and wide inside.
-    `device_type`: for which a plan's meta tensors stand."""
-    if (device_type or x.device.type) != "cpu" or x.element_size() < 4:
+    """Element by element. GPUs and half precision take torch's kernel, which is one pass there and wide inside; so do
+    graphs. `device_type`: for which a plan's meta tensors stand."""
+    if (device_type or x.device.type) != "cpu" or x.element_size() < 4 or torch.compiler.is_compiling():
         return F.gelu(x, approximate="tanh")
     y: Tensor = _Gelu.apply(x.contiguous(), islands)
     return y

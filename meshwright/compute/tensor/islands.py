@@ -20,10 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
 
 LINEAR = 2 * math.sqrt(2 / math.pi)
 CUBIC = 0.044715 * LINEAR
@@ -94,7 +97,7 @@ class UsesIslands:
         self.islands = islands
 
 
-def apply(model: nn.Module) -> None:
+def apply(config: Config, model: nn.Module) -> None:
     """Let all modules of a model use compiled functions (`compile: islands`)."""
     islands = compiled_islands()
     for module in model.modules():

@@ -36,9 +36,9 @@ def kernel_operands(h: Tensor, device_type: str, *weights: Tensor) -> tuple[Tens
 
     A GPU's kernels add up in float32 whatever they read, so the few weights are rounded there, and h goes in as it is.
     A CPU's add up the weights' gradients in half precision (5.9 off in sums of about 32, of 1,024 bf16 rows), so h is
-    widened.
+    widened; in a graph on every device, where this costs no pass.
     """
-    if device_type == "cuda":
+    if device_type == "cuda" and not torch.compiler.is_compiling():
         return h, *(weight.to(h.dtype) for weight in weights)
     return h.to(weights[0].dtype), *weights
 
@@ -46,6 +46,8 @@ def kernel_operands(h: Tensor, device_type: str, *weights: Tensor) -> tuple[Tens
 class Norm(ShardedModule):
     """Layer norm over the last dim, or x / sqrt(mean(x^2) + epsilon) · weight (rms); computed in float32 or better,
     whatever the precision of the input, which is the output's."""
+
+    in_graphs = True
 
     def __init__(
         self, mesh: Mesh, width: int, epsilon: float, kind: Literal["layer", "rms"] = "layer", *, bias: bool = True,

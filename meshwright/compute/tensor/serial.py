@@ -40,6 +40,9 @@ from meshwright.ranks.mesh import Mesh
 TensorFunction = Callable[[Tensor], Tensor]
 """A kit's function on a layer's input or output."""
 
+LinearInGraph = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Products], Tensor]
+"""in_graph(x, weight, bias, anchor, number, products): x W + b of a layer (graphs.py)."""
+
 
 class Embedding(ShardedModule):
     """Rows of a table. If an axis cuts it by rows, each rank looks up its own of `before`'s ids, the others add
@@ -66,6 +69,12 @@ class Embedding(ShardedModule):
 class SerialLinear(ShardedModule):
     """x W + b over the last dim of x; W [in, G, out/G]. `before`, `after`: what a kit does with x, and with the sum."""
 
+    in_graphs = True
+    in_graph: LinearInGraph | None = None
+    """Computes the product in a graph."""
+    number: Tensor
+    anchor: Tensor
+
     def __init__(
         self, mesh: Mesh, inputs: int, outputs: tuple[int, ...], initial: Initial, placements: Placements = UNPLACED,
         *, bias: bool = True, products: Products = PLAIN, before: TensorFunction = UNCUT.part,
@@ -76,9 +85,24 @@ class SerialLinear(ShardedModule):
         self.weight = self.declare("weight", ShardSpec((inputs, *outputs), placements, initial))
         self.bias = self.declare("bias", ShardSpec(outputs, initial=ZEROS, role=BIAS)) if bias else None
 
+    def join_graph(self, number: int, in_graph: LinearInGraph) -> None:
+        """Become a part of graphs.
+
+        Args:
+            number: of the layer in its process. It becomes a tensor, since graphs hold numbers as constants.
+            in_graph: computes the product in a graph.
+        """
+        self.register_buffer("number", torch.tensor(number), persistent=False)
+        anchor = torch.empty(0, device=self.mesh.device, requires_grad=True)
+        self.register_buffer("anchor", anchor, persistent=False)
+        self.in_graph = in_graph
+
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.flatten()
-        y = linear(self.before(x), self.weight.flatten(1), bias, self, self.products)
+        bias, weight = None if self.bias is None else self.bias.flatten(), self.weight.flatten(1)
+        if self.in_graph is not None and torch.compiler.is_compiling():
+            y = self.in_graph(self.before(x), weight, bias, self.anchor, self.number, self.products)
+        else:
+            y = linear(self.before(x), weight, bias, self, self.products)
         return self.after(y.unflatten(-1, self.weight.shape[1:]) if self.weight.dim() > 2 else y)
 
 
@@ -166,6 +190,8 @@ class KitBase:
 
     def enter(self, x: Tensor, heads: int) -> Tensor:
         boundary, own, start_sum = self.boundary, self.local_heads(heads), self.arithmetic.start_sum_of_heads
+        if boundary is UNCUT and torch.compiler.is_compiling():
+            return x.unsqueeze(2).expand(-1, -1, own, -1)
         return cross(x, lambda x: start_copies(x, own, boundary), lambda dy: start_sum(dy, boundary))
 
     def leave(self, x: Tensor) -> Tensor:

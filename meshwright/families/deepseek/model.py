@@ -92,7 +92,7 @@ class LatentAttention(nn.Module):
         if cache is not None:
             key, value = cache.extend(self.layer, key, value, self.core.spec.window)
         width = max(query.shape[-1], self.value_width)
-        wide = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+        wide = [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value)]
         attended = self.core(*wide, documents=documents)[..., : self.value_width]
         y: Tensor = self.output(attended.transpose(1, 2).flatten(2))
         return y

@@ -168,6 +168,13 @@ def kept_operations_are_whole(config: Config) -> Iterator[Problem]:
         yield Problem(FIELD, config.memory.recompute, rule_text, "none, auto, selective, {every: n}")
 
 
+@rule(FIELD, "compile")
+def kept_operations_are_seen(config: Config) -> Iterator[Problem]:
+    if config.compile == "blocks":
+        rule_text = f"keeps single operations, and compile={config.compile} leaves none to see"
+        yield Problem(FIELD, config.memory.recompute, rule_text, "none, auto, selective, offload, {every: n}")
+
+
 RECOMPUTING = "meshwright.strategies.memory.recompute:recomputing"
 
 NONE = ActivationPolicy(candidate=True)
@@ -179,7 +186,9 @@ AUTO = ActivationPolicy(RECOMPUTING, group=NEAR_THE_ROOT, candidate=True)
 EVERY = ActivationPolicy(RECOMPUTING)
 """Groups of n layers are computed again; a run names the number (`{every: n}`), and no entry of the registry."""
 OPS = ActivationPolicy(
-    "meshwright.strategies.memory.recompute:keeping_operations", recorded=True, rules=(kept_operations_are_whole,)
+    "meshwright.strategies.memory.recompute:keeping_operations",
+    recorded=True,
+    rules=(kept_operations_are_whole, kept_operations_are_seen),
 )
 """Each layer is computed again, except attention and every second product."""
 OFFLOAD = ActivationPolicy("meshwright.strategies.memory.host_inputs:in_host_memory", keeps_inputs=False)

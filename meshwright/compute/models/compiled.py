@@ -1,0 +1,23 @@
+"""A model whose layers are compiled (`compile: blocks`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshwright.compute.tensor import islands
+from meshwright.compute.tensor.compiling import attention_outside
+from meshwright.compute.tensor.graphs import compile_block, outside
+
+if TYPE_CHECKING:
+    from meshwright.compute.models.chain import Chain
+    from meshwright.config import Config
+
+
+def apply(config: Config, model: Chain) -> None:
+    """Let the model's layers run as graphs, and its head by islands."""
+    islands.apply(config, model)
+    for core in model.attention_cores():
+        if attention_outside(config) is not None:
+            core.run_by(outside(core.run))
+    for block in model.blocks.values():
+        compile_block(config, block)

@@ -1,0 +1,135 @@
+"""Layers as graphs (`compile: blocks`): torch.compile takes each layer of a model whole, forward and backward.
+
+| pass     | in the graph                             | one operation that the compiler does not look into            |
+|----------|------------------------------------------|---------------------------------------------------------------|
+| forward  | y = x W + b                              | -                                                             |
+| backward | dx = dy Wᵀ, db = the sum of dy over rows | meshwright::add_gradients adds xᵀ dy and db to the gradients  |
+|          |                                          | in the buckets (gradients.py), at once or as deferred work    |
+
+The compiler fuses norms, residual sums, GELU and the sums of biases. Buckets, deferred gradients and hooks are those of
+a run without graphs. The operation finds its layer by a number. The number is a tensor on the host and an input of the
+graph, so that equal layers share one graph. The operation returns the gradient of a tensor without elements, the anchor
+of the layer, so that a compiler does not drop the operation.
+
+Graphs end in front of a module with `in_graphs` False: a layer that sends activations to other ranks, experts. Another
+graph begins behind. compiling.py has the reasons for which attention is not in graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import count
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.compute.tensor.linear import cast
+from meshwright.compute.tensor.products import Products, add_gradients, write_part
+from meshwright.compute.tensor.serial import SerialLinear
+from meshwright.ranks import collectives
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
+
+
+BACKEND = "inductor"
+"""The compiler of graphs."""
+SHAPES = 64
+"""Graphs of a function for as many shapes and kinds of layers; torch computes further ones as they are."""
+
+_layers: WeakValueDictionary[int, SerialLinear] = WeakValueDictionary()
+"""The layers of this process, of all ranks that are its threads, by number."""
+_numbers = count()
+
+
+@torch.library.custom_op("meshwright::add_gradients", mutates_args=())
+def _add_gradients(x: Tensor | None, dy: Tensor, dbias: Tensor | None, number: Tensor) -> Tensor:
+    """Add to the gradients of a layer's weight and bias. Returns the gradient [0] of its anchor.
+
+    Args:
+        x: [n, I]; None if the weight is frozen.
+        dy: [n, N].
+        dbias: [N], at least float32; None if the bias is frozen, or there is none.
+        number: the layer's.
+    """
+    layer = _layers[int(number)]
+    left: list[Tensor | None] = []
+    if x is not None:
+        if layer.gradients.defers:  # a compiler takes the memory of both again when its graph ends
+            x, dy = x.clone(), dy.clone()
+        read = layer.products.read(dy)
+        addends = layer.products.weight_gradients(lambda: x, read)
+        left.append(add_gradients(layer, "weight", layer.weight.detach().flatten(1), addends))
+    if dbias is not None:
+        total = dbias.clone() if layer.gradients.defers else dbias
+        bias = layer.get_parameter("bias").detach().flatten()
+        left.append(layer.add_gradient("bias", bias, lambda out, beta: write_part(total, out, beta)))
+    assert not any(each is not None for each in left), "a layer in a graph whose gradients have no bucket"
+    return dy.new_empty(0, dtype=torch.float32)
+
+
+@_add_gradients.register_fake
+def _(x: Tensor | None, dy: Tensor, dbias: Tensor | None, number: Tensor) -> Tensor:
+    return dy.new_empty(0, dtype=torch.float32)
+
+
+class _Linear(torch.autograd.Function):
+    """x W + b of x [n, I], W [I, N] and b [N]. `trained`: whether W and b are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, number: Tensor, products: Products,
+        trained: tuple[bool, bool],
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x if trained[0] else None, weight, number)
+        ctx.products, ctx.trained, ctx.form = products, trained, (x.shape, x.dtype)
+        return products.forward(x, weight, bias).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, number = ctx.saved_tensors
+        wide = torch.promote_types(dy.dtype, torch.float32)
+        dbias = dy.sum(0, dtype=wide) if ctx.trained[1] else None
+        danchor = torch.ops.meshwright.add_gradients(x, dy, dbias, number) if any(ctx.trained) else None
+        shape, dtype = ctx.form
+        dx = ctx.products.input_gradient(ctx.products.read(dy), weight).view(shape).to(dtype)
+        return dx, None, None, danchor, None, None, None
+
+
+def linear_in_graph(
+    x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, number: Tensor, products: Products
+) -> Tensor:
+    """Compute x W + b in a graph; [B, ..., I] x [I, N] + [N] -> [B, ..., N]. `anchor`, `number`: the layer's."""
+    trained = weight.requires_grad, bias is not None and bias.requires_grad
+    x, weight, bias = cast(x, weight, bias)
+    y: Tensor = _Linear.apply(x.flatten(0, -2), weight, bias, anchor, number, products, trained)
+    return y.view(*x.shape[:-1], weight.shape[1])
+
+
+@cache
+def outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that graphs end in front of. The same one each time, as graphs are made for a function."""
+    hidden: Callable[..., Any] = torch.compiler.disable(function)
+    return hidden
+
+
+def compile_block(config: Config, block: nn.Module) -> None:
+    """Let a layer of a model run as a graph."""
+    torch._dynamo.config.recompile_limit = SHAPES
+    collectives.hide_from_compilers(outside)
+    for module in block.modules():
+        kind = type(module)
+        if isinstance(module, SerialLinear):
+            number = next(_numbers)
+            _layers[number] = module
+            module.join_graph(number, linear_in_graph)
+        elif not getattr(kind, "in_graphs", True) and not getattr(kind.forward, "_torchdynamo_disable", False):
+            # Of the class: graphs are made for functions, and a function of each layer would be a graph of each.
+            kind.forward = outside(kind.forward)
+    options: dict[str, Any] | None = {"fallback_random": True} if BACKEND == "inductor" else None
+    if options and config.device == "cpu":
+        options["compile_threads"] = 1  # a pool starts for longer than it compiles a layer's few C++ functions
+    block.compile(backend=BACKEND, dynamic=False, options=options)

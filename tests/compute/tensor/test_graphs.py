@@ -1,0 +1,205 @@
+"""Layers as graphs compute what they do without: every family, every way to cut, deferred gradients, recomputation.
+
+Graphs are traced and differentiated here as for Inductor, and run by torch's own kernels (`aot_eager`); one test lets
+Inductor make them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from meshwright.compute.tensor import graphs
+from meshwright.compute.tensor.compiling import outside_of_graphs
+from meshwright.config import Config, parse_config
+from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.machine import Machine
+from meshwright.ranks.mesh import Mesh
+from meshwright.training.decisions import resolve_process
+from meshwright.training.step import train_step
+from tests.harness import build
+from tests.oracle.batches import BATCHES
+from tests.oracle.pipeline import LOOP, WHOLE, pipelined
+from tests.oracle.pipeline import serial as serial_in_microbatches
+from tests.oracle.run import check, train
+from tests.oracle.tensor import MODELS, config_for, serial
+from tests.rehearsal.fake_cuda import compiler
+from tests.workers import run_ranks
+
+pytestmark = [  # of torch's compiler by itself
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+MEGATRON, TESSERACT = {"kind": "megatron", "size": 2}, {"kind": "tesseract", "q": 2, "d": 1}
+ONE = Grid((("data", 1),))
+
+
+def with_blocks(config: Config, **changes: Any) -> Config:
+    """The config with `compile: blocks`, and with other settings of its axes."""
+    tree = config.model_dump(mode="json", by_alias=True)
+    for axis, settings in changes.items():
+        tree["layout"][axis] |= settings
+    return parse_config(tree | {"compile": "blocks"})
+
+
+def counted(mesh: Mesh, config: Config, backend: str = "aot_eager") -> tuple[Any, int, Counter[str]]:
+    """What the oracle's `train` returns, the number of graphs, and the breaks by reason. In a process of its own."""
+    graphs.BACKEND = backend
+    result = train(mesh, config)
+    return result, counters["stats"]["unique_graphs"], Counter(counters["graph_break"])
+
+
+def run(config: Config, backend: str = "aot_eager") -> list[tuple[Any, int, Counter[str]]]:
+    results: list[tuple[Any, int, Counter[str]]] = run_ranks(
+        counted, config.grid, config, backend, token_axes=config.layout.token_axes, forked=True
+    )
+    return results
+
+
+def equals(config: Config, one: Any, backend: str = "aot_eager") -> tuple[int, Counter[str]]:
+    """Compare with one device without graphs; the graphs and breaks of all ranks."""
+    results = run(config, backend)
+    check([result for result, _, _ in results], one)
+    return results[-1][1], results[-1][2]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_family_is_one_device_without_graphs(model: str) -> None:
+    config = with_blocks(config_for(model, WHOLE, steps=3))
+    made, breaks = equals(config, serial(model))
+    assert made
+    # Whole layers where nothing is outside.
+    assert bool(breaks) == bool(list(outside_of_graphs(config))), breaks
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    **{sync: {"data": {"size": 2, "sync": sync}} for sync in ("allreduce", "zero1", "zero2", "zero3")},
+    "megatron": {"tensor": MEGATRON},
+    "sequence-parallel": {"tensor": MEGATRON | {"sequence_parallel": True}},
+    "tesseract": {"tensor": TESSERACT},
+    "ring": {"context": {"size": 2, "kind": "ring"}},
+    "ulysses": {"context": {"size": 2, "kind": "ulysses"}},
+    "megatron and zero3": {"tensor": MEGATRON, "data": {"size": 2, "sync": "zero3"}},
+}
+
+
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.long)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_way_to_cut_is_one_device_without_graphs(layout: str, model: str) -> None:
+    config = with_blocks(config_for(model, WHOLE, steps=3, batch={"global": 24, "micro": 6}), **LAYOUTS[layout])
+    made, breaks = equals(config, serial(model))
+    assert made
+    assert bool(breaks) == bool(list(outside_of_graphs(config))), breaks
+
+
+@pytest.mark.parametrize(
+    "experts", [{"data": {"size": 2, "expert": 2}}, {"data": {"size": 2, "expert": 2, "exchange": "messages"}}]
+)
+def test_experts_of_other_ranks(experts: dict[str, Any]) -> None:
+    equals(with_blocks(config_for("experts", WHOLE, steps=3), **experts), serial("experts"))
+
+
+@pytest.mark.parametrize(
+    "schedule, placed, tensor",
+    [
+        ("gpipe", {}, WHOLE),
+        ("1f1b", {}, WHOLE),
+        ("message-driven", {}, WHOLE),  # which defers weight gradients
+        ("message-driven", LOOP, WHOLE),
+        ("1f1b", LOOP, MEGATRON),
+    ],
+)
+def test_stages_with_several_microbatches_in_flight(
+    schedule: str, placed: dict[str, Any], tensor: dict[str, Any]
+) -> None:
+    config = with_blocks(pipelined("gpt2", 2, schedule, tensor, placed=placed))
+    made, _ = equals(config, serial_in_microbatches("gpt2"))
+    assert made
+
+
+@pytest.mark.parametrize("recompute", ["selective", "auto", "offload", {"every": 1}])
+def test_recomputed_layers(recompute: Any) -> None:
+    made, _ = equals(with_blocks(config_for("gpt2", WHOLE, steps=3, memory={"recompute": recompute})), serial("gpt2"))
+    assert made
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler here, which Inductor needs on a CPU")
+def test_inductor_makes_one_graph_of_all_layers() -> None:
+    config = with_blocks(config_for("gpt2", WHOLE, steps=2, batch={"global": 24, "micro": 6}))
+    made, breaks = equals(config, serial("gpt2"), "inductor")
+    # One of the layers; of the loss two islands, each for two numbers of tokens.
+    assert (made, breaks) == (5, Counter())
+
+
+def steps(mesh: Mesh, config: Config) -> list[float]:
+    graphs.BACKEND = "aot_eager"
+    parts = build(config, mesh)
+    return [train_step(parts, BATCHES["gpt2"](config, step), step).loss for step in range(3)]
+
+
+def losses(model: dict[str, Any] | None = None, **changes: Any) -> list[float]:
+    """The losses of three steps. `model`: changed fields of the model."""
+    tree = config_for("gpt2", WHOLE, **changes).model_dump(mode="json", by_alias=True)
+    found: list[float]
+    (found,) = run_ranks(steps, ONE, parse_config(tree | {"model": tree["model"] | (model or {})}), forked=True)
+    return found
+
+
+@pytest.mark.parametrize("precision", [{"level": "O1", "dtype": "bf16"}, {"level": "O2", "dtype": "bf16"}])
+def test_halves_round_no_worse(precision: dict[str, str]) -> None:
+    exact = losses()
+    plain, graph = (losses(precision=precision, compile=each) for each in ("none", "blocks"))
+    assert plain != graph, "nothing was compiled"
+    torch.testing.assert_close(graph, exact, rtol=2e-3, atol=0)
+    torch.testing.assert_close(graph, plain, rtol=2e-3, atol=0)
+
+
+def test_masks_of_dropout_are_those_without_graphs() -> None:
+    plain, graph = (losses({"dropout": 0.2}, compile=each) for each in ("none", "blocks"))
+    torch.testing.assert_close(graph, plain, rtol=1e-12, atol=0)
+    assert plain != losses()
+
+
+@pytest.mark.parametrize("patterns", [["blocks.0.*"], ["*.weight"], ["*.bias"], ["blocks.*.attention.*"]])
+def test_frozen_weights(patterns: list[str]) -> None:
+    plain, graph = (losses({"frozen": patterns}, compile=each) for each in ("none", "blocks"))
+    torch.testing.assert_close(graph, plain, rtol=1e-12, atol=0)
+
+
+def test_single_operations_cannot_be_kept() -> None:
+    with pytest.raises(ConfigError, match=r"memory\.recompute=ops keeps single operations, and compile=blocks"):
+        with_blocks(config_for("gpt2", WHOLE, memory={"recompute": "ops"}))
+
+
+def test_equal_bits_are_not_compiled() -> None:
+    with pytest.raises(ConfigError, match=r"compile=blocks has sums or kernels whose bits depend on the layout"):
+        with_blocks(config_for("gpt2", WHOLE, bits="layout-free", precision={"level": "O0", "dtype": "float32"}))
+
+
+GPU = Machine(cores=8, memory=2**36, gpus=1)
+
+
+@pytest.mark.parametrize(
+    "changes, taken", [({}, "blocks"), ({"memory": {"recompute": "ops"}}, "islands"), ({"bits": "layout-free"}, "none")]
+)
+def test_auto_on_a_gpu(changes: dict[str, Any], taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.training.decisions.find_spec", lambda name: object())
+    config = config_for("gpt2", WHOLE, precision={"level": "O0", "dtype": "float32"}, **changes)
+    tree = config.model_dump(mode="json", by_alias=True) | {"device": "auto"}
+    if taken == "none":
+        tree["device"] = "cpu"
+    assert resolve_process(parse_config(tree), GPU).config.compile == taken
+
+
+def test_the_first_lines_name_modules_that_are_not_compiled() -> None:
+    config = with_blocks(config_for("experts", MEGATRON), context={"size": 2, "kind": "ring"})
+    (note,) = (
+        each for each in resolve_process(config, Machine(cores=8, memory=2**36)).notes if each.startswith("compile")
+    )
+    assert note.endswith("layers that layout.tensor.kind=megatron cuts and attention over 2 ranks and experts")
