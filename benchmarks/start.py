@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 COMMANDS = {
@@ -46,29 +45,12 @@ metrics: {sinks: []}
 """
 
 
-def worker(rank: Any, out: Path, **arguments: Any) -> None:
-    """A training rank that leaves what it has used when its first step begins, and when that is over."""
-    from meshwright.training import worker as training
-    from meshwright.training.loop import Trainer
-
-    turn = Trainer.turn
-
-    def timed(self: Trainer, *words: Any) -> Any:
-        begins = {"processor": time.process_time(), "begins": time.time()}
-        result = turn(self, *words)
-        Path(out, f"start-{rank.mesh.rank}.json").write_text(json.dumps(begins | {"ends": time.time()}))
-        return result
-
-    with patch.object(Trainer, "turn", timed):
-        training.train_rank(rank, out=out, **arguments)
-
-
 def train_once(words: list[str], out: str) -> None:
     """The launcher of a run whose ranks are `train_rank`: what `meshwright train` does."""
     import meshwright as mw
     from meshwright.training import job
 
-    with patch.object(job, "TRAIN_WORKER", "benchmarks.start:worker"):
+    with patch.object(job, "TRAIN_WORKER", "benchmarks.start_worker:worker"):
         mw.train(mw.load("run.yaml", words), out)
 
 
