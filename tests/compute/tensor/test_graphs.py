@@ -7,6 +7,7 @@ Inductor make them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -69,7 +70,12 @@ def equals(config: Config, one: Any, backend: str = "aot_eager") -> tuple[int, C
     return results[-1][1], results[-1][2]
 
 
-@pytest.mark.parametrize("model", MODELS)
+def some(names: Iterable[str], often: Sequence[str]) -> list[Any]:
+    """The names as parameters, those that are not in `often` marked long: a graph takes seconds to be made."""
+    return [name if name in often else pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
+@pytest.mark.parametrize("model", some(MODELS, ("gpt2", "llama", "deepseek")))
 def test_every_family_is_one_device_without_graphs(model: str) -> None:
     config = with_blocks(config_for(model, WHOLE, steps=3))
     made, breaks = equals(config, serial(model))
@@ -90,7 +96,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.long)])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", some(LAYOUTS, ("allreduce", "zero3", "megatron", "tesseract", "ring")))
 def test_every_way_to_cut_is_one_device_without_graphs(layout: str, model: str) -> None:
     config = with_blocks(config_for(model, WHOLE, steps=3, batch={"global": 24, "micro": 6}), **LAYOUTS[layout])
     made, breaks = equals(config, serial(model))
@@ -99,7 +105,11 @@ def test_every_way_to_cut_is_one_device_without_graphs(layout: str, model: str) 
 
 
 @pytest.mark.parametrize(
-    "experts", [{"data": {"size": 2, "expert": 2}}, {"data": {"size": 2, "expert": 2, "exchange": "messages"}}]
+    "experts",
+    [
+        {"data": {"size": 2, "expert": 2}},
+        pytest.param({"data": {"size": 2, "expert": 2, "exchange": "messages"}}, marks=pytest.mark.long),
+    ],
 )
 def test_experts_of_other_ranks(experts: dict[str, Any]) -> None:
     equals(with_blocks(config_for("experts", WHOLE, steps=3), **experts), serial("experts"))
@@ -108,10 +118,10 @@ def test_experts_of_other_ranks(experts: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "schedule, placed, tensor",
     [
-        ("gpipe", {}, WHOLE),
-        ("1f1b", {}, WHOLE),
-        ("message-driven", {}, WHOLE),  # which defers weight gradients
-        ("message-driven", LOOP, WHOLE),
+        pytest.param("gpipe", {}, WHOLE, marks=pytest.mark.long),
+        pytest.param("1f1b", {}, WHOLE, marks=pytest.mark.long),
+        pytest.param("message-driven", {}, WHOLE, marks=pytest.mark.long),
+        ("message-driven", LOOP, WHOLE),  # which defers weight gradients
         ("1f1b", LOOP, MEGATRON),
     ],
 )
@@ -123,7 +133,10 @@ def test_stages_with_several_microbatches_in_flight(
     assert made
 
 
-@pytest.mark.parametrize("recompute", ["selective", "auto", "offload", {"every": 1}])
+@pytest.mark.parametrize(
+    "recompute",
+    ["selective", "offload", *(pytest.param(each, marks=pytest.mark.long) for each in ("auto", {"every": 1}))],
+)
 def test_recomputed_layers(recompute: Any) -> None:
     made, _ = equals(with_blocks(config_for("gpt2", WHOLE, steps=3, memory={"recompute": recompute})), serial("gpt2"))
     assert made
