@@ -131,6 +131,10 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
     if config.compile in COMPILED and device == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         rule = "needs a C++ compiler, and none is here (apt-get install g++)"
         raise ConfigError.of("compile", config.compile, rule, "none, auto")
+    if config.compile == "islands" and device == "cpu" and config.memory.policy.recorded:
+        # A CPU's GELU is an island; a GPU's islands are in the loss, which is not computed again.
+        rule = f"compiles operations on CPUs that memory.recompute={config.memory.recompute} keeps one by one"
+        raise ConfigError.of("compile", "islands", rule, "none, auto")
     if config.bits.layout_free:  # threads share an operation's elements in whole vectors if they are 1, 2, 4, ...
         threads = 2 ** (threads.bit_length() - 1)
     compiles = config.compile

@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 
+from meshwright.compute.tensor import graphs
 from meshwright.config import Config, load_config
 from meshwright.config.load import parse_run
 from meshwright.ranks.errors import ConfigError
@@ -66,6 +67,31 @@ def with_experts(random: Random) -> tuple[Case, Config]:
 def test_drawn_experts_equal_one_device(seed: int) -> None:
     case, config = with_experts(Random(f"experts/{seed}"))
     assert mistakes(config) == [], (case, config.model.experts, config.layout.data)
+
+
+def trace_alone() -> None:
+    """Layers as graphs by torch's own kernels, as tests/compute/tensor/test_graphs.py has them."""
+    graphs.BACKEND = "aot_eager"
+
+
+def with_graphs(random: Random) -> tuple[Case, Config]:
+    """A drawn run whose layers are graphs."""
+    for case, _ in Drawing(random).cases():
+        if case["vocabulary"] == "real":  # the head is not in graphs
+            continue
+        try:
+            return case, parse_run(tree_of(case) | {"compile": "blocks"})
+        except ConfigError:
+            continue
+    raise AssertionError("draws do not end")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler by itself, as the next one
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 60))])
+def test_drawn_layers_as_graphs_equal_one_device(seed: int) -> None:
+    case, config = with_graphs(Random(f"graphs/{seed}"))
+    assert mistakes(config, trace_alone) == [], case
 
 
 def test_the_fixed_set_has_the_pairs_of_all_others() -> None:

@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 
 def attention_outside(config: Config) -> str | None:
     """Return the reason for which attention is not compiled, if there is one."""
-    layout, dropout = config.layout, float(getattr(config.model, "dropout", 0.0))
+    layout = config.layout
     if layout.context.size > 1:
         return f"over {layout.context.size} ranks"
-    if getattr(config.data, "separate", False):
+    if config.data.separate:
         return "document by document"
     if config.memory.policy.attention:
         return f"which memory.recompute={config.memory.recompute} computes again"
     if config.precision.widens:
         return "in float32 of halves"
-    if layout.tensor.axes and dropout:
+    if layout.tensor.axes and config.model.dropout:
         return "with dropout masks of each rank"
     return None
 

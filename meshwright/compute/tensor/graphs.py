@@ -26,6 +26,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from meshwright.compute.parameters.shard import ShardedModule
+from meshwright.compute.tensor.experts import Experts
 from meshwright.compute.tensor.linear import cast
 from meshwright.compute.tensor.products import Products, add_gradients, write_part
 from meshwright.compute.tensor.serial import SerialLinear
@@ -43,6 +45,8 @@ SHAPES = 64
 _layers: WeakValueDictionary[int, SerialLinear] = WeakValueDictionary()
 """The layers of this process, of all ranks that are its threads, by number."""
 _numbers = count()
+_hidden: set[type[nn.Module]] = set()
+"""Classes of which graphs do not see `forward`."""
 
 
 @torch.library.custom_op("meshwright::add_gradients", mutates_args=())
@@ -126,9 +130,10 @@ def compile_block(config: Config, block: nn.Module) -> None:
             number = next(_numbers)
             _layers[number] = module
             module.join_graph(number, linear_in_graph)
-        elif not getattr(kind, "in_graphs", True) and not getattr(kind.forward, "_torchdynamo_disable", False):
+        elif isinstance(module, ShardedModule | Experts) and not module.in_graphs and kind not in _hidden:
             # Of the class: graphs are made for functions, and a function of each layer would be a graph of each.
             kind.forward = outside(kind.forward)
+            _hidden.add(kind)
     options: dict[str, Any] | None = {"fallback_random": True} if BACKEND == "inductor" else None
     if options and config.device == "cpu":
         options["compile_threads"] = 1  # a pool starts for longer than it compiles a layer's few C++ functions

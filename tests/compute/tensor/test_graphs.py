@@ -190,6 +190,12 @@ def test_single_operations_cannot_be_kept() -> None:
         with_blocks(config_for("gpt2", WHOLE, memory={"recompute": "ops"}))
 
 
+def test_islands_of_a_cpu_hide_single_operations() -> None:
+    config = config_for("gpt2", WHOLE, memory={"recompute": "ops"}, compile="islands")
+    with pytest.raises(ConfigError, match=r"compile=islands compiles operations on CPUs that memory\.recompute=ops"):
+        resolve_process(config, Machine(cores=8, memory=2**36))
+
+
 def test_equal_bits_are_not_compiled() -> None:
     with pytest.raises(ConfigError, match=r"compile=blocks has sums or kernels whose bits depend on the layout"):
         with_blocks(config_for("gpt2", WHOLE, bits="layout-free", precision={"level": "O0", "dtype": "float32"}))
