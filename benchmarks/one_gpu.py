@@ -2,6 +2,7 @@
 
     python -m benchmarks.one_gpu --all                                           every stage, the most telling first
     python -m benchmarks.one_gpu --out FOLDER [--only STAGE ...] [--steps N]     on a machine with a GPU
+    python -m benchmarks.one_gpu --predicted                                     anywhere: every run as predicted now
     python -m benchmarks.one_gpu                                                 anywhere: what benchmarks/one_gpu.json
                                                                                  says, beside predictions made now
 
@@ -53,31 +54,29 @@ SMALL = Reference(layers=12, hidden=768, heads=12, sequence=1024, batch=64, voca
 
 RUNS: dict[str, str] = {
     "small": "model.base=gpt2-small batch.micro=64 batch.global=256",
+    "small, islands": "model.base=gpt2-small batch.micro=64 batch.global=256 compile=islands",
     "small, no islands": "model.base=gpt2-small batch.micro=64 batch.global=256 compile=none",
     "small, recomputed": "model.base=gpt2-small batch.micro=64 batch.global=256 memory.recompute=auto",
     "small, TF32": "model.base=gpt2-small batch.micro=32 batch.global=128 precision=float32",
     "small, fp16": "model.base=gpt2-small batch.micro=64 batch.global=256 precision=fp16",
-    "small, blocks": "model.base=gpt2-small batch.micro=64 batch.global=256 compile=blocks",
     "xl": "model.base=gpt2-xl batch.micro=16 batch.global=64",
     "xl, states on the host": "model.base=gpt2-xl batch.micro=16 batch.global=64 memory.offload.to=host "
     "optimizer.clip=null",
-    "xl, blocks": "model.base=gpt2-xl batch.micro=16 batch.global=64 compile=blocks",
     "llama-3.2-1b": "model.base=llama-3.2-1b data.sequence=4096 batch.micro=2 batch.global=16",
-    "llama-3.2-1b, blocks": "model.base=llama-3.2-1b data.sequence=4096 batch.micro=2 batch.global=16 compile=blocks",
     "mistral-7b, states on the host": "model.base=mistral-7b data.sequence=4096 batch.micro=1 batch.global=16 "
     "memory.offload.to=host optimizer.clip=null",
 }
-"""Words beside the run file gpt2, by name."""
+"""Words beside the run file gpt2, by name. A row of MEASURED has the words with which it ran."""
 MEASURED = Path(__file__).with_suffix(".json")
 """Stages' files in one list, from one H100 and one H200 on 26 November 2026 with torch 2.11.0 for CUDA 13.0."""
 CLUSTERS = {"NVIDIA H100 80GB HBM3": "dgx-h100", "NVIDIA H200": "dgx-h200"}
 CALIBRATED = {"NVIDIA H100 80GB HBM3": Path(__file__).with_name("h100_calibrated.yaml")}
 """What `meshwright calibrate --quick --device cuda` wrote after 21 s on another H100 of that kind, that day."""
 H100_HOST = Machine(cores=16, memory=2**37, gpus=1)
-COMMON = "data.tokenizer=bytes device=cuda threads=8 optimizer.schedule.warmup=1 compile=islands"
-"""Words of every run; a run's own come later. MEASURED has runs with islands."""
+COMMON = "data.tokenizer=bytes device=cuda threads=8 optimizer.schedule.warmup=1"
+"""Words of every run; a run's own come later."""
 UNCOUNTED_STEPS = 2
-"""A run's first steps load kernels and compile islands."""
+"""A run's first steps load kernels and compile layers."""
 PATIENCE_SECONDS = 200
 """Seconds after which a stage is stopped."""
 
@@ -154,7 +153,7 @@ def serial(micro: int = 32, rounds: int = 8) -> dict[str, Any]:
         "plain loop, compiled": lambda: plain_step(True, micro),
         "meshwright, no islands": lambda: our_step(micro, "compile=none"),
         "meshwright": lambda: our_step(micro, ""),
-        "meshwright, blocks": lambda: our_step(micro, "compile=blocks"),
+        "meshwright, islands": lambda: our_step(micro, "compile=islands"),
         "meshwright, O1": lambda: our_step(micro, "precision.level=O1 precision.dtype=bf16"),
     }
     steps, found = {}, {}
@@ -238,7 +237,7 @@ def profiles() -> dict[str, Any]:
     makes: dict[str, Callable[[], Callable[[int], float]]] = {
         "plain loop, compiled": lambda: plain_step(True, 32),
         "meshwright": lambda: our_step(32, ""),
-        "meshwright, blocks": lambda: our_step(32, "compile=blocks"),
+        "meshwright, islands": lambda: our_step(32, "compile=islands"),
         "meshwright, no islands": lambda: our_step(32, "compile=none"),
         "meshwright, TF32": lambda: our_step(32, "precision=float32"),
     }
@@ -257,7 +256,7 @@ def chunks() -> dict[str, float]:
     """Seconds of our step of 2 microbatches of 32 by the bytes of a chunk of logits (tensor/cross_entropy.py)."""
     found = {}
     step = our_step(32, "")
-    for mebibytes in (256, 64, 128, 512, 1024, 2048, 256):
+    for mebibytes in (1024, 64, 128, 256, 512, 2048, 1024):
         cross_entropy.CHUNK_BYTES["cuda"] = mebibytes * 2**20
         found[f"{mebibytes} MiB, after {len(found)} others"] = device_seconds(lambda: step(1), 5)
     return found
@@ -272,7 +271,7 @@ class Drawn:
         return {"tokens": tokens[rows], "labels": labels[rows]}
 
 
-def late_burst(micro: int, words: str, chunk_mebibytes: int = 256) -> Callable[[int], None]:
+def late_burst(micro: int, words: str) -> Callable[[int], None]:
     """`train`'s own steps: a step's numbers are read in the step after."""
     config = run_config(
         f"model.base=gpt2-small model.tied=false batch.global={SMALL.batch} batch.micro={micro} {words}"
@@ -280,7 +279,6 @@ def late_burst(micro: int, words: str, chunk_mebibytes: int = 256) -> Callable[[
     trainer = Trainer(build(config, solo_mesh(torch.device("cuda", 0), config.grid.names), Path()), Drawn())
 
     def burst(steps: int) -> None:
-        cross_entropy.CHUNK_BYTES["cuda"] = chunk_mebibytes * 2**20
         for _ in range(steps):
             trainer.turn(None)
 
@@ -303,8 +301,8 @@ def late(micro: int = 32, rounds: int = 6, steps: int = 3) -> dict[str, Any]:
     contenders: dict[str, Callable[[], Callable[[int], None]]] = {
         "plain loop, compiled": lambda: plain_burst(micro),
         "meshwright": lambda: late_burst(micro, ""),
-        "meshwright, blocks": lambda: late_burst(micro, "compile=blocks"),
-        "meshwright, chunks of 1 GiB": lambda: late_burst(micro, "", 1024),
+        "meshwright, islands": lambda: late_burst(micro, "compile=islands"),
+        "meshwright, logits of 128 MiB": lambda: late_burst(micro, "memory.logits=128M"),
     }
     bursts = {name: make() for name, make in contenders.items()}
     seconds: dict[str, list[float]] = {name: [] for name in bursts}
@@ -356,6 +354,7 @@ def measure(folder: Path, only: list[str], steps: int, *, again: bool = True) ->
 def measure_here(folder: Path, name: str, steps: int) -> None:
     found = STAGES[name]() if name in STAGES else run(name, steps)
     told = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "name": name, "found": found}
+    told |= {"words": RUNS[name]} if name in RUNS else {}
     file_of(folder, name).write_text(json.dumps(told, indent=1))
 
 
@@ -390,7 +389,7 @@ def show() -> None:
         elif name == "late":
             console.print(late_table(gpu, found))
         elif name in RUNS:
-            config = load_config("gpt2", [*COMMON.split(), *RUNS[name].split()])
+            config = load_config("gpt2", [*COMMON.split(), *line["words"].split()])
             config = resolve(config, H100_HOST).config
             predicted = planners[gpu].predict(config)
             seconds = statistics.median(found["seconds"][UNCOUNTED_STEPS:])
@@ -410,6 +409,24 @@ def show() -> None:
             console.print(f"{gpu}, {name}: {found}")
     console.print(table)
     console.print(f"{len(errors)} runs: {statistics.fmean(map(abs, errors)):.1%} off on average")
+
+
+def predict() -> None:
+    """Predictions of RUNS on an H100 as they are now, whether or not they have been measured."""
+    table = Table("run", title="One H100, predicted by its data sheet")
+    for head in ("ms", "tokens/s", "GB allocated", "GB of the device"):
+        table.add_column(head, justify="right")
+    planner = Planner(load_cluster("dgx-h100"))
+    for name, words in RUNS.items():
+        # Not resolved here: without Triton this machine compiles nothing.
+        config = load_config("gpt2", [*COMMON.split(), *words.split()])
+        made = planner.predict(config)
+        tokens = config.batch.global_ * config.data.sequence
+        table.add_row(
+            name, f"{made.seconds * 1e3:.0f}", f"{tokens / made.seconds:,.0f}",
+            f"{made.fullest.allocated / 1e9:.2f}", f"{made.fullest.total / 1e9:.2f}",
+        )  # fmt: skip
+    Console(width=140, highlight=False).print(table)
 
 
 def serial_table(gpu: str, found: Mapping[str, Any]) -> Table:
@@ -484,12 +501,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.one_gpu", description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--all", action="store_true", help="every stage that has no file yet")
+    parser.add_argument("--predicted", action="store_true", help="predictions of all runs alone")
     parser.add_argument("--only", nargs="*", choices=[*STAGES, *RUNS], default=[])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--here", choices=[*STAGES, *RUNS], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.here:
         measure_here(options.out, options.here, options.steps)
+    elif options.predicted:
+        predict()
     elif options.out or options.all:
         measure(options.out or Path("out/one_gpu"), options.only, options.steps, again=not options.all)
     else:

@@ -205,6 +205,13 @@ EFFECTS = (
         + ", ".join(kind for kind, section in entries("tensor").items() if "memory.summa" in section.gives_effect_to),
     ),
     Effect(
+        ("memory.logits",),
+        ("bits.kind",),
+        lambda config: not config.bits.layout_free,
+        lambda config: "with bits.kind=layout-free, whose chunks of logits are the same in every run",
+        "bits.kind=usual",
+    ),
+    Effect(
         ("memory.offload.bucket",),
         ("memory.offload.to",),
         lambda config: config.memory.offload.to != "none",

@@ -120,6 +120,8 @@ class MemorySection(Section):
     """The activations that are kept, computed again or moved: a policy, or {every: n} for groups of n layers."""
     offload: Offload = Offload()
     """Master weights and moments in host memory or on disk."""
+    logits: Literal["auto"] | Size = "auto"
+    """Bytes of a head's logits at a time; auto: 8 MiB in float32 on a CPU, 1 GiB on a GPU. Larger chunks are faster."""
     empty_cache_every: Count = 0
     """Steps between two returns of the allocator's free memory, which cost time; 0: never."""
     summa: Literal["auto", "gather", "whole", "stream"] = "auto"

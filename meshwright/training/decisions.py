@@ -137,10 +137,7 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
         raise ConfigError.of("compile", "islands", rule, "none, auto")
     if config.bits.layout_free:  # threads share an operation's elements in whole vectors if they are 1, 2, 4, ...
         threads = 2 ** (threads.bit_length() - 1)
-    compiles = config.compile
-    if compiles == "auto":
-        pays = device == "cuda" and not config.bits.layout_free and find_spec("triton") is not None
-        compiles = "none" if not pays else "islands" if config.memory.policy.recorded else "blocks"
+    compiles = compiled_on(config, device if find_spec("triton") is not None else "cpu")
     if compiles == "blocks" and (outside := list(outside_of_graphs(config))):
         notes.append(f"compile={config.compile} takes blocks: not compiled are {' and '.join(outside)}")
     if config.model.frozen:
@@ -156,6 +153,15 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
     ):
         config = with_field(config, field, value)
     return Resolved(config, tuple(notes))
+
+
+def compiled_on(config: Config, device: str) -> str:
+    """Decide `compile` on a kind of device: auto pays on a GPU that Triton is installed for."""
+    if config.compile != "auto":
+        return config.compile
+    if device != "cuda" or config.bits.layout_free:
+        return "none"
+    return "islands" if config.memory.policy.recorded else "blocks"
 
 
 def with_fewer_replicas(config: Config, most: int) -> Config | None:

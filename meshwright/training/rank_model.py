@@ -12,6 +12,7 @@ from meshwright.compute.context.open import open_context
 from meshwright.compute.model import EMBEDDINGS, HEAD, Batch, Chunk
 from meshwright.compute.models.chain import Chain, chain_of, make_chain
 from meshwright.compute.parameters.shard import initialise
+from meshwright.compute.tensor.cross_entropy import ScoresClasses
 from meshwright.compute.tensor.kit import Kit
 from meshwright.compute.tensor.products import PLAIN
 from meshwright.config.registry import load_entry
@@ -41,6 +42,9 @@ def build_kit(config: Config, mesh: Mesh) -> Kit:
 def build_model(config: Config, kit: Kit, mesh: Mesh, chunk: Chunk | None = None) -> Chain:
     """Build the model or a chunk, with this rank's part of the initial weights in the stored precision."""
     model = make_chain(config, kit, chunk)
+    if (chunk_bytes := config.memory.logits) != "auto":
+        for head in (module for module in model.modules() if isinstance(module, ScoresClasses)):
+            head.use_chunks(chunk_bytes)
     model.attend_in(open_context(config, mesh))
     initialise(model, mesh, config.seed)
     precision.store(config, model)

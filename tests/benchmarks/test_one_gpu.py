@@ -21,7 +21,7 @@ WITHOUT_ISLANDS = "small, no islands"
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row['gpu']}: {row['name']}" for row in ROWS])
 def test_a_measured_step_is_predicted(row: dict[str, Any]) -> None:
     """Data sheets alone: time to 8 %, what torch allocates to 2 %, the device to 6 %. Islands are in no prediction."""
-    config = resolve(load_config("gpt2", [*COMMON.split(), *RUNS[row["name"]].split()]), H100_HOST).config
+    config = resolve(load_config("gpt2", [*COMMON.split(), *row["words"].split()]), H100_HOST).config
     found, predicted = row["found"], Planner(load_cluster(CLUSTERS[row["gpu"]])).predict(config)
     seconds = statistics.median(found["seconds"][UNCOUNTED_STEPS:])
     low = 0.79 if row["name"] == WITHOUT_ISLANDS else 0.92

@@ -64,6 +64,24 @@ def test_an_island_equals_torch(dtype: torch.dtype, smoothing: float) -> None:
         torch.testing.assert_close(mine, wanted, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_one_pass_of_all_classes_is_the_two_passes(smoothing: float) -> None:
+    islands, scale = compiled_islands(), 1 / 3
+    generator = torch.Generator().manual_seed(5)
+    logits = 3 * torch.randn(50, 48, generator=generator, dtype=torch.float64)
+    columns = torch.randint(37, (50, 1), generator=generator)
+    certain, equal = torch.full((50, 1), 1 - smoothing, dtype=torch.float64), torch.tensor(smoothing / 37).double()
+    factors = torch.full((50, 1), scale, dtype=torch.float64)
+    factors[::7] = 0  # uncounted
+    two, one = logits.clone(), logits.clone()
+    top, total, picked = islands.statistics(two, columns, certain, equal, 37).split(1, 1)
+    islands.gradients(two, top, columns, certain, equal, factors / total, factors, 37)
+    losses = islands.losses(one, columns, certain, equal, factors, 37)
+    torch.testing.assert_close(losses, total.log() + top - picked, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(one, two, rtol=1e-13, atol=1e-13)
+    assert one[:, 37:].count_nonzero() == 0
+
+
 def three_steps(mesh: Mesh, config: Config, times: int) -> list[list[float]]:
     """The losses of a run of three steps, so many times from the beginning."""
     runs = [build(config, mesh) for _ in range(times)]

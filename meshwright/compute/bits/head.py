@@ -140,7 +140,7 @@ def _run(
     dtable = torch.zeros_like(table if learns else table[:0], dtype=wide)
     dbias = None if bias is None else torch.zeros_like(bias, dtype=wide)
     device, height = classes.device_type, tables[0][0].shape[0]
-    for chunk in classes.alike(ranges(0, rows.shape[0], height, CHUNK_BYTES[device], CHUNK_ROWS[device]), rows):
+    for chunk in classes.alike(ranges(0, rows.shape[0], 4 * height, CHUNK_BYTES[device], CHUNK_ROWS), rows):
         those = parts_of(rows[chunk], blocks.hidden, -1)
         logits = [logits_of_part(products, those, own, offsets) for own, offsets in zip(tables, biases, strict=True)]
         losses[chunk] = _to_gradients(logits, labels[chunk].unsqueeze(1), factors[chunk], classes, blocks)

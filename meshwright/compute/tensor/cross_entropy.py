@@ -15,7 +15,8 @@ Padding is multiplied too, and masked in the softmax: a product of 50,257 column
 50,304 does not.
 
 Element-wise work is two passes with the exchange between them. The first leaves each class's share among this rank's
-(one fused softmax), whose greatest is one over the sum of exponentials; the second scales them to gradients.
+(one fused softmax), whose greatest is one over the sum of exponentials; the second scales them to gradients. A rank
+with all classes exchanges nothing: its compiled loss is one pass (islands.py).
 
 Chunks end in a collective, so their length comes from what all ranks share: the V/p rows of their tables. How many of
 these are real classes differs from rank to rank. (Agreeing on a length would cost a collective, for nothing.)
@@ -32,7 +33,7 @@ place of the label's logit, and nothing more travels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -49,17 +50,15 @@ from meshwright.compute.tensor.products import PLAIN, Products
 from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.comm import Comm
 
-CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
-"""Bytes of a chunk's float32 logits [C, V]."""
+CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 2**30}
+"""Bytes of a chunk's logits [C, V] with memory.logits=auto, in their dtype; on a CPU in float32, as its passes are.
 
-CHUNK_ROWS = {"cpu": 256, "cuda": 1}
-"""The fewest rows of a chunk: 8 MiB at V = 8192. Each chunk reads and writes all of dW [V, H], which dominates short
-chunks: at V = 49152, 13 chunks of 40 rows took 1.2 times the step of 2 chunks."""
+Each chunk reads and writes all of dW [V, H]. An H200's step of GPT-2 small, 64 x 1,024 tokens, took 160.5 ms with
+128 MiB and 137.9 ms with 512 MiB (benchmarks/one_gpu.py, late). 1 GiB has 3,531 rows of 152,064 classes."""
 
-CHUNK_OF_TABLE = {"cpu": 0.0, "cuda": 0.5}
-"""A chunk's logits may take this share of dW's float32 bytes [V, H], that is H / 2 rows, however many classes there
-are. With 152,064 classes CHUNK_BYTES is only 384 rows: 16,384 tokens of width 5,120 made 43 chunks, each of which read
-and wrote 3.1 GB of dW, 2 ms of an H100's memory beside 2 ms of products. Chunks of 2,560 rows make 7."""
+CHUNK_ROWS = 256
+"""The fewest rows of a CPU's chunk: 8 MiB at V = 8192. At V = 49152, 13 chunks of 40 rows took 1.2 times the step of 2
+chunks."""
 
 SLICE_BYTES = {"cpu": 2**19, "cuda": 256 * 2**20}
 """Bytes of a chunk that element-wise work takes at a time: a CPU core's cache; on a GPU the whole chunk."""
@@ -85,6 +84,8 @@ class Classes:
     labelled: float = 1.0
     islands: Islands | None = None
     whole: bool = False
+    chunk_bytes: int | None = None
+    """memory.logits; None: CHUNK_BYTES."""
     products: Products = PLAIN
     """The products of hidden states, table and gradients."""
 
@@ -106,31 +107,42 @@ class Classes:
             with self.comm.ledger.repeated(len(same)):
                 yield same[0]
 
-    def chunks(self, h: Tensor, table: Tensor) -> Iterator[slice]:
-        """Rows of h whose logits exist at a time; equal on all ranks, even those without classes."""
+    def chunks(self, h: Tensor, table: Tensor, dtype: torch.dtype) -> Iterator[slice]:
+        """Rows of h whose logits in `dtype` exist at a time; equal on all ranks, even those without classes."""
         if self.whole:
             return iter([slice(0, h.shape[0])] if h.shape[0] else [])
-        # The fewest rows, however large the vocabulary is.
-        least = max(CHUNK_ROWS[self.device_type], int(CHUNK_OF_TABLE[self.device_type] * h.shape[1]))
-        return ranges(0, h.shape[0], table.shape[0], CHUNK_BYTES[self.device_type], least)
+        on_cpu = self.device_type == "cpu"
+        least = CHUNK_ROWS if on_cpu and self.chunk_bytes is None else 1  # however large the vocabulary is
+        row_bytes = table.shape[0] * (4 if on_cpu else dtype.itemsize)
+        return ranges(0, h.shape[0], row_bytes, self.chunk_bytes or CHUNK_BYTES[self.device_type], least)
 
     def exchanges(self, chunk: slice, h: Tensor, table: Tensor) -> Iterator[slice]:
         """Rows of a chunk whose statistics are exchanged together; with one rank, the rows still in the cache."""
         if self.comm.size > 1 or self.islands is not None or self.whole:
             return iter([chunk])
-        return self.alike(ranges(chunk.start, chunk.stop, table.shape[0], SLICE_BYTES[self.device_type]), h)
+        return self.alike(ranges(chunk.start, chunk.stop, 4 * table.shape[0], SLICE_BYTES[self.device_type]), h)
 
     def slices(self, logits: Tensor) -> list[slice]:
         """Rows of logits that element-wise work takes at a time, without communication in between."""
         if self.whole:
             return [slice(0, logits.shape[0])]
-        return list(ranges(0, logits.shape[0], logits.shape[1], SLICE_BYTES[self.device_type]))
+        return list(ranges(0, logits.shape[0], 4 * logits.shape[1], SLICE_BYTES[self.device_type]))
 
 
-def ranges(start: int, stop: int, row_elements: int, most_bytes: int, least: int = 1) -> Iterator[slice]:
-    """start..stop in runs of rows whose float32 elements fill `most_bytes`, or of `least` rows; where they are many, by
-    the tiles of a product, of which rows are an inner dim in the table's gradient."""
-    rows = max(least, most_bytes // (4 * max(1, row_elements)))
+class ScoresClasses:
+    """A module with logits in chunks."""
+
+    classes: Classes
+
+    def use_chunks(self, size_bytes: int) -> None:
+        """Have at most so many bytes of logits at a time from now on (`memory.logits`)."""
+        self.classes = replace(self.classes, chunk_bytes=size_bytes)
+
+
+def ranges(start: int, stop: int, row_bytes: int, most_bytes: int, least: int = 1) -> Iterator[slice]:
+    """start..stop in runs of rows that fill `most_bytes`, or of `least` rows; where they are many, by the tiles of a
+    product, of which rows are an inner dim in the table's gradient."""
+    rows = max(least, most_bytes // max(1, row_bytes))
     rows -= rows % next(tile for tile in (128, 8, 1) if tile <= rows)
     for first in range(start, stop, rows):
         yield slice(first, min(first + rows, stop))
@@ -166,14 +178,14 @@ class _ChunkedLoss(torch.autograd.Function):
         factors = counted.to(wide_dtype(h)) * scale  # a bool times a number would be float32
         losses = h.new_empty(h.shape[0], 1, dtype=wide_dtype(h))
         # Several chunks' table gradients are added in float32 at least: a half loses addends below the sum's last bit.
-        adds = wide_dtype(h) if len([*islice(classes.chunks(h, weight), 2)]) > 1 else h.dtype
+        adds = wide_dtype(h) if len([*islice(classes.chunks(h, weight, h.dtype), 2)]) > 1 else h.dtype
         learns = differentiates and ctx.needs_input_grad[1]
         dh = torch.empty_like(h) if differentiates else h
         dweight = torch.empty_like(weight, dtype=adds) if learns else weight[:0]
         if learns and not h.shape[0]:
             dweight.zero_()  # no chunk writes it
         dbias = None if bias is None else torch.zeros_like(bias, dtype=adds)
-        for chunk in classes.alike(classes.chunks(h, weight), h):
+        for chunk in classes.alike(classes.chunks(h, weight, h.dtype), h):
             logits = products.multiply(h[chunk], weight.t(), bias)  # [C, V/p]
             for rows in classes.exchanges(chunk, h, weight):
                 part = logits[rows.start - chunk.start : rows.stop - chunk.start]
@@ -217,6 +229,8 @@ def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Cla
     columns = torch.where(mine, targets, 0)
     certain = mine.to(wide).mul_(1 - classes.smoothing)
     islands, shares = classes.islands, logits
+    if islands is not None and classes.comm.size == 1:
+        return islands.losses(logits, columns, certain, certain.new_full((), equal), factors, held)
     if not held:
         statistics = logits.new_zeros(logits.shape[0], 3, dtype=wide)
         statistics[:, 0] = torch.finfo(wide).min
@@ -333,7 +347,7 @@ def num_correct(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, 
     first, held = classes.of_rank(weight)
     table, offsets = weight[:held], None if bias is None else bias[:held]
     right = 0
-    for rows in classes.alike(classes.chunks(h, weight), h):
+    for rows in classes.alike(classes.chunks(h, weight, wide_dtype(h)), h):
         best = h.new_full((rows.stop - rows.start, 2), torch.finfo(h.dtype).min, dtype=torch.float64)
         if held:
             values, columns = _logits(h[rows], table, offsets, classes.products).max(1)
@@ -352,7 +366,7 @@ def chunked_token_losses(
     """The cross entropy of every token [B·T] over a whole table, at least float32; 0 where the label is -100."""
     losses = h.new_zeros(h.shape[0], dtype=wide_dtype(h))
     table, offsets = weight[:vocabulary], None if bias is None else bias[:vocabulary]
-    for rows in ranges(0, h.shape[0], vocabulary, CHUNK_BYTES[h.device.type]):
+    for rows in ranges(0, h.shape[0], vocabulary * wide_dtype(h).itemsize, CHUNK_BYTES[h.device.type]):
         logits = _logits(h[rows], table, offsets, products)
         targets = labels[rows].clamp(min=0).unsqueeze(1)
         picked = logits.gather(1, targets).squeeze(1)

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from meshwright.compute.parameters.role import BIAS, TABLE
 from meshwright.compute.parameters.shard import Initial, Placements, ShardedModule, ShardSpec, WriteGradient
 from meshwright.compute.tensor.boundary import UNCUT, Boundary
-from meshwright.compute.tensor.cross_entropy import Classes, chunked_loss, give_to_autograd, num_correct
+from meshwright.compute.tensor.cross_entropy import (
+    Classes,
+    ScoresClasses,
+    chunked_loss,
+    give_to_autograd,
+    num_correct,
+)
 from meshwright.compute.tensor.islands import UsesIslands
 from meshwright.compute.tensor.products import PLAIN, Products
 from meshwright.ranks.mesh import Mesh
@@ -39,7 +45,7 @@ class HeadShape:
     over: tuple[str, ...] = ()
 
 
-class TableHead(ShardedModule, UsesIslands):
+class TableHead(ShardedModule, UsesIslands, ScoresClasses):
     """A linear over V classes (a vocabulary, usually) with its cross entropy: logits of the rank's classes and the loss
     over all, chunk by chunk, never whole logits.
 

@@ -7,12 +7,14 @@ deferred gradients and collectives stay as they are, and Inductor compiles what 
 torch and compiled 3.2, so it is no island. On a GPU the loss's passes move 6 bytes a half-precision logit instead of
 18, by counting; an H100's step of GPT-2 small took 161 ms with islands and 202 without (benchmarks/one_gpu.py).
 
-The loss of a rank's classes, logits [C, V/p] of which the first `held` are real: two passes, an exchange between them.
+The loss of a rank's classes, logits [C, V/p] of which the first `held` are real: two passes with an exchange between
+them; of a rank with all classes one, whose kernel reads a row from a GPU's memory once, and again from its cache.
 
 | pass      | gives                                                                                               |
 |-----------|-----------------------------------------------------------------------------------------------------|
 | statistics| [C, 3]: the greatest logit m, Σ exp(logit - m), the target's product with the logits                |
 | gradients | exp(logit - m) · scale, less the target's part: `targeted` in its column, `equal` · factor in all   |
+| losses    | [C, 1]: each token's loss; logits become their gradients                                            |
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +57,21 @@ def label_gradients(
     logits.copy_(torch.where(place < held, shares - targets, 0))
 
 
+def label_losses(logits: Tensor, columns: Tensor, certain: Tensor, equal: Tensor, factor: Tensor, held: int) -> Tensor:
+    """Both passes of a rank that has all classes: [C, 1] in the dtype of `certain`; logits become their gradients."""
+    place = torch.arange(logits.shape[1], device=logits.device)
+    wide, real, labelled = logits.to(certain.dtype), place < held, place == columns
+    # Padding is masked, not cut off: sums over fewer columns than are written would be a kernel of their own.
+    masked = torch.where(real, wide, -torch.inf)
+    top = masked.amax(1, keepdim=True)
+    total = (masked - top).exp().sum(1, keepdim=True).log() + top
+    picked = torch.where(labelled, wide * certain, 0).sum(1, keepdim=True)
+    picked = picked + torch.where(real, wide, 0).sum(1, keepdim=True) * equal
+    targets = torch.where(labelled, certain + equal, equal) * factor
+    logits.copy_(torch.where(real, (wide - total).exp() * factor - targets, 0))
+    return total - picked
+
+
 def gelu_with_derivative(x: Tensor) -> tuple[Tensor, Tensor]:
     """GELU in its tanh form and its derivative (gelu.py)."""
     square = x * x
@@ -65,22 +83,23 @@ def gelu_with_derivative(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Islands:
-    """The functions, as Inductor compiles them at their first call."""
+    """The functions, compiled or as they are."""
 
     statistics: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
     gradients: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], None]
+    losses: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
     gelu: Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
+def islands_of(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Islands:
+    """The functions, each as `make` returns it."""
+    return Islands(make(label_statistics), make(label_gradients), make(label_losses), make(gelu_with_derivative))
+
+
 def compiled_islands() -> Islands:
-    """Imports torch's compiler, 2 s a rank, so only here. Compiles in this process: the functions are too small for a
-    pool."""
-    settings: dict[str, Any] = {"fullgraph": True, "options": {"compile_threads": 1}}
-    return Islands(
-        torch.compile(label_statistics, **settings),
-        torch.compile(label_gradients, **settings),
-        torch.compile(gelu_with_derivative, **settings),
-    )
+    """The functions, as Inductor compiles them at their first call. Imports torch's compiler, 2 s a rank, so only here.
+    Compiles in this process: the functions are too small for a pool."""
+    return islands_of(partial(torch.compile, fullgraph=True, options={"compile_threads": 1}))
 
 
 class UsesIslands:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from meshwright.compute.precision import DTYPES
 from meshwright.planner.calibrate.kernels import product_shapes
@@ -53,6 +53,11 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
     # Other dtypes have one or few points: assume the same curve below their own peak.
     peaks = {name: rounded(rates[-1][1] / interpolated(efficiency, rates[-1][0])) for name, rates in products.items()}
     attention = [flops / seconds / peak for flops, seconds in points["attention"]]
+    norms: dict[str, Any] = {}
+    if points["norm"]:
+        shares = [min(1.0, size / seconds / interpolated(bandwidth, size)) for size, seconds in points["norm"][:2]]
+        ((rows, seconds),) = points["norm"][2:]
+        norms = {"norms": tuple(map(rounded, shares)), "norm_row": rounded(seconds / rows)}
     elements = {}
     for name in ("special", "random"):  # on top of launch and bytes: the mean over the kernels of a kind
         beyond = []
@@ -72,6 +77,7 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
             "efficiency": efficiency,
             "attention": rounded(min(1.0, statistics.mean(attention))) if attention else None,
             "bandwidth": bandwidth,
+            **norms,
             "launch": rounded(launch),
             "issue": rounded(issue),
             "elements": elements,

@@ -8,6 +8,8 @@ memory and their clock, GPUs their host.
 | product D | the cube root of mnk                  | a product in dtype D: mean of a linear's three, of three shapes |
 | attention | flops, forward and backward           | a fused causal attention forward and backward                   |
 | stream    | bytes read and written                | an element-wise kernel, forward and backward                    |
+| norm      | bytes; bytes; rows                    | torch's norm forward; backward; its weights' gradients, alone   |
+|           |                                       | none on a CPU, whose norms are as fast as its memory            |
 | special   | elements                              | an exponential and the like                                     |
 | random    | elements                              | a draw of random numbers                                        |
 | host link | bytes                                 | a copy between the device's memory and the host's               |
@@ -90,6 +92,7 @@ def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, 
         points["product tf32"] = [(effort.dtype_side, seconds)]
         matmul.fp32_precision = before
     points["attention"] = list(_attentions(effort, timer, DTYPES[curve]))
+    points["norm"] = list(_norms(effort, timer, DTYPES[curve])) if device.type == "cuda" else []
     points["stream"] = [(size, _chain_seconds(timer, size // 12)) for size in effort.stream_bytes]
     elements = effort.special_elements
     rows = elements // 256, 256
@@ -189,6 +192,25 @@ def _attentions(effort: Effort, timer: CallTimer, dtype: torch.dtype) -> Iterato
             products = (2 + 5) / 2  # forward, and backward, which computes the first one again; half of each is masked
             elements = math.prod(shape)
             yield products * 2.0 * elements * length, timer.cold_seconds(4 * elements * dtype.itemsize, make)
+
+
+def _norms(effort: Effort, timer: CallTimer, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
+    """Points of torch's layer norm of 1,024 columns: forward, its input's gradient, and its weights' gradients."""
+    columns = 1024
+    rows = effort.special_elements // columns
+    size = rows * columns * dtype.itemsize
+
+    def make(*mask: bool) -> Callable[[], object]:
+        x, dy = (torch.randn(rows, columns, device=timer.device, dtype=dtype) for _ in range(2))
+        weight = torch.ones(columns, device=timer.device, dtype=dtype)
+        _, mean, deviation = torch.native_layer_norm(x, [columns], weight, weight, 1e-5)
+        backward = torch.ops.aten.native_layer_norm_backward
+        if not mask:
+            return lambda: torch.native_layer_norm(x, [columns], weight, weight, 1e-5)
+        return lambda: backward(dy, x, [columns], mean, deviation, weight, weight, list(mask))
+
+    for amount, mask in ((2 * size, ()), (3 * size, (True, False, False)), (rows, (False, True, True))):
+        yield amount, timer.cold_seconds(3 * size, partial(make, *mask))
 
 
 def _disk(effort: Effort, timer: CallTimer, folder: Path) -> tuple[float, float]:

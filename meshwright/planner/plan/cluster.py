@@ -88,6 +88,9 @@ class Device(Section):
     """The shares of the peak that attention kernels of other generations than torch's reach; without one: torch's."""
     norms: tuple[Share, Share] = (1.0, 1.0)
     """The shares of the memory's pace that torch's norms reach, forward and backward."""
+    norm_row_seconds: _Seconds = Field(default=0.0, alias="norm_row")
+    """Seconds of a row in the sums for the gradients of a torch norm's weights, of which a block of threads adds 32
+    columns row by row; 0: these sums are in the backward share."""
     bandwidth_bytes_per_second: Curve = Field(alias="bandwidth")
     """Bytes a second of memory: a data sheet's number, such as 864e9, or points (bytes that a kernel touches, bytes a
     second as measured)."""

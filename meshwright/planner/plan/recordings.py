@@ -22,6 +22,8 @@ from meshwright.compute.models.chain import chain_of, first_trained, make_chain,
 from meshwright.compute.parameters.bucket import Bucket, make_buckets
 from meshwright.compute.parameters.gradients import Gradients
 from meshwright.compute.parameters.shard import check_patterns, shard_specs, use_gradients
+from meshwright.compute.tensor.head import TableHead
+from meshwright.compute.tensor.islands import islands_of
 from meshwright.compute.tensor.linear import autocasts_of
 from meshwright.compute.tensor.serial import SerialKit
 from meshwright.config import Config
@@ -42,6 +44,7 @@ from meshwright.strategies.memory.section import EVERY, Group
 from meshwright.strategies.pipeline.stage import Stage
 from meshwright.strategies.pipeline.stages import rule_of
 from meshwright.strategies.pipeline.task import TaskKind
+from meshwright.training.decisions import compiled_on
 from meshwright.training.on_device import AsOnDevice
 from meshwright.training.rank_model import build_kit, build_model, empty_batch
 
@@ -170,7 +173,7 @@ class Recordings:
         return recording.moved(further)
 
     @remembered(
-        "model", "data", "bits", "precision", "batch", "memory.recompute", "memory.summa",
+        "model", "data", "bits", "precision", "compile", "batch", "memory.recompute", "memory.summa", "memory.logits",
         "layout.data", "layout.context", "layout.tensor", "layout.order",
     )  # fmt: skip
     def _record(self, config: Config, chunk: Chunk, incoming: Forms, splits: bool, learns: bool) -> Recording:
@@ -178,7 +181,10 @@ class Recordings:
         config = with_field(config.model_copy(update={"seed": 0}), "layout.pipeline", _ONE_STAGE)
         software = self.software
         # The embeddings' and the head's products stay in the run's format, as Transformer Engine leaves them.
-        recorder, on_device = software.recorder(layers=bool(chunk.layers)), software.on_device(self.kind)
+        compiles = compiled_on(config, self.kind) if software.compiles else "none"
+        recorder = software.recorder(fuses=compiles == "blocks" and bool(chunk.layers), layers=bool(chunk.layers))
+        on_device = software.on_device(self.kind)
+        config = config.model_copy(update={"compile": compiles})
         self.recorded.append(_record(config, recorder, on_device, chunk, incoming, software, splits, learns))
         return self.recorded[-1]
 
@@ -226,6 +232,10 @@ def _record(
     kit, sync = build_kit(config, mesh), layout.data.strategy
     model = build_model(config, kit, mesh, chunk)
     run_by_policy(config, mesh, model, [Group(chunk.layers, wrapped=policy.by_groups)])
+    if config.compile != "none":
+        islands = islands_of(recorder.as_one)
+        for head in (module for module in model.modules() if isinstance(module, TableHead)):
+            head.use_islands(islands)
     own = model.named_parameters(), shard_specs(model)
     buckets = list(make_buckets(*own, mesh, _ALL, widens=config.widens_gradients))
     names = {parameter: name for name, parameter in model.named_parameters()}

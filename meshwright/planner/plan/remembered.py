@@ -40,7 +40,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 LAYER = ("layout.data.expert", "layout.context", "layout.tensor")
 """The fields that say how a layer is cut."""
 
-PARTS = ("model", "data", "bits", "precision", "memory.summa", "layout.data.exchange", *LAYER)
+PARTS = (
+    "model", "data", "bits", "precision", "compile", "memory.summa", "memory.logits", "layout.data.exchange", *LAYER,
+)  # fmt: skip
 """The fields on which a part of the model depends under any layout of stages and replicas."""
 
 

@@ -47,6 +47,8 @@ class Software(Section):
     fuses_elements: bool = False
     """Whether element kernels in a row are one, as torch.compile and Transformer Engine make them: what only they read
     is never written."""
+    compiles: bool = False
+    """Whether a run's `compile` says which element kernels are one, as in our own runs."""
     norms: Literal["steps", "torch", "fast"] = "torch"
     """The kernels of norms: of RMS norm one an operation, as torch had it before 2.9; torch's and Apex's, which reduce
     rows and columns at a part of the memory's pace (Device.norms); or tuned ones at its whole pace."""
@@ -82,11 +84,12 @@ class Software(Section):
         """`sums,gathers` -> both; `none` -> none."""
         return [word for word in value.split(",") if word not in ("", "none")] if isinstance(value, str) else value
 
-    def recorder(self, *, layers: bool = True) -> Recorder:
-        """The recorder of this software's layers, or of a part without any, whose products are in the run's format."""
+    def recorder(self, *, layers: bool = True, fuses: bool = False) -> Recorder:
+        """The recorder of this software's layers, or of a part without any, whose products are in the run's format.
+        `fuses`: whether the run makes one of element kernels in a row."""
         return Recorder(
             fuses_dropout=self.fuses_dropout,
-            fuses_elements=self.fuses_elements,
+            fuses_elements=self.fuses_elements or fuses,
             fast_norms=self.norms == "fast",
             products=self.products if layers and self.products != "stored" else None,
         )
@@ -115,7 +118,7 @@ STEPS_OF_ADAMW, STEPPED_BYTES = 9, 88
 """The kernels of an AdamW that goes step by step, and what they read and write of an element: decay 8 bytes, each
 moment's decay and sum 8 + 12, root, bias correction and epsilon 8 each, the quotient 16."""
 
-OWN_SOFTWARE = Software()
+OWN_SOFTWARE = Software(compiles=True)
 OWN = "meshwright"
 
 

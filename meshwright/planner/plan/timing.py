@@ -8,7 +8,8 @@ A kernel: a roofline over what such kernels reach (Williams et al., CACM 2009).
 |           | on a CPU their sum: what computes also moves what is computed with                    |
 | attention | max(flops / (peak of its dtype x attention's part at its side), bytes / bandwidth) +  |
 |           | launch                                                                                |
-| norms     | bytes / (bandwidth x norms' part) + launch                                            |
+| norms     | bytes / (bandwidth x norms' part) + launch; backward also the sums for weights'       |
+|           | gradients: the longer of their bytes and of rows x Device.norm_row                    |
 | others    | bytes / bandwidth + elements x seconds of such an element + launch                    |
 
 Efficiency and bandwidth are the device's curves: over the cube root of mnk, and over the bytes that a kernel touches.
@@ -107,6 +108,9 @@ class Timer:
                 work = max(kernel.flops / (peak * interpolated(shares, kernel.side)), memory)
             case "norm" | "norm back":
                 work = memory / device.norms[kernel.kind == "norm back"]
+                if kernel.kind == "norm back" and device.norm_row_seconds:
+                    # Another kernel reads two of the three tensors again.
+                    work += max(memory * 2 / 3, kernel.elements / kernel.side * device.norm_row_seconds)
             case "special" | "random":
                 work = memory + kernel.elements * device.seconds_per_element.get(kernel.kind, 0.0)
             case "element" | "cast":

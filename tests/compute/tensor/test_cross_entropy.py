@@ -13,11 +13,17 @@ from torch import Tensor, nn
 from meshwright.compute.parameters.shard import Initial, initialise
 from meshwright.compute.tensor import cross_entropy
 from meshwright.compute.tensor.cross_entropy import Classes, chunked_loss, chunked_token_losses, num_correct
-from meshwright.compute.tensor.head import HeadShape
+from meshwright.compute.tensor.head import HeadShape, TableHead
 from meshwright.compute.tensor.serial import SerialKit
+from meshwright.config import Config, parse_config
 from meshwright.ranks.comm import RankGroup, SoloComm
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.mesh import Mesh, solo_mesh
+from meshwright.training.rank_model import build_kit, build_model
+from meshwright.training.step import train_step
+from tests.harness import build
+from tests.oracle.batches import BATCHES
+from tests.oracle.tensor import ONE_D, config_for
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))
@@ -38,8 +44,9 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
 
 def set_sizes(patch: pytest.MonkeyPatch, chunk_rows: int) -> None:
     """Chunks of so many rows of logits, worked on five rows at a time."""
-    patch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 4 * VOCABULARY * chunk_rows})
-    patch.setattr(cross_entropy, "SLICE_BYTES", {"cpu": 4 * VOCABULARY * 5})
+    patch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 4 * PADDED * chunk_rows})
+    patch.setattr(cross_entropy, "CHUNK_ROWS", 1)
+    patch.setattr(cross_entropy, "SLICE_BYTES", {"cpu": 4 * PADDED * 5})
 
 
 def reference(h: Tensor, weight: Tensor, labels: Tensor, scale: float, smoothing: float = 0.0) -> Tensor:
@@ -226,9 +233,8 @@ def split_loss(mesh: Mesh, vocabulary: int, padded: int, chunk_elements: int) ->
     part, offsets = weight[mine].clone().requires_grad_(), bias[mine].clone().requires_grad_()
     h.requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 4 * chunk_elements})
         patch.setattr(cross_entropy, "SLICE_BYTES", {"cpu": 4 * chunk_elements // 3})
-        classes = Classes(vocabulary, comm, 0.1)
+        classes = Classes(vocabulary, comm, 0.1, chunk_bytes=4 * chunk_elements)
         loss = chunked_loss(h, part, offsets, labels, classes, 1 / 3)
         loss.backward()
         right = num_correct(h, part, offsets, labels, classes)
@@ -265,10 +271,44 @@ def test_split_over_ranks(split: tuple[int, int, int], chunk_elements: int) -> N
     torch.testing.assert_close(torch.cat([mine[3] for mine in results]), dbias, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize(
-    "classes, width, chunks", [(152_064, 5120, 7), (128_256, 4096, 8), (50_304, 768, 13), (16_384, 8192, 4)]
-)
-def test_a_gpu_adds_up_a_large_table_in_few_chunks(classes: int, width: int, chunks: int) -> None:
-    """16,384 tokens: rows of half the width, or 256 MiB of logits where that is more."""
-    h, table = torch.empty(16_384, width, device="meta"), torch.empty(classes, width, device="meta")
-    assert len(list(replace(WHOLE, vocabulary=classes, device_type="cuda").chunks(h, table))) == chunks
+@pytest.mark.parametrize("dtype, times", [(torch.bfloat16, 1), (torch.float32, 2)])
+@pytest.mark.parametrize("classes, chunks", [(152_064, 5), (128_256, 4), (50_304, 2), (16_384, 1)])
+def test_a_gpu_has_1_gib_of_logits_at_a_time(classes: int, chunks: int, dtype: torch.dtype, times: int) -> None:
+    """16,384 tokens in whole tiles of 128 rows. A float32 logit is two of bf16."""
+    h, table = torch.empty(16_384, 64, device="meta"), torch.empty(classes, 64, device="meta")
+    rows = list(replace(WHOLE, vocabulary=classes, device_type="cuda").chunks(h, table, dtype))
+    assert times * chunks - 1 <= len(rows) <= times * chunks
+    assert all((each.stop - each.start) * classes * dtype.itemsize <= 2**30 for each in rows)
+    assert all((each.stop - each.start) % 128 == 0 for each in rows)
+
+
+def sizes_in(config: Config) -> list[int]:
+    """Bytes of the float32 logits of each chunk in a run's head, 512 tokens over 512 classes."""
+    mesh = solo_mesh(torch.device("cpu"), config.grid.names)
+    model = build_model(config, build_kit(config, mesh), mesh)
+    (head,) = (module for module in model.modules() if isinstance(module, TableHead))
+    h = torch.empty(512, config.model.hidden, device="meta")
+    return [4 * 512 * (rows.stop - rows.start) for rows in head.classes.chunks(h, head.block, torch.float32)]
+
+
+def test_a_run_says_how_large_its_chunks_are() -> None:
+    """`memory.logits`: also fewer rows than a CPU's chunks have by default."""
+    model = {"family": "gpt2", "layers": 1, "hidden": 32, "heads": 2, "vocabulary": 512}
+    assert sizes_in(parse_config({"model": model})) == [2**20]
+    assert sizes_in(parse_config({"model": model, "memory": {"logits": "256K"}})) == [2**18] * 4
+    assert sizes_in(parse_config({"model": model, "memory": {"logits": 2**14}})) == [2**14] * 64
+
+
+def two_steps(mesh: Mesh, config: Config) -> list[float]:
+    parts = build(config, mesh)
+    return [train_step(parts, BATCHES["gpt2"](config, step), step).loss for step in range(2)]
+
+
+@pytest.mark.parametrize("tensor", [{"kind": "none"}, ONE_D[0]], ids=["serial", "1-D"])
+def test_a_run_with_other_chunks_is_the_same_run(tensor: dict[str, object]) -> None:
+    losses = []
+    for logits in ("auto", "4K", "16K"):
+        config = config_for("gpt2", tensor, memory={"logits": logits})
+        losses.append(run_ranks(two_steps, Grid(config.layout.axes), config)[0])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12, abs=0)
+    assert losses[0] == pytest.approx(losses[2], rel=1e-12, abs=0)

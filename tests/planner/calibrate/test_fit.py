@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from meshwright.planner.calibrate.fit import fit_device, fit_level, fit_links, merged
-from meshwright.planner.calibrate.timing import Points
+from meshwright.planner.calibrate.kernels import _norms
+from meshwright.planner.calibrate.timing import CallTimer, Points, effort_of
 from meshwright.planner.plan.cluster import interpolated
 
 PAYLOADS = (2**10, 2**14, 2**18, 2**22)
@@ -62,6 +66,7 @@ def device_points() -> dict[str, Points]:
         "product float64": [(256, product_seconds(256, 2.5e10, 8))],
         "product bf16": [(1024, product_seconds(1024, 0.8 * 1e11, 2))],
         "attention": [(1e9, 1e9 / (0.5 * PEAK)), (4e9, 4e9 / (0.6 * PEAK))],
+        "norm": [],
         "stream": [(size, LAUNCH + size / BANDWIDTH) for size in (2**12, 2**16, 2**24)],
         "special": [(elements, TINY + 8 * elements / BANDWIDTH + elements * 1e-9)],
         "random": [(elements, TINY + 8 * elements / BANDWIDTH + elements * 7e-9)],
@@ -94,6 +99,7 @@ def test_what_a_gpu_takes_has_no_part_of_its_hosts() -> None:
         "tiny": [(1, issue / 2)],
         "product bf16": [(side, 2 * side**3 / (7e14 * part)) for side, part in EFFICIENCY.items()],
         "product float64": [(1024, 2 * 1024**3 / (0.8 * 6e13))],
+        "norm": [(2**28, 2**28 / 1e12), (2**28, 2**28 / 2e12), (2**16, 2**16 * 4e-9)],
         "stream": [(2**12, issue), (2**30, launch + 2**30 / 3e12)],
         "special": [(elements, launch + 8 * elements / 3e12 + elements * 1e-12)],
     }
@@ -103,6 +109,18 @@ def test_what_a_gpu_takes_has_no_part_of_its_hosts() -> None:
     assert device.peak_flops_per_second == {"bf16": 7e14, "float64": pytest.approx(6e13, rel=1e-3)}
     assert device.bandwidth_bytes_per_second[-1] == (2**30, pytest.approx(3e12, rel=1e-3))
     assert device.seconds_per_element["special"] == pytest.approx(1e-12, rel=0.02)
+    at = interpolated(device.bandwidth_bytes_per_second, 2**28)
+    assert device.norms == pytest.approx((1e12 / at, 2e12 / at), rel=1e-3)
+    assert device.norm_row_seconds == pytest.approx(4e-9, rel=1e-3)
+
+
+def test_a_norms_three_kernels_are_timed_one_by_one() -> None:
+    """On this CPU; calibrate asks for them on a GPU alone."""
+    timer = CallTimer(torch.device("cpu"), 0.001, lambda: None, 2**20)
+    effort = replace(effort_of("cpu", quick=True), special_elements=2**14)
+    (forward, written), (back, taken), (rows, summed) = _norms(effort, timer, torch.float32)
+    assert (forward, back, rows) == (2 * 2**16, 3 * 2**16, 16)
+    assert min(written, taken, summed) > 0
 
 
 def test_kernels_that_are_lost_in_their_launch_have_a_bandwidth_all_the_same() -> None:

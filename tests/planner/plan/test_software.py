@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from meshwright.config import Config, parse_config
@@ -33,13 +35,18 @@ def run(**layout: object) -> Config:
     })  # fmt: skip
 
 
+def ours(**facts: Any) -> Software:
+    """Our software but for some facts."""
+    return OWN_SOFTWARE.model_copy(update=facts)
+
+
 def predicted(config: Config, software: Software = OWN_SOFTWARE) -> Prediction:
     return Planner(NODES, software).predict(config)
 
 
 def test_sums_wait_for_the_backward_pass() -> None:
     config = run(data={"size": 4})
-    under, after = predicted(config), predicted(config, Software(overlapped=EVERY - {"sums"}))
+    under, after = predicted(config), predicted(config, ours(overlapped=EVERY - {"sums"}))
     assert after.phases[DATA_PARALLEL] > under.phases[DATA_PARALLEL]
     assert after.phases[PASSES] == pytest.approx(under.phases[PASSES], rel=1e-12)
     assert after.memory == under.memory
@@ -51,13 +58,13 @@ def test_sums_wait_for_the_backward_pass() -> None:
 ])  # fmt: skip
 def test_what_is_not_overlapped_takes_longer(communication: Communication, layout: dict[str, object]) -> None:
     config = run(**layout)
-    own, apart = predicted(config), predicted(config, Software(overlapped=EVERY - {communication}))
+    own, apart = predicted(config), predicted(config, ours(overlapped=EVERY - {communication}))
     assert apart.phases[PASSES] > own.phases[PASSES]
     assert apart.traffic == own.traffic
 
 
 def test_an_optimizer_in_steps_takes_longer_and_nothing_else_does() -> None:
-    own, steps = predicted(run()), predicted(run(), Software(optimizer="steps"))
+    own, steps = predicted(run()), predicted(run(), ours(optimizer="steps"))
     assert steps.phases[OPTIMIZER] > own.phases[OPTIMIZER]
     assert steps.phases[PASSES] == pytest.approx(own.phases[PASSES], rel=1e-12)
 
@@ -66,7 +73,7 @@ def test_one_process_issues_the_forward_kernels_of_all_devices_in_turn() -> None
     """Its host is busy twice as long with the forward passes of two devices; backward passes have threads beneath."""
     device = NODES.device.model_copy(update={"launch_seconds": 1e-7, "issue_seconds": 1e-3})
     hosts = NODES.model_copy(update={"device": device})
-    software = Software(one_process=True)
+    software = ours(one_process=True)
     forward, backward = {}, {}
     for name, one in {"each": OWN_SOFTWARE, "one": software}.items():
         tasks = Planner(hosts, one).predict(run(data={"size": 2, "sync": "server-gradient"})).timeline.tasks
@@ -82,7 +89,7 @@ def test_heads_that_are_kernels_of_their_own_issue_as_many() -> None:
     device = NODES.device.model_copy(update={"issue_seconds": 1e-3, "launch_seconds": 1e-7})
     hosts = NODES.model_copy(update={"device": device})
     together, apart = (
-        Planner(hosts, Software(attention="steps", heads=heads)).predict(run()) for heads in ("together", "apart")
+        Planner(hosts, ours(attention="steps", heads=heads)).predict(run()) for heads in ("together", "apart")
     )
     assert apart.flops == together.flops
     assert apart.phases[PASSES] > 1.3 * together.phases[PASSES]
@@ -92,7 +99,7 @@ def test_heads_of_their_own_have_biases_of_their_own() -> None:
     """T5's positions are a bias a head."""
     config = parse_config({"model": "t5-tiny", "data": {"kind": "spans", "sequence": 32}, "batch": {"global": 2}})
     together, apart = (
-        Planner(NODES, Software(attention="steps", heads=heads)).predict(config) for heads in ("together", "apart")
+        Planner(NODES, ours(attention="steps", heads=heads)).predict(config) for heads in ("together", "apart")
     )
     assert apart.flops == together.flops
 
@@ -105,7 +112,7 @@ def test_gradients_that_are_widened_at_once_take_memory_and_no_time() -> None:
         "batch": {"global": 1, "micro": 1},
         "precision": {"level": "O2", "dtype": "fp16", "accumulate": "stored"},
     })  # fmt: skip
-    parts, whole = predicted(config), predicted(config, Software(widening="whole"))
+    parts, whole = predicted(config), predicted(config, ours(widening="whole"))
     assert parts.memory[0].temporaries < 2**29
     num_parameters = parts.memory[0].gradients / 2
     assert whole.memory[0].temporaries + whole.memory[0].activations == pytest.approx(4 * num_parameters, rel=0.01)
