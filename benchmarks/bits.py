@@ -1,7 +1,7 @@
 """The cost of equal bits, and the proof that they are equal.
 
     python -m benchmarks.bits [--rounds N] [--steps N] [--json FILE]   step time of layout-free beside the usual mode
-    python -m benchmarks.bits --losses      one model's third loss under 18 layouts, in both modes
+    python -m benchmarks.bits --losses [--device cuda]     one model's third loss under 18 layouts, in both modes
     python -m benchmarks.bits --memory      bytes of weights, gradients and states that a rank holds, in both modes
     python -m benchmarks.bits --distance    weights after 20 steps: how far from float64's, in both modes
 
@@ -118,13 +118,13 @@ def small(mode: str, *words: str) -> Config:
     return parse_config({**SMALL, "bits": bits}, ("layout.transport=threads", *words))
 
 
-def losses() -> None:
+def losses(device: str = "cpu") -> None:
     """A table of layouts: the third step's loss in both modes."""
     table = Table(
         "layout", "usual", "layout-free", title="GPT-2 (4 layers, hidden 64, dropout 0.1), float32: loss of step 3"
     )
     for words in EIGHTEEN:
-        found = [run(small(mode, *words.split()), 3)[0][-1] for mode in ("usual", "layout-free")]
+        found = [run(small(mode, f"device={device}", *words.split()), 3)[0][-1] for mode in ("usual", "layout-free")]
         table.add_row(words or "one device", *(f"{loss:.12f}" for loss in found))
     Console(width=140).print(table)
 
@@ -174,7 +174,11 @@ def main() -> None:
     for other in (losses, memory, distance):
         parser.add_argument(f"--{other.__name__}", action="store_const", dest="other", const=other, help=other.__doc__)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="the rows; default: all")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of --losses")
     arguments = parser.parse_args()
+    if arguments.other is losses:
+        losses(arguments.device)
+        return
     if arguments.other is not None:
         arguments.other()
         return

@@ -195,6 +195,22 @@ def nccl() -> dict[str, Any]:
     return found
 
 
+def equal_bits() -> dict[str, Any]:
+    """Kinds of losses that 18 layouts have under `bits: layout-free`; their ranks are threads of this GPU."""
+    from benchmarks import bits
+
+    found = {}
+    for precision in ("float32", "bf16"):
+        words = ("device=cuda", f"precision={precision}")
+        losses = {
+            layout: tuple(x.hex() for x in bits.run(bits.small("layout-free", *words, *layout.split()), 3)[0])
+            for layout in bits.EIGHTEEN
+        }
+        found[precision] = {"layouts": len(losses), "kinds": len({*losses.values()}), "one device": losses[""]}
+    return found
+
+
 PROBES: dict[str, Callable[[], Any]] = {
-    "nccl": nccl, "fp8": fp8, "grouped": grouped, "graphs": graphs, "checkpoint copy": checkpoint_copy,
+    "nccl": nccl, "equal bits": equal_bits, "fp8": fp8, "grouped": grouped, "graphs": graphs,
+    "checkpoint copy": checkpoint_copy,
 }  # fmt: skip

@@ -23,7 +23,7 @@ from itertools import count
 from multiprocessing import forkserver
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
@@ -55,14 +55,15 @@ def run_ranks(
     token_axes: tuple[str, ...] = ("data",),
     timeout: float = PATIENCE_SECONDS,
     threads: int = 1,
-    transport: TransportName = "threads",
+    transport: TransportName | Literal["nccl"] = "threads",
     forked: bool = False,
 ) -> list[Any]:
     """function(mesh, *arguments) on every rank of the grid; the results in rank order. A failure fails the caller.
 
     Ranks are threads of this process (`forked`: of a process that the function has to itself, for what it patches,
     limits, measures or sets; and all on one GPU, where DEVICE says so), or processes over gloo (`transport="torch"`,
-    and where an argument needs them). A process that says nothing for `timeout` seconds after the one before it fails
+    and where an argument needs them), or over NCCL on one GPU where DEVICE says so (`transport="nccl"`). A process that
+    says nothing for `timeout` seconds after the one before it fails
     the caller too, and none is left behind.
 
     A run's grid has a pipe axis: one that does not name it has one stage. `threads`: CPU threads of each rank; with
@@ -83,7 +84,8 @@ def run_ranks(
         (results,) = _answers(context, _work_threads, [(function, grid, token_axes, arguments)], timeout)
         return list(results)
     port = free_port()
-    works = [(function, grid, token_axes, rank, port, threads, arguments) for rank in range(grid.world_size)]
+    device = "cuda:0" if transport == "nccl" and os.environ.get(DEVICE, "cpu") == "cuda" else "cpu"
+    works = [(function, grid, token_axes, rank, port, threads, arguments, device) for rank in range(grid.world_size)]
     return _answers(context, _work, works, timeout)
 
 
@@ -263,14 +265,20 @@ def _work(
     port: int,
     threads: int,
     arguments: tuple[Any, ...],
+    device: str,
 ) -> None:
     torch.set_num_threads(threads)
+    if device != "cpu":  # NCCL takes ranks with equal ids for ranks of one host, which may not share a GPU
+        os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        torch.cuda.set_device(0)
     world = grid.world_size
     environment = Environment(rank, world, rank, world, 0, "torchrun")
     try:
         point = Rendezvous("127.0.0.1", port, hosted=False)
-        with open_mesh(grid, environment, "torch", torch.device("cpu"), point, token_axes) as mesh:
-            pipe.send_bytes(pickle.dumps((False, function(mesh, *arguments))))
+        with open_mesh(grid, environment, "torch", torch.device(device), point, token_axes) as mesh:
+            bytes_of_results = io.BytesIO()
+            OnHost(bytes_of_results).dump((False, function(mesh, *arguments)))
+            pipe.send_bytes(bytes_of_results.getvalue())
             mesh.world.barrier()
     except BaseException:
         pipe.send_bytes(pickle.dumps((True, f"rank {rank}:\n{traceback.format_exc()}")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,26 @@ def choose_kernels(config: Config, device: torch.device) -> None:
     """Choose a GPU's products of float32 and its attention; other devices have no choice."""
     if device.type == "cuda":
         torch.backends.cuda.matmul.fp32_precision = "tf32" if config.precision.tf32 else "ieee"
-        use_flash_attention(device)
+        if config.bits.layout_free:
+            repeat_kernels()
+        else:
+            use_flash_attention(device)
+
+
+def repeat_kernels() -> None:
+    """Let this process's GPU kernels give equal bits for equal operands (`bits: layout-free`).
+
+    torch raises RuntimeError with the operation's name at one that has no such kernel. Attention is FlashAttention 2,
+    whose backward pass adds in one order on request, or in float32 torch's plain products: memory-efficient attention
+    adds keys' gradients in any order, and cuDNN's choice depends on the version.
+    """
+    # cuBLAS repeats its bits with a fixed workspace. Read at the first product of a stream, so before any of this run.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
 
 
 def use_flash_attention(device: torch.device) -> None:
