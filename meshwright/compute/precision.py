@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.compute.parameters.shard import shard_specs
+from meshwright.ranks.environment import use_cublas_workspace
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -49,9 +49,9 @@ def repeat_kernels() -> None:
     adds keys' gradients in any order, and cuDNN's choice depends on the version.
     """
     # cuBLAS repeats its bits with a fixed workspace. Read at the first product of a stream, so before any of this run.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    use_cublas_workspace(":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nobody reads it
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)

@@ -203,6 +203,11 @@ def use_interface(name: str, local: bool, variables: MutableMapping[str, str] = 
         variables.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without `=`, all whose names begin so
 
 
+def use_cublas_workspace(size: str, variables: MutableMapping[str, str] = os.environ) -> None:
+    """Have cuBLAS work in workspaces of a fixed size from its first product on, unless the user has said which."""
+    variables.setdefault("CUBLAS_WORKSPACE_CONFIG", size)
+
+
 def chosen_interface(variables: Mapping[str, str] = os.environ) -> str:
     """The interface that gloo talks over; empty where it takes that of the host's name."""
     return variables.get("GLOO_SOCKET_IFNAME", "")

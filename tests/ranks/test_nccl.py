@@ -20,10 +20,10 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests import mailbox_cases
 from tests.comm_cases import DTYPES, VERBS, run_subgroups, run_verbs
+from tests.comm_results import expected
 from tests.mailbox_cases import FORMS, values
 from tests.oracle.run import check, train
 from tests.oracle.tensor import ONE_D, SEQUENCE, config_for, serial
-from tests.ranks.test_comm import expected
 from tests.workers import DEVICE, run_ranks
 
 ON_GPU = os.environ.get(DEVICE, "cpu") == "cuda"
