@@ -34,6 +34,9 @@ _REMEDY = (
     "over more ranks"
 )
 
+_COMPILERS = ("torch._dynamo.", "torch._inductor.")
+"""Packages of errors of torch.compile itself; an error of compiled code keeps its own class."""
+
 _OPEN_FILES = 64
 _OPEN_FILES_A_RANK = 8
 """Open files of a process, and for each rank that it watches or talks to: pipes, sockets of every group."""
@@ -156,7 +159,11 @@ class Report:
             return cls(rank, time.monotonic_ns(), f"it called exit with {error.code!r}", "")
         lines = str(error).strip().splitlines() or [""]
         summary = f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
-        return cls(rank, time.monotonic_ns(), summary, "".join(traceback.format_exception(error)).rstrip())
+        compiling = type(error).__module__.startswith(_COMPILERS)
+        if compiling:
+            summary = f"torch's compiler failed ({summary}); set compile=islands, or compile=none"
+        details = "".join(traceback.format_exception(error)).rstrip()
+        return cls(rank, time.monotonic_ns(), summary, details, certain=compiling)
 
     def write(self, folder: Path, attempt: int) -> None:
         """Write the report where `read_reports` finds it, whole or not at all."""

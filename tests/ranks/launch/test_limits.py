@@ -69,6 +69,20 @@ def test_other_errors_are_not_of_memory() -> None:
     assert "too many" not in str(Report.of(0, OSError(2, "No such file")))
 
 
+def test_a_compiler_that_fails_is_named_with_the_way_back() -> None:
+    def backend(*_: object) -> None:
+        raise NotImplementedError("no code for this layer")
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.compile(torch.sin, backend=backend)(torch.ones(1))
+    report = Report.of(1, caught.value)
+    first = str(report).splitlines()[0]
+    assert first.startswith("rank 1 failed: torch's compiler failed (BackendCompilerFailed: ")
+    assert first.endswith("); set compile=islands, or compile=none")
+    assert report.certain
+    assert "no code for this layer" in report.details
+
+
 def limited(soft: int, hard: int) -> str:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     try:
