@@ -34,6 +34,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.head import measured as losses_of_heads
 from benchmarks.one_gpu_probes import PROBES, device_seconds
 from benchmarks.packed_documents import WAYS, starts_of
 from benchmarks.plain_model import PlainGPT
@@ -56,6 +57,7 @@ RUNS: dict[str, str] = {
     "small": "model.base=gpt2-small batch.micro=64 batch.global=256",
     "small, islands": "model.base=gpt2-small batch.micro=64 batch.global=256 compile=islands",
     "small, no islands": "model.base=gpt2-small batch.micro=64 batch.global=256 compile=none",
+    "small, equal bits": "model.base=gpt2-small batch.micro=64 batch.global=256 bits=layout-free bits.samples=16",
     "small, recomputed": "model.base=gpt2-small batch.micro=64 batch.global=256 memory.recompute=auto",
     "small, TF32": "model.base=gpt2-small batch.micro=32 batch.global=128 precision=float32",
     "small, fp16": "model.base=gpt2-small batch.micro=64 batch.global=256 precision=fp16",
@@ -317,9 +319,14 @@ def late(micro: int = 32, rounds: int = 6, steps: int = 3) -> dict[str, Any]:
     return {"micro": micro, "steps": steps, "seconds": seconds}
 
 
+def head() -> dict[str, Any]:
+    """The head with its loss beside torch's and Liger's (benchmarks/head.py)."""
+    return losses_of_heads("cuda", 6)
+
+
 STAGES: dict[str, Callable[[], Any]] = {
-    "ceilings": ceilings, "late": late, **PROBES, "serial": serial, "profiles": profiles, "chunks": chunks,
-    "attention": attention,
+    "ceilings": ceilings, "late": late, **PROBES, "serial": serial, "head": head, "profiles": profiles,
+    "chunks": chunks, "attention": attention,
 }  # fmt: skip
 
 
