@@ -70,6 +70,8 @@ class Tally:
     kernels: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
     """How often the host waited for the device, by why and who."""
+    drains: Counter[str] = field(default_factory=Counter)
+    """The waits after which the device had nothing left to do."""
     moved_bytes: Counter[str] = field(default_factory=Counter)
     """Read and written, by kernel."""
     odd_products: Counter[str] = field(default_factory=Counter)
@@ -99,6 +101,7 @@ class _Device:
         """The host waits until the device has done so much; what is done already costs nothing."""
         self.tally.waits[f"{why}, {_asker()}"] += 1
         self.done = max(self.done, self.given if until is None else until)
+        self.tally.drains[f"{why}, {_asker()}"] += self.done == self.given
 
     def note(self, func: Any, inputs: list[Any], outputs: list[Any]) -> None:
         """An operation with a tensor on the device."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 
 from meshwright.config import Config
-from tests.rehearsal.costs import costs
+from tests.rehearsal.costs import config_of, costs
 from tests.rehearsal.layouts import ALIKE, layouts, runs_of
 from tests.rehearsal.step import FakeGpu
 
@@ -45,7 +48,24 @@ def test_what_a_step_may_cost(layout: str, fake_gpu: FakeGpu) -> None:
     cost = costs(fake_gpu, [layout], rows=2)[layout]
     assert sum(cost.kernels.values()) <= KERNELS[layout], cost.kernels
     assert sum(cost.step["waits"].values()) <= WAITS, cost.step["waits"]
+    assert not +Counter(cost.step["drains"]), "the host waits until the device has nothing left to do"
     assert "select_backward" not in cost.kernels
     assert cost.step["odd_products"] == {}, "dims that are no multiple of 8 take slow kernels"
     if layout != "tesseract":  # its norms' sums are float64
         assert cost.cast_bytes <= 0.01 * cost.moved_bytes.total(), "activations are copied to another dtype"
+
+
+OPTIMIZERS: list[dict[str, Any]] = [  # torch's fused SGD has no form for tensors without numbers
+    {"optimizer": {"name": "adamw"}}, {"optimizer": {"name": "muon"}}, {"memory": {"offload": {"to": "host"}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", OPTIMIZERS, ids=str)
+def test_an_optimizer_keeps_the_device_busy(changes: dict[str, Any], fake_gpu: FakeGpu) -> None:
+    """The host reads the step before, while the device has passes to do, and no number of this step."""
+    (report,) = fake_gpu.rehearse(runs_of({str(changes): config_of({}, 2, 2, 2, **changes)}, 2))
+    assert not report.error, report.error
+    assert list(report.tally["waits"].values()) == [WAITS], report.tally["waits"]
+    assert not +Counter(report.tally["drains"]), report.tally["drains"]
+    if changes == OPTIMIZERS[0]:
+        assert report.tally["kernels"]["full"] == 2, "a call for weights that decay, one for others"

@@ -31,6 +31,8 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "server, sgd": ({"data": {"size": 2, "sync": "server-loss"}}, {"optimizer": {"name": "sgd", "lr": 0.1}}),
     "O2 that overflows": (SERIAL, {"precision": FP16}),
     "O1 that overflows": (SERIAL, {"precision": FP16 | {"level": "O1"}, "optimizer": {"name": "momentum"}}),
+    "muon": (SERIAL, {"optimizer": {"name": "muon", "clip": 0.01}}),
+    "muon that overflows": (SERIAL, {"precision": FP16, "optimizer": {"name": "muon"}}),
     "offload that overflows": (SERIAL, {"precision": FP16, "memory": {"offload": {"to": "host"}}}),
 }
 

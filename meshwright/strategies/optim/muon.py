@@ -42,15 +42,21 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 def muon_step(
     settings: OptimizerSection, weights: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]], rate: float,
-    weight_decay: float, steps_taken: int,
+    weight_decay: float, steps_taken: int, skip: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Step matrices [rows, columns] by their momentum, the only state."""
     (averages,) = states
     for weight, gradient, average in zip(weights, gradients, averages, strict=True):
-        average.lerp_(gradient, 1 - settings.momentum)
+        # If the step is skipped the average moves by nothing towards itself; 0 times a NaN would be NaN.
+        finite = gradient if skip is None else gradient.where(skip == 0, average)
+        average.lerp_(finite, 1 - settings.momentum)
         # Nesterov's form of momentum: the gradient counts once more beside the running average.
-        direction = orthogonal(gradient.lerp(average, settings.momentum))
-        weight.mul_(1 - rate * weight_decay)
+        direction = orthogonal(finite.lerp(average, settings.momentum))
+        decay: float | Tensor = rate * weight_decay
+        if skip is not None:
+            applied = 1 - skip.double()  # in float64, so that an applied step has the bits of one without `skip`
+            direction, decay = direction * applied, decay * applied
+        weight.mul_(1 - decay)
         weight.add_(direction, alpha=-rate * AS_ADAMW * math.sqrt(max(weight.shape)))
 
 

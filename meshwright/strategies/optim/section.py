@@ -61,8 +61,8 @@ class Update:
     optimizer calls it for pieces. `reference`: names the torch.optim.Optimizer that `verify` holds it against, which is
     made of parameter groups, lr and the `arguments` of the section.
 
-    `skips`: `step` takes a last argument `skip`, a float32 scalar beside the weights, and writes nothing where it is 1.
-    Without it the host waits for the norm of the gradients before it asks for a step.
+    `skips`: `step` and `matrix_step` take a last argument `skip`, a float32 scalar on the weights' device, and write
+    nothing if `skip` is 1. Without it the host waits for the norm of the gradients before it asks for a step.
     """
 
     step: str
@@ -156,6 +156,7 @@ MUON = Update(
     fields=("betas", "epsilon", "momentum"),
     states=(StateSpec("exp_avg"), StateSpec("exp_avg_sq", of=("elements",))),
     rates=(1e-7, 1.0),
+    skips=True,
     matrix_step="meshwright.strategies.optim.muon:muon_step",
 )
 """Hidden matrices by their momentum made orthogonal, all else by AdamW: reads all three; needs whole matrices."""

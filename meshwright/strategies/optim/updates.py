@@ -20,8 +20,8 @@ def adamw_step(
     """Decoupled weight decay (arXiv 1711.05101). `states`: both moments; `steps_taken`: before this step."""
     first, second = states
     beta1, beta2 = settings.betas
-    # torch adds 1 to the count of each weight.
-    counts = [torch.full((), float(steps_taken), device=weight.device) for weight in weights]
+    # torch adds 1 to the count of each weight; all counts are written by one launch.
+    counts = [*torch.full((len(weights),), float(steps_taken), device=weights[0].device).unbind()]
     adamw(
         weights, gradients, first, second, [], counts, fused=True, amsgrad=False, maximize=False, beta1=beta1,
         beta2=beta2, lr=rate, weight_decay=weight_decay, eps=settings.epsilon, found_inf=skip,
