@@ -24,7 +24,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sequence": {"tensor": {"kind": "megatron", "size": 2, "sequence_parallel": True}},
     "tesseract": {"tensor": {"kind": "tesseract", "q": 2, "d": 1}},
     "pipeline": {"pipeline": {"size": 2, "schedule": "1f1b"}},
+    "experts": {"data": {"size": 2, "expert": 2}},
 }
+GPT2: dict[str, Any] = {"base": "gpt2-small", "dropout": 0.0}
+EXPERTS: dict[str, Any] = {"base": "qwen3-30b-a3b", "vocabulary": 512}
+"""Its layers of 128 experts, with a small table."""
 LAYERS, MICROBATCHES = (2, 4), (2, 3)
 
 
@@ -47,14 +51,16 @@ class Costs:
         return sum(number for name, number in self.moved_bytes.items() if " to " in name)
 
 
-def config_of(layout: dict[str, Any], layers: int, microbatches: int, rows: int, **changes: Any) -> Config:
-    """GPT-2 small with other layers, in bf16: so many microbatches of `rows` sequences of 1,024 a replica."""
+def config_of(
+    layout: dict[str, Any], layers: int, microbatches: int, rows: int, model: dict[str, Any] = GPT2, **changes: Any
+) -> Config:  # fmt: skip
+    """The model with other layers, in bf16: so many microbatches of `rows` sequences of 1,024 a replica."""
     replicas = layout.get("data", {}).get("size", 1)
     if "pipeline" in layout:
         stages = layout["pipeline"]["size"]
         layout = layout | {"pipeline": layout["pipeline"] | {"partition": [layers // stages] * stages}}
     tree = {
-        "model": {"base": "gpt2-small", "layers": layers, "dropout": 0.0},
+        "model": model | {"layers": layers},
         "data": {"sequence": 1024},
         "batch": {"global": rows * microbatches * replicas, "micro": rows},
         "precision": {"level": "O2", "dtype": "bf16"},

@@ -38,8 +38,12 @@ class SeparateExperts(Experts):
 
     linear: ClassVar[type[GroupedLinear]] = AlignedLinear
 
+    def grouped(self, x: Tensor) -> bool:
+        return False  # a kernel for all experts chooses its shapes by the number of their rows
+
     def outputs(self, x: Tensor, runs: Runs) -> Tensor:
         # Element-wise vectors begin at an expert's first row: the remainder at the end may be rounded differently.
+        assert not isinstance(runs, Tensor), "rows that the host does not know"
         parts = [swiglu(part.clone()) for part in self.expand(x, runs).split([*chain(*runs)])]
         y: Tensor = self.contract(torch.cat(parts), runs)
         return y

@@ -19,16 +19,21 @@ microbatches; and by position, so a token's output depends on no later one, as i
 are then fixed: R = n B C, rows that nobody takes are zeros. Where the context axis cuts sequences, ranks tell each
 other their tokens' experts first (one all-reduce of [B, T, k], forward); a rank has room for min(C, T/context) rows.
 
+A CPU multiplies one expert's rows after another's. A GPU that has a kernel for all of them (`Experts.grouped`) is given
+the ends of experts' rows as a tensor on the device: one launch a product, and the host knows no number of rows. The
+weights' gradient is then rounded to bfloat16 once a microbatch, before it is added to the bucket.
+
 Over the expert axis (GShard, arXiv 2006.16668) ranks have different tokens and n/expert experts each, so a row travels
 to the rank that holds its expert, and its output back: two all-to-alls of rows forward, two backward. Dropless, they
-have as many rows as the router gives each rank, of which an all-to-all of counts tells beforehand; with a capacity all
-have as many, and no counts travel. An expert's gradient is then that of all the group's tokens; the spec's cut says
+have as many rows as the router gives each rank, of which an all-to-all of counts tells beforehand: between devices, and
+the host waits for two sums a rank alone, by which the all-to-alls are sized; with a capacity all have as many, and no
+counts travel. An expert's gradient is then that of all the group's tokens; the spec's cut says
 that it is summed over the other axes alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
@@ -39,10 +44,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.compute.parameters.shard import Initial, Placements, Shard, ShardedModule, ShardSpec
+from meshwright.compute.parameters.shard import (
+    Initial,
+    Placements,
+    Shard,
+    ShardedModule,
+    ShardSpec,
+    WriteGradient,
+)
 from meshwright.compute.tensor.boundary import UNCUT, Boundary
-from meshwright.compute.tensor.linear import cast
-from meshwright.compute.tensor.products import PLAIN, Products
+from meshwright.compute.tensor.linear import autocast_dtype, cast
+from meshwright.compute.tensor.products import PLAIN, Products, add_gradients, write_part
 from meshwright.compute.tensor.router import ExpertsShape, Router
 from meshwright.compute.tensor.swiglu import swiglu
 from meshwright.ranks.collectives import start_all_reduce, trade_rows
@@ -50,40 +62,33 @@ from meshwright.ranks.grid import EXPERT
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import PlannedMesh
 
-Runs = Sequence[Sequence[int]]
-"""Rows of each expert, by run: one run, or one of each sending rank (bits/experts.py)."""
+Runs = Sequence[Sequence[int]] | Tensor
+"""Rows of each expert, by run: one run, or one of each sending rank (bits/experts.py). Or the ends of experts' rows,
+int32 [n] on the device, if one kernel multiplies all of them (`Experts.grouped`)."""
+GROUPED = (9, 10)
+"""Major compute capabilities of GPUs for which torch has that kernel, of bfloat16."""
+ALIGNED_BYTES = 16
+"""Bytes at whose multiples the kernel reads rows and weights."""
 
 
 class _Grouped(torch.autograd.Function):
-    """y = x W by run and expert: one product for an expert's rows of a run."""
+    """y = x W by expert."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, runs: Runs, layer: GroupedLinear) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.runs, ctx.layer = runs, layer
-        multiply, operand = layer.products.multiply, layer.operand
-        return torch.cat([multiply(operand(part), operand(own)) for part, own in _pairs(x, weight, runs)])
+        return layer.multiply(x, weight, runs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        layer, lengths = ctx.layer, [sum(run) for run in ctx.runs]
+        layer, dy = ctx.layer, dy.contiguous()
         dweight: Tensor | None = None
-        learns = ctx.needs_input_grad[1]
-        parts = zip(ctx.runs, x.split(lengths), dy.split(lengths), strict=True) if learns else ()
-        for run, rows, gradients in parts:
-            # One addend a run: where sums are of integers, each addend is rounded separately.
-            added = layer.add_gradient("weight", weight, partial(layer.write_run, run, rows, gradients))
-            dweight = added if dweight is None or added is None else dweight + added
-        multiply, operand = layer.products.multiply, layer.operand
-        dx = [multiply(operand(part), operand(own).t()) for part, own in _pairs(dy, weight, ctx.runs)]
-        return torch.cat(dx), dweight, None, None
-
-
-def _pairs(x: Tensor, weight: Tensor, runs: Runs) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows of each expert in each run, with its weight."""
-    return zip(x.split([*chain(*runs)]), chain(*repeat(weight, len(runs))), strict=True)
+        if ctx.needs_input_grad[1]:
+            dweight = add_gradients(layer, "weight", weight, layer.addends(x, dy, ctx.runs))
+        return layer.multiply(dy, weight, ctx.runs, turned=True), dweight, None, None
 
 
 class GroupedLinear(ShardedModule):
@@ -97,7 +102,7 @@ class GroupedLinear(ShardedModule):
         self.weight = self.declare("weight", ShardSpec(shape, placements, initial))
 
     def forward(self, x: Tensor, runs: Runs) -> Tensor:
-        """x [R, in], of which each expert has so many rows in each run; [R, ..., out]."""
+        """x [R, in], sorted by run and expert; [R, ..., out]."""
         x, weight, _ = cast(x, self.weight.flatten(2), None)
         y: Tensor = _Grouped.apply(x, weight, runs, self)
         return y.unflatten(-1, self.weight.shape[2:])
@@ -105,6 +110,30 @@ class GroupedLinear(ShardedModule):
     def operand(self, x: Tensor) -> Tensor:
         """Return x, a part of a larger tensor, as a product reads it."""
         return x
+
+    def multiply(self, x: Tensor, weight: Tensor, runs: Runs, *, turned: bool = False) -> Tensor:
+        """Multiply each expert's rows of x [R, K] by its own of the weights [n, K, N]; `turned`: by those of [n, N, K],
+        each turned."""
+        if isinstance(runs, Tensor):
+            own = weight.transpose(1, 2) if turned else weight
+            # A rank may be sent no row at all.
+            return torch._grouped_mm(x, own, offs=runs) if len(x) else x.new_empty(0, own.shape[2])
+        parts = zip(x.split([*chain(*runs)]), chain(*repeat(weight, len(runs))), strict=True)
+        operands = ((self.operand(part), self.operand(own)) for part, own in parts)
+        return torch.cat([self.products.multiply(part, own.t() if turned else own) for part, own in operands])
+
+    def addends(self, x: Tensor, dy: Tensor, runs: Runs) -> Iterable[WriteGradient]:
+        """Yield functions that each write an addend of the weight's gradient."""
+        if isinstance(runs, Tensor):
+
+            def write(out: Tensor, beta: int) -> None:
+                write_part(torch._grouped_mm(x.t(), dy, offs=runs) if len(x) else out.new_zeros(()), out, beta)
+
+            return (write,)
+        lengths = [sum(run) for run in runs]
+        # One addend a run: where sums are of integers, each addend is rounded separately.
+        parts = zip(runs, x.split(lengths), dy.split(lengths), strict=True)
+        return (partial(self.write_run, run, rows, gradients) for run, rows, gradients in parts)
 
     def write_run(self, rows: Sequence[int], x: Tensor, dy: Tensor, out: Tensor, beta: int) -> None:
         """Write a run's xᵀ dy + beta · out by expert to `out`."""
@@ -116,14 +145,19 @@ class GroupedLinear(ShardedModule):
 class Dispatch:
     """Where rows go. Sorted row i is pair pairs[i]'s, of a token and its k-th choice; pair j's is sorted row slots[j].
 
-    `rows`: each expert's sorted rows. `drops`: one behind the last index stands for a row of zeros.
+    `rows`: the number of each expert's sorted rows [n], where the tokens are; None: all have as many, and one behind
+    the last index stands for a row of zeros.
     """
 
     pairs: Tensor
     slots: Tensor
     copies: int
-    rows: Sequence[int]
-    drops: bool = False
+    rows: Tensor | None
+
+    @property
+    def drops(self) -> bool:
+        """Whether experts have a capacity."""
+        return self.rows is None
 
 
 class Dispatched(NamedTuple):
@@ -137,7 +171,7 @@ class Dispatched(NamedTuple):
 @dataclass(frozen=True)
 class Trade:
     """Rows that ranks have for each other's experts: given[j] go to rank j and taken[j] come from it, of which
-    coming[j, e] are for expert e of this rank. `evenly`: all of them are as many."""
+    coming[j, e] are for expert e of this rank, where the tokens are. `evenly`: all of them are as many."""
 
     given: Sequence[int]
     taken: Sequence[int]
@@ -227,7 +261,7 @@ class Experts(nn.Module):
         dispatched, plan = self.dispatch(h, places)
         x = dispatched.rows
         if not self.travels:
-            y = self.outputs(x, [plan.rows])
+            y = self.outputs(x, self.runs_of(x, None if plan.rows is None else plan.rows.unsqueeze(0)))
         else:
             trade = self.trade_of(plan, x.device)
             y = self.outputs_here(self.traded(x, trade.given, trade.taken), trade)
@@ -243,8 +277,8 @@ class Experts(nn.Module):
         if self.shape.capacity is not None and self.training:
             plan, whole = self._bounded(whole, ids, places)
         else:
-            order = ids.flatten().argsort(stable=True)  # all rows, sorted by expert
-            plan = Dispatch(order, order.argsort(), ids.shape[-1], rows_of_experts(ids, self.shape.count))
+            experts, order = ids.flatten().sort(stable=True)  # all rows, sorted by expert
+            plan = Dispatch(order, order.argsort(), ids.shape[-1], rows_of_experts(experts, self.shape.count))
         back = plan.slots.view(-1, plan.copies)
         rows = gather_rows(whole.flatten(0, 1), plan.pairs // plan.copies, back, zeros=plan.drops)
         return Dispatched(rows, weights, routed.losses), plan
@@ -269,8 +303,7 @@ class Experts(nn.Module):
         slots = torch.where(kept, (ids * rows + sequence) * room + before, total).flatten()
         pairs = slots.new_full((total + 1,), slots.numel())
         pairs[slots] = torch.arange(slots.numel(), device=ids.device)
-        plan = Dispatch(pairs[:-1], slots, copies, [rows * room] * count, drops=True)
-        return plan, _CountDropped.apply(h, kept, self)
+        return Dispatch(pairs[:-1], slots, copies, None), _CountDropped.apply(h, kept, self)
 
     def _earlier_of_all(self, ids: Tensor, places: Tensor | None, length: int) -> Tensor:
         """`earlier_tokens` where each rank of the context axis has some of a sequence's tokens, at these places."""
@@ -279,6 +312,26 @@ class Experts(nn.Module):
         whole[:, places] = ids
         whole = start_all_reduce(whole, self.mesh.comm("context")).wait()
         return earlier_tokens(whole, self.shape.count)[:, places]
+
+    def grouped(self, x: Tensor) -> bool:
+        """Whether one kernel multiplies the rows x [R, H] of all experts. Where not, the host knows each one's rows."""
+        if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] not in GROUPED:
+            return False
+        weights = self.expand.weight, self.contract.weight
+        widths = (self.shape.hidden, self.contract.weight.shape[1])
+        places = (weight.storage_offset() * weight.element_size() for weight in weights)
+        aligned = not any(place % ALIGNED_BYTES for place in (*places, *(2 * width for width in widths)))
+        return aligned and (autocast_dtype(x) or x.dtype) == torch.bfloat16
+
+    def runs_of(self, x: Tensor, counts: Tensor | None) -> Runs:
+        """One run of the rows x [R, H] of this rank's experts. `counts` [ranks, n]: each rank's rows of each expert;
+        None: all are as many."""
+        here = self.expand.weight.shape[0]
+        if not self.grouped(x):
+            return [[len(x) // here] * here if counts is None else counts.sum(0).tolist()]
+        if counts is None:
+            return torch.arange(1, here + 1, dtype=torch.int32, device=x.device) * (len(x) // here)
+        return counts.sum(0).cumsum(0).int()
 
     def outputs(self, x: Tensor, runs: Runs) -> Tensor:
         """Return the outputs of this rank's experts, in each run for these numbers of rows of x [R, H], in order."""
@@ -289,16 +342,17 @@ class Experts(nn.Module):
         """Which rows travel between the ranks that hold experts. Dropless they tell each other how many, in an
         all-to-all that is waited for; with a capacity every rank has as many."""
         size, here = self.mesh.size(EXPERT), self.shape.count // self.mesh.size(EXPERT)
-        sent = torch.tensor(plan.rows).view(size, here)
-        if plan.drops:
-            coming = sent
-        else:
-            coming = torch.empty_like(sent)
-            self.mesh.comm(EXPERT).all_to_all(coming, sent)
-            if device.type == "meta":  # a plan: all ranks send equal numbers of rows, and this rank is the busiest
-                imbalance = self.mesh.imbalance if isinstance(self.mesh, PlannedMesh) else 1.0
-                coming = (sent[self.mesh.index(EXPERT)].expand(size, here) * imbalance).ceil().long()
-        return Trade(sent.sum(1).tolist(), coming.sum(1).tolist(), coming, evenly=plan.drops)
+        if plan.rows is None:
+            rows = len(plan.pairs) // self.shape.count
+            return Trade([here * rows] * size, [here * rows] * size, torch.full((size, here), rows), evenly=True)
+        sent = plan.rows.view(size, here)
+        coming = torch.empty_like(sent)
+        self.mesh.comm(EXPERT).all_to_all(coming, sent)
+        if device.type == "meta":  # a plan: all ranks send equal numbers of rows, and this rank is the busiest
+            imbalance = self.mesh.imbalance if isinstance(self.mesh, PlannedMesh) else 1.0
+            coming = (sent[self.mesh.index(EXPERT)].expand(size, here) * imbalance).ceil().long()
+        given, taken = torch.stack((sent.sum(1), coming.sum(1))).cpu().tolist()
+        return Trade(given, taken, coming, evenly=False)
 
     def traded(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """The rows that other ranks have for this one in exchange for x, waited for."""
@@ -309,24 +363,26 @@ class Experts(nn.Module):
         coming = trade.coming
         size, here = coming.shape
         if trade.evenly:
-            rows = int(coming[0, 0])
+            rows = len(x) // (size * here)
             own = x.view(size, here, rows, -1).transpose(0, 1).flatten(0, 2)
-            y = self.outputs(own, [[size * rows] * here])
+            y = self.outputs(own, self.runs_of(own, None))
             return y.view(here, size, rows, -1).transpose(0, 1).flatten(0, 2)
         # Reorder from (rank, expert) to (expert, rank).
-        order = torch.arange(here).repeat(size).repeat_interleave(coming.flatten()).argsort(stable=True)
+        experts = torch.arange(here, device=coming.device).repeat(size)
+        order = experts.repeat_interleave(coming.flatten(), output_size=len(x)).argsort(stable=True)
         order, inverse = order.to(x.device), order.argsort().to(x.device)
         own = gather_rows(x, order, inverse.unsqueeze(1))
-        return gather_rows(self.outputs(own, [coming.sum(0).tolist()]), inverse, order.unsqueeze(1))
+        return gather_rows(self.outputs(own, self.runs_of(own, coming)), inverse, order.unsqueeze(1))
 
 
-def rows_of_experts(ids: Tensor, count: int) -> list[int]:
-    """Rows of each expert; in a plan, whose tensors have no values, equal numbers."""
-    total = ids.numel()
-    if ids.device.type == "meta":
-        return [total * (index + 1) // count - total * index // count for index in range(count)]
-    rows: list[int] = torch.bincount(ids.flatten(), minlength=count).tolist()
-    return rows
+def rows_of_experts(experts: Tensor, count: int) -> Tensor:
+    """Rows of each expert [n], of the sorted experts of all rows; in a plan, whose tensors have no values, equal
+    numbers on the host."""
+    total = experts.numel()
+    if experts.device.type == "meta":
+        return torch.tensor([total * (index + 1) // count - total * index // count for index in range(count)])
+    # Not bincount, for which the host waits.
+    return torch.searchsorted(experts, torch.arange(count + 1, device=experts.device)).diff()
 
 
 def earlier_tokens(ids: Tensor, count: int) -> Tensor:

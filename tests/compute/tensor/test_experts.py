@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from meshwright.compute.tensor.router import ExpertsShape
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.step import train_step
-from tests.families.llama.experts import BOUNDED, BOUNDED_LAYOUTS, experts
+from tests.families.llama.experts import BOUNDED, BOUNDED_LAYOUTS, LAYOUTS, MODEL, experts
 from tests.harness import build
 from tests.oracle.batches import global_batch
 from tests.workers import run_ranks
@@ -97,3 +98,57 @@ def test_what_is_dropped_is_counted_once(recompute: str | int) -> None:
     config = experts(BOUNDED_LAYOUTS["ring x cut"], model=BOUNDED, memory={"recompute": recompute})
     ranks = run_ranks(dropped_by, Grid(config.layout.axes), config, token_axes=config.layout.token_axes)
     assert sum(ranks) == 2 * alone > 0
+
+
+def at_once(mesh: Mesh, dtype: torch.dtype, capacity: float | None, grouped: bool, frozen: bool) -> list[Tensor]:
+    """The output and gradients of experts of which one takes no token, twice added up in rooms of their own."""
+    shape = ExpertsShape(16, 8, 5, 2, True, False, capacity, Initial(0.5), Initial(0.5))
+    layer, generator = Experts(mesh, shape), torch.Generator().manual_seed(3)
+    for parameter in layer.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator).to(mesh.device, dtype)
+    layer.router.weight.data[:, 3] = -100.0
+    layer.expand.weight.requires_grad_(not frozen)
+    h = torch.randn(B, T, 16, generator=generator).abs().to(mesh.device, dtype).requires_grad_()
+    with patch.object(Experts, "grouped", lambda self, x: grouped):
+        ys = [layer(h)[0] for _ in range(2)]
+        for y in ys:
+            y.square().sum().backward()
+        empty = layer.outputs(h.flatten(0, 1)[:0], layer.runs_of(h[0, :0], torch.zeros(1, 5, dtype=torch.long)))
+        empty.sum().backward()
+    assert not frozen or layer.expand.weight.grad is None
+    return [y.detach() for y in ys] + [x.grad for x in (h, *layer.parameters()) if x.grad is not None]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("capacity", [None, 0.6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_kernel_for_all_experts_has_the_bits_of_one_for_each(
+    dtype: torch.dtype, capacity: float | None, frozen: bool
+) -> None:
+    """Ends of rows on the device for torch's grouped product, which a CPU has as well; ranks may have no rows."""
+    one, each = (run_ranks(at_once, ONE, dtype, capacity, grouped, frozen) for grouped in (True, False))
+    assert len(one[0]) == 5 + (not frozen)
+    for mine, wanted in zip(*one, *each, strict=True):
+        assert torch.equal(mine, wanted)
+
+
+def step_of(mesh: Mesh, config: Any, grouped: bool) -> tuple[float, list[Tensor]]:
+    """The loss and the weights after a step."""
+    parts = build(config, mesh)
+    with patch.object(Experts, "grouped", lambda self, x: grouped):
+        loss = train_step(parts, global_batch(config, 0)).loss
+    return loss, [parameter.detach().clone() for parameter in parts.model.parameters()]
+
+
+@pytest.mark.parametrize("layout", ["experts x cut", "experts x replicas"])
+def test_rows_of_other_ranks_are_sorted_and_multiplied_at_once(layout: str) -> None:
+    model = MODEL | {"feed_forward": 16}  # the kernel reads rows of multiples of 16 bytes
+    config = experts(LAYOUTS[layout], model=model, precision={"level": "O0", "dtype": "float32"})
+    grid = Grid(config.layout.axes)
+    one, each = (
+        run_ranks(step_of, grid, config, grouped, token_axes=config.layout.token_axes, forked=True)
+        for grouped in (True, False)
+    )
+    for (loss, weights), (wanted, others) in zip(one, each, strict=True):
+        assert loss == wanted
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, others, strict=True))
