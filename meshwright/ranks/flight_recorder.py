@@ -11,10 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 CONNECT = "connect"
 """The verb recorded while a group's connections are made, before anything can be sent."""
+
+DEVICE = "the end of a step on the device"
+"""The verb recorded while a host waits for its device, which may wait in turn: NCCL's kernels wait for other ranks'."""
 
 REMEMBERED = 8
 """How many of an axis's last collectives a rank remembers."""
@@ -74,6 +77,13 @@ class Whereabouts:
         return cls(tree["step"], tree["phase"], tree["task"], waiting, begun)
 
 
+class DeviceEvent(Protocol):
+    """A point in a device's work, as torch.cuda.Event."""
+
+    def synchronize(self) -> None:
+        """Return when the device has passed the point."""
+
+
 @dataclass
 class FlightRecorder:
     """`step`: the current one, from 1; 0 before the first. `task`: a pipeline's; printed only when asked for.
@@ -104,6 +114,15 @@ class FlightRecorder:
     def waiting(self, call: Call) -> _Wait:
         """A context around the calling thread's wait for the call."""
         return _Wait(self, call)
+
+    def await_device(self, event: DeviceEvent, num_ranks: int) -> None:
+        """Wait for an event of this rank's device. The wait is recorded if other ranks can hold up the device: hosts
+        that are late hold up the kernels that send and receive."""
+        if num_ranks == 1:
+            event.synchronize()
+            return
+        with self.waiting(Call("world", DEVICE, 0, tuple(range(num_ranks)))):
+            event.synchronize()
 
     def longest_wait(self) -> tuple[Call, float] | None:
         """The call that is waited for longest, and for how many seconds."""
@@ -142,8 +161,10 @@ class _Wait:
         self._recorder._waiting[self._call] = self._recorder.clock()
 
     def __exit__(self, *_: object) -> None:
-        recorder = self._recorder
-        recorder.waited_seconds += recorder.clock() - recorder._waiting.pop(self._call)
+        recorder, call = self._recorder, self._call
+        seconds = recorder.clock() - recorder._waiting.pop(call)
+        if call.verb != DEVICE:  # of which the most is this rank's own work
+            recorder.waited_seconds += seconds
 
 
 def _readable(count: int) -> str:

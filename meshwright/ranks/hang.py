@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.ranks.errors import DataError
-from meshwright.ranks.flight_recorder import CONNECT, Waiting, Whereabouts
+from meshwright.ranks.flight_recorder import CONNECT, DEVICE, Waiting, Whereabouts
 from meshwright.ranks.foreign import read_json, write_fresh
 
 State = Literal["running", "hung", "ended"]
@@ -90,6 +90,7 @@ _FAILED_TO = {
     "receive": "sent nothing",
     "send": "received nothing",
     "exchange": "exchanged nothing",
+    DEVICE: "gives the devices of others nothing to go on with,",
 }
 """The late rank's failure, by the verb in which another rank waits for it; all other verbs are collectives."""
 
@@ -125,9 +126,13 @@ def explain_hang(records: Sequence[Record]) -> str | None:
     # An awaited rank that waits itself is held up by another rank, and is not the cause.
     held_up = {record.rank for record in hung if record.where.waiting}
     causes = [rank for rank in sorted(missed) if rank not in held_up]
-    blamed = causes or sorted(missed)
+    # Devices that all wait say nothing of who is late: hosts do not see inside of them.
+    on_devices = all(wait.verb == DEVICE for record in hung for wait in record.where.waiting[:1])
+    blamed = causes or ([] if on_devices else sorted(missed))
     # Only where all wait: a rank that computes or is gone explains a hang by itself.
     parted = "" if causes else _parted(hung)
+    if on_devices and not causes:
+        parted = "all hosts wait for their devices, in which a kernel does not end: between them nothing is carried"
     lines = [parted] if parted else [_accusation(rank, missed[rank], known) for rank in blamed]
     limit = max(record.limit_seconds for record in hung)
     late = f"a wait took {limit:g} s; when the ranks left their records, all had come to what the others waited for"

@@ -74,7 +74,7 @@ class StepRecord:
         told: dict[str, Any] = {"stop": stop, "next_counts": next_counts}
         if self.pending is not None or not self.late:
             if self._copied is not None:
-                self._copied.synchronize()
+                self.parts.mesh.recorder.await_device(self._copied, self.parts.mesh.grid.world_size)
             for name, value in self.measured.items():
                 known = value.tolist() if isinstance(value, Tensor) else value
                 told[name] = known() if callable(known) else known
@@ -107,7 +107,7 @@ class StepRecord:
         parts, pending, failure = self.parts, self.pending, None
         assert pending is not None, "a step that the optimizer has not begun"
         if self._copied is not None:
-            self._copied.synchronize()
+            parts.mesh.recorder.await_device(self._copied, parts.mesh.grid.world_size)
         try:
             self.result = parts.optimizer.conclude(pending, float(pending.norm))
             if self.result.applied:

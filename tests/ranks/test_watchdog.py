@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.ranks.environment import Environment
-from meshwright.ranks.flight_recorder import Call, FlightRecorder, Waiting, Whereabouts
+from meshwright.ranks.flight_recorder import DEVICE, Call, FlightRecorder, Waiting, Whereabouts
 from meshwright.ranks.hang import Record, explain_hang, read_records
 from meshwright.ranks.peers import Peer, Peers
 from meshwright.ranks.timeouts import Timeouts
@@ -174,6 +174,25 @@ def test_a_circle_is_named_whole() -> None:
     message = explain_hang([record(0, waits[0]), record(1, waits[1])]) or ""
     assert "rank 0 (here) sent nothing on axis pipe; rank 1 waits" in message
     assert "rank 1 (here) sent nothing on axis pipe; rank 0 waits" in message
+
+
+def test_a_rank_that_holds_up_devices_is_named() -> None:
+    """Under NCCL a host waits for its device alone. Rank 2 computes; if none does, nobody is accused."""
+    device = Waiting("world", DEVICE, 0, (0, 1, 2), 0, 31.0)
+    message = explain_hang([record(0, device), record(1, device), record(2, None)]) or ""
+    assert message.startswith("no progress: rank 2 (here) gives the devices of others nothing to go on with, on axis")
+    assert "ranks 0, 1 wait for 31 s" in message
+    message = explain_hang([record(rank, device) for rank in range(3)]) or ""
+    assert message.startswith("no progress: all hosts wait for their devices")
+    assert "rank 2 (here, process 102) waits in the end of a step on the device on axis world" in message
+
+
+def test_a_wait_for_the_own_device_is_no_wait_for_others() -> None:
+    rank = Rank(None)
+    for call, waited in ((Call("world", DEVICE, 0, (0, 1)), 0.0), (SUM, 5.0)):
+        with rank.recorder.waiting(call):
+            rank.now += 5.0
+        assert rank.recorder.waited_seconds == waited
 
 
 def test_other_bytes_under_a_number_have_parted() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from meshwright.api import train
 from meshwright.config import Config, load_config
+from meshwright.ranks.flight_recorder import DEVICE, Waiting
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.loop import Trainer
 from tests.harness import build
@@ -120,6 +121,27 @@ def test_a_last_step_that_diverges_is_seen_when_it_is_flushed() -> None:
     for step, kind, text in run_layout(run, config_of(SERIAL)):
         assert (step, kind) == (2, "DivergedError")
         assert text.startswith("step 1: the gradient norm is nan: the run has diverged; the gradient of tokens.weight")
+
+
+def awaited(mesh: Mesh, config: Config) -> list[tuple[str, tuple[int, ...]]]:
+    """Verb and ranks of the waits that are known while the host waits for a step's numbers."""
+    trainer, known = Trainer(build(config, mesh), Rows(config), late=True), list[Waiting]()
+
+    class Copied:
+        def synchronize(self) -> None:
+            known.extend(mesh.recorder.whereabouts().waiting)
+
+    trainer.turn(None)
+    assert trainer._last is not None
+    trainer._last._copied = Copied()  # type: ignore[assignment]
+    trainer.turn(None)
+    return [(wait.verb, wait.ranks) for wait in known]
+
+
+def test_a_host_that_waits_for_its_device_is_seen_by_the_watchdog() -> None:
+    """Unless the device can wait for nobody."""
+    assert run_layout(awaited, config_of({"data": {"size": 2}})) == [[(DEVICE, (0, 1))] * 2] * 2
+    assert run_layout(awaited, config_of(SERIAL)) == [[]]
 
 
 def flipped(mesh: Mesh, config: Config, victim: int) -> tuple[int, str]:
