@@ -163,8 +163,9 @@ class NcclLinks:
     def __init__(self, channels: Mapping[Side, Channel], device: torch.device) -> None:
         self.channels = channels
         self.device = device
-        self._in_streams = {side: torch.cuda.Stream(device) for side in channels}
-        self._out_streams = {side: torch.cuda.Stream(device) for side in channels}
+        # Of high priority, as NCCL's own (`carry_messages_first`).
+        self._in_streams = {side: torch.cuda.Stream(device, priority=-1) for side in channels}
+        self._out_streams = {side: torch.cuda.Stream(device, priority=-1) for side in channels}
 
     def mark(self) -> Event:
         """The event after all work enqueued so far."""

@@ -27,7 +27,7 @@ from meshwright.ranks import comm_store
 from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.board import Board, StoreBoard
 from meshwright.ranks.comm import DONE, Comm, Later, PieceSizes, Posted, RankGroup, RecordedComm, Sent, Work
-from meshwright.ranks.environment import Environment, Rendezvous, use_interface
+from meshwright.ranks.environment import Environment, Rendezvous, carry_messages_first, use_interface
 from meshwright.ranks.errors import LaunchError
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.ranks.ledger import Ledger
@@ -237,6 +237,8 @@ def open_torch(
     if interface := interface_at(peers.address or LOOPBACK):
         # Before the process group exists: gloo and NCCL read it as they connect.
         use_interface(interface, local=not peers.address)
+    if device.type == "cuda":
+        carry_messages_first()
     with recorder.waiting(Call("world", CONNECT, 0, tuple(range(environment.world_size)))), peers.named_when_lost():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from meshwright.ranks.environment import use_interface
+from meshwright.ranks.environment import carry_messages_first, use_interface
 from meshwright.ranks.errors import LostRankError
 from meshwright.ranks.peers import Peer, Peers, interface_at
 
@@ -67,3 +67,10 @@ def test_a_peer_travels_as_json() -> None:
         peer = Peer.connected(5, way)
     assert (peer.address, peer.reached, peer.far) == ("127.0.0.1", "127.0.0.1", False)
     assert Peer.from_json(peer.to_json()) == peer
+
+
+@pytest.mark.parametrize("chosen, found", [({}, "1"), ({"TORCH_NCCL_HIGH_PRIORITY": "0"}, "0")])
+def test_messages_go_first_unless_the_user_has_chosen(chosen: dict[str, str], found: str) -> None:
+    variables = dict(chosen)
+    carry_messages_first(variables)
+    assert variables == {"TORCH_NCCL_HIGH_PRIORITY": found}

@@ -38,6 +38,7 @@ class Stream:
     """What it was given and has not done."""
 
     threads: list[Thread] = field(default_factory=list)
+    priority: int = 0
 
     def record_event(self) -> Event:
         return Event(tuple(self.threads))
@@ -66,6 +67,7 @@ class StreamWork:
     streams: Streams
 
     def wait(self) -> None:
+        assert self.streams.current.priority < 0, "a message waits until the device has room for it"
         thread = Thread(target=self.work.wait, daemon=True)
         thread.start()
         self.streams.current.threads.append(thread)
@@ -105,8 +107,10 @@ def on_streams(mesh: Mesh) -> Iterator[Mesh]:
     streams, transport = Streams(), mesh.transport
     assert isinstance(transport, TorchTransport)
     stubs: dict[str, Any] = {
-        "Stream": lambda device: Stream(), "stream": streams.enter, "current_stream": lambda device: streams.current,
-    }  # fmt: skip
+        "Stream": lambda device, priority: Stream(priority=priority),
+        "stream": streams.enter,
+        "current_stream": lambda device: streams.current,
+    }
     with ExitStack() as stack:
         for name, stub in stubs.items():
             stack.enter_context(patch.object(torch.cuda, name, stub))
