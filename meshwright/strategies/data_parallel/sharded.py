@@ -149,17 +149,18 @@ class Sharded(Synchroniser):
         return self._ended()
 
     def _leave(self, one: SlicedSum) -> None:
-        """Begin a bucket's sum after the sums of buckets that fill at other times have ended."""
-        for other in self.sums:
-            # Buckets of one part of the model, where it is gathered by part, become full at about the same time.
-            if other is not one and not (one.bucket.parts and one.bucket.parts == other.bucket.parts):
-                other.collect()
+        """Begin a bucket's sum, then wait for the sums of buckets that fill at other times. So a link has the next sum
+        when one ends, and need not wait until the first is added to its slice."""
         for parameter in one.bucket.views:
             self.gradients.fill(parameter)
             self.gradients.clear(parameter)
         # Beside stages weight gradients come in an order of their own, and slices go on behind the backward pass.
         one.last = self._final and self.mesh.size(PIPE) == 1
         one.leave()
+        for other in self.sums:
+            # Buckets of one part of the model, where it is gathered by part, become full at about the same time.
+            if other is not one and not (one.bucket.parts and one.bucket.parts == other.bucket.parts):
+                other.collect()
 
 
 def free(x: Tensor) -> None:

@@ -4,6 +4,8 @@ next part's weights travel while a part is computed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -21,6 +23,7 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.strategies.data_parallel.gathering import GatheredSum, Gathering
 from meshwright.training.rank_model import build_model
+from meshwright.training.step import backward
 from tests.harness import build, forward_and_backward
 from tests.oracle.batches import global_batch
 from tests.oracle.data_parallel import config_for
@@ -217,6 +220,33 @@ def test_stages_of_two_chunks_gather_ahead_and_hold_two_parts() -> None:
         first, ahead = (0, 1) if rank % 2 == 0 else (2, 3)
         assert events.index(f"gather ({ahead},)") < events.index(f"computed {first}") < events.index(f"have ({ahead},)")
         assert 0 < most <= two
+
+
+def sums_of(mesh: Mesh, config: Config) -> list[tuple[str, int]]:
+    """The sums of a microbatch: when they leave and when their ends are waited for, by bucket."""
+    parts, events = build(config, mesh), list[tuple[str, int]]()
+
+    def noted(event: str, index: int, run: Callable[[], None]) -> Callable[[], None]:
+        return lambda: (events.append((event, index)), run())[1]
+
+    with ExitStack() as stack:
+        for index, one in enumerate(parts.strategy.sums):
+            for event in ("leave", "end"):
+                run = noted(event, index, getattr(one, event))
+                stack.enter_context(mock.patch.object(one, event, run))
+        backward(parts, global_batch(config, 0))
+    return events
+
+
+def test_a_sum_begins_before_the_one_before_it_is_waited_for() -> None:
+    """So a link is never without a sum while the device adds one to its slice."""
+    layout = {"data": {"size": 2, "sync": "zero2", "bucket": 8192}}
+    config = config_for("zero2", 2, layout=layout, batch={"global": 2 * MICRO, "micro": MICRO})
+    for events in run_ranks(sums_of, Grid(config.layout.axes), config):
+        begun = [index for event, index in events if event == "leave"]
+        assert len(begun) > 3
+        for before, following in pairwise(begun):
+            assert events.index(("leave", following)) < events.index(("end", before))
 
 
 def first_slices(mesh: Mesh, config: Config) -> list[tuple[str, Box, Tensor]]:
