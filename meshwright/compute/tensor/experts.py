@@ -26,7 +26,7 @@ weights' gradient is then rounded to bfloat16 once a microbatch, before it is ad
 Over the expert axis (GShard, arXiv 2006.16668) ranks have different tokens and n/expert experts each, so a row travels
 to the rank that holds its expert, and its output back: two all-to-alls of rows forward, two backward. Dropless, they
 have as many rows as the router gives each rank, of which an all-to-all of counts tells beforehand: between devices, and
-the host waits for two sums a rank alone, by which the all-to-alls are sized; with a capacity all have as many, and no
+the host waits for two sums a rank alone, the sizes of the all-to-alls; with a capacity all have as many, and no
 counts travel. An expert's gradient is then that of all the group's tokens; the spec's cut says
 that it is summed over the other axes alone.
 """
@@ -112,8 +112,8 @@ class GroupedLinear(ShardedModule):
         return x
 
     def multiply(self, x: Tensor, weight: Tensor, runs: Runs, *, turned: bool = False) -> Tensor:
-        """Multiply each expert's rows of x [R, K] by its own of the weights [n, K, N]; `turned`: by those of [n, N, K],
-        each turned."""
+        """Multiply each expert's rows of x [R, K] by its own of the weights [n, K, N]; `turned`: the weights are
+        [n, N, K], and each is turned."""
         if isinstance(runs, Tensor):
             own = weight.transpose(1, 2) if turned else weight
             # A rank may be sent no row at all.
@@ -145,8 +145,8 @@ class GroupedLinear(ShardedModule):
 class Dispatch:
     """Where rows go. Sorted row i is pair pairs[i]'s, of a token and its k-th choice; pair j's is sorted row slots[j].
 
-    `rows`: the number of each expert's sorted rows [n], where the tokens are; None: all have as many, and one behind
-    the last index stands for a row of zeros.
+    `rows`: the number of each expert's sorted rows [n], on the tokens' device; None: equal numbers, and an index one
+    behind the last is a row of zeros.
     """
 
     pairs: Tensor
@@ -171,7 +171,7 @@ class Dispatched(NamedTuple):
 @dataclass(frozen=True)
 class Trade:
     """Rows that ranks have for each other's experts: given[j] go to rank j and taken[j] come from it, of which
-    coming[j, e] are for expert e of this rank, where the tokens are. `evenly`: all of them are as many."""
+    coming[j, e] are for expert e of this rank, on the tokens' device. `evenly`: all of them are as many."""
 
     given: Sequence[int]
     taken: Sequence[int]
@@ -325,7 +325,7 @@ class Experts(nn.Module):
 
     def runs_of(self, x: Tensor, counts: Tensor | None) -> Runs:
         """One run of the rows x [R, H] of this rank's experts. `counts` [ranks, n]: each rank's rows of each expert;
-        None: all are as many."""
+        None: equal numbers."""
         here = self.expand.weight.shape[0]
         if not self.grouped(x):
             return [[len(x) // here] * here if counts is None else counts.sum(0).tolist()]
