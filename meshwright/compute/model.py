@@ -200,5 +200,6 @@ class Model(Protocol):
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
         """The losses of hidden states."""
 
-    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
-        """How many valid elements of each label are the model's likeliest answer. Without gradients."""
+    def num_correct(self, h: Tensor, batch: Batch) -> list[Tensor]:
+        """How many valid elements of each label are the model's likeliest answer, scalars on the device. Without
+        gradients."""

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshwright.compute.model import Batch, Samples, counts_of, to_device
+from meshwright.compute.model import IGNORED, Batch, Samples, counts_of, to_device
 from meshwright.compute.parameters.fixed import SUMMED_LOSS, rounded_loss
 from meshwright.ranks.errors import DivergedError
 from meshwright.ranks.grid import DATA_AXES, PIPE
@@ -58,9 +58,9 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
                 right = model.num_correct(rows, portion)
             if parts.portions is not None:
                 losses = [rounded_loss(loss, SUMMED_LOSS) for loss in losses]
-            numbers = [[float(loss) for loss in losses], counts_of(portion, names), right]
             if model.chunk.last:  # other stages have a part of the head at most, and the same numbers of it
-                sums.add_(torch.tensor(numbers, device=h.device, dtype=torch.float64))
+                valid = [(portion[name] != IGNORED).sum() for name in names]  # added on the device, and not waited for
+                sums.add_(torch.stack([torch.stack(numbers).double() for numbers in (losses, valid, right)]))
 
     with parts.strategy.whole_weights():
         for index in range(num_batches):
@@ -69,7 +69,8 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
     # Sums and counts travel, and are divided once: a mean of ranks' means would weigh unequal counts alike.
     mesh.comm(*config.layout.batch_axes, PIPE).all_reduce(sums)
     losses, counts, right = sums
-    return {"validation_loss": float((losses / counts).sum()), "validation_accuracy": float(right[0] / counts[0])}
+    loss, accuracy = torch.stack(((losses / counts).sum(), right[0] / counts[0])).cpu().tolist()
+    return {"validation_loss": loss, "validation_accuracy": accuracy}
 
 
 class Trainer:

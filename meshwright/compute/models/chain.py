@@ -217,7 +217,7 @@ class Chain(nn.Module, ABC):
         """The head's loss and those that layers have given on beside the hidden states, in training."""
         return loss
 
-    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+    def num_correct(self, h: Tensor, batch: Batch) -> list[Tensor]:
         """The number of valid elements of each label that are the model's likeliest answer."""
         (label,) = self.labels
         return [cast("TableHead", self.head).num_correct(h, batch[label])]

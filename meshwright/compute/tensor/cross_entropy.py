@@ -342,11 +342,11 @@ def chosen_rows(labels: Tensor, classes: Classes) -> Tensor | None:
 
 
 @torch.no_grad()
-def num_correct(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, classes: Classes) -> int:
-    """How many counted tokens have their label as the likeliest class; of equals, the lowest."""
+def num_correct(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, classes: Classes) -> Tensor:
+    """How many counted tokens have their label as the likeliest class, of equals the lowest: a scalar on the device."""
     first, held = classes.of_rank(weight)
     table, offsets = weight[:held], None if bias is None else bias[:held]
-    right = 0
+    right = torch.zeros((), dtype=torch.int64, device=h.device)
     for rows in classes.alike(classes.chunks(h, weight, wide_dtype(h)), h):
         best = h.new_full((rows.stop - rows.start, 2), torch.finfo(h.dtype).min, dtype=torch.float64)
         if held:
@@ -355,7 +355,7 @@ def num_correct(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, 
         everyone = all_rows(best, classes.comm)  # [p, C, 2]
         winner = everyone[:, :, 0].argmax(0)
         likeliest = everyone[:, :, 1].gather(0, winner[None])[0].long()
-        right += int((likeliest == labels[rows]).sum())
+        right += (likeliest == labels[rows]).sum()
     return right
 
 

@@ -104,7 +104,7 @@ class TableHead(ShardedModule, UsesIslands, ScoresClasses):
         return chunked_loss(rows, table, self.bias, labels, classes, scale, give)
 
     @torch.no_grad()
-    def num_correct(self, h: Tensor, labels: Tensor) -> int:
+    def num_correct(self, h: Tensor, labels: Tensor) -> Tensor:
         """How many counted tokens of this rank's rows have their label as the likeliest class. Without gradients."""
         rows, table = self.operands(h, labels)
         return num_correct(rows, table, self.bias, labels.flatten(), self.classes)

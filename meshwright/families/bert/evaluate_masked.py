@@ -46,7 +46,7 @@ def masked_accuracy(
             # One label's scale is 1 and the others' 0: the losses come apart without a second kind of loss.
             sums[2, column] += loaded.model.loss(h, batch, {other: float(other == name) for other in labels}).cpu()
         sums[0] += torch.tensor(counts_of(batch, labels))
-        sums[1] += torch.tensor(loaded.model.num_correct(h, batch))
+        sums[1] += torch.stack(loaded.model.num_correct(h, batch)).cpu()
         progress("masked-lm", min(1.0, (first + rows) / len(samples)))
     facts: Facts = {"data": stream.name, "samples": len(samples), "context": loaded.context}
     for name, (asked, right, loss) in zip(("", "next_sentence_"), sums.t().tolist()):

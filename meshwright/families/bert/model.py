@@ -113,7 +113,7 @@ class BERT(Chain):
             total = total + self.next_sentence_head(self.pooled(h), answers, scales["next_sentence"])
         return total
 
-    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+    def num_correct(self, h: Tensor, batch: Batch) -> list[Tensor]:
         counts = [cast(TableHead, self.head).num_correct(self.transformed(h), batch["labels"])]
         if "next_sentence" in self.labels:
             counts.append(cast(TableHead, self.next_sentence_head).num_correct(self.pooled(h), batch["next_sentence"]))

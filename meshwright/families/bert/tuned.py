@@ -74,7 +74,7 @@ class PairsBERT(TaskBERT):
         loss: Tensor = self.head(self.pooled(h), batch["answer"], scales["answer"])
         return loss
 
-    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+    def num_correct(self, h: Tensor, batch: Batch) -> list[Tensor]:
         return [cast(TableHead, self.head).num_correct(self.pooled(h), batch["answer"])]
 
 
@@ -98,9 +98,9 @@ class ScoredBERT(TaskBERT):
         ]  # fmt: skip
         return reduce(add, sums)
 
-    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+    def num_correct(self, h: Tensor, batch: Batch) -> list[Tensor]:
         answers = self.answers(h, batch).items()
-        return [int((scores.argmax(-1) == batch[name].flatten()).sum()) for name, scores in answers]
+        return [(scores.argmax(-1) == batch[name].flatten()).sum() for name, scores in answers]
 
 
 class SpansBERT(ScoredBERT):

@@ -49,7 +49,7 @@ def image_accuracy(loaded: Loaded, data: str | None, progress: ShowProgress = si
         pixels = np.stack([source.read(number, model.image, model.channels) for number in chosen])
         labels = torch.from_numpy(source.labels[chosen]).unsqueeze(1).to(loaded.device)
         h = loaded.model.hidden_states({"images": torch.from_numpy(pixels).to(loaded.device)})[0][:, :1]
-        correct += loaded.head.num_correct(h, labels)
+        correct += int(loaded.head.num_correct(h, labels))
         total += float(loaded.head.token_losses(h, labels).double().sum())
         progress("images", min(1.0, (start + BATCH_IMAGES) / len(numbers)))
     return {

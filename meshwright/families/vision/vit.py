@@ -68,7 +68,7 @@ class ViT(ImageChain):
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
         return super().loss(h[:, :1], batch, scales)  # not h[:, 0]: labels are [B, 1], a token's each
 
-    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+    def num_correct(self, h: Tensor, batch: Batch) -> list[Tensor]:
         return super().num_correct(h[:, :1], batch)
 
     @staticmethod

@@ -242,7 +242,7 @@ def split_loss(mesh: Mesh, vocabulary: int, padded: int, chunk_elements: int) ->
     assert part.grad is not None
     assert offsets.grad is not None
     comm.all_reduce(h.grad)
-    return [loss.detach(), h.grad, part.grad, offsets.grad, torch.tensor(right)]
+    return [loss.detach(), h.grad, part.grad, offsets.grad, right]
 
 
 def unsplit_loss(mesh: Mesh, vocabulary: int, padded: int) -> list[Tensor]:
