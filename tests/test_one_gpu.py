@@ -20,9 +20,12 @@ from meshwright.compute.context.documents import attend_by_document, flash_takes
 from meshwright.compute.context.kernels import Efficient, Flash, Kernel, kernel_of
 from meshwright.compute.context.ring import RingAttention
 from meshwright.compute.context.spec import AttentionSpec
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.experts import GroupedLinear
 from meshwright.config import parse_config
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
+from meshwright.training.checkpoint.staging import Staging
 from tests.compute.context.documents import LENGTHS, SOLO, starts_of
 from tests.oracle.run import check, run
 from tests.oracle.tensor import MODELS
@@ -177,6 +180,47 @@ def test_states_on_the_host_step_as_on_the_gpu(layout: dict[str, Any]) -> None:
     [losses, _], *_ = run(config_of(**tree))
     [offloaded, _], *_ = run(config_of(**tree, memory={"offload": {"to": "host", "bucket": 4096}}))
     assert offloaded == losses
+
+
+def test_staged_copies_are_of_their_moment() -> None:
+    """Whatever the device writes behind them; the second time into the same memory."""
+    device = torch.device("cuda")
+    staging = Staging(device)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        pieces = [torch.randn(3, 5, device=device), torch.randn(7, device=device).bfloat16(), torch.randn(0).cuda()]
+        kept = [x.cpu() for x in pieces]
+        copies, await_copies = staging.copy([*pieces, kept[0]])
+        for x in pieces:
+            x.zero_()
+        await_copies()
+        for copy, wanted in zip(copies, [*kept, kept[0]], strict=True):
+            assert copy.is_pinned() or not copy.numel()
+            assert torch.equal(copy, wanted)
+
+
+def test_one_kernel_multiplies_the_rows_of_all_experts() -> None:
+    """Both ways, in bfloat16; an expert without rows has a gradient of zeros."""
+    torch.manual_seed(1)
+    x, dy = torch.randn(40, 16, device="cuda").bfloat16(), torch.randn(40, 32, device="cuda").bfloat16()
+    weight, rows = torch.randn(4, 16, 32, device="cuda").bfloat16(), [13, 0, 20, 7]
+    (mesh_layer,) = run_ranks(grouped, SOLO, x, dy, weight, rows)
+    for one, each in mesh_layer:
+        assert float((one.double() - each.double()).norm()) <= 1e-2 * float(each.double().norm())
+    assert not mesh_layer[2][0][1].any()
+
+
+def grouped(mesh: Mesh, x: Tensor, dy: Tensor, weight: Tensor, rows: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """y, dx and dW of one kernel, and of a product each."""
+    layer = GroupedLinear(mesh, tuple(weight.shape), {}, Initial(0.5))
+    ends = torch.tensor(rows, device=x.device).cumsum(0).int()
+    found = []
+    for runs in (ends, [rows]):
+        out = torch.full(weight.shape, 9.0, device=x.device)
+        for write in layer.addends(x, dy, runs):
+            write(out, 0)
+        found.append((layer.multiply(x, weight, runs), layer.multiply(dy, weight, runs, turned=True), out))
+    return list(zip(*found, strict=True))
 
 
 def test_the_command_line_proves_a_layout_of_threads_on_a_gpu() -> None:

@@ -1,4 +1,4 @@
-"""Write a checkpoint while the run goes on: the step waits only for the copy.
+"""Write a checkpoint while the run goes on: the step waits only for the copy, and on a GPU not for that (staging.py).
 
 A thread of every rank writes its shard and leaves a note for rank 0 on a board (ranks/board.py): the shard's listing,
 or nothing if writing failed. Rank 0's thread waits for all notes and publishes the folder by a rename. All ranks must
@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +42,7 @@ from meshwright.training.checkpoint.manifest import (
 from meshwright.training.checkpoint.reader import newest_step, steps_in
 from meshwright.training.checkpoint.restore import Piece
 from meshwright.training.checkpoint.shard import BLOCK_BYTES, write_shard
+from meshwright.training.checkpoint.staging import Staging
 
 PARTIAL = ".partial-"
 VISIBLE_SECONDS = 10.0
@@ -80,6 +81,7 @@ class CheckpointWriter:
         mesh.world.broadcast(token, 0)
         self._token = f"{PARTIAL}{int(token):x}"
         self._board = mesh.transport.board(folder)
+        self._staging = Staging(mesh.device)
         self._thread: threading.Thread | None = None
         self._step = 0
         self._failure = ""
@@ -94,8 +96,9 @@ class CheckpointWriter:
         also that the folder had to be made again.
         """
         notes = self._notes(self._outcome())
-        # The step waits only for this copy, which the thread writes while later steps change the weights.
-        copies = [(piece, piece.tensor.detach().to("cpu", copy=True).contiguous()) for piece in pieces]
+        listed = list(pieces)
+        tensors, await_copies = self._staging.copy([piece.tensor for piece in listed])
+        copies = list(zip(listed, tensors, strict=True))
         needed = sum(tensor.nbytes + ENTRY_BYTES + 64 * (tensor.nbytes // BLOCK_BYTES) for _, tensor in copies)
         total = torch.tensor([needed], dtype=torch.int64)
         self.mesh.world.all_reduce(total)
@@ -110,7 +113,7 @@ class CheckpointWriter:
         if problem := self._agree(self._failure):
             self._failure = self._failure or ABANDONED
             return notes + self._notes(problem)
-        work = (partial, progress, copies, data_root)
+        work = (partial, progress, copies, await_copies, data_root)
         self._thread = threading.Thread(target=self._guarded_write, args=work, name="checkpoint")
         self._thread.start()
         return notes
@@ -189,12 +192,14 @@ class CheckpointWriter:
         return unfinished
 
     def _guarded_write(
-        self, partial: Path, progress: Progress, copies: list[tuple[Piece, Tensor]], data_root: str | None
-    ) -> None:
+        self, partial: Path, progress: Progress, copies: list[tuple[Piece, Tensor]], await_copies: Callable[[], None],
+        data_root: str | None,
+    ) -> None:  # fmt: skip
         note = f"{partial.name}/rank-{self.mesh.rank}.json"
         """The board's key of this rank's note on its shard."""
         try:
             await_path(partial, VISIBLE_SECONDS)
+            await_copies()
             listing = self._write_shard(partial, copies)
             self._board.post(note, _LISTING.dump_json(listing).decode())
             if self.mesh.rank == 0 and not self._publish(partial, progress, data_root):
