@@ -157,10 +157,12 @@ class NoSums:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank's device did, and its receives that were begun too early."""
+    """What a rank's device did, its receives that were begun too early, and the tasks that a stage's ranks told each
+    other."""
 
     order: list[str]
     early: int
+    told: int
 
 
 def run_stage(
@@ -189,4 +191,5 @@ def run_stage(
     pipeline.train(batches, {}, lambda index, chunk: None)
     compute.give()()
     mailbox.shut()
-    return Outcome(slow.order, links.early)
+    told = sum(traffic.calls for key, traffic in mesh.ledger.traffic.items() if "broadcast" in key)
+    return Outcome(slow.order, links.early, told)

@@ -31,12 +31,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Run:
     """A rank of a layout, and how many steps it takes, of which the last is tallied: the first makes moments that later
-    ones have. An only one is flushed. `tree`: its config's, resolved."""
+    ones have. An only one is flushed. `tree`: its config's, resolved. `evaluated`: batches of an evaluation, which is
+    tallied instead; `staged`: so are the copies of two checkpoints."""
 
     name: str
     rank: int
     tree: dict[str, Any]
     steps: int = 1
+    evaluated: int = 0
+    staged: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,18 +85,28 @@ class FakeGpu:
 def rehearse(run: Run) -> Report:
     """The run's last step."""
     from meshwright.config import Config
-    from meshwright.training.loop import Trainer
+    from meshwright.training.checkpoint.restore import pieces_of
+    from meshwright.training.checkpoint.staging import Staging
+    from meshwright.training.loop import Trainer, validate
     from meshwright.training.parts import build
-    from tests.fuzz.check import Stream
+    from tests.fuzz.check import HeldOut
 
     config = Config.model_validate(run.tree)
     with fake_cuda() as tally, _mesh(config, run.rank) as mesh:
-        trainer = Trainer(build(config, mesh), Stream(config))
+        trainer = Trainer(build(config, mesh), HeldOut(config))
         for _ in range(run.steps):
             tally.clear()
             trainer.turn(None)
         if run.steps == 1:
             trainer.flush()
+        if run.evaluated:
+            tally.clear()
+            validate(trainer.parts, trainer.train, run.evaluated)
+        if run.staged:
+            tally.clear()
+            staging = Staging(mesh.device)
+            for _ in range(2):
+                staging.copy([piece.tensor for piece in pieces_of(trainer.parts)])
     return Report(run.name, run.rank, vars(tally))
 
 
@@ -116,7 +129,7 @@ def _mesh(config: Config, rank: int) -> Iterator[Mesh]:
         transport: Any = _transport(rank)
     else:
         transport = Transport()
-    alone = patch("meshwright.strategies.pipeline.pipeline.agreed", lambda schedule, *others, planned: schedule)
+    alone = patch("meshwright.strategies.pipeline.pipeline.agreed", lambda rule, *others, planned: rule.schedule)
     try:
         made = staticmethod(_on_real_tensors(DeviceMesh.from_group))
         with alone, patch.object(DeviceMesh, "from_group", made):

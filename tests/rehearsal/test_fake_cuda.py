@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from meshwright.config import Config
-from tests.rehearsal.costs import config_of, costs
+from tests.rehearsal.costs import EXPERTS, config_of, costs
+from tests.rehearsal.costs import LAYOUTS as LAYOUTS_OF_COSTS
 from tests.rehearsal.layouts import ALIKE, layouts, runs_of
 from tests.rehearsal.step import FakeGpu
 
@@ -53,6 +55,37 @@ def test_what_a_step_may_cost(layout: str, fake_gpu: FakeGpu) -> None:
     assert cost.step["odd_products"] == {}, "dims that are no multiple of 8 take slow kernels"
     if layout != "tesseract":  # its norms' sums are float64
         assert cost.cast_bytes <= 0.01 * cost.moved_bytes.total(), "activations are copied to another dtype"
+
+
+@pytest.mark.parametrize("layout, rows, waits", [("serial", 2, WAITS), ("experts", 256, 4)])
+def test_experts_are_multiplied_at_once_and_sorted_on_the_device(
+    layout: str, rows: int, waits: int, fake_gpu: FakeGpu
+) -> None:
+    """Two products of all experts, each with two gradients, for 2 layers and microbatches; no host in a router's path.
+    Ranks that trade rows wait once each for the sizes of their messages, here 2^20 rows, as the fake device answers."""
+    config = config_of(LAYOUTS_OF_COSTS[layout], 2, 2, rows, EXPERTS)
+    report = fake_gpu.rehearse(runs_of({layout: config}, 2))[-1]
+    assert not report.error, report.error
+    assert report.tally["kernels"]["_grouped_mm"] == 3 * 2 * 2 * 2
+    assert report.tally["kernels"]["mm"] < 1000, "a product an expert"
+    assert sum(report.tally["waits"].values()) == waits, report.tally["waits"]
+
+
+def test_an_evaluation_drains_the_device_once(fake_gpu: FakeGpu) -> None:
+    """When all sums are on it."""
+    (run,) = runs_of({"evaluated": config_of({}, 2, 2, 2)})
+    (report,) = fake_gpu.rehearse([replace(run, evaluated=3)])
+    assert not report.error, report.error
+    assert sum(report.tally["waits"].values()) == 1, report.tally["waits"]
+
+
+def test_a_checkpoint_is_copied_while_the_host_goes_on(fake_gpu: FakeGpu) -> None:
+    """Into memory that the second one finds pinned."""
+    (run,) = runs_of({"staged": config_of({}, 2, 2, 2)})
+    (report,) = fake_gpu.rehearse([replace(run, staged=True)])
+    assert not report.error, report.error
+    assert not report.tally["waits"]
+    assert report.tally["kernels"]["copy_"] > 0
 
 
 OPTIMIZERS: list[dict[str, Any]] = [  # torch's fused SGD has no form for tensors without numbers

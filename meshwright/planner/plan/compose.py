@@ -249,7 +249,8 @@ class Composition:
         self.kinds = (TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if rule_of(config).splits else []))
         self.peers = "+".join(name for name in self.grid.names if name in config.layout.peer_axes)
         alone = len(stages) == 1 and not config.layout.data.in_pieces
-        self.agrees = not alone and self.grid.size(*(self.peers.split("+") if self.peers else ())) > 1
+        several = self.grid.size(*(self.peers.split("+") if self.peers else ())) > 1
+        self.agrees = several and not alone and not rule_of(config).fixed
         """Whether a stage's ranks must agree on each task (pipeline.agreed)."""
         places = [place(index, config.num_microbatches) for index in range(config.num_microbatches)]
         self.counts = [places.count(which) for which in range(max(places) + 1)]

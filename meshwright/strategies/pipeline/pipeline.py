@@ -213,7 +213,7 @@ class Pipeline:
         self.mailbox.open(self._epoch, self.forms, coming["before"], coming["after"])
         self.done = []
         self.watch.start()
-        schedule = agreed(rule.schedule, rule.kinds, self.peers, planned=self.mesh.device.type == "meta")
+        schedule = agreed(rule, self.peers, planned=self.mesh.device.type == "meta")
         placement = self.placement if pieces is None else pieces.placement
         process = stage_process(rule.view(self.row.index, self.row.size, num_batches, placement), schedule)
         arrived: list[Arrival] | None = None
@@ -322,14 +322,15 @@ def message_forms(stage: int, placement: ChunkPlacement, passing: Sequence[tuple
     return meta
 
 
-def agreed(schedule: Schedule, kinds: tuple[TaskKind, ...], peers: Comm, *, planned: bool) -> Schedule:
+def agreed(rule: ScheduleRule, peers: Comm, *, planned: bool) -> Schedule:
     """The schedule as the first of a stage's ranks follows it: it tells the others what it decides, and they obey.
 
     Ranks that share layers meet in the layers' collectives, so they must do the same tasks in the same order, though
-    messages reach them at different moments. Sends one broadcast of 8 bytes a task, between hosts. `planned`: nobody is
-    there to be told by, and each decides what the first would.
+    messages reach them at different moments. Sends one broadcast of 8 bytes a task, between hosts; a fixed order needs
+    none. `planned`: nobody is there to be told by, and each decides what the first would.
     """
-    if peers.size == 1:
+    schedule, kinds = rule.schedule, rule.kinds
+    if peers.size == 1 or rule.fixed:
         return schedule
     # What was told is kept until its message is here: the leader may have it earlier than this rank.
     told: Task | None = None
