@@ -24,6 +24,7 @@ from meshwright.compute.tensor.serial import SerialLinear
 from meshwright.config import Config
 from meshwright.families.gpt.model import GPT
 from meshwright.ranks.mesh import Mesh
+from meshwright.strategies.data_parallel.assembly import bucket_bytes
 from meshwright.strategies.data_parallel.policies import AllReduce
 from meshwright.strategies.data_parallel.strategy import Synchroniser
 from meshwright.strategies.optim.optimizer import Optimizer
@@ -96,7 +97,7 @@ def _parts(config: Config, mesh: Mesh, kit: Kit, model: GPT) -> Parts:
     """The rank's strategy and parts, made as `meshwright.training.parts` does for a model that it knows."""
     initialise(model, mesh, config.seed)
     specs = shard_specs(model)
-    buckets = make_buckets(model.named_parameters(), specs, mesh, config.layout.data.bucket)
+    buckets = make_buckets(model.named_parameters(), specs, mesh, bucket_bytes(config))
     strategy = Synchroniser(buckets, mesh, AllReduce())
     use_gradients(model, strategy.gradients)
     stages = Stages((model.chunk,), specs, (), placement_of(config))

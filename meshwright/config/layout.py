@@ -39,8 +39,8 @@ class DataParallel(Section):
     """How many of the size ranks share one set of a model's experts (expert parallelism)."""
     exchange: Literal["blocking", "messages"] = "blocking"
     """How rows travel to their experts: blocking: a layer waits for them; messages: under other microbatches' tasks."""
-    bucket: Size = 16 * 2**20
-    """Bytes that one collective reduces."""
+    bucket: Size | Literal["auto"] = "auto"
+    """Bytes that one collective reduces; auto: 16 MiB, and for more than 16 ranks 1 MiB for each."""
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

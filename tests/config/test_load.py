@@ -132,7 +132,7 @@ def test_model_by_name_and_by_base() -> None:
         ("optimizer.clip=none", "optimizer.clip=none is neither a number nor null; valid: a number > 0 or null"),
         ("batch.micro=atuo", r"batch.micro=atuo is neither a whole number nor auto \(did you mean auto\?\)"),
         ("batch.micro=0", "batch.micro=0 is less than 1; valid: a whole number >= 1 or auto"),
-        ("layout.data.bucket=16X", "bucket=16X is not a whole number; valid: .*, or a size such as 16M"),
+        ("layout.data.bucket=16X", "bucket=16X is neither a whole number nor auto; valid: .*, or a size such as 16M"),
         (
             "layout.data.sync=alreduce",
             r"is none of the choices \(did you mean allreduce\?\); valid: server-loss, .*zero3",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -18,6 +19,9 @@ from meshwright.strategies.data_parallel.strategy import Synchroniser
 if TYPE_CHECKING:
     from meshwright.compute.parameters.fixed import FixedPoint
     from meshwright.config import Config
+
+LEAST_BYTES, PIECE_BYTES = 2**24, 2**20
+"""The least bytes of a bucket under `auto`, and of the piece that each rank sends."""
 
 
 class Bucketed(RunsParts, Protocol):
@@ -76,7 +80,11 @@ def build_strategy(
 def bucket_bytes(config: Config) -> int:
     """Return the bytes of a bucket. Under offload a bucket is the optimizer's chunk, which is stepped while the next
     one is summed."""
-    offload = config.memory.offload
+    offload, bucket = config.memory.offload, config.layout.data.bucket
     if offload.to == "none":
-        return config.layout.data.bucket
+        if bucket != "auto":
+            return bucket
+        # A ring sends pieces of bucket / ranks bytes, and a link is slow with small ones.
+        sizes = dict(config.layout.axes)
+        return max(LEAST_BYTES, PIECE_BYTES * math.prod(sizes[axis] for axis in config.layout.batch_axes))
     return offload.chunk * offload.bucket * DTYPES[config.precision.dtype].itemsize

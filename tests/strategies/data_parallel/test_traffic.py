@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from meshwright.compute.model import rows_of
+from meshwright.config import parse_config
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
+from meshwright.strategies.data_parallel.assembly import bucket_bytes
 from tests.harness import build, forward_and_backward
 from tests.oracle.batches import global_batch
 from tests.oracle.data_parallel import config_for
@@ -140,3 +142,20 @@ def test_only_the_final_microbatch_sends(sync: str, size: int) -> None:
     for phases in phases_of(sync, size):
         assert phases["backward 0"] == phases["backward 1"] == {}
         assert phases["backward 2"] != {}
+
+
+@pytest.mark.parametrize(
+    "layout, bucket, expected",
+    [
+        ({"data": {"size": 8}}, "auto", 16),
+        ({"data": {"size": 64}}, "auto", 64),
+        ({"data": {"size": 16, "sync": "zero1"}, "context": {"size": 2}}, "auto", 32),
+        ({"data": {"size": 16}, "tensor": {"kind": "megatron", "size": 4}}, "auto", 16),
+        ({"data": {"size": 64}}, "4M", 4),
+    ],
+)
+def test_a_bucket_grows_with_the_ranks_that_sum_it(layout: dict[str, Any], bucket: str, expected: int) -> None:
+    """Each rank sends a MiB at least."""
+    data = layout["data"] | {"bucket": bucket}
+    config = parse_config({"layout": layout | {"data": data}, "batch": {"global": 128}})
+    assert bucket_bytes(config) == expected * 2**20
