@@ -231,6 +231,18 @@ EFFECTS = (
     ),
     *map(_optimizer_effect, OWN_FIELDS),
     Effect(
+        ("optimizer.states",),
+        ("optimizer.name",),
+        lambda config: any(spec.dtype == "master" for spec in config.optimizer.update.states),
+        lambda config: f"with optimizer.name={config.optimizer.name}, which has no states that follow the weights",
+        "optimizer.name="
+        + ", ".join(
+            name
+            for name, update in entries("optimizers").items()
+            if any(spec.dtype == "master" for spec in update.states)
+        ),
+    ),
+    Effect(
         ("optimizer.schedule.floor",),
         ("optimizer.schedule.decay",),
         lambda config: config.optimizer.schedule.decay != "constant",

@@ -196,12 +196,31 @@ def limit_has_an_effect(config: Config) -> Iterator[Problem]:
         yield Problem("layout.pipeline.limit", pipeline.limit, rule_text, f"auto, or layout.pipeline.schedule={free}")
 
 
-@rule("memory.offload.to", "precision.level")
+@rule("memory.offload.to", "precision.level", "optimizer")
 def offload_leaves_half_precision(config: Config) -> Iterator[Problem]:
     to, level = config.memory.offload.to, config.precision.level
     if to != "none" and level != "O2":
         rule_text = f"takes float32 masters off the device, and precision.level={level} has none"
         yield Problem("memory.offload.to", to, rule_text, "none, or precision.level=O2 with dtype bf16 or fp16")
+    elif to != "none" and config.optimizer.masters == "bf16" and not config.optimizer.update.states:
+        name = config.optimizer.name
+        rule_text = f"finds nothing to keep elsewhere: optimizer.name={name} has no moments, masters=bf16 no masters"
+        yield Problem("memory.offload.to", to, rule_text, "none, or optimizer.masters=float32")
+
+
+@rule("optimizer.states", "precision.dtype")
+def moments_are_rounded_from_float32(config: Config) -> Iterator[Problem]:
+    if config.optimizer.states == "bf16" and config.precision.dtype == "float64":
+        rule_text = "rounds moments, and a run in precision.dtype=float64 is there to be exact"
+        yield Problem("optimizer.states", "bf16", rule_text, "float32, or precision.dtype=float32, bf16, fp16")
+
+
+@rule("optimizer.masters", "precision.level", "precision.dtype")
+def masters_are_bf16_weights(config: Config) -> Iterator[Problem]:
+    level, dtype = config.precision.level, config.precision.dtype
+    if config.optimizer.masters == "bf16" and (level, dtype) != ("O2", "bf16"):
+        rule_text = f"steps weights that are stored in bf16, and precision.level={level} with dtype={dtype} has none"
+        yield Problem("optimizer.masters", "bf16", rule_text, "float32, or precision=bf16, which is O2")
 
 
 @rule("memory.offload.to", "memory.offload.bucket")
@@ -344,6 +363,8 @@ RULES = (
     *_where_chosen("activations", "memory.recompute", "memory.policy"),
     offload_leaves_half_precision,
     offload_buckets_have_two_halves,
+    moments_are_rounded_from_float32,
+    masters_are_bf16_weights,
     order_names_every_axis_once,
     nodes_are_full,
     replicas_share_experts,

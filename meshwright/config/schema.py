@@ -185,6 +185,15 @@ class OptimizerSection(Section):
     """The largest norm of all gradients together, which larger ones are scaled down to; null: any."""
     schedule: ScheduleSection = ScheduleSection()
     """The learning rate over the run."""
+    states: Literal["float32", "bf16"] = "float32"
+    """The format of moments; bf16: half the memory, rounded at random after each step. A float64 run has float64."""
+    masters: Literal["float32", "bf16"] = "float32"
+    """The weights that O2 steps: float32 copies; or bf16, the weights themselves, rounded at random, without a copy."""
+
+    @property
+    def rounds(self) -> bool:
+        """Whether a step rounds tensors to bf16 at random."""
+        return "bf16" in (self.states, self.masters)
 
     @property
     def update(self) -> Update:

@@ -51,6 +51,7 @@ ALWAYS = {
     *("precision.level", "precision.dtype"),
     *("memory.recompute", "memory.offload.to", "memory.empty_cache_every"),
     *("optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip"),
+    *("optimizer.masters",),  # refused by a rule where no weights are bf16
     *("optimizer.schedule.warmup", "optimizer.schedule.decay"),
     *("checkpoint.every", "checkpoint.keep", "validation.every"),
     *("metrics.sinks", "metrics.peak_flops", "check.every", "check.root_every", "check.sums", "logging.level"),
@@ -90,6 +91,7 @@ EFFECTIVE: dict[str, tuple[str, ...]] = {
     "optimizer.betas=[0.8, 0.9]": (),
     "optimizer.epsilon=1e-6": (),
     "optimizer.momentum=0.5": ("optimizer.name=momentum",),
+    "optimizer.states=bf16": (),
     "optimizer.schedule.floor=0": ("optimizer.schedule.decay=cosine",),
     "optimizer.schedule.stable=0.8": ("optimizer.schedule.decay=sqrt",),
     "metrics.project=mine": ("metrics.sinks=[trackio]",),
@@ -140,6 +142,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "optimizer.betas=[0.9, 0.95]": (("optimizer.name=sgd",), "with optimizer.name=sgd"),
     "optimizer.epsilon=1e-8": (("optimizer.name=momentum",), "with optimizer.name=momentum"),
     "optimizer.momentum=0.9": ((), "with optimizer.name=adamw"),
+    "optimizer.states=float32": (("optimizer.name=sgd",), "with optimizer.name=sgd, which has no states"),
     "optimizer.schedule.floor=0.0": ((), "with optimizer.schedule.decay=constant"),
     "optimizer.schedule.stable=0.5": (("optimizer.schedule.decay=inverse-sqrt",), "with optimizer.schedule.decay=inv"),
     "metrics.project=meshwright": ((), "without a tracker that has projects"),

@@ -154,6 +154,10 @@ def _precision_and_memory() -> Iterator[tuple[str, Config]]:
     offload = {"offload": {"to": "host", "bucket": 4096, "chunk": 2}}
     for model in ("gpt2", "transformer", "t5"):
         yield f"offload {model}", tensor.config_for(model, CUTS["serial"], precision=HALF, memory=offload)
+    rounded = {"name": "adamw", "states": "bf16", "masters": "bf16"}
+    for name, memory in (("in place", {}), ("on the host", offload)):
+        config = tensor.config_for("gpt2", CUTS["serial"], precision=HALF, memory=memory, optimizer=rounded)
+        yield f"bf16 states {name}", config
 
 
 def changed(config: Config, changes: dict[str, Any]) -> Config:

@@ -18,6 +18,7 @@ from meshwright.compute.models.chain import chain_of
 from meshwright.compute.parameters.bucket import Bucket, BucketKey, SlotSize, arranged, gradient_dtype, padded
 from meshwright.compute.parameters.owners import Segments
 from meshwright.compute.parameters.role import StepRule
+from meshwright.compute.parameters.rounding import NOISE_BYTES, NOISE_TENSORS, PIECE
 from meshwright.compute.precision import DTYPES
 from meshwright.config import Config
 from meshwright.config.registry import load_entry
@@ -31,7 +32,7 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.strategies.data_parallel.assembly import bucket_bytes
 from meshwright.strategies.data_parallel.strategy import BucketBytes, HeldBytes, Policy, Synchroniser
-from meshwright.strategies.memory.offload import SINGLE, moment_bytes, state_bytes
+from meshwright.strategies.memory.offload import SINGLE, master_bytes, moment_bytes, state_bytes
 from meshwright.strategies.optim.section import Update
 from meshwright.strategies.optim.states import by_rule, stepped_together
 
@@ -73,10 +74,9 @@ class PlannedBucket:
         """The size of this rank's slot."""
         return SlotSize(self.stepped_elements, self.kind.dtype, self.kind.rule, self.matrices)
 
-    @property
-    def master_bytes(self) -> int:
-        """Bytes of an element's float32 master, where weights are halves."""
-        return SINGLE if self.kind.rule.trained and self.kind.dtype.itemsize < SINGLE else 0
+    def master_bytes(self, config: Config) -> int:
+        """Bytes of an element's float32 master, where weights are halves that have one."""
+        return master_bytes(config.optimizer, self.kind.dtype) if self.kind.rule.trained else 0
 
     def touched_bytes(self, config: Config, device_type: str) -> int:
         """Bytes that the norm and the optimizer's step read and write: weight and moments twice, gradients once in
@@ -90,9 +90,13 @@ class PlannedBucket:
         # Written once and read once: the CPU's norm is of a wide copy.
         if device_type == "cpu" and gradient < torch.float64.itemsize:
             each += 2 * torch.float64.itemsize
-        if self.master_bytes:
+        if self.master_bytes(config):
             each += SINGLE + size
-        return self.stepped_elements * each + 2 * sum(moment_bytes(config.optimizer.update, self.stepped))
+        if config.optimizer.masters == "bf16" and size < SINGLE:
+            each += NOISE_BYTES - 2 * (SINGLE - size)  # the step reads and writes the weight in bf16
+        if config.optimizer.states == "bf16":
+            each += NOISE_BYTES * len(config.optimizer.update.states_of(self.kind.rule))
+        return self.stepped_elements * each + 2 * sum(moment_bytes(config.optimizer, self.stepped))
 
 
 class _Group(NamedTuple):
@@ -312,8 +316,12 @@ def memory_of(
 
 
 def widened_together(config: Config, buckets: Sequence[PlannedBucket], software: Software) -> Iterator[list[int]]:
-    """The bytes of each float32 copy of half-precision gradients that an optimizer on the device has at a time."""
-    if config.memory.offload.to != "none":
+    """The bytes of each float32 copy of half-precision gradients that an optimizer on the device has at a time; and of
+    each tensor of a piece that it rounds at random, at most a GPU's piece, as long as the longest slot."""
+    if config.optimizer.rounds:
+        longest = max((bucket.stepped_elements for bucket in buckets), default=0)
+        yield [SINGLE * min(PIECE["cuda"], longest)] * (len(config.optimizer.update.states) + NOISE_TENSORS)
+    if config.optimizer.rounds or config.memory.offload.to != "none":
         return
     for members in by_rule([bucket.kind.rule for bucket in buckets]).values():
         own = [buckets[index] for index in members]

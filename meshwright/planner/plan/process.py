@@ -104,7 +104,7 @@ class StageReplay:
             self._drop(("parameter", name) for name in bucket.names)
         if config.memory.offload.to == "none":
             for index, bucket in enumerate(self._buckets):
-                self._take(("master", index), bucket.stepped_elements * bucket.master_bytes)
+                self._take(("master", index), bucket.stepped_elements * bucket.master_bytes(config))
         else:
             half = state_bytes(config, slots_of(self._buckets)) // 2
             self._take(("staging", 0), half)
@@ -194,7 +194,7 @@ class StageReplay:
             self._transient(bucket.across.memory)
         if config.memory.offload.to == "none":
             for index, bucket in enumerate(self._buckets) if first else ():
-                for number, size in enumerate(moment_bytes(config.optimizer.update, bucket.stepped)):
+                for number, size in enumerate(moment_bytes(config.optimizer, bucket.stepped)):
                     self._take(("state", number, index), size)
         for sizes in widened_together(config, self._buckets, self._software):
             for number, size in enumerate(sizes):

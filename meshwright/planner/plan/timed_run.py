@@ -21,7 +21,7 @@ from meshwright.planner.plan.remembered import remembered
 from meshwright.planner.plan.site import Site, transport_on
 from meshwright.planner.plan.software import STEPPED_BYTES, STEPS_OF_ADAMW, Communication
 from meshwright.ranks.mailbox import AHEAD
-from meshwright.strategies.memory.offload import SINGLE
+from meshwright.strategies.memory.offload import moment_bytes
 from meshwright.strategies.pipeline.clock import Pace
 from meshwright.strategies.pipeline.schedule import FORWARD_ONLY
 from meshwright.strategies.pipeline.task import TaskKind
@@ -206,8 +206,8 @@ class TimedRun(Composition):
             if config.memory.offload.to != "host":
                 rate = min(rate, device.disk_bytes_per_second)
             # The optimizer's states (master and moments) go to the device and back.
-            states = bucket.master_bytes + SINGLE * len(config.optimizer.update.states_of(bucket.kind.rule))
-            lane = 2 * bucket.stepped_elements * states / rate
+            states = bucket.stepped_elements * bucket.master_bytes(config)
+            lane = 2 * (states + sum(moment_bytes(config.optimizer, bucket.stepped))) / rate
         steps = self.step_seconds(bucket) if bucket.stepped_elements else 0.0
         reduce, publish = self.seconds(bucket.reduce) + self.seconds(bucket.across), self.published(bucket)
         if self.software.one_process:

@@ -8,9 +8,10 @@ parameters 4 · phi bytes, and 16 · bucket for the staging. A step, with pieces
 
 The bits are those of the states in place: the same step on the same numbers, in pieces that end where the kernel's
 vectors end (multiples of 64 elements). Slots that are float32 on the device (norm layers') are stepped there; their
-moments travel. On a CPU a thread walks, so that a slot is stepped while the next one's sum is waited for; a GPU does so
-by itself. Slots are stepped so only without clipping and loss scaling: with either, the norm must be known before the
-first write, and taking a step back would need the second copy of the states that offloading is there to save.
+moments travel, and travel alone for all slots if masters are bf16. On a CPU a thread walks, so that a slot is stepped
+while the next one's sum is waited for; a GPU does so by itself. Slots are stepped so only without clipping and loss
+scaling: with either, the norm must be known before the first write, and taking a step back would need the second copy
+of the states that offloading is there to save.
 """
 
 from __future__ import annotations
@@ -27,29 +28,32 @@ import torch
 from torch import Tensor
 
 from meshwright.compute.parameters.bucket import Slot, SlotSize, StepWeights
+from meshwright.compute.parameters.rounding import WEIGHT, Draw, master_dtype, state_dtype, step_rounded
 from meshwright.ranks.comm import Work
 from meshwright.strategies.memory.staging import GRADIENT, Lane, Staging
-from meshwright.strategies.memory.store import PAGE_ELEMENTS, DiskStore, HostStore
+from meshwright.strategies.memory.store import ELEMENT_BYTES, PAGE_ELEMENTS, DiskStore, HostStore
 
 if TYPE_CHECKING:
     from meshwright.config import Config
-    from meshwright.strategies.optim.section import Update
-
-WEIGHT = "weight"
+    from meshwright.config.schema import OptimizerSection
 
 
 SINGLE = 4
-"""Bytes of a float32, in which masters are kept, and the moments of anything no wider."""
+"""Bytes of a float32."""
 
 
-def moment_bytes(update: Update, slot: SlotSize) -> list[int]:
+def moment_bytes(settings: OptimizerSection, slot: SlotSize) -> list[int]:
     """The bytes of each of a slot's states."""
-    master = max(SINGLE, slot.dtype.itemsize)
     return [
-        spec.elements(slot.elements, slot.matrices)
-        * (master if spec.dtype == "master" else vars(torch)[spec.dtype].itemsize)
-        for spec in update.states_of(slot.rule)
+        spec.elements(slot.elements, slot.matrices) * state_dtype(settings, spec, slot.dtype).itemsize
+        for spec in settings.update.states_of(slot.rule)
     ]
+
+
+def master_bytes(settings: OptimizerSection, stored: torch.dtype) -> int:
+    """The bytes of an element's master, beside a weight that is stored in a dtype; 0: the weight is its own."""
+    master = master_dtype(settings, stored)
+    return 0 if master == stored else master.itemsize
 
 
 def state_bytes(config: Config, slots: Sequence[SlotSize], *, on_cpu: bool = False) -> int:
@@ -58,16 +62,23 @@ def state_bytes(config: Config, slots: Sequence[SlotSize], *, on_cpu: bool = Fal
     `slots`: those that a rank's optimizer steps. `on_cpu`: the device's memory is the host's, where an offloaded
     optimizer's store lies as well.
     """
-    update = config.optimizer.update
+    settings = config.optimizer
+    everything = sum(
+        slot.elements * master_bytes(settings, slot.dtype) + sum(moment_bytes(settings, slot)) for slot in slots
+    )
     if config.memory.offload.to == "none":
-        masters = sum(slot.elements * SINGLE for slot in slots if slot.dtype.itemsize < SINGLE)
-        return masters + sum(sum(moment_bytes(update, slot)) for slot in slots)
-    stored = 0
-    if on_cpu and config.memory.offload.to == "host":
-        stored = sum(slot.elements * (1 + len(update.states_of(slot.rule))) for slot in slots)
+        return everything
     longest = max((slot.elements for slot in slots), default=0)
     staged = 2 * min(config.memory.offload.bucket // 2, longest)
-    return SINGLE * (stored + staged * (len(update.states) + 2))  # the store; master, moments and the gradient
+    each = sum(dtype.itemsize for dtype in staged_dtypes(config).values())
+    return staged * each + (everything if on_cpu and config.memory.offload.to == "host" else 0)
+
+
+def staged_dtypes(config: Config) -> dict[str, torch.dtype]:
+    """The dtypes of all that passes through the staging, by kind: a master, its gradient, moments."""
+    settings, half = config.optimizer, torch.bfloat16
+    masters = {WEIGHT: torch.float32, GRADIENT: torch.float32} if master_bytes(settings, half) else {}
+    return masters | {spec.name: state_dtype(settings, spec, half) for spec in settings.update.states}
 
 
 @dataclass(frozen=True)
@@ -87,10 +98,11 @@ class Offloaded:
     def __init__(self, config: Config, slots: Sequence[Slot], device: torch.device, place: Path | int) -> None:
         """`place`: the file of states on disk, or the bytes of host memory that there are for them. Raises ConfigError
         where the file cannot be written, or there is no room for all of it."""
-        self._update = config.optimizer.update
+        self._settings, self._update = config.optimizer, config.optimizer.update
         self.slots = slots
         self.device = device
-        self._layout, num_elements = _layout(config, slots)
+        self._dtypes = staged_dtypes(config)
+        self._layout, num_elements = _layout(self._dtypes, config, slots)
         self.store = (
             DiskStore(num_elements, place) if isinstance(place, Path) else HostStore(num_elements, device, place)
         )
@@ -99,8 +111,7 @@ class Offloaded:
         half_bucket = config.memory.offload.bucket // 2
         # No piece is longer than a slot: a small model does not stage a whole bucket.
         longest = max((slot.parameter.numel() for slot in slots), default=0)
-        kinds = WEIGHT, *(spec.name for spec in self._update.states)
-        self.staging = Staging(kinds, min(half_bucket, longest), device)
+        self.staging = Staging(self._dtypes, min(half_bucket, longest), device)
         self._pieces = list(_pieces(slots, self.staging.length))
         # Slots are walked in the order of their numbers, so what follows a piece is known before any gradient is there.
         walk = [(index, piece) for index, pieces in enumerate(self._pieces) for piece in pieces]
@@ -115,17 +126,17 @@ class Offloaded:
             self._stored(index, WEIGHT)[span].copy_(slots[index].parameter.detach()[span])
         self.store.give_back()
 
-    def step(self, indices: Iterable[int], step: StepWeights) -> None:
+    def step(self, indices: Iterable[int], step: StepWeights, draw: Draw) -> None:
         self._has_moments = True
         if self.device.type == "cpu":
             # `indices` waits for each slot's gradients: meanwhile the thread steps the slots that are there.
-            walks = [self._walkers.submit(self._walk, index, step) for index in indices]
+            walks = [self._walkers.submit(self._walk, index, step, draw) for index in indices]
             # Every result is asked for: what the thread raised is raised here.
             for walk in walks:
                 walk.result()
         else:
             for index in indices:
-                self._walk(index, step)
+                self._walk(index, step, draw)
         self.lane.submit(lambda: None).wait()  # all is written back
         self.store.give_back()
 
@@ -157,7 +168,7 @@ class Offloaded:
                 master.copy_(held)
 
     @torch.no_grad()
-    def _walk(self, index: int, step: StepWeights) -> None:
+    def _walk(self, index: int, step: StepWeights, draw: Draw) -> None:
         """Step one slot, piece after piece; the next piece, be it the next slot's, is fetched meanwhile."""
         for piece in self._pieces[index]:
             fetched = self._ahead or self.lane.submit(partial(self._copy, index, piece, back=False))
@@ -166,7 +177,7 @@ class Offloaded:
             # back.
             self._ahead = self.lane.submit(partial(self._copy, *following, back=False)) if following else None
             fetched.wait()
-            self._step_piece(index, piece, step)
+            self._step_piece(index, piece, step, draw)
             self.lane.submit(partial(self._copy, index, piece, back=True))
 
     def _copy(self, index: int, piece: SlotPiece, *, back: bool) -> None:
@@ -179,9 +190,10 @@ class Offloaded:
                 continue
             stored.copy_(staged, non_blocking=True)
             # Every kind begins on a page of its own, so no page that is given back holds a neighbour's elements.
-            self.store.give_back(start + piece.start, start + piece.stop)
+            first, last = (_words(end, self._dtypes[kind]) for end in (piece.start, piece.stop))
+            self.store.give_back(start + first, start + last)
 
-    def _step_piece(self, index: int, piece: SlotPiece, step: StepWeights) -> None:
+    def _step_piece(self, index: int, piece: SlotPiece, step: StepWeights, draw: Draw) -> None:
         slot, span, length = self.slots[index], slice(piece.start, piece.stop), piece.stop - piece.start
         assert slot.parameter.grad is not None, "a slot without a gradient"
         weight, gradient = slot.parameter.detach()[span], slot.parameter.grad[span]
@@ -194,28 +206,38 @@ class Offloaded:
             gradient = self.staging.room(piece.number, GRADIENT, length)
             gradient.copy_(narrow)
         states = self._update.states_of(slot.rule)
-        moments = [[self.staging.room(piece.number, spec.name, length)] for spec in states]
-        if slot.rule.by != "signs":
-            step([weight], [gradient], moments, slot.rule)
+        moments = {spec.name: self.staging.room(piece.number, spec.name, length) for spec in states}
+        if slot.rule.by != "signs" and self._settings.rounds:
+            step_rounded(slot, piece.start, {WEIGHT: weight, **moments}, gradient, states, step, draw)
+        elif slot.rule.by != "signs":
+            step([weight], [gradient], [[moment] for moment in moments.values()], slot.rule)
         if staged:
             half.copy_(weight)
 
     def _stored(self, index: int, kind: str) -> Tensor:
         """The memory [n] in the store of one kind of a slot's state."""
-        start = self._layout[index][kind]
-        return self.store.values[start : start + self.slots[index].parameter.numel()]
+        start, length = self._layout[index][kind], self.slots[index].parameter.numel()
+        stop = start + _words(length, self._dtypes[kind])
+        return self.store.values[start:stop].view(self._dtypes[kind])[:length]
 
 
-def _layout(config: Config, slots: Sequence[Slot]) -> tuple[list[dict[str, int]], int]:
+def _words(elements: int, dtype: torch.dtype) -> int:
+    """The elements of the store, float32, that some elements of a dtype fill."""
+    return -(-elements * dtype.itemsize // ELEMENT_BYTES)
+
+
+def _layout(
+    dtypes: dict[str, torch.dtype], config: Config, slots: Sequence[Slot]
+) -> tuple[list[dict[str, int]], int]:  # fmt: skip
     """Where in the store each slot's states begin, by kind, each on a page of its own; and where the last one ends."""
     starts, end = [], 0
     for slot in slots:
         own: dict[str, int] = {}
-        # A float32 weight is its own master, stays on the device, and has its moments alone in the store.
-        master = (WEIGHT,) if slot.parameter.element_size() < 4 else ()
+        # A weight that is its own master stays on the device, and has its moments alone in the store.
+        master = (WEIGHT,) if master_bytes(config.optimizer, slot.parameter.dtype) else ()
         for kind in (*master, *(spec.name for spec in config.optimizer.update.states_of(slot.rule))):
             own[kind] = end
-            end += -(-slot.parameter.numel() // PAGE_ELEMENTS) * PAGE_ELEMENTS
+            end += -(-_words(slot.parameter.numel(), dtypes[kind]) // PAGE_ELEMENTS) * PAGE_ELEMENTS
         starts.append(own)
     return starts, end
 

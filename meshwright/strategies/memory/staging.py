@@ -13,7 +13,7 @@ A copy may read what was computed before it was handed in; who reads what it wro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -64,11 +64,12 @@ class Staging:
     AdamW: 4 (weight) + 8 (two moments) + 4 (gradient) = 16 bytes an element, in two halves: 16 · bucket.
     """
 
-    def __init__(self, kinds: Sequence[str], length: int, device: torch.device) -> None:
+    def __init__(self, dtypes: Mapping[str, torch.dtype], length: int, device: torch.device) -> None:
         self.length = length
-        rooms = (*kinds, GRADIENT)
-        self._halves = tuple({kind: torch.empty(length, device=device) for kind in rooms} for _ in range(2))
-        self.num_bytes = 2 * len(rooms) * 4 * length
+        self._halves = tuple(
+            {kind: torch.empty(length, dtype=dtype, device=device) for kind, dtype in dtypes.items()} for _ in range(2)
+        )
+        self.num_bytes = 2 * sum(dtype.itemsize for dtype in dtypes.values()) * length
         """All of the optimizer's memory on the device, also where the device is a CPU."""
 
     def room(self, number: int, kind: str, num_elements: int) -> Tensor:

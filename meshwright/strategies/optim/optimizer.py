@@ -2,7 +2,7 @@
 
 The norm of all gradients is computed before the first write. It is one number on all ranks, so where it is not finite
 (an fp16 overflow on any rank) all ranks skip the step. Half-precision slots have float32 masters, which the optimizer
-steps and checkpoints hold.
+steps and checkpoints hold; with bf16 masters the weights themselves are stepped (rounding.py).
 
 On a GPU, clipping and skipping read device tensors: `begin` enqueues the step without a synchronisation, and `conclude`
 takes the norm on the host, possibly a step later. On a CPU the host knows the norm at once.
@@ -30,6 +30,7 @@ from torch import Tensor
 from meshwright.compute.parameters.bucket import Place, Slices, Slot, StepWeights
 from meshwright.compute.parameters.fixed import FixedPoint
 from meshwright.compute.parameters.role import StepRule
+from meshwright.compute.parameters.rounding import Draw
 from meshwright.config.registry import load_entry
 from meshwright.config.schema import ScheduleSection
 from meshwright.ranks.agreement import make_equal
@@ -185,8 +186,9 @@ class Optimizer:
         rate = learning_rate(self.config.optimizer.lr, self.config.optimizer.schedule, step, self.config.steps)
         squares: dict[int, Tensor] = {}
         arriving = range(len(self.slots)) if arrivals is None else arrivals
+        draw = Draw(self.config.seed, self.steps_taken)
         if self.streams:
-            self.held.step(self._measured(arriving, squares), self._update(rate))
+            self.held.step(self._measured(arriving, squares), self._update(rate), draw)
             self._nudge(None)
         elif self.mesh.device.type == "cuda":
             # All sums are on one stream and end in order: one launch for all norms instead of one a slot.
@@ -205,7 +207,7 @@ class Optimizer:
             if skips and divisor is not None:
                 divisor = divisor.where(finite, 1.0)  # a skipped step leaves its gradients as they are, to be examined
             skip = (~finite).float() if skips else None
-            self.held.step(range(len(self.slots)), self._update(rate, divisor, skip))
+            self.held.step(range(len(self.slots)), self._update(rate, divisor, skip), draw)
             self._nudge(skip)
         self.steps_taken += 1
         return PendingStep(step, rate, norm)

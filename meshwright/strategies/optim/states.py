@@ -2,7 +2,8 @@
 
 The optimizer decides the rate, the divisor and whether to skip, and passes them as one function (StepWeights).
 `InPlace` keeps states on the slots' device and steps all slots of one weight decay in one call; memory/offload.py keeps
-states on the host or disk and steps them chunk by chunk. Both give the same bits.
+states on the host or disk and steps them chunk by chunk. Both give the same bits. States and weights in bf16 are
+stepped in float32, piece by piece, and rounded at random (rounding.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.compute.parameters.bucket import Slot, StepWeights
 from meshwright.compute.parameters.role import StepRule
+from meshwright.compute.parameters.rounding import WEIGHT, Draw, master_dtype, state_dtype, step_rounded
 from meshwright.ranks.comm import size_bytes
 
 if TYPE_CHECKING:
@@ -23,13 +25,15 @@ if TYPE_CHECKING:
 
 
 class States(Protocol):
-    """Masters and moments of some slots. A half-precision slot has a float32 master; any other slot is its own."""
+    """Masters and moments of some slots. A half-precision slot has a float32 master unless `optimizer.masters` is bf16;
+    any other slot is its own."""
 
     streams: bool
     """Whether to step each slot as soon as its gradient arrives (Optimizer.streams)."""
 
-    def step(self, indices: Iterable[int], step: StepWeights) -> None:
-        """Apply `step` to each slot once, in the order of `indices`, and update the half-precision weights."""
+    def step(self, indices: Iterable[int], step: StepWeights, draw: Draw) -> None:
+        """Apply `step` to each slot once, in the order of `indices`, and update the half-precision weights. `draw`: the
+        random bits by which bf16 is rounded."""
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         """Views of slot `index`'s master weights ("weight") [n], and its states by name, flat (StateSpec.shape)."""
@@ -73,24 +77,31 @@ class InPlace:
     streams = False
 
     def __init__(self, config: Config, slots: Sequence[Slot]) -> None:
-        self._update = config.optimizer.update
+        self._settings, self._update = config.optimizer, config.optimizer.update
         self.slots = slots
         # A half-precision weight would round away updates below its last bit, so a float32 copy is stepped.
         self.masters = [
-            nn.Parameter(x.detach().float()) if x.element_size() < 4 else x for x in (slot.parameter for slot in slots)
+            x if (dtype := master_dtype(config.optimizer, x.dtype)) == x.dtype else nn.Parameter(x.detach().to(dtype))
+            for x in (slot.parameter for slot in slots)
         ]
         self._moments: list[dict[str, Tensor]] = [{} for _ in slots]
         """Moments by kind, each [n] as its master; empty until the first step or `prepare`."""
         self._has_moments = False
 
     @torch.no_grad()
-    def step(self, indices: Iterable[int], step: StepWeights) -> None:
+    def step(self, indices: Iterable[int], step: StepWeights, draw: Draw) -> None:
         for index in indices:
             assert self.slots[index].parameter.grad is not None, "a slot without a gradient"
         if not self._has_moments:
             self.prepare()
         # A call steps by one rule.
         for rule, members in by_rule([slot.rule for slot in self.slots]).items():
+            if self._settings.rounds:
+                for index in members:
+                    gradient, specs = self.slots[index].parameter.grad, self._update.states_of(rule)
+                    assert gradient is not None, "a slot without a gradient"
+                    step_rounded(self.slots[index], 0, self.tensors(index), gradient, specs, step, draw)
+                continue
             # float32 copies of all half-precision gradients at once would take as much as the masters.
             pairs = [(self.slots[index].parameter.grad, self.masters[index]) for index in members]
             widened = [size_bytes(master) * (own is None or own.dtype != master.dtype) for own, master in pairs]
@@ -119,19 +130,19 @@ class InPlace:
             step(weights, gradients, moments, rule)
 
     def tensors(self, index: int) -> dict[str, Tensor]:
-        return {"weight": self.masters[index].detach(), **self._moments[index]}
+        return {WEIGHT: self.masters[index].detach(), **self._moments[index]}
 
     def prepare(self) -> None:
         for moments, slot, master in zip(self._moments, self.slots, self.masters, strict=True):
             for spec in self._update.states_of(slot.rule):
-                dtype = master.dtype if spec.dtype == "master" else vars(torch)[spec.dtype]
+                dtype = state_dtype(self._settings, spec, master.dtype)
                 length = spec.elements(master.numel(), slot.size.matrices)
                 moments[spec.name] = torch.zeros(length, dtype=dtype, device=master.device)
         self._has_moments = True
 
     def refresh(self) -> None:
         for slot, master in zip(self.slots, self.masters, strict=True):
-            # A float32 slot is its own master: nothing to copy.
+            # A slot that is its own master: nothing to copy.
             if master is not slot.parameter:
                 slot.parameter.data.copy_(master.data)
 

@@ -31,7 +31,7 @@ from meshwright.parity.record import PARALLEL, PASSES, REFERENCE, STATE, PartFac
 from meshwright.parity.reference import StepRecording, keep
 from meshwright.parity.rows import compare_all
 from meshwright.parity.trace import Trace
-from meshwright.ranks.errors import DivergedError, LaunchError, MismatchError, ZeroGradientError
+from meshwright.ranks.errors import ConfigError, DivergedError, LaunchError, MismatchError, ZeroGradientError
 from meshwright.ranks.launch import Interrupted, Rank, StopRequest, joined, run
 from meshwright.ranks.launch.session import temporary_folder
 from meshwright.tools.verify.outcome import reference_run, trace_reference
@@ -96,10 +96,16 @@ def comparable(config: Config, *, as_configured: bool) -> Config:
         "layout": config.layout.model_copy(update={"ranks_per_node": "auto"}),  # all of them start here
         "restarts": config.restarts.model_copy(update={"times": 0}),
     }
+    rounded = [name for name in ("states", "masters") if getattr(config.optimizer, name) == "bf16"]
     if not as_configured:
+        if rounded:  # float64 has neither
+            changes["optimizer"] = config.optimizer.model_copy(update=dict.fromkeys(rounded, "float32"))
         changes["bits"] = Bits()  # float64's own sums; run_bits compares the run's
         changes["precision"] = Precision(level="O0", dtype="float64")
         changes["memory"] = config.memory.model_copy(update={"offload": Offload()})  # there are no masters to offload
+    elif rounded:
+        rule_text = "is rounded at random, and the steps of plain torch are not"
+        raise ConfigError.of(f"optimizer.{rounded[0]}", "bf16", rule_text, "float32, or verify without --as-configured")
     return config.model_copy(update=changes)
 
 

@@ -17,6 +17,18 @@ from tests.harness import build, resolved
 from tests.oracle.batches import BATCHES
 from tests.workers import run_ranks
 
+GPT2: dict[str, Any] = {
+    "model": {
+        "family": "gpt2", "layers": 2, "hidden": 64, "heads": 4, "positions": 64, "vocabulary": 300, "dropout": 0.1,
+    },
+    "data": {"sequence": 64},
+    "batch": {"global": 24, "micro": 4},
+    "optimizer": {"lr": 1e-2, "clip": 0.5},
+    "steps": 3,
+    "bits": "layout-free",
+}  # fmt: skip
+
+
 Plant = Callable[[Mesh], None]
 """Breaks something on a rank, before its parts are built."""
 

@@ -18,7 +18,7 @@ from meshwright.config.load import parse_run
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.mesh import Mesh
 from tests.compute.bits.layout_free import FIXED, PLAIN, PRECISIONS, LayoutFree, tree
-from tests.compute.bits.runs import Ended, ended
+from tests.compute.bits.runs import GPT2, Ended, ended
 from tests.fuzz.axes import AXES, Case
 
 MODELS = ("gpt2", "gpt2-untied", "llama", "bert", "bert-megatron", "transformer", "t5", "vit")
@@ -58,18 +58,6 @@ def test_500_drawn_layouts_end_with_the_bits_of_one_device(number: int) -> None:
     model, precision = MODELS[number % len(MODELS)], PRECISIONS[number // len(MODELS) % 4]
     sizes = {"layers": 2, "heads": 4, "vocabulary": "whole", "sequence": 8, "clip": 0.5, "optimizer": "adamw"}
     check(drawn(1000 + number, model=model, precision=precision, **sizes))
-
-
-GPT2: dict[str, Any] = {
-    "model": {
-        "family": "gpt2", "layers": 2, "hidden": 64, "heads": 4, "positions": 64, "vocabulary": 300, "dropout": 0.1,
-    },
-    "data": {"sequence": 64},
-    "batch": {"global": 24, "micro": 4},
-    "optimizer": {"lr": 1e-2, "clip": 0.5},
-    "steps": 3,
-    "bits": "layout-free",
-}  # fmt: skip
 
 
 def gpt2(*words: str) -> Config:

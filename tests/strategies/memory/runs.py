@@ -43,6 +43,8 @@ class Case:
     clip: float | None = 0.5
     to: str = "none"
     chunk: int = 4
+    states: str = "float32"
+    masters: str = "float32"
 
 
 def config_of(case: Case, size: int) -> Config:
@@ -52,7 +54,9 @@ def config_of(case: Case, size: int) -> Config:
         layout={"data": {"size": size, "sync": case.sync}},
         precision={"level": "O2", "dtype": case.dtype, "loss_scale": {"initial": 256.0, "interval": 3}},
         memory={"offload": {"to": case.to, "bucket": BUCKET, "chunk": case.chunk}},
-        optimizer=OPTIMIZERS[case.optimizer] | {"clip": case.clip, "schedule": {"warmup": 2, "decay": "linear"}},
+        optimizer=OPTIMIZERS[case.optimizer]
+        | {"clip": case.clip, "schedule": {"warmup": 2, "decay": "linear"}}
+        | {"states": case.states, "masters": case.masters},
         steps=STEPS,
     )
 

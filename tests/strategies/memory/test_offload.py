@@ -13,6 +13,7 @@ from torch import nn
 
 from meshwright.compute.parameters.bucket import Slot
 from meshwright.compute.parameters.role import StepRule
+from meshwright.compute.parameters.rounding import Draw
 from meshwright.ranks.errors import DivergedError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, solo_mesh
@@ -50,6 +51,12 @@ CASES = [
     *(Case("zero1", "fp16", optimizer, 0.5) for optimizer in ("sgd", "momentum")),
 ]
 
+ROUNDED = [
+    Case("zero1", states="bf16", masters="bf16"),
+    Case("allreduce", "fp16", states="bf16"),
+    Case("allreduce", clip=None, optimizer="momentum", masters="bf16"),
+]
+
 DECAYS = StepRule("elements", decays=True)
 
 
@@ -77,6 +84,20 @@ def test_no_bit_changes(to: str, size: int, tmp_path: Path, request: pytest.Fixt
             skipped = [applied for _, applied in answers[case].steps].count(False)
             assert skipped == (3 if case.dtype == "fp16" else 0), case
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
+
+
+@pytest.mark.parametrize("to", ["host", "disk"])
+def test_no_bit_of_what_is_rounded_at_random_changes(to: str, tmp_path: Path) -> None:
+    """The pieces, of 256 elements, are others than those in place."""
+    pairs = {case: replace(case, to=to) for case in ROUNDED}
+    ranks = run_ranks(run_all, Grid((("data", 2),)), [*pairs, *pairs.values()], tmp_path)
+    for case, elsewhere in pairs.items():
+        for answers in ranks:
+            assert_same_bits(answers[elsewhere], answers[case])
+        # Rank 0 alone has states of replicas to write.
+        moments = {x.dtype for answers in ranks for kind, *_, x in answers[elsewhere].held if kind != "weight"}
+        assert moments == {torch.bfloat16 if case.states == "bf16" else torch.float32}
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_size_of_chunks_changes_no_weight(tmp_path: Path) -> None:
@@ -113,7 +134,11 @@ def resume(mesh: Mesh, first: Case, second: Case, folder: Path) -> tuple[Outcome
 @pytest.mark.few(2)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("pair", [("host", "none"), ("none", "host"), ("disk", "host"), ("none", "disk")])
-@pytest.mark.parametrize("case", [Case("zero1", "fp16"), Case("allreduce", "bf16", "momentum", None)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case("zero1", "fp16"), Case("allreduce", "bf16", "momentum", None), Case("zero1", states="bf16", masters="bf16")],
+    ids=str,
+)
 def test_a_checkpoint_does_not_know_where_states_lived(case: Case, pair: tuple[str, str], tmp_path: Path) -> None:
     first, second = (replace(case, to=to) for to in pair)
     for resumed, whole in run_ranks(resume, Grid((("data", 2),)), first, second, tmp_path):
@@ -200,7 +225,7 @@ def step_one(mesh: Mesh, length: int, folder: Path) -> list[tuple[int, int, int]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         states = Offloaded(config, [Slot(parameter, (), DECAYS, ()) for parameter in parameters], mesh.device, place)
-        states.step(range(2), Optimizer(config, [], mesh)._update(0.5))
+        states.step(range(2), Optimizer(config, [], mesh)._update(0.5), Draw(0, 0))
         half, full = (states.tensors(index) for index in range(2))
         assert full["weight"].data_ptr() == parameters[1].data_ptr()  # float32 is its own master
         assert torch.equal(half["weight"].cpu(), full["weight"].cpu())
