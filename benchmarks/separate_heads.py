@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from benchmarks.contender import Contender, Option, Place, Step
 from benchmarks.ours import open_layout, reference_config, steps_of
 from meshwright.compute.parameters.bucket import make_buckets
-from meshwright.compute.parameters.shard import Initial, initialise, shard_specs, use_gradients
+from meshwright.compute.parameters.initial import initialise
+from meshwright.compute.parameters.shard import Initial, shard_specs, use_gradients
 from meshwright.compute.subgraph.branches import Branches
 from meshwright.compute.subgraph.section import Subgraph
 from meshwright.compute.tensor.kit import Kit

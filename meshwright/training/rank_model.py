@@ -11,7 +11,7 @@ from meshwright.compute import precision
 from meshwright.compute.context.open import open_context
 from meshwright.compute.model import EMBEDDINGS, HEAD, Batch, Chunk
 from meshwright.compute.models.chain import Chain, chain_of, make_chain
-from meshwright.compute.parameters.shard import initialise
+from meshwright.compute.parameters.initial import initialise
 from meshwright.compute.tensor.cross_entropy import ScoresClasses
 from meshwright.compute.tensor.kit import Kit
 from meshwright.compute.tensor.products import PLAIN

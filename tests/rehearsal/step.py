@@ -44,12 +44,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Report:
-    """What the rank's step took, or why it failed; without an error `tally` has what the fake device saw."""
+    """What the rank's step took, or why it failed; without an error `tally` has what the fake device saw.
+
+    `host_bytes`: the most bytes of tensors that the host held at a time while the rank's parts were built."""
 
     name: str
     rank: int
     tally: dict[str, Any] = field(default_factory=dict)
     error: str = ""
+    host_bytes: int = 0
 
 
 class FakeGpu:
@@ -93,7 +96,9 @@ def rehearse(run: Run) -> Report:
 
     config = Config.model_validate(run.tree)
     with fake_cuda() as tally, _mesh(config, run.rank) as mesh:
-        trainer = Trainer(build(config, mesh), HeldOut(config))
+        with host_bytes() as most:
+            parts = build(config, mesh)
+        trainer = Trainer(parts, HeldOut(config))
         for _ in range(run.steps):
             tally.clear()
             trainer.turn(None)
@@ -107,7 +112,33 @@ def rehearse(run: Run) -> Report:
             staging = Staging(mesh.device)
             for _ in range(2):
                 staging.copy([piece.tensor for piece in pieces_of(trainer.parts)])
-    return Report(run.name, run.rank, vars(tally))
+    return Report(run.name, run.rank, vars(tally), host_bytes=most())
+
+
+@contextmanager
+def host_bytes() -> Iterator[Callable[[], int]]:
+    """Count the bytes of the host's tensors; yields a function that returns the most at a time."""
+    from torch import Tensor
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    held: dict[int, tuple[StorageWeakRef, int]] = {}
+    most = 0
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal most
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.device.type == "cpu":
+                memory = out.untyped_storage()
+                for key in [key for key, (alive, _) in held.items() if alive.expired()]:
+                    del held[key]
+                held.setdefault(memory._cdata, (StorageWeakRef(memory), memory.nbytes()))
+                most = max(most, sum(size for _, size in held.values()))
+            return out
+
+    with Count():
+        yield lambda: most
 
 
 @contextmanager

@@ -27,9 +27,6 @@ from meshwright.ranks.grid import ENDS, HEAD_COPIES, Grid
 if TYPE_CHECKING:
     from meshwright.ranks.mesh import Mesh
 
-BLOCK_ELEMENTS = 2**20
-"""Elements that one generator draws: 4 MiB of float32, the most that a rank draws and does not keep."""
-
 
 @dataclass(frozen=True)
 class Box:
@@ -274,59 +271,6 @@ def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
 def num_parameters(specs: Sequence[ShardSpec]) -> int:
     """Parameters of the whole model: each counted once, wherever it lives."""
     return sum(math.prod(spec.shape) for spec in specs)
-
-
-def initialise(model: nn.Module, mesh: Mesh, seed: int) -> None:
-    """Fill every parameter with its part of the global tensor that its name and the seed give. A meta tensor has no
-    values: where one is given memory, `draw_values` fills it."""
-    specs = shard_specs(model)
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta:
-            draw_values(parameter, name, specs[name], mesh, seed)
-
-
-@torch.no_grad()
-def draw_values(out: Tensor, name: str, spec: ShardSpec, mesh: Mesh, seed: int) -> None:
-    """Fill this rank's part of a parameter, of any dtype; one without initial values stays as it is.
-
-    Drawn in blocks of whole rows, each from a generator of its own, so that a rank draws only the rows it holds
-    a part of and no rank ever holds a whole embedding. Float32 draws whatever the run's precision.
-    """
-    initial = spec.initial
-    if initial is None or out.numel() == 0:  # the owner of nothing is another rank
-        return
-    if initial.std == 0:
-        out.fill_(initial.mean)
-        return
-    box = spec.box(mesh.grid, mesh.rank)
-    for block, values in _blocks(spec.shape, initial, box, f"{seed}/{name}"):
-        part = block.intersection(box)
-        assert part is not None, f"{block} was drawn for {box}"
-        # Rounded last: a bf16 run then begins with the rounding of a float32 run's weights.
-        out[part.within(box).slices] = values[part.within(block).slices].to(out)
-
-
-def first_values(name: str, spec: ShardSpec, seed: int) -> Tensor:
-    """A whole parameter as `initialise` fills it, float32."""
-    initial = spec.initial
-    assert initial is not None, name
-    if initial.std == 0:
-        return torch.full(spec.shape, float(initial.mean))
-    whole = Box((0,) * len(spec.shape), spec.shape)
-    return torch.cat([values for _, values in _blocks(spec.shape, initial, whole, f"{seed}/{name}")])
-
-
-def _blocks(shape: tuple[int, ...], initial: Initial, wanted: Box, label: str) -> Iterator[tuple[Box, Tensor]]:
-    """The blocks of the global tensor that meet `wanted`, with their values."""
-    # The blocks follow from the global shape alone, never from the layout: so every layout draws the same model.
-    rows = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
-    first, last = wanted.offsets[0] // rows, (wanted.offsets[0] + wanted.lengths[0] - 1) // rows
-    for index in range(first, last + 1):
-        length = min(rows, shape[0] - index * rows)
-        block = Box((index * rows, *(0 for _ in shape[1:])), (length, *shape[1:]))
-        # A CPU's generator on every device, since a GPU's would draw other numbers.
-        generator = torch.Generator().manual_seed(seed_of(f"{label}/{index}"))
-        yield block, torch.empty(block.lengths).normal_(initial.mean, initial.std, generator=generator)
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from meshwright.compute.model import Chunk, RunsParts
 from meshwright.compute.parameters.bucket import PartsUsing, make_buckets
-from meshwright.compute.parameters.shard import ShardSpec, draw_values
+from meshwright.compute.parameters.initial import draw_values
+from meshwright.compute.parameters.shard import ShardSpec
 from meshwright.compute.precision import DTYPES
 from meshwright.config.registry import load_entry
 from meshwright.ranks.mesh import Mesh

@@ -103,8 +103,11 @@ class Offloaded:
         self.device = device
         self._dtypes = staged_dtypes(config)
         self._layout, num_elements = _layout(self._dtypes, config, slots)
+        starts = [start for own in self._layout for start in own.values()]
         self.store = (
-            DiskStore(num_elements, place) if isinstance(place, Path) else HostStore(num_elements, device, place)
+            DiskStore(num_elements, place)
+            if isinstance(place, Path)
+            else HostStore(num_elements, device, place, starts)
         )
         self.lane = Lane(device, threaded=isinstance(place, Path) or device.type != "cuda")
         # Two halves make the bucket: one is stepped while the other is written back and fetched.

@@ -2,7 +2,7 @@
 
 | offload.to | where                               | resident memory of the process                     |
 |------------|-------------------------------------|----------------------------------------------------|
-| host       | memory; pinned where there is a GPU | all of it                                          |
+| host       | memory; pinned where there is a GPU | a GPU: all of it, at once; else as it is written   |
 | disk       | a file, mapped                      | what was touched and not given back by `give_back` |
 
 A file has its name only for as long as it takes to map it: the file system takes the room back however the run ends.
@@ -14,6 +14,9 @@ import errno
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +49,52 @@ class Store:
 
 
 class HostStore(Store):
-    """Host memory, pinned for a GPU. Raises ConfigError where it is more than what is `available` to this rank."""
+    """Host memory, pinned for a GPU. Raises ConfigError if more is needed than is `available` to this rank.
 
-    def __init__(self, num_elements: int, device: torch.device, available: int) -> None:
+    Args:
+        num_elements: of all pieces.
+        device: a GPU needs pinned memory.
+        available: bytes of host memory.
+        starts: the first element of each piece, each on a page. A piece is pinned by itself: no copy between host and
+            device may cross an end of a piece.
+    """
+
+    def __init__(self, num_elements: int, device: torch.device, available: int, starts: Sequence[int] = (0,)) -> None:
         needed = num_elements * ELEMENT_BYTES
         if needed > available:
             rule = f"needs {needed:,} bytes of host memory on this rank, and {available:,} are available"
             raise ConfigError.of("memory.offload.to", "host", rule, "disk, a smaller model, more ranks with sync=zero1")
-        self.values = torch.zeros(num_elements)
-        if device.type == "cuda" and num_elements:
-            # Pinned where it lies: torch's own pinned allocator would round its size up to a power of two.
-            runtime, values = torch.cuda.cudart(), self.values
-            torch.cuda.check_error(runtime.cudaHostRegister(values.data_ptr(), needed, 0))
-            weakref.finalize(values, runtime.cudaHostUnregister, values.data_ptr())
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = mmap.mmap(-1, max(ELEMENT_BYTES, needed), flags=private)
+        if device.type == "cuda":
+            memory.madvise(mmap.MADV_HUGEPAGE)  # pages of 2 MiB are made and pinned several times as fast
+        self.values = _floats(memory, num_elements)
+        if device.type == "cuda":
+            _pin(self.values, starts, device)
+
+
+def _floats(memory: mmap.mmap, num_elements: int) -> Tensor:
+    """View a mapping of at least one element as float32 [n]."""
+    return torch.frombuffer(memory, dtype=torch.float32, count=max(1, num_elements))[:num_elements]
+
+
+def _pin(values: Tensor, starts: Sequence[int], device: torch.device) -> None:
+    """Pin each piece in place: torch's own pinned allocator would round the size up to a power of two."""
+    # All threads make pages; registering memory without pages would make the pages in one thread.
+    values[::PAGE_ELEMENTS].zero_()
+    runtime, address = torch.cuda.cudart(), values.data_ptr()
+
+    def register(start: int, stop: int) -> None:
+        first = address + start * ELEMENT_BYTES
+        torch.cuda.check_error(runtime.cudaHostRegister(first, (stop - start) * ELEMENT_BYTES, 0))
+        weakref.finalize(values, runtime.cudaHostUnregister, first)
+
+    # A new thread's device is the first one.
+    with ThreadPoolExecutor(torch.get_num_threads(), "pin", torch.cuda.set_device, (device,)) as threads:
+        ends = pairwise((*sorted(starts), values.numel()))
+        pinned = [threads.submit(register, start, stop) for start, stop in ends if start < stop]
+    for piece in pinned:
+        piece.result()  # raises the piece's error
 
 
 class DiskStore(Store):
@@ -80,7 +116,7 @@ class DiskStore(Store):
             rule = f"cannot have {size_bytes:,} bytes in {path} ({error.strerror})"
             instead = "an --out folder with that much room, host"
             raise ConfigError.of("memory.offload.to", "disk", rule, instead) from error
-        self.values = torch.frombuffer(self._map, dtype=torch.float32, count=max(1, num_elements))[:num_elements]
+        self.values = _floats(self._map, num_elements)
 
 
 def _reserve(descriptor: int, size_bytes: int, system: Any = os) -> None:

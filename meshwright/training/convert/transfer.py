@@ -22,8 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from meshwright.compute.parameters.initial import first_values
 from meshwright.compute.parameters.root import elements_hash, root_text
-from meshwright.compute.parameters.shard import Box, first_values
+from meshwright.compute.parameters.shard import Box
 from meshwright.compute.precision import DTYPES
 from meshwright.config import Config
 from meshwright.config.kinds import data_for

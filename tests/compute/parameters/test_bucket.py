@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshwright.compute.parameters.bucket import Bucket, Place, make_buckets
+from meshwright.compute.parameters.initial import initialise
 from meshwright.compute.parameters.role import NORM
-from meshwright.compute.parameters.shard import Box, Initial, Shard, ShardedModule, ShardSpec, initialise, shard_specs
+from meshwright.compute.parameters.shard import Box, Initial, Shard, ShardedModule, ShardSpec, shard_specs
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.transport import Transport

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshwright.compute.parameters import shard
+from meshwright.compute.parameters import initial
+from meshwright.compute.parameters.initial import initialise
 from meshwright.compute.parameters.role import NORM
 from meshwright.compute.parameters.shard import (
     ONES,
@@ -19,7 +20,6 @@ from meshwright.compute.parameters.shard import (
     Shard,
     ShardedModule,
     ShardSpec,
-    initialise,
     num_parameters,
     seed_generators,
     seed_of,
@@ -138,7 +138,7 @@ def parameters(mesh: Mesh, spec: ShardSpec, seed: int = 7) -> dict[str, Tensor]:
 def test_first_values_do_not_depend_on_the_layout(case: tuple[Grid, ShardSpec]) -> None:
     grid, spec = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard, "BLOCK_ELEMENTS", 5)  # several blocks, also in tensors this small
+        patch.setattr(initial, "BLOCK_ELEMENTS", 5)  # several blocks, also in tensors this small
         whole = parameters(solo_mesh(CPU, grid.names), spec)["1.weight"]
         for rank in range(grid.world_size):
             part = parameters(Mesh(grid, rank, CPU, Transport()), spec)["1.weight"]

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.compute.parameters.shard import Initial, initialise, num_parameters, shard_specs
+from meshwright.compute.parameters.initial import initialise
+from meshwright.compute.parameters.shard import Initial, num_parameters, shard_specs
 from meshwright.compute.subgraph.branches import Branches, Common, Enter, Leave
 from meshwright.compute.tensor.serial import SerialLinear
 from meshwright.ranks.grid import Grid

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.compute.parameters.shard import Initial, initialise
+from meshwright.compute.parameters.initial import initialise
+from meshwright.compute.parameters.shard import Initial
 from meshwright.compute.tensor import cross_entropy
 from meshwright.compute.tensor.cross_entropy import Classes, chunked_loss, chunked_token_losses, num_correct
 from meshwright.compute.tensor.head import HeadShape, TableHead

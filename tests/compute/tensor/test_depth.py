@@ -9,7 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.compute.model import rows_of
-from meshwright.compute.parameters.shard import Initial, ShardSpec, initialise
+from meshwright.compute.parameters.initial import initialise
+from meshwright.compute.parameters.shard import Initial, ShardSpec
 from meshwright.config import Config
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.compute.parameters.shard import Initial, initialise
+from meshwright.compute.parameters.initial import initialise
+from meshwright.compute.parameters.shard import Initial
 from meshwright.compute.tensor.arithmetic import Arithmetic
 from meshwright.compute.tensor.head import HeadShape
 from meshwright.compute.tensor.products import Products

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.compute.parameters.shard import Initial, initialise
+from meshwright.compute.parameters.initial import initialise
+from meshwright.compute.parameters.shard import Initial
 from meshwright.compute.tensor.serial import SerialKit
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh

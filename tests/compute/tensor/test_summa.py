@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.compute.parameters.shard import Initial, initialise
+from meshwright.compute.parameters.initial import initialise
+from meshwright.compute.parameters.shard import Initial
 from meshwright.compute.tensor.gathered import Weights
 from meshwright.compute.tensor.summa import ROUTES, Form, Sizes, Stationary, best_stationary
 from meshwright.compute.tensor.tesseract import TesseractLinear

@@ -100,6 +100,17 @@ def test_no_bit_of_what_is_rounded_at_random_changes(to: str, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+def compared_alone(mesh: Mesh, case: Case, folder: Path) -> list[str]:
+    """Compare the replicas of a rank that has none: no state may be read."""
+    parts = parts_of(mesh, case, folder)
+    with patch.multiple(Offloaded, tensors=None, update_masters=None, refresh=None):
+        return [*parts.strategy.make_replicas_equal(), *parts.optimizer.make_replicas_equal()]
+
+
+def test_a_lone_rank_reads_no_state_to_compare_replicas(tmp_path: Path) -> None:
+    assert run_ranks(compared_alone, Grid((("data", 1),)), Case(to="host"), tmp_path) == [[]]
+
+
 def test_the_size_of_chunks_changes_no_weight(tmp_path: Path) -> None:
     """Slots are longer or shorter, the norm by which all are clipped is the same."""
     cases = [Case("zero1", to="host", chunk=chunk) for chunk in (1, 3, 1000)]

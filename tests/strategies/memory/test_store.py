@@ -5,7 +5,9 @@ from __future__ import annotations
 import mmap
 import re
 import resource
+from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.strategies.memory.store import DiskStore, HostStore
+from meshwright.strategies.memory.store import PAGE_ELEMENTS, DiskStore, HostStore
 from tests.workers import run_ranks
 
 CPU = torch.device("cpu")
@@ -100,3 +102,62 @@ def test_not_enough_host_memory() -> None:
         "memory.offload.to=host needs 40,000 bytes of host memory on this rank, and 39,936 are available; valid: disk"
     )
     HostStore(9_984, CPU, 39_936)
+
+
+class Runtime:
+    """Pins and frees nothing, and notes the pieces: address and bytes."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert address not in self.pinned
+        self.pinned[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+ENDS = tuple(pages * PAGE_ELEMENTS for pages in (0, 2, 3, 7))
+"""The first elements of three pieces, and the end of the last."""
+
+
+def test_each_piece_is_pinned_by_itself_and_freed() -> None:
+    runtime, gpu = Runtime(), torch.device("cuda", 0)
+    stubs = {"cudart": lambda: runtime, "check_error": lambda code: None, "set_device": lambda device: None}
+    with patch.multiple(torch.cuda, **stubs):
+        # A piece may be empty: a state of no elements.
+        kept = HostStore(ENDS[-1], gpu, 2**20, [ENDS[1], ENDS[0], ENDS[2], ENDS[2]])
+        first = kept.values.data_ptr()
+        assert runtime.pinned == {first + 4 * start: 4 * (stop - start) for start, stop in pairwise(ENDS)}
+        assert not kept.values.any()
+        del kept
+    assert runtime.pinned == {}
+
+
+def test_an_error_of_a_piece_is_raised() -> None:
+    runtime = Runtime()
+
+    def check(code: int) -> None:
+        if len(runtime.pinned) > 1:
+            raise RuntimeError("no more pinned memory")
+
+    stubs = {"cudart": lambda: runtime, "check_error": check, "set_device": lambda device: None}
+    with patch.multiple(torch.cuda, **stubs), pytest.raises(RuntimeError, match="no more pinned memory"):
+        HostStore(ENDS[-1], torch.device("cuda", 0), 2**20, ENDS[:-1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_a_gpu_copies_pieces_without_a_wait() -> None:
+    kept = HostStore(ENDS[-1], torch.device("cuda", 0), 2**20, ENDS[:-1])
+    for start, stop in pairwise(ENDS):
+        piece = kept.values[start:stop]
+        assert piece.is_pinned()
+        there = torch.full((stop - start,), 1.5, device="cuda")
+        piece.copy_(there, non_blocking=True)
+        torch.cuda.synchronize()
+        assert bool((piece == 1.5).all())
+        assert torch.equal(piece.to("cuda", non_blocking=True), there)

@@ -12,7 +12,8 @@ import torch
 
 from meshwright.compute.model import SAMPLES
 from meshwright.compute.models.chain import make_chain
-from meshwright.compute.parameters.shard import ShardedModule, initialise
+from meshwright.compute.parameters.initial import initialise
+from meshwright.compute.parameters.shard import ShardedModule
 from meshwright.compute.tensor.serial import SerialKit
 from meshwright.config import Config
 from meshwright.config.schema import ScheduleSection
