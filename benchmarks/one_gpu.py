@@ -65,8 +65,10 @@ RUNS: dict[str, str] = {
     "xl, states on the host": "model.base=gpt2-xl batch.micro=16 batch.global=64 memory.offload.to=host "
     "optimizer.clip=null",
     "llama-3.2-1b": "model.base=llama-3.2-1b data.sequence=4096 batch.micro=2 batch.global=16",
-    "mistral-7b, states on the host": "model.base=mistral-7b data.sequence=4096 batch.micro=1 batch.global=16 "
-    "memory.offload.to=host optimizer.clip=null",
+    "llama-3.1-8b": "model.base=llama-3.1-8b data.sequence=4096 batch.micro=1 batch.global=32 optimizer.states=bf16 "
+    "optimizer.masters=bf16 memory.offload.to=host",
+    "llama-3.1-8b, sums in bf16": "model.base=llama-3.1-8b data.sequence=4096 batch.micro=1 batch.global=32 "
+    "optimizer.states=bf16 optimizer.masters=bf16 memory.offload.to=host precision.accumulate=stored",
 }
 """Words beside the run file gpt2, by name. A row of MEASURED has the words with which it ran."""
 MEASURED = Path(__file__).with_suffix(".json")
