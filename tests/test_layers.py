@@ -36,7 +36,7 @@ FLOORS: dict[str, int] = {
     # 3: a kit made of the tensor room's layers; models, written against the kit.
     "compute/subgraph": 3, "compute/models": 3,
     # 4: what makes a run of the parts.
-    "training/parts": 4, "training/rank_model": 4, "training/all_stages": 4,
+    "training/parts": 4, "training/rank_model": 4, "training/fp8_note": 4, "training/all_stages": 4,
     "training/on_device": 4, "training/stage_costs": 4, "training/decisions": 4,
     "training/checkpoint": 4, "training/convert": 4, "data": 4, "ranks/launch": 4,
     # 4 too: a rank's sums, followed before it starts.

@@ -185,9 +185,11 @@ EFFECTS = (
     Effect(
         ("precision.products",),
         ("precision.dtype", "device"),
-        lambda config: config.precision.dtype in ("bf16", "fp16") and config.device != "cuda",
+        lambda config: (
+            config.precision.in_fp8 or (config.precision.dtype in ("bf16", "fp16") and config.device != "cuda")
+        ),
         lambda config: f"with precision.dtype={config.precision.dtype} and device={config.device}",
-        "precision.dtype=bf16 on a CPU",
+        "precision.dtype=bf16 on a CPU, or precision.products=fp8",
     ),
     Effect(
         ("precision.tf32",),

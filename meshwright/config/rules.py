@@ -38,6 +38,9 @@ OFFLOAD_MULTIPLE = 128
 """Two halves, each of whole vectors of the optimizer's kernels: so the bits are those of the optimizer in place."""
 
 
+FIRST_LAST_AND_ONE = 3
+"""The fewest layers of a chain of which some linears are in FP8."""
+
 _SIZES = ("layout.data.size", "layout.pipeline.size", "layout.context.size", "layout.tensor")
 
 
@@ -89,6 +92,30 @@ def dtype_fits_level(config: Config) -> Iterator[Problem]:
     valid = ("float32", "float64") if level == "O0" else ("bf16", "fp16")
     if dtype not in valid:
         yield Problem("precision.dtype", dtype, f"does not go with precision.level={level}", ", ".join(valid))
+
+
+@rule("precision.products", "precision.dtype")
+def fp8_is_of_bf16(config: Config) -> Iterator[Problem]:
+    """Refuse FP8 of other dtypes: fp16 scales the loss for a range that rows have by their own scales, and products of
+    float32 are asked for to be exact."""
+    if config.precision.in_fp8 and config.precision.dtype != "bf16":
+        what = f"rounds operands in bf16, and precision.dtype={config.precision.dtype}"
+        yield Problem("precision.products", "fp8", what, "precision=bf16 precision.products=fp8; stored")
+
+
+@rule("precision.products", "bits.kind")
+def fp8_has_scales_of_its_layout(config: Config) -> Iterator[Problem]:
+    if config.precision.in_fp8 and config.bits.layout_free:
+        what = "has scales of each rank's own rows and columns, which no layout shares; bits.kind=layout-free"
+        yield Problem("precision.products", "fp8", what, "stored, float32; or bits.kind=usual")
+
+
+@rule("precision.products", "model.layers", "model.stage_blocks")
+def fp8_has_layers(config: Config) -> Iterator[Problem]:
+    layers = config.model.num_blocks
+    if config.precision.in_fp8 and layers < FIRST_LAST_AND_ONE:
+        what = f"spares the first and the last layer, and the model has {layers}"
+        yield Problem("precision.products", "fp8", what, f"stored, or {FIRST_LAST_AND_ONE} layers or more")
 
 
 @rule("layout.transport")
@@ -348,6 +375,9 @@ RULES = (
     replicas_divide_batch,
     microbatches_divide_replica,
     dtype_fits_level,
+    fp8_is_of_bf16,
+    fp8_has_scales_of_its_layout,
+    fp8_has_layers,
     transport_is_installed,
     transport_reaches_device,
     transport_outlives_a_rank,

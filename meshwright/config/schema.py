@@ -71,8 +71,8 @@ class LossScale(Section):
 
 
 STORED = "meshwright.compute.tensor.products:PLAIN"
-PRODUCTS = {"auto": STORED, "stored": STORED, "float32": "meshwright.compute.tensor.widened:WIDENED"}
-"""The products of a kit's layers, by precision.products."""
+PRODUCTS = {"auto": STORED, "stored": STORED, "fp8": STORED, "float32": "meshwright.compute.tensor.widened:WIDENED"}
+"""The products of a kit's layers, by precision.products; fp8's narrow some of them (tensor/fp8.py)."""
 
 
 class Precision(Section):
@@ -84,12 +84,17 @@ class Precision(Section):
     """The format of products: float32 or float64 with O0, bf16 or fp16 with O1 and O2."""
     accumulate: Literal["float32", "stored"] = "float32"
     """How O2 adds gradients up over microbatches and ranks; stored: in dtype, half the memory (arXiv 2110.13005)."""
-    products: Literal["auto", "stored", "float32"] = "auto"
-    """A CPU's products of halves: as stored, or of the same numbers in float32; auto: float32 where that is faster."""
+    products: Literal["auto", "stored", "float32", "fp8"] = "auto"
+    """fp8: of layers' linears in e4m3. Else of halves on a CPU: stored, or as float32; auto: float32 if faster."""
     tf32: bool = True
     """A GPU multiplies float32 matrices in its tensor cores: 10 bits of mantissa, sums in float32."""
     loss_scale: LossScale = LossScale()
     """The factor on the loss that keeps fp16's small gradients; no other dtype has one."""
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether linears of layers multiply in FP8."""
+        return self.products == "fp8"
 
     @property
     def widens(self) -> bool:

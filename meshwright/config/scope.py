@@ -48,8 +48,8 @@ TOPICS: dict[str, Topic] = {
     "FP8": Topic(
         r"(\w*_)?(fp8|float8|f8|mxfp8|nvfp8|fp4|float4|nvfp4|mxfp4)(_\w+)?|\w*e4m3\w*|\w*e5m2\w*"
         r"|transformer_engine\w*|te_recipe",
-        "no product is in FP8 or FP4",
-        "precision=bf16; torchao and Transformer Engine have FP8",
+        "linears of layers multiply in FP8 by precision.products=fp8, and nothing is in FP4 or MXFP8",
+        "precision=bf16 precision.products=fp8; torchao and Transformer Engine have the others",
     ),
     "quantised weights": Topic(
         r"(load_)?(in_)?(4|8)_?bits?|load_in_\w+|bnb\w*|bitsandbytes\w*|(\w*_)?quant(i[sz]\w*)?(_\w+)?|quanto|gptq\w*|awq\w*"

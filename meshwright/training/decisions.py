@@ -144,6 +144,10 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
         from meshwright.training.stage_costs import check_frozen  # which imports torch
 
         check_frozen(config)
+    if config.precision.in_fp8:
+        from meshwright.training.fp8_note import fp8_note  # which imports torch
+
+        notes.append(fp8_note(with_field(config, "device", device)))
     for field, value in (
         ("device", device),
         ("compile", compiles),

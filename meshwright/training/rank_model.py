@@ -26,11 +26,15 @@ if TYPE_CHECKING:
 ARITHMETIC = "meshwright.compute.tensor.arithmetic:Arithmetic"
 EXACT_ARITHMETIC = "meshwright.compute.bits.assembly:arithmetic_of"
 """Entries that make a kit's arithmetic. The second is of the room of equal bits, which other runs do not import."""
+NARROW = "meshwright.compute.tensor.fp8:narrow"
+"""The entry that lets the linears of layers multiply in FP8."""
 
 
 def build_kit(config: Config, mesh: Mesh) -> Kit:
     """Return this rank's kit, by which a model builds layers."""
-    products = load_entry(PRODUCTS[config.precision.products])
+    # A CPU casts to FP8, and multiplies all else as float32: few CPUs have fast products of halves.
+    widens = config.precision.in_fp8 and mesh.device_type == "cpu"
+    products = load_entry(PRODUCTS["float32" if widens else config.precision.products])
     if config.bits.layout_free:
         arithmetic = load_entry(EXACT_ARITHMETIC)(config, mesh, products)
     else:
@@ -48,6 +52,8 @@ def build_model(config: Config, kit: Kit, mesh: Mesh, chunk: Chunk | None = None
     model.attend_in(open_context(config, mesh))
     initialise(model, mesh, config.seed)
     precision.store(config, model)
+    if config.precision.in_fp8:
+        load_entry(NARROW)(model.blocks, config.model.num_blocks, mesh.device_type)
     return model
 
 

@@ -63,6 +63,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "O1-bf16": {"level": "O1", "dtype": "bf16"},
     "O2-bf16": {"level": "O2", "dtype": "bf16"},
     "O2-fp16": {"level": "O2", "dtype": "fp16"},
+    "O2-fp8": {"level": "O2", "dtype": "bf16", "products": "fp8"},
 }
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {

@@ -70,8 +70,9 @@ CASES = [
         refused(f"scope {word}", f"`{word}` was an unknown key with 23 valid names.", right, word)
         for word, right in {
             "lora.rank=8": "PEFT trains adapters, and `meshwright parity` proves", "use_lora=true": "docs/scope.md",
-            "precision=fp8": "no product is in FP8", "device=mps": "a Mac's GPU is not used", "dpo=true": "TRL",
-            "data.source=s3://b/x": "aws s3 sync", "push_to_hub=true": "hf upload", "sweep=4": "a loop of the shell",
+            "precision=fp8": "linears of layers multiply in FP8", "device=mps": "a Mac's GPU is not used",
+            "dpo=true": "TRL", "data.source=s3://b/x": "aws s3 sync", "push_to_hub=true": "hf upload",
+            "sweep=4": "a loop of the shell",
         }.items()
     ),
     Case("scope --push-to-hub", "`export --push-to-hub`: no such option.", "hf upload", not_an_option),

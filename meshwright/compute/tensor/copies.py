@@ -19,14 +19,14 @@ Alternative (Megatron-LM): cut the columns into p equal runs and gather the prod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.compute.parameters.shard import WriteGradient
-from meshwright.compute.tensor.products import PLAIN, Products
+from meshwright.compute.tensor.products import PLAIN, ChangeProducts, Products
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,9 @@ class ColumnProducts(Products):
     columns: Columns
     products: Products = PLAIN
     """The products with all columns that are used."""
+
+    def changed(self, change: ChangeProducts) -> Products:
+        return replace(self, products=self.products.changed(change))
 
     def outputs_of(self, held: int) -> int:
         return self.columns.num_of(held)

@@ -25,13 +25,12 @@ from meshwright.compute.parameters.shard import (
     Initial,
     Placements,
     Shard,
-    ShardedModule,
     ShardSpec,
     WriteGradient,
 )
 from meshwright.compute.tensor.boundary import Boundary
 from meshwright.compute.tensor.linear import cast
-from meshwright.compute.tensor.products import PLAIN, Products, add_gradients
+from meshwright.compute.tensor.products import PLAIN, LinearLayer, Products, add_gradients
 from meshwright.ranks.collectives import Moving, here
 from meshwright.ranks.mesh import Mesh
 
@@ -98,7 +97,7 @@ class _Contract(torch.autograd.Function):
         return products.input_gradient(incoming, weight).view(ctx.shape), dweight, dbias, None
 
 
-class CutExpand(ShardedModule):
+class CutExpand(LinearLayer):
     """The first linear of a pair."""
 
     def __init__(
@@ -139,7 +138,7 @@ class CutExpand(ShardedModule):
         return add_gradients(self, "weight", weight, addends)
 
 
-class CutContract(ShardedModule):
+class CutContract(LinearLayer):
     """The second linear of a pair. Its bias is added once, to the sum, where it is held."""
 
     def __init__(

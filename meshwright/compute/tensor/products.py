@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.compute.parameters.shard import ShardedModule, WriteGradient
 
@@ -71,6 +71,10 @@ class Products:
         """The products of a gradient as it is held between two pairs, before it enters one."""
         return self
 
+    def changed(self, change: ChangeProducts) -> Products:
+        """Return these products with the columns of a weight that are used, as another function has them."""
+        return change(self)
+
     def outputs_of(self, held: int) -> int:
         """Return the width N of y, of a weight with this number of held columns."""
         return held
@@ -116,6 +120,24 @@ class Products:
 
 
 PLAIN = Products()
+
+ChangeProducts = Callable[[Products], Products]
+"""Returns other products in place of some."""
+
+
+class LinearLayer(ShardedModule):
+    """A layer y = x W + b with a weight [I, ..., N], whose products may be changed once it is made."""
+
+    weight: nn.Parameter
+    products: Products
+
+    def change_products(self, change: ChangeProducts) -> None:
+        """Multiply by other products from now on.
+
+        Args:
+            change: returns them in place of these, of the columns that are used.
+        """
+        self.products = self.products.changed(change)
 
 
 def add_gradients(layer: ShardedModule, name: str, like: Tensor, addends: Iterable[WriteGradient]) -> Tensor | None:

@@ -32,7 +32,7 @@ from meshwright.compute.tensor.head import HeadShape, TableHead
 from meshwright.compute.tensor.kit import LinearPair, LinearRole, NormKind, Where
 from meshwright.compute.tensor.linear import Addends, Local, at_once, linear, lookup
 from meshwright.compute.tensor.norms import GroupNorm
-from meshwright.compute.tensor.products import PLAIN, Products
+from meshwright.compute.tensor.products import PLAIN, LinearLayer, Products
 from meshwright.compute.tensor.router import ExpertsShape
 from meshwright.ranks.collectives import cross
 from meshwright.ranks.mesh import Mesh
@@ -66,7 +66,7 @@ class Embedding(ShardedModule):
         return self.after(found * mine.unsqueeze(-1))
 
 
-class SerialLinear(ShardedModule):
+class SerialLinear(LinearLayer):
     """x W + b over the last dim of x; W [in, G, out/G]. `before`, `after`: what a kit does with x, and with the sum."""
 
     in_graphs = True

@@ -40,13 +40,13 @@ from meshwright.compute.parameters.shard import (
 )
 from meshwright.compute.tensor.arithmetic import AT_ONCE, Arithmetic
 from meshwright.compute.tensor.boundary import HIDDEN, Boundary, CutActivations
-from meshwright.compute.tensor.copies import ALL_COLUMNS, Columns, HeadGroups, columns_of
+from meshwright.compute.tensor.copies import ALL_COLUMNS, ColumnProducts, Columns, HeadGroups, columns_of
 from meshwright.compute.tensor.gathered import Weights
 from meshwright.compute.tensor.head import HeadShape, TableHead
 from meshwright.compute.tensor.kit import LinearRole, NormKind, Where
 from meshwright.compute.tensor.linear import cast
 from meshwright.compute.tensor.norms import SplitLayerNorm
-from meshwright.compute.tensor.products import Products, add_gradients, write_part
+from meshwright.compute.tensor.products import ChangeProducts, LinearLayer, Products, add_gradients, write_part
 from meshwright.compute.tensor.serial import Embedding, KitBase, SerialLinear, grouped
 from meshwright.compute.tensor.summa import Panels, Sizes, Stationary, Summa, W, X, Y, best_stationary
 from meshwright.ranks.collectives import all_gather, all_reduce, all_reduce_gradient, cross, here, reduce_scatter
@@ -60,7 +60,7 @@ class _Linear(torch.autograd.Function):
         ctx.layer, ctx.bias = layer, bias
         stays = layer.choice(x.shape[0]).forward
         operands = layer.operands(stays, {X: x, W: layer.columns.of(weight)})
-        y = layer.weights.summa.multiply(Y, stays, operands, None).wait()
+        y = layer.of_activations.multiply(Y, stays, operands, None).wait()
         return y if bias is None else y.add_(layer.columns.of(bias))
 
     @staticmethod
@@ -71,7 +71,7 @@ class _Linear(torch.autograd.Function):
         dy = dy.contiguous()
         choice, summa = layer.choice(dy.shape[0]), layer.weights.summa
         for_dx = layer.operands(choice.dx, {Y: dy, W: layer.columns.of(weight)})
-        dx = summa.multiply(X, choice.dx, for_dx, None)  # travels under dW's product
+        dx = layer.of_activations.multiply(X, choice.dx, for_dx, None)  # travels under dW's product
         held = {Y: for_dx[Y]} if choice.dw == choice.dx and not summa.streams else {}
 
         def write(out: Tensor, beta: int) -> None:
@@ -84,12 +84,11 @@ class _Linear(torch.autograd.Function):
         dweight = layer.add_gradient("weight", weight, layer.columns.write(write))
         dbias = None
         if ctx.bias is not None:
-            addends = map(layer.columns.write, layer.weights.summa.products.bias_gradients(dy))
-            dbias = add_gradients(layer, "bias", ctx.bias, addends)
+            dbias = add_gradients(layer, "bias", ctx.bias, layer.products.bias_gradients(dy))
         return dx.wait(), dweight, dbias, None
 
 
-class TesseractLinear(ShardedModule):
+class TesseractLinear(LinearLayer):
     """x W + b. What stays in each product is chosen from the sizes."""
 
     def __init__(
@@ -104,13 +103,19 @@ class TesseractLinear(ShardedModule):
         columns: Columns = ALL_COLUMNS,
     ) -> None:
         super().__init__(mesh)
-        self.weights, self.columns = weights, columns
+        self.weights, self.columns, self.of_activations = weights, columns, weights.summa
+        self.products = ColumnProducts(columns, weights.summa.products)
         last, copies = len(outputs) - 1, columns.copies
         placements = {"row": Shard(0), "col": Shard(last + 1, copies)}
         self.weight = self.declare("weight", ShardSpec((inputs, *outputs), placements, initial))
         spec = ShardSpec(outputs, {"col": Shard(last, copies)}, ZEROS, BIAS)
         self.bias = self.declare("bias", spec) if bias else None
         weights.blocks.append(self.weight)
+
+    def change_products(self, change: ChangeProducts) -> None:
+        super().change_products(change)
+        own = self.weights.summa  # which weight gradients stay with
+        self.of_activations = Summa(self.mesh, streams=own.streams, products=change(own.products))
 
     def sizes(self, rows: int) -> Sizes:
         """The blocks of the product with `rows` rows of x. Of the weight's shape alone: under zero3 a weight of which

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.compute.models.chain import chain_of
 from meshwright.planner.plan.cluster import Cluster, Links, load_cluster
+from meshwright.planner.plan.fp8 import in_other_format
 from meshwright.planner.plan.memory import bytes_text, verdict
 from meshwright.ranks.errors import ConfigError
 
@@ -153,7 +154,8 @@ class Change:
 
 
 def changes(best: Prediction, models: Estimates) -> tuple[Change, ...]:
-    """The seconds of the best layout with links of twice the bandwidth, and with devices of twice the speed."""
+    """The seconds of the best layout with links of twice the bandwidth, with devices of twice the speed and, on a
+    device that has both, in bf16 if it is in FP8 or the reverse."""
     cluster = best.cluster
     device = cluster.device
     peaks = {dtype: 2 * peak for dtype, peak in device.peak_flops_per_second.items()}
@@ -167,6 +169,9 @@ def changes(best: Prediction, models: Estimates) -> tuple[Change, ...]:
     found = []
     for what, variant in variants.items():
         found.append(Change(what, models.planner.on(variant).predict(best.config).seconds))
+    planner = models.planner.on(cluster)
+    if planner.software.products == "stored" and (other := in_other_format(best.config, cluster)) is not None:
+        found.append(Change(other[0], planner.predict(other[1]).seconds))
     return tuple(found)
 
 

@@ -11,7 +11,7 @@ While a Recorder is entered, it records each operation on meta tensors as a kern
 | random    | draws random numbers                                                             |
 | norm      | normalises rows, which takes sums of rows                                        |
 | norm back | is a norm's backward pass, which takes sums of columns as well                   |
-| cast      | converts half precision to FP8, in both orders of a matrix                       |
+| cast      | converts half precision to FP8                                                   |
 | element   | does anything else, at memory bandwidth                                          |
 
 Where a program fuses element kernels (Software.fuses_elements: torch.compile's Inductor, Transformer Engine),
@@ -177,7 +177,7 @@ def place(microbatch: int, num_microbatches: int) -> int:
 _FLAT = frozenset(["mm", "addmm", "addmm_"])
 """Products of linears, which run in FP8; attention's batched products do not."""
 _FUSED = frozenset(["special", "random", "norm", "norm back", "element"])
-_PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "baddbmm_": 1}
+_PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "baddbmm_": 1, "_scaled_mm": 0}
 """Products of matrices: index of the argument that is the first factor."""
 CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
 """Convolutions: products in multiples of a forward pass."""
@@ -514,6 +514,8 @@ def _kernel(op: Any, name: str, args: tuple[Any, ...], given: list[Tensor], resu
     touched = sum(_size_bytes(x) for x in moved)
     largest = max((x.numel() for x in moved), default=0)
     dtype = _DTYPES.get((results or given)[0].dtype, "float32") if results or given else "float32"
+    if name == "_scaled_mm":
+        dtype = "fp8"
     flops, side, members = _products(name, args)
     if name in NORMS:
         side = float(results[0].shape[-1])
@@ -523,7 +525,7 @@ def _kernel(op: Any, name: str, args: tuple[Any, ...], given: list[Tensor], resu
         if causal < len(args) and args[causal]:  # trailing defaults are not among `args`, and is_causal's is False
             flops /= 2
     fresh = name.removesuffix("_")  # the same function in place has the same kernel
-    kind: KernelKind = "element"
+    kind: KernelKind = "cast" if results and results[0].dtype == torch.float8_e4m3fn else "element"
     if name in _PRODUCTS or name in CONVOLUTIONS:
         kind = "product"
     elif name in ATTENTIONS:

@@ -22,6 +22,7 @@ from meshwright.compute.models.chain import chain_of, first_trained, make_chain,
 from meshwright.compute.parameters.bucket import Bucket, make_buckets
 from meshwright.compute.parameters.gradients import Gradients
 from meshwright.compute.parameters.shard import check_patterns, shard_specs, use_gradients
+from meshwright.compute.tensor.fp8 import inner_layers
 from meshwright.compute.tensor.head import TableHead
 from meshwright.compute.tensor.islands import islands_of
 from meshwright.compute.tensor.linear import autocasts_of
@@ -136,7 +137,7 @@ class Recordings:
     recorded: list[Recording] = field(default_factory=list)
     """All that have been made."""
 
-    @remembered("model", "data")
+    @remembered("model", "data", "precision.products")
     def outline(self, config: Config) -> Outline:
         # Whole parameters, so that the outline is the same under every layout.
         kit, costs = SerialKit(solo_mesh(torch.device("meta"))), chain_of(config).products(config)
@@ -148,6 +149,9 @@ class Recordings:
             layer, inner = split_name(name)
             if layer is not None:
                 parts[layer].append((inner, tuple(parameter.shape), parameter.requires_grad))
+        if config.precision.in_fp8:
+            for layer, part in parts.items():
+                part.append(layer in inner_layers(len(parts)))
         alike: list[int] = []
         for layer, part in parts.items():
             # Only neighbours count as alike, so that a chunk of like layers is always some layers after a recorded one.

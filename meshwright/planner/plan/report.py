@@ -32,11 +32,13 @@ from meshwright.planner.plan.answer import (
 )
 from meshwright.planner.plan.evaluator import RunnerUp
 from meshwright.planner.plan.foreign import foreign_words
+from meshwright.planner.plan.fp8 import width_sentence
 from meshwright.planner.plan.memory import CONTEXT, bytes_text, verdict
 from meshwright.planner.plan.predict import Prediction
 from meshwright.planner.plan.search import SearchResult, layout_text
 from meshwright.planner.plan.software import OWN
 from meshwright.planner.plan.space import CHOICES, is_fixed
+from meshwright.planner.plan.timing import Timer
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.streams import PatientStream, say
 from meshwright.strategies.pipeline.trace import write_trace
@@ -177,6 +179,9 @@ def plan_sentences(result: SearchResult) -> list[str]:
         # Below half a percent a rounded figure would say +0 %.
         told = "as long" if abs(share) < 0.005 else f"{share:+.0%}"
         said.append(f"With {change.what}: {seconds_text(change.seconds)} ({told}).")
+    if best.config.precision.in_fp8:
+        tokens = best.config.micro * chain_of(best.config).tokens_per_sample(best.config)
+        said.append(width_sentence(Timer(job.cluster, 1), tokens))
     if result.nearly_fits is not None:
         seconds, config, memory = result.nearly_fits
         more = bytes_text(memory.total - job.cluster.device.memory_bytes)

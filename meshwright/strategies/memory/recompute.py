@@ -24,6 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.compute.model import Run
 from meshwright.ranks.mesh import Mesh
 
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
+"""Products of matrices, the last one in FP8."""
+
 
 class _Keeping(TorchDispatchMode):
     """Keeps the results of attention kernels and of every second product in the first pass, for the second pass to
@@ -41,7 +44,7 @@ class _Keeping(TorchDispatchMode):
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = op._schema.name.removeprefix("aten::")
-        product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        product = op in PRODUCTS
         self._products += product
         if not (name.startswith("_scaled_dot_product_") or (product and self._products % 2)):
             return op(*args, **(kwargs or {}))

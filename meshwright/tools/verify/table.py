@@ -40,7 +40,7 @@ def as_dict(verdict: Verdict) -> dict[str, Any]:
 def render(verdict: Verdict) -> None:
     """The worst comparison of each kind, and those that fail."""
     config = verdict.config
-    precision = f"{config.precision.level} {config.precision.dtype}"
+    precision = f"{config.precision.level} {config.precision.dtype}" + " with fp8" * config.precision.in_fp8
     title = f"{config.layout.summary} against plain torch: relative errors in {precision}, {verdict.steps} steps"
     name = Column("furthest off", overflow="fold")
     table = Table("compared", Column("of", justify="right"), name, "error", "allowed", "", title=title)

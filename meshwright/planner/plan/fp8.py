@@ -1,0 +1,63 @@
+"""FP8 or bf16: the step in the other format, and the width from which a linear in FP8 takes less time than in bf16.
+
+| kernel of a linear [K, N] and n tokens  | bytes in bf16          | bytes in FP8                               |
+|-----------------------------------------|------------------------|--------------------------------------------|
+| y = x W, dx = dy Wᵀ                     | 2 (nK + KN + nN) each  | nK + KN + 2 nN, nN + KN + 2 nK             |
+| greatest magnitudes, casts              | -                      | 2 and 3 each of nK, nN and, twice, KN      |
+
+The weight gradient is in bf16 in both.
+"""
+
+from __future__ import annotations
+
+from meshwright.config import Config
+from meshwright.config.rules import broken_rules
+from meshwright.config.section import with_field
+from meshwright.planner.plan.cluster import Cluster
+from meshwright.planner.plan.recorder import Kernel
+from meshwright.planner.plan.timing import Timer
+
+FIELD, FP8, BF16 = "precision.products", "fp8", "stored"
+WIDENING = 4
+"""Outputs of the linear that is asked about, in inputs: the first one of a feed-forward."""
+WIDTHS = range(256, 16384 + 1, 256)
+
+
+def in_other_format(config: Config, cluster: Cluster) -> tuple[str, Config] | None:
+    """Return (`precision.products=...`, the run in bf16 if it is in FP8, or the reverse); None without such a run."""
+    if cluster.device.peak_of(FP8, tf32=False) is None or config.precision.dtype != "bf16":
+        return None
+    products = BF16 if config.precision.in_fp8 else FP8
+    other = with_field(config, FIELD, products)
+    return None if broken_rules(other) else (f"{FIELD}={products}", other)
+
+
+def width_sentence(timer: Timer, tokens: int) -> str:
+    """Say from which width on FP8 pays on a device, of this number of tokens a microbatch."""
+    least = None
+    for width in reversed(WIDTHS):
+        if seconds_of_linear(timer, tokens, width, FP8) >= seconds_of_linear(timer, tokens, width, "bf16"):
+            break
+        least = width
+    told = "in none" if least is None else f"from K = {least:,} on"
+    return f"FP8 takes less time than bf16 in linears [K, {WIDENING} K] of {tokens:,} tokens {told}."
+
+
+def seconds_of_linear(timer: Timer, tokens: int, width: int, dtype: str) -> float:
+    """Return the seconds of the forward product and of the input gradient, with the casts of FP8."""
+    outputs = WIDENING * width
+    x, y, weight = tokens * width, tokens * outputs, width * outputs
+    flops, side = 2.0 * tokens * weight, float(tokens * weight) ** (1 / 3)
+    size = 1 if dtype == FP8 else 2
+    products = [
+        Kernel("product", flops, size * (read + weight) + 2 * written, max(read, written), dtype, side)
+        for read, written in ((x, y), (y, x))
+    ]
+    casts = [
+        kernel
+        for elements in ((x, y, weight, weight) if dtype == FP8 else ())
+        for kernel in (
+            Kernel("element", 0.0, 2 * elements, elements, "bf16"), Kernel("cast", 0.0, 3 * elements, elements, "bf16"),
+        )
+    ]  # fmt: skip
+    return sum(map(timer.kernel_seconds, (*products, *casts)))
