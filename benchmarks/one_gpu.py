@@ -53,6 +53,12 @@ from meshwright.training.step import train_step
 SMALL = Reference(layers=12, hidden=768, heads=12, sequence=1024, batch=64, vocabulary=50304)
 """GPT-2 small, whose 50,257 words fill whole blocks of 64."""
 
+QWEN = (
+    "model.base=qwen2.5-0.5b model.layers=28 model.hidden=1536 model.heads=12 model.key_value_heads=2 "
+    "model.head_width=128 model.feed_forward=8960 data.sequence=1024 batch.micro=16 batch.global=64"
+)
+"""Qwen2.5-1.5B."""
+
 RUNS: dict[str, str] = {
     "small": "model.base=gpt2-small batch.micro=64 batch.global=256",
     "small, islands": "model.base=gpt2-small batch.micro=64 batch.global=256 compile=islands",
@@ -65,6 +71,8 @@ RUNS: dict[str, str] = {
     "xl, states on the host": "model.base=gpt2-xl batch.micro=16 batch.global=64 memory.offload.to=host "
     "optimizer.clip=null",
     "llama-3.2-1b": "model.base=llama-3.2-1b data.sequence=4096 batch.micro=2 batch.global=16",
+    "qwen2.5-1.5b": QWEN,
+    "qwen2.5-1.5b, fp8": f"{QWEN} precision.products=fp8",
     "llama-3.1-8b": "model.base=llama-3.1-8b data.sequence=4096 batch.micro=1 batch.global=32 optimizer.states=bf16 "
     "optimizer.masters=bf16 memory.offload.to=host",
     "llama-3.1-8b, sums in bf16": "model.base=llama-3.1-8b data.sequence=4096 batch.micro=1 batch.global=32 "

@@ -14,6 +14,7 @@ from meshwright.compute.tensor import graphs
 from meshwright.config import Config, load_config
 from meshwright.config.load import parse_run
 from meshwright.ranks.errors import ConfigError
+from meshwright.training.fp8_note import fp8_note
 from tests.fuzz.__main__ import FOUND
 from tests.fuzz.axes import AXES, Case, tree_of
 from tests.fuzz.check import mistakes
@@ -92,6 +93,26 @@ def with_graphs(random: Random) -> tuple[Case, Config]:
 def test_drawn_layers_as_graphs_equal_one_device(seed: int) -> None:
     case, config = with_graphs(Random(f"graphs/{seed}"))
     assert mistakes(config, trace_alone) == [], case
+
+
+def in_fp8(random: Random) -> tuple[Case, Config]:
+    """A drawn run with linears in FP8."""
+    for case, _ in Drawing(random).cases():
+        tree = tree_of(case | {"precision": "O2-fp8", "layers": 3})
+        tree["model"]["hidden"] = 96
+        try:
+            config = parse_run(tree)
+            fp8_note(config)  # refuses a run without linears in FP8
+            return case, config
+        except ConfigError:
+            continue
+    raise AssertionError("draws do not end")
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 60))])
+def test_drawn_runs_in_fp8_are_within_the_bound_of_one_device(seed: int) -> None:
+    case, config = in_fp8(Random(f"fp8/{seed}"))
+    assert mistakes(config) == [], case
 
 
 def test_the_fixed_set_has_the_pairs_of_all_others() -> None:

@@ -13,7 +13,7 @@ from meshwright.compute.models.chain import make_chain
 from meshwright.compute.parameters.gradients import Gradients
 from meshwright.compute.parameters.shard import initialise, use_gradients
 from meshwright.compute.tensor.copies import ColumnProducts, Columns
-from meshwright.compute.tensor.fp8 import E4M3, LARGEST, Fp8Products, inner_layers, narrow, rounded
+from meshwright.compute.tensor.fp8 import CAPABILITY, E4M3, LARGEST, Fp8Products, inner_layers, narrow, rounded
 from meshwright.compute.tensor.products import PLAIN, LinearLayer, Products
 from meshwright.compute.tensor.serial import SerialKit
 from meshwright.config import Config, parse_config
@@ -338,6 +338,29 @@ def test_widths_that_leave_nothing_are_refused() -> None:
     config = config_for("gpt2", fp8(), model={"hidden": 40})
     with pytest.raises(ConfigError, match="multiples of 16 on each rank"):
         fp8_note(config)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("rows, inner, outputs", [(64, 256, 128), (7, 64, 48), (1024, 2048, 512)])
+def test_a_gpu_multiplies_as_the_casts_do(rows: int, inner: int, outputs: int) -> None:
+    """Both add up in float32, in another order, and round once: a number may fall on the other side of a half."""
+    if torch.cuda.get_device_capability() < CAPABILITY:
+        pytest.skip("no FP8 on this GPU")
+    torch.manual_seed(1)
+    x, weight, bias = torch.randn(rows, inner), torch.randn(inner, outputs), torch.randn(outputs)
+    x, weight, bias = (each.bfloat16().cuda() for each in (x, weight, bias))
+    for a, b, added in ((x, weight, bias), (x @ weight, weight.t(), None)):
+        for dim, each in ((1, a), (0, b)):
+            (here, scales), (there, others) = rounded(each, dim), rounded(each.cpu(), dim)
+            assert torch.equal(scales.cpu(), others)
+            assert torch.equal(here.cpu().float(), there.float())
+        own, cast = (Fp8Products(PLAIN, emulates).multiply(a, b, added) for emulates in (False, True))
+        assert own.dtype == cast.dtype == torch.bfloat16
+        error = float((own.float() - cast.float()).norm() / cast.float().norm())
+        assert error <= 2**-9, error
+        out = torch.empty_like(own)
+        assert torch.equal(Fp8Products(PLAIN, False).multiply(a, b, added, out), own)
 
 
 def test_a_gpu_without_fp8_is_refused() -> None:
