@@ -95,10 +95,12 @@ def test_drawn_layers_as_graphs_equal_one_device(seed: int) -> None:
     assert mistakes(config, trace_alone) == [], case
 
 
-def in_fp8(random: Random) -> tuple[Case, Config]:
-    """A drawn run with linears in FP8."""
+def in_fp8(random: Random, **settings: str) -> tuple[Case, Config]:
+    """A drawn run with linears in FP8, and with other settings."""
     for case, _ in Drawing(random).cases():
-        tree = tree_of(case | {"precision": "O2-fp8", "layers": 3})
+        if settings and case["vocabulary"] == "real":
+            continue
+        tree = tree_of(case | {"precision": "O2-fp8", "layers": 3}) | settings
         tree["model"]["hidden"] = 96
         try:
             config = parse_run(tree)
@@ -113,6 +115,14 @@ def in_fp8(random: Random) -> tuple[Case, Config]:
 def test_drawn_runs_in_fp8_are_within_the_bound_of_one_device(seed: int) -> None:
     case, config = in_fp8(Random(f"fp8/{seed}"))
     assert mistakes(config) == [], case
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler by itself, as the next one
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 40))])
+def test_drawn_layers_as_graphs_in_fp8_are_within_the_bound(seed: int) -> None:
+    case, config = in_fp8(Random(f"graphs in fp8/{seed}"), compile="blocks")
+    assert mistakes(config, trace_alone) == [], case
 
 
 def test_the_fixed_set_has_the_pairs_of_all_others() -> None:

@@ -60,8 +60,11 @@ def rounded(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """
     greatest = torch.linalg.vector_norm(x, math.inf, dim, keepdim=True)  # a number of x, so exact
     scales = greatest.float().clamp(min=LEAST) / LARGEST
-    numbers = x.new_empty(x.shape if dim else x.shape[::-1], dtype=E4M3)
-    numbers = numbers if dim else numbers.t()
+    along = (lambda matrix: matrix) if dim else torch.t
+    if torch.compiler.is_compiling():  # a compiler fuses the product and the cast, and writes no memory of ours
+        scaled = along(x * scales.reciprocal())
+        return along(scaled.to(E4M3, memory_format=torch.contiguous_format)), scales
+    numbers = along(x.new_empty(x.shape if dim else x.shape[::-1], dtype=E4M3))
     torch.mul(x, scales.reciprocal(), out=numbers)  # rounded once, as it is written
     return numbers, scales
 

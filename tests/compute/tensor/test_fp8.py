@@ -316,6 +316,7 @@ def test_what_is_spared() -> None:
     assert "e4m3 in 12 linears of layers 1 to 2" in note
     assert "attention.query_latent [64, 24]" in note
     assert list(inner_layers(2)) == []
+    assert "the first and the last layer, experts" in fp8_note(config_for("experts", fp8()))
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 from meshwright.compute.tensor import graphs
 from meshwright.compute.tensor.compiling import outside_of_graphs
+from meshwright.compute.tensor.fp8 import narrow
 from meshwright.config import Config, parse_config
+from meshwright.config.section import with_field
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.machine import Machine
@@ -27,7 +30,8 @@ from tests.harness import build
 from tests.oracle.batches import BATCHES
 from tests.oracle.pipeline import LOOP, WHOLE, pipelined
 from tests.oracle.pipeline import serial as serial_in_microbatches
-from tests.oracle.run import check, train
+from tests.oracle.run import assembled, check, train
+from tests.oracle.run import train_step as train_step_of
 from tests.oracle.tensor import MODELS, config_for, serial
 from tests.rehearsal.fake_cuda import compiler
 from tests.workers import run_ranks
@@ -37,6 +41,7 @@ pytestmark = [  # of torch's compiler by itself
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
+HALVES = {"level": "O2", "dtype": "bf16"}
 MEGATRON, TESSERACT = {"kind": "megatron", "size": 2}, {"kind": "tesseract", "q": 2, "d": 1}
 ONE = Grid((("data", 1),))
 
@@ -150,6 +155,60 @@ def test_inductor_makes_one_graph_of_all_layers() -> None:
     assert (made, breaks) == (5, Counter())
 
 
+IN_FP8: dict[str, dict[str, Any]] = {
+    "serial": {},
+    **{layout: LAYOUTS[layout] for layout in ("zero3", "megatron", "sequence-parallel", "tesseract", "ring")},
+    "stages": {"pipeline": {"size": 2, "schedule": "1f1b"}},
+    "deferred": {"pipeline": {"size": 2, "schedule": "message-driven"} | LOOP},
+    "stages and megatron": {"pipeline": {"size": 2, "schedule": "1f1b"}, "tensor": MEGATRON},
+}
+
+
+def in_fp8(model: str, compiles: str, axes: dict[str, Any], recompute: Any = "none") -> Config:
+    """A run in float64 with linears in FP8, which no run file may say: so nothing else is rounded."""
+    small = config_for(model, WHOLE, steps=3, batch={"global": 24, "micro": 6}, memory={"recompute": recompute})
+    tree = small.model_dump(mode="json", by_alias=True) | {"compile": compiles}
+    tree["model"] |= {"layers": 4, "hidden": 96} | ({"feed_forward": 96} if model == "llama" else {})
+    for axis, settings in axes.items():
+        tree["layout"][axis] |= settings
+    config = parse_config(tree)
+    narrowed: Config = with_field(config, "precision.products", "fp8")
+    return narrowed
+
+
+def equals_in_fp8(model: str, axes: dict[str, Any], recompute: Any = "none") -> int:
+    """Compare with the same ranks without graphs, since scales are of each rank's operands; the number of graphs."""
+    plain, graph = (run(in_fp8(model, compiles, axes, recompute)) for compiles in ("none", "blocks"))
+    losses, pieces = zip(*(result for result, _, _ in plain), strict=True)
+    whole: dict[str, Any] = {}
+    for name in {name for held in pieces for name in held}:
+        parts = [held[name] for held in pieces if name in held]
+        ends = [[o + n for o, n in zip(at, x.shape, strict=True)] for part in parts for at, x in part.items()]
+        shape = torch.Size(map(max, zip(*ends, strict=True)))
+        whole[name] = {(0,) * len(shape): assembled(parts, shape)}
+    check([result for result, _, _ in graph], (losses[0], whole))
+    return graph[-1][1]
+
+
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.long)])
+@pytest.mark.parametrize("layout", some(IN_FP8, ("zero3", "megatron", "deferred")))
+def test_linears_in_fp8_are_those_without_graphs(layout: str, model: str) -> None:
+    assert equals_in_fp8(model, IN_FP8[layout])
+
+
+@pytest.mark.parametrize("recompute", ["selective", pytest.param({"every": 1}, marks=pytest.mark.long)])
+def test_layers_in_fp8_that_are_recomputed(recompute: Any) -> None:
+    assert equals_in_fp8("llama", {}, recompute)
+
+
+def test_fp8_has_two_kinds_of_layers() -> None:
+    """The first and the last layer are one graph, and all between are another: both in one process, and no breaks."""
+    config = in_fp8("gpt2", "blocks", {})
+    ((_, stored, _),) = run(with_field(config, "precision.products", "stored"))
+    ((_, narrowed, breaks),) = run(config)
+    assert (narrowed - stored, breaks) == (1, Counter())
+
+
 def steps(mesh: Mesh, config: Config) -> list[float]:
     graphs.BACKEND = "aot_eager"
     parts = build(config, mesh)
@@ -171,6 +230,56 @@ def test_halves_round_no_worse(precision: dict[str, str]) -> None:
     assert plain != graph, "nothing was compiled"
     torch.testing.assert_close(graph, exact, rtol=2e-3, atol=0)
     torch.testing.assert_close(graph, plain, rtol=2e-3, atol=0)
+
+
+def steps_as_on_a_gpu(mesh: Mesh, config: Config) -> tuple[list[float], Counter[str]]:
+    """Losses of layers that multiply by torch's `_scaled_mm`, which a CPU has as well, and the breaks of graphs."""
+    graphs.BACKEND = "aot_eager"
+    parts = build(config, mesh)
+    narrow(parts.model.blocks, config.model.num_blocks, "cuda")
+    return [train_step(parts, BATCHES["gpt2"](config, step), step).loss for step in range(3)], counters["graph_break"]
+
+
+WIDE_ENOUGH = {"layers": 4, "hidden": 96}
+
+
+def test_products_of_a_gpu_in_fp8_are_in_graphs() -> None:
+    plain, graph = (
+        run_ranks(steps_as_on_a_gpu, ONE, bf16_of(compiles, "stored"), forked=True)[0]
+        for compiles in ("none", "blocks")
+    )
+    assert graph[1] == Counter()
+    assert graph[0][0] == plain[0][0], "the first step's forward pass, whose numbers are the same in halves"
+    torch.testing.assert_close(graph[0], plain[0], rtol=2e-3, atol=0)
+    assert plain[0] != losses(WIDE_ENOUGH, precision=HALVES | {"products": "stored"})
+
+
+def bf16_of(compiles: str, products: str) -> Config:
+    tree = config_for("gpt2", WHOLE, compile=compiles).model_dump(mode="json", by_alias=True)
+    return parse_config(tree | {"model": tree["model"] | WIDE_ENOUGH, "precision": HALVES | {"products": products}})
+
+
+def gradients(mesh: Mesh, config: Config, backend: str) -> Tensor:
+    """All gradients of the first step as one vector, in the order of their names."""
+    graphs.BACKEND = backend
+    held = train_step_of(build(config, mesh), 0)[1]
+    return torch.cat([part.flatten().double() for name in sorted(held) for part in held[name].values()])
+
+
+@pytest.mark.long
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler here, which Inductor needs on a CPU")
+def test_fused_casts_to_fp8_round_no_worse() -> None:
+    """Inductor casts numbers that are not rounded to halves before: some fall on the other side of a half of e4m3."""
+    exact_run = with_field(bf16_of("none", "stored"), "precision", config_for("gpt2", WHOLE).precision)
+    exact, plain, graph = (
+        run_ranks(gradients, ONE, config, "inductor", forked=True)[0]
+        for config in (exact_run, bf16_of("none", "fp8"), bf16_of("blocks", "fp8"))
+    )
+    errors = [
+        float((own - other).norm() / exact.norm()) for own, other in ((plain, exact), (graph, exact), (graph, plain))
+    ]
+    assert errors[1] <= 1.1 * errors[0], errors
+    assert 0 < errors[2] <= 0.8 * errors[0], errors
 
 
 def test_masks_of_dropout_are_those_without_graphs() -> None:
