@@ -254,8 +254,9 @@ class Estimates:
         return self.planner.buckets.of(replaced(config, "layout.order", "auto", WIDENS), 0, held)
 
     @remembered(
-        "model", "data", "replica_batch", "layout.pipeline.size", "layout.pipeline.chunks", "layout.pipeline.partition"
-    )
+        "model", "data", "precision.products", "replica_batch", "layout.pipeline.size", "layout.pipeline.chunks",
+        "layout.pipeline.partition",
+    )  # fmt: skip
     def _partition(self, config: Config) -> tuple[int, ...]:
         """Layers by position: of `auto` the balanced cut from which the clock starts, which takes longer than an
         estimate to choose layers."""

@@ -4,8 +4,10 @@
 |-----------------------------------------|------------------------|--------------------------------------------|
 | y = x W, dx = dy Wᵀ                     | 2 (nK + KN + nN) each  | nK + KN + 2 nN, nN + KN + 2 nK             |
 | greatest magnitudes, casts              | -                      | 2 and 3 each of nK, nN and, twice, KN      |
+| the same if elements are fused          | -                      | nK, nN; 2 and 3 of KN; 3 of KN             |
 
-The weight gradient is in bf16 in both.
+The weight gradient is in bf16 in both. If a program fuses elements (Software.fuses_elements), the kernels that make x
+and dy write them in e4m3 in addition, and a weight's rows are read once.
 """
 
 from __future__ import annotations
@@ -32,18 +34,24 @@ def in_other_format(config: Config, cluster: Cluster) -> tuple[str, Config] | No
     return None if broken_rules(other) else (f"{FIELD}={products}", other)
 
 
-def width_sentence(timer: Timer, tokens: int) -> str:
-    """Say from which width on FP8 pays on a device, of this number of tokens a microbatch."""
+def width_sentence(timer: Timer, tokens: int, *, fused: bool) -> str:
+    """Say from which width on FP8 pays on a device.
+
+    Args:
+        tokens: of a microbatch.
+        fused: whether element kernels in a row are one.
+    """
     least = None
     for width in reversed(WIDTHS):
-        if seconds_of_linear(timer, tokens, width, FP8) >= seconds_of_linear(timer, tokens, width, "bf16"):
+        low, half = (seconds_of_linear(timer, tokens, width, dtype, fused=fused) for dtype in (FP8, "bf16"))
+        if low >= half:
             break
         least = width
     told = "in none" if least is None else f"from K = {least:,} on"
     return f"FP8 takes less time than bf16 in linears [K, {WIDENING} K] of {tokens:,} tokens {told}."
 
 
-def seconds_of_linear(timer: Timer, tokens: int, width: int, dtype: str) -> float:
+def seconds_of_linear(timer: Timer, tokens: int, width: int, dtype: str, *, fused: bool) -> float:
     """Return the seconds of the forward product and of the input gradient, with the casts of FP8."""
     outputs = WIDENING * width
     x, y, weight = tokens * width, tokens * outputs, width * outputs
@@ -53,11 +61,13 @@ def seconds_of_linear(timer: Timer, tokens: int, width: int, dtype: str) -> floa
         Kernel("product", flops, size * (read + weight) + 2 * written, max(read, written), dtype, side)
         for read, written in ((x, y), (y, x))
     ]
-    casts = [
-        kernel
-        for elements in ((x, y, weight, weight) if dtype == FP8 else ())
-        for kernel in (
-            Kernel("element", 0.0, 2 * elements, elements, "bf16"), Kernel("cast", 0.0, 3 * elements, elements, "bf16"),
-        )
-    ]  # fmt: skip
-    return sum(map(timer.kernel_seconds, (*products, *casts)))
+
+    def moving(touched: int) -> float:
+        return timer.kernel_seconds(Kernel("cast", 0.0, touched, touched, "bf16"))
+
+    seconds = sum(map(timer.kernel_seconds, products))
+    if dtype == FP8 and fused:  # x and dy by kernels that run anyway, and are launched already
+        seconds += moving(2 * weight) + 2 * moving(3 * weight) + moving(x + y) - moving(0)
+    elif dtype == FP8:
+        seconds += sum(moving(2 * each) + moving(3 * each) for each in (x, y, weight, weight))
+    return seconds

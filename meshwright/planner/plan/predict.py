@@ -181,8 +181,9 @@ class Planner:
         return resolve_layout(config, machine, self).config
 
     @remembered(
-        "model", "data", "micro", "num_microbatches", "layout.pipeline", "layout.data.expert", "layout.data.exchange"
-    )
+        "model", "data", "precision.products", "micro", "num_microbatches", "layout.pipeline", "layout.data.expert",
+        "layout.data.exchange",
+    )  # fmt: skip
     def partition(self, config: Config) -> tuple[int, ...]:
         """Layers of each position of the chain."""
         pipeline = config.layout.pipeline

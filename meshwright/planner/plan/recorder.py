@@ -176,7 +176,7 @@ def place(microbatch: int, num_microbatches: int) -> int:
 
 _FLAT = frozenset(["mm", "addmm", "addmm_"])
 """Products of linears, which run in FP8; attention's batched products do not."""
-_FUSED = frozenset(["special", "random", "norm", "norm back", "element"])
+_FUSED = frozenset(["special", "random", "norm", "norm back", "cast", "element"])
 _PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "baddbmm_": 1, "_scaled_mm": 0}
 """Products of matrices: index of the argument that is the first factor."""
 CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
@@ -198,6 +198,8 @@ NORMS: dict[str, KernelKind] = {
     "native_layer_norm": "norm", "native_group_norm": "norm",
     "native_layer_norm_backward": "norm back", "native_group_norm_backward": "norm back",
 }  # fmt: skip
+MAGNITUDES = "linalg_vector_norm"
+"""The operation of layers that finds the scales of a matrix in FP8."""
 RANDOM = frozenset(["bernoulli", "native_dropout", "uniform", "normal", "rand_like", "rand"])
 LOOKUPS = frozenset(["embedding", "gather", "index", "index_select"])
 """Operations that read as many bytes of their first tensor as they write."""
@@ -293,6 +295,7 @@ class Recorder(LiveBytes):
         self._fast_norms, self._products = fast_norms, products
         self._row = _Row()
         self._casts: dict[int, weakref.ref[Any]] = {}  # storages that have an FP8 copy
+        self._fused: set[int] = set()  # storages of the program that element kernels have written
         self._dropped: int | None = None  # storage written by the last kernel, if it is a dropout
         self._events: list[_Event] = []
         self._starts = 0
@@ -356,11 +359,18 @@ class Recorder(LiveBytes):
             if self._products and name in _FLAT and kernel.dtype in ("bf16", "fp16"):
                 self._cast(args[_PRODUCTS[name] :][:2])
                 kernel = replace(kernel, dtype=self._products, touched_bytes=kernel.touched_bytes // 2)
+            if kernel.kind == "cast" and given[0].stride() != results[0].stride():
+                self._end_row()  # a cast that transposes follows the sums of columns, in a kernel of its own
             if self._fuses_elements and kernel.kind in _FUSED and name not in LOOKUPS | UPDATES:
                 if self._row.kernels and self._row.kernels[-1].times != kernel.times:
                     self._end_row()
                 read = {(self.number_of(x), int(x.storage_offset())): _size_bytes(x) for x in given}
-                self._row.add(kernel, read, {self.number_of(x): _size_bytes(x) for x in results})
+                written = {self.number_of(x): _size_bytes(x) for x in results}
+                if kernel.kind == "cast" or name == MAGNITUDES:
+                    # The kernel that makes a tensor casts it as well, though a product is issued before the cast.
+                    read = {place: size for place, size in read.items() if place[0] not in self._fused}
+                self._fused.update(written)
+                self._row.add(kernel, read, written)
                 return
             self._end_row()
             if name == "add" and self._dropped is not None and self._dropped in map(self.number_of, given):
@@ -440,7 +450,7 @@ class Recorder(LiveBytes):
         # Peak and kept bytes are relative to what is alive now, which belongs to earlier tasks.
         before = self.live
         self._events, self.peak, self._ledger, self._dropped = [], before, ledger, None
-        self._row = _Row()
+        self._row, self._fused = _Row(), set()
         ledger.traffic.clear()
         self.changes.clear()
 

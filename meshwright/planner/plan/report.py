@@ -181,7 +181,8 @@ def plan_sentences(result: SearchResult) -> list[str]:
         said.append(f"With {change.what}: {seconds_text(change.seconds)} ({told}).")
     if best.config.precision.in_fp8:
         tokens = best.config.micro * chain_of(best.config).tokens_per_sample(best.config)
-        said.append(width_sentence(Timer(job.cluster, 1), tokens))
+        fused = result.program is not None and result.program.software.fuses_elements
+        said.append(width_sentence(Timer(job.cluster, 1), tokens, fused=fused))
     if result.nearly_fits is not None:
         seconds, config, memory = result.nearly_fits
         more = bytes_text(memory.total - job.cluster.device.memory_bytes)

@@ -85,7 +85,7 @@ class TimedParts:
             yield first, Chunk(range(first, first + 1), False, False)
         yield config.model.num_blocks, Chunk(range(0), False, True)
 
-    @remembered("model", "data")
+    @remembered("model", "data", "precision.products")
     def shapes(self, config: Config, partition: tuple[int, ...]) -> list[StageShape]:
         """By position of the chain, (distinct part, number of such parts)."""
         alike, last = self.planner.recordings.outline(config).alike, len(partition) - 1

@@ -30,13 +30,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import reduce
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
+from meshwright.compute.tensor.fp8 import CAPABILITY
 from meshwright.planner.plan.cluster import AttentionKernel, Cluster, interpolated
-from meshwright.planner.plan.recorder import HostCopy, Kernel, Program, Start, WaitFor
+from meshwright.planner.plan.recorder import HostCopy, Kernel, LowProducts, Program, Start, WaitFor
 from meshwright.planner.plan.remembered import remembered
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.ledger import VERBS
+
+LOW = get_args(LowProducts)
 
 Collective = Callable[[str, str, int], float]
 """collective(axes, verb, payload_bytes): seconds of a collective (ClusterNetwork.collective)."""
@@ -94,7 +97,7 @@ class Timer:
             case "product":
                 # Tiles of all members of a batch fill a GPU together; a core multiplies one member after the other.
                 side = kernel.side * (kernel.members ** (1 / 3) if device.kind == "cuda" else 1)
-                low = kernel.dtype in ("fp8", "mxfp8") and device.low_efficiency
+                low = kernel.dtype in LOW and device.low_efficiency
                 peak = self._peak(kernel, tf32=self._tf32)
                 products = kernel.flops / (peak * interpolated(low or device.efficiency, side))
                 # A GPU loads the next tiles under the product, a core does one or the other.
@@ -122,6 +125,9 @@ class Timer:
         if peak is not None:
             return peak
         rule = f"is no dtype of which {self._cluster.name} says how fast it multiplies (device.peak)"
+        if kernel.dtype in LOW:
+            rule += f"; GPUs have such products from compute capability {'.'.join(map(str, CAPABILITY))} on"
+            raise ConfigError.of("precision.products", kernel.dtype, rule, "stored")
         raise ConfigError.of(
             "precision.dtype", kernel.dtype, rule, ", ".join(self._cluster.device.peak_flops_per_second)
         )
