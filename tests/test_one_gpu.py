@@ -22,9 +22,11 @@ from meshwright.compute.context.ring import RingAttention
 from meshwright.compute.context.spec import AttentionSpec
 from meshwright.compute.parameters.shard import Initial
 from meshwright.compute.tensor.experts import GroupedLinear
+from meshwright.compute.tensor.fp8 import CAPABILITY
 from meshwright.config import parse_config
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
+from meshwright.tools.verify.tolerance import TOLERANCES
 from meshwright.training.checkpoint.staging import Staging
 from tests.compute.context.documents import LENGTHS, SOLO, starts_of
 from tests.oracle.run import check, run
@@ -172,6 +174,19 @@ def test_layers_as_graphs_by_inductor(layout: dict[str, Any]) -> None:
     for axis, settings in layout.items():
         tree["layout"][axis] |= settings
     check(run(parse_config(tree)), run(plain)[0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler by itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_fp8_in_graphs_is_within_the_bound_of_fp8_without() -> None:
+    if torch.cuda.get_device_capability() < CAPABILITY:
+        pytest.skip("no FP8 on this GPU")
+    model = config_of().model.model_dump(mode="json") | {"hidden": 96}
+    precision = {"level": "O2", "dtype": "bf16", "products": "fp8"}
+    (plain, _), (graph, _) = (
+        run(config_of(model=model, precision=precision, compile=compiles))[0] for compiles in ("none", "blocks")
+    )
+    torch.testing.assert_close(graph, plain, rtol=TOLERANCES["fp8"].loss, atol=0)
 
 
 @pytest.mark.parametrize("layout", [{}, {"pipeline": 2}])
