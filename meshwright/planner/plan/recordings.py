@@ -185,9 +185,9 @@ class Recordings:
         config = with_field(config.model_copy(update={"seed": 0}), "layout.pipeline", _ONE_STAGE)
         software = self.software
         # The embeddings' and the head's products stay in the run's format, as Transformer Engine leaves them.
+        layers, on_device = bool(chunk.layers), software.on_device(self.kind)
+        recorder = software.recorder(fuses=layers and software.fuses(config, self.kind), layers=layers)
         compiles = compiled_on(config, self.kind) if software.compiles else "none"
-        recorder = software.recorder(fuses=compiles == "blocks" and bool(chunk.layers), layers=bool(chunk.layers))
-        on_device = software.on_device(self.kind)
         config = config.model_copy(update={"compile": compiles})
         self.recorded.append(_record(config, recorder, on_device, chunk, incoming, software, splits, learns))
         return self.recorded[-1]

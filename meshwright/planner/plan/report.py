@@ -36,7 +36,7 @@ from meshwright.planner.plan.fp8 import width_sentence
 from meshwright.planner.plan.memory import CONTEXT, bytes_text, verdict
 from meshwright.planner.plan.predict import Prediction
 from meshwright.planner.plan.search import SearchResult, layout_text
-from meshwright.planner.plan.software import OWN
+from meshwright.planner.plan.software import OWN, OWN_SOFTWARE
 from meshwright.planner.plan.space import CHOICES, is_fixed
 from meshwright.planner.plan.timing import Timer
 from meshwright.ranks.errors import ConfigError
@@ -181,7 +181,8 @@ def plan_sentences(result: SearchResult) -> list[str]:
         said.append(f"With {change.what}: {seconds_text(change.seconds)} ({told}).")
     if best.config.precision.in_fp8:
         tokens = best.config.micro * chain_of(best.config).tokens_per_sample(best.config)
-        fused = result.program is not None and result.program.software.fuses_elements
+        software = OWN_SOFTWARE if result.program is None else result.program.software
+        fused = software.fuses(best.config, job.cluster.device.kind)
         said.append(width_sentence(Timer(job.cluster, 1), tokens, fused=fused))
     if result.nearly_fits is not None:
         seconds, config, memory = result.nearly_fits

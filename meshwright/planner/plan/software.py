@@ -24,6 +24,7 @@ from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
+from meshwright.training.decisions import compiled_on
 from meshwright.training.on_device import AsOnDevice, Attention
 
 Communication = Literal["sums", "gathers", "layers"]
@@ -84,9 +85,13 @@ class Software(Section):
         """`sums,gathers` -> both; `none` -> none."""
         return [word for word in value.split(",") if word not in ("", "none")] if isinstance(value, str) else value
 
+    def fuses(self, config: Config, kind: str) -> bool:
+        """Whether element kernels of layers in a row are one on a kind of device, in a run whose `compile` may say."""
+        return self.fuses_elements or (self.compiles and compiled_on(config, kind) == "blocks")
+
     def recorder(self, *, layers: bool = True, fuses: bool = False) -> Recorder:
         """The recorder of this software's layers, or of a part without any, whose products are in the run's format.
-        `fuses`: whether the run makes one of element kernels in a row."""
+        `fuses`: whether layers' element kernels in a row are one."""
         return Recorder(
             fuses_dropout=self.fuses_dropout,
             fuses_elements=self.fuses_elements or fuses,
