@@ -70,7 +70,7 @@ def test_a_first_sentence_ends_where_the_next_begins() -> None:
     "name, texts",
     [
         ("", ["optimizer       How weights are stepped.", "plan            Beside `layout: auto` alone"]),
-        ("layout.data", ["size = 1", "sync = allreduce", "bucket = 16M", "a word is its sync, a number is its size"]),
+        ("layout.data", ["size = 1", "sync = allreduce", "bucket = auto", "a word is its sync, a number is its size"]),
         ("layout.data.sync", ["default allreduce", "zero1           Optimizer states are slices"]),
         ("layout.data.sync.zero1", ["layout.data.sync=zero1: Optimizer states are slices"]),
         ("layout.tensor", ["megatron        1-D: heads", "sequence_parallel = false", "common = all"]),
