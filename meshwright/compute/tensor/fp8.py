@@ -18,6 +18,9 @@ Spared, with the run's other products: embeddings, patches, the head and all tha
 the last layer of the chain; routers, experts, convolutions; linears with a width on a rank that is no multiple of 16,
 which FP8's tensor cores do not take. Attention's scores are no products of weights.
 
+In the graph of a layer (graphs.py) casts are operations like others: the compiler fuses each into the kernel that makes
+the operand. Such a cast reads numbers that are not yet rounded to a half.
+
 A GPU of compute capability 8.9 or later multiplies by torch's `_scaled_mm`. A CPU casts to e4m3 by the same formula,
 multiplies the numbers in float32 and scales the sums, as the GPU's kernel does.
 """

@@ -297,8 +297,8 @@ class HeldActivations:
         return kept, total
 
     @remembered(
-        "model", "data", "micro", "num_microbatches", "memory.recompute", "layout.pipeline", "layout.data.expert",
-        "layout.data.exchange",
+        "model", "data", "precision.products", "micro", "num_microbatches", "memory.recompute", "layout.pipeline",
+        "layout.data.expert", "layout.data.exchange",
     )  # fmt: skip
     def _deferring(self, config: Config, partition: tuple[int, ...], placement: ChunkPlacement) -> dict[int, float]:
         """By stage, the share of microbatches whose W of recomputed layers waits for the in-flight limit. A stage takes
