@@ -2,10 +2,10 @@
 
     python -m benchmarks.graph_kernels [key=value ...]        words as of `meshwright train gpt2`
 
-It needs a CUDA build of torch with Triton, and no driver: the run's layers are traced with fake tensors on the CPU, and
-Inductor writes code for another device than it runs on. That code is counted and not run. Bytes are those of each
-kernel's inputs and outputs, in activations [micro, T, H] of the run's precision, so a kernel that reads one activation
-and writes one has 2. Products' bytes are left out. `planned`: the same of the planner's recording of a layer.
+Needs a CUDA build of torch with Triton, and no driver: a layer is traced with fake tensors on the CPU, and Inductor
+writes code for an H100. The code is counted and not run. Bytes are the inputs and outputs of each kernel, in
+activations [micro, T, H] of the run's precision: a kernel that reads one activation and writes one has 2. Bytes of
+products are left out. `planned`: the bytes that the planner counts.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@
 | Liger                        | chunks; where liger-kernel is installed, on a GPU; sums in float32            |
 | ours; ours, compiled         | chunks; the table's gradient in float32                                       |
 
-They take turns; milliseconds are the median of the rounds: of the device on a GPU, of one thread's processor on a CPU.
-Bytes are the most that a GPU's allocator had beyond the operands.
+Contenders take turns. Milliseconds are the median of the rounds: of the device on a GPU, of one thread's processor on a
+CPU. Bytes are the most that a GPU's allocator had beyond the operands.
 """
 
 from __future__ import annotations
