@@ -384,6 +384,10 @@ class Recorder(LiveBytes):
             drops = self._fuses_dropout and name == "native_dropout"
             self._dropped = self.number_of(results[0]) if drops else None
 
+    def cut(self) -> None:
+        """End a row of element kernels that are one: the next ones are of another compiled function."""
+        self._end_row()
+
     def as_one(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function as a program that compiles it: element kernels in a row are one, and only results exist.
 

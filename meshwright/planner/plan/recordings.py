@@ -236,6 +236,8 @@ def _record(
     kit, sync = build_kit(config, mesh), layout.data.strategy
     model = build_model(config, kit, mesh, chunk)
     run_by_policy(config, mesh, model, [Group(chunk.layers, wrapped=policy.by_groups)])
+    for block in model.blocks.values() if config.compile == "blocks" else ():  # each is a graph of its own
+        block.register_forward_pre_hook(lambda *_: recorder.cut())
     if config.compile != "none":
         islands = islands_of(recorder.as_one)
         for head in (module for module in model.modules() if isinstance(module, TableHead)):

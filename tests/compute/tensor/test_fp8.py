@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from meshwright.compute.models.chain import make_chain
 from meshwright.compute.parameters.gradients import Gradients
-from meshwright.compute.parameters.shard import initialise, use_gradients
+from meshwright.compute.parameters.initial import initialise
+from meshwright.compute.parameters.shard import use_gradients
 from meshwright.compute.tensor.copies import ColumnProducts, Columns
 from meshwright.compute.tensor.fp8 import CAPABILITY, E4M3, LARGEST, Fp8Products, inner_layers, narrow, rounded
 from meshwright.compute.tensor.products import PLAIN, LinearLayer, Products

@@ -151,8 +151,8 @@ def test_recomputed_layers(recompute: Any) -> None:
 def test_inductor_makes_one_graph_of_all_layers() -> None:
     config = with_blocks(config_for("gpt2", WHOLE, steps=2, batch={"global": 24, "micro": 6}))
     made, breaks = equals(config, serial("gpt2"), "inductor")
-    # One of the layers; of the loss two islands, each for two numbers of tokens.
-    assert (made, breaks) == (5, Counter())
+    # One of the layers; of the loss one island, for two numbers of tokens.
+    assert (made, breaks) == (3, Counter())
 
 
 IN_FP8: dict[str, dict[str, Any]] = {
