@@ -53,9 +53,10 @@ def run_schema() -> Schema:
         for name, inner in section["properties"].items():
             # A section's default is what its fields say, and too long to be read.
             own = {key: value for key, value in inner.items() if key != "default" or not isinstance(value, dict)}
-            # Sizes may be written as 16M, of which pydantic knows by an example alone.
+            # Sizes may be written as 16M, of which pydantic knows by an example alone: the field's, or a branch's.
             size = {"type": "string", "pattern": "^[0-9]+[kKmMgG]$"}
-            section["properties"][name] = _either(own, size) if "examples" in own else own
+            sized = any("examples" in branch for branch in (own, *own.get("anyOf", ())))
+            section["properties"][name] = _either(own, size) if sized else own
     _open_data(definitions, fields["data"])
     _open_models(definitions, fields["model"])
     for branch in definitions["Layout"]["properties"]["tensor"]["oneOf"]:

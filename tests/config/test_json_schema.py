@@ -89,6 +89,8 @@ ACCEPTED = """
 {precision: bf16, memory: {offload: host, recompute: {every: 2}}}
 {memory: {recompute: 2}}
 {memory: {recompute: selective, offload: {bucket: 16M}}}
+{memory: {logits: 64M}, layout: {data: {size: 2, bucket: 16M}}}
+{memory: {logits: auto}, layout: {data: {size: 2, bucket: auto}}}
 {checkpoint: 10, validation: 5, check: 2, logging: debug}
 {validation: none, check: null}
 {validation: false}

@@ -388,10 +388,9 @@ class Recorder(LiveBytes):
         """End a row of element kernels that are one: the next ones are of another compiled function."""
         self._end_row()
 
-    def as_one(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function as a program that compiles it: element kernels in a row are one, and only results exist.
-
-        The passes reduce rows of logits: an H200's reached 0.46 of the memory's pace, and count as norms."""
+    def as_one(self, kind: KernelKind | None, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as a program that compiles it: element kernels in a row are one, of this kind or of theirs, and
+        only results exist."""
 
         @wraps(function)
         def run(*args: Any) -> Any:
@@ -399,7 +398,7 @@ class Recorder(LiveBytes):
             fuses, peak, first = self._fuses_elements, self.peak, len(self.changes)
             self._fuses_elements = True
             result = function(*args)
-            self._end_row("norm")
+            self._end_row(kind)
             self._fuses_elements, self.peak = fuses, max(peak, self.live)
             inside = self.changes[first:]
             freed = {number for number, size in inside if size < 0} & {number for number, size in inside if size > 0}

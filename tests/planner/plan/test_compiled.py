@@ -30,6 +30,12 @@ def test_each_step_of_compiling_is_faster() -> None:
     assert none.flops == islands.flops == blocks.flops
 
 
+def test_a_core_takes_exponentials_in_a_compiled_loss_as_well() -> None:
+    """A plan of islands on CPUs once took their passes for norms, which go at the memory's pace."""
+    none, islands = (predicted(compiles, cluster="two-cores") for compiles in ("none", "islands"))
+    assert 0.9 < islands.seconds / none.seconds <= 1.0
+
+
 def test_the_default_is_decided_for_the_cluster_and_not_for_this_machine() -> None:
     assert predicted("auto").seconds == predicted("blocks").seconds
     assert predicted("auto", cluster="two-cores").seconds == predicted("none", cluster="two-cores").seconds
