@@ -6,10 +6,14 @@ from functools import cache
 
 import pytest
 
+from meshwright.compute.model import Chunk
 from meshwright.config import parse_config
 from meshwright.planner.plan.cluster import load_cluster
 from meshwright.planner.plan.predict import Planner, Prediction
+from meshwright.planner.plan.recorder import Kernel
+from meshwright.planner.plan.recordings import Forms, Recordings
 from meshwright.planner.plan.software import load_program
+from meshwright.strategies.pipeline.task import TaskKind
 
 
 @cache
@@ -30,10 +34,23 @@ def test_each_step_of_compiling_is_faster() -> None:
     assert none.flops == islands.flops == blocks.flops
 
 
-def test_a_core_takes_exponentials_in_a_compiled_loss_as_well() -> None:
-    """A plan of islands on CPUs once took their passes for norms, which go at the memory's pace."""
-    none, islands = (predicted(compiles, cluster="two-cores") for compiles in ("none", "islands"))
-    assert 0.9 < islands.seconds / none.seconds <= 1.0
+@pytest.mark.parametrize("kind, passes", [("cpu", "special"), ("cuda", "norm")])
+def test_a_compiled_loss_is_one_kernel_of_a_kind_that_devices_know(kind: str, passes: str) -> None:
+    """A GPU's pass over rows goes at a norm's pace; a core takes exponentials, which no norm counts."""
+    config = parse_config({
+        "model": {"layers": 1, "hidden": 64, "heads": 2, "positions": 64, "vocabulary": 5000, "dropout": 0.0},
+        "data": {"sequence": 64}, "batch": {"global": 4, "micro": 2}, "compile": "islands",
+    })  # fmt: skip
+    recordings = Recordings(kind)
+    incoming: Forms = ()
+    for chunk in (Chunk(range(0), True, False), Chunk(range(1), False, False)):
+        incoming = recordings.of(config, chunk, incoming).outgoing
+    head = recordings.of(config, Chunk(range(0), False, True), incoming).programs[TaskKind.FORWARD][-1]
+    of_logits = [
+        event.kind for event in head.events
+        if isinstance(event, Kernel) and event.elements >= 128 * 5000 and event.kind in ("special", "norm")
+    ]  # fmt: skip
+    assert of_logits == [passes]
 
 
 def test_the_default_is_decided_for_the_cluster_and_not_for_this_machine() -> None:
