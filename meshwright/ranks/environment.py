@@ -214,6 +214,12 @@ def carry_messages_first(variables: MutableMapping[str, str] = os.environ) -> No
     variables.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
 
 
+def fuse_multiply_adds(variables: MutableMapping[str, str] = os.environ) -> None:
+    """Have Triton make one operation of a product and a sum, unless the user has chosen: Triton 3.9 does so with a
+    warning in each rank, and later releases do not."""
+    variables.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+
 def chosen_interface(variables: Mapping[str, str] = os.environ) -> str:
     """The interface that gloo talks over; empty where it takes that of the host's name."""
     return variables.get("GLOO_SOCKET_IFNAME", "")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 
 import pytest
 
-from meshwright.ranks.environment import carry_messages_first, use_interface
+from meshwright.ranks.environment import carry_messages_first, fuse_multiply_adds, use_interface
 from meshwright.ranks.errors import LostRankError
 from meshwright.ranks.peers import Peer, Peers, interface_at
 
@@ -69,8 +70,13 @@ def test_a_peer_travels_as_json() -> None:
     assert Peer.from_json(peer.to_json()) == peer
 
 
-@pytest.mark.parametrize("chosen, found", [({}, "1"), ({"TORCH_NCCL_HIGH_PRIORITY": "0"}, "0")])
-def test_messages_go_first_unless_the_user_has_chosen(chosen: dict[str, str], found: str) -> None:
-    variables = dict(chosen)
-    carry_messages_first(variables)
-    assert variables == {"TORCH_NCCL_HIGH_PRIORITY": found}
+@pytest.mark.parametrize(
+    "choose, name",
+    [(carry_messages_first, "TORCH_NCCL_HIGH_PRIORITY"), (fuse_multiply_adds, "TRITON_DEFAULT_FP_FUSION")],
+)
+def test_libraries_are_told_unless_the_user_has_chosen(choose: Callable[[dict[str, str]], None], name: str) -> None:
+    unsaid: dict[str, str] = {}
+    said = {name: "0"}
+    for variables in (unsaid, said):
+        choose(variables)
+    assert (unsaid, said) == ({name: "1"}, {name: "0"})

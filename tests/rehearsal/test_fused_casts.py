@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from meshwright.compute.tensor.fp8 import Fp8Products
 from meshwright.compute.tensor.products import PLAIN, Products
+from meshwright.ranks.environment import fuse_multiply_adds
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.workers import run_ranks
@@ -120,6 +121,7 @@ WEIGHTS = H * 2 * INNER + INNER * H
 
 def bytes_of_both(mesh: Mesh, pass_of: PassOf, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
     """In FP8 and in bf16. In a process of its own, as torch remembers a GPU's properties."""
+    fuse_multiply_adds()
     return tuple(bytes_of_elements(pass_of(products), *shapes) for products in (FP8, PLAIN))
 
 

@@ -32,6 +32,7 @@ from meshwright.compute.tensor.linear import cast
 from meshwright.compute.tensor.products import Products, add_gradients, write_part
 from meshwright.compute.tensor.serial import SerialLinear
 from meshwright.ranks import collectives
+from meshwright.ranks.environment import fuse_multiply_adds
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -123,6 +124,7 @@ def outside(function: Callable[..., Any]) -> Callable[..., Any]:
 def compile_block(config: Config, block: nn.Module) -> None:
     """Let a layer of a model run as a graph."""
     torch._dynamo.config.recompile_limit = SHAPES
+    fuse_multiply_adds()
     collectives.hide_from_compilers(outside)
     for module in block.modules():
         kind = type(module)

@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.ranks.environment import fuse_multiply_adds
+
 if TYPE_CHECKING:
     from meshwright.config import Config
 
@@ -99,6 +101,7 @@ def islands_of(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Isla
 def compiled_islands() -> Islands:
     """The functions, as Inductor compiles them at their first call. Imports torch's compiler, 2 s a rank, so only here.
     Compiles in this process: the functions are too small for a pool."""
+    fuse_multiply_adds()
     return islands_of(partial(torch.compile, fullgraph=True, options={"compile_threads": 1}))
 
 
