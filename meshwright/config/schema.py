@@ -389,12 +389,16 @@ class Config(Section):
             rule = "is no machine's: ranks are started with a config in which every auto is a value"
             raise ConfigError.of("ranks", "a config that says auto", rule, "mw.resolve(config)")
         # torch imports its compiler (1.8 s of a core, a rank) where tensors are on the meta device, as stages are
-        # planned, and where activations are recomputed.
-        compiler = layout.pipeline.size > 1 or self.memory.policy.recomputes
+        # planned, where activations are recomputed, and in compiled layers. Inductor (1.3 s) may look for a GPU when it
+        # is imported, which no process may that GPU ranks are forked from.
+        if self.compile in ("blocks", "islands") and device == "cpu":
+            modules: tuple[str, ...] = ("torch._inductor.compile_fx", "torch.utils.cpp_extension")
+        else:
+            modules = ("torch._dynamo",) if layout.pipeline.size > 1 or self.memory.policy.recomputes else ()
         return Ranks(
             self.grid.axes, transport, device, threads, self.restarts.times, layout.token_axes,
             Timeouts(self.timeout.join, self.timeout.wait), status, name, self.grid.copies, self.grid.nesting,
-            ("torch._dynamo",) if compiler else (),
+            modules,
         )  # fmt: skip
 
     @property

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.compute.parameters.shard import ShardedModule
+from meshwright.compute.tensor.compiler import start_compiler
 from meshwright.compute.tensor.experts import Experts
 from meshwright.compute.tensor.linear import cast
 from meshwright.compute.tensor.products import Products, add_gradients, write_part
 from meshwright.compute.tensor.serial import SerialLinear
 from meshwright.ranks import collectives
-from meshwright.ranks.environment import fuse_multiply_adds
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -124,7 +124,6 @@ def outside(function: Callable[..., Any]) -> Callable[..., Any]:
 def compile_block(config: Config, block: nn.Module) -> None:
     """Let a layer of a model run as a graph."""
     torch._dynamo.config.recompile_limit = SHAPES
-    fuse_multiply_adds()
     collectives.hide_from_compilers(outside)
     for module in block.modules():
         kind = type(module)
@@ -136,7 +135,7 @@ def compile_block(config: Config, block: nn.Module) -> None:
             # Of the class: graphs are made for functions, and a function of each layer would be a graph of each.
             kind.forward = outside(kind.forward)
             _hidden.add(kind)
-    options: dict[str, Any] | None = {"fallback_random": True} if BACKEND == "inductor" else None
-    if options and config.device == "cpu":
-        options["compile_threads"] = 1  # a pool starts for longer than it compiles a layer's few C++ functions
-    block.compile(backend=BACKEND, dynamic=False, options=options)
+    if BACKEND != "inductor":
+        block.compile(backend=BACKEND, dynamic=False)
+    else:
+        block.compile(backend=start_compiler(config.device), dynamic=False, options={"fallback_random": True})

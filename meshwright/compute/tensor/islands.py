@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.ranks.environment import fuse_multiply_adds
+from meshwright.compute.tensor.compiler import start_compiler
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -98,11 +98,11 @@ def islands_of(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Isla
     return Islands(make(label_statistics), make(label_gradients), make(label_losses), make(gelu_with_derivative))
 
 
-def compiled_islands() -> Islands:
-    """The functions, as Inductor compiles them at their first call. Imports torch's compiler, 2 s a rank, so only here.
-    Compiles in this process: the functions are too small for a pool."""
-    fuse_multiply_adds()
-    return islands_of(partial(torch.compile, fullgraph=True, options={"compile_threads": 1}))
+def compiled_islands(device: str = "cpu") -> Islands:
+    """The functions, as Inductor compiles them for a device at their first call. Imports torch's compiler, 2 s a rank,
+    so only here. Triton compiles them in this process: they are too small for a pool."""
+    options = None if device == "cpu" else {"compile_threads": 1}
+    return islands_of(partial(torch.compile, fullgraph=True, backend=start_compiler(device), options=options))
 
 
 class UsesIslands:
@@ -121,7 +121,7 @@ class UsesIslands:
 
 def apply(config: Config, model: nn.Module) -> None:
     """Let all modules of a model use compiled functions (`compile: islands`)."""
-    islands = compiled_islands()
+    islands = compiled_islands(config.device)
     for module in model.modules():
         if isinstance(module, UsesIslands):
             module.use_islands(islands)

@@ -6,16 +6,20 @@ Inductor make them.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor import cpu_vec_isa
 
 from meshwright.compute.tensor import graphs
+from meshwright.compute.tensor.compiler import start_compiler, vectors_found
 from meshwright.compute.tensor.compiling import outside_of_graphs
 from meshwright.compute.tensor.fp8 import narrow
 from meshwright.config import Config, parse_config
@@ -153,6 +157,49 @@ def test_inductor_makes_one_graph_of_all_layers() -> None:
     made, breaks = equals(config, serial("gpt2"), "inductor")
     # One of the layers; of the loss one island, for two numbers of tokens.
     assert (made, breaks) == (3, Counter())
+
+
+def from_disk(mesh: Mesh, config: Config, folder: Path) -> tuple[Any, dict[str, int]]:
+    """What the oracle's `train` returns, and what torch's cache of graphs in a folder did."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    result = train(mesh, config)
+    return result, {what: counters["aot_autograd"][f"autograd_cache_{what}"] for what in ("bypass", "miss", "hit")}
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler here, which Inductor needs on a CPU")
+def test_graphs_are_read_from_disk(tmp_path: Path) -> None:
+    """Another process traces them again, and neither differentiates nor lowers them. Layers with other weights frozen
+    are other graphs, though their forward passes are equal."""
+    config = with_blocks(config_for("gpt2", WHOLE, steps=2, batch={"global": 24, "micro": 6}))
+    frozen = with_field(config, "model.frozen", ("blocks.*.attention.*",))
+    ((one, made), (again, read), (part, other)) = (
+        run_ranks(from_disk, ONE, each, tmp_path, forked=True)[0] for each in (config, config, frozen)
+    )
+    assert (made["bypass"], made["hit"]) == (0, 0)
+    assert read == {"bypass": 0, "miss": 0, "hit": 3}
+    assert other["bypass"] == 0 < other["miss"]
+    check([one], serial("gpt2"))
+    check([again], serial("gpt2"))
+    ((plain, _, _),) = run(with_field(frozen, "compile", "none"))
+    torch.testing.assert_close(part[0], plain[0], rtol=1e-12, atol=0)
+    assert part[0] != one[0]
+
+
+def vectors(mesh: Mesh, config: Config, ours: bool) -> list[tuple[str, str]]:
+    """The vector instructions that Inductor finds on this CPU, by itself or as runs begin to look for them."""
+    if ours:
+        start_compiler("cpu")
+        found = vectors_found().result()
+    else:
+        found = cpu_vec_isa.valid_vec_isa_list()
+    return [(str(isa), isa.build_arch_flags()) for isa in found]
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler here, which Inductor needs on a CPU")
+def test_vector_instructions_are_those_that_the_compiler_finds_by_itself() -> None:
+    config = config_for("gpt2", WHOLE)
+    ((own,), (ours,)) = (run_ranks(vectors, ONE, config, each, forked=True) for each in (False, True))
+    assert ours == own != []
 
 
 IN_FP8: dict[str, dict[str, Any]] = {
