@@ -1,6 +1,10 @@
 """Seconds of a start: until a command answers, until a run's first step begins, and of a core a rank.
 
-    python -m benchmarks.start [--rounds N]
+    python -m benchmarks.start [--rounds N] [--compiled]
+
+`--compiled`: a GPT-2 of four layers of width 768 by `compile`, and seconds that compiling adds to none of it. "Nothing
+on disk" is the first compiled run of a machine; "cold" has the header that all C++ kernels include, which torch keeps
+for all runs, and no graph; "warm" has both.
 
 Each figure is the least of its rounds, since others' work on the machine only adds to it. A run is a GPT-2 of four
 small layers on prepared data. Wall seconds count from the command; a rank's processor seconds are its own process's
@@ -44,6 +48,17 @@ threads: 1
 metrics: {sinks: []}
 """
 
+COMPILED = """
+model: {base: gpt2-small, layers: 4, positions: 128, vocabulary: 300, vocabulary_multiple: 4, dropout: 0}
+data: {source: text.txt, sequence: 128}
+batch: {global: 4}
+layout: {transport: torch}
+steps: 1
+device: cpu
+metrics: {sinks: []}
+"""
+OVER = "until it is over"
+
 
 def train_once(words: list[str], out: str) -> None:
     """The launcher of a run whose ranks are `train_rank`: what `meshwright train` does."""
@@ -54,17 +69,36 @@ def train_once(words: list[str], out: str) -> None:
         mw.train(mw.load("run.yaml", words), out)
 
 
-def first_step(folder: Path, words: list[str], out: Path) -> dict[str, float]:
+def first_step(folder: Path, words: list[str], out: Path, **variables: str) -> dict[str, float]:
     code = f"from benchmarks.start import train_once; train_once({words!r}, {str(out)!r})"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])} | variables
     started = time.time()
     subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
     marks = [json.loads(path.read_text()) for path in out.glob("start-*.json")]
     return {
         "until the first step begins": max(mark["begins"] for mark in marks) - started,
-        "until it is over": max(mark["ends"] for mark in marks) - started,
-        "processor, a rank": max(mark["processor"] for mark in marks),
+        OVER: max(mark["ends"] for mark in marks) - started,
+        **{part: max(mark[part] for mark in marks) for part in marks[0] if part not in ("begins", "ends")},
     }
+
+
+def print_compiled(folder: Path, rounds: Sequence[int]) -> None:
+    (folder / "run.yaml").write_text(COMPILED)
+    plain = [first_step(folder, ["compile=none"], folder / f"none {number}") for number in rounds]
+    print(f"compile=none: {least(plain)}", flush=True)
+    without = min(one[OVER] for one in plain)
+    for compiles in ("islands", "blocks"):
+        starts: dict[str, list[dict[str, float]]] = {"nothing on disk": [], "cold": [], "warm": []}
+        for number in rounds:
+            temporary = folder / f"{compiles} {number}"
+            temporary.mkdir()
+            for state, cache in zip(starts, ("first", "second", "second"), strict=True):
+                variables = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(temporary / cache)}
+                out = folder / f"{compiles} {number} {state}"
+                starts[state].append(first_step(folder, [f"compile={compiles}"], out, **variables))
+        for state, found in starts.items():
+            adds = min(one[OVER] for one in found) - without
+            print(f"compile={compiles}, {state}: adds {adds:.1f} s; {least(found)}", flush=True)
 
 
 def answer(folder: Path, words: Sequence[str]) -> dict[str, float]:
@@ -84,11 +118,16 @@ def least(rounds: Sequence[dict[str, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = range(parser.parse_args().rounds)
+    parser.add_argument("--compiled", action="store_true")
+    arguments = parser.parse_args()
+    rounds = range(arguments.rounds)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "run.yaml").write_text(RUN)
         (folder / "text.txt").write_text("a rank is a process, and a process is a rank.\n" * 2000)
+        if arguments.compiled:
+            print_compiled(folder, rounds)
+            return
         for command, words in COMMANDS.items():
             print(f"{command}: {least([answer(folder, words) for _ in rounds])}", flush=True)
         imported = [answer_of("import meshwright.training.worker") for _ in rounds]

@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
 from meshwright.training import worker as training
 from meshwright.training.loop import Trainer
 
+PARTS = {
+    "forward graphs": "_compile.compile_inner",
+    "of it tracing": "bytecode_tracing",
+    "backward graphs": "backward._backward_impl",
+    "of both loading kernels": "PyCodeCache.load_by_key_path",
+}
+"""Parts of compiling by torch's names. Loading kernels waits for the C++ compiler if they are not on disk."""
+
 
 def worker(rank: Any, out: Path, **arguments: Any) -> None:
-    """Train, and write the seconds at which the first step begins and ends, and the processor seconds before it."""
+    """Train, and write the seconds at which the first step begins and ends, the processor seconds before it, and the
+    seconds of torch's compiler by part."""
     turn = Trainer.turn
 
     def timed(self: Trainer, *words: Any) -> Any:
-        begins = {"processor": time.process_time(), "begins": time.time()}
+        begins = {"processor, a rank": time.process_time(), "begins": time.time()}
         result = turn(self, *words)
-        Path(out, f"start-{rank.mesh.rank}.json").write_text(json.dumps(begins | {"ends": time.time()}))
+        marks = begins | {"ends": time.time()}
+        if "torch._dynamo" in sys.modules:
+            counted = torch._dynamo.utils.compilation_time_metrics
+            marks |= {part: sum(counted.get(name, [])) for part, name in PARTS.items()}
+        Path(out, f"start-{rank.mesh.rank}.json").write_text(json.dumps(marks))
         return result
 
     with patch.object(Trainer, "turn", timed):
