@@ -90,7 +90,7 @@ def print_compiled(folder: Path, rounds: Sequence[int]) -> None:
     for compiles in ("islands", "blocks"):
         starts: dict[str, list[dict[str, float]]] = {"nothing on disk": [], "cold": [], "warm": []}
         for number in rounds:
-            temporary = folder / f"{compiles} {number}"
+            temporary = folder / f"{compiles}-{number}"  # the C++ compiler's command has no quotes
             temporary.mkdir()
             for state, cache in zip(starts, ("first", "second", "second"), strict=True):
                 variables = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(temporary / cache)}

@@ -1,15 +1,17 @@
 """torch's compiler (Inductor) in this process: its caches, and a start ahead of the first graph.
 
-Inductor asks on a CPU which vector instructions compiler and processor have: ten C++ files and as many processes, each
-process also if the files are on disk. Then it compiles the header of all kernels. Both take longer than a layer's
-kernels, and neither depends on a graph. So a thread does both while the model is built and the first graph is traced.
+Inductor asks on a CPU which vector instructions the C++ compiler and the processor have, by ten C++ files and ten
+processes; by the processes also if the files are on disk. Then it compiles the header of all kernels. Neither depends
+on a graph, so a thread does both while the model is built and the first graph is traced.
 
-| work on a CPU                                          | is done by                                                  |
-|--------------------------------------------------------|-------------------------------------------------------------|
-| whether libtorch has AVX2 and AVX-512: 4 files, 8 s    | nobody: every wheel of torch since 2.0 has them             |
-| other vector instructions: 6 files; the header         | a thread, from the first compiled layer or function on      |
-| a graph's kernels, a file each                         | torch's threads, one a core                                 |
-| a layer's graph, which has autograd Functions          | the cache on disk, that of forward and backward together    |
+| work on a CPU                                      | is done by                                                      |
+|----------------------------------------------------|-----------------------------------------------------------------|
+| whether libtorch has AVX2 and AVX-512, 4 of the 10 | nobody: wheels of torch have them (tests/.../test_graphs.py)    |
+| other vector instructions; the header              | a thread, from the first compiled layer or function on          |
+| a graph's kernels, a file each                     | torch's threads, one a core                                     |
+| a layer's forward and backward pass                | the cache on disk, though both have autograd Functions          |
+
+`python -m benchmarks.start --compiled` prints the seconds that a first step waits for.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def start_compiler(device: str) -> Backend:
     import torch._inductor.config
 
     fuse_multiply_adds()
-    # Values set here are this thread's alone, so each rank that is a thread sets them.
+    # These settings are of one thread alone, so each rank that is a thread makes them. A cached graph's key has the
+    # operations of a Function's forward and backward pass.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     if torch._inductor.config.cpp.vec_isa_ok is None:
         torch._inductor.config.cpp.vec_isa_ok = True
