@@ -74,6 +74,11 @@ def test_stages_and_recomputation_bring_the_compiler() -> None:
     words = ((), ("layout.pipeline.size=2",), ("memory.recompute=1",))
     configs = [parse_config({}, (*decided, *more)) for more in words]
     assert [config.ranks().modules for config in configs] == [(), ("torch._dynamo",), ("torch._dynamo",)]
+    inductor = ("torch._inductor.compile_fx", "torch.utils.cpp_extension")
+    compiled = [parse_config({}, (*decided, f"compile={each}")) for each in ("islands", "blocks")]
+    assert [config.ranks().modules for config in compiled] == [inductor, inductor]
+    # Inductor may look for a GPU at its import, and no GPU's rank may be forked from a process that has.
+    assert parse_config({}, ("device=cuda", *decided[1:], "compile=blocks")).ranks().modules == ()
 
 
 def stay_behind(rank: Rank, folder: Path) -> bool:
