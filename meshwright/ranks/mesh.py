@@ -81,6 +81,11 @@ class Mesh:
         return "cpu" if self.device.type == "meta" else self.device.type
 
     @property
+    def capability(self) -> tuple[int, int] | None:
+        """Return the GPU's compute capability, major and minor; None on a CPU."""
+        return torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
+
+    @property
     def world(self) -> Comm:
         """All ranks."""
         return self.comm(*self.grid.names)

@@ -130,20 +130,27 @@ class PlannedMesh(Mesh):
     """Rows that this rank's experts receive, over the rows of an even router."""
     whole_logits: bool = False
     """Whether the program holds all logits of a microbatch at once."""
+    of_capability: tuple[int, int] | None = None
+    """The compute capability of the GPU that the job is planned for."""
 
     @property
     def device_type(self) -> str:
         """Return the type of device that the job is planned for."""
         return self.stands_for
 
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """Return the compute capability of the GPU that the job is planned for; None on a CPU."""
+        return self.of_capability
+
 
 def planned_mesh(
     grid: Grid, rank: int, token_axes: tuple[str, ...], stands_for: str = "cpu", observer: Observer = unobserved,
-    imbalance: float = 1.0, *, whole_logits: bool = False,
+    imbalance: float = 1.0, *, whole_logits: bool = False, capability: tuple[int, int] | None = None,
 ) -> PlannedMesh:  # fmt: skip
     """Make a planned rank's mesh. `observer`: is called with every collective; the others: as PlannedMesh has them."""
     transport = LedgerTransport(observer)
     return PlannedMesh(
         grid, rank, torch.device("meta"), transport, token_axes, grid.world_size, stands_for=stands_for,
-        imbalance=imbalance, whole_logits=whole_logits,
+        imbalance=imbalance, whole_logits=whole_logits, of_capability=capability,
     )  # fmt: skip

@@ -315,7 +315,8 @@ class Experts(nn.Module):
 
     def grouped(self, x: Tensor) -> bool:
         """Whether one kernel multiplies the rows x [R, H] of all experts. Where not, the host knows each one's rows."""
-        if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] not in GROUPED:
+        capability = self.mesh.capability
+        if capability is None or capability[0] not in GROUPED:
             return False
         weights = self.expand.weight, self.contract.weight
         widths = (self.shape.hidden, self.contract.weight.shape[1])
@@ -331,7 +332,7 @@ class Experts(nn.Module):
             return [[len(x) // here] * here if counts is None else counts.sum(0).tolist()]
         if counts is None:
             return torch.arange(1, here + 1, dtype=torch.int32, device=x.device) * (len(x) // here)
-        return counts.sum(0).cumsum(0).int()
+        return counts.sum(0).cumsum(0).int().to(x.device)  # a plan has the numbers of rows on the host
 
     def outputs(self, x: Tensor, runs: Runs) -> Tensor:
         """Return the outputs of this rank's experts, in each run for these numbers of rows of x [R, H], in order."""

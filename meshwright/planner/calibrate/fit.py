@@ -70,6 +70,7 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
     return Device.model_validate(
         {
             "kind": kind,
+            "capability": tuple(map(int, points["capability"][0])) if kind == "cuda" else None,
             "memory": memory,
             "reserved": int(points["reserved"][0][0]),
             "staged": int(points["staged"][0][0]),

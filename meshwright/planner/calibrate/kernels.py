@@ -78,6 +78,7 @@ def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, 
         free, total = torch.cuda.mem_get_info(device)
         context = total - free - torch.cuda.memory_reserved(device)
     points |= {
+        "capability": [torch.cuda.get_device_capability(device)] if device.type == "cuda" else [],
         "reserved": [(context, 0.0)],
         "staged": [(staged, 0.0)],
         f"product {curve}": [(side, _product_seconds(effort, timer, side, DTYPES[curve])) for side in effort.sides],

@@ -24,8 +24,8 @@ LENDERS = (
 """The cluster whose device lends, by kind and a dtype of the peak that tells the class; the first that fits."""
 
 _LENT = (
-    "kind", "memory", "peak", "efficiency", "efficiency_low", "attention", "attentions", "norms", "bandwidth", "launch",
-    "issue", "part", "elements", "reserved", "workspaces", "unseen", "host_link", "disk",
+    "kind", "capability", "memory", "peak", "efficiency", "efficiency_low", "attention", "attentions", "norms",
+    "bandwidth", "launch", "issue", "part", "elements", "reserved", "workspaces", "unseen", "host_link", "disk",
 )  # fmt: skip
 
 COPIED = 0.87

@@ -62,6 +62,9 @@ class Device(Section):
 
     kind: Literal["cpu", "cuda"]
     """cuda: a GPU, with a host that issues kernels. cpu: cores."""
+    capability: tuple[int, int] | None = None
+    """A GPU's compute capability, [9, 0] of an H100, by which layers choose kernels (experts in one product); null: a
+    device without any."""
     like: str | None = None
     """The shipped cluster whose device lends what is left out; by default one of its class, by the peak's dtypes."""
     memory_bytes: Size = Field(alias="memory")

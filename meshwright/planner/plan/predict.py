@@ -96,7 +96,7 @@ class Planner:
         device = self.cluster.device
         attention = self.software.attention or ("torch" if device.attention_efficiency is None else "fused")
         self.software = self.software.model_copy(update={"attention": attention})
-        self.recordings = Recordings(self.cluster.device.kind, self.software)
+        self.recordings = Recordings(device.kind, self.software, device.capability)
         self.site = Site(self.cluster, self.software)
 
     def on(self, cluster: Cluster) -> Planner:

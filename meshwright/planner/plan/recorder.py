@@ -174,10 +174,14 @@ def place(microbatch: int, num_microbatches: int) -> int:
     return min(microbatch, 1)
 
 
-_FLAT = frozenset(["mm", "addmm", "addmm_"])
+_GROUPED = "_grouped_mm"
+"""The products of all experts by one kernel."""
+_FLAT = frozenset(["mm", "addmm", "addmm_", _GROUPED])
 """Products of linears, which run in FP8; attention's batched products do not."""
 _FUSED = frozenset(["special", "random", "norm", "norm back", "cast", "element"])
-_PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "baddbmm_": 1, "_scaled_mm": 0}
+_PRODUCTS = {
+    "mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "baddbmm_": 1, "_scaled_mm": 0, _GROUPED: 0,
+}  # fmt: skip
 """Products of matrices: index of the argument that is the first factor."""
 CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
 """Convolutions: products in multiples of a forward pass."""
@@ -554,6 +558,11 @@ def _kernel(op: Any, name: str, args: tuple[Any, ...], given: list[Tensor], resu
 
 def _products(name: str, args: tuple[Any, ...]) -> tuple[float, float, int]:
     """Floating-point operations, the cube root of a product's three sizes, and how many such there are in a batch."""
+    if name == _GROUPED:
+        # [R, K] x [n, K, N], rows cut by expert; or [K, R] x [R, N], a gradient of the weights, sums cut by expert.
+        (x, weight), members = args[:2], len(args[2])
+        products = x.numel() * weight.shape[-1]
+        return 2.0 * products, (products / members) ** (1 / 3), members
     if name in _PRODUCTS:
         first = _PRODUCTS[name]
         *batch, rows, inner = args[first].shape

@@ -11,7 +11,7 @@ the last layer of a group need not be computed again to its end.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -40,7 +40,7 @@ from meshwright.planner.plan.software import OWN_SOFTWARE, Software
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import TensorMeta
-from meshwright.ranks.mesh import solo_mesh
+from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.strategies.memory.activations import run_by_policy
 from meshwright.strategies.memory.section import EVERY, Group
 from meshwright.strategies.pipeline.stage import Stage
@@ -129,12 +129,14 @@ def check_recorded(config: Config) -> None:
 class Recordings:
     """Records the parts that it is asked for, and remembers them.
 
-    Of a device they depend on its kind, and of a run's software on what it does in a layer (software.py). What is sent,
-    and held of parameters, is the same on all.
+    Of a device they depend on its kind and its capability, and of a run's software on what it does in a layer
+    (software.py). What is sent, and held of parameters, is the same on all.
     """
 
     kind: str = "cpu"
     software: Software = OWN_SOFTWARE
+    capability: tuple[int, int] | None = None
+    """A GPU's compute capability."""
     recorded: list[Recording] = field(default_factory=list)
     """All that have been made."""
 
@@ -190,7 +192,8 @@ class Recordings:
         recorder = software.recorder(fuses=layers and software.fuses(config, self.kind), layers=layers)
         compiles = compiled_on(config, self.kind) if software.compiles else "none"
         config = config.model_copy(update={"compile": compiles})
-        self.recorded.append(_record(config, recorder, on_device, chunk, incoming, software, splits, learns))
+        mesh = partial(software.mesh, kind=self.kind, capability=self.capability, recorder=recorder)
+        self.recorded.append(_record(config, recorder, on_device, chunk, incoming, mesh, splits, learns))
         return self.recorded[-1]
 
 
@@ -228,12 +231,12 @@ def parameters_in(model: nn.Module) -> tuple[Parameter, ...]:
 
 
 def _record(
-    config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Chunk, incoming: Forms, software: Software,
-    splits: bool, learns: bool,
+    config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Chunk, incoming: Forms,
+    mesh_of: Callable[[Grid, tuple[str, ...]], Mesh], splits: bool, learns: bool,
 ) -> Recording:  # fmt: skip
     """Run a part's tasks for each place of a microbatch, on one replica and stage: compose.py adds what these send."""
     layout, policy = config.layout, config.memory.policy
-    mesh = software.mesh(Grid(layout.axes, config.copies), layout.token_axes, on_device.device_type, recorder)
+    mesh = mesh_of(Grid(layout.axes, config.copies), layout.token_axes)
     kit, sync = build_kit(config, mesh), layout.data.strategy
     model = build_model(config, kit, mesh, chunk)
     run_by_policy(config, mesh, model, [Group(chunk.layers, wrapped=policy.by_groups)])

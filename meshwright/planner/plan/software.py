@@ -41,6 +41,9 @@ class Software(Section):
     """A fused attention's generation, of which a device knows the pace (Device.attentions); None: torch's."""
     heads: Literal["together", "apart"] = "together"
     """Whether one kernel works on all heads, or each head has its own."""
+    experts: Literal["together", "apart"] = "together"
+    """Whether a GPU with torch's grouped product multiplies all experts' rows by one kernel, or each expert has its
+    own."""
     gelu: Literal["fused", "steps"] = "fused"
     """A kernel of its own, which torch has of GPT-2's since 1.12, or eight."""
     fuses_dropout: bool = False
@@ -109,10 +112,15 @@ class Software(Section):
             norms_in_steps=self.norms == "steps",
         )
 
-    def mesh(self, grid: Grid, token_axes: tuple[str, ...], kind: str, recorder: Recorder) -> Mesh:
-        """The first rank's mesh of a planned job on a kind of device, whose collectives the recorder writes down."""
-        whole = self.logits == "whole"
-        return planned_mesh(grid, 0, token_axes, kind, recorder.started, self.imbalance, whole_logits=whole)
+    def mesh(
+        self, grid: Grid, token_axes: tuple[str, ...], kind: str, capability: tuple[int, int] | None, recorder: Recorder
+    ) -> Mesh:
+        """The first rank's mesh of a planned job on a kind of device and of a GPU's compute capability, whose
+        collectives the recorder writes down."""
+        return planned_mesh(
+            grid, 0, token_axes, kind, recorder.started, self.imbalance, whole_logits=self.logits == "whole",
+            capability=capability if self.experts == "together" else None,
+        )  # fmt: skip
 
     def apart_bytes(self, config: Config, half_bytes: int) -> int:
         """Bytes of half-precision gradients that stay beside their float32 sums; `half_bytes`: of all of them."""

@@ -96,6 +96,7 @@ def test_what_a_gpu_takes_has_no_part_of_its_hosts() -> None:
     points = device_points() | {
         "launch": [(1, issue)],
         "graph": [(1, launch)],
+        "capability": [(9.0, 0.0)],
         "tiny": [(1, issue / 2)],
         "product bf16": [(side, 2 * side**3 / (7e14 * part)) for side, part in EFFICIENCY.items()],
         "product float64": [(1024, 2 * 1024**3 / (0.8 * 6e13))],
@@ -106,6 +107,7 @@ def test_what_a_gpu_takes_has_no_part_of_its_hosts() -> None:
     del points["product float32"]
     device = fit_device("cuda", 2**36, points)
     assert (device.issue_seconds, device.launch_seconds) == (issue, launch)
+    assert device.capability == (9, 0)
     assert device.peak_flops_per_second == {"bf16": 7e14, "float64": pytest.approx(6e13, rel=1e-3)}
     assert device.bandwidth_bytes_per_second[-1] == (2**30, pytest.approx(3e12, rel=1e-3))
     assert device.seconds_per_element["special"] == pytest.approx(1e-12, rel=0.02)

@@ -115,7 +115,7 @@ def test_sections_that_are_missing_or_none(tmp_path: Path) -> None:
     name, device, torch, mpi = str(caught.value).split("\n")
     assert name == "name=3 is not a text; valid: a text"
     assert device.startswith(
-        "device is missing; valid: a section with the keys kind, like, memory, reserved, workspaces, staged,"
+        "device is missing; valid: a section with the keys kind, capability, like, memory, reserved, workspaces,"
     )
     assert torch == f"links.torch=3 is not a section; valid: {links}"
     assert mpi == f"links.mpi.levels.0=1 is not a section; valid: {level}"
