@@ -123,6 +123,7 @@ def calibrate(out: Path, machine: MeasuredMachine, effort: Effort, report: ShowP
             source=source_of(machine),
             device=device,
             devices_per_node=machine.devices,
+            host_memory_bytes=None if on_cpu else memory_bytes(),
             cores=machine.devices if machine.kind == "cpu" else None,
             turns=tuple(turns) or None,
             links=cast(Any, links),

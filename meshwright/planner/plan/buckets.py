@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -32,25 +32,29 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.strategies.data_parallel.assembly import bucket_bytes
 from meshwright.strategies.data_parallel.strategy import BucketBytes, HeldBytes, Policy, Synchroniser
-from meshwright.strategies.memory.offload import SINGLE, master_bytes, moment_bytes, state_bytes
+from meshwright.strategies.memory.offload import SINGLE, kept_bytes, master_bytes, moment_bytes, state_bytes
 from meshwright.strategies.optim.section import Update
 from meshwright.strategies.optim.states import by_rule, stepped_together
+
+if TYPE_CHECKING:
+    from meshwright.planner.plan.site import Site
 
 
 @dataclass(frozen=True)
 class PlannedBucket:
     """A bucket of gradients. `names`: its parameters'; `num_elements`: with its padding; `stepped_elements`: those that
-    this rank's optimizer steps; `matrices`: the shape of each matrix among them, of a rule that steps matrices;
-    `blocks`: it is summed behind the backward pass; `summed_in`: its gradients' type. `slices`: its gradients are
-    slices: `reduce` then runs for each microbatch, but once if the bucket `waits` for the step's end; `across` sums
-    slices that other ranks have too, once. Where weights are slices, too, `gather` brings them together, and
-    `parts_back` are the parts of the model that read them going backward."""
+    this rank's optimizer steps; `ranks`: that sum its gradients; `matrices`: the shape of each matrix among them, of a
+    rule that steps matrices; `blocks`: it is summed behind the backward pass; `summed_in`: its gradients' type.
+    `slices`: its gradients are slices: `reduce` then runs for each microbatch, but once if the bucket `waits` for the
+    step's end; `across` sums slices that other ranks have too, once. Where weights are slices, too, `gather` brings
+    them together, and `parts_back` are the parts of the model that read them going backward."""
 
     kind: BucketKey
     summed_in: torch.dtype
     names: tuple[str, ...]
     num_elements: int
     stepped_elements: int
+    ranks: int
     matrices: tuple[tuple[int, ...], ...]
     blocks: bool
     parts_back: frozenset[int]
@@ -77,6 +81,11 @@ class PlannedBucket:
     def master_bytes(self, config: Config) -> int:
         """Bytes of an element's float32 master, where weights are halves that have one."""
         return master_bytes(config.optimizer, self.kind.dtype) if self.kind.rule.trained else 0
+
+    def stored_bytes(self, config: Config) -> int:
+        """Bytes of this rank's slot in a checkpoint: weights or their masters, and moments."""
+        weights = self.stepped_elements * (self.master_bytes(config) or self.kind.dtype.itemsize)
+        return weights + sum(moment_bytes(config.optimizer, self.stepped)) * self.kind.rule.trained
 
     def touched_bytes(self, config: Config, device_type: str) -> int:
         """Bytes that the norm and the optimizer's step read and write: weight and moments twice, gradients once in
@@ -194,8 +203,8 @@ class Buckets:
             summing = mesh.comm(*(axis for axis in kind.sum_axes if axis not in policy.apart))
             matrices = _stepped_matrices(kind, shapes, summing.index if stepped else None)
             buckets.append(PlannedBucket(
-                kind, summed_in, names, num_elements, stepped, matrices, policy.blocks, parts_back, waits, sync.slices,
-                *programs,
+                kind, summed_in, names, num_elements, stepped, math.prod(sizes), matrices, policy.blocks, parts_back,
+                waits, sync.slices, *programs,
             ))  # fmt: skip
         return buckets
 
@@ -295,10 +304,9 @@ def streams(config: Config) -> bool:
     return config.memory.offload.to != "none" and not waits
 
 
-def memory_of(
-    config: Config, buckets: Sequence[PlannedBucket], peak: Peak, context_bytes: int, software: Software
-) -> Memory:
+def memory_of(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, site: Site) -> Memory:
     """The memory of a rank with these buckets, whose tasks hold so much at most."""
+    software, (host, host_of_node) = site.software, host_bytes(config, buckets, peak, site)
     held = held_of(config, buckets)
     # They exist when the tasks' memory is gone: so the larger of the two counts, not the sum.
     widened = max(map(sum, widened_together(config, buckets, software)), default=0)
@@ -310,9 +318,31 @@ def memory_of(
         state_bytes(config, slots_of(buckets)),
         activations,
         most - activations,
-        context_bytes,
-        host=peak.host_bytes,
+        site.context(config),
+        host=host,
+        host_of_node=host_of_node,
     )
+
+
+def host_bytes(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, site: Site) -> tuple[int, int]:
+    """Bytes that a rank has in host memory apart from its device, and all ranks of a node if all have as much.
+
+    They are activations, offloaded states, and what a GPU's checkpoint is copied into (checkpoint/staging.py). Of ranks
+    with equal slots one copies; how many of a node do so is taken to be their share of all ranks.
+    """
+    each = peak.host_bytes
+    if site.cluster.device.kind == "cpu":  # whose memory is the host's
+        return each, 0
+    if config.memory.offload.to == "host":
+        each += kept_bytes(config.optimizer, slots_of(buckets))
+    copied = [bucket.stored_bytes(config) for bucket in buckets]
+    share = sum(
+        size * bucket.num_elements / (bucket.ranks * bucket.stepped_elements)
+        for size, bucket in zip(copied, buckets, strict=True)
+        if size
+    )
+    ranks = min(config.layout.world_size, site.cluster.devices_per_node)
+    return each + sum(copied), max(each + sum(copied), round(ranks * (each + share)))
 
 
 def widened_together(config: Config, buckets: Sequence[PlannedBucket], software: Software) -> Iterator[list[int]]:

@@ -209,6 +209,8 @@ class Cluster(Section):
     """The device of a rank."""
     devices_per_node: Positive
     """Devices of a node."""
+    host_memory_bytes: Size | None = Field(default=None, alias="host_memory")
+    """Bytes of a node's host memory beside its GPUs, which its ranks share; null: no layout is refused for it."""
     cores: Positive | None = None
     """How many ranks of a node compute at once; more take turns. null: each rank has a device of its own."""
     turns: Curve | None = None

@@ -154,7 +154,8 @@ class Estimates:
         if memory.total > device.memory_bytes:  # nobody needs to know of buckets
             return memory, 0
         buckets = self._buckets_of_fullest(config, partition)
-        memory = memory_of(config, buckets, Peak(0, 0), context, self.planner.software)
+        ordered = replaced(config, "layout.order", "auto", WIDENS)  # how many ranks there are is the same in each
+        memory = memory_of(ordered, buckets, Peak(0, 0), self.planner.site)
         return memory, held_of(config, buckets).passing
 
     @remembered(*PARTS, "micro", "num_microbatches", WIDENS, "memory.recompute", "layout.pipeline")

@@ -14,7 +14,7 @@ from meshwright.config.layout import ContextParallel, Layout
 from meshwright.config.registry import entries
 from meshwright.config.section import divisors, field_of, with_field
 from meshwright.planner.plan.buckets import streams
-from meshwright.planner.plan.memory import Memory, verdict
+from meshwright.planner.plan.memory import Memory, fits, lacks_host, verdict
 from meshwright.planner.plan.remembered import PARTS, remembered
 from meshwright.planner.plan.site import transport_on
 from meshwright.planner.plan.space import (
@@ -196,21 +196,21 @@ class Evaluator:
         return False
 
     def may_fit(self, config: Config) -> bool:
-        """Whether a layout's estimated memory fits into a device."""
-        fits = self.models.weights_memory(config).total <= self.job.cluster.device.memory_bytes
-        return fits and self.models.estimated_memory(config).total <= self.job.cluster.device.memory_bytes
+        """Whether a layout's estimated memory fits."""
+        some = fits(self.models.weights_memory(config), self.job.cluster)
+        return some and fits(self.models.estimated_memory(config), self.job.cluster)
 
     def predict_or_memory(self, config: Config, cutoff: float = math.inf) -> Prediction | Memory | None:
         """The prediction if the layout fits, else the memory that does not; None where the step takes `cutoff` seconds
         or more."""
         memory = self.models.planner.least_memory(config)
-        if memory.total > self.job.cluster.device.memory_bytes:
+        if not fits(memory, self.job.cluster):
             return memory
         # The replay of allocations takes longer than the clock, so the clock decides first.
         if cutoff < math.inf and self.models.planner.seconds(config) >= cutoff:
             return None
         prediction = self.models.planner.predict(config)
-        return prediction if prediction.fullest.total <= self.job.cluster.device.memory_bytes else prediction.fullest
+        return next((memory for memory in prediction.memory if not fits(memory, self.job.cluster)), prediction)
 
     def _may_be_fast(self, config: Config, found: SearchState, cutoff: float) -> bool:
         """Whether the lower bound of a layout's seconds, over all orders of its axes, is below `cutoff`."""
@@ -247,12 +247,13 @@ class Evaluator:
         if not self._has_room(config, found) or self._gathers_for_nothing(config):
             return ()
         memory = self.models.estimated_memory(config)
-        if memory.total <= self.job.cluster.device.memory_bytes:
+        if fits(memory, self.job.cluster):
             return (memory,)
         found.count(config)
         found.unfit += 1
         found.include_runner_up(RunnerUp(strategy_of(config), config, memory, whole=True))
-        if memory.total <= (1 + MAX_EXCESS_SHARE) * self.job.cluster.device.memory_bytes:
+        most = (1 + MAX_EXCESS_SHARE) * self.job.cluster.device.memory_bytes
+        if memory.total <= most and not lacks_host(memory, self.job.cluster):
             seconds = self.models.estimated_seconds(config)
             if found.nearly_fits is None or seconds < found.nearly_fits[0]:
                 found.nearly_fits = seconds, config, memory
@@ -270,7 +271,7 @@ class Evaluator:
             name for name, sync in entries("syncs").items() if sync.candidate and sync.slices and not sync.gathers
         )
         whole = with_field(config, "layout.data.sync", name)
-        if self.models.weights_memory(whole).total > self.job.cluster.device.memory_bytes:
+        if not fits(self.models.weights_memory(whole), self.job.cluster):
             return False
         # Estimates of memory may be 1 - SURE too low; the verdict "fits" leaves more than this free.
         return verdict(self.models.estimated_memory(whole), self.job.cluster) == "fits"
@@ -278,7 +279,7 @@ class Evaluator:
     def _has_room(self, config: Config, found: SearchState) -> bool:
         """Whether weights, gradients and states alone fit."""
         weights = self.models.weights_memory(config)
-        if weights.total <= self.job.cluster.device.memory_bytes:
+        if fits(weights, self.job.cluster):
             return True
         found.count(config)
         found.too_full += 1

@@ -11,7 +11,7 @@
 | context       | what the cluster says that a process holds before its first tensor, and libraries' workspaces     |
 | cached        | the allocator's beyond tensors: segments in pieces, memory that was freed (process.py)            |
 | communicators | buffers of NCCL                                                                                   |
-| host          | activations in host memory, of a policy that moves them there: not on the device, so in no total  |
+| host          | activations and states moved there, and a GPU's checkpoint while it is written: in no total       |
 | read          | other ranks' gradients in memory that ranks share: resident in each, there once, so in no total   |
 """
 
@@ -95,6 +95,8 @@ class Memory:
     cached: int = 0
     communicators: int = 0
     host: int = 0
+    host_of_node: int = 0
+    """Bytes in host memory of all ranks of a node."""
     read: int = 0
 
     @property
@@ -120,7 +122,7 @@ class Memory:
     @property
     def parts(self) -> dict[str, int]:
         """Bytes by part; together they are `total`."""
-        return {part: size for part, size in asdict(self).items() if part not in ("host", "read")}
+        return {part: size for part, size in asdict(self).items() if part not in ("host", "host_of_node", "read")}
 
     @property
     def text(self) -> str:
@@ -138,10 +140,28 @@ class Footprint:
     reserved: int
 
 
+def fits(memory: Memory, cluster: Cluster) -> bool:
+    """Whether a rank's memory fits into its device, and that of a node's ranks into the node's host memory."""
+    return memory.total <= cluster.device.memory_bytes and not lacks_host(memory, cluster)
+
+
+def lacks_host(memory: Memory, cluster: Cluster) -> bool:
+    """Whether the ranks of a node need more host memory than the cluster says that a node has."""
+    return cluster.host_memory_bytes is not None and memory.host_of_node > cluster.host_memory_bytes
+
+
+def missing(memory: Memory, cluster: Cluster) -> str:
+    """`1.20 GB are missing`: of the device's memory, or of a node's host memory."""
+    if memory.total <= cluster.device.memory_bytes and cluster.host_memory_bytes is not None:
+        lacking = bytes_text(memory.host_of_node - cluster.host_memory_bytes)
+        return f"{lacking} of the {bytes_text(cluster.host_memory_bytes)} of a node's host memory are missing"
+    return f"{bytes_text(memory.total - cluster.device.memory_bytes)} are missing"
+
+
 def verdict(memory: Memory, cluster: Cluster) -> Fullness:
     """Whether a rank's memory fits: `tight` where it would not if processes hold as much more than is predicted as they
     were measured to (Device.unpredicted_share, or of a program's own rows: KnownMemory)."""
     device = cluster.device
-    if memory.total > device.memory_bytes:
+    if not fits(memory, cluster):
         return "does not fit"
     return "tight" if memory.total * (1 + device.unpredicted_share) > device.memory_bytes else "fits"

@@ -17,7 +17,7 @@ from meshwright.config.section import with_field
 from meshwright.planner.plan.buckets import Buckets, held_of, slots_of, streams
 from meshwright.planner.plan.cluster import Cluster
 from meshwright.planner.plan.compose import Composition, StagePlan, compose_stages
-from meshwright.planner.plan.memory import Memory
+from meshwright.planner.plan.memory import Memory, fits
 from meshwright.planner.plan.passes import Passes, PlannedStep, finish
 from meshwright.planner.plan.process import held_by_processes
 from meshwright.planner.plan.recordings import Recordings, check
@@ -77,7 +77,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        return self.worst_memory <= self.cluster.device.memory_bytes
+        return all(fits(memory, self.cluster) for memory in self.memory)
 
 
 @dataclass

@@ -33,7 +33,7 @@ from meshwright.planner.plan.answer import (
 from meshwright.planner.plan.evaluator import RunnerUp
 from meshwright.planner.plan.foreign import foreign_words
 from meshwright.planner.plan.fp8 import width_sentence
-from meshwright.planner.plan.memory import CONTEXT, bytes_text, verdict
+from meshwright.planner.plan.memory import CONTEXT, bytes_text, missing, verdict
 from meshwright.planner.plan.predict import Prediction
 from meshwright.planner.plan.search import SearchResult, layout_text
 from meshwright.planner.plan.software import OWN, OWN_SOFTWARE
@@ -222,6 +222,7 @@ def figures_of(one: Prediction) -> dict[str, Any]:
         "phases": one.phases,
         "memory": one.fullest.parts,
         "held": one.fullest.held,
+        "host_memory": one.fullest.host,
         "verdict": verdict(one.fullest, one.cluster),
     }
 
@@ -265,6 +266,8 @@ def _memory(result: SearchResult) -> Table:
             table.add_row(name, *map(bytes_text, sizes), style="bold")
         table.add_row(f"  {CONTEXT if part == 'context' else part}", *(bytes_text(each[part]) for each in parts))
     table.add_row("what its process holds", *(bytes_text(one.worst_memory) for one in shown), style="bold")
+    if any(one.fullest.host for one in shown):
+        table.add_row("in host memory, beside it", *(bytes_text(one.fullest.host) for one in shown))
     return table
 
 
@@ -301,6 +304,8 @@ def why(runner_up: RunnerUp, best: Prediction) -> str:
         # The largest part is what a reader could do something about.
         most = max(parts, key=lambda part: parts[part])
         alone = "" if runner_up.whole else " before it computes anything"
+        if runner_up.memory.total <= best.cluster.device.memory_bytes:
+            return f"does not fit: {missing(runner_up.memory, best.cluster)}"
         device = bytes_text(best.cluster.device.memory_bytes)
         needs = f"{bytes_text(runner_up.memory.total)} of {device}{alone}"
         return f"does not fit: {needs}, most for {most} ({bytes_text(parts[most])})"

@@ -54,7 +54,7 @@ from meshwright.planner.plan.evaluator import (
     round_of,
     strategy_of,
 )
-from meshwright.planner.plan.memory import Memory, bytes_text, verdict
+from meshwright.planner.plan.memory import Memory, bytes_text, lacks_host, missing, verdict
 from meshwright.planner.plan.predict import Planner, Prediction
 from meshwright.planner.plan.software import Program
 from meshwright.planner.plan.space import SearchJob, as_messages, families, own_layout
@@ -310,14 +310,15 @@ class _Search:
         """The error that names the layout that lacks the least memory, and how much."""
         job, closest = self.evaluator.job, min(self.found.closest.values(), key=lambda one: one.excess)
         device = job.cluster.device.memory_bytes
-        needs = f"{closest.memory.text}; {bytes_text(closest.memory.total - device)} are missing"
+        needs = f"{closest.memory.text}; {missing(closest.memory, job.cluster)}"
         alone = "" if closest.whole else " before it computes anything"
         rule = (
             f"has {bytes_text(device)} a device, and none of {self.found.legal:,} legal layouts on {job.devices} "
             f"fits: the closest, {layout_text(closest.config)}, needs {bytes_text(closest.memory.total)}{alone} "
             f"({needs})"
         )
-        return ConfigError.of("--cluster", job.cluster.name, rule, "more --devices, or a smaller model")
+        elsewhere = " memory.offload.to=none or disk," * lacks_host(closest.memory, job.cluster)
+        return ConfigError.of("--cluster", job.cluster.name, rule, f"more --devices,{elsewhere} or a smaller model")
 
     def _gather(self, own: Sequence[Config]) -> None:
         """Queue the layouts of one round whose estimates fit and are below the cutoff."""

@@ -68,7 +68,7 @@ class TimedRun(Composition):
         for stage, (peak, plan) in enumerate(zip(passes.peaks, self.stages, strict=True)):
             beside = self.awaited_bytes(stage) + plan.apart_bytes(self.config) + self.software.buffers_bytes
             most, buckets = replace(peak, total_bytes=peak.total_bytes + beside), self.buckets[self.like[stage]]
-            memory.append(memory_of(self.config, buckets, most, self.site.context(self.config), self.software))
+            memory.append(memory_of(self.config, buckets, most, self.site))
         return tuple(memory)
 
     def awaited_bytes(self, stage: int) -> int:

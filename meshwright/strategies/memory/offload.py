@@ -56,16 +56,18 @@ def master_bytes(settings: OptimizerSection, stored: torch.dtype) -> int:
     return 0 if master == stored else master.itemsize
 
 
+def kept_bytes(settings: OptimizerSection, slots: Sequence[SlotSize]) -> int:
+    """Masters and moments of slots, on the device or off it."""
+    return sum(slot.elements * master_bytes(settings, slot.dtype) + sum(moment_bytes(settings, slot)) for slot in slots)
+
+
 def state_bytes(config: Config, slots: Sequence[SlotSize], *, on_cpu: bool = False) -> int:
     """Masters and moments on the device: all of them, or with offload the two half-buckets of the staging.
 
     `slots`: those that a rank's optimizer steps. `on_cpu`: the device's memory is the host's, where an offloaded
     optimizer's store lies as well.
     """
-    settings = config.optimizer
-    everything = sum(
-        slot.elements * master_bytes(settings, slot.dtype) + sum(moment_bytes(settings, slot)) for slot in slots
-    )
+    everything = kept_bytes(config.optimizer, slots)
     if config.memory.offload.to == "none":
         return everything
     longest = max((slot.elements for slot in slots), default=0)

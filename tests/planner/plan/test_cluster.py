@@ -79,7 +79,7 @@ def test_all_mistakes_by_field(tmp_path: Path) -> None:
             "device.elements.dear=dear is an unknown key; valid: special, random",
             "devices_per_node=0 is less than 1; valid: a whole number >= 1",
             "core=2 is an unknown key (did you mean cores?); "
-            "valid: name, source, checked, device, devices_per_node, cores, turns, links",
+            "valid: name, source, checked, device, devices_per_node, host_memory, cores, turns, links",
             "links.torch.levels.1.bandwidth is missing; valid: a number > 0",
             f"links.torch.levels.1.bandwith=10000000000.0 is an unknown key (did you mean bandwidth?); valid: {level}",
             "links.torch.measured.0.verb=all_reduced is none of the choices (did you mean all_reduce?); "
