@@ -48,9 +48,9 @@ def resolved(config: Config) -> Config:
     return resolve_layout(config, PLENTY, Weightless()).config
 
 
-def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
+def build(config: Config, mesh: Mesh, folder: Path = Path(), *, drawn: bool = True) -> Parts:
     """`parts.build` of a config that may say auto. A word that says measured is resolved before ranks start."""
-    return build_resolved(resolved(config), mesh, folder)
+    return build_resolved(resolved(config), mesh, folder, drawn=drawn)
 
 
 def counted_step(config: Config, rank: int = 0) -> Parts:

@@ -105,8 +105,9 @@ class Parts:
         ]
 
 
-def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
-    """Build one rank's parts of a run. `config`: resolved; `folder`: the run's, for optimizer states on disk."""
+def build(config: Config, mesh: Mesh, folder: Path = Path(), *, drawn: bool = True) -> Parts:
+    """Build one rank's parts of a run. `config`: resolved; `folder`: the run's, for optimizer states on disk; `drawn`:
+    whether initial values are drawn, which a checkpoint's would replace (checkpoint/restore.py)."""
     precision.choose_kernels(config, mesh.device)
     stages = plan_stages(config, mesh)
     chunks = stages.of(mesh.index(PIPE))
@@ -121,7 +122,7 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     exact = load_entry(LAYOUT_FREE)(config, mesh, model.inside) if config.bits.layout_free else None
     fixed, portions = (None, None) if exact is None else (exact.fixed, exact.portions)
     using = partial(parts_using, config, mesh, model.chunk)
-    strategy = build_strategy(config, mesh, model, stages.specs, chunks, using, fixed)
+    strategy = build_strategy(config, mesh, model, stages.specs, chunks, using, fixed, drawn=drawn)
     # After the strategy, whose buckets the layers write gradients into.
     use_gradients(model, strategy.gradients)
     if exact is not None:

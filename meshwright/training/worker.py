@@ -89,7 +89,7 @@ def train_rank(
     opened = replace(opened, notes=(*notes, *opened.notes))
     dump = asked.model_dump(mode="json", by_alias=True)
     origin = Origin(dump, name, config.data.fingerprint(data), resolved_fields(asked, config))
-    parts = build(config, mesh, out)
+    parts = build(config, mesh, out, drawn=step is None)
     _Run(parts, opened, out, frozenset(trace), origin, StepTeller(follow)).train(
         rank.stop, step, resume=resume, attempt=attempt, live=environment.launched
     )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.ranks.launch import Rank
+from meshwright.strategies.data_parallel import assembly
 from meshwright.strategies.optim.optimizer import Optimizer
 from meshwright.training import loop, worker
 from meshwright.training import step as step_module
@@ -72,6 +73,13 @@ def killed(rank: Rank, *, moment: str, victim: int, **arguments: Any) -> None:
     doomed = rank.environment.rank == victim and rank.environment.attempt == 0
     with patch.object(owner, name, deed) if doomed else nullcontext():
         worker.train_rank(rank, **arguments)
+
+
+def counting(rank: Rank, *, counts: Path, **arguments: Any) -> None:
+    """The number of parameters of each rank whose initial values are drawn is a file's text."""
+    with patch.object(assembly, "draw_values", wraps=assembly.draw_values) as drawing:
+        worker.train_rank(rank, **arguments)
+    (counts / str(rank.environment.rank)).write_text(str(drawing.call_count))
 
 
 def interrupting(rank: Rank, *, launcher: int, **arguments: Any) -> None:

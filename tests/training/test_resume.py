@@ -57,6 +57,19 @@ def test_killed_and_resumed(moment: str, victim: int, corpus: Path, undisturbed:
     assert folders(tmp_path) == ["step-6", "step-8"]
 
 
+def test_a_resumed_run_draws_no_initial_values(corpus: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """A checkpoint holds all values. A run in a folder without one draws as before."""
+    counts, parameters = tmp_path / "counts", 16
+    for resume, drawn in ((False, parameters), (True, 0)):
+        counts.mkdir(exist_ok=True)
+        config = config_for(corpus, steps=8 if resume else 3)
+        assert run_as("counting", config, tmp_path / "run", resume=resume, counts=counts) == ""
+        assert [int(path.read_text()) for path in counts.iterdir()] == [drawn] * 2
+    assert losses_of(tmp_path / "run") == losses_of(undisturbed)
+    assert run_as("counting", config_for(corpus, steps=1), tmp_path / "other", resume=True, counts=counts) == ""
+    assert [int(path.read_text()) for path in counts.iterdir()] == [parameters] * 2
+
+
 def test_stages_of_several_chunks_killed_and_resumed(corpus: Path, tmp_path: Path) -> None:
     """In a v one stage holds both ends of the chain; what is under way between chunks is lost, and done again, slices
     of gradients among it."""

@@ -37,15 +37,16 @@ class Bucketed(RunsParts, Protocol):
 
 def build_strategy(
     config: Config, mesh: Mesh, model: Bucketed, specs: dict[str, ShardSpec], chunks: Sequence[Chunk],
-    using: Callable[[], PartsUsing], fixed: FixedPoint | None = None,
+    using: Callable[[], PartsUsing], fixed: FixedPoint | None = None, *, drawn: bool = True,
 ) -> Synchroniser:  # fmt: skip
-    """Build a rank's strategy. Buckets draw the initial values of meta parameters.
+    """Build a rank's strategy. Buckets give memory to meta parameters, and draw their initial values.
 
     Args:
         specs: of the whole model's parameters.
         chunks: of the chain that this rank holds.
         using: returns the parts of the chain that use each parameter.
         fixed: the format in which gradients are added; None: the dtype of gradients.
+        drawn: whether initial values are drawn; otherwise parameters are zeros.
     """
     sync = config.layout.data.strategy
     policy = load_entry(sync.policy)()
@@ -59,7 +60,8 @@ def build_strategy(
     by_chunk = own if sync.slices and len(chunks) > 1 else None
 
     def fill(name: str, out: Tensor) -> nn.Parameter:
-        draw_values(out, name, specs[name], mesh, config.seed)
+        if drawn:
+            draw_values(out, name, specs[name], mesh, config.seed)
         parameter = nn.Parameter(out.new_empty(0), requires_grad=specs[name].role.rule.trained)
         parameter.data = out
         owner, _, own = name.rpartition(".")

@@ -67,7 +67,7 @@ def whole(ranks: list[list[Held]]) -> States:
 
 def run_leg(mesh: Mesh, config: Config, source: Path | None, target: Path | None, first: int, last: int) -> Leg:
     """Steps first..last-1 from the checkpoint `source`, or from the seed; leaves a checkpoint in `target`."""
-    parts = build(config, mesh)
+    parts = build(config, mesh, drawn=source is None)
     if source is not None:
         assert restore(parts, Checkpoint(source)).step == first
     assert parts.strategy.make_replicas_equal() == []
