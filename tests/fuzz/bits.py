@@ -40,7 +40,14 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {}, "O1": {"level": "O1", "dtype": "bf16"}, "O2": {"level": "O2", "dtype": "bf16"},
+    "float32, moments in bf16": {}, "O2, moments and masters in bf16": {"level": "O2", "dtype": "bf16"},
 }  # fmt: skip
+ROUNDED: dict[str, dict[str, str]] = {
+    "float32, moments in bf16": {"states": "bf16"},
+    "O2, moments and masters in bf16": {"states": "bf16", "masters": "bf16"},
+}
+"""The formats of states that are rounded at random, by precision. Their bits are drawn by seed, name and index, so the
+bound is the one of tests/compute/parameters/test_rounding.py: the bits of one device."""
 KINDS = [(run, precision) for precision in PRECISIONS for run in RUNS]
 
 
@@ -88,7 +95,7 @@ def config_of(kind: tuple[str, str], words: Words, steps: int = 1) -> Config:
     tree = {
         "seed": 3, "model": MODEL | run["model"], "data": {"sequence": 32} | run.get("data", {}),
         "batch": {"global": run.get("batch", 4)}, "precision": precision, "steps": steps,
-        "optimizer": {"lr": 1e-2, "clip": 0.5},
+        "optimizer": {"lr": 1e-2, "clip": 0.5} | ROUNDED.get(kind[1], {}),
         "bits": {"kind": "layout-free"} | run["bits"],
     }  # fmt: skip
     return parse_run(tree, words)
@@ -124,9 +131,10 @@ def words_of(layout: Layout) -> Words:
 
 
 def covering(seed: int) -> Iterator[tuple[tuple[str, str], Layout]]:
-    """Layouts that have every value of every axis; the runs take turns."""
+    """Layouts that have every value of every axis, then some of each run whose states are rounded at random; the runs
+    take turns."""
     random, missing = Random(seed), [(axis, value) for axis, values in AXES.items() for value in values]
-    turns = cycle(KINDS)
+    turns = cycle(kind for kind in KINDS if kind[1] not in ROUNDED)
     while missing:
         axis, value = missing[0]
         found = None
@@ -135,6 +143,11 @@ def covering(seed: int) -> Iterator[tuple[tuple[str, str], Layout]]:
             found = drawn(random, kind, {axis: value}, 60)
         yield kind, found[0]
         missing = [(axis, value) for axis, value in missing if found[0][axis] != value]
+    for kind in KINDS:
+        if kind[1] in ROUNDED:
+            found = drawn(random, kind, {})
+            assert found is not None, kind
+            yield kind, found[0]
 
 
 @cache
