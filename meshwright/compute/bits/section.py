@@ -268,6 +268,15 @@ def samples_share_no_addends(config: Config) -> Iterator[Problem]:
         yield Problem("layout.tensor.common", "all", rule_text, "one; or layout.tensor.kind=megatron")
 
 
+@_under_layout_free(KIND, "model")
+def attention_has_no_sinks(config: Config) -> Iterator[Problem]:
+    """Read from the config, before data are: heads.py would refuse the spec of the first attention."""
+    if config.model.has_sinks:
+        family = config.model.family
+        rule_text = f"has no sum of sinks' gradients that is free of ranks, and attention of {family} has sinks"
+        yield Problem(KIND, config.bits.kind, rule_text, "usual, or a model.family without sinks", ("model.family",))
+
+
 REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     (
         "layout.tensor.kind",

@@ -69,6 +69,8 @@ class Network(Section):
     """Whether its loss is that of a head whose classes stages can share out."""
     separates: ClassVar[bool] = False
     """Whether its attention can keep to the documents of a sequence."""
+    has_sinks: ClassVar[bool] = False
+    """Whether its attention has sinks."""
     shared_by_samples: ClassVar[str] = ""
     """The field that gives attention's scores addends that all samples share; empty where there are none."""
     reads: ClassVar[str] = "tokens"
