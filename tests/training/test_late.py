@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,11 @@ def awaited(mesh: Mesh, config: Config) -> list[tuple[str, tuple[int, ...]]]:
             known.extend(mesh.recorder.whereabouts().waiting)
 
     trainer.turn(None)
-    assert trainer._last is not None
-    trainer._last._copied = Copied()  # type: ignore[assignment]
+    last = trainer._last
+    assert last is not None
+    assert last.pending is not None
+    last._copied = Copied()  # type: ignore[assignment]
+    last.pending = replace(last.pending, copied=Copied())  # type: ignore[arg-type]
     trainer.turn(None)
     return [(wait.verb, wait.ranks) for wait in known]
 
