@@ -125,6 +125,26 @@ def test_drawn_layers_as_graphs_in_fp8_are_within_the_bound(seed: int) -> None:
     assert mistakes(config, trace_alone) == [], case
 
 
+def rounded_at_random(random: Random) -> tuple[Case, Config]:
+    """A drawn run whose moments, masters or both are stored in bf16."""
+    for case, _ in Drawing(random).cases():
+        formats = random.choice(({"states": "bf16"}, {"masters": "bf16"}, {"states": "bf16", "masters": "bf16"}))
+        precision = random.choice(("O2-bf16", case["precision"]))
+        tree = tree_of(case | {"precision": precision})
+        tree["optimizer"] |= formats
+        try:
+            return case, parse_run(tree)
+        except ConfigError:
+            continue
+    raise AssertionError("draws do not end")
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 60))])
+def test_drawn_runs_that_round_at_random_equal_one_device(seed: int) -> None:
+    case, config = rounded_at_random(Random(f"rounded/{seed}"))
+    assert mistakes(config) == [], case
+
+
 def test_the_fixed_set_has_the_pairs_of_all_others() -> None:
     covered = set().union(*map(pairs_of, FIXED))
     assert set().union(*map(pairs_of, MORE)) <= covered

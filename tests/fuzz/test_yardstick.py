@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.compute.parameters import rounding
 from meshwright.compute.parameters.bucket import Bucket
-from meshwright.compute.parameters.shard import ShardSpec
+from meshwright.compute.parameters.shard import Box, ShardSpec
 from meshwright.compute.tensor.products import Products
 from meshwright.config import Config
 from meshwright.config.load import parse_run
@@ -96,6 +97,26 @@ PLANTS: Sequence[tuple[Plant, str, dict[str, Value]]] = (
 def test_a_mistake_is_seen(plant: Plant, told: str, values: dict[str, Value], precision: str) -> None:
     found = mistakes(run_of(precision=precision, **values), plant)
     assert any(told in line for line in found), found
+
+
+def own_numbers() -> None:
+    """Random bits are drawn by the number of an element in a rank's part, not in the whole parameter."""
+
+    def own(shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
+        return torch.arange(box.num_elements, dtype=torch.int32, device=device)
+
+    rounding.global_index = own  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "formats", [{"states": "bf16"}, {"masters": "bf16"}, {"states": "bf16", "masters": "bf16"}], ids=str
+)
+def test_random_bits_of_a_layout_are_seen(formats: dict[str, str]) -> None:
+    tree = tree_of(PLAIN | {"precision": "O2-bf16", "tensor": "megatron-2"})
+    tree["optimizer"] |= formats
+    config = parse_run(tree)
+    assert mistakes(config) == []
+    assert any("rounded by the same random bits" in line for line in mistakes(config, own_numbers))
 
 
 @pytest.mark.parametrize("precision", ["O1-bf16", "O2-bf16", "O2-fp16"])

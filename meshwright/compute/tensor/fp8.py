@@ -8,8 +8,9 @@
 | bias gradients   | dy in the run's half               | float32    | as other products        |
 
 A scale is the greatest magnitude of a row or column / 448, the greatest number of e4m3; in float32, without a history
-of earlier steps. The dim that a product sums over has no scales, so W is cast for each of the two products. dy is in
-e4m3: with a scale for each row the range of e5m2 is not needed, and numbers of e5m2 have half the precision.
+of earlier steps. The dim that a product sums over has no scales, so W is cast for each of the two products, in each
+microbatch: no copy is kept, which an optimizer or a gather would make stale. dy is in e4m3: with a scale for each row
+the range of e5m2 is not needed, and numbers of e5m2 have half the precision.
 
 If an axis cuts a linear, each rank's scales are of the rank's own operands. The sum over ranks, or over panels of a 2-D
 product, is of products in the run's half. So a layout changes the rounding, not the formula.
