@@ -35,7 +35,7 @@ from meshwright.training.checkpoint.manifest import (
 )
 from meshwright.training.checkpoint.restore import Piece
 from meshwright.training.checkpoint.shard import write_shard
-from meshwright.training.checkpoint.writer import key_of, runs_of
+from meshwright.training.checkpoint.writer import key_of, runs_of, stored_of
 from meshwright.training.parts import Parts, build
 
 ZERO1_64 = {"data": {"sync": "zero1", "size": 64}}
@@ -112,8 +112,8 @@ def write(folder: Path, ranks: int) -> None:
         parts = planned("gpt2-small", layout, rank)
         pieces = [piece for piece in pieces_of(parts) if piece.kind == "weight"]
         listed = listed or runs_of(pieces, parts.mesh)
-        tensors = {key_of(piece): torch.randn(piece.tensor.numel()) for piece in pieces if piece.tensor.numel()}
-        files.append(write_shard(folder / f"rank-{rank}.safetensors", tensors))
+        held = [stored_of(piece, torch.randn(piece.tensor.numel())) for piece in pieces if piece.tensor.numel()]
+        files.append(write_shard(folder / f"rank-{rank}.safetensors", held)[0])
     assert listed is not None
     Manifest(Progress(), Origin({}), tuple(files), *listed).write(folder)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from rich.table import Table
 
+from meshwright.compute.parameters.root import comparable
 from meshwright.output import terminal
 from meshwright.output.tables import print_table
 from meshwright.ranks.errors import DataError, MismatchError, UndecidedError
@@ -99,6 +100,8 @@ def difference(one: Path, other: Path, *, roots: bool = False) -> Difference:
     for step_now in common:
         both = [lines[step_now] for lines in histories]
         known = [key for key in NUMBERS if None not in (both[0].get(key), both[1].get(key))]
+        if not comparable(*(line.get("root") for line in both)):
+            known = [key for key in known if key != "root"]
         looked |= {key: looked[key] + 1 for key in known}
         numbers = {key: (both[0][key], both[1][key]) for key in known if repr(both[0][key]) != repr(both[1][key])}
         if numbers:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from meshwright.compute.parameters.root import comparable
 from meshwright.compute.parameters.shard import Box
 from meshwright.ranks.errors import CheckpointError, DamagedError
 from meshwright.training.checkpoint.reader import Checkpoint
@@ -70,7 +71,7 @@ class Damage:
     def __str__(self) -> str:
         if not self.tensor:
             return self.place
-        return f"{self.file} is damaged: {self.tensor}, {self.place}, are not those that were written (SHA-256)"
+        return f"{self.file} is damaged: {self.tensor}, {self.place}, are not those that were written"
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,9 @@ def by_roots(one: Path, other: Path) -> Compared:
     if None in roots:
         folder = sides[roots.index(None)].folder
         return Compared(tuple(parts), undecided=f"{folder} has no root of its tensors: leave out --roots to read them")
+    if not comparable(*roots):
+        both = f"{sides[0].folder} and {sides[1].folder}"
+        return Compared(tuple(parts), undecided=f"{both} have roots of two versions: leave out --roots to read them")
     if roots[0] != roots[1]:
         parts.append(Part.single(ALL))
     return Compared(tuple(parts))

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from meshwright.compute.parameters.root import comparable
 from meshwright.config import Config, load_config
 from meshwright.config.schema import Logging
 from meshwright.config.section import with_field
@@ -172,8 +173,10 @@ def _checkpoint(folder: Path, step: int, start: int | None) -> Path | None:
 def _first_difference(one: Lines, other: Lines, first: int, last: int) -> int | None:
     """The first step whose loss, norm or root differs between two runs; None: none."""
     for step in range(first, last + 1):
+        roots = [lines[step].get("root") for lines in (one, other)]
+        names = NUMBERS if comparable(*roots) or None in roots else [name for name in NUMBERS if name != "root"]
         # repr compares to the last bit, and a NaN equals itself.
-        if any(repr(one[step].get(name)) != repr(other[step].get(name)) for name in NUMBERS):
+        if any(repr(one[step].get(name)) != repr(other[step].get(name)) for name in names):
             return step
     return None
 

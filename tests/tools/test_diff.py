@@ -13,10 +13,11 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from meshwright.cli import app
+from meshwright.compute.parameters.root import VERSION
 from meshwright.ranks.errors import MismatchError, UndecidedError
 from meshwright.tools.diff import difference
 from meshwright.training.checkpoint.manifest import MANIFEST, read_manifest
-from meshwright.training.checkpoint.shard import write_shard
+from meshwright.training.checkpoint.shard import Stored, write_shard
 from tests.training.runs import config_for, make_corpus, run
 
 Change = Callable[[Path], None]
@@ -70,11 +71,17 @@ def rewrite(folder: Path, name: str, change: Callable[[bytes], bytes]) -> None:
 def forge(folder: Path) -> None:
     """Another tensor, with right digests and the recorded root of the old one: as a writer would who means harm."""
     path = shard_in(folder)
-    with safe_open(path, "pt") as stored:
-        tensors = {key: stored.get_tensor(key).clone() for key in stored.keys()}  # noqa: SIM118
-    tensors["weight/positions.weight"].view(-1)[5] += 1
-    entry = write_shard(path, tensors)
     manifest = read_manifest(folder)
+    index = next(number for number, file in enumerate(manifest.files) if file.file == path.name)
+    parts = []
+    with safe_open(path, "pt") as stored:
+        for run in manifest.runs:
+            if index in (group := manifest.groups[run.group]) and run.key in stored.keys():  # noqa: SIM118
+                first = run.bounds(group.index(index))[0]
+                tensor = stored.get_tensor(run.key).clone()
+                tensor.view(-1)[5] += run.key == "weight/positions.weight"
+                parts.append(Stored(run.key, f"{run.kind} of {run.parameter}", run.shape, run.box, tensor, first))
+    entry, _ = write_shard(path, parts)
     files = tuple(entry if file.file == entry.file else file for file in manifest.files)
     replace(manifest, files=files).write(folder)
 
@@ -162,7 +169,7 @@ def test_equal_runs_say_what_was_read(out: Path, other: Path) -> None:
 def test_another_root_is_another_checkpoint_without_reading(out: Path, other: Path) -> None:
     folder = other / "checkpoints" / "step-2"
     manifest = read_manifest(folder)
-    replace(manifest, roots=replace(manifest.roots, state="0" * 16)).write(folder)
+    replace(manifest, roots=replace(manifest.roots, state=f"{VERSION}{0:016x}")).write(folder)
     found = difference(out, other, roots=True)
     assert (found.equal, found.checkpoint, found.parts[0].tensor) == (False, 2, "all tensors, by their roots")
     assert difference(out, other).equal, "the bytes are the same, whatever the root says"

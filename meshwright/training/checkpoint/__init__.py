@@ -1,7 +1,7 @@
 """Checkpoints independent of layouts: safetensors shards and one JSON manifest, without pickle.
 
     step-N/manifest.json          what wrote it, progress, each file's SHA-256, each tensor's runs: box, dtype, files
-    step-N/rank-R.safetensors     the parts that rank R wrote, and a SHA-256 of every block of them
+    step-N/rank-R.safetensors     the parts that rank R wrote, and a hash of every block of them
     step-N/tokenizer.json         so that text goes in and comes out of a checkpoint alone
     step-N/config.json, ...       the settings that weights and tokenizer came with (data/published.py), for an export
 

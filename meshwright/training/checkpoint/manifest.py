@@ -28,9 +28,9 @@ from meshwright.ranks.errors import CheckpointError, DamagedError
 from meshwright.ranks.foreign import open_plain, parse_json, read_text
 from meshwright.version import __version__
 
-FORMAT_VERSION = 3
-"""3: runs, and digests in the shards. 2 had an entry for every box of every rank; 1 (version 0.1.0) listed shards only,
-and no run. Both are still read."""
+FORMAT_VERSION = 4
+"""4: hashes of blocks in the shards, which add up to the root. 3 had SHA-256 digests of blocks; 2 an entry for every
+box of every rank, and no run; 1 (version 0.1.0) listed shards only. All are still read."""
 MANIFEST = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
 GET_ANOTHER = "take another checkpoint, or restore this one from a copy"
@@ -44,7 +44,7 @@ NonNegative = Annotated[int, Field(ge=0, lt=2**62)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=255)]
 """A name without separators: nothing outside of the checkpoint's folder."""
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Root = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+Root = Annotated[str, Field(pattern=r"^(2-)?[0-9a-f]{16}$")]
 DType = Annotated[str, Field(pattern=r"^(float64|float32|bfloat16|float16)$")]
 
 
@@ -228,7 +228,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedError(f"{path} is damaged: it has no checksum or no format; {GET_ANOTHER}")
     version, checksum = body.pop("format"), body.pop("checksum")
     # The checksum before parsing: damaged bytes may parse to anything.
-    if version in (2, FORMAT_VERSION):
+    if version in (2, 3, FORMAT_VERSION):
         right = text == _with_checksum(text.rpartition(_CHECKSUM)[0])
     elif version == 1:
         summed = json.dumps({"format": 1, **body}, sort_keys=True)

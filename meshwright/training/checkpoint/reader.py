@@ -45,6 +45,15 @@ class Checkpoint:
         """Those read from so far, by file."""
         self.shapes = {run.parameter: run.shape for run in self.manifest.runs if run.kind == "weight"}
         """The global shape of every parameter."""
+        self._runs: dict[int, list[StoredRun]] = defaultdict(list)
+        """The runs of each group of files."""
+        for run in self.manifest.runs:
+            self._runs[run.group].append(run)
+        self._places: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        """By file: the groups that the file is in, and its number in each."""
+        for number, group in enumerate(self.manifest.groups):
+            for part, index in enumerate(group):
+                self._places[self.manifest.files[index].file].append((number, part))
         for file in self.manifest.files:
             path = folder / file.file
             try:
@@ -107,19 +116,12 @@ class Checkpoint:
 
     def damage_besides(self) -> Iterator[DamagedError]:
         """Check the bytes that a `read` of every tensor leaves out: other files, and tensors that no run names."""
-        keys: defaultdict[int, set[str]] = defaultdict(set)
-        for run in self.manifest.runs:
-            keys[run.group].add(run.key)
-        known: defaultdict[int, set[str]] = defaultdict(set)
-        for number, group in enumerate(self.manifest.groups):
-            for index in group:
-                known[index] |= keys[number]
-        for index, file in enumerate(self.manifest.files):
+        for file in self.manifest.files:
             try:
                 if file.header_bytes is None:
                     self._check(file)
                 else:
-                    self._shard(file).check(known[index])
+                    self._shard(file).check({run.key for run, _ in self._parts_in(file)})
             except DamagedError as error:
                 yield error
 
@@ -155,8 +157,13 @@ class Checkpoint:
 
     def _shard(self, file: StoredFile) -> StoredShard:
         if file.file not in self.shards:
-            self.shards[file.file] = StoredShard(self.folder / file.file, file, self._bad)
+            self.shards[file.file] = StoredShard(self.folder / file.file, file, self._parts_in(file), self._bad)
         return self.shards[file.file]
+
+    def _parts_in(self, file: StoredFile) -> Iterator[tuple[StoredRun, int]]:
+        """The runs that have a part in a file, and the part's number."""
+        for group, part in self._places[file.file]:
+            yield from ((run, part) for run in self._runs[group])
 
     def _check(self, file: StoredFile) -> None:
         if file.header_bytes is not None:

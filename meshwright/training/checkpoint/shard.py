@@ -1,58 +1,105 @@
-"""A rank's shard: a safetensors file whose header holds a SHA-256 of every block of its tensors.
+"""A rank's shard: a safetensors file whose header has a hash of every block of its tensors.
 
-The header's own SHA-256 is in the manifest. So a reader checks only the header and the blocks it reads: a rank that
-reads a thousandth of a checkpoint hashes about as much. Each block is read once, into memory, so that the checked bytes
-are the used ones. Shards of formats 1 and 2 have no such digests; they are hashed whole before the first byte is used.
+A block's hash (parameters/root.py) is of its elements and their places in the whole tensor, so that the hashes of all
+shards add up to the checkpoint's root: one pass serves both. The header's own SHA-256 is in the manifest. So a reader
+checks only the header and the blocks it reads: a rank that reads a thousandth of a checkpoint hashes about as much.
+Each block is read once, into memory, so that the checked bytes are the used ones. Shards of format 3 have a SHA-256 of
+every 256 KiB. Those of formats 1 and 2 have no hashes of blocks; they are hashed whole before the first byte is used.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from meshwright.compute.parameters.root import BLOCK_BYTES, block_bounds, block_hashes
+from meshwright.compute.parameters.shard import Box
 from meshwright.ranks.errors import DamagedError
 from meshwright.ranks.foreign import open_plain, open_unbuffered, parse_json
 from meshwright.training.checkpoint.manifest import GET_ANOTHER, MANIFEST, StoredFile, StoredRun, stored_file
 
-BLOCK_BYTES = 2**18
-"""Bytes of a block: a reader of a few rows reads at most so much more at each end. Digests add 1/4096 to a shard."""
 READ_BYTES = 2**22
-_DIGESTS = "sha256"
-"""The metadata key of the digests: by tensor, hexadecimal, concatenated."""
+_HASHES, _DIGESTS = "hashes", "sha256"
+"""The metadata keys, of hashes (`_Hashes` by tensor) and of format 3's digests (by tensor, hexadecimal, concatenated).
+"""
+_DIGEST_BYTES = 2**18
+"""Bytes that a digest of format 3 is of."""
+_DIGITS = 16
+"""Hexadecimal digits of a block's hash."""
 _LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header."""
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def write_shard(path: Path, tensors: dict[str, Tensor]) -> StoredFile:
-    """Write contiguous host tensors; returns the file's entry for the manifest."""
-    # Of a single element torch keeps any stride, and then refuses to read its bytes.
-    flat = {key: tensor.as_strided((tensor.numel(),), (1,)) for key, tensor in tensors.items()}
-    digests = {key: "".join(_digests(values.view(torch.uint8).numpy())) for key, values in flat.items()}
-    save_file(tensors, path, metadata={_DIGESTS: json.dumps(digests)})  # safetensors orders several keys at random
-    with open_plain(path) as stream:
+@dataclass(frozen=True)
+class Stored:
+    """A contiguous tensor on the host, to be written under `key`: the elements from number `first` on, row by row, of
+    a box of a tensor `name` (`weight of NAME`) that has the shape `shape`."""
+
+    key: str
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: Tensor
+    first: int = 0
+
+    @classmethod
+    def weight(cls, name: str, tensor: Tensor) -> Stored:
+        """A whole weight."""
+        shape = tuple(tensor.shape)
+        return cls(f"weight/{name}", f"weight of {name}", shape, Box((0,) * len(shape), shape), tensor)
+
+    @property
+    def bounds(self) -> list[int]:
+        """The numbers of the first elements of its blocks, and of its elements."""
+        return block_bounds(self.shape, self.box, self.first, self.tensor.numel(), self.tensor.element_size())
+
+    def hashes(self) -> list[int]:
+        """The hashes of the blocks."""
+        # Of a single element torch keeps any stride, and then refuses to read its bytes.
+        flat = self.tensor.as_strided((self.tensor.numel(),), (1,))
+        return block_hashes(self.name, self.shape, self.box, self.first, flat)
+
+
+def write_shard(path: Path, parts: Sequence[Stored]) -> tuple[StoredFile, int]:
+    """Write tensors; returns the file's entry for the manifest, and the sum of their hashes.
+
+    The header is written with zeros for hashes, which are computed meanwhile and then take their place.
+    """
+    zeros = {part.key: "0" * _DIGITS * (len(part.bounds) - 1) for part in parts}
+    assert len(zeros) == len(parts), f"{path} would hold a tensor twice"
+    # Of one metadata key: safetensors orders several at random.
+    metadata = {_HASHES: json.dumps(zeros)}
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(save_file, {part.key: part.tensor for part in parts}, path, metadata=metadata)
+        hashes = {part.key: part.hashes() for part in parts}
+        written.result()
+    found = {key: "".join(map(_text, numbers)) for key, numbers in hashes.items()}
+    with path.open("r+b") as stream:
         start = stream.read(_LENGTH_BYTES)
-        header = start + stream.read(int.from_bytes(start, "little"))
-    return StoredFile(path.name, path.stat().st_size, hashlib.sha256(header).hexdigest(), len(header))
-
-
-def _digests(content: Any) -> Iterator[str]:
-    """The SHA-256 of each block of a flat buffer."""
-    for start in range(0, len(content), BLOCK_BYTES):
-        yield hashlib.sha256(content[start : start + BLOCK_BYTES]).hexdigest()
+        header = stream.read(int.from_bytes(start, "little"))
+        before, after = (json.dumps(json.dumps(each)).encode() for each in (zeros, found))
+        assert header.count(before) == 1, f"{path} has no place for hashes"
+        header = header.replace(before, after)
+        stream.seek(_LENGTH_BYTES)
+        stream.write(header)
+    digest = hashlib.sha256(start + header).hexdigest()
+    entry = StoredFile(path.name, path.stat().st_size, digest, _LENGTH_BYTES + len(header))
+    return entry, sum(map(sum, hashes.values()))
 
 
 @dataclass(frozen=True)
 class BadBlock:
-    """Bytes first..last of a shard's tensor `key` whose SHA-256 is not the written one."""
+    """Bytes first..last of a shard's tensor `key` that have not the hash that was written."""
 
     path: Path
     key: str
@@ -60,21 +107,54 @@ class BadBlock:
     last: int
 
 
+@dataclass(frozen=True)
+class _Blocks:
+    """The blocks of a stored tensor: their first bytes, then its size, and `hashes(first, content)`: of the blocks from
+    number `first` on that content holds. `written`: the right ones, in the header."""
+
+    bounds: Sequence[int]
+    hashes: Callable[[int, memoryview], list[str]]
+    written: Sequence[str]
+
+
+def _text(number: int) -> str:
+    return f"{number:0{_DIGITS}x}"
+
+
+def _digests(content: memoryview) -> list[str]:
+    """The SHA-256 of each block of a tensor of format 3."""
+    parts = range(0, len(content), _DIGEST_BYTES)
+    return [hashlib.sha256(content[start : start + _DIGEST_BYTES]).hexdigest() for start in parts]
+
+
+def _cut(text: object, digits: int) -> list[str]:
+    """The hashes that a header has one behind the other."""
+    return [str(text)[start : start + digits] for start in range(0, len(str(text)), digits)]
+
+
 class StoredShard:
     """An open shard with a checked header. Methods raise DamagedError if bytes are not those written.
 
-    `bad`: a list that collects bad blocks instead, for a reader that names damage and goes on (formats 1 and 2 have no
-    digests of blocks, and still raise).
+    `held`: the runs that have a part in the file, and the part's number. `bad`: a list that collects bad blocks
+    instead, for a reader that names damage and goes on (formats 1 and 2 have no hashes of blocks, and still raise).
     """
 
-    def __init__(self, path: Path, file: StoredFile, bad: list[BadBlock] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        file: StoredFile,
+        held: Iterable[tuple[StoredRun, int]] = (),
+        bad: list[BadBlock] | None = None,
+    ) -> None:
         self.path = path
+        self._held = {run.key: (run, part) for run, part in held}
         self._bad = bad
-        self._damaged = f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; {GET_ANOTHER}"
+        self._whole = file.header_bytes is None
+        """Whether the whole file was hashed (formats 1 and 2)."""
+        damaged = f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; {GET_ANOTHER}"
         try:
-            # Formats 1 and 2: the whole file is hashed before a byte of it is used.
-            if file.header_bytes is None and stored_file(path) != file:
-                raise DamagedError(self._damaged)
+            if self._whole and stored_file(path) != file:
+                raise DamagedError(damaged)
             with open_plain(path) as stream:
                 start = stream.read(_LENGTH_BYTES)
                 # A damaged length could ask for more memory than there is.
@@ -82,34 +162,53 @@ class StoredShard:
                 header = stream.read(length if file.header_bytes is None else file.header_bytes - _LENGTH_BYTES)
         except OSError as error:
             raise DamagedError(f"{path} cannot be read: {error.strerror}; {GET_ANOTHER}") from error
-        if file.header_bytes is not None and hashlib.sha256(start + header).hexdigest() != file.sha256:
-            raise DamagedError(self._damaged)
+        if not self._whole and hashlib.sha256(start + header).hexdigest() != file.sha256:
+            raise DamagedError(damaged)
         self._data = _LENGTH_BYTES + len(header)
         try:
             self._header = dict(parse_json(header))
-            digests = dict(parse_json(dict(self._header.pop("__metadata__", {})).get(_DIGESTS, "{}")))
+            metadata = dict(self._header.pop("__metadata__", {}))
+            self._hashes, self._digests = (dict(parse_json(metadata.get(key, "{}"))) for key in (_HASHES, _DIGESTS))
         except (ValueError, TypeError) as error:
             raise DamagedError(f"{path} holds no header that can be read: {error}; {GET_ANOTHER}") from error
-        self._digests = digests if file.header_bytes is not None else None
 
     def check(self, known: Collection[str] = ()) -> None:
         """Check every byte, except of the tensors whose keys are `known`."""
         for key in (key for key in self._header if key not in known):
             begin, end, _ = self._place(key)
-            for _ in self._read(key, begin, 0, end - begin, end - begin):
+            for _ in self._read(key, begin, 0, end - begin, self._blocks(key, *self._held.get(key, ()))):
                 pass
 
     def elements(self, run: StoredRun, part: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
         """Elements begin..end of this file's part of a run: (first element, values) of the blocks that hold them."""
-        first, last, dtype = self._place(run.key)
-        wanted = range(*run.bounds(part))
-        size = run.torch_dtype.itemsize
-        if dtype != run.torch_dtype or last - first != len(wanted) * size:
-            holds = f"{last - first} bytes of {str(dtype).removeprefix('torch.')}"
-            needs = f"{len(wanted) * size} of {run.dtype}"
-            raise DamagedError(f"{self.path}: {run.key} is {holds}, not {needs}; {GET_ANOTHER}")
-        for start, content in self._read(run.key, first, begin * size, end * size, last - first):
-            yield start // size, torch.frombuffer(content, dtype=dtype)
+        blocks, (first, _, _), size = self._blocks(run.key, run, part), self._place(run.key), run.torch_dtype.itemsize
+        for start, content in self._read(run.key, first, begin * size, end * size, blocks):
+            yield start // size, torch.frombuffer(content, dtype=run.torch_dtype)
+
+    def _blocks(self, key: str, run: StoredRun | None = None, part: int = 0) -> _Blocks:
+        """The blocks of a tensor, which is the `part` of a run."""
+        begin, end, dtype = self._place(key)
+        size, wanted = end - begin, range(0) if run is None else range(*run.bounds(part))
+        if run and (dtype != run.torch_dtype or size != len(wanted) * run.torch_dtype.itemsize):
+            holds = f"{size} bytes of {str(dtype).removeprefix('torch.')}"
+            needs = f"{len(wanted) * run.torch_dtype.itemsize} of {run.dtype}"
+            raise DamagedError(f"{self.path}: {key} is {holds}, not {needs}; {GET_ANOTHER}")
+        if self._whole:
+            return _Blocks([*range(0, size, READ_BYTES), size], lambda first, content: [], ())
+        if self._digests:
+            bounds, digests = [*range(0, size, _DIGEST_BYTES), size], _cut(self._digests.get(key), 64)
+            return _Blocks(bounds, lambda first, content: _digests(content), digests)
+        if run is None:
+            raise DamagedError(f"{self.path} holds {key}, which no run in {MANIFEST} names; {GET_ANOTHER}")
+        place, element = (f"{run.kind} of {run.parameter}", run.shape, run.box), run.torch_dtype
+        bounds = block_bounds(run.shape, run.box, wanted.start, len(wanted), element.itemsize)
+
+        def hashes(first: int, content: memoryview) -> list[str]:
+            values = torch.frombuffer(content, dtype=element)
+            return list(map(_text, block_hashes(*place, wanted.start + bounds[first], values)))
+
+        written = _cut(self._hashes.get(key), _DIGITS)
+        return _Blocks([element.itemsize * bound for bound in bounds], hashes, written)
 
     def _place(self, key: str) -> tuple[int, int, torch.dtype | str]:
         """A tensor's first byte after the header, its end, and its dtype."""
@@ -122,14 +221,17 @@ class StoredShard:
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"{self.path} holds no {key} that can be read: {error!r}; {GET_ANOTHER}") from error
 
-    def _read(self, key: str, first: int, begin: int, end: int, size: int) -> Iterator[tuple[int, bytearray]]:
-        """Bytes begin..end of the tensor of `size` bytes at `first`, in whole blocks that were checked."""
-        # Digests are of whole blocks, so whole blocks are read.
-        start = begin // BLOCK_BYTES * BLOCK_BYTES
-        stop = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, size)
+    def _read(self, key: str, first: int, begin: int, end: int, blocks: _Blocks) -> Iterator[tuple[int, memoryview]]:
+        """Bytes begin..end of the tensor at `first`, in whole blocks that were checked."""
+        bounds, number = blocks.bounds, bisect_right(blocks.bounds, begin) - 1
+        last = bisect_left(bounds, end)
+        # One room for all reads: a consumer has used a read's bytes before it asks for the next ones.
+        room = memoryview(bytearray(max((bounds[-1] if bounds[-1] < READ_BYTES else READ_BYTES), BLOCK_BYTES)))
         with open_unbuffered(self.path) as stream:
-            for position in range(start, stop, READ_BYTES):
-                content = bytearray(min(READ_BYTES, stop - position))
+            while number < last:
+                position = bounds[number]
+                behind = min(last, max(number + 1, bisect_right(bounds, position + READ_BYTES) - 1))
+                content = room[: bounds[behind] - position]
                 try:
                     stream.seek(self._data + first + position)
                     got = stream.readinto(content)
@@ -137,17 +239,12 @@ class StoredShard:
                     raise DamagedError(f"{self.path} cannot be read: {error.strerror}; {GET_ANOTHER}") from error
                 if got != len(content):
                     raise DamagedError(f"{self.path} holds no {key} that can be read: it ends early; {GET_ANOTHER}")
-                if self._digests is not None:
-                    # 64 hexadecimal digits a block, one behind the other.
-                    block = position // BLOCK_BYTES * 64
-                    right = "".join(_digests(memoryview(content)))
-                    written = str(self._digests.get(key))[block : block + len(right)]
-                    if written != right:
+                for block, found in enumerate(blocks.hashes(number, content), number):
+                    if blocks.written[block : block + 1] != [found]:
+                        start, stop = bounds[block], bounds[block + 1]
                         if self._bad is None:
-                            raise DamagedError(self._damaged)
-                        for number in range(0, len(right), 64):
-                            if written[number : number + 64] != right[number : number + 64]:
-                                block_start = position + number // 64 * BLOCK_BYTES
-                                block_end = min(block_start + BLOCK_BYTES, position + len(content))
-                                self._bad.append(BadBlock(self.path, key, block_start, block_end - 1))
+                            place = f"bytes {start:,} to {stop - 1:,} of {key} are not those that were written"
+                            raise DamagedError(f"{self.path} is damaged: {place}; {GET_ANOTHER}")
+                        self._bad.append(BadBlock(self.path, key, start, stop - 1))
                 yield position, content
+                number = behind

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from torch import Tensor
 
-from meshwright.compute.parameters.root import elements_hash, root_text
+from meshwright.compute.parameters.root import BLOCK_BYTES, root_text
 from meshwright.data.files import sync
 from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.board import await_path
@@ -41,7 +41,7 @@ from meshwright.training.checkpoint.manifest import (
 )
 from meshwright.training.checkpoint.reader import newest_step, steps_in
 from meshwright.training.checkpoint.restore import Piece
-from meshwright.training.checkpoint.shard import BLOCK_BYTES, write_shard
+from meshwright.training.checkpoint.shard import Stored, write_shard
 from meshwright.training.checkpoint.staging import Staging
 
 PARTIAL = ".partial-"
@@ -52,7 +52,7 @@ TEXT_LENGTH = 500
 ABANDONED = "\1"
 """The text of a failure that only follows from another rank's."""
 ENTRY_BYTES = 1000
-"""Upper bound of a tensor's bytes in a shard's header and the manifest, without its blocks' digests."""
+"""Upper bound of a tensor's bytes in a shard's header and the manifest, without its blocks' hashes."""
 
 _LISTING = TypeAdapter(Listing)
 
@@ -99,7 +99,7 @@ class CheckpointWriter:
         listed = list(pieces)
         tensors, await_copies = self._staging.copy([piece.tensor for piece in listed])
         copies = list(zip(listed, tensors, strict=True))
-        needed = sum(tensor.nbytes + ENTRY_BYTES + 64 * (tensor.nbytes // BLOCK_BYTES) for _, tensor in copies)
+        needed = sum(tensor.nbytes + ENTRY_BYTES + 32 * (tensor.nbytes // BLOCK_BYTES) for _, tensor in copies)
         total = torch.tensor([needed], dtype=torch.int64)
         self.mesh.world.all_reduce(total)
         self._step = progress.step
@@ -200,7 +200,11 @@ class CheckpointWriter:
         try:
             await_path(partial, VISIBLE_SECONDS)
             await_copies()
-            listing = self._write_shard(partial, copies)
+            groups, runs = runs_of((piece for piece, _ in copies), self.mesh)
+            path, held = partial / f"rank-{self.mesh.rank}.safetensors", [part for part in copies if part[1].numel()]
+            file, root = write_shard(path, [stored_of(piece, tensor) for piece, tensor in held])
+            sync(path)
+            listing = Listing(file, groups, runs, root)
             self._board.post(note, _LISTING.dump_json(listing).decode())
             if self.mesh.rank == 0 and not self._publish(partial, progress, data_root):
                 self._failure = ABANDONED
@@ -217,21 +221,6 @@ class CheckpointWriter:
     def _remove(self, path: Path) -> None:
         """Rename a folder, then remove it, so that nobody sees it half removed, even ranks that still write to it."""
         shutil.rmtree(path.rename(self.folder / f"{self._token}-gone-{self.mesh.rank}"))
-
-    def _write_shard(self, partial: Path, copies: list[tuple[Piece, Tensor]]) -> Listing:
-        path = partial / f"rank-{self.mesh.rank}.safetensors"
-        groups, runs = runs_of((piece for piece, _ in copies), self.mesh)
-        tensors, root = {}, 0
-        for piece, tensor in copies:
-            name, place = f"{piece.kind} of {piece.place.name}", piece.place
-            root += int(elements_hash(name, place.shape, place.box, piece.first, tensor.flatten()))
-            key, whole = key_of(piece), tensor.numel() == place.box.num_elements
-            assert key not in tensors, f"{key} is written twice"
-            if tensor.numel():
-                tensors[key] = tensor.view(place.box.lengths) if whole else tensor
-        listing = Listing(write_shard(path, tensors), groups, runs, root)
-        sync(path)
-        return listing
 
     def _publish(self, partial: Path, progress: Progress, data_root: str | None) -> bool:
         """Wait for all shards and publish the checkpoint. False if a rank has failed."""
@@ -272,6 +261,13 @@ class CheckpointWriter:
 def key_of(piece: Piece) -> str:
     """A piece's name in a shard: a rank has one box of a parameter at most."""
     return f"{piece.kind}/{piece.place.name}"
+
+
+def stored_of(piece: Piece, values: Tensor) -> Stored:
+    """A piece as a shard has it, with its values on the host: in the shape of its box where it is all of that."""
+    place, whole = piece.place, values.numel() == piece.place.box.num_elements
+    held = values.view(place.box.lengths) if whole else values
+    return Stored(key_of(piece), f"{piece.kind} of {place.name}", place.shape, place.box, held, piece.first)
 
 
 def runs_of(pieces: Iterable[Piece], mesh: Mesh) -> tuple[Groups, tuple[StoredRun, ...]]:

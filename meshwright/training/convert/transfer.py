@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.compute.parameters.initial import first_values
-from meshwright.compute.parameters.root import elements_hash, root_text
+from meshwright.compute.parameters.root import root_text
 from meshwright.compute.parameters.shard import Box
 from meshwright.compute.precision import DTYPES
 from meshwright.config import Config
@@ -51,7 +51,7 @@ from meshwright.training.checkpoint.manifest import (
     StoredRun,
     stored_file,
 )
-from meshwright.training.checkpoint.shard import write_shard
+from meshwright.training.checkpoint.shard import Stored, write_shard
 from meshwright.training.convert.family import Family, TensorPair, as_text
 from meshwright.training.convert.folder import INDEX, SINGLE, Settings, Source, folder_of
 from meshwright.training.convert.settings_out import DTYPE_KEYS, TokenizerOut, settings_texts
@@ -294,19 +294,15 @@ def _write(folder: Path, shards: Iterator[dict[str, Tensor]], model: Model) -> N
     runs: list[StoredRun] = []
     hashes: list[int] = []
     for group, tensors in enumerate(shards):
-        for name, tensor in tensors.items():
-            shape = tuple(tensor.shape)
-            runs.append(
-                run := StoredRun(
-                    name, "weight", shape, (0,) * len(shape), shape, str(tensor.dtype).removeprefix("torch."),
-                    f"weight/{name}", group=group, start=0, length=tensor.numel(),
-                )
-            )  # fmt: skip
-            # The root equals the one that a run under any layout computes of these weights (parameters/root.py).
-            hashes.append(int(elements_hash(f"weight of {name}", run.shape, run.box, 0, tensor.flatten())))
-        keys = [f"weight/{name}" for name in tensors]
-        path = folder / f"rank-{group}.safetensors"
-        files.append(write_shard(path, dict(zip(keys, tensors.values(), strict=True))))
+        parts = [Stored.weight(name, tensor) for name, tensor in tensors.items()]
+        for name, part in zip(tensors, parts, strict=True):
+            dtype, box = str(part.tensor.dtype).removeprefix("torch."), part.box
+            place = (part.shape, box.offsets, box.lengths, dtype, part.key, group, 0, box.num_elements)
+            runs.append(StoredRun(name, "weight", *place))
+        file, root = write_shard(folder / f"rank-{group}.safetensors", parts)
+        # Their sum equals the root that a run under any layout computes of these weights (parameters/root.py).
+        hashes.append(root)
+        files.append(file)
         tensors.clear()  # frees the shard before the next is read
     # O0 in float32 holds every stored dtype without loss, but for float64.
     double = all(run.dtype == "float64" for run in runs)

@@ -15,7 +15,14 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.compute.parameters import root
-from meshwright.compute.parameters.root import box_hash, elements_hash, order_root, root_text
+from meshwright.compute.parameters.root import (
+    block_bounds,
+    box_hash,
+    comparable,
+    elements_hash,
+    order_root,
+    root_text,
+)  # fmt: skip
 from meshwright.compute.parameters.shard import Box
 from meshwright.ranks.machine import find_mpiexec
 from meshwright.tools.diff import difference
@@ -24,25 +31,73 @@ from meshwright.training.checkpoint.reader import steps_in
 from tests.training.runs import config_for, lines_of, make_corpus, run
 
 SHAPE = (6, 10)
+SHAPES = [(6, 10), (40,), (9000,), (3, 5000), (2, 3, 300), (700, 2), (5, 3, 2), (4, 20_000)]
+"""Rows of one dim and of several, shorter than a word and longer than a segment."""
 
 
-def test_pieces_add_up_to_the_whole() -> None:
-    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
-    whole = box_hash("weight of a", SHAPE, Box((0, 0), SHAPE), x.flatten())
-    for boxes in ([Box((0, 0), (6, 4)), Box((0, 4), (6, 6))], [Box((row, 0), (1, 10)) for row in range(6)]):
-        parts = [box_hash("weight of a", SHAPE, box, x[box.slices].flatten()) for box in boxes]
-        assert torch.stack(parts).sum() == whole
+def halves(shape: tuple[int, ...], dim: int) -> list[Box]:
+    """A tensor, cut in two uneven parts along a dim."""
+    cut = max(1, shape[dim] // 3)
+    places = [(0, cut), (cut, shape[dim] - cut)]
+    return [
+        Box(
+            tuple(start if axis == dim else 0 for axis in range(len(shape))),
+            tuple(length if axis == dim else size for axis, size in enumerate(shape)),
+        )
+        for start, length in places
+    ]
 
 
-@pytest.mark.parametrize("block", [1, 7, 2**20])
-def test_slices_of_flat_memory_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(root, "BLOCK", block)
-    shape, box = (9, 10), Box((2, 1), (4, 7))
-    x = torch.randn(28, generator=torch.Generator().manual_seed(1))
-    whole = box_hash("a", shape, box, x)
-    for cuts in ([0, 28], [0, 5, 28], [0, 1, 14, 20, 27, 28]):
-        slices = [elements_hash("a", shape, box, start, x[start:stop]) for start, stop in pairwise(cuts)]
-        assert torch.stack(slices).sum() == whole
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pieces_add_up_to_the_whole(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    whole = int(box_hash("weight of a", shape, Box((0,) * len(shape), shape), x.flatten()))
+    for dim in range(len(shape)):
+        parts = [int(box_hash("weight of a", shape, box, x[box.slices].flatten())) for box in halves(shape, dim)]
+        assert (sum(parts) - whole) % 2**64 == 0, f"cut along dim {dim}"
+
+
+@pytest.mark.parametrize("chunk", [1, 48, 2**17])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_slices_of_flat_memory_add_up_to_the_whole(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], chunk: int
+) -> None:
+    monkeypatch.setattr(root, "CHUNK_WORDS", {"cpu": chunk})
+    box = halves(shape, len(shape) - 1)[1]
+    x = torch.randn(box.num_elements, generator=torch.Generator().manual_seed(1)).bfloat16()
+    whole, end = int(box_hash("a", shape, box, x)), x.numel()
+    for cuts in ([0, end], [0, 5, end], [0, 1, 3, end // 2, end - 1, end]):
+        slices = [int(elements_hash("a", shape, box, start, x[start:stop])) for start, stop in pairwise(cuts)]
+        assert (sum(slices) - whole) % 2**64 == 0
+
+
+def test_a_segment_s_sums_are_exact() -> None:
+    """The largest words and keys there can be: float64 holds their sums."""
+    keys, _ = root.factors(torch.device("cpu"))
+    assert keys.abs().max() <= 2**9
+    assert 2**31 * 2**9 * root.SEGMENT < 2**53
+    words = torch.full((1, root.SEGMENT), -(2**31), dtype=torch.int32)
+    sums = torch.mm(words.double(), keys)
+    assert sums.long().tolist() == [[-(2**31) * int(column) for column in keys.long().sum(0)]]
+
+
+def test_blocks_have_whole_rows_and_cover_a_slice() -> None:
+    box = Box((0, 0), (5000, 768))
+    bounds = block_bounds((5000, 768), box, 1000, 10**6, 4)
+    assert (bounds[0], bounds[-1]) == (0, 10**6)
+    assert all((bound + 1000) % 768 == 0 for bound in bounds[1:-1])
+    assert all(0 < stop - start <= root.BLOCK_BYTES // 4 for start, stop in pairwise(bounds))
+    long = block_bounds((3, 10**6), Box((0, 0), (3, 10**6)), 0, 3 * 10**6, 2)
+    assert {stop - start for start, stop in pairwise(long[:-1])} == {root.BLOCK_BYTES // 2}
+    assert block_bounds((7,), Box((0,), (7,)), 3, 0, 4) == [0]
+
+
+def test_roots_of_two_versions_are_not_compared() -> None:
+    assert comparable(root_text([1]), root_text([2]))
+    assert comparable("0123456789abcdef", "0" * 16)
+    assert not comparable("0123456789abcdef", root_text([1]))
+    assert not comparable(root_text([1]), None)
 
 
 def test_another_order_of_data_has_another_root(corpus: Path, two_ranks: Path) -> None:
@@ -65,8 +120,12 @@ def test_a_bit_a_place_and_a_name_change_it(dtype: torch.dtype) -> None:
     swapped = x.clone()
     swapped[[3, 4]] = x[[4, 3]]
     others = {int(box_hash("a", SHAPE, box, flipped)), int(box_hash("a", SHAPE, box, swapped))}
+    rows = x.view(SHAPE)[[1, 0, 2, 3, 4, 5]].flatten()
+    signs = x.clone()
+    signs[[1, 3]] *= -1  # the highest bits of two words alone
     others |= {int(box_hash("b", SHAPE, box, x)), int(box_hash("a", SHAPE, box, -x))}
-    assert len(others | {known}) == 5
+    others |= {int(box_hash("a", SHAPE, box, rows)), int(box_hash("a", SHAPE, box, signs))}
+    assert len(others | {known}) == 7
     assert root_text([known]) != root_text([known, 1])
 
 

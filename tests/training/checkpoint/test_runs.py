@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from meshwright.compute.parameters.root import BLOCK_BYTES
 from meshwright.compute.parameters.shard import Box
 from meshwright.ranks.errors import DamagedError
 from meshwright.ranks.grid import Grid
@@ -18,7 +19,7 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.training.checkpoint import Checkpoint, pieces_of, restore
 from meshwright.training.checkpoint.manifest import Manifest, Origin, Progress, StoredRun
-from meshwright.training.checkpoint.shard import BLOCK_BYTES, StoredShard, write_shard
+from meshwright.training.checkpoint.shard import Stored, StoredShard, write_shard
 from meshwright.training.checkpoint.writer import runs_of
 from tests.harness import build
 from tests.oracle.data_parallel import config_for
@@ -52,8 +53,8 @@ def sliced(tmp_path: Path) -> Checkpoint:
     files = []
     for rank in range(10):
         begin, end = max(0, 12 * rank - 4), min(105, 12 * rank + 8)
-        tensors = {"weight/w": whole[begin:end].clone()} if begin < end else {}
-        files.append(write_shard(tmp_path / f"rank-{rank}.safetensors", tensors))
+        held = Stored("weight/w", "weight of w", SHAPE, Box((0, 0, 0), SHAPE), whole[begin:end].clone(), begin)
+        files.append(write_shard(tmp_path / f"rank-{rank}.safetensors", [held] if begin < end else [])[0])
     run = StoredRun("w", "weight", SHAPE, (0, 0, 0), SHAPE, "float32", "weight/w", group=0, start=4, length=12)
     Manifest(Progress(), Origin({}), tuple(files), (tuple(range(10)),), (run,)).write(tmp_path)
     return Checkpoint(tmp_path)
@@ -73,14 +74,17 @@ def test_any_box_of_slices_is_read_from_the_files_that_hold_it(sliced: Checkpoin
 def test_only_blocks_that_are_read_are_hashed(tmp_path: Path) -> None:
     length = BLOCK_BYTES // 4
     values = torch.arange(3.0 * length + 5)
-    file = write_shard(tmp_path / "rank-0.safetensors", {"w": values, "v": values[:9].clone()})
+    parts = [Stored.weight("w", values), Stored.weight("v", values[:9].clone())]
+    file, _ = write_shard(tmp_path / "rank-0.safetensors", parts)
     path = tmp_path / file.file
     content = bytearray(path.read_bytes())
     content[-4 * length - 20] ^= 1  # in the third of four blocks of the tensor that comes last
     path.write_bytes(content)
-    shape = (values.numel(),)
-    run = StoredRun("w", "w", shape, (0,), shape, "float32", "w", group=0, start=0, length=values.numel())
-    shard = StoredShard(path, file)
+    runs = [
+        StoredRun(name, "weight", (size,), (0,), (size,), "float32", f"weight/{name}", group=0, start=0, length=size)
+        for name, size in (("w", values.numel()), ("v", 9))
+    ]
+    run, shard = runs[0], StoredShard(path, file, [(run, 0) for run in runs])
 
     def read(begin: int, end: int) -> list[float]:
         pieces = list(shard.elements(run, 0, begin, end))
@@ -89,9 +93,9 @@ def test_only_blocks_that_are_read_are_hashed(tmp_path: Path) -> None:
     assert read(10, 2 * length) == values[10 : 2 * length].tolist()
     assert read(3 * length, 3 * length + 5) == values[3 * length :].tolist()
     for begin, end in ((2 * length, 2 * length + 1), (0, values.numel()), (3 * length - 1, 3 * length + 1)):
-        with pytest.raises(DamagedError, match="its SHA-256 is not the one"):
+        with pytest.raises(DamagedError, match="are not those that were written"):
             read(begin, end)
-    with pytest.raises(DamagedError, match="its SHA-256 is not the one"):
+    with pytest.raises(DamagedError, match="are not those that were written"):
         shard.check()
 
 

@@ -32,7 +32,7 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, open_mesh
 from meshwright.training.checkpoint import Checkpoint, Piece, newest_step, writer
 from meshwright.training.checkpoint.manifest import Manifest, Progress, StoredFile
-from meshwright.training.checkpoint.shard import write_shard
+from meshwright.training.checkpoint.shard import Stored, write_shard
 from tests.oracle.data_parallel import config_for
 from tests.patience import PATIENCE_SECONDS
 from tests.training.checkpoint.states import open_writer
@@ -101,9 +101,9 @@ def save_steps(mesh: Mesh, folder: Path, steps: list[int], keep: int) -> None:
 def test_a_single_element_of_a_column_is_written(tmp_path: Path) -> None:
     """A slice of one element is contiguous to torch, which keeps its stride and refuses to read bytes of it."""
     column = torch.arange(48.0).view(2, 24)[:1, 5]
-    stored = write_shard(tmp_path / "one.safetensors", {"x": column})
+    stored, _ = write_shard(tmp_path / "one.safetensors", [Stored.weight("x", column)])
     assert stored.size_bytes == (tmp_path / "one.safetensors").stat().st_size
-    assert load_file(tmp_path / "one.safetensors")["x"].tolist() == [5]
+    assert load_file(tmp_path / "one.safetensors")["weight/x"].tolist() == [5]
 
 
 def test_newest_stay(tmp_path: Path) -> None:
