@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -160,7 +161,9 @@ class Source:
             stored = f"is stored as {tensor.dtype}, which holds no weights"
             raise CheckpointError(f"{self.folder}: {name} {stored}; valid: {valid}")
         # A single NaN would make every later loss NaN, with no trace of its file and tensor.
-        if wrong := int((~tensor.isfinite()).sum()):
+        # The extremes in one pass, which a NaN is both of; counted only if they tell of a number.
+        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+            wrong = int((~tensor.isfinite()).sum())
             numbers = "1 number that is" if wrong == 1 else f"{wrong:,} numbers that are"
             where = f"{self._places[name][0]}: {name}"
             raise CheckpointError(f"{where} holds {numbers} not finite: it was damaged, or diverged")
