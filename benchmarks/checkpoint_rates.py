@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from meshwright.compute.parameters.bucket import Place
 from meshwright.compute.parameters.shard import Box
@@ -55,6 +56,10 @@ def timed(
         print(f"  {name:44s} {rates}; {base[0] / wall:.2f}, {base[1] / used:.2f} of {first}", flush=True)
 
 
+def whole(name: str, weight: Tensor) -> Stored:
+    return Stored(f"weight/{name}", f"weight of {name}", (ROWS, COLUMNS), Box((0, 0), (ROWS, COLUMNS)), weight)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=int, default=512)
@@ -72,7 +77,7 @@ def main() -> None:
         step.mkdir()
 
         def write() -> None:
-            write_shard(step / "rank-0.safetensors", [Stored.weight(name, weight) for name, weight in weights.items()])
+            write_shard(step / "rank-0.safetensors", [whole(name, weight) for name, weight in weights.items()])
 
         print(f"{size / 1e6:.0f} MB in {len(weights)} weights of {ROWS} x {COLUMNS}, float32, one thread of torch")
         print("written:")
@@ -80,9 +85,7 @@ def main() -> None:
         timed(contenders, arguments.rounds, size)
         torch.save(weights, folder / "weights.pt")
         shape, box = (ROWS, COLUMNS), Box((0, 0), (ROWS, COLUMNS))
-        file, _ = write_shard(
-            step / "rank-0.safetensors", [Stored.weight(name, weight) for name, weight in weights.items()]
-        )
+        file, _ = write_shard(step / "rank-0.safetensors", [whole(name, weight) for name, weight in weights.items()])
         place = ("weight", shape, box.offsets, box.lengths, "float32")
         runs = tuple(StoredRun(name, *place, f"weight/{name}", 0, 0, box.num_elements) for name in weights)
         Manifest(Progress(), Origin({}), (file,), ((0,),), runs).write(step)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.data.forms_section import compression_of
+from meshwright.data.long_text import LongText, Text, chunks_of
 from meshwright.data.records import checked_text, library, read_records
 from meshwright.data.records_section import Picks, RecordSection
 from meshwright.data.section import HUB, STDLIB, UNICODE
@@ -55,7 +56,7 @@ class Corpus:
     """A short name without a path of this machine."""
     identity: list[object]
     """Facts that change with the source, found without reading it (names, sizes, times)."""
-    read: Callable[[], Iterator[tuple[str, ...]]]
+    read: Callable[[], Iterator[tuple[Text, ...]]]
     """Yields every record, in the same order each time."""
     names: tuple[str, ...] = ()
     """The files that are read, relative to the source; none of a source that is a name."""
@@ -78,13 +79,13 @@ def source_corpus(data: RecordSection) -> Corpus:
     return text_corpus(data.source, data.picks)
 
 
-def documents(source: str, picks: Picks = NO_PICKS) -> Iterator[str]:
+def documents(source: str, picks: Picks = NO_PICKS) -> Iterator[Text]:
     """Yields the documents of `source`: a name (stdlib, unicode, hub:...), or the path of a file or folder.
 
     Raises DataError naming the file, the line (jsonl) or row (parquet), and the missing key.
     """
     if source == STDLIB:
-        texts = _stdlib_documents()
+        texts: Iterator[Text] = _stdlib_documents()
     elif source == UNICODE:
         every = (unicodedata.name(chr(code), "") for code in range(0x110000))
         names = [name for name in every if name and not _NUMBERED.search(name)]
@@ -95,14 +96,16 @@ def documents(source: str, picks: Picks = NO_PICKS) -> Iterator[str]:
         is_hub = source.startswith(HUB)
         records = hub_records(source, picks) if is_hub else read_records(choose_files(source, picks.split), wanted)
         texts = (text_of(record, where, picks.column) for where, record in records)
-    return (document for document in texts if document.strip())
+    return (document for document in texts if not all(not part or part.isspace() for part in chunks_of(document)))
 
 
-def text_of(record: object, where: str, column: str | None) -> str:
+def text_of(record: object, where: str, column: str | None) -> Text:
     """Return the text of a record. Raises DataError where it has none under the key."""
     if not isinstance(record, dict):
         if column is not None:
             raise DataError(f"{where}: is a text and has no keys: data.column={column} has no effect; leave it out")
+        if isinstance(record, LongText):
+            return record
         if not isinstance(record, str):
             raise DataError(f'{where}: is no JSON object; wanted {{"{TEXT_KEY}": ...}}')
         return checked_text(record, where)

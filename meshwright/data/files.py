@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -34,6 +35,28 @@ def silent(text: str, done: float | None) -> None:
     """Reports nothing."""
 
 
+class Rate:
+    """Reports work on texts: characters done, and characters a second. `total`: of all texts, if known."""
+
+    def __init__(self, progress: ShowProgress, text: str, total: int | None = None) -> None:
+        self._progress, self._text = progress, text
+        self._total = total
+        self._started = self._told = time.monotonic()
+        self._done = 0
+        progress(text, None)
+
+    def counted(self, text: str) -> str:
+        """Count a text, and return it."""
+        self._done += len(text)
+        if (now := time.monotonic()) - self._told >= _REPORT_SECONDS:
+            self._told = now
+            rate = self._done / (now - self._started)
+            told = f"{self._text}: {self._done / 1e6:.1f} M characters, {rate / 1e6:.2f} M a second"
+            self._progress(told, min(1.0, self._done / self._total) if self._total else None)
+        return text
+
+
+_REPORT_SECONDS = 0.2
 REGION_BYTES = 2**20
 DAMAGE_REMEDY = "move the folder aside and prepare it again"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import ExitStack
+from itertools import chain, pairwise, repeat
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,7 +18,8 @@ import numpy as np
 
 from meshwright.config import Config
 from meshwright.data.corpus import Corpus, text_corpus
-from meshwright.data.files import FileSum, ShowProgress, file_sha256, folder_lock, silent, staged_folder
+from meshwright.data.files import FileSum, Rate, ShowProgress, file_sha256, folder_lock, silent, staged_folder
+from meshwright.data.long_text import Text
 from meshwright.data.marks import UNASKED, Marks
 from meshwright.data.marks_section import AUTO, NONE, AskedMarks
 from meshwright.data.messages import flagged
@@ -41,7 +43,7 @@ from meshwright.ranks.environment import cache_folder
 from meshwright.ranks.errors import DataError
 
 # Characters encoded by one call of the library: enough to keep all cores busy, little enough to hold in memory.
-_BATCH_CHARACTERS = 2**22
+_BATCH_CHARACTERS = 2**20
 
 
 def prepare(
@@ -82,7 +84,7 @@ def pack(
                 # Of dialogues the second text is where the assistant speaks, as JSON, and no text to learn.
                 sides = 1 if corpus.kind == "messages" else 2
                 learned = (text for split, texts in records if split == "train" for text in texts[:sides])
-                trained = make_tokenizer(tokenizer, learned, progress, asked)
+                trained = make_tokenizer(tokenizer, learned, progress, asked, plan.num_characters)
                 facts = {"tokenizer": kind, "validation_share": validation, "ends": asked.end != NONE}
                 header = _write(folder, corpus, trained, plan, facts, progress)
                 # What version 0.1.0 did not know is left out where it says what was so then.
@@ -153,8 +155,9 @@ class SplitWriter:
     Counts and checksums are complete after the last `flush`.
     """
 
-    def __init__(self, file: BinaryIO, tokenizer: Tokenizer, dtype: np.dtype, *, ends: bool) -> None:
-        """`ends`: whether the end token is written."""
+    def __init__(self, file: BinaryIO, tokenizer: Tokenizer, dtype: np.dtype, rate: Rate, *, ends: bool) -> None:
+        """`ends`: whether the end token is written. `rate`: counts the texts."""
+        self._rate = rate
         self.sum = FileSum()
         self._file, self._tokenizer, self._dtype = file, tokenizer, dtype
         self._behind = [tokenizer.end] if ends else []
@@ -162,12 +165,13 @@ class SplitWriter:
         self._batch_characters = 0
         self._tokens = self._documents = self._words = 0
 
-    def add(self, text: str) -> None:
+    def add(self, text: Text) -> None:
         """Append one document."""
-        parts = list(pieces(text))
-        for at, part in enumerate(parts, start=1):
+        parts = chain(pieces(text, self._tokenizer.piece_characters), [None])
+        for (part, following), is_first in zip(pairwise(parts), chain([True], repeat(False)), strict=False):
+            assert part is not None
             self._words += len(part.split())  # exact: pieces are cut in front of a space
-            self._batch.append((part, at == 1, at == len(parts)))
+            self._batch.append((self._rate.counted(part), is_first, following is None))
             self._batch_characters += len(part)
             if self._batch_characters >= _BATCH_CHARACTERS:
                 self.flush()
@@ -179,7 +183,7 @@ class SplitWriter:
         self._file.write(data)
         self.sum.update(data)
         self._tokens += len(data) // self._dtype.itemsize
-        self._words += len(text.split())
+        self._words += len(self._rate.counted(text).split())
         self._documents += 1
 
     @property
@@ -208,18 +212,17 @@ def _write(
     dtype = np.dtype("<u2" if tokenizer.vocabulary_size <= 2**16 and not flags else "<u4")
     with ExitStack() as stack:
         files = {split: stack.enter_context((folder / TOKEN_FILES[split]).open("wb")) for split in SPLITS}
-        writers = {split: SplitWriter(file, tokenizer, dtype, ends=facts["ends"]) for split, file in files.items()}
-        done = 0
+        rate, ends = Rate(progress, "tokenizing", plan.num_characters), facts["ends"]
+        writers = {split: SplitWriter(file, tokenizer, dtype, rate, ends=ends) for split, file in files.items()}
         for split, texts in split_records(corpus, plan):
             if flags:
-                writers[split].add_dialogue(*texts)
+                writers[split].add_dialogue(*map(str, texts))
             else:
                 for text in texts:
                     writers[split].add(text)
-            done += sum(map(len, texts))
-            progress("tokenizing", min(1.0, done / plan.num_characters))
         for writer in writers.values():
             writer.flush()
+        progress("tokenizing", 1.0)
     sums = {TOKEN_FILES[split]: writer.sum for split, writer in writers.items()}
     return Header(
         dtype="uint16" if dtype.itemsize == 2 else "uint32",

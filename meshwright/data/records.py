@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import IO, Any, cast
 
 from meshwright.data.forms_section import compression_of
+from meshwright.data.long_text import LARGE_BYTES, LongText
 from meshwright.data.source_files import Chosen, choose_files
 from meshwright.ranks.errors import DataError
 from meshwright.ranks.foreign import open_named, parse_json
@@ -114,9 +115,12 @@ def library(module: str, path: Path) -> ModuleType:
 
 
 def read_text(path: Path, wanted: Wanted) -> Iterator[Record]:
-    with open_file(path) as file:
-        data = file.read().removeprefix(codecs.BOM_UTF8)
     try:
+        if not compression_of(path) and path.stat().st_size >= LARGE_BYTES:
+            yield str(path), LongText.of_file(path)
+            return
+        with open_file(path) as file:
+            data = file.read().removeprefix(codecs.BOM_UTF8)
         yield str(path), data.decode()
     except UnicodeDecodeError as error:
         hint = "convert it to UTF-8, unpack it, or move it out of the source"

@@ -17,6 +17,7 @@ import numpy as np
 
 from meshwright.data.corpus import Corpus
 from meshwright.data.files import ShowProgress
+from meshwright.data.long_text import LongText, Text, chunks_of
 from meshwright.ranks.errors import DataError
 
 Split = Literal["train", "validation"]
@@ -26,6 +27,7 @@ MOST_SHOWN = 60
 """Characters of a record that are shown."""
 _LONG = 1000
 """Characters of a text that may be cut where it has no space."""
+_WINDOW = 2**20
 _REPORT_EVERY = 256
 
 
@@ -55,11 +57,14 @@ def plan_split(corpus: Corpus, validation: float, progress: ShowProgress) -> Spl
     hashes, lengths, whole = array("Q"), array("Q"), hashlib.sha256()
     first = last = ""
     for texts in corpus.read():
-        last = texts[0][:MOST_SHOWN]
+        last = str(texts[0][:MOST_SHOWN])
         first = first or last
         # A pair is one record: its two sides must not be parted.
-        text = "\t".join(texts)
-        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        text = texts[0] if len(texts) == 1 else "\t".join(map(str, texts))
+        hashed = hashlib.blake2b(digest_size=16)
+        for part in chunks_of(text):
+            hashed.update(part.encode())
+        digest = hashed.digest()
         whole.update(digest)
         # 64 bits are enough to order records; the corpus' identity is over all of their digests.
         hashes.append(int.from_bytes(digest[:8], "little"))
@@ -91,7 +96,7 @@ def plan_split(corpus: Corpus, validation: float, progress: ShowProgress) -> Spl
     )
 
 
-def split_records(corpus: Corpus, plan: SplitPlan) -> Iterator[tuple[Split, tuple[str, ...]]]:
+def split_records(corpus: Corpus, plan: SplitPlan) -> Iterator[tuple[Split, tuple[Text, ...]]]:
     """Every record with the split it belongs to, in the corpus' order.
 
     Raises DataError if the source is no longer what the plan has seen, or the tail cannot be cut.
@@ -125,17 +130,21 @@ def _choose(hashes: np.ndarray, lengths: np.ndarray, target: float) -> frozenset
     return frozenset(np.flatnonzero(chosen[group]).tolist()) if taken >= target / 2 else frozenset()
 
 
-def _tail_start(source: str, text: str, tail: int) -> int:
+def _tail_start(source: str, whole: Text, tail: int) -> int:
     """The start of the held-out tail of about `tail` characters: the nearest line's start, or the nearest space where
     lines are much longer than the tail; in a long text without spaces any character. Both parts have words in them."""
     # Never more than half: the longest document may be shorter than twice the share.
-    wanted = max(len(text) - tail, len(text) // 2)
+    wanted = max(len(whole) - tail, len(whole) // 2)
+    # Of a large file the place is looked for in the millions of characters around it.
+    begin = max(0, wanted - _WINDOW) if isinstance(whole, LongText) else 0
+    text = str(whole[begin : wanted + _WINDOW]) if isinstance(whole, LongText) else whole
+    wanted -= begin
     lines = (text.rfind("\n", 0, wanted) + 1, text.find("\n", wanted) + 1)
     spaces = (text.rfind(" ", 0, wanted), text.find(" ", wanted))
     near = [start for start in (*lines, *spaces) if abs(start - wanted) <= 2 * tail]
     anywhere = (wanted,) if len(text) >= _LONG else ()
     for start in (*near, *anywhere, *spaces, *lines):
         if start > 0 and text[:start].strip() and text[start:].strip():
-            return start
+            return begin + start
     hint = "give a longer text or more documents, or data.validation=0 to hold out none"
     raise DataError(f"{source}: is too small to hold out a validation split: {hint}")

@@ -20,7 +20,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from meshwright.data.files import ShowProgress
+from meshwright.data.files import Rate, ShowProgress, silent
+from meshwright.data.long_text import Text, chunks_of
 from meshwright.data.marks import BESIDE, SETTINGS, SPECIAL_TOKENS, Beside, Marks, marks_of
 from meshwright.data.marks_section import END, AskedMarks, read_settings
 from meshwright.ranks.errors import DataError
@@ -28,6 +29,9 @@ from meshwright.ranks.foreign import parse_json, read_named
 
 BYTES = "bytes"
 BPE_PREFIX = "bpe:"
+SHORT_PIECE, LONG_PIECE = 2**13, 2**20
+"""Characters of a piece where a tokenizer splits texts in front of spaces, and where it may not: an encoding of the
+library holds a hundred bytes a character, and a short one stays in a cache."""
 
 
 class Tokenizer:
@@ -47,6 +51,8 @@ class Tokenizer:
         """`begin` as ids to put in front: one, or none."""
         self.first = self.end if self.begin is None else self.begin
         """The id that a text's first token is predicted from: the beginning, or the end of the text before."""
+        self.piece_characters = SHORT_PIECE if splits_at_spaces(library) else LONG_PIECE
+        """The characters of the `pieces` that a text is encoded in."""
 
     def name_of(self, token: int) -> str:
         """A token as the vocabulary spells it."""
@@ -54,7 +60,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without an end token."""
-        return [token for ids in self.encode_batch(pieces(text)) for token in ids]
+        return [token for ids in self.encode_batch(pieces(text, self.piece_characters)) for token in ids]
 
     def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
         """The ids of each text, on all cores. Long texts: cut them with `pieces` first, to bound the memory."""
@@ -132,10 +138,16 @@ def byte_tokenizer(asked: AskedMarks = AskedMarks()) -> Tokenizer:
     return Tokenizer(library, marks_of(library, "tokenizer", {}, asked))
 
 
-def train_bpe(texts: Iterable[str], size: int, asked: AskedMarks = AskedMarks()) -> Tokenizer:
+def train_bpe(
+    texts: Iterable[Text],
+    size: int,
+    asked: AskedMarks = AskedMarks(),
+    progress: ShowProgress = silent,
+    characters: int | None = None,
+) -> Tokenizer:
     """A byte-level BPE of at most `size` tokens (fewer if the texts are too small to give as many pairs).
 
-    The same texts in the same order give the same tokenizer, byte for byte.
+    The same texts in the same order give the same tokenizer, byte for byte. `characters`: of all texts, if known.
     """
     if size < 257:
         raise DataError(f"{BPE_PREFIX}{size}: a vocabulary holds at least the 256 bytes and the end token: 257 or more")
@@ -149,7 +161,9 @@ def train_bpe(texts: Iterable[str], size: int, asked: AskedMarks = AskedMarks())
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    library.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+    rate = Rate(progress, f"training a tokenizer of {size} tokens", characters)
+    parts = (piece for text in texts for piece in pieces(text, SHORT_PIECE))
+    library.train_from_iterator((rate.counted(piece) for piece in parts), trainer)
     return Tokenizer(library, marks_of(library, "tokenizer", {}, asked))
 
 
@@ -190,32 +204,47 @@ def tokenizer_kind(tokenizer: str) -> str:
 
 
 def make_tokenizer(
-    tokenizer: str, texts: Iterable[str], progress: ShowProgress, asked: AskedMarks = AskedMarks()
+    tokenizer: str,
+    texts: Iterable[Text],
+    progress: ShowProgress,
+    asked: AskedMarks = AskedMarks(),
+    characters: int | None = None,
 ) -> Tokenizer:
     """The tokenizer that a config names, with the marks that it asks for; only bpe:SIZE reads `texts`, to be trained on
-    them."""
+    them. `characters`: of all texts, if known."""
     if tokenizer_kind(tokenizer) == "file":
         return load_tokenizer(Path(tokenizer).expanduser(), asked)
     if tokenizer == BYTES:
         return byte_tokenizer(asked)
-    size = int(tokenizer.removeprefix(BPE_PREFIX))
-    progress(f"training a tokenizer of {size} tokens", None)
-    return train_bpe(texts, size, asked)
+    return train_bpe(texts, int(tokenizer.removeprefix(BPE_PREFIX)), asked, progress, characters)
 
 
-def pieces(text: str, characters: int = 2**20) -> Iterator[str]:
+def splits_at_spaces(library: tokenizers.Tokenizer) -> bool:
+    """Whether a token never holds a space behind another character: byte-level pairs (GPT-2, Llama 3, Qwen), not
+    SentencePiece's, whose rule sees the whole text."""
+    state = json.loads(library.pre_tokenizer.__getstate__()) if library.pre_tokenizer else {}
+    steps = state.get("pretokenizers", [state])
+    splits = any(step.get("type") == "Split" or step.get("use_regex") for step in steps)
+    last = steps[-1] if steps else {}
+    is_bytes = last.get("type") == "ByteLevel" and not last.get("add_prefix_space")
+    return is_bytes and splits and library.normalizer is None
+
+
+def pieces(text: Text, characters: int = LONG_PIECE) -> Iterator[str]:
     """The text in parts of about `characters`, so that a huge document needs no huge memory.
 
     The cut lies in front of a space that a word follows, where GPT-2's splitting rule begins a new token whatever
     stands before it: the parts' tokens are the whole text's tokens. A text without such a place stays whole.
     """
-    start = 0
-    boundary = re.compile(r"(?= \S)")
-    while len(text) - start > characters:
-        # Searched from the wanted length on, so that a part is as long as that and a little more.
-        space = boundary.search(text, start + characters)
-        if space is None:
-            break
-        yield text[start : space.start()]
-        start = space.start()
-    yield text[start:]
+    boundary, rest = re.compile(r"(?= \S)"), ""
+    for chunk in chunks_of(text):
+        text, start = rest + chunk, 0
+        while len(text) - start > characters:
+            # Searched from the wanted length on, so that a part is as long as that and a little more.
+            space = boundary.search(text, start + characters)
+            if space is None:
+                break
+            yield text[start : space.start()]
+            start = space.start()
+        rest = text[start:]
+    yield rest

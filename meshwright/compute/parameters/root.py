@@ -62,11 +62,6 @@ def row_dims(shape: Sequence[int]) -> int:
     return next((dim for dim in reversed(range(len(shape))) if math.prod(shape[dim:]) >= ROW_ELEMENTS), 0)
 
 
-def box_hash(name: str, shape: tuple[int, ...], box: Box, values: Tensor) -> Tensor:
-    """The hash of a box's elements, an int64 scalar on their device. values [n]: the box's, row by row."""
-    return row_hashes(name, shape, box, values).sum()
-
-
 def row_hashes(name: str, shape: tuple[int, ...], box: Box, values: Tensor) -> Tensor:
     """The hashes of a box's rows [R], int64 on their device. values [n]: the box's, row by row."""
     split, device = row_dims(shape), values.device
@@ -126,7 +121,7 @@ def elements_hash(name: str, shape: tuple[int, ...], box: Box, start: int, value
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     position = 0
     for part in box.flat_parts(start, start + values.numel()):
-        total += box_hash(name, shape, part, values[position : position + part.num_elements])
+        total += row_hashes(name, shape, part, values[position : position + part.num_elements]).sum()
         position += part.num_elements
     return total
 
@@ -175,7 +170,7 @@ def held_hashes(
             continue
         for place in places:
             name = f"{kind} of {place.name}"
-            part = box_hash(name, place.shape, place.box, values[place.start : place.stop])
+            part = row_hashes(name, place.shape, place.box, values[place.start : place.stop]).sum()
             found[name] = found[name] + part if name in found else part
     return found
 

@@ -48,7 +48,7 @@ def pairs_for(
         raise ConfigError.of("--data", "none", f"leaves {loaded.folder} without pairs: it learned spans", "a tsv file")
     if data is not None and not is_prepared(Path(data).expanduser()):
         unpacked = pair_corpus(asked or PairData(kind="pairs", source=data, target=target))
-        pairs, name = list(unpacked.read()), unpacked.where
+        pairs, name = [tuple(map(str, pair)) for pair in unpacked.read()], unpacked.where
     else:
         corpus, name = held_out(loaded, data, asked or PairData(kind="pairs"), progress, "pairs")
         tokens = corpus.tokens("validation")

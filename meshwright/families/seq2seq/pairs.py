@@ -136,7 +136,7 @@ def _records(source: str, picks: Picks, languages: tuple[str, str] | None) -> It
 def docstring_pairs() -> Iterator[Pair]:
     """(function, summary) for all of the standard library, in the order of its files and of their lines."""
     for text in documents(STDLIB):
-        yield from function_pairs(text)
+        yield from function_pairs(str(text))
 
 
 def function_pairs(text: str) -> Iterator[Pair]:

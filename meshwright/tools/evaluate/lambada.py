@@ -35,9 +35,9 @@ def passages(source: str) -> Iterator[str]:
     whole = path.is_dir() or not is_text(path)
     for document in documents(source):
         if whole:
-            yield document
+            yield str(document)
         else:
-            yield from (line for line in document.splitlines() if line.strip())
+            yield from (line for line in str(document).splitlines() if line.strip())
 
 
 @torch.inference_mode()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,8 +34,8 @@ _HASHES, _DIGESTS = "hashes", "sha256"
 """
 _DIGEST_BYTES = 2**18
 """Bytes that a digest of format 3 is of."""
-_DIGITS = 16
-"""Hexadecimal digits of a block's hash."""
+_DIGITS, _HEXADECIMAL = 16, "{:016x}"
+"""Hexadecimal digits of a block's hash, and its text."""
 _LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header."""
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -51,12 +52,6 @@ class Stored:
     box: Box
     tensor: Tensor
     first: int = 0
-
-    @classmethod
-    def weight(cls, name: str, tensor: Tensor) -> Stored:
-        """A whole weight."""
-        shape = tuple(tensor.shape)
-        return cls(f"weight/{name}", f"weight of {name}", shape, Box((0,) * len(shape), shape), tensor)
 
     @property
     def bounds(self) -> list[int]:
@@ -83,7 +78,7 @@ def write_shard(path: Path, parts: Sequence[Stored]) -> tuple[StoredFile, int]:
         written = pool.submit(save_file, {part.key: part.tensor for part in parts}, path, metadata=metadata)
         hashes = {part.key: part.hashes() for part in parts}
         written.result()
-    found = {key: "".join(map(_text, numbers)) for key, numbers in hashes.items()}
+    found = {key: "".join(map(_HEXADECIMAL.format, numbers)) for key, numbers in hashes.items()}
     with path.open("r+b") as stream:
         start = stream.read(_LENGTH_BYTES)
         header = stream.read(int.from_bytes(start, "little"))
@@ -115,21 +110,6 @@ class _Blocks:
     bounds: Sequence[int]
     hashes: Callable[[int, memoryview], list[str]]
     written: Sequence[str]
-
-
-def _text(number: int) -> str:
-    return f"{number:0{_DIGITS}x}"
-
-
-def _digests(content: memoryview) -> list[str]:
-    """The SHA-256 of each block of a tensor of format 3."""
-    parts = range(0, len(content), _DIGEST_BYTES)
-    return [hashlib.sha256(content[start : start + _DIGEST_BYTES]).hexdigest() for start in parts]
-
-
-def _cut(text: object, digits: int) -> list[str]:
-    """The hashes that a header has one behind the other."""
-    return [str(text)[start : start + digits] for start in range(0, len(str(text)), digits)]
 
 
 class StoredShard:
@@ -181,7 +161,8 @@ class StoredShard:
 
     def elements(self, run: StoredRun, part: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
         """Elements begin..end of this file's part of a run: (first element, values) of the blocks that hold them."""
-        blocks, (first, _, _), size = self._blocks(run.key, run, part), self._place(run.key), run.torch_dtype.itemsize
+        blocks, size = self._blocks(run.key, run, part), run.torch_dtype.itemsize
+        first, _, _ = self._place(run.key)
         for start, content in self._read(run.key, first, begin * size, end * size, blocks):
             yield start // size, torch.frombuffer(content, dtype=run.torch_dtype)
 
@@ -196,19 +177,30 @@ class StoredShard:
         if self._whole:
             return _Blocks([*range(0, size, READ_BYTES), size], lambda first, content: [], ())
         if self._digests:
-            bounds, digests = [*range(0, size, _DIGEST_BYTES), size], _cut(self._digests.get(key), 64)
-            return _Blocks(bounds, lambda first, content: _digests(content), digests)
+            return _Blocks(
+                [*range(0, size, _DIGEST_BYTES), size],
+                lambda first, content: [
+                    hashlib.sha256(content[start : start + _DIGEST_BYTES]).hexdigest()
+                    for start in range(0, len(content), _DIGEST_BYTES)
+                ],
+                re.findall(".{1,64}", str(self._digests.get(key))),
+            )
         if run is None:
             raise DamagedError(f"{self.path} holds {key}, which no run in {MANIFEST} names; {GET_ANOTHER}")
         place, element = (f"{run.kind} of {run.parameter}", run.shape, run.box), run.torch_dtype
         bounds = block_bounds(run.shape, run.box, wanted.start, len(wanted), element.itemsize)
 
-        def hashes(first: int, content: memoryview) -> list[str]:
-            values = torch.frombuffer(content, dtype=element)
-            return list(map(_text, block_hashes(*place, wanted.start + bounds[first], values)))
-
-        written = _cut(self._hashes.get(key), _DIGITS)
-        return _Blocks([element.itemsize * bound for bound in bounds], hashes, written)
+        written = re.findall(f".{{1,{_DIGITS}}}", str(self._hashes.get(key)))
+        return _Blocks(
+            [element.itemsize * bound for bound in bounds],
+            lambda first, content: [
+                _HEXADECIMAL.format(number)
+                for number in block_hashes(
+                    *place, wanted.start + bounds[first], torch.frombuffer(content, dtype=element)
+                )
+            ],
+            written,
+        )
 
     def _place(self, key: str) -> tuple[int, int, torch.dtype | str]:
         """A tensor's first byte after the header, its end, and its dtype."""

@@ -294,7 +294,10 @@ def _write(folder: Path, shards: Iterator[dict[str, Tensor]], model: Model) -> N
     runs: list[StoredRun] = []
     hashes: list[int] = []
     for group, tensors in enumerate(shards):
-        parts = [Stored.weight(name, tensor) for name, tensor in tensors.items()]
+        parts = [
+            Stored(f"weight/{name}", f"weight of {name}", tensor.shape, Box((0,) * tensor.dim(), tensor.shape), tensor)
+            for name, tensor in tensors.items()
+        ]
         for name, part in zip(tensors, parts, strict=True):
             dtype, box = str(part.tensor.dtype).removeprefix("torch."), part.box
             place = (part.shape, box.offsets, box.lengths, dtype, part.key, group, 0, box.num_elements)

@@ -74,7 +74,10 @@ def test_any_box_of_slices_is_read_from_the_files_that_hold_it(sliced: Checkpoin
 def test_only_blocks_that_are_read_are_hashed(tmp_path: Path) -> None:
     length = BLOCK_BYTES // 4
     values = torch.arange(3.0 * length + 5)
-    parts = [Stored.weight("w", values), Stored.weight("v", values[:9].clone())]
+    parts = [
+        Stored(f"weight/{name}", f"weight of {name}", (size,), Box((0,), (size,)), values[:size].clone())
+        for name, size in (("w", values.numel()), ("v", 9))
+    ]
     file, _ = write_shard(tmp_path / "rank-0.safetensors", parts)
     path = tmp_path / file.file
     content = bytearray(path.read_bytes())

@@ -101,7 +101,9 @@ def save_steps(mesh: Mesh, folder: Path, steps: list[int], keep: int) -> None:
 def test_a_single_element_of_a_column_is_written(tmp_path: Path) -> None:
     """A slice of one element is contiguous to torch, which keeps its stride and refuses to read bytes of it."""
     column = torch.arange(48.0).view(2, 24)[:1, 5]
-    stored, _ = write_shard(tmp_path / "one.safetensors", [Stored.weight("x", column)])
+    stored, _ = write_shard(
+        tmp_path / "one.safetensors", [Stored("weight/x", "weight of x", (1,), Box((0,), (1,)), column)]
+    )
     assert stored.size_bytes == (tmp_path / "one.safetensors").stat().st_size
     assert load_file(tmp_path / "one.safetensors")["weight/x"].tolist() == [5]
 
