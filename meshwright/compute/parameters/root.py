@@ -54,7 +54,9 @@ def mixed(numbers: Tensor) -> Tensor:
 def factors(device: torch.device) -> tuple[Tensor, Tensor]:
     """The columns of keys [SEGMENT, COLUMNS], float64 integers from -2^9 to 2^9 - 1, and the columns' odd factors."""
     numbers = mixed(torch.arange(1, (SEGMENT + 1) * COLUMNS + 1, device=device)).view(-1, COLUMNS)
-    return (numbers[:SEGMENT] >> 64 - KEY_BITS).double(), numbers[SEGMENT] | 1
+    keys = (numbers[:SEGMENT] >> 64 - KEY_BITS).double()
+    # Odd factors lose nothing modulo 2^64.
+    return keys, numbers[SEGMENT] | 1
 
 
 def row_dims(shape: Sequence[int]) -> int:
