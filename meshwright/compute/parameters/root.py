@@ -101,11 +101,14 @@ def add_segments(total: Tensor, words: Tensor, weights: Tensor, first: int) -> N
     chunk = CHUNK_WORDS.get(words.device.type, 2**22)
     across = max(1, min(count, chunk // width))
     down = max(1, chunk // (across * width))
+    sums = torch.empty(rows, count, COLUMNS, dtype=torch.float64, device=words.device)
+    room = torch.empty(min(down, rows) * across * width, dtype=torch.float64, device=words.device)
     for row, column in product(range(0, rows, down), range(0, count, across)):
-        here = slice(row, row + down), slice(column, column + across)
-        sums = torch.mm(words[here].double().view(-1, width), keys[first : first + width])
-        hashes = sums.long().mul_(columns).sum(1).view(-1, words[here].shape[1]).mul_(weights[here])
-        total[row : row + down] += hashes.sum(1)
+        here = words[row : row + down, column : column + across]
+        numbers = room[: here.numel()].view(here.shape).copy_(here).view(-1, width)
+        there = sums[row : row + down, column : column + across]
+        there.copy_(torch.mm(numbers, keys[first : first + width]).view(there.shape))
+    total += sums.long().mul_(columns).sum(2).mul_(weights).sum(1)
 
 
 def words_of(rows: Tensor, first: int) -> Tensor:

@@ -16,13 +16,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle, pairwise
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from meshwright.compute.parameters.root import BLOCK_BYTES, block_bounds, block_hashes
+from meshwright.compute.parameters.root import block_bounds, block_hashes
 from meshwright.compute.parameters.shard import Box
 from meshwright.ranks.errors import DamagedError
 from meshwright.ranks.foreign import open_plain, open_unbuffered, parse_json
@@ -214,18 +215,29 @@ class StoredShard:
             raise DamagedError(f"{self.path} holds no {key} that can be read: {error!r}; {GET_ANOTHER}") from error
 
     def _read(self, key: str, first: int, begin: int, end: int, blocks: _Blocks) -> Iterator[tuple[int, memoryview]]:
-        """Bytes begin..end of the tensor at `first`, in whole blocks that were checked."""
-        bounds, number = blocks.bounds, bisect_right(blocks.bounds, begin) - 1
-        last = bisect_left(bounds, end)
-        # One room for all reads: a consumer has used a read's bytes before it asks for the next ones.
-        room = memoryview(bytearray(max((bounds[-1] if bounds[-1] < READ_BYTES else READ_BYTES), BLOCK_BYTES)))
+        """Bytes begin..end of the tensor at `first`, in whole blocks that were checked. A part's memory is used again:
+        it is valid until the next part is asked for."""
+        bounds, last = blocks.bounds, bisect_left(blocks.bounds, end)
+        starts = [bisect_right(bounds, begin) - 1]
+        while starts[-1] < last:
+            behind = bisect_right(bounds, bounds[starts[-1]] + READ_BYTES) - 1
+            starts.append(min(last, max(starts[-1] + 1, behind)))
+        spans = list(pairwise(starts))
+        size = max((bounds[stop] - bounds[start] for start, stop in spans), default=0)
+        rooms = [memoryview(bytearray(size)) for _ in spans[:2]]
+        parts = self._checked(key, first, spans, rooms, blocks)
+        yield from parts if len(spans) < 2 else ahead(parts)
+
+    def _checked(
+        self, key: str, first: int, spans: Sequence[tuple[int, int]], rooms: Sequence[memoryview], blocks: _Blocks
+    ) -> Iterator[tuple[int, memoryview]]:
+        """The blocks of each span, in the rooms in turn."""
+        bounds = blocks.bounds
         with open_unbuffered(self.path) as stream:
-            while number < last:
-                position = bounds[number]
-                behind = min(last, max(number + 1, bisect_right(bounds, position + READ_BYTES) - 1))
-                content = room[: bounds[behind] - position]
+            for (number, behind), room in zip(spans, cycle(rooms), strict=False):
+                content = room[: bounds[behind] - bounds[number]]
                 try:
-                    stream.seek(self._data + first + position)
+                    stream.seek(self._data + first + bounds[number])
                     got = stream.readinto(content)
                 except OSError as error:
                     raise DamagedError(f"{self.path} cannot be read: {error.strerror}; {GET_ANOTHER}") from error
@@ -238,5 +250,13 @@ class StoredShard:
                             place = f"bytes {start:,} to {stop - 1:,} of {key} are not those that were written"
                             raise DamagedError(f"{self.path} is damaged: {place}; {GET_ANOTHER}")
                         self._bad.append(BadBlock(self.path, key, start, stop - 1))
-                yield position, content
-                number = behind
+                yield bounds[number], content
+
+
+def ahead(values: Iterator[tuple[int, memoryview]]) -> Iterator[tuple[int, memoryview]]:
+    """The values, each made by a thread while the one before is used."""
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(next, values, None)
+        while (value := coming.result()) is not None:
+            coming = pool.submit(next, values, None)
+            yield value
