@@ -106,8 +106,9 @@ def add_segments(total: Tensor, words: Tensor, weights: Tensor, first: int) -> N
     for row, column in product(range(0, rows, down), range(0, count, across)):
         here = words[row : row + down, column : column + across]
         numbers = room[: here.numel()].view(here.shape).copy_(here).view(-1, width)
-        there = sums[row : row + down, column : column + across]
-        there.copy_(torch.mm(numbers, keys[first : first + width]).view(there.shape))
+        # Of one row, or of all that a row has: contiguous either way.
+        there = sums[row : row + down, column : column + across].view(-1, COLUMNS)
+        torch.mm(numbers, keys[first : first + width], out=there)
     total += sums.long().mul_(columns).sum(2).mul_(weights).sum(1)
 
 

@@ -141,12 +141,17 @@ class Checkpoint:
         begin = last = 0
         for cut, length in zip(box.slices, run.lengths, strict=True):
             begin, last = begin * length + cut.start, last * length + cut.stop - 1
+        # Elements without gaps are read into their place.
+        flat = out.view(-1) if out.is_contiguous() and last + 1 - begin == out.numel() else None
         # The group's files that hold these elements, by position.
         for part in range((run.start + begin) // run.length, (run.start + last) // run.length + 1):
             start, stop = run.bounds(part)
             shard = self._shard(self.manifest.files[self.manifest.groups[run.group][part]])
-            wanted = (max(begin, start) - start, min(last + 1, stop) - start)
-            for offset, values in shard.elements(run, part, *wanted):
+            first, end = max(begin, start), min(last + 1, stop)
+            into = None if flat is None else flat[first - begin : end - begin]
+            for offset, values in shard.elements(run, part, first - start, end - start, into):
+                if into is not None and 0 <= values.data_ptr() - into.data_ptr() < into.nbytes:
+                    continue  # read there
                 position = 0
                 # A slice of flat memory is up to three boxes: part of a row, whole rows, part of a row.
                 for rows in whole.flat_parts(start + offset, start + offset + values.numel()):

@@ -29,7 +29,7 @@ from meshwright.ranks.errors import DamagedError
 from meshwright.ranks.foreign import open_plain, open_unbuffered, parse_json
 from meshwright.training.checkpoint.manifest import GET_ANOTHER, MANIFEST, StoredFile, StoredRun, stored_file
 
-READ_BYTES = 2**22
+READ_BYTES = 2**23
 _HASHES, _DIGESTS = "hashes", "sha256"
 """The metadata keys, of hashes (`_Hashes` by tensor) and of format 3's digests (by tensor, hexadecimal, concatenated).
 """
@@ -160,11 +160,16 @@ class StoredShard:
             for _ in self._read(key, begin, 0, end - begin, self._blocks(key, *self._held.get(key, ()))):
                 pass
 
-    def elements(self, run: StoredRun, part: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        """Elements begin..end of this file's part of a run: (first element, values) of the blocks that hold them."""
+    def elements(
+        self, run: StoredRun, part: int, begin: int, end: int, out: Tensor | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Elements begin..end of this file's part of a run: (first element, values) of the blocks that hold them.
+        Values are valid until the next ones are asked for. `out` [end - begin]: blocks inside of it are read into it.
+        """
         blocks, size = self._blocks(run.key, run, part), run.torch_dtype.itemsize
         first, _, _ = self._place(run.key)
-        for start, content in self._read(run.key, first, begin * size, end * size, blocks):
+        into = None if out is None else memoryview(out.view(torch.uint8).numpy().data)
+        for start, content in self._read(run.key, first, begin * size, end * size, blocks, into):
             yield start // size, torch.frombuffer(content, dtype=run.torch_dtype)
 
     def _blocks(self, key: str, run: StoredRun | None = None, part: int = 0) -> _Blocks:
@@ -214,46 +219,52 @@ class StoredShard:
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"{self.path} holds no {key} that can be read: {error!r}; {GET_ANOTHER}") from error
 
-    def _read(self, key: str, first: int, begin: int, end: int, blocks: _Blocks) -> Iterator[tuple[int, memoryview]]:
-        """Bytes begin..end of the tensor at `first`, in whole blocks that were checked. A part's memory is used again:
-        it is valid until the next part is asked for."""
+    def _read(
+        self, key: str, first: int, begin: int, end: int, blocks: _Blocks, into: memoryview | None = None
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Bytes begin..end of the tensor at `first`, in whole blocks that were checked: in `into`, the memory for these
+        bytes, or in memory that is used again for the part behind the next one."""
         bounds, last = blocks.bounds, bisect_left(blocks.bounds, end)
         starts = [bisect_right(bounds, begin) - 1]
         while starts[-1] < last:
             behind = bisect_right(bounds, bounds[starts[-1]] + READ_BYTES) - 1
             starts.append(min(last, max(starts[-1] + 1, behind)))
         spans = list(pairwise(starts))
-        size = max((bounds[stop] - bounds[start] for start, stop in spans), default=0)
-        rooms = [memoryview(bytearray(size)) for _ in spans[:2]]
-        parts = self._checked(key, first, spans, rooms, blocks)
-        yield from parts if len(spans) < 2 else ahead(parts)
-
-    def _checked(
-        self, key: str, first: int, spans: Sequence[tuple[int, int]], rooms: Sequence[memoryview], blocks: _Blocks
-    ) -> Iterator[tuple[int, memoryview]]:
-        """The blocks of each span, in the rooms in turn."""
-        bounds = blocks.bounds
-        with open_unbuffered(self.path) as stream:
-            for (number, behind), room in zip(spans, cycle(rooms), strict=False):
-                content = room[: bounds[behind] - bounds[number]]
-                try:
-                    stream.seek(self._data + first + bounds[number])
-                    got = stream.readinto(content)
-                except OSError as error:
-                    raise DamagedError(f"{self.path} cannot be read: {error.strerror}; {GET_ANOTHER}") from error
-                if got != len(content):
-                    raise DamagedError(f"{self.path} holds no {key} that can be read: it ends early; {GET_ANOTHER}")
-                for block, found in enumerate(blocks.hashes(number, content), number):
-                    if blocks.written[block : block + 1] != [found]:
-                        start, stop = bounds[block], bounds[block + 1]
-                        if self._bad is None:
-                            place = f"bytes {start:,} to {stop - 1:,} of {key} are not those that were written"
-                            raise DamagedError(f"{self.path} is damaged: {place}; {GET_ANOTHER}")
-                        self._bad.append(BadBlock(self.path, key, start, stop - 1))
-                yield bounds[number], content
+        inside = [into is not None and begin <= bounds[start] and bounds[stop] <= end for start, stop in spans]
+        sizes = [bounds[stop] - bounds[start] for start, stop in spans]
+        used = [size for size, within in zip(sizes, inside, strict=True) if not within]
+        rooms = cycle([memoryview(bytearray(max(used))) for _ in used[:2]])
+        memory = [
+            into[bounds[start] - begin : bounds[stop] - begin] if into is not None and within else next(rooms)[:size]
+            for (start, stop), within, size in zip(spans, inside, sizes, strict=True)
+        ]
+        parts = read_parts(self.path, key, [self._data + first + bounds[start] for start, _ in spans], memory)
+        for (number, _), content in zip(spans, parts if len(spans) < 2 else ahead(parts), strict=True):
+            for block, found in enumerate(blocks.hashes(number, content), number):
+                if blocks.written[block : block + 1] != [found]:
+                    start, stop = bounds[block], bounds[block + 1]
+                    if self._bad is None:
+                        place = f"bytes {start:,} to {stop - 1:,} of {key} are not those that were written"
+                        raise DamagedError(f"{self.path} is damaged: {place}; {GET_ANOTHER}")
+                    self._bad.append(BadBlock(self.path, key, start, stop - 1))
+            yield bounds[number], content
 
 
-def ahead(values: Iterator[tuple[int, memoryview]]) -> Iterator[tuple[int, memoryview]]:
+def read_parts(path: Path, key: str, starts: Sequence[int], memory: Sequence[memoryview]) -> Iterator[memoryview]:
+    """A file's bytes from each start on, in its memory. Raises DamagedError where they are not there; `key`: whose."""
+    with open_unbuffered(path) as stream:
+        for start, content in zip(starts, memory, strict=True):
+            try:
+                stream.seek(start)
+                got = stream.readinto(content)
+            except OSError as error:
+                raise DamagedError(f"{path} cannot be read: {error.strerror}; {GET_ANOTHER}") from error
+            if got != len(content):
+                raise DamagedError(f"{path} holds no {key} that can be read: it ends early; {GET_ANOTHER}")
+            yield content
+
+
+def ahead(values: Iterator[memoryview]) -> Iterator[memoryview]:
     """The values, each made by a thread while the one before is used."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, values, None)
