@@ -1,12 +1,12 @@
 """The programs that ours is compared with: a plain torch loop, Hugging Face's GPT-2, torch's DDP and FSDP2.
 
-Each function is a contender's factory (see contender.py): it builds its model in the worker and yields `step`. All
-run the same sizes, the same tokens, the same AdamW; `fused` picks torch's fused AdamW, else torch's default one.
+Each function is a contender's factory (see contender.py): it builds its model in the worker and yields `step`. All run
+the same sizes, the same tokens and torch's fused AdamW. README.md has the page that recommends each form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,22 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.contender import Place, Step
 from benchmarks.plain_model import PlainGPT
-from benchmarks.reference import REFERENCE, global_batch, rank_rows
+from benchmarks.reference import REFERENCE, WIDE, Reference, global_batch, rank_rows
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @contextmanager
-def plain(place: Place, fused: bool = False, compiled: bool = False) -> Iterator[Step]:
-    """The plain loop on one device. `compiled`: its model is, whole, by torch.compile."""
-    model = _plain_model()
-    # Inductor's own pool of processes never answers in a contender's worker.
-    whole = torch.compile(model, options={"compile_threads": 1}) if compiled else model
-    yield _loop(whole, _adamw(model, fused), place)
+def plain(place: Place, compiled: bool = False, wide: bool = False) -> Iterator[Step]:
+    """The plain loop on one device. `compiled`: its model is, whole, by torch.compile. `wide`: of the wide model."""
+    sizes = WIDE if wide else REFERENCE
+    model = plain_model(sizes)
+    if compiled:
+        model.compile()
+    yield _loop(model, fused_adamw(model.parameters()), place, sizes)
 
 
 @contextmanager
@@ -56,7 +58,7 @@ def products(place: Place) -> Iterator[Step]:
 
 
 @contextmanager
-def hugging_face(place: Place, fused: bool = False) -> Iterator[Step]:
+def hugging_face(place: Place) -> Iterator[Step]:
     """GPT2LMHeadModel of the same sizes, with its SDPA attention, no dropout and an untied head.
 
     It shifts the labels itself, so the last token of each sequence has no loss: 1 in 128 less than the others compute.
@@ -87,34 +89,53 @@ def hugging_face(place: Place, fused: bool = False) -> Iterator[Step]:
     def loss(tokens: Tensor, _labels: Tensor) -> Tensor:
         return model(input_ids=tokens, labels=tokens).loss
 
-    yield _loop(loss, _adamw(model, fused), place)
+    yield _loop(loss, fused_adamw(model.parameters()), place)
 
 
 @contextmanager
-def ddp(place: Place, fused: bool = True, bucket_view: bool = True) -> Iterator[Step]:
-    """The plain model under DistributedDataParallel over gloo, with its default buckets of 25 MB."""
+def ddp(place: Place, compiled: str = "") -> Iterator[Step]:
+    """The plain model under DistributedDataParallel over gloo."""
     with gloo(place):
-        model = DistributedDataParallel(_plain_model(), gradient_as_bucket_view=bucket_view)
-        yield _loop(model, _adamw(model, fused), place)
+        model = replicated(plain_model(), compiled)
+        yield _loop(model, fused_adamw(model.parameters()), place)
 
 
-@contextmanager
-def fsdp2(place: Place, fused: bool = True, reshard: bool = True) -> Iterator[Step]:
-    """The plain model under fully_shard over gloo: each block, then the root.
+def replicated(model: nn.Module, compiled: str, backend: str = "inductor") -> nn.Module:
+    """The model under DistributedDataParallel, with its default buckets of 25 MB.
 
-    `reshard`: free a block's weights after its forward pass (torch's default), or keep them for the backward.
+    `compiled`: `inside`, the model that is given to DDP; `outside`, DDP itself, whose graph is cut between its buckets
+    so that they travel under the backward pass; empty: not.
     """
+    if compiled == "inside":
+        model.compile(backend=backend)
+    whole = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if compiled == "outside":
+        whole.compile(backend=backend)
+    return whole
+
+
+@contextmanager
+def fsdp2(place: Place, compiled: bool = False) -> Iterator[Step]:
+    """The plain model under fully_shard over gloo."""
     with gloo(place):
-        model = _plain_model()
-        for block in model.blocks:
-            fully_shard(block, reshard_after_forward=reshard)
-        fully_shard(model)
-        yield _loop(model, _adamw(model, fused), place)
+        model = plain_model()
+        shard(model, model.blocks, compiled)
+        yield _loop(model, fused_adamw(model.parameters()), place)
 
 
-def _plain_model() -> PlainGPT:
+def shard(model: nn.Module, blocks: Iterable[nn.Module], compiled: bool, backend: str = "inductor") -> None:
+    """Put each block under fully_shard, compiled before if `compiled`, then the root with the rest."""
+    for block in blocks:
+        if compiled:
+            block.compile(backend=backend)
+        fully_shard(block)
+    fully_shard(model)
+
+
+def plain_model(sizes: Reference = REFERENCE) -> PlainGPT:
+    """The plain model, of the same seed in every worker."""
     torch.manual_seed(0)
-    return PlainGPT(REFERENCE)
+    return PlainGPT(sizes)
 
 
 @contextmanager
@@ -127,23 +148,27 @@ def gloo(place: Place) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _adamw(model: nn.Module, fused: bool) -> torch.optim.AdamW:
-    """Weight decay on matrices only, as GPT-2 is trained."""
-    parameters = list(model.parameters())
+def fused_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """Weight decay on matrices only, as GPT-2 is trained. A fused step takes DTensors or plain tensors, so each has
+    groups of its own."""
+    every = list(parameters)
     groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": REFERENCE.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in every if isinstance(p, DTensor) == cut and (p.dim() > 1) == matrix]}
+        | {"weight_decay": REFERENCE.weight_decay if matrix else 0.0}
+        for cut in (True, False)
+        for matrix in (True, False)
     ]
-    return torch.optim.AdamW(groups, lr=REFERENCE.learning_rate, betas=REFERENCE.betas, fused=fused or None)
+    filled = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(filled, lr=REFERENCE.learning_rate, betas=REFERENCE.betas, fused=True)
 
 
-def _loop(loss: Loss, optimizer: torch.optim.Optimizer, place: Place) -> Step:
-    rows = rank_rows(place.rank, place.ranks)
+def _loop(loss: Loss, optimizer: torch.optim.Optimizer, place: Place, sizes: Reference = REFERENCE) -> Step:
+    rows = rank_rows(place.rank, place.ranks, sizes)
     count = 0
 
     def step() -> float:
         nonlocal count
-        tokens, labels = global_batch(count)
+        tokens, labels = global_batch(count, sizes)
         value = loss(tokens[rows], labels[rows])
         optimizer.zero_grad(set_to_none=True)
         value.backward()

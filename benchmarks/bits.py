@@ -188,7 +188,9 @@ def main() -> None:
         contenders = [ours.configured(mode, "torch", options_of(name, mode)) for mode in MODES]
         results = interleave(contenders, plan_of(arguments))
         usual = find(results, "usual")
-        table.add_row(name, *(f"{result.median:.1f} ({result.ratio(usual):.2f})" for result in results))
+        table.add_row(
+            name, *(f"{result.milliseconds.median:.1f} ({result.ratio(usual).median:.2f})" for result in results)
+        )
         kept[name] = as_json(results, ("usual",))
     Console(width=140).print(table)
     write_json(arguments.json, kept)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import broadcast_loop as loop
+from benchmarks.baselines import fused_adamw
 from benchmarks.broadcast_loop import Shape
 from benchmarks.contender import Contender, Place, Step
 from benchmarks.plain_model import PlainBlock, PlainGPT
@@ -35,7 +36,7 @@ def train(place: Place, q: int, depth: int, transport: str) -> Iterator[Step]:
     with open_mesh(grid, read_environment(), transport, torch.device("cpu"), rendezvous()) as mesh:
         torch.manual_seed(0)
         model = BroadcastGPT(PlainGPT(REFERENCE), Shape.of(mesh))
-        optimizer = _fused_adamw(model)
+        optimizer = fused_adamw(model.parameters())  # what another row owns has no gradient here and is not stepped
         count = 0
 
         def step() -> float:
@@ -126,13 +127,3 @@ class BroadcastGPT(nn.Module):
             h = block(h, len(mine))
         loss: Tensor = loop.CrossEntropy.apply(self.head(self.norm(h)), wanted.flatten(), labels.numel(), self.shape)
         return loss
-
-
-def _fused_adamw(model: nn.Module) -> torch.optim.AdamW:
-    """Weight decay on matrices only. What another row owns has no gradient here and is not stepped."""
-    groups = [
-        {"params": [p for p in model.parameters() if (p.dim() > 1) == matrix]}
-        | {"weight_decay": REFERENCE.weight_decay if matrix else 0.0}
-        for matrix in (True, False)
-    ]
-    return torch.optim.AdamW(groups, lr=REFERENCE.learning_rate, betas=REFERENCE.betas, fused=True)

@@ -13,10 +13,11 @@ from importlib import import_module
 from typing import Literal
 
 Step = Callable[[], float]
-"""One training step of the reference model; returns the loss that this rank knows."""
+"""One training step of the reference model, and all that it has set going; returns the loss that this rank knows."""
 
 Option = str | int | float | bool
 Launcher = Literal["torch", "mpi"]
+Allocator = Literal["told", "glibc"]
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,17 @@ Factory = Callable[..., AbstractContextManager[Step]]
 
 @dataclass(frozen=True)
 class Contender:
-    """`launcher`: torch starts plain processes with torchrun's variables, mpi starts them with mpiexec."""
+    """`launcher`: torch forks workers that have torchrun's variables, mpi starts them with mpiexec.
+
+    `allocator`: told to keep what a step frees, as `meshwright train` tells it (ranks/machine.py), or as it comes.
+    """
 
     name: str
     factory: str
     options: dict[str, Option] = field(default_factory=dict)
     ranks: int = 1
     launcher: Launcher = "torch"
+    allocator: Allocator = "told"
 
 
 def find_factory(name: str) -> Factory:

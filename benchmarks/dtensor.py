@@ -20,11 +20,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -34,9 +33,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from benchmarks.baselines import fused_adamw, gloo
 from benchmarks.contender import Contender, Place, Step
 from benchmarks.plain_model import PlainBlock, PlainGPT
-from benchmarks.reference import REFERENCE, Reference, global_batch
+from benchmarks.reference import WIDE, Reference, global_batch
 
 
 def contender(ranks: int, sequence_parallel: bool = False) -> Contender:
@@ -47,16 +47,15 @@ def contender(ranks: int, sequence_parallel: bool = False) -> Contender:
 
 @contextmanager
 def train(place: Place, sequence_parallel: bool = False) -> Iterator[Step]:
-    """Train steps of the reference model; every rank sees the whole global batch."""
-    dist.init_process_group("gloo", rank=place.rank, world_size=place.ranks)
-    try:
-        model = parallel_model(REFERENCE, place.ranks, sequence_parallel)
-        optimizer = fused_adamw(model)
+    """Train steps of the wide model; every rank sees the whole global batch."""
+    with gloo(place):
+        model = parallel_model(WIDE, place.ranks, sequence_parallel)
+        optimizer = fused_adamw(model.parameters())
         count = 0
 
         def step() -> float:
             nonlocal count
-            tokens, labels = global_batch(count)
+            tokens, labels = global_batch(count, WIDE)
             optimizer.zero_grad(set_to_none=True)
             with loss_parallel():
                 loss = model(tokens, labels)
@@ -66,8 +65,6 @@ def train(place: Place, sequence_parallel: bool = False) -> Iterator[Step]:
             return loss.item()
 
         yield step
-    finally:
-        dist.destroy_process_group()
 
 
 class HeadwiseBlock(PlainBlock):
@@ -116,15 +113,3 @@ def _sequence_plan() -> dict[str, ParallelStyle]:
         "norm": SequenceParallel(use_local_output=True),
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }
-
-
-def fused_adamw(model: nn.Module) -> torch.optim.AdamW:
-    """Weight decay on matrices only. A fused step takes DTensors or plain tensors, so each has groups of its own."""
-    groups = [
-        {"params": [p for p in model.parameters() if isinstance(p, DTensor) == cut and (p.dim() > 1) == matrix]}
-        | {"weight_decay": REFERENCE.weight_decay if matrix else 0.0}
-        for cut in (True, False)
-        for matrix in (True, False)
-    ]
-    filled = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(filled, lr=REFERENCE.learning_rate, betas=REFERENCE.betas, fused=True)

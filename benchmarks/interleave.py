@@ -1,7 +1,7 @@
 """Run contenders in turns on one machine, A B C, B C A, ..., so that whatever disturbs one disturbs all alike.
 
-All workers live through the whole run; those that are not at turn sleep. A turn is one untimed step (caches, waking)
-and some timed ones, of which the median counts. Ratios are medians over the rounds of ratios within a round.
+All workers start at once, live through the whole run, and sleep when they are not at turn. After an untimed step of
+each they alternate step by step. Ratios are taken within a round; a table has their median and quartiles.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from subprocess import Popen
@@ -23,46 +23,81 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.contender import Contender
+from benchmarks.contender import Allocator, Contender
 from benchmarks.team import Team
 from meshwright.ranks.machine import processor_name, usable_cores
 
 PRODUCT = 1024
 """Rows and columns of the product whose rate stands under each table."""
 
+ALLOCATORS: dict[Allocator, str] = {
+    "told": "all told to keep what a step frees",
+    "glibc": "glibc's allocator as it comes, for all",
+}
+
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to measure: `rounds` turns of `steps` timed steps each, after `warmup` steps of everyone."""
+    """How long to measure: `rounds` turns of `steps` steps each, after `warmup` untimed steps of everyone."""
 
-    rounds: int = 10
-    steps: int = 3
-    warmup: int = 3
+    rounds: int = 12
+    steps: int = 1
+    warmup: int = 1
     busy: int = 0
     """Processes that compute without end beside the contenders, as somebody else's would on a shared machine."""
 
 
 @dataclass(frozen=True)
+class Spread:
+    """The median of some numbers, and the quartiles around it."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Spread:
+        if len(numbers) == 1:
+            return cls(numbers[0], numbers[0], numbers[0])
+        return cls(*statistics.quantiles(numbers, n=4, method="inclusive"))
+
+
+@dataclass(frozen=True)
 class Result:
-    """A contender's median step of each round, in milliseconds, and its last loss; `busy`: the plan's."""
+    """A contender's median step of each round, in milliseconds, and its last loss; `busy`: the plan's.
+
+    `processor`: the same of all its ranks' threads on a core, which other processes' work on the machine disturbs less;
+    `held_bytes`: the most resident memory of the rank that has held most, beyond that of its imports.
+    """
 
     contender: Contender
     rounds: list[float]
     loss: float
     busy: int = 0
+    held_bytes: int = 0
+    processor: Sequence[float] = ()
 
     @property
-    def median(self) -> float:
-        return statistics.median(self.rounds)
+    def milliseconds(self) -> Spread:
+        return Spread.of(self.rounds)
 
-    def ratio(self, baseline: Result) -> float:
-        """How this one's step compares with the baseline's: below 1 is faster."""
-        return statistics.median(own / other for own, other in zip(self.rounds, baseline.rounds, strict=True))
+    def ratio(self, baseline: Result) -> Spread:
+        """How this one's step compares with the baseline's, round by round: below 1 is faster."""
+        return _ratio(self.rounds, baseline.rounds)
+
+    def work(self, baseline: Result) -> Spread:
+        """The same of processor time: what waits costs nothing."""
+        return _ratio(self.processor, baseline.processor)
+
+
+def _ratio(own: Sequence[float], other: Sequence[float]) -> Spread:
+    return Spread.of([one / two for one, two in zip(own, other, strict=True)])
 
 
 def interleave(contenders: Sequence[Contender], plan: Plan) -> list[Result]:
     """Measure all contenders, in turns. Raises LaunchError where one of them fails."""
     rounds: list[list[float]] = [[] for _ in contenders]
+    processor: list[list[float]] = [[] for _ in contenders]
     losses = [0.0] * len(contenders)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="benchmark-")))
@@ -70,10 +105,12 @@ def interleave(contenders: Sequence[Contender], plan: Plan) -> list[Result]:
         starting = progress.add_task("starting", total=len(contenders))
         teams = []
         for contender in contenders:
-            team = Team(contender, folder)
-            stack.callback(team.close)
-            team.run(plan.warmup)
-            teams.append(team)
+            teams.append(Team(contender, folder))
+            stack.callback(teams[-1].close)
+        for team in teams:
+            team.begin(plan.warmup)
+        for team in teams:
+            team.end()
             progress.advance(starting)
         for _ in range(plan.busy):
             stack.callback(stack.enter_context(Popen([sys.executable, "-c", "while True: pass"])).kill)
@@ -81,10 +118,14 @@ def interleave(contenders: Sequence[Contender], plan: Plan) -> list[Result]:
         for number in range(plan.rounds):
             for offset in range(len(teams)):
                 index = (number + offset) % len(teams)
-                times, losses[index] = teams[index].run(plan.steps + 1)
-                rounds[index].append(statistics.median(times[1:]))
+                times, losses[index] = teams[index].run(plan.steps)
+                rounds[index].append(statistics.median(times))
+                processor[index].append(statistics.median(teams[index].processor))
                 progress.advance(measuring)
-    return [Result(*parts, plan.busy) for parts in zip(contenders, rounds, losses, strict=True)]
+        return [
+            Result(contender, times, loss, plan.busy, team.held_bytes, spent)
+            for contender, times, loss, team, spent in zip(contenders, rounds, losses, teams, processor, strict=True)
+        ]
 
 
 def find(results: Sequence[Result], name: str) -> Result:
@@ -92,19 +133,50 @@ def find(results: Sequence[Result], name: str) -> Result:
     return next(result for result in results if result.contender.name == name)
 
 
+Rows = list[dict[str, object]]
+
+
+def measure(title: str, contenders: Sequence[Contender], plan: Plan, baselines: Sequence[str]) -> Rows:
+    """Measure all contenders under their own allocator, print a table, and return the table as plain data."""
+    began = time.monotonic()
+    results = interleave(contenders, plan)
+    show(f"{title}; {time.monotonic() - began:.0f} s with the start", results, baselines)
+    return as_json(results, baselines)
+
+
+def measure_both(
+    title: str, contenders: Sequence[Contender], plan: Plan, baselines: Sequence[str], allocators: Sequence[Allocator]
+) -> dict[str, Rows]:
+    """Measure all contenders under one allocator after the other: a table each, whose title and key name it."""
+    return {
+        f"{title}, {allocator}": measure(
+            f"{title}; {ALLOCATORS[allocator]}",
+            [replace(contender, allocator=allocator) for contender in contenders], plan, baselines,
+        )
+        for allocator in allocators
+    }  # fmt: skip
+
+
 def show(title: str, results: Sequence[Result], baselines: Sequence[str]) -> None:
-    """A table of the medians, and of the ratios to each baseline; under it the machine, which moves the ratios."""
+    """A table of memory, times and ratios to each baseline; under it the machine, which moves the ratios."""
     busy = results[0].busy
     beside = f", beside {busy} busy process{'es' * (busy > 1)}" if busy else ""
-    table = Table(title=title + beside, caption=machine())
+    said = f"medians (quartiles) of {len(results[0].rounds)} rounds, behind a stroke of processor time; {machine()}"
+    table = Table(title=title + beside, caption=said)
     table.add_column("contender")
-    for head in ("ranks", "median ms", "min", "max", *(f"/ {name}" for name in baselines)):
+    for head in ("ranks", "MB a rank", "ms a step", *(f"/ {name}" for name in baselines)):
         table.add_column(head, justify="right")
     for result in results:
-        ratios = [f"{result.ratio(find(results, name)):.3f}" for name in baselines]
-        times = [f"{value:.1f}" for value in (result.median, min(result.rounds), max(result.rounds))]
-        table.add_row(result.contender.name, str(result.contender.ranks), *times, *ratios)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+        memory = f"{result.held_bytes / 1e6:.0f}"
+        times = f"{_cell(result.milliseconds, 0)} | {Spread.of(result.processor).median:.0f}"
+        others = [find(results, name) for name in baselines]
+        ratios = [f"{_cell(result.ratio(other), 2)} | {_cell(result.work(other), 2)}" for other in others]
+        table.add_row(result.contender.name, str(result.contender.ranks), memory, times, *ratios)
+    Console(width=None if sys.stdout.isatty() else 190).print(table)
+
+
+def _cell(spread: Spread, digits: int) -> str:
+    return f"{spread.median:.{digits}f} ({spread.low:.{digits}f} {spread.high:.{digits}f})"
 
 
 @cache
@@ -126,16 +198,20 @@ def machine() -> str:
     return f"{processor_name()}, {usable_cores()} cores; a float32 product of {PRODUCT}: {rate:.0f} Gflop/s a thread"
 
 
-def as_json(results: Sequence[Result], baselines: Sequence[str]) -> list[dict[str, object]]:
+def as_json(results: Sequence[Result], baselines: Sequence[str]) -> Rows:
     """The same as plain data."""
     return [
         {
             "name": result.contender.name,
             "ranks": result.contender.ranks,
-            "median_ms": result.median,
+            "allocator": result.contender.allocator,
+            "median_ms": result.milliseconds.median,
             "rounds_ms": result.rounds,
+            "processor_ms": list(result.processor),
+            "held_bytes": result.held_bytes,
             "loss": result.loss,
-            "ratios": {name: result.ratio(find(results, name)) for name in baselines},
+            "ratios": {name: result.ratio(find(results, name)).median for name in baselines},
+            "work": {name: result.work(find(results, name)).median for name in baselines},
         }
         for result in results
     ]
@@ -145,17 +221,25 @@ def plan_arguments(description: str) -> argparse.ArgumentParser:
     """The options that all benchmarks share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, default=Plan.rounds, help="turns of each contender")
-    parser.add_argument("--steps", type=int, default=Plan.steps, help="timed steps in a turn")
+    parser.add_argument("--steps", type=int, default=Plan.steps, help="steps in a turn, of which the median counts")
     parser.add_argument("--busy", type=int, default=0, metavar="N", help="measure beside N processes that only compute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE as well")
     return parser
 
 
-def plan_of(arguments: argparse.Namespace, warmup: int = Plan.warmup) -> Plan:
+def peer_arguments(description: str) -> argparse.ArgumentParser:
+    """The options of benchmarks that compare with other programs."""
+    parser = plan_arguments(description)
+    known = list(ALLOCATORS)
+    parser.add_argument("--allocators", nargs="+", choices=known, default=known, help="of all contenders; a table each")
+    return parser
+
+
+def plan_of(arguments: argparse.Namespace) -> Plan:
     """The plan that a command's options ask for."""
-    return Plan(arguments.rounds, arguments.steps, warmup, arguments.busy)
+    return Plan(arguments.rounds, arguments.steps, busy=arguments.busy)
 
 
-def write_json(path: Path | None, tables: dict[str, list[dict[str, object]]]) -> None:
+def write_json(path: Path | None, tables: dict[str, Rows]) -> None:
     if path is not None:
         path.write_text(json.dumps({"machine": machine(), **tables}, indent=1) + "\n")

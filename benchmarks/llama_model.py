@@ -17,14 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
-from benchmarks.baselines import gloo
+from benchmarks.baselines import fused_adamw, gloo, shard
 from benchmarks.contender import Option, Place, Step
-from benchmarks.dtensor import fused_adamw
 
 THETA, EPSILON = 100000.0, 1e-5
 
@@ -41,7 +39,7 @@ class Sizes:
     vocabulary: int = 49152
     tied: bool = True
     rows: int = 4
-    tokens: int = 128
+    tokens: int = 256
     clip: float = 0.0
 
     @property
@@ -127,7 +125,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _loop(sizes: Sizes, model: nn.Module, backward: Callable[[Tensor, Tensor], float], rows: slice) -> Step:
     """A training loop's step. `backward`: the loss of tokens and labels, after its backward pass."""
-    optimizer, count = fused_adamw(model), 0
+    optimizer, count = fused_adamw(model.parameters()), 0
 
     def step() -> float:
         nonlocal count
@@ -148,12 +146,15 @@ def _autocast(dtype: str) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def torchtitan(place: Place, dtype: str, threads: int, **sizes: Any) -> Iterator[Step]:
-    """The plain model on one device."""
+def torchtitan(place: Place, dtype: str, threads: int, compiled: bool = False, **sizes: Any) -> Iterator[Step]:
+    """The plain model on one device. `compiled`: each layer is."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     own = Sizes(**sizes)
     model = PlainLlama(own)
+    if compiled:
+        for layer in model.layers.values():
+            layer.compile()
 
     def backward(tokens: Tensor, labels: Tensor) -> float:
         with _autocast(dtype):
@@ -195,15 +196,13 @@ def transformers(place: Place, dtype: str, threads: int, **sizes: Any) -> Iterat
 
 
 @contextmanager
-def fsdp2(place: Place, **sizes: Any) -> Iterator[Step]:
-    """The plain model under fully_shard: each block, then the root with its table."""
+def fsdp2(place: Place, compiled: bool = False, **sizes: Any) -> Iterator[Step]:
+    """The plain model under fully_shard; the root has its table."""
     own = Sizes(**sizes)
     with gloo(place):
         torch.manual_seed(0)
         model = PlainLlama(own)
-        for layer in model.layers.values():
-            fully_shard(layer)
-        fully_shard(model)
+        shard(model, model.layers.values(), compiled)
         part = own.rows // place.ranks
 
         def backward(tokens: Tensor, labels: Tensor) -> float:

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.contender import Contender, Place, Step
-from benchmarks.interleave import as_json, interleave, plan_arguments, plan_of, show, write_json
+from benchmarks.interleave import measure, plan_arguments, plan_of, write_json
 from meshwright.compute.parameters.bucket import Bucket
 from meshwright.config import Config, parse_config
 from meshwright.ranks.comm import Comm, Work
@@ -214,9 +214,8 @@ def main() -> None:
         (f"real sums, {arguments.transport}", 0.0),
         (f"a link of {arguments.link} GB/s", arguments.link),
     ):
-        results = interleave(contenders(arguments.transport, link), plan)
-        show(f"sum and step, 2 ranks of one thread, {name}", results, [NO_OVERLAP])
-        tables[name] = as_json(results, [NO_OVERLAP])
+        made, title = contenders(arguments.transport, link), f"sum and step, 2 ranks of one thread, {name}"
+        tables[name] = measure(title, made, plan, [NO_OVERLAP])
     write_json(arguments.json, tables)
 
 

@@ -1,40 +1,47 @@
-"""The adapter between the harness and Meshwright: a contender's factory over `meshwright.training.parts`."""
+"""The adapter between the harness and Meshwright: a contender's factory over the train loop.
+
+A step is `Trainer.turn` on a config that was resolved as a run's is (`compile`, hooks, the report to all ranks, the
+comparison of replicas), and rank 0's line in metrics.jsonl and TensorBoard, as ranks of `meshwright train` make it.
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import yaml
 
 from benchmarks.contender import Contender, Option, Place, Step
-from benchmarks.reference import REFERENCE, global_batch
-from meshwright.compute.model import Batch
+from benchmarks.reference import REFERENCE, Reference, global_batch
+from meshwright.compute.model import Batch, rows_of
 from meshwright.compute.models.chain import chain_of
 from meshwright.config import Config
 from meshwright.ranks.environment import read_environment, rendezvous
-from meshwright.ranks.machine import Machine, keep_freed_memory
+from meshwright.ranks.machine import Machine
 from meshwright.ranks.mesh import Mesh, open_mesh
-from meshwright.training.decisions import resolve_layout
+from meshwright.training.decisions import resolve
+from meshwright.training.loop import Trainer
+from meshwright.training.metrics import MetricsWriter
 from meshwright.training.parts import Parts, build
-from meshwright.training.step import train_step
+from meshwright.training.sinks import TrackedRun, open_sinks
 
 
-def contender(sync: str, transport: str, ranks: int, *, waits: bool = False) -> Contender:
-    """One `layout.data.sync` on one `layout.transport`; a single rank is the serial step. `waits`: a step ends when the
-    stepped weights have arrived, which otherwise travel under the next forward pass."""
-    name = "meshwright serial" if ranks == 1 else f"{sync} {transport}" + ", waiting" * waits
-    made = configured(name, transport, {"layout.data.sync": sync, "layout.data.size": ranks})
-    return replace(made, options=made.options | {"waits": True}) if waits else made
+def contender(sync: str, transport: str, ranks: int) -> Contender:
+    """One `layout.data.sync` on one `layout.transport`; a single rank is the serial step."""
+    name = "meshwright serial" if ranks == 1 else f"{sync} {transport}"
+    return configured(name, transport, {"layout.data.sync": sync, "layout.data.size": ranks})
 
 
-def tensor_contender(name: str, transport: str, tensor: Mapping[str, Option]) -> Contender:
+def tensor_contender(name: str, transport: str, tensor: Mapping[str, Option], sizes: Reference) -> Contender:
     """One `layout.tensor` on one `layout.transport`, without data parallelism."""
-    return configured(f"{name} {transport}", transport, {f"layout.tensor.{key}": tensor[key] for key in tensor})
+    fields = {f"layout.tensor.{key}": tensor[key] for key in tensor}
+    own = {"model.hidden": sizes.hidden, "model.heads": sizes.heads, "batch.global": sizes.batch}
+    return configured(f"{name} {transport}", transport, fields | own)
 
 
 def pipeline_contender(
@@ -64,50 +71,82 @@ def configured(name: str, transport: str, options: dict[str, Option]) -> Contend
 
 
 @contextmanager
-def train(place: Place, *, waits: bool = False, **options: Option) -> Iterator[Step]:
-    """Train steps of a model as the train loop takes them: the same parts, in order. `waits`: see contender."""
-    config = reference_config(options)
+def train(place: Place, **options: Option) -> Iterator[Step]:
+    """Steps of the train loop, of a config that is resolved as `meshwright train` resolves it."""
+    config = resolve(reference_config(options), Machine.here()).config
     assert config.threads != "auto", "a worker's threads"
     torch.set_num_threads(config.threads)
-    with open_layout(config) as mesh:
-        yield steps_of(build(resolve_layout(config, Machine.here()).config, mesh), waits=waits)
+    with open_layout(config) as mesh, steps_of(build(config, mesh)) as step:
+        yield step
 
 
 @contextmanager
 def open_layout(config: Config) -> Iterator[Mesh]:
-    """This worker's mesh, in a process that is set up as a worker of `meshwright train` is."""
+    """This worker's mesh."""
     layout, device = config.layout, torch.device("cpu")
-    keep_freed_memory()
-    environment = read_environment()
-    with open_mesh(config.grid, environment, layout.transport, device, rendezvous(), layout.token_axes) as mesh:
+    with open_mesh(config.grid, read_environment(), layout.transport, device, rendezvous(), layout.token_axes) as mesh:
         yield mesh
 
 
-def steps_of(parts: Parts, *, waits: bool = False) -> Step:
-    """A step of the train loop, over and over."""
-    steps = itertools.count()
+@contextmanager
+def steps_of(parts: Parts) -> Iterator[Step]:
+    """A step of the train loop, over and over, with the line that rank 0 writes to metrics.jsonl and to the trackers.
+
+    It ends when the stepped weights are on every rank: in a run they travel under the next forward pass, here another
+    contender has its turn.
+    """
+    config, first = parts.config, parts.mesh.rank == 0
     parts.strategy.make_replicas_equal()
+    trainer = Trainer(parts, RandomRows(config))
+    with TemporaryDirectory() as folder:
+        run = TrackedRun.of(config.metrics, Path(folder), "benchmark", config.model_dump(mode="json"), 0)
+        metrics = MetricsWriter(Path(folder), 0, open_sinks(config.metrics, run)) if first else None
 
-    def step() -> float:
-        count = next(steps)
-        return train_step(parts, _batch(parts.config, count), count, wait=waits).loss
+        def step() -> float:
+            lines, _ = trainer.turn(None)
+            if metrics is not None:
+                for line in lines:
+                    metrics.write(line)
+            for bucket in parts.strategy.every:
+                bucket.wait()
+            return float(str(lines[-1]["loss"]))
 
-    return step
+        yield step
+        if metrics is not None:
+            metrics.close()
 
 
-def _batch(config: Config, step: int) -> Batch:
-    """A step's global batch: the reference's tokens, for another family random ones of which nothing is padding."""
-    if config.model.family == "gpt2":
-        tokens, labels = global_batch(step)
-        return {"tokens": tokens, "labels": labels}
-    generator = torch.Generator().manual_seed(step)
-    shapes, vocabulary = chain_of(config).sample_shapes(config), REFERENCE.vocabulary
-    rows = config.batch.global_
-    return {
-        name: torch.ones(rows, *shape, dtype=torch.long) if name.endswith("mask")
-        else torch.randint(vocabulary, (rows, *shape), generator=generator)
-        for name, shape in shapes.items()
-    }  # fmt: skip
+@dataclass(frozen=True)
+class RandomRows:
+    """A data set of each step's global batch: next-token pairs, for another family random entries of which nothing is
+    padding."""
+
+    config: Config
+
+    def __len__(self) -> int:
+        return 1000 * self.config.batch.global_
+
+    def samples(self, first: int, count: int) -> Batch:
+        step, row = divmod(first, self.config.batch.global_)
+        return rows_of(self._global(step), slice(row, row + count))
+
+    def held_out(self, first: int, count: int) -> Batch:
+        raise AssertionError("nothing is validated here")
+
+    def _global(self, step: int) -> Batch:
+        config, rows = self.config, self.config.batch.global_
+        shapes = chain_of(config).sample_shapes(config)
+        if shapes.keys() == {"tokens", "labels"}:
+            (length,) = shapes["tokens"]
+            sizes = replace(REFERENCE, batch=rows, sequence=length, vocabulary=config.model.vocabulary)
+            tokens, labels = global_batch(step, sizes)
+            return {"tokens": tokens, "labels": labels}
+        generator = torch.Generator().manual_seed(step)
+        return {
+            name: torch.ones(rows, *shape, dtype=torch.long) if name.endswith("mask")
+            else torch.randint(REFERENCE.vocabulary, (rows, *shape), generator=generator)
+            for name, shape in shapes.items()
+        }  # fmt: skip
 
 
 def reference_config(options: Mapping[str, Option]) -> Config:

@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -33,6 +32,7 @@ from benchmarks.planner_cases import SHAPES, Case, cases
 from benchmarks.visits import Visitor
 from meshwright.planner.plan.cluster import Cluster, load_cluster
 from meshwright.planner.plan.predict import Planner
+from meshwright.ranks.machine import Machine
 
 SET, SETS, SEED = 5, 1000, 1
 """Layouts in a comparison, comparisons, and what they are drawn with."""
@@ -153,7 +153,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Predicted step times against measured ones.")
     parser.add_argument("--cluster", default="two-cores", help="a name, or a file that `meshwright calibrate` wrote")
     parser.add_argument("--ranks", type=lambda text: [int(word) for word in _words(text)], default=[1, 2, 4])
-    transports = ["mpi", "torch"] if find_spec("mpi4py") else ["torch"]
+    transports = ["mpi", "torch"] if Machine.here().has_mpi else ["torch"]
     parser.add_argument("--transports", type=_words, default=transports)
     parser.add_argument("--shapes", type=_words, default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=3, help="turns of each layout")

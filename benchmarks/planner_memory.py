@@ -16,7 +16,6 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,6 +26,7 @@ from benchmarks.planner_cases import SHAPES, Case, cases
 from meshwright.data.files import silent
 from meshwright.planner.plan.cluster import load_cluster
 from meshwright.planner.plan.predict import Planner, Prediction
+from meshwright.ranks.machine import Machine
 from meshwright.training.measured_run import RankFacts, measure_run
 
 STEPS = 3
@@ -90,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Predicted memory against resident memory.")
     parser.add_argument("--cluster", default="two-cores", help="a name, or a file that `meshwright calibrate` wrote")
     parser.add_argument("--ranks", type=lambda text: [int(word) for word in _words(text)], default=[1, 2, 4])
-    transports = ["mpi", "torch"] if find_spec("mpi4py") else ["torch"]
+    transports = ["mpi", "torch"] if Machine.here().has_mpi else ["torch"]
     parser.add_argument("--transports", type=_words, default=transports)
     parser.add_argument("--shapes", type=_words, default=list(SHAPES))
     parser.add_argument("--only", default="", help="layouts whose names have this in them")

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.contender import Contender, Place, Step
-from benchmarks.interleave import as_json, interleave, plan_arguments, plan_of, show, write_json
+from benchmarks.interleave import measure, plan_arguments, plan_of, write_json
 from meshwright.config import Config, parse_config
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import solo_mesh
@@ -114,12 +114,8 @@ def main() -> None:
     contenders = [
         Contender(name, "benchmarks.recompute:train", {"recompute": setting}, 1) for name, setting in SETTINGS.items()
     ]
-    results = interleave(contenders, plan_of(arguments, warmup=1))
-    show("a step, one thread", results, ["none"])
-    tables: dict[str, Any] = {
-        "memory": [asdict(found) for found in footprints],
-        "times": as_json(results, ["none"]),
-    }
+    times = measure("a step, one thread", contenders, plan_of(arguments), ["none"])
+    tables: dict[str, Any] = {"memory": [asdict(found) for found in footprints], "times": times}
     write_json(arguments.json, tables)
 
 

@@ -29,18 +29,21 @@ class Reference:
 
 REFERENCE = Reference()
 
+WIDE = Reference(hidden=768, heads=12, batch=4)
+"""For tensor parallelism: products of 512 tokens that take longer than DTensor takes to dispatch them."""
 
-def rank_rows(rank: int, ranks: int) -> slice:
+
+def rank_rows(rank: int, ranks: int, sizes: Reference = REFERENCE) -> slice:
     """The sequences of the global batch that a data-parallel rank sees. Raises ValueError where they do not divide."""
-    if REFERENCE.batch % ranks:
-        raise ValueError(f"{ranks} ranks do not divide the global batch of {REFERENCE.batch} sequences")
-    each = REFERENCE.batch // ranks
+    if sizes.batch % ranks:
+        raise ValueError(f"{ranks} ranks do not divide the global batch of {sizes.batch} sequences")
+    each = sizes.batch // ranks
     return slice(rank * each, (rank + 1) * each)
 
 
-def global_batch(step: int) -> tuple[Tensor, Tensor]:
+def global_batch(step: int, sizes: Reference = REFERENCE) -> tuple[Tensor, Tensor]:
     """Inputs and next-token labels of a step, [B, T] each: random tokens, the same on every rank."""
     generator = torch.Generator().manual_seed(step)
-    shape = (REFERENCE.batch, REFERENCE.sequence + 1)
-    tokens = torch.randint(REFERENCE.vocabulary, shape, generator=generator)
+    shape = (sizes.batch, sizes.sequence + 1)
+    tokens = torch.randint(sizes.vocabulary, shape, generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

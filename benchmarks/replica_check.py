@@ -19,9 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.ours import reference_config
-from benchmarks.reference import REFERENCE, global_batch
-from meshwright.compute.model import Batch
+from benchmarks.ours import RandomRows, reference_config
 from meshwright.config import Config
 from meshwright.config.schema import Check
 from meshwright.ranks.agreement import hash_bits, same_everywhere
@@ -33,24 +31,9 @@ from meshwright.training.parts import build
 HASHED = 10**7
 
 
-class ReferenceRows:
-    """The reference's batches as a data set."""
-
-    def __len__(self) -> int:
-        return 1000 * REFERENCE.batch
-
-    def samples(self, first: int, count: int) -> Batch:
-        step, row = divmod(first, REFERENCE.batch)
-        tokens, labels = global_batch(step)
-        return {"tokens": tokens[row : row + count], "labels": labels[row : row + count]}
-
-    def held_out(self, first: int, count: int) -> Batch:
-        raise AssertionError("nothing is validated here")
-
-
 def worker(rank: Rank, config: Config, rounds: int, steps: int) -> list[tuple[float, float]]:
     """One rank: its seconds a step, with and without the check, by round."""
-    trainer = Trainer(build(config, rank.mesh), ReferenceRows())
+    trainer = Trainer(build(config, rank.mesh), RandomRows(config))
     _timed(trainer, config, 1, 2)
     found = []
     for number in range(rounds):

@@ -91,7 +91,8 @@ def train(place: Place, *, separate_heads: int, head_width: int, **options: Opti
             block.attention = SeparateHeads(
                 mesh, config.model.hidden, separate_heads, head_width, settings, config.micro
             )
-        yield steps_of(_parts(config, mesh, kit, model))
+        with steps_of(_parts(config, mesh, kit, model)) as step:
+            yield step
 
 
 def _parts(config: Config, mesh: Mesh, kit: Kit, model: GPT) -> Parts:

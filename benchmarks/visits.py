@@ -24,7 +24,7 @@ from benchmarks.team import Team
 from meshwright.config import Config
 from meshwright.ranks.environment import Rendezvous, read_environment, rendezvous
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.machine import Machine, keep_freed_memory
+from meshwright.ranks.machine import Machine
 from meshwright.ranks.mesh import open_mesh
 from meshwright.training.decisions import resolve_layout
 from meshwright.training.parts import build
@@ -46,7 +46,7 @@ class Visitor:
         self.team = Team(Contender(name, "benchmarks.visits:visits", options, ranks, launcher), folder)
 
     def run(self) -> float:
-        """Milliseconds of a step of the next config: the median of a visit's timed ones, on rank 0."""
+        """Milliseconds of a step of the next config: the median of a visit's timed ones."""
         times, _ = self.team.run(WARM_UPS + self.steps)
         return statistics.median(times[WARM_UPS:])
 
@@ -57,7 +57,6 @@ class Visitor:
 @contextmanager
 def visits(place: Place, *, configs: str, steps: int) -> Iterator[Step]:
     """The factory: `configs` as JSON, options of the reference model's config each."""
-    keep_freed_memory()
     made = [reference_config(options) for options in json.loads(configs)]
     tours = itertools.count()
     with ExitStack() as team:
@@ -98,5 +97,8 @@ def _meeting_point(place: Place, config: Config, team: ExitStack) -> Rendezvous:
 def _built(config: Config, number: int, point: Rendezvous) -> Iterator[Step]:
     layout, environment = config.layout, replace(read_environment(), attempt=number)
     transport, device = layout.transport, torch.device("cpu")
-    with open_mesh(Grid(layout.axes), environment, transport, device, point, layout.token_axes) as mesh:
-        yield steps_of(build(resolve_layout(config, Machine.here()).config, mesh))
+    with (
+        open_mesh(Grid(layout.axes), environment, transport, device, point, layout.token_axes) as mesh,
+        steps_of(build(resolve_layout(config, Machine.here()).config, mesh)) as step,
+    ):
+        yield step

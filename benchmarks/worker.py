@@ -2,21 +2,38 @@
 
     python -m benchmarks.worker SOCKET CONTENDER-AS-JSON
 
-Between its turns it sleeps in a read of the socket, outside MPI and gloo, so that it takes no time from the others.
-It answers a line of JSON to each line: `{"steps": n}` -> the milliseconds of each step and the last loss.
+is how mpiexec starts one; without MPI a worker is forked from a process that has imported torch and run nothing with
+it, as ranks of `meshwright train` are. Between its turns it sleeps in a read of the socket, outside MPI and gloo, so
+that it takes no time from the others. It answers a line of JSON to each line: `{"steps": n}` -> when the first of them
+began and each ended, by a clock that all processes of the machine share and by its own processor time, the last loss,
+and the most memory so far beyond that of the imports.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from typing import IO, Any
 
 from benchmarks.contender import Contender, Place, Step, find_factory
 from meshwright.ranks.environment import read_environment
+from meshwright.ranks.launch.tether import die_with_parent
+from meshwright.ranks.machine import keep_freed_memory, peak_resident_bytes
+
+
+def forked(path: str, description: str, variables: Mapping[str, str], log: str) -> None:
+    """A worker's life in a process of the fork server. `log`: the file that gets its output."""
+    die_with_parent(None)
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for output in (1, 2):
+        os.dup2(descriptor, output)
+    os.environ.update(variables)
+    main(path, description)
 
 
 def main(path: str, description: str) -> None:
@@ -36,19 +53,24 @@ def main(path: str, description: str) -> None:
 def _serve(contender: Contender, place: Place, stream: IO[str]) -> None:
     import torch
 
+    if contender.allocator == "told":
+        keep_freed_memory()
     torch.set_num_threads(1)
-    with find_factory(contender.factory)(place, **contender.options) as step:
+    factory = find_factory(contender.factory)
+    before = peak_resident_bytes()
+    with factory(place, **contender.options) as step:
         for line in stream:
-            _say(stream, _run(step, json.loads(line)["steps"]))
+            answer = _run(step, json.loads(line)["steps"])
+            _say(stream, answer | {"held": peak_resident_bytes() - before})
 
 
 def _run(step: Step, count: int) -> dict[str, Any]:
-    times, loss = [], 0.0
+    clock, processor, loss = [time.monotonic()], [time.process_time()], 0.0
     for _ in range(count):
-        start = time.perf_counter()
         loss = step()
-        times.append((time.perf_counter() - start) * 1e3)
-    return {"times": times, "loss": loss}
+        clock.append(time.monotonic())
+        processor.append(time.process_time())
+    return {"clock": clock, "processor": processor, "loss": loss}
 
 
 def _say(stream: IO[str], message: dict[str, Any]) -> None:

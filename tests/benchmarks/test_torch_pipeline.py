@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.baselines import fused_adamw
 from benchmarks.contender import Place
 from benchmarks.plain_model import PlainGPT
 from benchmarks.reference import Reference
-from benchmarks.torch_pipeline import TorchPipeline, cut, fused_adamw, own_chunks
+from benchmarks.torch_pipeline import TorchPipeline, cut, own_chunks
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.workers import run_ranks
@@ -28,7 +29,7 @@ def differences(mesh: Mesh, schedule: str, layers: list[float]) -> tuple[list[fl
     plain, whole = model(), model()
     place = Place(mesh.rank, mesh.grid.world_size)
     pipeline = TorchPipeline(cut(whole, layers), schedule, place, MICROBATCHES)
-    optimizers = [fused_adamw(pipeline.parameters), fused_adamw(list(plain.parameters()))]
+    optimizers = [fused_adamw(pipeline.parameters), fused_adamw(plain.parameters())]
     losses: list[float] = []
     found: dict[str, float] = {}
     for _ in range(STEPS):
