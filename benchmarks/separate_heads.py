@@ -57,7 +57,7 @@ class SeparateHeads(nn.Module):
         modules = [Head(mesh, hidden, width) for _ in range(heads)]
         self.heads = Branches(modules, enter="split", leave="sum", mesh=mesh, common=settings.common, num_rows=num_rows)
 
-    def forward(self, h: Tensor, cache: None) -> Tensor:
+    def forward(self, h: Tensor, seen: object, documents: object, cache: None) -> Tensor:
         return self.heads(h)
 
 
