@@ -91,7 +91,9 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x if trained[0] else None, weight, number)
         ctx.products, ctx.trained, ctx.form = products, trained, (x.shape, x.dtype)
-        return products.forward(x, weight, bias).to(x.dtype)
+        y = products.forward(x, weight, bias)
+        # torch 2.11 hands zeros to `backward` if a graph's function returns a `to` that changes nothing.
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
