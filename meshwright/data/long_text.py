@@ -1,4 +1,4 @@
-"""A large text file as one document whose text is never in memory as a whole: decoded piece by piece, as it is read."""
+"""A large text file as one document: decoded in parts as they are read, never a string as a whole."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from pathlib import Path
 from meshwright.ranks.foreign import open_named
 
 LARGE_BYTES = 2**24
-"""A text file of so many bytes is a LongText: as a string it takes up to ten times its bytes."""
+"""A text file of LARGE_BYTES and more is a LongText: a string and its copies take up to ten times the file's bytes."""
 _CHUNK_BYTES = 2**20
 
 
 class LongText:
-    """Bytes begin..end of a file, as text. Slices by characters are LongTexts; `str` decodes all of it."""
+    """Bytes begin..end of a file, as text. A slice by characters is a LongText; `str` decodes the whole.
+
+    Raises UnicodeDecodeError for bytes that are no UTF-8, when it is made.
+    """
 
     def __init__(self, path: Path, begin: int, end: int) -> None:
         self._path = path
         self._begin, self._end = begin, end
-        # Decodes all of it: what is no UTF-8 is met here.
+        # A pass over all bytes, which finds bytes that are no UTF-8.
         self._characters = sum(map(len, self.chunks()))
 
     @classmethod
     def of_file(cls, path: Path) -> LongText:
-        """A file's text without a byte-order mark. Raises UnicodeDecodeError where it is no UTF-8, OSError."""
+        """A file's text without a byte-order mark. Raises UnicodeDecodeError, OSError."""
         with open_named(path) as file:
             begin = len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
         return cls(path, begin, path.stat().st_size)

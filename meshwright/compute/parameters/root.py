@@ -4,10 +4,10 @@ A tensor is a matrix of 32-bit words: a row for every index of its leading dims,
 segment w has COLUMNS sums w · k, k a column of fixed random integers. The products are made in float64 and are exact:
 |w · k| <= 2^31 · 2^9 · SEGMENT < 2^53. The tensor's hash is the sum of all sums, each times a fixed odd factor of its
 column and one of its segment, which the tensor's name enters, modulo 2^64. The root is the sum of the tensors' hashes.
-All of it is linear: who holds a piece hashes the piece, pieces add up, copies are left out.
+The sums are linear: a rank hashes its pieces, the hashes of pieces add up, copies are left out.
 
-Two states that differ have one root in 2^64 cases by chance, in 2^33 if they differ in no bit but the highest ones of
-words. The root finds faults and mistakes, and keeps out nobody who means harm: factors are known.
+Two states that differ have one root by chance in one case of 2^64; in one of 2^33 if they differ in the highest bits of
+words alone. The root finds faults and mistakes. It keeps out nobody who means harm: the factors are known.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from meshwright.compute.parameters.shard import Box
 from meshwright.ranks.mesh import Mesh
 
 VERSION = "2-"
-"""Roots of another version begin otherwise, and say nothing about equality. Version 1 had no sign in front."""
+"""The beginning of a root. Roots of two versions are not compared; those of version 1 have no such beginning."""
 WORD_BYTES = 4
 SEGMENT = 4096
 COLUMNS = 8
 KEY_BITS = 10
 ROW_ELEMENTS = 256
-"""A row has trailing dims with so many elements, where the tensor has them."""
+"""The fewest elements of a row, which has as many trailing dims as it takes."""
 BLOCK_BYTES = 2**18
 """Bytes of a block: a reader of a few rows reads at most so much more at each end."""
 CHUNK_WORDS = {"cpu": 2**17}
-"""Words that are float64 numbers at a time: on a CPU what stays in a core's cache."""
+"""Words that are float64 numbers at a time: few enough for a CPU core's cache."""
 FIRST, SECOND, STEP = (number - 2**64 for number in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0x9E3779B97F4A7C15))
 UPPER = 2**31 - 1
 """The bits that a shift by 33 leaves of 64 without a sign."""
 
 
 def mixed(numbers: Tensor) -> Tensor:
-    """Numbers as random as their order is not: the finalizer of MurmurHash3, 64 bits, of int64 numbers times STEP."""
+    """Pseudo-random numbers of int64 numbers: times STEP, then the finalizer of MurmurHash3 for 64 bits."""
     numbers = numbers * STEP
     for factor in (FIRST, SECOND):
         numbers = (numbers ^ (numbers >> 33 & UPPER)) * factor

@@ -91,7 +91,9 @@ class Fp8Products(Products):
             # Not in place: selective recomputation keeps the product as it is here.
             wide = torch.promote_types(a.dtype, torch.float32)
             product = super().multiply(left.to(wide), right.to(wide)) * rows * columns
-            product = (product if bias is None else product + bias).to(a.dtype)
+            product = product if bias is None else product + bias
+            if product.dtype != a.dtype:  # graphs._Linear has why not always
+                product = product.to(a.dtype)
         return product if out is None else out.copy_(product)
 
     def write_product(self, a: Tensor, b: Tensor, out: Tensor, beta: int) -> None:

@@ -110,7 +110,10 @@ def test_zeros_stay_zeros_and_an_overflow_is_seen() -> None:
     assert bool((tiny.float() * scales).isfinite().all())
 
 
-@pytest.mark.parametrize("emulates", [True, False], ids=["casts", "scaled_mm"])
+BY_ROWS = pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="its _scaled_mm has no such scales on CPUs")
+
+
+@pytest.mark.parametrize("emulates", [True, pytest.param(False, marks=BY_ROWS)], ids=["casts", "scaled_mm"])
 def test_a_product_is_that_of_the_rounded_factors(emulates: bool) -> None:
     torch.manual_seed(1)
     a, b, bias = torch.randn(24, 64).bfloat16(), torch.randn(64, 32).bfloat16(), torch.randn(32).bfloat16()
