@@ -222,7 +222,7 @@ def make_tokenizer(
 def splits_at_spaces(library: tokenizers.Tokenizer) -> bool:
     """Whether a token never holds a space behind another character: byte-level pairs (GPT-2, Llama 3, Qwen), not
     SentencePiece's, whose rule sees the whole text."""
-    state = json.loads(library.pre_tokenizer.__getstate__()) if library.pre_tokenizer else {}
+    state = parse_json(library.pre_tokenizer.__getstate__().decode()) if library.pre_tokenizer else {}
     steps = state.get("pretokenizers", [state])
     splits = any(step.get("type") == "Split" or step.get("use_regex") for step in steps)
     last = steps[-1] if steps else {}

@@ -104,7 +104,7 @@ class BadBlock:
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class _Checks:
     """The blocks of a stored tensor: their first bytes, then its size, and `hashes(first, content)`: of the blocks from
     number `first` on that content holds. `written`: the right ones, in the header."""
 
@@ -172,7 +172,7 @@ class StoredShard:
         for start, content in self._read(run.key, first, begin * size, end * size, blocks, into):
             yield start // size, torch.frombuffer(content, dtype=run.torch_dtype)
 
-    def _blocks(self, key: str, run: StoredRun | None = None, part: int = 0) -> _Blocks:
+    def _blocks(self, key: str, run: StoredRun | None = None, part: int = 0) -> _Checks:
         """The blocks of a tensor, which is the `part` of a run."""
         begin, end, dtype = self._place(key)
         size, wanted = end - begin, range(0) if run is None else range(*run.bounds(part))
@@ -181,9 +181,9 @@ class StoredShard:
             needs = f"{len(wanted) * run.torch_dtype.itemsize} of {run.dtype}"
             raise DamagedError(f"{self.path}: {key} is {holds}, not {needs}; {GET_ANOTHER}")
         if self._whole:
-            return _Blocks([*range(0, size, READ_BYTES), size], lambda first, content: [], ())
+            return _Checks([*range(0, size, READ_BYTES), size], lambda first, content: [], ())
         if self._digests:
-            return _Blocks(
+            return _Checks(
                 [*range(0, size, _DIGEST_BYTES), size],
                 lambda first, content: [
                     hashlib.sha256(content[start : start + _DIGEST_BYTES]).hexdigest()
@@ -197,7 +197,7 @@ class StoredShard:
         bounds = block_bounds(run.shape, run.box, wanted.start, len(wanted), element.itemsize)
 
         written = re.findall(f".{{1,{_DIGITS}}}", str(self._hashes.get(key)))
-        return _Blocks(
+        return _Checks(
             [element.itemsize * bound for bound in bounds],
             lambda first, content: [
                 _HEXADECIMAL.format(number)
@@ -220,7 +220,7 @@ class StoredShard:
             raise DamagedError(f"{self.path} holds no {key} that can be read: {error!r}; {GET_ANOTHER}") from error
 
     def _read(
-        self, key: str, first: int, begin: int, end: int, blocks: _Blocks, into: memoryview | None = None
+        self, key: str, first: int, begin: int, end: int, blocks: _Checks, into: memoryview | None = None
     ) -> Iterator[tuple[int, memoryview]]:
         """Bytes begin..end of the tensor at `first`, in whole blocks that were checked: in `into`, the memory for these
         bytes, or in memory that is used again for the part behind the next one."""

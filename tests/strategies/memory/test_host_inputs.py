@@ -136,16 +136,16 @@ def planned(setting: str | int, *words: str, host_link: float = 5e10, cluster: s
 
 def test_a_plan_counts_the_host_memory_and_no_device_memory() -> None:
     again, moved = planned(1), planned("offload")
-    assert moved.fullest.host == LAYERS * HIDDEN_BYTES
-    assert again.fullest.host == 0
+    # Both hold a checkpoint's copy there.
+    assert moved.fullest.host - again.fullest.host == LAYERS * HIDDEN_BYTES
     assert moved.fullest.activations == again.fullest.activations - LAYERS * HIDDEN_BYTES
-    assert "in host memory 2.1 MB" in moved.fullest.text
+    assert f"in host memory {moved.fullest.host / 1e6:.0f} MB" in moved.fullest.text
 
 
 def test_a_plan_of_stages_counts_each_microbatch_in_flight() -> None:
     words = ("layout.pipeline.size=2", "layout.pipeline.schedule=1f1b", "model.dropout=0")
-    first = planned("offload", *words).memory[0]
-    assert first.host == 2 * (LAYERS // 2) * HIDDEN_BYTES
+    again, moved = (planned(setting, *words).memory[0] for setting in (1, "offload"))
+    assert moved.host - again.host == 2 * (LAYERS // 2) * HIDDEN_BYTES
 
 
 def test_a_plan_on_a_cpu_counts_the_copies_as_its_memory() -> None:
