@@ -12,7 +12,7 @@ Either way a step's numbers are settled before the next step writes: all ranks h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ class StepRecord:
         assert self.pending is not None, "the optimizer comes before its norm"
         tensors = {name: value for name, value in self.measured.items() if isinstance(value, Tensor)}
         self.measured |= {name: value.to("cpu", non_blocking=True) for name, value in tensors.items()}
+        self.pending = replace(self.pending, norm=self.pending.norm.to("cpu", non_blocking=True))
         if self.phases.device.type == "cuda":
             self._copied = torch.cuda.current_stream(self.phases.device).record_event()
 
@@ -105,8 +106,8 @@ class StepRecord:
             return self.result
         parts, pending, failure = self.parts, self.pending, None
         assert pending is not None, "a step that the optimizer has not begun"
-        if pending.copied is not None:
-            parts.mesh.recorder.await_device(pending.copied, parts.mesh.grid.world_size)
+        if self._copied is not None:
+            parts.mesh.recorder.await_device(self._copied, parts.mesh.grid.world_size)
         try:
             self.result = parts.optimizer.conclude(pending, float(pending.norm))
             if self.result.applied:

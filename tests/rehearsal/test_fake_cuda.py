@@ -88,15 +88,6 @@ def test_a_checkpoint_is_copied_while_the_host_goes_on(fake_gpu: FakeGpu) -> Non
     assert report.tally["kernels"]["copy_"] > 0
 
 
-def test_a_loss_scale_waits_for_the_norm_and_not_for_the_writes(fake_gpu: FakeGpu) -> None:
-    """fp16's next scale depends on this step's norm. The device then has the optimizer's kernels to do."""
-    fp16 = {"precision": {"level": "O2", "dtype": "fp16"}}
-    (report,) = fake_gpu.rehearse(runs_of({"fp16": config_of({}, 2, 2, 2, **fp16)}, 2))
-    assert not report.error, report.error
-    assert sum(report.tally["waits"].values()) == 2, report.tally["waits"]
-    assert not +Counter(report.tally["drains"]), report.tally["drains"]
-
-
 OPTIMIZERS: list[dict[str, Any]] = [  # torch's fused SGD has no form for tensors without numbers
     {"optimizer": {"name": "adamw"}}, {"optimizer": {"name": "muon"}}, {"memory": {"offload": {"to": "host"}}},
 ]  # fmt: skip

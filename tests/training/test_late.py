@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +132,8 @@ def awaited(mesh: Mesh, config: Config) -> list[tuple[str, tuple[int, ...]]]:
             known.extend(mesh.recorder.whereabouts().waiting)
 
     trainer.turn(None)
-    last = trainer._last
-    assert last is not None
-    assert last.pending is not None
-    last._copied = Copied()  # type: ignore[assignment]
-    last.pending = replace(last.pending, copied=Copied())  # type: ignore[arg-type]
+    assert trainer._last is not None
+    trainer._last._copied = Copied()  # type: ignore[assignment]
     trainer.turn(None)
     return [(wait.verb, wait.ranks) for wait in known]
 

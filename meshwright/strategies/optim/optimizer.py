@@ -127,13 +127,11 @@ class StepResult:
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step on its way through the device. `norm`: of its gradients, a float64 scalar on the device, of a late step on
-    the host; `copied`: of a late step on a GPU, when the norm is there."""
+    """A step on its way through the device. `norm`: of its gradients, a float64 scalar on the device."""
 
     step: int
     learning_rate: float
     norm: Tensor
-    copied: torch.cuda.Event | None = None
 
 
 @dataclass(frozen=True)
@@ -200,12 +198,6 @@ class Optimizer:
         # The gradients' loss scale is divided out of the norm, which is compared with `clip` and reported.
         norm = norm_of_squares(self.slots, squares, self.mesh, self.fixed) / self.scaler.scale
         finite = torch.isfinite(norm)
-        # Copied ahead of the step's writes: a host that waits for the norm, as fp16's loss scale does, leaves them to
-        # the device meanwhile.
-        told = norm.to("cpu", non_blocking=True) if late else norm
-        copied = None
-        if late and self.mesh.device.type == "cuda":
-            copied = torch.cuda.current_stream(self.mesh.device).record_event()
         skips = late and self.config.optimizer.update.skips
         if not self.streams and (skips or bool(finite)):
             clip, divisor = self.config.optimizer.clip, None
@@ -218,7 +210,7 @@ class Optimizer:
             self.held.step(range(len(self.slots)), self._update(rate, divisor, skip), draw)
             self._nudge(skip)
         self.steps_taken += 1
-        return PendingStep(step, rate, told, copied)
+        return PendingStep(step, rate, norm)
 
     def conclude(self, pending: PendingStep, norm: float) -> StepResult:
         """The result of a step, given its norm on the host. Raises DivergedError as `step` does."""
