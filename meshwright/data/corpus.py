@@ -96,7 +96,7 @@ def documents(source: str, picks: Picks = NO_PICKS) -> Iterator[Text]:
         is_hub = source.startswith(HUB)
         records = hub_records(source, picks) if is_hub else read_records(choose_files(source, picks.split), wanted)
         texts = (text_of(record, where, picks.column) for where, record in records)
-    return (document for document in texts if not all(not part or part.isspace() for part in chunks_of(document)))
+    return (document for document in texts if any(part and not part.isspace() for part in chunks_of(document)))
 
 
 def text_of(record: object, where: str, column: str | None) -> Text:

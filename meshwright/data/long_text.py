@@ -33,13 +33,18 @@ class LongText:
         return cls(path, begin, path.stat().st_size)
 
     def chunks(self) -> Iterator[str]:
-        """The text in parts of about a million characters."""
+        """The text in parts of about a million characters. Raises UnicodeDecodeError with the file's byte."""
         decoder = codecs.getincrementaldecoder("utf-8")()
         with open_named(self._path) as file:
             file.seek(self._begin)
             for start in range(self._begin, self._end, _CHUNK_BYTES):
                 stop = min(start + _CHUNK_BYTES, self._end)
-                yield decoder.decode(file.read(stop - start), final=stop == self._end)
+                kept = len(decoder.getstate()[0])
+                try:
+                    yield decoder.decode(file.read(stop - start), final=stop == self._end)
+                except UnicodeDecodeError as error:
+                    error.start += start - kept
+                    raise
 
     def __len__(self) -> int:
         return self._characters

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import ExitStack
-from itertools import chain, pairwise, repeat
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -167,11 +167,12 @@ class SplitWriter:
 
     def add(self, text: Text) -> None:
         """Append one document."""
-        parts = chain(pieces(text, self._tokenizer.piece_characters), [None])
-        for (part, following), is_first in zip(pairwise(parts), chain([True], repeat(False)), strict=False):
+        is_first = True
+        for part, following in pairwise(chain(pieces(text, self._tokenizer.piece_characters), [None])):
             assert part is not None
             self._words += len(part.split())  # exact: pieces are cut in front of a space
             self._batch.append((self._rate.counted(part), is_first, following is None))
+            is_first = False
             self._batch_characters += len(part)
             if self._batch_characters >= _BATCH_CHARACTERS:
                 self.flush()

@@ -220,14 +220,20 @@ def make_tokenizer(
 
 
 def splits_at_spaces(library: tokenizers.Tokenizer) -> bool:
-    """Whether a token never holds a space behind another character: byte-level pairs (GPT-2, Llama 3, Qwen), not
-    SentencePiece's, whose rule sees the whole text."""
-    state = parse_json(library.pre_tokenizer.__getstate__().decode()) if library.pre_tokenizer else {}
-    steps = state.get("pretokenizers", [state])
-    splits = any(step.get("type") == "Split" or step.get("use_regex") for step in steps)
-    last = steps[-1] if steps else {}
-    is_bytes = last.get("type") == "ByteLevel" and not last.get("add_prefix_space")
-    return is_bytes and splits and library.normalizer is None
+    """Whether the library's own splitting begins a piece at every space that a word follows (GPT-2, Llama 3, Qwen), so
+    that no token holds such a space behind another character. A normalizer may see the whole text, and an added token
+    may be two spaces (GPT-NeoX)."""
+    added = [token for token in library.get_added_tokens_decoder().values() if not token.special]
+    spanning = any(" " in token.content[1:] or token.lstrip or token.rstrip for token in added)
+    if library.pre_tokenizer is None or library.normalizer is not None or spanning:
+        return False
+    starts = {start for _, (start, _) in library.pre_tokenizer.pre_tokenize_str(_PROBE)}
+    return starts >= {space.start() for space in _BOUNDARY.finditer(_PROBE)}
+
+
+_BOUNDARY = re.compile(r"(?= \S)")
+_PROBE = "a b 1 22, 333 - x\n y  z\t é ü。 日本 'll don't 4th #! \u00a0 q A Bc"
+"""Kinds of characters in front of and behind a space."""
 
 
 def pieces(text: Text, characters: int = LONG_PIECE) -> Iterator[str]:
@@ -236,12 +242,12 @@ def pieces(text: Text, characters: int = LONG_PIECE) -> Iterator[str]:
     The cut lies in front of a space that a word follows, where GPT-2's splitting rule begins a new token whatever
     stands before it: the parts' tokens are the whole text's tokens. A text without such a place stays whole.
     """
-    boundary, rest = re.compile(r"(?= \S)"), ""
+    rest = ""
     for chunk in chunks_of(text):
         text, start = rest + chunk, 0
         while len(text) - start > characters:
             # Searched from the wanted length on, so that a part is as long as that and a little more.
-            space = boundary.search(text, start + characters)
+            space = _BOUNDARY.search(text, start + characters)
             if space is None:
                 break
             yield text[start : space.start()]

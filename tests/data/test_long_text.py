@@ -5,14 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
 from meshwright.data import long_text, records
 from meshwright.data.files import Rate
 from meshwright.data.long_text import LongText
 from meshwright.data.packing import prepare
-from meshwright.data.tokenizer import LONG_PIECE, SHORT_PIECE, byte_tokenizer, pieces, train_bpe
+from meshwright.data.tokenizer import LONG_PIECE, SHORT_PIECE, byte_tokenizer, pieces, splits_at_spaces, train_bpe
 from meshwright.ranks.errors import DataError
 
 LINES = [f"line {number}: naïve 日本 and {'word ' * (number % 30)}" for number in range(3000)]
@@ -59,7 +62,8 @@ def test_a_slice_has_its_characters(source: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_large_file_that_is_no_text_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chunk_finely(monkeypatch)
     source.write_bytes(TEXT.encode() + b"\xff\xfe" + TEXT.encode())
-    with pytest.raises(DataError, match=r"a\.txt: is no UTF-8 text"):
+    at = len(TEXT.encode())
+    with pytest.raises(DataError, match=rf"a\.txt: is no UTF-8 text \(byte {at}\)"):
         prepare(str(source), "bytes", tmp_path / "out")
     source.write_text(" \n" * 2000)
     with pytest.raises(DataError, match=r"a\.txt: holds no text"):
@@ -92,9 +96,42 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     assert int(found.stdout) < sizes[1] - sizes[0], "a string of the whole text takes four times that"
 
 
-def test_byte_level_pairs_are_encoded_in_short_pieces() -> None:
-    assert train_bpe([TEXT], 400).piece_characters == SHORT_PIECE
+LLAMA_3 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLIT = pre_tokenizers.Split(Regex(LLAMA_3), "isolated")
+PLAIN_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+SPLITTING: dict[str, tuple[Any, Any, list[AddedToken], bool]] = {
+    "GPT-2": (BYTES, None, [], True),
+    "Llama 3": (
+        pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA_3), "isolated"), PLAIN_BYTES]),
+        None,
+        [],
+        True,
+    ),
+    "Metaspace": (pre_tokenizers.Metaspace(), None, [], True),
+    "pairs across words": (PLAIN_BYTES, None, [], False),
+    "only digits are split": (pre_tokenizers.Sequence([pre_tokenizers.Digits(True), PLAIN_BYTES]), None, [], False),
+    "a normalizer that begins a text": (BYTES, normalizers.Prepend("_"), [], False),
+    "added runs of spaces": (BYTES, None, [AddedToken("  ", special=False)], False),
+    "added, with the space before": (BYTES, None, [AddedToken("q", special=False, lstrip=True)], False),
+    "nothing": (None, None, [], False),
+}
+
+
+@pytest.mark.parametrize("name", SPLITTING)
+def test_texts_are_cut_often_where_no_token_spans_a_space(name: str) -> None:
+    splitting, normalizer, added, wanted = SPLITTING[name]
+    trained = train_bpe([TEXT + "  q  q"], 400)
+    library = tokenizers.Tokenizer.from_str(trained.to_json())
+    library.add_tokens(added)
+    for part, value in (("pre_tokenizer", splitting), ("normalizer", normalizer)):
+        setattr(library, part, value)
+    assert splits_at_spaces(library) == wanted
+    text = "line 12:  q naïve 日本 and\n\n word  q" * 40
+    cut = [token for part in pieces(text, 5) for token in library.encode(part).ids]
+    assert not wanted or cut == library.encode(text).ids
     assert byte_tokenizer().piece_characters == LONG_PIECE
+    assert trained.piece_characters == SHORT_PIECE
 
 
 def test_a_rate_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

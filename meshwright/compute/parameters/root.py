@@ -35,8 +35,10 @@ ROW_ELEMENTS = 256
 """The fewest elements of a row, which has as many trailing dims as it takes."""
 BLOCK_BYTES = 2**18
 """Bytes of a block: a reader of a few rows reads at most so much more at each end."""
-CHUNK_WORDS = {"cpu": 2**17}
-"""Words that are float64 numbers at a time: few enough for a CPU core's cache."""
+CHUNK_WORDS = {"cpu": 2**17, "cuda": 2**22}
+"""Words that are float64 numbers at a time, by type of device: on a CPU few enough for a core's cache."""
+GAPPED_ELEMENTS = 2**20
+"""The most elements of a box with gaps in its rows that are hashed at a time."""
 FIRST, SECOND, STEP = (number - 2**64 for number in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0x9E3779B97F4A7C15))
 UPPER = 2**31 - 1
 """The bits that a shift by 33 leaves of 64 without a sign."""
@@ -67,17 +69,23 @@ def row_dims(shape: Sequence[int]) -> int:
 def row_hashes(name: str, shape: tuple[int, ...], box: Box, values: Tensor) -> Tensor:
     """The hashes of a box's rows [R], int64 on their device. values [n]: the box's, row by row."""
     split, device = row_dims(shape), values.device
+    inner, lengths, offsets = shape[split:], box.lengths[split:], box.offsets[split:]
+    gaps, row = lengths[1:] != inner[1:], math.prod(lengths)
+    if gaps and (half := box.num_elements // row // 2 * row) and values.numel() > GAPPED_ELEMENTS:
+        # Rows are filled up with zeros below, to as many elements as the tensor's have.
+        spans = ((0, half), (half, box.num_elements))
+        halves = (elements_hashes(name, shape, box, first, values[first:last]) for first, last in spans)
+        return torch.cat(list(halves))
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     for size, offset, length in zip(shape[:split], box.offsets, box.lengths, strict=False):
         rows = (rows.unsqueeze(-1) * size + torch.arange(offset, offset + length, device=device)).flatten()
     total = torch.zeros_like(rows)
     if not values.numel():
         return total
-    inner, lengths, offsets = shape[split:], box.lengths[split:], box.offsets[split:]
-    if lengths[1:] == inner[1:]:
+    if not gaps:
         held = values.view(len(rows), -1)
         first = (offsets[0] if offsets else 0) * math.prod(inner[1:]) * values.element_size()
-    else:  # the box has gaps in a row: zeros add nothing
+    else:  # zeros add nothing
         held, first = values.new_zeros(len(rows), *inner), 0
         held[(slice(None), *Box(offsets, lengths).slices)] = values.view(len(rows), *lengths)
     words, first = words_of(held.view(len(rows), -1), first), first // WORD_BYTES
@@ -98,7 +106,7 @@ def add_segments(total: Tensor, words: Tensor, weights: Tensor, first: int) -> N
     """Add to rows' hashes [R] those of segments: words [R, S, W] from a segment's word `first` on, factors [R, S]."""
     keys, columns = factors(words.device)
     rows, count, width = words.shape
-    chunk = CHUNK_WORDS.get(words.device.type, 2**22)
+    chunk = CHUNK_WORDS[words.device.type]
     across = max(1, min(count, chunk // width))
     down = max(1, chunk // (across * width))
     sums = torch.empty(rows, count, COLUMNS, dtype=torch.float64, device=words.device)
@@ -122,14 +130,14 @@ def words_of(rows: Tensor, first: int) -> Tensor:
     return rows.view(torch.int32)
 
 
-def elements_hash(name: str, shape: tuple[int, ...], box: Box, start: int, values: Tensor) -> Tensor:
-    """The hash of a box's elements start ... start + n - 1, counted row by row, an int64 scalar; values [n]."""
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    position = 0
+def elements_hashes(name: str, shape: tuple[int, ...], box: Box, start: int, values: Tensor) -> Tensor:
+    """The hashes of a box's elements start ... start + n - 1, counted row by row: of each row that has some of them
+    [R], int64. values [n]."""
+    hashes, position = [values.new_zeros(0, dtype=torch.int64)], 0
     for part in box.flat_parts(start, start + values.numel()):
-        total += row_hashes(name, shape, part, values[position : position + part.num_elements]).sum()
+        hashes.append(row_hashes(name, shape, part, values[position : position + part.num_elements]))
         position += part.num_elements
-    return total
+    return torch.cat(hashes)
 
 
 def block_bounds(shape: tuple[int, ...], box: Box, start: int, count: int, element_bytes: int) -> list[int]:
@@ -147,20 +155,15 @@ def block_hashes(name: str, shape: tuple[int, ...], box: Box, start: int, values
     row = math.prod(box.lengths[row_dims(shape) :])
     # Blocks of whole rows in one pass, since a call takes as long as a hundred KiB.
     whole = [first % row == 0 and last % row == 0 for first, last in pairwise(start + bound for bound in bounds)]
-    found: list[int] = []
+    sums: list[Tensor] = []
     for is_whole, group in groupby(zip(whole, pairwise(bounds), strict=True), lambda pair: pair[0]):
-        blocks = [bounds for _, bounds in group]
-        if not is_whole:
-            found += (int(elements_hash(name, shape, box, start + a, values[a:b])) for a, b in blocks)
-            continue
-        first, last = blocks[0][0], blocks[-1][1]
-        hashes, position = [], first
-        for part in box.flat_parts(start + first, start + last):
-            hashes.append(row_hashes(name, shape, part, values[position : position + part.num_elements]))
-            position += part.num_elements
-        sums = torch.cat(hashes).split([(b - a) // row for a, b in blocks])
-        found += torch.stack([each.sum() for each in sums]).tolist()
-    return [number % 2**64 for number in found]
+        spans = [span for _, span in group]
+        together = [(spans[0][0], spans[-1][1])] if is_whole else spans
+        parts = [elements_hashes(name, shape, box, start + first, values[first:last]) for first, last in together]
+        if is_whole:
+            parts = list(parts[0].split([(last - first) // row for first, last in spans]))
+        sums += (part.sum() for part in parts)
+    return [number % 2**64 for number in torch.stack(sums).tolist()] if sums else []
 
 
 def held_hashes(

@@ -23,6 +23,7 @@ import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from meshwright.compute.parameters.root import VERSION
 from meshwright.compute.parameters.shard import Box
 from meshwright.ranks.errors import CheckpointError, DamagedError
 from meshwright.ranks.foreign import open_plain, parse_json, read_text
@@ -44,7 +45,7 @@ NonNegative = Annotated[int, Field(ge=0, lt=2**62)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=255)]
 """A name without separators: nothing outside of the checkpoint's folder."""
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Root = Annotated[str, Field(pattern=r"^(2-)?[0-9a-f]{16}$")]
+Root = Annotated[str, Field(pattern=rf"^({VERSION})?[0-9a-f]{{16}}$")]
 DType = Annotated[str, Field(pattern=r"^(float64|float32|bfloat16|float16)$")]
 
 

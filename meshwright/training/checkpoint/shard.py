@@ -31,8 +31,7 @@ from meshwright.training.checkpoint.manifest import GET_ANOTHER, MANIFEST, Store
 
 READ_BYTES = 2**23
 _HASHES, _DIGESTS = "hashes", "sha256"
-"""The metadata keys, of hashes (`_Hashes` by tensor) and of format 3's digests (by tensor, hexadecimal, concatenated).
-"""
+"""The metadata keys of hashes and of format 3's digests: by tensor, hexadecimal, concatenated."""
 _DIGEST_BYTES = 2**18
 """Bytes that a digest of format 3 is of."""
 _DIGITS, _HEXADECIMAL = 16, "{:016x}"
@@ -195,8 +194,6 @@ class StoredShard:
             raise DamagedError(f"{self.path} holds {key}, which no run in {MANIFEST} names; {GET_ANOTHER}")
         place, element = (f"{run.kind} of {run.parameter}", run.shape, run.box), run.torch_dtype
         bounds = block_bounds(run.shape, run.box, wanted.start, len(wanted), element.itemsize)
-
-        written = re.findall(f".{{1,{_DIGITS}}}", str(self._hashes.get(key)))
         return _Checks(
             [element.itemsize * bound for bound in bounds],
             lambda first, content: [
@@ -205,7 +202,7 @@ class StoredShard:
                     *place, wanted.start + bounds[first], torch.frombuffer(content, dtype=element)
                 )
             ],
-            written,
+            re.findall(f".{{1,{_DIGITS}}}", str(self._hashes.get(key))),
         )
 
     def _place(self, key: str) -> tuple[int, int, torch.dtype | str]:

@@ -18,7 +18,7 @@ from meshwright.compute.parameters import root
 from meshwright.compute.parameters.root import (
     block_bounds,
     comparable,
-    elements_hash,
+    elements_hashes,
     order_root,
     root_text,
     row_hashes,
@@ -62,6 +62,19 @@ def test_pieces_add_up_to_the_whole(shape: tuple[int, ...], dtype: torch.dtype) 
         assert (sum(parts) - whole) % 2**64 == 0, f"cut along dim {dim}"
 
 
+@pytest.mark.parametrize("most", [1, 2**20])
+def test_boxes_with_gaps_in_a_row_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Rows of two dims, cut along both and along the one in front."""
+    monkeypatch.setattr(root, "GAPPED_ELEMENTS", most)
+    shape = (6, 40, 100)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    whole = box_hash("a", shape, Box((0, 0, 0), shape), x.flatten())
+    boxes = [Box((2 * a, 0, 30 * c), (2, 40, (30, 70)[c])) for a in range(3) for c in (0, 1)]
+    assert (sum(box_hash("a", shape, box, x[box.slices].flatten()) for box in boxes) - whole) % 2**64 == 0
+    corners = [Box((0, 11 * b, 30 * c), (6, (11, 29)[b], (30, 70)[c])) for b in (0, 1) for c in (0, 1)]
+    assert (sum(box_hash("a", shape, box, x[box.slices].flatten()) for box in corners) - whole) % 2**64 == 0
+
+
 @pytest.mark.parametrize("chunk", [1, 48, 2**17])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_slices_of_flat_memory_add_up_to_the_whole(
@@ -72,7 +85,7 @@ def test_slices_of_flat_memory_add_up_to_the_whole(
     x = torch.randn(box.num_elements, generator=torch.Generator().manual_seed(1)).bfloat16()
     whole, end = int(box_hash("a", shape, box, x)), x.numel()
     for cuts in ([0, end], [0, 5, end], [0, 1, 3, end // 2, end - 1, end]):
-        slices = [int(elements_hash("a", shape, box, start, x[start:stop])) for start, stop in pairwise(cuts)]
+        slices = [int(elements_hashes("a", shape, box, start, x[start:stop]).sum()) for start, stop in pairwise(cuts)]
         assert (sum(slices) - whole) % 2**64 == 0
 
 
