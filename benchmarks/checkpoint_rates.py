@@ -1,15 +1,17 @@
 """Rates of checkpoints beside the libraries that have no checks: python -m benchmarks.checkpoint_rates
 
 A rank's shard of `--mb` MB of float32 weights is written by safetensors' `save_file` and by `write_shard`, which hashes
-it too, and read by `torch.load` and by a `Checkpoint`, which checks each block; contenders take turns for `--rounds`.
-Then the stall of a step: a copy of the weights, and `CheckpointWriter.save` of one rank, which copies them and starts
-the thread that writes. GB a second of wall clock and a processor's second (all threads), medians. Files lie in the page
-cache of `--folder`, so that a disk slower than that hides the difference.
+it too; hashed alone; and read by `torch.load` and by a `Checkpoint`, which checks each block. Contenders take turns for
+`--rounds`. Then the stall of a step: a copy of the weights, and `CheckpointWriter.save` of one rank, which copies them
+and starts the thread that writes. `--published FOLDER`: the import of a Hugging Face folder. GB a second of wall clock
+and a processor's second (all threads), medians. Files lie in the page cache of `--folder`, so that a disk slower than
+that hides the difference.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import shutil
 import statistics
 import tempfile
@@ -31,6 +33,7 @@ from meshwright.training.checkpoint.manifest import Manifest, Origin, Progress, 
 from meshwright.training.checkpoint.restore import Piece
 from meshwright.training.checkpoint.shard import Stored, write_shard
 from meshwright.training.checkpoint.writer import CheckpointWriter
+from meshwright.training.convert.transfer import import_folder
 
 ROWS, COLUMNS = 2048, 2048
 """A weight: 16 MiB."""
@@ -65,6 +68,7 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, help="default: the system's folder for temporary files")
+    parser.add_argument("--published", type=Path, help="a Hugging Face folder, whose import is timed as well")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()  # for all contenders, as a rank of `train` does
@@ -83,6 +87,13 @@ def main() -> None:
         print("written:")
         contenders = {"safetensors' save_file": lambda: save_file(weights, plain), "write_shard": write}
         timed(contenders, arguments.rounds, size)
+        print("hashed:")
+        parts = [whole(name, weight) for name, weight in weights.items()]
+        hashes = {
+            "SHA-256": lambda: [hashlib.sha256(part.tensor.numpy()).digest() for part in parts],
+            "the hashes of blocks": lambda: [part.hashes() for part in parts],
+        }
+        timed(hashes, arguments.rounds, size)
         torch.save(weights, folder / "weights.pt")
         shape, box = (ROWS, COLUMNS), Box((0, 0), (ROWS, COLUMNS))
         file, _ = write_shard(step / "rank-0.safetensors", [whole(name, weight) for name, weight in weights.items()])
@@ -113,6 +124,15 @@ def main() -> None:
                 there.copy_(weight)
 
         timed({"a copy": copy, "CheckpointWriter.save": save}, arguments.rounds, size, writer.wait)
+        if arguments.published:
+            print(f"imported: {arguments.published}")
+            files = list(arguments.published.glob("*.safetensors"))
+
+            def bring() -> None:
+                import_folder(arguments.published, folder / "imported")
+
+            bytes_there = sum(file.stat().st_size for file in files)
+            timed({"import_folder": bring}, arguments.rounds, bytes_there, lambda: shutil.rmtree(folder / "imported"))
     finally:
         shutil.rmtree(folder)
 
