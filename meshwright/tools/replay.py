@@ -42,12 +42,14 @@ Lines = dict[int, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Replayed:
-    """`verdict`: equal, machine, program. `first`, `last`: the steps that were repeated. `step`: the first that
-    differs, with the run's number and the replays', by name."""
+    """`verdict`: equal, machine, program. `first`, `last`: the steps that were repeated. `roots`: the roots of the run
+    that were compared; a root of another version is not. `step`: the first that differs, with the run's number and
+    the replays', by name."""
 
     verdict: str
     first: int
     last: int
+    roots: int
     step: int | None
     numbers: dict[str, list[Any]]
 
@@ -99,14 +101,16 @@ def replay(
     again = partial(_repeated, config, out, checkpoint, step, accept_changes=accept_changes)
     one = again()
     parted = _first_difference(run, one, first, step)
+    both = ([lines[each].get("root") for lines in (run, one)] for each in range(first, step + 1))
+    roots = sum(comparable(*each) for each in both)
     if parted is None:
-        return Replayed("equal", first, step, None, {})
+        return Replayed("equal", first, step, roots, None, {})
     # Only now: an equal step needs no second replay.
     two = again()
     names = [name for name in NUMBERS if name in run[parted]]
     numbers = {name: [lines[parted].get(name) for lines in (run, one, two)] for name in names}
     alike = _first_difference(one, two, first, step) is None
-    return Replayed("program" if alike else "machine", first, step, parted, numbers)
+    return Replayed("program" if alike else "machine", first, step, roots, parted, numbers)
 
 
 def _require_same_data(config: Config, out: Path) -> None:
@@ -190,7 +194,9 @@ def render(found: Replayed) -> None:
     console = terminal.console()
     steps = f"steps {found.first} to {found.last}"
     if found.verdict == "equal":
-        console.print(f"equal: {steps} have the run's losses, norms and roots; program and machine are sound")
+        roots = {0: "and norms; no root was compared", 1: "and norms, and one root"}
+        numbers = roots.get(found.roots, f"and norms, and {found.roots} roots")
+        console.print(f"equal: {steps} have the run's losses {numbers}; program and machine are sound")
         return
     for name, (run, one, two) in found.numbers.items():
         console.print(f"step {found.step}, {name}: the run {run!r}, replayed {one!r}, once more {two!r}")

@@ -19,10 +19,11 @@ from tests.training.runs import config_for, make_corpus, run
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six steps over two ranks, checkpoints at 3 and 6."""
+    """Six steps over two ranks, checkpoints at 3 and 6, roots of the even steps."""
     folder = tmp_path_factory.mktemp("runs")
     layout = {"data": {"size": 2}, "transport": "threads"}
-    config = config_for(make_corpus(folder), precision="float32", bits="layout-free", steps=6, layout=layout)
+    words = {"precision": "float32", "bits": "layout-free", "steps": 6, "check": {"root_every": 2}}
+    config = config_for(make_corpus(folder), layout=layout, **words)
     return run(config, folder / "out")
 
 
@@ -92,9 +93,20 @@ def test_a_damaged_checkpoint_before_the_step_is_named_and_not_passed_over(damag
 
 def test_the_start_and_the_cost_are_said_before_the_first_step(out: Path) -> None:
     result = CliRunner().invoke(app, ["replay", str(out), "--step", "4"])
-    first, second = result.stdout.splitlines()[:2]
+    first, *verdict = result.stdout.splitlines()
     assert first == f"repeats steps 4 to 4 from step-3 of {out}: 1 step"
-    assert second.startswith("equal: ")
+    said = "equal: steps 4 to 4 have the run's losses and norms, and one root; program and machine are sound"
+    assert " ".join(verdict).split() == said.split()
+
+
+def test_a_root_of_another_version_is_said_to_be_uncompared(out: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(out, tmp_path / "older"))
+    lines = folder / "metrics.jsonl"
+    lines.write_text(lines.read_text().replace('"root": "2-', '"root": "'))
+    result = CliRunner().invoke(app, ["replay", str(folder), "--step", "5"])
+    assert "losses and norms; no root was compared;" in " ".join(result.stdout.split())
+    found = replay(out, 2)
+    assert (found.verdict, found.roots) == ("equal", 1)
 
 
 @pytest.mark.parametrize("start", [None, 0])
