@@ -7,10 +7,11 @@ the same sizes, the same tokens and torch's fused AdamW. README.md has the page 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch._dynamo.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -95,7 +96,7 @@ def hugging_face(place: Place) -> Iterator[Step]:
 @contextmanager
 def ddp(place: Place, compiled: str = "") -> Iterator[Step]:
     """The plain model under DistributedDataParallel over gloo."""
-    with gloo(place):
+    with gloo(place), graphs_of(compiled):
         model = replicated(plain_model(), compiled)
         yield _loop(model, fused_adamw(model.parameters()), place)
 
@@ -103,8 +104,7 @@ def ddp(place: Place, compiled: str = "") -> Iterator[Step]:
 def replicated(model: nn.Module, compiled: str, backend: str = "inductor") -> nn.Module:
     """The model under DistributedDataParallel, with its default buckets of 25 MB.
 
-    `compiled`: `inside`, the model that is given to DDP; `outside`, DDP itself, whose graph is cut between its buckets
-    so that they travel under the backward pass; empty: not.
+    `compiled`: `inside`, the model that is given to DDP; `outside`, DDP itself; empty: not. `graphs_of` has the rest.
     """
     if compiled == "inside":
         model.compile(backend=backend)
@@ -112,6 +112,12 @@ def replicated(model: nn.Module, compiled: str, backend: str = "inductor") -> nn
     if compiled == "outside":
         whole.compile(backend=backend)
     return whole
+
+
+def graphs_of(compiled: str) -> AbstractContextManager[Any]:
+    """Whether graphs end with DDP's buckets, whose sums then travel under the backward pass: `outside`, as torch's
+    default is. Torch would cut the model inside of DDP as well; `inside` keeps it whole, which its cache can hold."""
+    return torch._dynamo.config.patch(optimize_ddp=compiled != "inside")
 
 
 @contextmanager

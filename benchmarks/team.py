@@ -31,9 +31,8 @@ TURN_SECONDS = 600.0
 """A first step compiles what torch's cache does not have."""
 LEAVE_SECONDS = 20.0
 
-SERVED = ["torch._inductor.compile_fx", "benchmarks.baselines", "benchmarks.ours"]
-"""Modules that the fork server imports once for all, beside the first contender's: else each compiled worker would take
-two seconds for the compiler."""
+SERVED = ["benchmarks.served"]
+"""What the fork server imports once for all, beside the first contender's module."""
 
 _PORTS = itertools.count(20000 + os.getpid() % 10000)
 """Below Linux's ephemeral ports: many contenders connect at once, and the port of a connection must not be taken."""

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
-from benchmarks.baselines import fused_adamw, replicated, shard
+from benchmarks.baselines import fused_adamw, graphs_of, replicated, shard
 from benchmarks.plain_model import PlainGPT
 from benchmarks.reference import Reference, global_batch, rank_rows
 from meshwright.ranks.grid import Grid
@@ -50,7 +50,8 @@ def trained(mesh: Mesh, form: str, backend: str) -> tuple[list[float], float, bo
         tokens, labels = global_batch(step, SMALL)
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
-        wanted, loss = plain(tokens, labels), whole(tokens[rows], labels[rows])
+        with graphs_of(form.partition(", ")[2]):
+            wanted, loss = plain(tokens, labels), whole(tokens[rows], labels[rows])
         wanted.backward()
         loss.backward()
         losses.append(loss.item() / wanted.item())
