@@ -1,0 +1,82 @@
+"""How a figure grows with a size, in words: a power fitted to measured points, and where it bends.
+
+| power of the size | word            |
+|-------------------|-----------------|
+| below -0.1        | falls           |
+| to 0.1            | flat            |
+| to 0.9            | below linear    |
+| to 1.1            | linear          |
+| to 1.9            | above linear    |
+| to 2.1            | quadratic       |
+| above             | above quadratic |
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+WORDS = {
+    -0.1: "falls", 0.1: "flat", 0.9: "below linear", 1.1: "linear", 1.9: "above linear", 2.1: "quadratic",
+    math.inf: "above quadratic",
+}  # fmt: skip
+BEND = 0.3
+"""The least difference of two powers that is called a bend."""
+
+
+@dataclass(frozen=True)
+class Slope:
+    """value ~ size ** power over all points, ** last over the last two; `bend`: the size at which `before` becomes
+    `after`, if it bends."""
+
+    power: float
+    last: float
+    before: float
+    after: float
+    bend: float | None
+
+    @property
+    def words(self) -> str:
+        """As in: linear, x 2.04 a doubling (1.02 of linear), x 2.01 the last."""
+        said = f"{word_of(self.power)}, {_doubling(self.power)}, x {2**self.last:.2f} the last"
+        if self.bend is None:
+            return said
+        sides = f"x {2**self.before:.2f} a doubling before, x {2**self.after:.2f} after"
+        return f"{said}; bends at {self.bend:,g}: {sides}"
+
+
+def word_of(power: float) -> str:
+    """The word of a power."""
+    return next(word for most, word in WORDS.items() if power <= most)
+
+
+def _doubling(power: float) -> str:
+    said = f"x {2**power:.2f} a doubling"
+    return said if power < 0.5 else f"{said} ({2 ** (power - 1):.2f} of linear)"
+
+
+def fit(sizes: Sequence[float], values: Sequence[float]) -> Slope:
+    """The power by least squares of log value against log size; a bend at the point that leaves the least error.
+
+    Each side of a bend has two points and more, and the point of the bend. Raises ValueError for fewer than two points.
+    """
+    if len(sizes) < 2:
+        raise ValueError(f"{len(sizes)} points have no slope: measure two sizes and more")
+    x, y = [math.log2(size) for size in sizes], [math.log2(value) for value in values]
+    power, _ = _line(x, y)
+    last = (y[-1] - y[-2]) / (x[-1] - x[-2])
+    sides = {at: (_line(x[: at + 1], y[: at + 1]), _line(x[at:], y[at:])) for at in range(1, len(x) - 1)}
+    if sides:
+        at = min(sides, key=lambda place: sides[place][0][1] + sides[place][1][1])
+        (before, _), (after, _) = sides[at]
+        if abs(after - before) >= BEND:
+            return Slope(power, last, before, after, sizes[at])
+    return Slope(power, last, power, power, None)
+
+
+def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """The slope of a line through points, and the squares of what it leaves."""
+    slope, start = statistics.linear_regression(x, y)
+    return slope, sum((value - start - slope * place) ** 2 for place, value in zip(x, y, strict=True))
