@@ -126,20 +126,47 @@ def test_options_in_the_table_of_other_tools_words_are_trains() -> None:
     assert {ours.partition("=")[0] for ours in KEYS if ours.startswith("--")} <= known
 
 
-def completed(tmp_path: Path, *words: str) -> list[str]:
-    """The answer to bash, which takes `=` for a word of its own. A torch that is imported ends the process."""
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    told = {"_MESHWRIGHT_COMPLETE": "complete_bash", "COMP_CWORD": str(len(words) - 1), "COMP_WORDS": "\n".join(words)}
-    program = "import sys; sys.argv[0] = 'meshwright'; from meshwright.cli import main; main()"
+HEAVY = """
+import atexit, sys
+heavy = {"torch", "numpy"}
+atexit.register(lambda: heavy & set(sys.modules) and print("imported:", *heavy & set(sys.modules), file=sys.stderr))
+sys.argv[0] = "meshwright"
+from meshwright.cli import main
+main()
+"""
+"""The command line, which at its end says on stderr which heavy packages were imported."""
+
+
+def light(tmp_path: Path, *words: str, **told: str) -> subprocess.CompletedProcess[str]:
+    """A command that must import neither torch nor numpy."""
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", HEAVY, *words],
         cwd=tmp_path,
         env=environment_for(tmp_path) | told,
         capture_output=True,
         text=True,
     )
+    assert "imported:" not in done.stderr, done.stderr
+    return done
+
+
+def completed(tmp_path: Path, *words: str) -> list[str]:
+    """The answer to bash, which takes `=` for a word of its own."""
+    told = {"_MESHWRIGHT_COMPLETE": "complete_bash", "COMP_CWORD": str(len(words) - 1), "COMP_WORDS": "\n".join(words)}
+    done = light(tmp_path, **told)
     assert done.stderr == ""
     return done.stdout.split()
+
+
+@pytest.mark.parametrize("words", [["--help"], [], ["--version"], ["verify", "--help"], ["config", "layout.tensor"]])
+def test_help_imports_neither_torch_nor_numpy(words: list[str], tmp_path: Path) -> None:
+    done = light(tmp_path, *words)
+    assert re.search("meshwright|layout", done.stdout + done.stderr)
+
+
+def test_a_heavy_import_is_seen(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"imported:.* torch"):
+        light(tmp_path, "doctor")
 
 
 def answers(*words: str) -> list[str]:

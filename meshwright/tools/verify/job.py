@@ -14,6 +14,7 @@ from torch import nn
 
 from meshwright.compute.bits.section import Bits
 from meshwright.compute.model import Samples
+from meshwright.compute.models.chain import chain_of
 from meshwright.compute.parameters.root import held_hashes
 from meshwright.compute.precision import DTYPES
 from meshwright.config import Config
@@ -44,6 +45,10 @@ from meshwright.training.typed.check import checked
 WORKER = "meshwright.tools.verify.job:verify_rank"
 REFERENCE_WORKER = "meshwright.tools.verify.job:reference_worker"
 BITS_WORKER = "meshwright.tools.verify.job:bits_rank"
+
+FEW_FLOPS = 2 * 10**11
+"""Floating-point operations of a reference that one CPU thread computes: in seconds. Its threads would wait for each
+other's parts of small operations by spinning: beside other processes they took four times the processor time."""
 
 
 @dataclass
@@ -109,10 +114,15 @@ def comparable(config: Config, *, as_configured: bool) -> Config:
     return config.model_copy(update=changes)
 
 
-def one_device(config: Config) -> Config:
-    """The same run for the reference: one rank, and the microbatches that fit in memory."""
-    batch = config.batch.model_copy(update={"micro": config.micro})
-    return config.model_copy(update={"layout": Layout(transport="torch"), "batch": batch})
+def one_device(config: Config, steps: int) -> Config:
+    """The same run for the reference: one rank, and the microbatches that fit in memory. Few steps of a small model
+    take one thread."""
+    changes: dict[str, Any] = {"layout": Layout(transport="torch")}
+    changes["batch"] = config.batch.model_copy(update={"micro": config.micro})
+    flops = steps * config.batch.global_ * chain_of(config).flops_per_sample(config)
+    if config.threads == "auto" and config.device == "cpu" and flops <= FEW_FLOPS:
+        changes["threads"] = 1
+    return config.model_copy(update=changes)
 
 
 def verify(config: Config, *, steps: int, as_configured: bool = False, report: Report = silent) -> Verdict:
@@ -154,7 +164,7 @@ def _compare_steps(config: Config, folder: Path, data: Path, steps: int, report:
     _run(config, WORKER, "the layout", layout, data, steps, traced)
     report(f"the reference on one device, {steps} steps", None)
     # One after the other, since each may fill the memory.
-    _run(one_device(config), REFERENCE_WORKER, "the reference on one device", reference, data, steps, traced)
+    _run(one_device(config, steps), REFERENCE_WORKER, "the reference on one device", reference, data, steps, traced)
     return compare_runs(config, layout, reference, steps)
 
 
@@ -162,7 +172,7 @@ def compare_bits(config: Config, data: Path, steps: int, report: Report) -> tupl
     """A row for each step's loss and norm, and each tensor at the end, of a run whose bits are layout-free: the layout
     against one device, with dropout and in the run's precision. Nothing may differ: an error is 0 or 1."""
     found: list[dict[str, str]] = []
-    for run_config, what in ((config, "the layout"), (one_device(config), "one device")):
+    for run_config, what in ((config, "the layout"), (one_device(config, steps), "one device")):
         report(f"{what}'s own bits, {steps} steps", None)
         known = resolve(run_config, this_machine()).config
         ranks = run(BITS_WORKER, known.ranks(), config=known, data=data, steps=steps)

@@ -19,7 +19,7 @@ import yaml
 from typer.testing import CliRunner
 
 from meshwright.cli import app
-from meshwright.config.registry import OURS, _group
+from meshwright.config.registry import OURS, _group, _points
 from meshwright.ranks.errors import ConfigError, LaunchError, PluginError
 from meshwright.tools.submit import job
 from tests.installed import install
@@ -257,16 +257,19 @@ def test_an_engine_of_another_package(run: Path, tmp_path: Path, monkeypatch: py
     (tmp_path / "toys" / "batch.py").write_text(PLUGIN)
     install(tmp_path, {"meshwright.submit": {"batch": "toys.batch:Batch"}})
     monkeypatch.syspath_prepend(str(tmp_path))
-    _group.cache_clear()  # a process reads each group once, and this one may have
+    _points.cache_clear()  # a process reads them once, and this one may have
+    _group.cache_clear()
     assert text_of("batch", run, ["queue=large"]) == "large: 2 nodes"
     (tmp_path / "meshwright_toys-1.0.dist-info" / "entry_points.txt").write_text(
         "[meshwright.submit]\nbatch = nowhere:B\n"
     )
     importlib.invalidate_caches()
+    _points.cache_clear()
     _group.cache_clear()
     with pytest.raises(PluginError, match=r"entry point batch of meshwright\.submit, nowhere:B, cannot be loaded"):
         text_of("slurm", run)
     monkeypatch.undo()
+    _points.cache_clear()
     _group.cache_clear()
 
 

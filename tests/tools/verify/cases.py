@@ -117,7 +117,7 @@ def layout_rank(mesh: Mesh, train: Drawn, folder: Path, steps: int, plant: Plant
 def reference_rank(mesh: Mesh, train: Drawn, folder: Path, steps: int, plant: Plant | None) -> None:
     if plant is not None:
         plant()
-    leave_reference(one_device(train.config), train, folder, steps, torch.device("cpu"))
+    leave_reference(one_device(train.config, steps), train, folder, steps, torch.device("cpu"))
 
 
 def run_layout(train: Drawn, folder: Path, steps: int, plant: Plant | None = None) -> Path:

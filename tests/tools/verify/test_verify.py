@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -9,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from meshwright.compute.bits.section import Bits
+from meshwright.compute.models.chain import chain_of
 from meshwright.config import Config, parse_config
 from meshwright.config.section import with_field
 from meshwright.parity.compare import Row
 from meshwright.ranks.errors import LaunchError, MismatchError
 from meshwright.tools.verify import job
-from meshwright.tools.verify.job import Verdict, verify
+from meshwright.tools.verify.job import FEW_FLOPS, Verdict, comparable, one_device, verify
 from meshwright.tools.verify.table import as_dict, render
 
 
@@ -40,6 +43,24 @@ def test_a_right_layout_holds(config: Config) -> None:
     names = {row.name for row in verdict.rows if row.kind == "gradient"}
     assert {"tokens.weight", "blocks.0.attention.query_key_value.bias", "norm.bias"} <= names
     assert as_dict(verdict)["holds"] is True
+
+
+def test_a_small_reference_has_one_thread(config: Config) -> None:
+    """Its second thread would spend as long as the first, waiting."""
+    checked = with_field(comparable(config, as_configured=False), "device", "cpu")
+    assert one_device(checked, 5).threads == 1
+    steps = FEW_FLOPS // (4 * chain_of(checked).flops_per_sample(checked))
+    assert [one_device(checked, number).threads for number in (steps, steps + 1)] == [1, "auto"]
+    assert one_device(with_field(checked, "threads", 2), 5).threads == 2  # as the user says
+    assert one_device(with_field(checked, "device", "cuda"), 5).threads == "auto"
+
+
+def test_no_rank_imports_dtensors_or_the_compiler_before_they_are_met() -> None:
+    """A second of a core, which the launcher and the fork server would both spend."""
+    heavy = "{'torch._dynamo', 'torch.distributed.tensor', 'sympy'}"
+    code = f"import sys, meshwright.tools.verify.table, meshwright.tools.verify.job; print({heavy} & set(sys.modules))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout == "set()\n"
 
 
 def test_a_run_whose_bits_are_layout_free_is_held_to_its_bits(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
