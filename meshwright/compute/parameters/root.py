@@ -16,7 +16,7 @@ import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
-from itertools import groupby, pairwise, product
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -106,17 +106,19 @@ def add_segments(total: Tensor, words: Tensor, weights: Tensor, first: int) -> N
     """Add to rows' hashes [R] those of segments: words [R, S, W] from a segment's word `first` on, factors [R, S]."""
     keys, columns = factors(words.device)
     rows, count, width = words.shape
-    chunk = CHUNK_WORDS[words.device.type]
+    keys, chunk = keys[first : first + width], CHUNK_WORDS[words.device.type]
     across = max(1, min(count, chunk // width))
     down = max(1, chunk // (across * width))
     sums = torch.empty(rows, count, COLUMNS, dtype=torch.float64, device=words.device)
     room = torch.empty(min(down, rows) * across * width, dtype=torch.float64, device=words.device)
-    for row, column in product(range(0, rows, down), range(0, count, across)):
-        here = words[row : row + down, column : column + across]
-        numbers = room[: here.numel()].view(here.shape).copy_(here).view(-1, width)
-        # Of one row, or of all that a row has: contiguous either way.
-        there = sums[row : row + down, column : column + across].view(-1, COLUMNS)
-        torch.mm(numbers, keys[first : first + width], out=there)
+    full = room.view(-1, across, width)
+    for words_down, sums_down in zip(torch.split(words, down), torch.split(sums, down), strict=True):
+        parts: Iterable[tuple[Tensor, Tensor]] = ((words_down, sums_down),)
+        if across < count:  # of one row
+            parts = zip(torch.split(words_down, across, 1), torch.split(sums_down, across, 1), strict=True)
+        for here, there in parts:
+            numbers = full if here.shape == full.shape else room[: here.numel()].view(here.shape)
+            torch.mm(numbers.copy_(here).view(-1, width), keys, out=there.view(-1, COLUMNS))
     total += sums.long().mul_(columns).sum(2).mul_(weights).sum(1)
 
 
@@ -155,15 +157,19 @@ def block_hashes(name: str, shape: tuple[int, ...], box: Box, start: int, values
     row = math.prod(box.lengths[row_dims(shape) :])
     # Blocks of whole rows in one pass, since a call takes as long as a hundred KiB.
     whole = [first % row == 0 and last % row == 0 for first, last in pairwise(start + bound for bound in bounds)]
-    sums: list[Tensor] = []
+    sums = [values.new_zeros(0, dtype=torch.int64)]
     for is_whole, group in groupby(zip(whole, pairwise(bounds), strict=True), lambda pair: pair[0]):
         spans = [span for _, span in group]
-        together = [(spans[0][0], spans[-1][1])] if is_whole else spans
-        parts = [elements_hashes(name, shape, box, start + first, values[first:last]) for first, last in together]
         if is_whole:
-            parts = list(parts[0].split([(last - first) // row for first, last in spans]))
-        sums += (part.sum() for part in parts)
-    return [number % 2**64 for number in torch.stack(sums).tolist()] if sums else []
+            hashes = elements_hashes(name, shape, box, start + spans[0][0], values[spans[0][0] : spans[-1][1]])
+            # Sums up to each block's end: modulo 2^64 their differences are the blocks'.
+            ends = torch.tensor([(last - spans[0][0]) // row - 1 for _, last in spans], device=values.device)
+            upto = hashes.cumsum(0)[ends]
+            sums.append(torch.cat((upto[:1], upto.diff())))
+        else:
+            parts = (elements_hashes(name, shape, box, start + first, values[first:last]) for first, last in spans)
+            sums += (part.sum().view(1) for part in parts)
+    return [number % 2**64 for number in torch.cat(sums).tolist()]
 
 
 def held_hashes(

@@ -29,7 +29,9 @@ from meshwright.ranks.errors import DamagedError
 from meshwright.ranks.foreign import open_plain, open_unbuffered, parse_json
 from meshwright.training.checkpoint.manifest import GET_ANOTHER, MANIFEST, StoredFile, StoredRun, stored_file
 
-READ_BYTES = 2**23
+READ_BYTES = 2**24
+"""Bytes of a part, which is hashed at once while a thread reads the next one. Handing over a part takes as long as
+reading a MiB, so parts are long."""
 _HASHES, _DIGESTS = "hashes", "sha256"
 """The metadata keys of hashes and of format 3's digests: by tensor, hexadecimal, concatenated."""
 _DIGEST_BYTES = 2**18
