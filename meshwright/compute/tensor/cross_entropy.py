@@ -16,7 +16,9 @@ Padding is multiplied too, and masked in the softmax: a product of 50,257 column
 
 Element-wise work is two passes with the exchange between them. The first leaves each class's share among this rank's
 (one fused softmax), whose greatest is one over the sum of exponentials; the second scales them to gradients. A rank
-with all classes exchanges nothing: its compiled loss is one pass (islands.py).
+with all classes exchanges nothing: its compiled loss is one kernel (islands.py), and a CPU's loss in float32 or float64
+without smoothing is one softmax, compiled or not. There a loss is the logarithm of its label's share, and the factors
+of rows scale the [C, H] operands of dh and dW instead of the [C, V] gradients.
 
 Chunks end in a collective, so their length comes from what all ranks share: the V/p rows of their tables. How many of
 these are real classes differs from rank to rank. (Agreeing on a length would cost a collective, for nothing.)
@@ -122,6 +124,12 @@ class Classes:
             return iter([chunk])
         return self.alike(ranges(chunk.start, chunk.stop, 4 * table.shape[0], SLICE_BYTES[self.device_type]), h)
 
+    def at_once(self, logits: Tensor) -> bool:
+        """Whether one pass makes these logits the gradients of unscaled losses (`losses_at_once`). A compiled pass of
+        theirs reads the logits three times, and takes longer."""
+        plain = self.comm.size == 1 and not self.smoothing
+        return plain and self.device_type == "cpu" and logits.dtype == wide_dtype(logits)
+
     def slices(self, logits: Tensor) -> list[slice]:
         """Rows of logits that element-wise work takes at a time, without communication in between."""
         if self.whole:
@@ -187,16 +195,22 @@ class _ChunkedLoss(torch.autograd.Function):
         dbias = None if bias is None else torch.zeros_like(bias, dtype=adds)
         for chunk in classes.alike(classes.chunks(h, weight, h.dtype), h):
             logits = products.multiply(h[chunk], weight.t(), bias)  # [C, V/p]
-            for rows in classes.exchanges(chunk, h, weight):
-                part = logits[rows.start - chunk.start : rows.stop - chunk.start]
-                losses[rows] = _to_gradients(part, targets[rows], factors[rows], classes, held)
+            rows_of_h, own, at_once = h[chunk], factors[chunk], classes.at_once(logits)
+            if at_once:
+                losses[chunk] = losses_at_once(logits, rows_of_h, weight, bias, labels[chunk], classes)
+            for rows in () if at_once else classes.exchanges(chunk, h, weight):
+                inside = slice(rows.start - chunk.start, rows.stop - chunk.start)
+                losses[rows] = _to_gradients(logits[inside], targets[rows], factors[rows], classes, held)
             if differentiates:
                 products.multiply(logits, weight, out=dh[chunk])
+                if at_once:
+                    dh[chunk] *= own
+                    rows_of_h = rows_of_h * own
                 if learns:
-                    products.write_product(logits.t(), h[chunk], dweight, beta=0 if chunk.start == 0 else 1)
+                    products.write_product(logits.t(), rows_of_h, dweight, beta=0 if chunk.start == 0 else 1)
                 if dbias is not None:
-                    dbias += logits.sum(0, dtype=adds)
-            del logits, part  # else two chunks' logits would exist at once, and neither stay in a cache
+                    dbias += torch.mv(logits.t(), own.squeeze(1)) if at_once else logits.sum(0, dtype=adds)
+            del logits  # else two chunks' logits would exist at once, and neither stay in a cache
         ctx.save_for_backward(dh, dweight, dbias)
         ctx.give = give
         return torch.where(counted, losses, 0).sum(dtype=wide_dtype(h)) * scale
@@ -214,6 +228,31 @@ class _ChunkedLoss(torch.autograd.Function):
 
         given = ctx.give(dweight, write) if ctx.needs_input_grad[1] else None
         return dh.mul_(factor), given, None if dbias is None else dbias.mul_(factor), *[None] * 5
+
+
+def some(rows: Tensor) -> bool:
+    """Whether there is True among `rows`. In a plan, whose tensors have no values, there is none."""
+    return not rows.is_meta and bool(rows.any())
+
+
+def losses_at_once(
+    logits: Tensor, h: Tensor, table: Tensor, bias: Tensor | None, labels: Tensor, classes: Classes
+) -> Tensor:
+    """The losses [C, 1] of logits [C, V] of all classes, which become softmax - target, in place.
+
+    A label's share that is too small for its dtype's digits has lost its loss, which the logits of `h` give once more.
+    """
+    _, held = classes.of_rank(table)
+    columns = labels.clamp(min=0).unsqueeze(1)
+    logits[:, held:].fill_(-torch.inf)
+    shares = torch.softmax(logits, 1, out=logits).gather(1, columns)
+    logits.scatter_(1, columns, shares - 1)
+    losses = shares.log().neg_()
+    lost = (shares < torch.finfo(shares.dtype).tiny).squeeze(1)
+    if some(lost):
+        again = classes.products.multiply(h[lost], table.t(), bias)[:, :held]
+        losses[lost] = again.logsumexp(1, keepdim=True) - again.gather(1, columns[lost])
+    return losses
 
 
 def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Classes, held: int) -> Tensor:

@@ -136,6 +136,27 @@ def test_without_gradients(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert losses[labels == -100].count_nonzero() == 0
 
 
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-12), ("float32", 1e-5)])
+@pytest.mark.parametrize("spread", [1.0, 2000.0])
+def test_labels_without_a_share(spread: float, dtype: str, tolerance: float) -> None:
+    """A softmax leaves nothing of logits that are far below the greatest; their losses and gradients stay right."""
+    found = []
+    for kind in (getattr(torch, dtype), torch.float64):
+        h, weight, labels = inputs(kind)
+        bias = torch.linspace(-1, 1, PADDED, dtype=kind).requires_grad_()
+        leaves = h.requires_grad_(), (spread * weight).detach().requires_grad_(), bias
+        if not found:
+            loss = chunked_loss(*leaves, labels, WHOLE, 1 / 3)
+        else:
+            logits = (h @ leaves[1].t() + bias)[:, :VOCABULARY]
+            assert (spread > 1) == bool((logits.softmax(1) == 0).any())
+            loss = F.cross_entropy(logits, labels, reduction="sum") / 3
+        loss.backward()
+        found.append([loss.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+    for mine, wanted in zip(*found, strict=True):
+        assert float((mine.double() - wanted).norm() / wanted.norm()) < tolerance
+
+
 def test_nothing_counted() -> None:
     h, weight, labels = inputs()
     assert chunked_loss(h, weight, None, torch.full_like(labels, -100), WHOLE, 1.0) == 0

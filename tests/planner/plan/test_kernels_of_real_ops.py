@@ -18,6 +18,7 @@ from meshwright.compute.models.chain import chain_of
 from meshwright.compute.parameters.bucket import make_buckets
 from meshwright.compute.parameters.gradients import Gradients
 from meshwright.compute.parameters.shard import shard_specs, use_gradients
+from meshwright.compute.tensor import cross_entropy
 from meshwright.compute.tensor.linear import autocasts_of
 from meshwright.config import Config, parse_config
 from meshwright.families.gpt.section import Gpt2
@@ -149,7 +150,10 @@ def run_for_real(config: Config) -> list[Ran]:
 
 def run_all(mesh: Mesh, configs: list[Config]) -> list[list[Ran]]:
     """On one rank of its own: this process must not run a backward pass."""
-    return [run_for_real(config) for config in configs]
+    with pytest.MonkeyPatch.context() as patch:
+        # What is left out leaves memory as it was. By such numbers labels may have no share, and products more.
+        patch.setattr(cross_entropy, "some", lambda rows: False)
+        return [run_for_real(config) for config in configs]
 
 
 def run_elsewhere(configs: list[Config]) -> list[list[Ran]]:
