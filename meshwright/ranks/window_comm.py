@@ -235,6 +235,9 @@ class WindowComm(RecordedComm):
 
 def add_up(parts: Sequence[Tensor], out: Tensor) -> None:
     """Fill `out` with the sum of the parts, first to last. `out` may be one of the parts."""
+    if len(parts) == 2 and out.dtype not in HALF:
+        torch.add(*parts, out=out)
+        return
     wide = torch.float32 if out.dtype in HALF else out.dtype
     for start in range(0, out.numel(), ADDED_AT_ONCE):
         first, second, *rest = (part[start : start + ADDED_AT_ONCE] for part in parts)
