@@ -17,7 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.compute.tensor.islands import CUBIC, LINEAR, Islands
 
-SLICE_ELEMENTS = 2**15
+SLICE_ELEMENTS = 2**16
+"""Elements of a slice, of which five tensors are in a cache together: 1.3 MB of float32. In a step GELU of [1024, 1024]
+took 4.3 ms both ways with these, 4.7 with half and 4.5 with twice as many."""
 
 
 class _Gelu(torch.autograd.Function):
