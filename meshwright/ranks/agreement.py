@@ -60,8 +60,9 @@ def hash_bits(x: Tensor) -> Tensor:
     whole = words.numel() // COLUMNS * COLUMNS
     blocks = words[:whole].view(-1, COLUMNS).split(BLOCK_ROWS[x.device.type])
     rest = torch.cat([words[whole:], last])  # [up to COLUMNS]
-    rows = torch.cat([*(block.sum(1) for block in blocks), rest.sum(0, keepdim=True)])
-    columns = torch.stack([block.sum(0) for block in blocks]).sum(0) if whole else words.new_zeros(COLUMNS)
+    sums = [(block.sum(1), block.sum(0)) for block in blocks]  # the second while the block is in the cache
+    rows = torch.cat([*(across for across, _ in sums), rest.sum(0, keepdim=True)])
+    columns = torch.stack([down for _, down in sums]).sum(0) if whole else words.new_zeros(COLUMNS)
     # The last, shorter row has the columns that it fills.
     columns[: rest.numel()] += rest
     # Times 2 makes rows' factors even, | 1 columns' odd: a word's factor, their sum, is odd, so that no changed bit is
