@@ -119,9 +119,11 @@ LEGEND = {
 def write_page(results: Sequence[ParityResult], path: Path, head: PageHead) -> Path:
     """One HTML file that needs nothing else."""
     # Here: a check in a terminal needs no templates.
-    from jinja2 import Environment, PackageLoader
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    templates = Environment(loader=PackageLoader(__package__, "."), autoescape=True, trim_blocks=True)
+    templates = Environment(
+        loader=PackageLoader(__package__, "."), autoescape=True, trim_blocks=True, undefined=StrictUndefined
+    )
     templates.filters["marks"] = as_marks
     checks = []
     for result in results:

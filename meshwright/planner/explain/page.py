@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from meshwright.compute.models.chain import split_name
@@ -60,7 +60,8 @@ WORDS = {
 
 def write_page(explained: Explained, predicted: Forecast, path: Path, name: str) -> None:
     """`name`: of the run, for the title. Raises ConfigError where the page cannot be written."""
-    templates = Environment(loader=FileSystemLoader(SCRIPTS), autoescape=True, trim_blocks=True)
+    loader = FileSystemLoader(SCRIPTS)
+    templates = Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
     templates.policies["json.dumps_kwargs"] = {}  # axes in the order of the grid, not of the alphabet
     config = explained.run.config
     page = templates.get_template("page.html").render(
