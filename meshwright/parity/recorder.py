@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,6 +39,7 @@ from meshwright.parity.trace import Rounding, Trace, all_tensors, clean_names, i
 from meshwright.ranks.dtensor import box_of, gradient_of, joined_place, local_of, write_local
 from meshwright.ranks.environment import read_environment
 from meshwright.ranks.errors import ParityError
+from meshwright.ranks.streams import say
 
 MOST = 65536
 """The most elements kept of a tensor."""
@@ -164,6 +166,13 @@ class Recorder:
                 f"and stepped by a torch optimizer up to step {min(self.plan.steps)}; start ranks by torchrun, or put "
                 "`with parity.recording(FOLDER, model):` where they train"
             )
+        if self.recorded and self.run.rank == 0:
+            kept, missed = (", ".join(map(str, each)) for each in
+                            (self.plan.steps[: self.recorded], self.plan.steps[self.recorded :]))  # fmt: skip
+            size = sum(file.stat().st_size for file in self.folder.iterdir()) / 1e6
+            lacks = f"; the run ended before step {missed}" if missed else ""
+            ranks = f"rank 0 of {self.run.world_size}" if self.run.world_size > 1 else "the one process"
+            say(f"recorded steps {kept} of {ranks} in {self.folder}: {size:.1f} MB{lacks}", file=sys.stderr)
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:

@@ -162,6 +162,19 @@ def test_a_record_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypat
             pass
 
 
+def test_a_record_says_what_it_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with parity.recording(tmp_path / "kept", steps=(1, 2, 5)):
+        for _ in range(3):
+            model(torch.ones(3, 2)).sum().backward()
+            optimizer.step()
+    said = capsys.readouterr().err
+    kept = tmp_path / "kept/rank-0"
+    size = sum(file.stat().st_size for file in kept.iterdir()) / 1e6
+    assert said == f"recorded steps 1, 2 of the one process in {kept}: {size:.1f} MB; the run ended before step 5\n"
+
+
 def test_a_killed_run_leaves_what_it_had(tmp_path: Path) -> None:
     """By the command, around a script that knows nothing of it; the steps before the kill can be compared."""
     words = [sys.executable, "-m", "meshwright", "parity", "record", "--out", str(tmp_path / "killed"), "--steps"]
