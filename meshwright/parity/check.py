@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -22,6 +22,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from meshwright.parity.cases import PARAMETERS, Parameters, cases_of
 from meshwright.ranks.errors import ConfigError, LaunchError, MeshwrightError
 from meshwright.ranks.launch.failure import Interrupted
 from meshwright.ranks.launch.launcher import launch
@@ -47,7 +48,8 @@ class ParityCheck:
     """One run of a check's function.
 
     `axes`: names and sizes, outermost first; their product is the number of ranks. `number`: which of the functions
-    that the file's import marks; a rank finds the function by it, since two functions may have one name.
+    that the file's import marks, `case`: which of its parameters; a rank finds both by these, since two functions may
+    have one name.
     """
 
     name: str
@@ -58,10 +60,14 @@ class ParityCheck:
     number: int = 0
     line: int = 0
     """The first line of the function, or that of the mark if it is no plain function."""
+    case: int = 0
+    words: str = ""
+    """The values of the case, as its name says them; empty without parameters."""
 
     @property
     def title(self) -> str:
-        return f"{self.name}[{'x'.join(f'{name}{size}' for name, size in self.axes)}]"
+        grid = "x".join(f"{name}{size}" for name, size in self.axes)
+        return f"{self.name}[{'-'.join(filter(None, (self.words, grid)))}]"
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,7 @@ class ParityResult:
         return "equal to the reference"
 
 
-Checked = Callable[[Any], None]
+Checked = Callable[..., None]
 
 
 def parity_check(
@@ -135,21 +141,39 @@ def parity_check(
     axes: Mapping[str, int] | None = None,
     precision: str = "float64",
     threads: int = 1,
-) -> Callable[[Checked], Checked]:
+) -> CheckMark:
     """Make a function of a `parity.Job` a check, which `meshwright parity` and pytest collect.
 
     `ranks`: how many processes; of several numbers each is a run of its own. `axes`: the sizes of named axes; where
     their product is not the number of ranks, one more axis, `data`, stands before them. `precision`: float64, float32,
-    bf16, or own, which casts nothing.
+    bf16, or own, which casts nothing. What it returns has `.parametrize(names, values)`, after which it is as well the
+    mark: each row of values is a check. pytest's own `@pytest.mark.parametrize` on the function does the same.
     """
     if precision not in CHECK_PRECISIONS:
         raise ConfigError.of("precision", precision, "is not a precision of a check", ", ".join(CHECK_PRECISIONS))
     numbers = (ranks,) if isinstance(ranks, int) else tuple(ranks)
-    grids = tuple(grid_of(number, axes or {}) for number in numbers)
+    return CheckMark(tuple(grid_of(number, axes or {}) for number in numbers), precision, threads)
 
-    def mark(function: Checked) -> Checked:
+
+@dataclass(frozen=True)
+class CheckMark:
+    """`@parity.check(...)`: marks a function as a check on each of some grids."""
+
+    grids: tuple[tuple[tuple[str, int], ...], ...]
+    precision: str
+    threads: int
+    parameters: tuple[Parameters, ...] = ()
+
+    def parametrize(
+        self, names: str | Sequence[str], values: Iterable[Any],
+        ids: Sequence[Any] | Callable[..., Any] | None = None,
+    ) -> CheckMark:  # fmt: skip
+        """The same mark, for a check of each row of values; `names`, `values` and `ids` are pytest's. Several follow
+        each other, the first outermost. Raises ConfigError as `Parameters.of`."""
+        return replace(self, parameters=(*self.parameters, Parameters.of(names, values, ids)))
+
+    def __call__(self, function: Checked) -> Checked:
         name = name_of(function)
-        require_one_argument(function, name)
         # A callable that is no function (functools.partial, a bound method) has no place of its own for the checks.
         marked: Checked = function if isinstance(function, FunctionType) else partial_of(function)
         # The ranks import the file again, and its import marks the same functions in the same order.
@@ -159,11 +183,11 @@ def parity_check(
         file = Path(body.f_code.co_filename)
         here = isinstance(function, FunctionType) and function.__code__.co_filename == body.f_code.co_filename
         line = function.__code__.co_firstlineno if here else body.f_lineno
-        checks = tuple(ParityCheck(name, file, grid, precision, threads, len(made) - 1, line) for grid in grids)
+        number = len(made) - 1
+        checks = tuple(ParityCheck(name, file, grid, self.precision, self.threads, number, line) for grid in self.grids)
         vars(marked)["parity_checks"] = (*vars(marked).get("parity_checks", ()), *checks)
+        vars(marked)[PARAMETERS] = {**vars(marked).get(PARAMETERS, {}), number: self.parameters}
         return marked
-
-    return mark
 
 
 MARKED = f"__{__package__.replace('.', '_')}_checks__"
@@ -196,24 +220,11 @@ def name_of(function: Callable[..., Any]) -> str:
 def partial_of(function: Checked) -> Checked:
     """A function that calls `function`, any callable."""
 
-    def call(job: Any) -> None:
-        function(job)
+    def call(job: Any, **given: Any) -> None:
+        function(job, **given)
 
+    vars(call).update(parity_signature=signature(function), parity_name=name_of(function))
     return call
-
-
-def require_one_argument(function: Checked, name: str) -> None:
-    """Raise ConfigError if a check cannot be called with a job alone: a method, a function with parameters."""
-    told = signature(function)
-    try:
-        told.bind(None)
-    except TypeError as error:
-        raise ConfigError.of(
-            "@parity.check",
-            f"{name}{told}",
-            "is called with the job alone",
-            "a function of one argument; functools.partial, or a function that makes such functions, gives the others",
-        ) from error
 
 
 def grid_of(ranks: int, axes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -299,7 +310,9 @@ def checks_of(value: object) -> Iterator[ParityCheck]:
         # Checks are kept in the function itself, not in a list of the module: an imported function has its checks.
         marked = vars(value).get("parity_checks", ())
         # The package of parity alone has a class of its own: its checks are its plugin's to collect, and run once.
-        yield from (check for check in marked if isinstance(check, ParityCheck))
+        for check in (check for check in marked if isinstance(check, ParityCheck)):
+            cases = cases_of(value, check.number)
+            yield from (replace(check, case=case, words=words) for case, (words, _) in enumerate(cases))
 
 
 _IMPORTING: ContextVar[bool] = ContextVar("importing", default=False)
@@ -359,8 +372,8 @@ def behind_rounding(result: ParityResult, again: Callable[[], ParityResult]) -> 
 def _run_once(check: ParityCheck, precision: str) -> ParityResult:
     start = time.monotonic()
     with temporary_folder() as folder:
-        arguments = {"file": str(check.file.resolve()), "name": check.name, "number": check.number, "axes": check.axes,
-                     "out": str(folder)}  # fmt: skip
+        arguments = {"file": str(check.file.resolve()), "name": check.name, "number": check.number, "case": check.case,
+                     "axes": check.axes, "out": str(folder)}  # fmt: skip
         job = Job(CHECK_WORKER, arguments | {"precision": precision})
         try:
             with without_main():

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo
 
+from meshwright.parity.cases import cases_of
 from meshwright.parity.check import MARKED, load_checks, name_of
 from meshwright.parity.job import ParityJob, Place
 from meshwright.ranks.dtensor import process_group
@@ -39,11 +41,11 @@ class GridPlace:
 
 
 def check_rank(
-    environment: Environment, stop: StopRequest, *, file: str, name: str, number: int, axes: Sequence[Any],
-    precision: str, out: str,
+    environment: Environment, stop: StopRequest, *, file: str, name: str, number: int, case: int,
+    axes: Sequence[Any], precision: str, out: str,
 ) -> None:  # fmt: skip
-    """Run a check's process: the function that the file's import marks as its `number`, on the rank that the
-    environment says, of a grid of `axes`."""
+    """Run a check's process: the function that the file's import marks as its `number`, with the values of its `case`,
+    on the rank that the environment says, of a grid of `axes`."""
     place = GridPlace(environment.rank, Grid(tuple((axis, size) for axis, size in axes)))
     marked = vars(load_checks(Path(file), importing=True)).get(MARKED, [])
     if number >= len(marked):
@@ -51,8 +53,10 @@ def check_rank(
             f"the import of {file} does not make the check {name}: make it on a line of the file that its import runs, "
             "in no function that is called later and not behind the main guard"
         )
+    function = marked[number]
+    _, given = cases_of(function, number)[case]
     with process_group(PATIENCE_SECONDS):
-        call_check(marked[number], place, precision, Path(out))
+        call_check(partial(function, **given) if given else function, place, precision, Path(out))
 
 
 def call_check(function: Callable[[ParityJob], None], mesh: Place, precision: str, folder: Path) -> None:

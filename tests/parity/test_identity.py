@@ -58,6 +58,21 @@ FORMS = {
     "one name twice": ("@mark\ndef a(job): program(job)\n@mark\ndef a(job): program(job)\n", ["a", "a-2"]),
     "two names of one": ("@mark\ndef a(job): program(job)\nb = a\n", ["a"]),
     "two numbers of ranks": ("@mark\n@parity.check(ranks=[3, 4])\ndef a(job): program(job)\n", ["a", "a", "a"]),
+    "parametrize": ("@mark.parametrize('wrong', [False, True])\ndef a(job, wrong): program(job, wrong)\n", ["a", "a"]),
+    "pytest's parametrize above": (
+        "import pytest\n@pytest.mark.parametrize('wrong, other', [(False, 1), pytest.param(True, 2, id='bad')])\n"
+        "@mark\ndef a(job, wrong, other): program(job, wrong)\n",
+        ["a", "a"],
+    ),
+    "pytest's parametrize below, and ours": (
+        "import pytest\n@mark.parametrize('x', [1, 2, 3])\n@pytest.mark.parametrize('wrong', [False, True])\n"
+        "def a(job, wrong, x): program(job, wrong)\n",
+        ["a"] * 6,
+    ),
+    "a parametrized factory": (
+        "for w in (False, True):\n    mark.parametrize('x', [1, 2])(lambda job, x, w=w: program(job, w))\n",
+        ["lambda", "lambda", "lambda-2", "lambda-2"],
+    ),
     "a default": ("@mark\ndef a(job, wrong=False): program(job, wrong)\n", ["a"]),
 }
 
@@ -122,6 +137,30 @@ def test_the_checks_of_a_factory_are_judged_each(tmp_path: Path) -> None:
     assert "right[data2]  " in text
     assert "wrong[data2]: scaled at" in text
     assert "Traceback" not in text
+
+
+def test_cases_are_judged_each_with_its_values(tmp_path: Path) -> None:
+    write(tmp_path, FORMS["pytest's parametrize above"][0])
+    code, text = run(tmp_path, "meshwright", "parity", "checks.py")
+    assert code == 1, text
+    assert "a[False-1-data2]  " in text
+    assert "a[bad-data2]: scaled at" in text
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        ("@mark.parametrize('a, b', [(1, 2), (3,)])\ndef a(job, a, b): pass\n", r"has no value for each of a, b"),
+        ("@mark.parametrize('x', [1])\ndef a(job): pass\n", r"a\(job\) is called with the job alone and x"),
+        ("import pytest\n@mark.parametrize('x', [pytest.param(1, marks=pytest.mark.skip)])\ndef a(job, x): pass\n",
+         r"has a case with marks of pytest's"),
+        ("import pytest\n@pytest.mark.parametrize('x', [1], indirect=True)\n@mark\ndef a(job, x): pass\n",
+         r"needs fixtures, which ranks do not have"),
+    ],
+)  # fmt: skip
+def test_parameters_that_cannot_be_given_are_refused(body: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        collect(write(tmp_path, body))
 
 
 def test_pytest_collects_each_check_of_the_command(tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""A check's parameters: `parity.check(...).parametrize(names, values)`, or pytest's own mark on the function.
+
+Both are read where checks are collected, so that marks may stand in any order; a rank finds its values by the case's
+number in the order of the product, the parameters that stand first outermost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from inspect import Signature, signature
+from itertools import product
+from typing import Any
+
+from meshwright.ranks.errors import ConfigError
+
+PARAMETERS = "parity_parameters"
+"""The attribute of a function that has the parameters of each of its marks, by the number of the mark."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Names of a function's arguments, and rows of values for them, each with the word that a check is called by."""
+
+    names: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Any, ...]], ...]
+
+    @staticmethod
+    def of(
+        argnames: str | Sequence[str], argvalues: Iterable[Any], ids: Sequence[Any] | Callable[..., Any] | None = None,
+        indirect: Any = False, scope: Any = None,
+    ) -> Parameters:  # fmt: skip
+        """Parameters as pytest takes them.
+
+        Args:
+            argnames: Names, or one text of them with commas.
+            argvalues: A value for each case, or a row of values where there are several names; also `pytest.param`.
+            ids: A word for each case, or a function of a value; None: made of the values.
+            indirect: Must be False: values for fixtures.
+            scope: Has no effect: values are made by each rank's import.
+
+        Raises:
+            ConfigError: A row has another number of values than there are names, a case has marks of pytest's, or
+                values are for fixtures.
+        """
+        if indirect:
+            raise ConfigError.of("parametrize", "indirect", "needs fixtures, which ranks do not have", "values")
+        names = argnames.split(",") if isinstance(argnames, str) else argnames
+        named = tuple(name.strip() for name in names)
+        given = list(ids) if isinstance(ids, Sequence) else None
+        rows = []
+        for number, value in enumerate(argvalues):
+            told = getattr(value, "id", None)
+            if getattr(value, "marks", ()):
+                raise ConfigError.of("parametrize", named, "has a case with marks of pytest's", "a case without marks")
+            row = value.values if hasattr(value, "marks") else value if len(named) > 1 else (value,)
+            if len(row) != len(named):
+                raise ConfigError.of("parametrize", row, f"has no value for each of {', '.join(named)}", "one each")
+            by_value = ids if callable(ids) else None
+            words = [word_of(x, f"{name}{number}", by_value) for name, x in zip(named, row, strict=True)]
+            rows.append((str(told or (given[number] if given else "-".join(words))), tuple(row)))
+        return Parameters(named, tuple(rows))
+
+
+def word_of(value: Any, otherwise: str, by_value: Callable[..., Any] | None) -> str:
+    """The word of a value in a check's name: of numbers, texts, functions and classes their own; else `otherwise`."""
+    if by_value is not None and (word := by_value(value)) is not None:
+        return str(word)
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return str(value)
+    return str(getattr(value, "__name__", otherwise))
+
+
+def cases_of(function: Callable[..., Any], number: int) -> list[tuple[str, dict[str, Any]]]:
+    """The cases of a marked function's mark `number`: a word and the arguments beside the job.
+
+    Raises:
+        ConfigError: The function has other arguments than the job and its parameters.
+    """
+    told = getattr(function, PARAMETERS, {}).get(number, ())
+    marks: Any = getattr(function, "pytestmark", ())
+    of_pytest = [mark for mark in (marks if isinstance(marks, list) else [marks])
+                 if getattr(mark, "name", "") == "parametrize"]  # fmt: skip
+    parameters = [*told, *(Parameters.of(*mark.args, **mark.kwargs) for mark in reversed(of_pytest))]
+    every = []
+    for rows in product(*(each.rows for each in parameters)):
+        words = "-".join(word for word, _ in rows)
+        given = {name: x for each, (_, row) in zip(parameters, rows, strict=True)
+                 for name, x in zip(each.names, row, strict=True)}  # fmt: skip
+        every.append((words, given))
+    shape: Signature = getattr(function, "parity_signature", None) or signature(function)
+    for _, given in every:
+        try:
+            shape.bind(None, **given)
+        except TypeError as error:
+            name = getattr(function, "parity_name", function.__name__)
+            raise ConfigError.of(
+                "@parity.check",
+                f"{name}{shape}",
+                f"is called with the job alone{' and ' + ', '.join(given) if given else ''}",
+                "a function of one argument; .parametrize, functools.partial, or a function that makes such functions, "
+                "gives the others",
+            ) from error
+    return every
