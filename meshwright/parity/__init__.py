@@ -5,13 +5,13 @@
         job.reference(build_model(), loss=loss_of, batch=batch_of)
         job.parallel(DistributedDataParallel(job.copy()), batch=job.rows("data"))
 
-    check.py            @check, starting the ranks, the result
+    check.py, cases.py  @check and its parameters, starting the ranks, the result
     worker.py, job.py   a check on a rank: what its function is given; it writes what the models gave
     batches.py, reference.py             one process, and the tolerances that are derived from it
     program.py, trace.py                 the parallel program's steps; modules' outputs and gradients, by hooks
     policy.py                            FSDP2's mixed precision on one process
     parts.py, locate.py, explain.py      what a local tensor is of the reference's
-    judge.py, kinds.py                   what is wrong first: the rules, in the order of cause and effect
+    judge.py, kinds.py, terms.py         what is wrong first: the rules, in the order of cause and effect
     forward.py, gradients.py, later.py, leaks.py    where, and of which kind
     recorder.py, sampling.py             a training script as it runs, kept in a folder
     recorded.py, runs.py                 two such folders, by the same comparison

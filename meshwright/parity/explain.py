@@ -199,11 +199,12 @@ def _sum_error(
     locals_: Mapping[int, Tensor], whole: Tensor, allowed: float, coordinates: Sequence[Mapping[str, int]],
     axes: Sequence[str], any_order: bool,
 ) -> float | None:  # fmt: skip
-    """The error of the sums over some axes as pieces of the whole; None where they have other shapes.
+    """The error of the sums over some axes as pieces of the whole; None where they have other shapes, or where all
+    sums together lack slices of it.
 
     Terms may be larger than their sum, and so is what rounding does to it.
     """
-    errors = []
+    errors, fits = [], []
     for group in groups_over(coordinates, axes):
         terms = [locals_[rank] for rank in group if rank in locals_]
         if not terms:
@@ -215,7 +216,8 @@ def _sum_error(
         found = fit(total, whole, allowed, any_order)
         if found is None:
             return None
+        fits.append(found)
         size = float(torch.linalg.vector_norm(total))
         larger = sum(float(torch.linalg.vector_norm(x)) for x in terms) / size if size else 1.0
         errors.append(found.error / max(1.0, larger))
-    return max(errors, default=None)
+    return None if fits and _leaves_out(fits, allowed) else max(errors, default=None)

@@ -22,11 +22,9 @@ from torch import Tensor
 
 from meshwright.parity.compare import axis_words, narrow_type, relative_error
 from meshwright.parity.explain import COPY, CUT, PARTIAL, axis_subsets, fit, groups_over
-from meshwright.parity.gradients import Mistake, near
+from meshwright.parity.gradients import MODEL, Mistake, near
 from meshwright.parity.judge import Evidence, ModuleLine
-
-MODEL = "(the model)"
-"""The name of a mistake's place in the top-level model's own code, which has no path."""
+from meshwright.parity.terms import lost_words, rounded_sum, weights_of
 
 
 def forward_finding(evidence: Evidence, lines: Sequence[ModuleLine], at: str = "") -> Mistake | None:
@@ -42,6 +40,8 @@ def forward_finding(evidence: Evidence, lines: Sequence[ModuleLine], at: str = "
         if line.output.leaves_out:
             text = f"the ranks' outputs of {line.name or 'the model'} lack some of its slices, and repeat others"
             return Mistake("wrong part", line.name or MODEL, text)
+        if not at and (summed := _summed(evidence, lines, place)) is not None:
+            return summed
         if not at and (biased := _linear_finding(evidence, line)) is not None:
             return biased
         if at and (stale := _stale(evidence, line, at)) is not None:
@@ -138,6 +138,60 @@ def _unreduced_product(evidence: Evidence, lines: Sequence[ModuleLine], place: i
                 )
                 return Mistake("missing reduction", where or MODEL, f"{text}: an all-reduce is missing")
     return None
+
+
+def _summed(evidence: Evidence, lines: Sequence[ModuleLine], place: int) -> Mistake | None:
+    """An output that lacks a rank's term of a sum, has it twice, or has terms that were rounded: the terms are the
+    ranks' outputs of a module before, or of a linear those of the inputs whose weights each rank holds."""
+    line = lines[place]
+    theirs = evidence.reference.call("output", line.name, line.call, evidence.reference.num_calls(line.name))
+    held = evidence.locals_of("output", line)
+    if theirs is None or held is None or held[0].shape != theirs.shape:
+        return None
+    before = lines[place - 1] if place else None
+    terms, name, axis = _terms_of_linear(evidence, line), line.name, ""
+    if terms is None and before is not None and before.output is not None and before.output.kind == PARTIAL:
+        partial = evidence.locals_of("output", before)
+        terms = None if partial is None else dict(enumerate(partial))
+        name, axis = before.name, before.output.axis
+    if terms is None or any(x.shape != theirs.shape for x in terms.values()):
+        return None
+    allowed = near(evidence.allowed("output", 1, line.name))
+    told, narrow = set[tuple[str, str] | None](), set[str]()
+    axes = axis.split("+") if axis else [axis for axis, size in evidence.sizes.items() if size > 1]
+    for group in groups_over(evidence.coordinates, axes):
+        own = {rank: terms[rank] for rank in group if rank in terms}
+        words = [f"the term of rank {rank}" for rank in own]
+        rest = theirs - torch.stack(list(own.values())).sum(0)
+        for rank in group:
+            if len(own) < 2 or relative_error(held[rank], theirs) <= allowed:
+                continue
+            weights = weights_of(held[rank], theirs, list(own.values()), allowed)
+            told.add(None if weights is None else lost_words(weights, words))
+            dtype = evidence.reference.facts.dtype
+            narrow.add(rounded_sum(held[rank], list(own.values()), rest, dtype, allowed))
+    made = "output" if name == line.name else f"output, a sum of {name}'s,"
+    if len(told) == 1 and (found := told.pop()) is not None:
+        return Mistake(found[0], name or MODEL, f"the {made} of {line.name or 'the model'} is {found[1]}")
+    if len(narrow) == 1 and (type_name := narrow.pop()):
+        text = f"the {made} of {line.name or 'the model'} is that of terms which were rounded to {type_name}"
+        return Mistake("lower precision", name or MODEL, text)
+    return None
+
+
+def _terms_of_linear(evidence: Evidence, line: ModuleLine) -> dict[int, Tensor] | None:
+    """By rank, the product [..., out] of the inputs whose weights it holds, of a linear that is cut by its inputs."""
+    name = f"{line.name}.weight"
+    taken = evidence.reference.call("input", line.name, line.call, evidence.reference.num_calls(line.name))
+    if taken is None or name not in evidence.names or evidence.weight(name).ndim != 2:
+        return None
+    weight, terms = evidence.weight(name), dict[int, Tensor]()
+    for rank, _, part in evidence.holders[name]:
+        if part.index[0] is not None or part.index[1] is None or weight.shape[1] != taken.shape[-1]:
+            return None
+        own = list(part.index[1])
+        terms[rank] = taken[..., own] @ weight[:, own].T
+    return terms
 
 
 def _stale(evidence: Evidence, line: ModuleLine, at: str) -> Mistake | None:

@@ -7,17 +7,20 @@ rank's share of the data alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from meshwright.parity.compare import axis_words, factor_of, narrow_type, relative_error
+from meshwright.parity.compare import NARROW, axis_words, factor_of, narrow_type, relative_error
 from meshwright.parity.explain import COPY, PARTIAL, groups_over
 from meshwright.parity.judge import Evidence, ModuleLine
 from meshwright.parity.parts import Part
-from meshwright.parity.record import CHUNK, LOCAL, PASSES
+from meshwright.parity.record import CHUNK, LOCAL, PASSES, ROUNDED, USE
+from meshwright.parity.terms import lost_words, pieces_of, rounded_sum, weights_of
 
 LOOSE = 64.0
 """A hypothesis on what a wrong tensor is holds within so many times what a right one may be off, where that is less
@@ -43,17 +46,25 @@ class Mistake:
     text: str
 
 
+OF_SHARES = "the mean of what each rank's share gives alone"
+"""The words on a gradient whose terms are right for each rank's samples alone: of other samples as well."""
+
+MODEL = "(the model)"
+"""The name of a mistake's place in the top-level model's own code, which has no path."""
+
+
 def owner_of(parameter: str) -> str:
-    """The path of a parameter's module."""
+    """The path of a parameter's module; empty for one of the top-level model's own."""
     return parameter.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A kind, and the sentence's end that says what the wrong tensor is."""
+    """A kind, and the sentence's end that says what the wrong tensor is. `module`: the place, where it is known."""
 
     kind: str
     text: str
+    module: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,17 +78,27 @@ class GradientStep:
 
 def gradient_finding(evidence: Evidence, wrong: Sequence[str], seen: GradientStep) -> Mistake:
     """The mistake behind wrong gradients of a step whose outputs are all right."""
-    hypotheses = {name: hypothesis_of(evidence, name, seen.step, seen.kind) for name in wrong}
+    scales: Mapping[int, float] = {}
+    if evidence.reference.facts.clip is not None:
+        causes, scales = _before_clipping(evidence, wrong, seen)
+        if (thawed := _thawed(evidence, seen, scales)) is not None and not causes:
+            return thawed
+        # What is left is explained by the norm alone.
+        wrong, scales = (causes, scales) if causes else (wrong, {})
+    hypotheses = {name: hypothesis_of(evidence, name, seen.step, seen.kind, scales) for name in wrong}
     kinds = {name: h.kind for name, h in hypotheses.items()}
-    alike = set(kinds.values())
     facts = evidence.reference.facts
-    trained = [name for name in evidence.names if name not in facts.dead and name not in facts.frozen]
+    trained = evidence.trained(seen.step)
+    # A gradient that is nothing but rounding on the reference is no witness.
+    alike = {kinds[name] for name in wrong if name in trained} or set(kinds.values())
     # What is wrong alike everywhere was done to all gradients at once: by the reduction, the loss or the clipping.
     if len(wrong) >= MOST * len(trained) and len(alike) == 1 and alike & _EVERYWHERE:
-        return Mistake(kinds[wrong[0]], ALL, f"the gradient of every parameter is {hypotheses[wrong[0]].text}")
+        first = hypotheses[wrong[0]]
+        return Mistake(first.kind, first.module or ALL, f"the gradient of every parameter is {first.text}")
     # Which parameter a second name belongs to is not recorded. A table used twice is a matrix, so that a program in
     # which nothing but matrices called weight is wrong has most likely lost one of two uses.
-    if facts.tied and all(n.endswith("weight") and evidence.weight(n).ndim == 2 for n in wrong):
+    several = (f"{USE}1", seen.step) in evidence.reference.recorded
+    if facts.tied and not several and all(n.endswith("weight") and evidence.weight(n).ndim == 2 for n in wrong):
         name = wrong[0]
         text = f"{name} is used twice, and its gradient is not the sum of both uses"
         return Mistake("incomplete sum", owner_of(name), text)
@@ -106,6 +127,60 @@ def gradient_finding(evidence: Evidence, wrong: Sequence[str], seen: GradientSte
     return Mistake(h.kind, owner, f"the gradient of {nearest}{others} is {h.text}")
 
 
+def _before_clipping(
+    evidence: Evidence, wrong: Sequence[str], seen: GradientStep
+) -> tuple[list[str], dict[int, float]]:  # fmt: skip
+    """The gradients that were wrong before they were clipped, and by which factor each rank has clipped otherwise.
+
+    A wrong gradient changes the norm, and with it all others by one factor a rank. That of most of them is the norm's;
+    a gradient that has another factor, or none, was wrong before. Nothing is known where most have no factor.
+    """
+    factors: dict[int, dict[str, float | None]] = {rank: {} for rank in range(len(evidence.ranks))}
+    for name in evidence.trained(seen.step):
+        allowed = near(evidence.allowed("gradient", seen.step, name))
+        for rank, part, ours, theirs in evidence.pieces(seen.kind, seen.step, name):
+            factor = None if ours is None else factor_of(ours, theirs, allowed)
+            raw = evidence.reference.get("raw-gradient", seen.step, name)
+            if ours is not None and raw is not None and relative_error(ours, part.take(raw)) <= allowed:
+                return [], {}  # not clipped: no consequence of a norm
+            factors[rank][name] = factor if factors[rank].get(name, factor) == factor else None
+    scales: dict[int, float] = {}
+    causes = set[str]()
+    for rank, known in factors.items():
+        found = sorted(f for f in known.values() if f is not None and f > 0)
+        groups = [[g for g in found if abs(g - f) <= 1e-6 * f] for f in found]
+        largest = max(groups, key=len, default=[])
+        if not largest or 2 * len(largest) < len(found):
+            return [], {}
+        scales[rank] = largest[0]
+        causes |= {name for name, f in known.items() if f is None or abs(f - largest[0]) > 1e-6 * largest[0]}
+    return [name for name in wrong if name in causes], scales
+
+
+def _thawed(evidence: Evidence, seen: GradientStep, scales: Mapping[int, float]) -> Mistake | None:
+    """A frozen parameter's gradient that has entered the norm by which all others are clipped.
+
+    By definition the norm is then the root of the squares of the reference's norm and that of this gradient.
+    """
+    facts = evidence.reference.facts
+    clip, norm = facts.clip, facts.norms[seen.step - 1]
+    if not scales or clip is None or norm <= clip or any(abs(scales[0] - f) > 1e-6 * f for f in scales.values()):
+        return None
+    entered = {}
+    for name in facts.frozen:
+        first: dict[Part, float] = {}
+        for _, part, ours, _ in evidence.pieces(seen.kind, seen.step, name):
+            first.setdefault(part, 0.0 if ours is None else float(ours.square().sum()))
+        # As large as before clipping: what is kept was multiplied by clip / norm, as the others were.
+        entered[name] = sum(first.values()) * (norm / (clip * scales[0])) ** 2
+    total = math.sqrt(norm**2 + sum(entered.values()))
+    if not any(entered.values()) or not math.isclose(norm / total, scales[0], rel_tol=1e-3):
+        return None
+    name = max(entered, key=lambda name: entered[name])
+    text = f"{name} is frozen on the reference, and its gradient enters the norm by which all others are clipped"
+    return Mistake("optimizer", owner_of(name), text)
+
+
 _EVERYWHERE = {
     "scaled",
     "missing reduction",
@@ -121,7 +196,7 @@ _EVERYWHERE = {
 """Kinds of mistakes that hit all gradients alike, so have no module."""
 
 
-_OF_SUMS = {"token counts", "accumulation", "incomplete sum"}
+_OF_SUMS = {"token counts", "accumulation", "incomplete sum", "missing reduction"}
 """Kinds of hypotheses that say exactly which sum a gradient is, so that they explain those before it as well."""
 
 
@@ -170,14 +245,18 @@ def _backward_finding(
     return Mistake("lower precision" if h.kind == "lower precision" else "wrong values", maker, text)
 
 
-def hypothesis_of(evidence: Evidence, name: str, step: int, kind: str = "gradient") -> Hypothesis:
-    """The hypothesis that explains a parameter's wrong gradient."""
+def hypothesis_of(
+    evidence: Evidence, name: str, step: int, kind: str = "gradient", scales: Mapping[int, float] | None = None
+) -> Hypothesis:  # fmt: skip
+    """The hypothesis that explains a parameter's wrong gradient. `scales`: by which factor each rank's clipping differs
+    from the reference's, where that follows from gradients that were wrong before."""
     pieces = []
     whole = evidence.reference.get("gradient", step, name)
     for rank, own, part in evidence.holders[name]:
         theirs = part.take(torch.zeros_like(evidence.weight(name)) if whole is None else whole)
         if theirs.numel():
-            pieces.append((rank, part, evidence.ranks[rank].get(kind, step, own), theirs))
+            ours = evidence.ranks[rank].get(kind, step, own)
+            pieces.append((rank, part, ours if ours is None or not scales else ours / scales[rank], theirs))
     allowed = near(evidence.allowed("gradient", step, name))
     # Absent and zero gradients count alike: wrappers that clear gradients leave either.
     if all(ours is None or not ours.any() for _, _, ours, _ in pieces):
@@ -186,10 +265,18 @@ def hypothesis_of(evidence: Evidence, name: str, step: int, kind: str = "gradien
         (rank, part, torch.zeros_like(theirs) if ours is None else ours, theirs) for rank, part, ours, theirs in pieces
     ]
     # Copies that differ come first: of a gradient that has two values no single factor can be right.
-    if (differing := _differing(evidence, full, allowed)) is not None:
+    clipped = evidence.reference.facts.clip is not None and not scales
+    if (differing := _differing(evidence, full, allowed, clipped)) is not None:
         return differing
-    if (known := _same_everywhere(evidence, name, step, full, allowed)) is not None:
+    if step == 1 and (term := _of_terms(evidence, name, full, allowed)) is not None:
+        return term
+    if (known := _same_everywhere(evidence, name, step, full, allowed, clipped)) is not None:
         return known
+    zero = [rank for rank, _, ours, _ in full if not ours.any()]
+    right = all(not ours.any() or relative_error(ours, theirs) <= allowed for _, _, ours, theirs in full)
+    if zero and right:
+        text = f"zero on rank{'s' if len(zero) > 1 else ''} {', '.join(map(str, zero))}, and right on the others"
+        return Hypothesis("no gradient", text)
     worst = max(relative_error(ours, theirs) for _, _, ours, theirs in full)
     off = f"off by {worst:.1e} (allowed: {evidence.allowed('gradient', step, name):.1e})"
     narrow = narrow_type([x for _, _, x, _ in full], [y for _, _, _, y in full], evidence.reference.facts.dtype)
@@ -199,7 +286,7 @@ def hypothesis_of(evidence: Evidence, name: str, step: int, kind: str = "gradien
 Pieces = Sequence[tuple[int, Part, Tensor, Tensor]]
 
 
-def _differing(evidence: Evidence, full: Pieces, allowed: float) -> Hypothesis | None:
+def _differing(evidence: Evidence, full: Pieces, allowed: float, clipped: bool) -> Hypothesis | None:
     """Ranks with the same part and different gradients of it: what their sum or mean is."""
     by_part: dict[Part, list[tuple[int, Tensor, Tensor]]] = {}
     for rank, part, ours, theirs in full:
@@ -207,9 +294,13 @@ def _differing(evidence: Evidence, full: Pieces, allowed: float) -> Hypothesis |
     for part, held in by_part.items():
         if len(held) < 2 or all(relative_error(ours, held[0][1]) <= allowed for _, ours, _ in held):
             continue
+        own = [ours for rank, ours, _ in held if rank == held[0][0]]
+        if len(own) > 1 and relative_error(torch.stack(own).sum(0), held[0][2]) <= allowed:
+            text = f"another for each of its {len(own)} copies on a rank, and only their sum is the reference's: untied"
+            return Hypothesis("incomplete sum", text)
         factors = [factor_of(ours, theirs) for _, ours, theirs in held]
         # A factor for each rank and clipping: each divided by the norm of what it alone holds.
-        if evidence.reference.facts.clip is not None and all(f is not None for f in factors):
+        if clipped and all(f is not None for f in factors):
             words = ", ".join(f"{f:.4g}" for f in factors if f is not None)
             return Hypothesis(
                 "clipping", f"the reference's times {words} on its ranks: each clips by a norm of its own"
@@ -231,11 +322,76 @@ def _differing(evidence: Evidence, full: Pieces, allowed: float) -> Hypothesis |
     return None
 
 
-def _same_everywhere(evidence: Evidence, name: str, step: int, full: Pieces, allowed: float) -> Hypothesis | None:
+def _of_terms(evidence: Evidence, name: str, full: Pieces, allowed: float) -> Hypothesis | None:
+    """The first step's gradient as a sum that lacks terms, has some twice, or whose terms were rounded: terms of ranks,
+    of uses of the parameter, of pieces of its module's input."""
+    raw, whole = (evidence.reference.get(kind, 1, name) for kind in ("raw-gradient", "gradient"))
+    if whole is None:
+        return None
+    raw = whole if raw is None else raw
+    # The reference's clipping multiplies every term by one number.
+    size = float(raw.flatten() @ raw.flatten())
+    clipped = float(whole.flatten() @ raw.flatten()) / size if size else 1.0
+    alone = [x for side in evidence.ranks if (x := side.get(LOCAL, 1, name)) is not None]
+    numbers = itertools.takewhile(lambda n: (f"{USE}{n}", 1) in evidence.reference.recorded, itertools.count())
+    uses = [x for n in numbers if (x := evidence.reference.get(f"{USE}{n}", 1, name)) is not None]
+    sets = [([f"use {n + 1} of {len(uses)} of it" for n in range(len(uses))], uses)]
+    # Ranks of one data group have the same share: their equal terms are one term.
+    first = [rank for rank, x in enumerate(alone) if not any(torch.equal(x, y) for y in alone[:rank])]
+    if len(alone) == len(evidence.ranks):
+        sets.append(([f"the term of rank {rank}" for rank in first], [alone[rank] / len(first) for rank in first]))
+    for dim, parts in _piece_terms(evidence, name, raw):
+        words = [f"piece {n + 1} of {len(parts)} of dim {dim} of its module's input" for n in range(len(parts))]
+        sets.append((words, parts))
+    dtype = evidence.reference.facts.dtype
+    for names, terms in sets:
+        # True by construction: the terms are those of the reference's own sum.
+        if len(terms) < 2 or relative_error(torch.stack(terms).sum(0), raw) > allowed:
+            continue
+        found = [weights_of(ours, theirs, [part.take(x) * clipped for x in terms], allowed)
+                 for _, part, ours, theirs in full if relative_error(ours, theirs) > allowed]  # fmt: skip
+        told = {None if w is None else lost_words(w, names) for w in found}
+        if len(told) == 1 and (sentence := told.pop()) is not None:
+            return Hypothesis(*sentence)
+        for each in (terms, [x * len(terms) for x in terms]):
+            divided = clipped if each is terms else clipped / len(terms)
+            rounded = {rounded_sum(ours / divided, [part.take(x) for x in each], torch.zeros_like(ours), dtype, allowed)
+                       for _, part, ours, _ in full}  # fmt: skip
+            if len(rounded) == 1 and (narrow := rounded.pop()):
+                text = f"the sum of terms that were rounded to {narrow} before they were added"
+                return Hypothesis("lower precision", text)
+    for name_of_type, _ in NARROW:
+        of_outputs = evidence.reference.get(f"{ROUNDED}{name_of_type}", 1, name)
+        if of_outputs is not None and _multiple(of_outputs * clipped, full, allowed) == 1.0:
+            text = f"what the model's outputs give once they are rounded to {name_of_type}"
+            return Hypothesis("lower precision", text, "(loss)")
+    return None
+
+
+def _piece_terms(evidence: Evidence, name: str, raw: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+    """A linear's weight gradient [out, in] by equal pieces of its input [..., in], along each leading dim."""
+    owner = owner_of(name)
+    x, dy = (evidence.reference.call(kind, owner, 0, 1) for kind in ("input", "output-gradient"))
+    if x is None or dy is None or x.ndim != dy.ndim or x.shape[:-1] != dy.shape[:-1] or x.ndim < 2:
+        return
+    if raw.shape != (dy.shape[-1], x.shape[-1]) or evidence.reference.num_calls(owner) != 1:
+        return
+    for dim in range(x.ndim - 1):
+
+        def term(piece: slice, dim: int = dim) -> Tensor:
+            own = (x.movedim(dim, 0)[piece].flatten(0, -2), dy.movedim(dim, 0)[piece].flatten(0, -2))
+            return own[1].T @ own[0]
+
+        for terms in pieces_of(term, x.shape[dim]).values():
+            yield dim, terms
+
+
+def _same_everywhere(
+    evidence: Evidence, name: str, step: int, full: Pieces, allowed: float, clipped: bool
+) -> Hypothesis | None:  # fmt: skip
     """One wrong gradient, equal on all of its ranks: a factor, one rank's term, the mean of means, no clipping, ..."""
-    facts = evidence.reference.facts
     raw = evidence.reference.get("raw-gradient", step, name)
-    if facts.clip is not None and raw is not None and _multiple(raw, full, allowed) == 1.0:
+    if clipped and raw is not None and _multiple(raw, full, allowed) == 1.0:
         return Hypothesis("clipping", "not clipped")
     if step > 1 and _has_earlier(evidence, name, step, full):
         return Hypothesis("accumulated", "a sum with those of the steps before: it was not set to zero in between")
@@ -254,14 +410,14 @@ def _same_everywhere(evidence: Evidence, name: str, step: int, full: Pieces, all
     if alike and abs(known[0] - 1) > spread:
         words = axis_words(evidence.sizes, known[0])
         # Scaled so far that its norm was left unclipped: a factor of the gradient as it was before.
-        unclipped = None if facts.clip is None or raw is None else _multiple(raw, full, loose)
+        unclipped = None if not clipped or raw is None else _multiple(raw, full, loose)
         if not words and unclipped and (words := axis_words(evidence.sizes, unclipped)):
             return Hypothesis("scaled", f"the unclipped reference's times {unclipped:.4g}{words}")
         # A factor that is no axis' size, where gradients are clipped: the ratio of the right norm and another.
-        if facts.clip is not None and not words:
+        if clipped and not words:
             return Hypothesis("clipping", f"the reference's times {known[0]:.4g}: clipped by another norm")
         return Hypothesis("scaled", f"the reference's times {known[0]:.4g}{words}")
-    if facts.clip is not None and known and len(known) == len(factors):
+    if clipped and known and len(known) == len(factors):
         off = max(abs(f - 1) for f in known)
         # torch adds 1e-6 to the norm that it divides by: of a gradient n times as large so much is left.
         if alike and off < 1e-3:
@@ -271,7 +427,7 @@ def _same_everywhere(evidence: Evidence, name: str, step: int, full: Pieces, all
         words = ", ".join(sorted({f"{f:.4g}" for f in known}))
         return Hypothesis("clipping", f"the reference's times {words} on its ranks: each clips by a norm of its own")
     alone = [x for side in evidence.ranks if (x := side.get(LOCAL, 1, name)) is not None]
-    if facts.clip is not None and len(alone) > 1:
+    if clipped and len(alone) > 1:
         return _clipped_first(full, alone, max(1e-3, min(allowed, 0.1)))
     return None
 
@@ -311,11 +467,11 @@ def _of_some_terms(evidence: Evidence, name: str, full: Pieces, allowed: float) 
 
     if len(distinct) > 1 and is_mean(alone):
         counts = [side.facts.counts[0] for side in evidence.ranks if side.facts.counts]
-        if len(set(counts)) == 1 and counts[0] is not None:
-            text = "the mean of what each rank's share gives alone: something in it is of all samples together"
-        else:
+        if len(set(counts)) > 1:
             text = "the mean of the ranks' means: right only where all have equal numbers of labels"
-        return Hypothesis("token counts", text)
+            return Hypothesis("token counts", text)
+        text = f"{OF_SHARES}: a statistic of all samples is taken of each rank's own"
+        return Hypothesis("missing reduction", text)
     for x in distinct if len(distinct) > 1 else ():
         # A program may have divided by the ranks before the sum that it then left out, or multiplied for it.
         for times in (1.0, 1 / len(distinct), float(len(distinct))):

@@ -31,6 +31,7 @@ from meshwright.parity.batches import (
     probe_key,
     tensors_by_key,
 )
+from meshwright.parity.compare import NARROW
 from meshwright.parity.locate import locate
 from meshwright.parity.parts import Part, find_part, parts_alike
 from meshwright.parity.program import Model, SteppedProgram, named_models, takes_job
@@ -41,7 +42,9 @@ from meshwright.parity.record import (
     PASSES,
     PROBES,
     REFERENCE,
+    ROUNDED,
     UPDATED,
+    USE,
     PartFacts,
     ReferenceFacts,
     write_record,
@@ -55,6 +58,8 @@ from meshwright.parity.reference import (
     dead_parameters,
     floating_buffers,
     gradient_alone,
+    gradient_of_rounded,
+    gradients_by_use,
     keep,
     may_accumulate,
     movements,
@@ -205,6 +210,13 @@ class ParityJob:
         frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
         # First weights lie in the record, so that the judge needs neither the model nor its code.
         keep(exact, "initial", 0, initial)
+        for name, uses in gradients_by_use(model, recipe).items():
+            for number, x in enumerate(uses):
+                keep(exact, f"{USE}{number}", 1, {name: x})
+        born = next(iter(initial.values())).dtype
+        for name, coarse in NARROW:
+            if torch.finfo(coarse).eps > torch.finfo(born).eps:
+                keep(exact, f"{ROUNDED}{name}", 1, gradient_of_rounded(model, recipe, coarse))
         with torch.no_grad():
             # The loss that a program would report in its second step if it had stepped other weights than it computes
             # with. Of a copy: a pass may move running statistics.

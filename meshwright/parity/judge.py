@@ -108,6 +108,13 @@ class Evidence:
             if theirs.numel():
                 yield rank, part, self.ranks[rank].get(kind, step, own), theirs
 
+    def trained(self, step: int = 1) -> list[str]:
+        """The parameters that are trained and whose gradient in a step is more than rounding, unlike a key's bias's."""
+        facts = self.reference.facts
+        still = {*facts.dead, *facts.frozen}
+        live = [name for name in self.names if name not in still]
+        return [name for name in live if self.allowed("gradient", step, name) < 0.5] or live
+
     def weight(self, name: str) -> Tensor:
         """The reference's first value of a parameter, in float64."""
         x = self.reference.get("initial", 0, name)

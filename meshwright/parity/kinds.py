@@ -4,9 +4,9 @@
 |---------------------|----------------------------------------------------------------------------------------------|
 | wrong part          | a first weight that is no part of the reference's, or a part that no rank holds              |
 | wrong data          | rows of the global batch that no rank takes, or a share that is no part of it                |
-| missing reduction   | partial sums where the next module takes a whole; copies that differ over an axis            |
+| missing reduction   | partial sums taken for the whole; copies that differ over an axis; a rank's own statistics   |
 | scaled              | right but for a factor: the size of an axis, a mean for a sum, a sum for a mean              |
-| incomplete sum      | equal on all ranks, and the term of one rank, microbatch or use alone                        |
+| incomplete sum      | a sum without the terms of some ranks, microbatches, pieces or uses (terms.py)               |
 | token counts        | the mean of ranks' means; right with equal numbers of labels and wrong with unequal          |
 | leak                | outputs that move with other tokens than the reference's do                                  |
 | clipping            | all gradients off by one factor where they are clipped, or left unclipped                    |
@@ -18,18 +18,19 @@
 | stale weights       | right weights, and outputs of the weights before; weights that were not written back         |
 | wrong buffer        | right weights, and running statistics or the like that are not the reference's               |
 | dropout             | replicas are equal without dropout and differ with it                                        |
-| lower precision     | off by the rounding of a narrower type than the model's                                      |
+| lower precision     | off by the rounding of a narrower type than the model's, of the tensor or of terms           |
 | wrong values        | none of these                                                                                |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from meshwright.parity.batches import DROPOUT_STEP
 from meshwright.parity.compare import Row, relative_error
-from meshwright.parity.forward import MODEL, forward_finding
-from meshwright.parity.gradients import ALL, MOST, GradientStep, Mistake, gradient_finding, owner_of
+from meshwright.parity.forward import forward_finding
+from meshwright.parity.gradients import ALL, MODEL, MOST, OF_SHARES, GradientStep, Mistake, gradient_finding, owner_of
 from meshwright.parity.judge import Evidence
 from meshwright.parity.later import Case, and_more, later_finding, wrong_weights
 from meshwright.parity.leaks import leak_finding
@@ -46,7 +47,9 @@ def first_finding(evidence: Evidence, rows: Sequence[Row]) -> Mistake | None:
     steps = range(1, max((step for _, step in failed), default=0) + 1)
     found = (mistake for rule in FIRST_STEP if (mistake := rule(case)) is not None)
     later = (mistake for step in steps for rule in EVERY_STEP if (mistake := rule(case, step)) is not None)
-    return next(found, None) or next(later, None) or _dropout(evidence)
+    first = next(found, None) or next(later, None) or _dropout(evidence)
+    # A parameter of the top-level model's own has a module without a path.
+    return first if first is None or first.module else replace(first, module=MODEL)
 
 
 def other_weights(case: Case) -> Mistake | None:
@@ -140,7 +143,11 @@ def wrong_gradient(case: Case) -> Mistake | None:
     evidence = case.evidence
     found = gradient_finding(evidence, wrong, GradientStep(1, "gradient", evidence.modules))
     foreign = foreign_share(evidence)
-    vague = found.kind == "token counts" or (found.kind == "wrong values" and found.module in ("(loss)", ALL))
+    vague = (
+        found.kind == "token counts"
+        or OF_SHARES in found.text
+        or (found.kind == "wrong values" and found.module in ("(loss)", ALL))
+    )
     if foreign and (vague or (("loss", 1) in case.failed and found.kind == "wrong values")):
         return Mistake("wrong data", "(data)", f"{foreign}: outputs are right, and losses and gradients are not")
     return found
@@ -201,9 +208,8 @@ def states(case: Case, step: int) -> Mistake | None:
         return None
     text = f"{wrong[0]}{and_more(wrong)} is wrong after step {step}, and all weights and gradients are right"
     names = [name.partition(" of ")[2] for name in wrong]
-    facts = case.evidence.reference.facts
-    trained = {name for name in case.evidence.names if name not in facts.dead and name not in facts.frozen}
-    nearly_all = len(trained.intersection(names)) >= MOST * len(trained)
+    trained = case.evidence.trained()
+    nearly_all = len(set(trained) & set(names)) >= MOST * len(trained)
     return Mistake("optimizer", ALL if nearly_all else owner_of(names[0]), text)
 
 

@@ -49,7 +49,7 @@ def wrong_weights(case: Case, step: int) -> Mistake | None:
         text = "all gradients are right, and the weights are wrong: look at what the optimizer does"
         return Mistake("optimizer", ALL, text)
     others, facts = and_more(wrong), evidence.reference.facts
-    trained = [name for name in evidence.names if name not in facts.dead and name not in facts.frozen]
+    trained = evidence.trained()
     where = ALL if len(set(wrong) & set(trained)) >= MOST * len(trained) else owner_of(wrong[0])
     if moved := [name for name in wrong if name in facts.frozen]:
         text = f"{moved[0]}{and_more(moved)} is frozen on the reference, and has moved after step {step}"

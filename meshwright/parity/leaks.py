@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from meshwright.parity.gradients import Mistake, near
+from meshwright.parity.gradients import MODEL, Mistake, near
 from meshwright.parity.judge import Evidence, ModuleLine
 from meshwright.parity.parts import PADDING, Part
 from meshwright.parity.record import COARSE, PROBES, SideRecord
@@ -47,7 +47,7 @@ def leak_finding(evidence: Evidence) -> Mistake | None:
                 f"when other tokens change (rank {rank}, its row {row}, its position {position}): they see later "
                 "tokens, or those of another document or row"
             )
-            return Mistake("leak", line.name or "(the model)", text)
+            return Mistake("leak", line.name or MODEL, text)
     return None
 
 

@@ -15,7 +15,15 @@ from torch._dynamo import OptimizedModule
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright.parity.batches import HALVED_STEP, Loss, chunks_of
-from meshwright.parity.reference import StepRecording, backward_of, floating_buffers, keep, keep_states, rates_of
+from meshwright.parity.reference import (
+    StepRecording,
+    backward_of,
+    floating_buffers,
+    keep,
+    keep_states,
+    rates_of,
+    unmoved,
+)
 from meshwright.parity.trace import Trace, clean_names, path_in
 from meshwright.ranks.dtensor import gradient_of, local_of
 from meshwright.ranks.errors import ParityError
@@ -157,7 +165,8 @@ class SteppedProgram:
         """Both passes of a probe, traced, with weights that do not move; False where they do all the same."""
         before = {name: local_of(p).clone() for name, p in self.weights().items()}
         for at, batch in batches.items():
-            with self.traced(recording, at):
+            models = [model for _, model in named_models(self.model)]
+            with unmoved(*models), self.traced(recording, at):
                 if self.step is None:
                     with torch.no_grad():
                         self.loss(self.model, batch)

@@ -28,6 +28,10 @@ LOCAL = "alone"
 """The kind of the reference's gradients of one rank's share of the data alone."""
 CHUNK = "alone:"
 """Kinds that begin so are the same of one of several chunks of the share's rows: `alone:2:0`, the first of two."""
+USE = "use:"
+"""Kinds that begin so are the reference's gradients by the uses of a parameter: `use:0`, the first in a pass."""
+ROUNDED = "rounded:"
+"""Kinds that begin so are the reference's gradients, had its outputs been rounded to a type: `rounded:bfloat16`."""
 UPDATED = "updated-alone"
 """The kind of the weights that the reference's optimizer makes of one rank's part as if there were no other."""
 PASSES = {1: "", 2: "@2"}
@@ -166,7 +170,8 @@ class SideRecord(Generic[SideFacts]):
         """
         every = range(self.num_calls(name, at))
         # A pass without gradients, by which a pipeline learns its shapes, is no microbatch.
-        trained = [n for n in every if f"output-gradient{at}|{n}|{name}" in self._keys]
+        first = next((n for n in every if f"output-gradient{at}|{n}|{name}" in self._keys), len(every))
+        trained = every[first:]
         # Call i of microbatch m is number m * calls + i.
         numbers = (trained or every)[skip + number :: calls]
         tensors = [x for n in numbers if (x := self.get(f"{kind}{at}", n, name)) is not None]

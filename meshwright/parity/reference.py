@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import math
+import random
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,7 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map, tree_map_only
 
 from meshwright.parity.batches import Loss, ReferenceRecipe, chunks_of
 from meshwright.parity.compare import relative_error
@@ -118,6 +122,62 @@ def gradient_alone(model: nn.Module, recipe: ReferenceRecipe, batches: Sequence[
     return {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
 
 
+class Uses(TorchFunctionMode):
+    """Gives each use of a parameter in a pass a view of its own, and keeps the view's gradient, by name and use."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._names = {id(p): name for name, p in parameters.items()}
+        self._times: Counter[str] = Counter()
+        self.gradients: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
+
+    def _view(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or id(x) not in self._names or not x.requires_grad:
+            return x
+        name = self._names[id(x)]
+        number = self._times[name]
+        self._times[name] += 1
+        view = x.view_as(x)
+
+        def keep_gradient(gradient: Tensor) -> None:
+            self.gradients[name][number] = gradient.detach()
+
+        view.register_hook(keep_gradient)
+        return view
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        # Attributes are no uses, but for transposes.
+        name = getattr(function, "__name__", "")
+        transposes = [vars(torch._C.TensorBase)[attribute].__get__ for attribute in ("T", "mT")]
+        writes = name.endswith("_") and not name.endswith("__")
+        if torch.is_grad_enabled() and not writes and (name not in ("__get__", "__set__") or function in transposes):
+            arguments = tree_map(self._view, arguments)
+        return function(*arguments, **(keywords or {}))
+
+
+def gradients_by_use(model: nn.Module, recipe: ReferenceRecipe) -> dict[str, list[Tensor]]:
+    """The first step's gradients of parameters that a pass uses more than once, by name, in the order of the uses."""
+    model = copy.deepcopy(model)
+    uses = Uses(dict(model.named_parameters()))
+    with without_dropout(model), torch.random.fork_rng(devices=[]):
+        try:
+            with uses:
+                loss = recipe.loss(model, recipe.global_batch(1))
+            loss.backward()
+        except UNREADABLE:  # a program that asks which tensor it has
+            return {}
+    return {name: [x for _, x in sorted(each.items())] for name, each in uses.gradients.items() if len(each) > 1}
+
+
+def gradient_of_rounded(model: nn.Module, recipe: ReferenceRecipe, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The first step's gradients, had the model's outputs been rounded to a type and sent on."""
+    model = copy.deepcopy(model)
+    straight = lambda x: x + (x.to(dtype).to(x) - x).detach() if x.is_floating_point() else x  # noqa: E731
+    rounded = lambda module, arguments, result: tree_map_only(Tensor, straight, result)  # noqa: E731
+    model.register_forward_hook(rounded)
+    return gradient_alone(model, recipe, [recipe.global_batch(1)])
+
+
 def moves_buffers(model: nn.Module, recipe: ReferenceRecipe) -> bool:
     """Whether a forward pass writes into the model's buffers."""
     copied = copy.deepcopy(model)
@@ -168,7 +228,7 @@ def record(model: nn.Module, recipe: ReferenceRecipe, steps: int, rounding: int 
     if rounding is None:
         for at, batch in zip(PROBES, recipe.probe_batches, strict=False):
             result.traces[at] = Trace(model)
-            with result.traces[at], torch.no_grad():
+            with unmoved(model), result.traces[at], torch.no_grad():
                 recipe.loss(model, batch)
     return result
 
@@ -243,6 +303,25 @@ def without_dropout(*models: nn.Module) -> Iterator[bool]:
     finally:
         for layer, rate in zip(layers, rates, strict=True):
             layer.p = rate
+
+
+@contextmanager
+def unmoved(*models: nn.Module) -> Iterator[None]:
+    """Restore behind the context all that a pass moves beside parameters: buffers, tensors that modules keep as
+    attributes, torch's and Python's random numbers. Both passes of a probe then begin alike."""
+    held = [(tensors, name, x, x.detach().clone()) for model in models for module in model.modules()
+            for tensors in (module._buffers, vars(module)) for name, x in tensors.items()
+            if isinstance(x, Tensor)]  # fmt: skip
+    drawn = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(drawn)
+        with torch.no_grad():
+            for tensors, name, x, before in held:
+                tensors[name] = x  # a pass may have put another tensor in its place
+                x.copy_(before)
 
 
 class NarrowTypes(TorchDispatchMode):

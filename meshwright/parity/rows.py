@@ -117,7 +117,8 @@ def parameter_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:
     where what is promised is promised of all together.
 
     A tensor that no rank keeps is left out (wrappers clear gradients in their step); one that some ranks lack is off by
-    all, and by infinity where some elements are on no rank.
+    all, and by infinity where some elements are on no rank. Of an optimizer's states each part needs one holder: ZeRO
+    gives each parameter's states to an owner.
     """
     if not any(x is not None for n in evidence.names for _, _, x, _ in evidence.pieces(kind, step, n)):
         return
@@ -134,7 +135,11 @@ def parameter_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:
         # The parameter's difference is put together of its parts, of each the copy that is furthest off: the mean over
         # replicas would hide one that is wrong. Elements that are on no rank are infinitely wrong.
         worst: dict[Part, float] = {}
-        for _, part, kept, theirs in evidence.pieces(kind, step, name):
+        pieces = list(evidence.pieces(kind, step, name))
+        owned = {part for _, part, kept, _ in pieces if kept is not None} if state else set()
+        for _, part, kept, theirs in pieces:
+            if kept is None and part in owned:
+                continue
             square = float((theirs if kept is None else kept - theirs).square().sum())
             worst[part] = worst_of((worst.get(part, 0.0), square))
         difference = math.inf if evidence.missing[name] else sum(worst.values())

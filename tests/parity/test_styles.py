@@ -17,6 +17,11 @@ FEW = {
     "cut": ["ring:", "ring:document_leak"],
     "routed": ["experts:", "experts:aux_per_micro"],
     "stages": ["interleaved:", "interleaved:norm_twice"],
+    "sums": ["row_parallel:", "row_parallel:lost", "row_parallel:twice", "row_parallel:rounded"],
+    "owners": ["owners:", "momentum_by_owners:", "clipped:", "clipped:local", "clipped:thawed", "top_level:local",
+               "policy:own_statistics", "used_thrice:first", "sums_in_transit:bf16", "contrastive:rounded",
+               "moving_bias:gates"],
+    "pieces": ["pieces:", "pieces:piece"],
 }  # fmt: skip
 """One at least of each thing that was once missed; those of a group share their processes."""
 

@@ -14,10 +14,10 @@ from meshwright.parity.check import ParityCheck, ParityResult, behind_rounding, 
 from meshwright.parity.worker import call_check
 from meshwright.ranks.errors import MeshwrightError
 from meshwright.ranks.launch import Rank, Ranks, run
-from tests.parity.styles import data, frameworks, routed, sequence, tensor
+from tests.parity.styles import data, frameworks, routed, sequence, tensor, terms
 from tests.parity.styles.style import STYLES, Plant, Style
 
-MODULES = (tensor, data, sequence, routed, frameworks)
+MODULES = (tensor, data, sequence, routed, frameworks, terms)
 """Imported for the programs that they register."""
 
 

@@ -74,7 +74,7 @@ def routed_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     ("router_local", "layers.0.feed_forward.router, layers.1.feed_forward.router", "missing reduction"),
     ("experts_scaled", "experts", "scaled"),
     ("experts_reduced", "experts", "scaled, wrong values, missing reduction, incomplete sum"),
-    ("aux_local", "router, feed_forward", "token counts, wrong values"),
+    ("aux_local", "router, feed_forward", "missing reduction, wrong values"),
     ("aux_per_micro", "router, feed_forward", "accumulation, scaled, wrong values, token counts"),
     ("dispatch_detached", "layers.1.feed_forward", "wrong values, incomplete sum, missing reduction"),
     ("back_scaled", "layers.1.feed_forward, layers.0.feed_forward", "scaled, wrong values"),
