@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.parity.job import ParityJob
@@ -35,6 +35,11 @@ def averaged(parameters: Any, group: Any, but: Tensor | None = None) -> None:
     for p in parameters:
         if p is not but and p.grad is not None:
             p.grad = sum_over(p.grad, group) / dist.get_world_size(group)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # its package makes scripts, which torch deprecates
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
 @style(DATA, ("not_averaged", ALL, "missing reduction, stale weights"))
