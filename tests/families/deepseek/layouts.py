@@ -16,7 +16,8 @@ SHAPE: dict[str, Any] = MODELS["deepseek"] | {"layers": 2, "hidden": 24, "vocabu
 
 DENSE = SHAPE | {"experts": None, "heads": 4}
 
-LATER = SHAPE | {"layers": 1, "later_tokens": 2}
+# One layer leaves none for dense ones.
+LATER = SHAPE | {"layers": 1, "later_tokens": 2, "experts": SHAPE["experts"] | {"dense_layers": 0}}
 
 
 def deepseek(model: dict[str, Any], layout: dict[str, Any], **changes: Any) -> Config:

@@ -58,7 +58,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 ONLY_LONG = {"1-D", "ring", "experts x stages x ring", "experts x slices", "experts x chunks", "zero2", "server", "cut"}
 
 
-LATER["experts"] = LATER["experts"] | {"dense_layers": 0}
 LATER_LAYOUTS: dict[str, dict[str, Any]] = {
     "cut": {"tensor": CUT},
     "stages x ring": {"pipeline": {"size": 2, "partition": [1, 0]}, "context": RING},
