@@ -30,7 +30,7 @@ def weights_of(ours: Tensor, theirs: Tensor, terms: Sequence[Tensor], allowed: f
         return None
     solved = torch.linalg.lstsq(matrix, off[:, None]).solution
     rest = relative_error((matrix @ solved)[:, 0] + theirs.flatten(), ours.flatten())
-    if rest > min(allowed, 1e-3 * relative_error(ours, theirs)):
+    if rest > min(allowed, 0.05 * relative_error(ours, theirs)):
         return None
     return [1 + float(w) for w in solved[:, 0]]
 
@@ -39,7 +39,7 @@ def lost_words(weights: Sequence[float], names: Sequence[str]) -> tuple[str, str
     """The kind and a sentence's end on terms with other weights than 1; None where the weights are no whole numbers, or
     no term has the weight 1."""
     whole = [round(w) for w in weights]
-    if any(abs(w - n) > 1e-2 or n < 0 for w, n in zip(weights, whole, strict=True)) or 1 not in whole:
+    if any(abs(w - n) > 0.05 or n < 0 for w, n in zip(weights, whole, strict=True)) or 1 not in whole:
         return None
     lost = [name for name, n in zip(names, whole, strict=True) if n == 0]
     repeated = [f"{name} {n} times" for name, n in zip(names, whole, strict=True) if n > 1]
