@@ -32,7 +32,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright.parity.program import is_compiled
-from meshwright.parity.reference import rates_of, without_dropout
+from meshwright.parity.record import STATE
+from meshwright.parity.reference import floating_buffers, rates_of, states_of, without_dropout
 from meshwright.parity.sampling import Strides, sampled, strides_of
 from meshwright.parity.tensors import write_tensors
 from meshwright.parity.trace import Rounding, Trace, all_tensors, clean_names, in_backward
@@ -114,6 +115,7 @@ class Recorder:
         self._trace: Trace | None = None
         self.step, self.tensors = StepFacts(), dict[str, Tensor]()
         self._times: Counter[int] = Counter()
+        self._buffers: dict[str, Tensor] = {}
         environment = read_environment()
         rank, size = joined_place() or (environment.rank, environment.world_size)
         self.run = RunFacts(rank, size, list(plan.axes) or [("rank", size)], torch.__version__)
@@ -258,6 +260,7 @@ class Recorder:
         with self._writing("first weights"):
             write_tensors(self.folder / "first.safetensors", first)
             self._write_json("run.json", asdict(run))
+        self._buffers = {name: x.clone() for name, x in self._floating_buffers().items()}
         if self.plan.seed is None:
             return
         for model in self.models:
@@ -280,9 +283,13 @@ class Recorder:
             self.step.rates = sorted({*self.step.rates, *rates_of(optimizer)})
         self._times[id(optimizer)] += 1
 
-    def after_optimizer(self, *_: Any) -> None:
-        """After an optimizer has stepped: the trace sees no more calls."""
+    def after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """After an optimizer has stepped: its states; the trace sees no more calls."""
         self._stepped = True
+        for name, p in self._parameters().items() if self._trace is not None else ():
+            for kind, x in states_of(optimizer, p):
+                key = f"{STATE}{kind}|1|{name}"
+                self.tensors[key] = self.keep(key, x, self.run.boxes.get(name, ()))
         # Not as the model is called: torch has then listed the hooks of that call.
         if self._trace is not None:
             self._trace.__exit__(None, None, None)
@@ -294,6 +301,9 @@ class Recorder:
             for name, p in self._parameters().items():
                 key = f"weight|1|{name}"
                 self.tensors[key] = self.keep(key, local_of(p), self.run.boxes.get(name, ()))
+            for name, x in self._floating_buffers().items():
+                if name not in self._buffers or not torch.equal(x, self._buffers[name]):
+                    self.tensors[f"buffer|1|{name}"] = self.keep(f"buffer|1|{name}", x)
             self.tensors |= {f"{kind}|{call}|{name}": x for (kind, name, call), x in trace.tensors.items()}
             self.step.order, self.step.consumers = trace.order, trace.consumers
             self.step.stepped = max(self._times.values(), default=0)
@@ -318,6 +328,12 @@ class Recorder:
         named = {raw: p for model in self.models for raw, p in model.named_parameters()}
         names = clean_names(list(named))
         return {names[raw]: p for raw, p in named.items()}
+
+    def _floating_buffers(self) -> dict[str, Tensor]:
+        """The models' buffers of real numbers by their names without the words of wrappers."""
+        named = {raw: local_of(x) for model in self.models for raw, x in floating_buffers(model).items()}
+        names = clean_names(list(named))
+        return {names[raw]: x for raw, x in named.items()}
 
 
 @contextmanager

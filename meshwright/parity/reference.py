@@ -250,17 +250,21 @@ def keep(result: StepRecording, kind: str, step: int, tensors: Mapping[str, Tens
             result.tensors[kind, step, name] = x.detach().clone()
 
 
+def states_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Names and this rank's values of a parameter's states that have its shape. Counters of steps are none."""
+    for kind, x in optimizer.state.get(parameter, {}).items():
+        if isinstance(x, Tensor) and x.is_floating_point() and x.shape == parameter.shape:
+            yield kind, local_of(x)
+
+
 def keep_states(
     result: StepRecording, step: int, optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, Tensor]
 ) -> None:
     """Add copies of the optimizers' states that have their parameter's shape: Adam's moments, a momentum."""
     for optimizer in optimizers:
         for name, parameter in parameters.items():
-            states = optimizer.state.get(parameter, {})
-            for kind, x in states.items():
-                # Counters of steps are no part of a parameter.
-                if isinstance(x, Tensor) and x.is_floating_point() and x.shape == parameter.shape:
-                    keep(result, f"{STATE}{kind}", step, {name: local_of(x)})
+            for kind, x in states_of(optimizer, parameter):
+                keep(result, f"{STATE}{kind}", step, {name: x})
 
 
 def movements(exact: StepRecording, perturbed: Iterable[StepRecording]) -> list[tuple[str, int, str, float]]:

@@ -25,7 +25,7 @@ from meshwright.parity.judge import Evidence, explain_modules, one_thread
 from meshwright.parity.kinds import first_finding
 from meshwright.parity.locate import locate
 from meshwright.parity.parts import PADDING, Part, box_part, find_part, is_constant
-from meshwright.parity.record import PARALLEL, REFERENCE, PartFacts, ReferenceFacts, write_record
+from meshwright.parity.record import PARALLEL, REFERENCE, STATE, PartFacts, ReferenceFacts, write_record
 from meshwright.parity.recorded import (
     Key,
     RecordedRank,
@@ -284,6 +284,7 @@ class StepComparison:
             parents=parents, classes=run.classes, frozen=frozen, rates=[steps[0].rates],
             dead=[name for name in names if name not in frozen and name not in gradients],
             batch=samples if len(self.a) == len(of_first) == 1 else {},
+            buffers=sorted({name for kind, _, name in whole if kind == "buffer"}),
         )  # fmt: skip
         kept = {key: x for key, x in whole.items() if not key[0].startswith("sample:")}
         wholes = {("initial", 0, name): first[name] for name in names}
@@ -407,7 +408,8 @@ def as_recording(step: RecordedStep) -> StepRecording:
     """A recorded step as the steps of a reference are, from which movements are read."""
     whole, _ = put_together(step)
     trace = Trace(nn.Module(), tensors={(k, n, c): x for (k, c, n), x in whole.items() if k in TRACED})
-    tensors = {(k, c, n): x for (k, c, n), x in whole.items() if k in ("gradient", "weight")}
+    tensors = {(k, c, n): x for (k, c, n), x in whole.items()
+               if k in ("gradient", "weight", "buffer") or k.startswith(STATE)}  # fmt: skip
     return StepRecording([math.fsum(step.facts.losses)], [], tensors, {"": trace})
 
 

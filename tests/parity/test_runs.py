@@ -175,6 +175,32 @@ def test_a_record_says_what_it_kept(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert said == f"recorded steps 1, 2 of the one process in {kept}: {size:.1f} MB; the run ended before step 5\n"
 
 
+def train_counted(wrong: str) -> None:
+    """Two steps of a model with running statistics. `wrong`: moments that are lost, or another momentum of these."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=0.3 if wrong == "buffer" else 0.1),
+                          nn.Linear(6, 2)).double()  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        model(torch.randn(8, 4, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if wrong == "moments":
+            optimizer.state[model[2].weight]["exp_avg_sq"].mul_(1.5)
+
+
+@pytest.mark.parametrize("wrong, kind, module", [("moments", "optimizer", "2"), ("buffer", "wrong buffer", "1")])
+def test_states_and_buffers_are_recorded(wrong: str, kind: str, module: str, tmp_path: Path) -> None:
+    for name, mistake, seed in (("one", "", None), ("one", "", 1), ("same", "", None), ("other", wrong, None)):
+        with parity.recording(tmp_path / name, perturb=seed):
+            train_counted(mistake)
+    assert all(result.holds for result in compared(tmp_path, "one", "same"))
+    results = compared(tmp_path, "one", "other")
+    found = next(result.finding for result in results if not result.holds)
+    assert found is not None
+    assert (found.kind, found.module) == (kind, module), [result.verdict for result in results]
+
+
 def test_a_killed_run_leaves_what_it_had(tmp_path: Path) -> None:
     """By the command, around a script that knows nothing of it; the steps before the kill can be compared."""
     words = [sys.executable, "-m", "meshwright", "parity", "record", "--out", str(tmp_path / "killed"), "--steps"]
