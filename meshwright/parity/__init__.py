@@ -14,6 +14,7 @@
     judge.py, kinds.py, terms.py         what is wrong first: the rules, in the order of cause and effect
     forward.py, gradients.py, later.py, leaks.py    where, and of which kind
     recorder.py, sampling.py             a training script as it runs, kept in a folder
+    norm.py, norm_rules.py               the norm that any loop clips by, without a reference
     recorded.py, runs.py                 two such folders, by the same comparison
     command.py, report.py, plugin.py     the command line; a table, JSON, a page; pytest
 
@@ -31,15 +32,17 @@ from meshwright.parity.check import parity_check as check
 
 if TYPE_CHECKING:
     from meshwright.parity.job import ParityJob as Job
+    from meshwright.parity.norm import norm_probe
     from meshwright.parity.policy import cast_like
     from meshwright.parity.recorder import recording
 
-__all__ = ["Check", "Job", "ParityResult", "cast_like", "check", "collect", "recording", "run_check"]
+__all__ = ["Check", "Job", "ParityResult", "cast_like", "check", "collect", "norm_probe", "recording", "run_check"]
 
 # Imported lazily: these need torch, which pytest must not import for files without checks.
 _LATE = {
     "Job": ("meshwright.parity.job", "ParityJob"),
     "cast_like": ("meshwright.parity.policy", "cast_like"),
+    "norm_probe": ("meshwright.parity.norm", "norm_probe"),
     "recording": ("meshwright.parity.recorder", "recording"),
 }
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeGuard, cast
+from typing import TYPE_CHECKING, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from meshwright.ranks.peers import LOOPBACK, interface_at
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -92,6 +94,20 @@ def write_local(x: Tensor, values: Tensor) -> None:
         # Not the clone of `local_of`: this is the parameter's own memory.
         target = x.to_local() if is_cut(x) else x
         target.copy_(values)
+
+
+def whole_of(x: Tensor) -> Tensor:
+    """All of a DTensor, by a collective over its mesh; any other tensor as it is."""
+    return x.full_tensor() if is_cut(x) else x
+
+
+def from_all_ranks(value: T) -> list[T]:
+    """A value of each rank, in rank order; of one process its own. Collective over torch's default process group."""
+    if (place := joined_place()) is None or place[1] == 1:
+        return [value]
+    gathered: list[T | None] = [None] * place[1]
+    dist.all_gather_object(gathered, value)
+    return cast(list[T], gathered)
 
 
 def joined_place() -> tuple[int, int] | None:
