@@ -106,17 +106,23 @@ def are_similar(marks: Sequence[Mark], tolerance: float, by_length: bool) -> boo
 class Table:
     """The steps of all ranks. `hand`: the loop scales by itself, so that gradients are known after clipping alone.
 
-    `squares`, `trained`: [steps, tensors, ranks], of gradients before clipping. `open`: [tensors].
+    `squares`, `trained`: [steps, tensors, ranks], of gradients before clipping. `open`: [tensors]. `as_parts`: equal
+    weights with different gradients are parts.
     """
 
-    def __init__(self, steps: Sequence[Sequence[RankStep]], hand: bool) -> None:
+    def __init__(self, steps: Sequence[Sequence[RankStep]], hand: bool, as_parts: bool = False) -> None:
         self.steps, self.hand = steps, hand
         self.num_ranks = len(steps[0])
         self.tolerance = max(each.tolerance for step in steps for each in step)
         self.floor = EPSILON * max(
             math.sqrt(sum(square(part.before) for each in step for part in each.parts.values())) for step in steps
         )
-        self.held = list(self._held())
+        self.held = [
+            Held({rank: name}, held.open) if apart else held
+            for held in self._held()
+            for apart in [as_parts and not held.open and not self.copies_agree(held.names)]
+            for rank, name in (held.names.items() if apart else [(0, "")])
+        ]
         self.open = torch.tensor([held.open for held in self.held], dtype=torch.bool)
         self.squares = self.table(lambda t, rank, name, part: square(part.before))
         self.trained = self.table(lambda t, rank, name, part: float(part.trained)) > 0
@@ -257,10 +263,13 @@ class Scope:
         if self.table.hand:
             if bool((least > self.max_norm * (1 + self.slack)).any()):
                 return False
-            reached = bool((most >= self.max_norm * (1 - self.slack)).any())
-            return reached or self.explanation() is None
+            return self.is_reached() or self.explanation() is None
         low, high = least[:, None] * (1 - self.slack), most[:, None] * (1 + self.slack)
         return bool((((self.used >= low) & (self.used <= high)) | self.used.isnan()).all())
+
+    def is_reached(self) -> bool:
+        """Whether the full norm is max_norm, or more, in any step."""
+        return bool((self.table.full(self.wanted)[1] >= self.max_norm * (1 - self.slack)).any())
 
     def is_used(self, values: Tensor) -> bool:
         """Whether these norms, [steps, ranks], are the loop's own."""
@@ -452,11 +461,28 @@ def not_judged(clips: list[list[list[Clip]]]) -> str:
     """Why some clipping cannot be judged; empty if it can."""
     numbers = {len(own) for step in clips for own in step if own}
     if not numbers:
-        return "the loop calls no clipping function of torch: give max_norm= if it clips by hand"
+        return "the loop gives no gradient to a clipping function of torch: give max_norm= if it clips by hand"
     if len(numbers) > 1:
         return "ranks clip unequally often in a step"
     other = any(clip.order != 2 for step in clips for own in step for clip in own)
     return "the norm is of another order than 2" if other else ""
+
+
+def counted_as_parts(steps: Sequence[Sequence[RankStep]], clips: list[list[list[Clip]]], hand: bool) -> str:
+    """A note on equal weights with different gradients, if the loop's norms are right with these as parts; or empty.
+
+    Experts that start from one seed look like copies that nobody reduces, and the loop knows.
+    """
+    if not list(unreduced(Table(steps, hand))):
+        return ""
+    table = Table(steps, hand, as_parts=True)
+    number_of = max(len(own) for own in clips[0])
+    scopes = [Scope(table, place, clips, number_of == 1) for place in range(number_of)]
+    if wrong_clipping(scopes) or (hand and not scopes[0].is_reached()):
+        return ""
+    held = [each for each in Table(steps, hand).held if not each.open]
+    pairs = [pair for each in held if each not in table.held for pair in each.names.items()]
+    return f"; {listed(pairs)} start equal on several ranks with different gradients, and are counted as parts"
 
 
 def judged(steps: Sequence[Sequence[RankStep]], max_norm: float | None) -> Verdict:
@@ -474,13 +500,14 @@ def judged(steps: Sequence[Sequence[RankStep]], max_norm: float | None) -> Verdi
         return Verdict([], ["the optimizer has not stepped: call check() behind the loop"], judged=False)
     clips = [[merged(each.clips) for each in step] for step in steps]
     reason, findings = not_judged(clips), list[NormFinding]()
+    number_of = max(len(own) for own in clips[0])
+    alike = "" if reason else counted_as_parts(steps, clips, hand)
     for length in range(1, len(steps) + 1):
-        table = Table(steps[:length], hand)
+        table = Table(steps[:length], hand, as_parts=bool(alike))
         # A wrong norm parts copies a step later: the first step that shows something decides.
         if (apart := list(unreduced(table))) or reason:
             findings = findings or apart
         else:
-            number_of = max(len(own) for own in clips[0])
             scopes = [Scope(table, place, clips[:length], number_of == 1) for place in range(number_of)]
             findings = wrong_clipping(scopes)
         if apart:
@@ -492,9 +519,9 @@ def judged(steps: Sequence[Sequence[RankStep]], max_norm: float | None) -> Verdi
         return Verdict(findings, [each.sentence for each in findings])
     if reason:
         return Verdict([], [f"{where} cannot be judged, {reason}; the full gradients have {norm}"], judged=False)
-    if hand and not bool((full >= scopes[0].max_norm * (1 - scopes[0].slack)).any()):
+    if hand and not scopes[0].is_reached():
         words = f"the full gradients have {norm} and reach max_norm in none of {where}"
         return Verdict([], [f"{words}: give loop and probe a smaller max_norm for a proof"], judged=False)
     return Verdict(
-        [], [f"{where} clip by the norm of the full gradients: {norm} (max_norm {number(scopes[0].max_norm)})"]
+        [], [f"{where} clip by the norm of the full gradients: {norm} (max_norm {number(scopes[0].max_norm)}){alike}"]
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grads_with_norm_, ge
 
 from meshwright import parity
 from meshwright.parity.norm import NormProbe
+from meshwright.parity.norm_rules import Clip as Call
+from meshwright.parity.norm_rules import Part, RankStep, judged
 from meshwright.ranks.errors import ParityError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -37,11 +38,11 @@ STEPS = 3
 class Experts(nn.Module):
     """A dense layer that all ranks hold, and experts of this rank's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
         self.dense, self.head = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
         self.adapter = nn.Linear(HIDDEN, HIDDEN)
-        torch.manual_seed(10 + dist.get_rank())
+        torch.manual_seed(seed)
         self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
         for expert in self.experts:
             nn.init.zeros_(expert.bias)  # type: ignore[arg-type]
@@ -76,9 +77,6 @@ def by_hand(parameters: list[Tensor], norm: Tensor | float) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad *= min(1.0, MAX_NORM / (float(norm) + 1e-6))
-
-
-Clip = Callable[[nn.Module], Any]
 
 
 def clip_all(model: nn.Module) -> None:
@@ -127,7 +125,7 @@ def program(name: str, mesh: Mesh, probed: bool) -> tuple[list[Tensor], NormProb
         for block in model.blocks:  # type: ignore[union-attr]
             block.cut(rank % 2, 2)  # type: ignore[operator]
     elif layout == "experts":
-        model = Experts().double()
+        model = Experts(10 if how == "seed" else 10 + rank).double()
     elif layout == "pipe":
         model = nn.ModuleDict({"first" if rank == 0 else "last": nn.Linear(HIDDEN, HIDDEN)})
     if layout == "owners":
@@ -157,9 +155,9 @@ def program(name: str, mesh: Mesh, probed: bool) -> tuple[list[Tensor], NormProb
             dense, parts = split_experts(model)
             if how != "late":
                 average(dense)
-            if how in ("", "none", "frozen"):
+            if how in ("", "none", "frozen", "seed"):
                 parts = [p for p in parts if p.grad is not None]
-                used = [p for p in dense if how == "" or how == "none" or any(p is t for t in trained)]
+                used = [p for p in dense if how != "frozen" or any(p is t for t in trained)]
                 clip_grads_with_norm_(own, MAX_NORM, total(used if how != "frozen" else dense, parts))
             elif how == "twice-called":
                 norm = total(dense, parts)
@@ -248,7 +246,7 @@ def outcomes(mesh: Mesh, names: list[str]) -> list[dict[str, Any]]:
 
 
 RIGHT = ("ddp", "fsdp2", "fsdp1", "dtensor", "tp", "experts", "experts:none", "experts:twice-called", "experts:hand",
-         "pipe", "owners")  # fmt: skip
+         "experts:seed", "pipe", "owners")  # fmt: skip
 WRONG = {
     "tp:local": ("own part", "blocks.", "each rank counts its own part alone"),
     "tp:hand-local": ("own part", "blocks.", "each rank counts its own part alone"),
@@ -283,6 +281,7 @@ def test_a_right_loop_passes(two: dict[str, list[dict[str, Any]]], name: str) ->
         assert rank["findings"] == [], rank["line"]
         assert f"norm probe: {STEPS} steps of 2 ranks clip by the norm of the full gradients" in rank["line"]
         assert rank["raised"] == ""
+        assert ("start equal on several ranks" in rank["line"]) == (name == "experts:seed")
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -394,3 +393,18 @@ def test_a_script_under_torchrun(words: list[str], said: str) -> None:
     shown = re.sub(r"\d+\.\d+", "N", line)
     assert shown in re.sub(r"\d+\.\d+", "N", (ROOT / "docs/parity.md").read_text())
     assert ("3 steps of 2 ranks clip by the norm" if words else "expert: the loop clips by") in line
+
+
+def step_of(place: str, square: float, name: str, total: float) -> RankStep:
+    """A rank with one copy of a tied tensor, and a part of its own."""
+    marks = (0.0, 3.0), (0.0, square**0.5)
+    parts = {name: Part(place, False, True, marks[0], marks[0]), "own": Part(name, False, True, marks[1], marks[1])}
+    return RankStep(parts, (Call(frozenset(parts), 100.0, total),), 1e-6)
+
+
+@pytest.mark.parametrize("tied, total, kinds", [("tied", 5.0, []), ("tied", 34**0.5, ["copies"]), ("", 34**0.5, [])])
+def test_a_tied_tensor_of_two_stages_counts_once(tied: str, total: float, kinds: list[str]) -> None:
+    """It has a name on each; equal weights and gradients tell. 9 + 7 + 9, or twice the first 9."""
+    steps = [[step_of(tied or "first", 7.0, "tokens", total), step_of(tied or "last", 9.0, "head", total)]]
+    verdict = judged(steps, None)
+    assert [finding.kind for finding in verdict.findings] == kinds, verdict.sentences
