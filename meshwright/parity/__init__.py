@@ -14,7 +14,7 @@
     judge.py, kinds.py, terms.py         what is wrong first: the rules, in the order of cause and effect
     forward.py, gradients.py, later.py, leaks.py    where, and of which kind
     recorder.py, sampling.py             a training script as it runs, kept in a folder
-    norm.py, norm_rules.py               the norm that any loop clips by, without a reference
+    norm.py, norm_sums.py, norm_rules.py the norm that any loop clips by, without a reference
     recorded.py, runs.py                 two such folders, by the same comparison
     command.py, report.py, plugin.py     the command line; a table, JSON, a page; pytest
 

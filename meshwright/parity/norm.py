@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-from meshwright.parity.norm_rules import Clip, Mark, NormFinding, Part, RankStep, judged
+from meshwright.parity.norm_rules import NormFinding, judged
+from meshwright.parity.norm_sums import Clip, Mark, Part, RankStep
 from meshwright.parity.sampling import sampled, strides_of
 from meshwright.parity.trace import clean_names
 from meshwright.ranks.dtensor import box_of, from_all_ranks, gradient_of, joined_place, local_of, whole_of
@@ -150,9 +151,11 @@ class NormProbe:
                 passed[names[id(parameter)][0]] = parameter
         order, self._order = self._order, 2.0
         trained = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-        if not any(id(parameter) in trained for parameter in passed.values()):
-            return  # another optimizer's
         total = torch.as_tensor(whole_of(arguments["total_norm"]))
+        # A generator that was read before has no parameters left: its norm scales nothing.
+        emptied = not tensors and float(total) > 0
+        if not emptied and not any(id(parameter) in trained for parameter in passed.values()):
+            return  # another optimizer's
         self._tolerance = max(self._tolerance, TOLERANCES.get(total.dtype, 0.0))
         # What is clipped again was scaled before: the last call counts.
         self._clips = [clip for clip in self._clips if not clip.names & passed.keys()]

@@ -21,8 +21,8 @@ from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grads_with_norm_, ge
 
 from meshwright import parity
 from meshwright.parity.norm import NormProbe
-from meshwright.parity.norm_rules import Clip as Call
-from meshwright.parity.norm_rules import Part, RankStep, judged
+from meshwright.parity.norm_rules import judged
+from meshwright.parity.norm_sums import Clip, Part, RankStep
 from meshwright.ranks.errors import ParityError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -399,7 +399,7 @@ def step_of(place: str, square: float, name: str, total: float) -> RankStep:
     """A rank with one copy of a tied tensor, and a part of its own."""
     marks = (0.0, 3.0), (0.0, square**0.5)
     parts = {name: Part(place, False, True, marks[0], marks[0]), "own": Part(name, False, True, marks[1], marks[1])}
-    return RankStep(parts, (Call(frozenset(parts), 100.0, total),), 1e-6)
+    return RankStep(parts, (Clip(frozenset(parts), 100.0, total),), 1e-6)
 
 
 @pytest.mark.parametrize("tied, total, kinds", [("tied", 5.0, []), ("tied", 34**0.5, ["copies"]), ("", 34**0.5, [])])

@@ -1,0 +1,295 @@
+"""The sums that a loop may clip by, right and wrong, from the norms that its ranks have told each other."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product, zip_longest
+
+import torch
+from torch import Tensor
+
+Mark = tuple[float, ...]
+"""The sum of a gradient, and the norms of its pieces."""
+
+EPSILON = 1e-6
+"""The number that torch adds to a norm before it divides by it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a parameter. `place`: equal texts are copies, unless all values are one (`constant`). `trained`:
+    the optimizer steps it; `before`, `after`: its gradient before clipping and at the step."""
+
+    place: str
+    constant: bool
+    trained: bool
+    before: Mark
+    after: Mark
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A call that scales the gradients of these parameters by max_norm / total. `order`: of the norm."""
+
+    names: frozenset[str]
+    max_norm: float
+    total: float
+    order: float = 2.0
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """A step of one rank: its parts with gradients or states, and its calls."""
+
+    parts: dict[str, Part]
+    clips: tuple[Clip, ...]
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor, or one part: the ranks that hold copies, each with its name there. `open`: all values are one and the
+    gradients differ, so that nothing tells parts from copies that were not reduced."""
+
+    names: dict[int, str]
+    open: bool = False
+
+
+Pairs = tuple[tuple[int, str], ...]
+"""Ranks, each with the name of a parameter there."""
+
+FORMS = ("once", "each", "mean of squares", "sum of norms", "mean of norms")
+"""How a loop may add up: each tensor once, or with its copies, and three wrong sums."""
+
+
+def square(mark: Mark) -> float:
+    return sum(norm * norm for norm in mark[1:])
+
+
+def are_similar(marks: Sequence[Mark], tolerance: float, by_length: bool) -> bool:
+    """Whether gradients are equal up to rounding. `by_length`: up to a factor."""
+    sizes = [math.sqrt(square(mark)) for mark in marks]
+    if by_length:
+        marks = [tuple(x / size for x in mark) if size else mark for mark, size in zip(marks, sizes, strict=True)]
+        sizes = [float(size > 0) for size in sizes]
+    # A sum of many numbers may be larger than their norm, and rounds so.
+    bound = tolerance * max(sizes)
+    return all(
+        max(column) - min(column) <= bound * (1 if place else 10)
+        for place, column in enumerate(zip_longest(*marks, fillvalue=0.0))
+    )
+
+
+class Table:
+    """The steps of all ranks. `hand`: the loop scales by itself, so that gradients are known after clipping alone.
+
+    `squares`, `trained`: [steps, tensors, ranks], of gradients before clipping. `open`: [tensors]. `as_parts`: equal
+    weights with different gradients are parts.
+    """
+
+    def __init__(self, steps: Sequence[Sequence[RankStep]], hand: bool, as_parts: bool = False) -> None:
+        self.steps, self.hand = steps, hand
+        self.num_ranks = len(steps[0])
+        self.tolerance = max(each.tolerance for step in steps for each in step)
+        self.floor = EPSILON * max(
+            math.sqrt(sum(square(part.before) for each in step for part in each.parts.values())) for step in steps
+        )
+        self.held = [
+            Held({rank: name}, held.open) if apart else held
+            for held in self._held()
+            for apart in [as_parts and not held.open and not self.copies_agree(held.names)]
+            for rank, name in (held.names.items() if apart else [(0, "")])
+        ]
+        self.open = torch.tensor([held.open for held in self.held], dtype=torch.bool)
+        self.squares = self.table(lambda t, rank, name, part: square(part.before))
+        self.trained = self.table(lambda t, rank, name, part: float(part.trained)) > 0
+
+    def table(self, value: Callable[[int, int, str, Part], float]) -> Tensor:
+        """A number for each part in each step, 0 where a rank holds none."""
+        found = torch.zeros(len(self.steps), len(self.held), self.num_ranks, dtype=torch.float64)
+        for t, step in enumerate(self.steps):
+            for h, held in enumerate(self.held):
+                for rank, name in held.names.items():
+                    if (part := step[rank].parts.get(name)) is not None:
+                        found[t, h, rank] = value(t, rank, name, part)
+        return found
+
+    def trained_marks(self, t: int, names: dict[int, str], after: bool = False) -> dict[int, Mark]:
+        """The gradients of some ranks' parts that are trained, by rank."""
+        parts = {rank: part for rank, name in names.items() if (part := self.steps[t][rank].parts.get(name))}
+        return {rank: part.after if after else part.before for rank, part in parts.items() if part.trained}
+
+    def copies_agree(self, names: dict[int, str], after: bool = False) -> bool:
+        """Whether all ranks have the same gradient, in every step. A norm of its own may have scaled it by hand."""
+        for t in range(len(self.steps)):
+            marks = list(self.trained_marks(t, names, after).values())
+            large = any(math.sqrt(square(mark)) > self.floor for mark in marks)
+            if large and not are_similar(marks, 10 * self.tolerance, self.hand):
+                return False
+        return True
+
+    def _held(self) -> Iterator[Held]:
+        """Parts of one name and place are copies. Where all values are one, gradients decide, then the module's
+        other parameters."""
+        groups: dict[str, dict[str, dict[int, Part]]] = {}  # by name, then by place
+        for step in self.steps:
+            for rank, each in enumerate(step):
+                for name, part in each.parts.items():
+                    groups.setdefault(name, {}).setdefault(part.place, {}).setdefault(rank, part)
+        modules: dict[str, list[dict[int, Part]]] = {}
+        for name, places in groups.items():
+            modules.setdefault(name.rpartition(".")[0], []).extend(places.values())
+        found: dict[str, list[Held]] = {}  # by place
+        for name, places in groups.items():
+            for place, parts in places.items():
+                names, first = dict.fromkeys(sorted(parts), name), min(parts)
+                if not parts[first].constant:
+                    # A tied tensor has another name on another stage.
+                    twins = found.setdefault(place, [])
+                    for index, twin in enumerate(twins):
+                        if not twin.names.keys() & names.keys() and self.copies_agree(twin.names | names):
+                            twins[index] = Held(twin.names | names)
+                            break
+                    else:
+                        twins.append(Held(names))
+                elif self.copies_agree(names):
+                    yield Held(names)
+                else:
+                    beside = [len(theirs) > 1 for theirs in modules[name.rpartition(".")[0]]
+                              if first in theirs and not theirs[first].constant]  # fmt: skip
+                    alone = bool(beside) and not any(beside)
+                    yield from (Held({rank: name}) for rank in names) if alone else (Held(names, not beside),)
+        for twins in found.values():
+            yield from twins
+
+    def full(self, counted: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of full tensors by step: its least and its greatest value, which differ by what is open."""
+        squares = self.squares * counted
+        greatest = squares.amax(2)
+        least = torch.where(self.open, 0.0, greatest).sum(1).sqrt()
+        return least, torch.where(self.open, squares.sum(2), greatest).sum(1).sqrt()
+
+    def forms(self, counted: Tensor, line: Sequence[int]) -> dict[str, Tensor]:
+        """The norms by step that a loop may make on some ranks, right or wrong."""
+        squares = (self.squares * counted)[:, :, list(line)]
+        own = squares.sum(1)
+        once = torch.where(self.open, squares.sum(2), squares.amax(2)).sum(1)
+        sums = (once.sqrt(), own.sum(1).sqrt(), own.mean(1).sqrt(), own.sqrt().sum(1), own.sqrt().mean(1))
+        return dict(zip(FORMS, sums, strict=True))
+
+
+Line = Callable[[int], tuple[int, ...]]
+"""The ranks that a rank adds up with."""
+
+
+def lines_of(num_ranks: int) -> Iterator[Line]:
+    """The groups over which a loop may sum: all ranks, one, then every size and distance."""
+    shapes = [(size, stride) for size in range(2, num_ranks) if num_ranks % size == 0
+              for stride in range(1, num_ranks) if num_ranks % (size * stride) == 0]  # fmt: skip
+    for size, stride in [(num_ranks, 1), *([(1, 1)] if num_ranks > 1 else []), *shapes]:
+
+        def line(rank: int, size: int = size, stride: int = stride) -> tuple[int, ...]:
+            start = rank - rank // stride % size * stride
+            return tuple(start + place * stride for place in range(size))
+
+        yield line
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a norm is another: `lacks` and `extra`: parts that it leaves out or counts; `line`, `form`: the ranks that
+    it adds up, and how."""
+
+    lacks: Pairs
+    extra: Pairs
+    line: Line
+    form: str
+
+
+class Scope:
+    """One clipping of each step. `used`: the loop's norm, [steps, ranks], NaN where a rank clips nothing. `wanted`,
+    `passed`: the parts that it should and does scale, [steps, tensors, ranks]."""
+
+    def __init__(self, table: Table, number: int, clips: list[list[list[Clip]]], alone: bool) -> None:
+        self.table = table
+        self.clips = [{rank: own[number] for rank, own in enumerate(step) if own} for step in clips]
+        self.max_norm = next(clip.max_norm for step in self.clips for clip in step.values())
+        self.used = torch.full((len(clips), table.num_ranks), math.nan, dtype=torch.float64)
+        for t, step in enumerate(self.clips):
+            for rank, clip in step.items():
+                self.used[t, rank] = clip.total
+        every = {name for step in self.clips for clip in step.values() for name in clip.names}
+        own = table.table(lambda t, rank, name, part: float(alone or name in every)) > 0
+        self.wanted = table.trained & own
+        self.passed = (
+            table.table(lambda t, r, name, _: float(r in self.clips[t] and name in self.clips[t][r].names)) > 0
+        )
+        self.lacks = self.pairs(self.wanted & ~self.passed)
+        self.extra = self.pairs(self.passed & ~table.trained)
+        # Scaled gradients fall short of max_norm by the number that torch adds, too.
+        self.slack = table.tolerance + (2 * EPSILON / self.max_norm if table.hand else 0.0)
+
+    def pairs(self, mask: Tensor) -> Pairs:
+        """The ranks and names of a mask with a gradient in any step."""
+        some = (mask & (self.table.squares > 0)).any(0).nonzero().tolist()
+        return tuple((rank, self.table.held[h].names[rank]) for h, rank in some)
+
+    def is_full(self) -> bool:
+        """Whether the loop's norm is the full one on every rank in every step."""
+        least, most = self.table.full(self.wanted)
+        if self.table.hand:
+            if bool((least > self.max_norm * (1 + self.table.tolerance)).any()):
+                return False
+            return self.is_reached() or self.explanation() is None
+        low, high = least[:, None] * (1 - self.slack), most[:, None] * (1 + self.slack)
+        return bool((((self.used >= low) & (self.used <= high)) | self.used.isnan()).all())
+
+    def is_reached(self) -> bool:
+        """Whether the full norm is max_norm, or more, in any step."""
+        return bool((self.table.full(self.wanted)[1] >= self.max_norm * (1 - self.slack)).any())
+
+    def distance(self, values: Tensor) -> float:
+        """The greatest relative error of these norms, [steps, ranks], as the loop's own; infinite if they are not."""
+        errors = (values / self.used - 1).nan_to_num(0.0, math.inf, math.inf)
+        if not self.table.hand:
+            return found if (found := float(errors.abs().max())) <= self.table.tolerance else math.inf
+        # A norm below max_norm scales nothing. One rank in every step must reach it: a coincidence is no proof.
+        short = -float(errors.amax(1).min())
+        return abs(short) if short <= self.slack and float(errors.max()) <= self.table.tolerance else math.inf
+
+    def explanation(self) -> Explanation | None:
+        """The sum that gives the loop's norms best; of equal ones the simplest."""
+        counts: list[tuple[Tensor, Pairs, Pairs]] = [(self.wanted, (), ())]
+        if self.lacks or self.extra:
+            counts.append((self.passed, self.lacks, self.extra))
+        # No rank counts parts, or a module of one name; or one rank alone does, as if the others' were copies.
+        held = self.table.held
+        cut = torch.tensor([each.open or len(each.names) < self.table.num_ranks for each in held])[:, None]
+        names = {name for each in held for name in each.names.values()}
+        masks = [cut]
+        for word in sorted({word for name in names for word in name.split(".") if not word.isdigit()}):
+            masks.append(self.table.table(lambda t, rank, name, _, word=word: float(word in name.split("."))) > 0)  # type: ignore[misc]
+        # The first rank that holds a tensor of this name, whichever number of layer or expert it has.
+        lowest: dict[str, int] = {}
+        for rank, name in self.pairs(self.wanted):
+            pattern = re.sub(r"\d+", "", name)
+            lowest[pattern] = min(rank, lowest.get(pattern, rank))
+        others = cut & (
+            self.table.table(lambda t, rank, name, _: float(rank > lowest.get(re.sub(r"\d+", "", name), rank))) > 0
+        )
+        for mask in [some for whole in masks for some in (whole, whole & others)]:
+            counts.append((self.wanted & ~mask, self.pairs(self.wanted & mask), ()))
+        ranks, lines = range(self.table.num_ranks), list(lines_of(self.table.num_ranks))
+        found: list[tuple[float, Explanation]] = []
+        for counted, lacks, extra in counts:
+            sums = {group: self.table.forms(counted, group) for line in lines for group in map(line, ranks)}
+            # A rank's own norm before wrong sums: once scaled by hand, every rank has the same.
+            for form, line in product(FORMS, lines):
+                distance = self.distance(torch.stack([sums[line(rank)][form] for rank in ranks], 1))
+                found.append((distance, Explanation(lacks, extra, line, form)))
+        least = min(distance for distance, _ in found)
+        near = 2 * least + self.table.tolerance / 100  # an equal sum differs by rounding alone
+        return next(each for distance, each in found if distance <= near) if least < math.inf else None
