@@ -168,8 +168,8 @@ class Table:
     def full(self, counted: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of full tensors by step: its least and its greatest value, which differ by what is open."""
         squares = self.squares * counted
-        greatest = squares.amax(2)
-        least = torch.where(self.open, 0.0, greatest).sum(1).sqrt()
+        greatest, smallest = squares.amax(2), torch.where(counted, self.squares, math.inf).amin(2).nan_to_num(0.0, 0.0)
+        least = torch.where(self.open, smallest, greatest).sum(1).sqrt()
         return least, torch.where(self.open, squares.sum(2), greatest).sum(1).sqrt()
 
     def forms(self, counted: Tensor, line: Sequence[int]) -> dict[str, Tensor]:

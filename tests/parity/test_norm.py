@@ -408,3 +408,16 @@ def test_a_tied_tensor_of_two_stages_counts_once(tied: str, total: float, kinds:
     steps = [[step_of(tied or "first", 7.0, "tokens", total), step_of(tied or "last", 9.0, "head", total)]]
     verdict = judged(steps, None)
     assert [finding.kind for finding in verdict.findings] == kinds, verdict.sentences
+
+
+@pytest.mark.parametrize(
+    "total, is_right", [(29**0.5, True), (20**0.5, True), (25**0.5, True), (4.0, False), (30**0.5, False)]
+)
+def test_a_norm_may_count_what_is_open_either_way(total: float, is_right: bool) -> None:
+    """A tensor of ones on two ranks, with squares 4 and 9: one of two copies, or two parts, beside 16 on both."""
+    step = []
+    for square in (4.0, 9.0):
+        marks = {"norm.weight": (0.0, square**0.5), "up.weight": (0.0, 4.0)}
+        parts = {name: Part(name, "norm" in name, True, mark, mark) for name, mark in marks.items()}
+        step.append(RankStep(parts, (Clip(frozenset(parts), 100.0, total),), 1e-6))
+    assert (judged([step], None).findings == []) == is_right
