@@ -1,5 +1,5 @@
-"""Pipeline parallelism: contiguous stages that act on messages (AxoNN, Singh and Bhatele, IPDPS 2022).
+"""Pipeline parallelism: contiguous stages driven by messages (AxoNN, Singh and Bhatele, IPDPS 2022).
 
-Three places: a schedule decides (pure: a view to a task), a stage acts, a driver waits. The engine is the same under
-a clock that computes and under one that runs.
+A schedule chooses tasks (a pure function of a view), a stage computes tasks, and a driver waits for messages. Both a
+simulated clock and a rank drive the same engine.
 """

@@ -1,4 +1,4 @@
-"""A rank's pipeline, assembled: chunks with a schedule, mailboxes and gradients."""
+"""Assembles a rank's pipeline: chunks with a schedule, mailboxes and gradients."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def build_pipeline(
     Args:
         models: this rank's chunks.
         begins: the first part of the chain with a trained parameter.
-        heads: the pieces of a stage whose head is cut over stages, if the run trains with one.
-        tables: returns the parameters that both ends of the chain use, if this rank holds both.
+        heads: the pieces of a stage with a head sharded over stages, if the run trains with one.
+        tables: returns the parameters shared by both ends of the chain, if this rank holds both ends.
     """
     index, placement = mesh.index(PIPE), stages.placement
     own = [
@@ -80,7 +80,7 @@ def build_pipeline(
 def _with_spread_head(
     heads: Sequence[Model], stages: Stages, gradients: Gradients, mesh: Mesh, make: MakeStage
 ) -> PiecewiseChunks:
-    """Return a stage with its part of a head that is cut over stages."""
+    """Return a stage with its part of a head that is sharded over stages."""
     placement = ChunkPlacement(stages.placement.num_stages, spreads_head=True)
     numbered = enumerate(zip(heads, placement.numbers[mesh.index(PIPE)], strict=True))
     pieces = [PieceStage(make(head, gradients, number=number), numbers[0]) for number, (head, numbers) in numbered]
@@ -90,7 +90,7 @@ def _with_spread_head(
 def share_tables(
     gradients: Gradients, tables: Tables, mesh: Mesh, placement: ChunkPlacement
 ) -> None:  # fmt: skip
-    """Give two chunks of a stage that use one tied table separate memory for gradients, summed at the end."""
+    """Give each of two chunks of a stage that share a tied table its own memory for gradients, summed at the end."""
     last = placement.numbers[mesh.index(PIPE)][-1][-1]
     for parameter in tables() if last else ():
         gradients.share(parameter, (0, last))

@@ -1,7 +1,7 @@
-"""An event simulation of a pipeline's step, in milliseconds and without devices or ranks.
+"""An event simulation of a pipeline's step, without devices or ranks.
 
-It drives the generators that ranks run (engine.py), with given seconds of tasks and messages, and raises where all
-stages would wait for each other.
+`simulate` runs the same generators as ranks do (engine.py), with given seconds of tasks and messages. A deadlock raises
+AssertionError.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from meshwright.strategies.pipeline.span import Span, Timeline, task_span
 from meshwright.strategies.pipeline.task import WAIT, Arrival, Task, TaskKind, Wait
 
 TaskSeconds = Callable[[int, Task], float]
-"""costs(stage, task): seconds of the task. Called once for each task."""
+"""costs(stage, task): seconds of the task. Called once a task."""
 
 MessageSeconds = Callable[[int, int, Task], float]
-"""latency(from, to, message): seconds from the end of the sending task to the arrival; for an exchange of rows, from a
-stage to itself, seconds of the exchange alone. Called once for each message."""
+"""latency(from, to, message): seconds from the end of the sending task to the arrival. For an exchange of rows (a stage
+to itself): seconds of the exchange alone. Called once a message."""
 
 Pace = Callable[[int], float]
-"""pace(busy): speed of tasks while `busy` stages compute; at 1.0 a task takes its costs' seconds."""
+"""pace(busy): speed of tasks while `busy` stages compute; at 1.0 a task takes the seconds of `TaskSeconds`."""
 
 
 def simulate(
@@ -38,15 +38,23 @@ def simulate(
     pace: Pace | None = None,
     placement: ChunkPlacement | None = None,
 ) -> Timeline:
-    """The spans of one step. Sends do not block, a link carries any number of messages at once, and messages may
-    overtake each other. `pace`: None: each stage has devices of its own. `placement`: None: one chunk a stage.
+    """Return the spans of one step.
 
-    A stage that decides at a moment knows all messages of that moment. Raises AssertionError where the schedule
-    deadlocks.
+    Sends do not block, a link carries any number of messages at once, and messages may overtake each other. A stage
+    that decides at a moment has received all messages of that moment.
+
+    Args:
+        costs: seconds of each task.
+        latency: seconds of each message.
+        pace: speed of tasks by the number of busy stages; None: each stage has devices of its own.
+        placement: the chunks of each stage; None: one chunk a stage.
+
+    Raises:
+        AssertionError: the schedule deadlocks.
     """
     placement = placement or ChunkPlacement(num_stages)
-    # A schedule of fixed orders needs no events: 3 us a task instead of 14, with the same spans. A changing pace does,
-    # since it moves the end of tasks that have begun.
+    # A fixed order needs no events: 3 us a task instead of 14, with the same spans. A changing pace needs events, since
+    # the end of running tasks moves.
     if rule.fixed and pace is None:
         return _in_order(placement, _orders(placement, num_microbatches, rule), costs, latency)
     return _Simulation(placement, num_microbatches, rule, costs, latency, pace).run()
@@ -54,7 +62,7 @@ def simulate(
 
 @lru_cache(maxsize=16)
 def _orders(placement: ChunkPlacement, num_microbatches: int, rule: ScheduleRule) -> tuple[tuple[Task, ...], ...]:
-    """The tasks of each stage."""
+    """Return the tasks of each stage."""
     stages = range(placement.num_stages)
     views = [rule.view(stage, placement.num_stages, num_microbatches, placement) for stage in stages]
     return tuple(fixed_order(view, rule.schedule) for view in views)
@@ -63,7 +71,8 @@ def _orders(placement: ChunkPlacement, num_microbatches: int, rule: ScheduleRule
 def _in_order(
     placement: ChunkPlacement, orders: Sequence[Sequence[Task]], costs: TaskSeconds, latency: MessageSeconds
 ) -> Timeline:
-    """The spans of fixed orders: a task begins when the stage's last task has ended and its own message is there."""
+    """Return the spans of fixed orders. A task begins when the stage's previous task has ended and the message has
+    arrived."""
     stages = range(placement.num_stages)
     now, passed = [0.0 for _ in stages], [0 for _ in stages]
     come: list[dict[Arrival, float]] = [{} for _ in stages]
@@ -82,7 +91,7 @@ def _in_order(
         for number in range(passed[stage], len(order)):
             task = order[number]
             if needs[stage, task.kind, task.chunk]:
-                # The stage goes on when the message is sent, which appends it to `going`.
+                # Sending the message adds the stage to `going` again.
                 if task not in come[stage]:
                     break
                 # A message equals the task that it enables (Arrival = Task).
@@ -105,20 +114,23 @@ def _in_order(
 
 @dataclass
 class _Stage:
-    """A stage in the simulation: its generator, messages not delivered yet, the index of its running task among all
-    begun tasks, and the event of the task's end. `traded`: the end of its last exchange of rows, in seconds."""
+    """A stage in the simulation."""
 
     process: StageProcess
     action: Task | Wait | None = WAIT
     busy: bool = False
     inbox: list[Arrival] = field(default_factory=list)
+    """Messages not delivered yet."""
     place: int = 0
+    """The index of the running task among all begun tasks."""
     ending: _Event | None = None
+    """The event of the running task's end."""
     traded: float = 0.0
+    """The end of the stage's last exchange of rows, in seconds."""
 
 
 class _Event(NamedTuple):
-    """At `time` a message arrives at `stage`, or its task ends (`message` None). `number` breaks ties."""
+    """At `time` a message arrives at `stage`, or the stage's task ends (`message` None). `number` breaks ties."""
 
     time: float
     number: int
@@ -127,7 +139,7 @@ class _Event(NamedTuple):
 
 
 class _Simulation:
-    """The state of one run of the clock."""
+    """The state of one simulated step."""
 
     def __init__(
         self,
@@ -157,7 +169,7 @@ class _Simulation:
             time = self.events[0].time
             free: set[int] = set()
             while self.events and self.events[0].time == time:
-                # All events of a moment before any stage decides.
+                # All events of a moment are applied before any stage decides.
                 free |= self.happen(heapq.heappop(self.events))
             # Sorted, since costs may draw random numbers in the order of calls.
             for index in sorted(free):
@@ -169,14 +181,14 @@ class _Simulation:
         return Timeline(len(self.stages), tuple(spans))
 
     def happen(self, event: _Event) -> set[int]:
-        """Apply an event; returns the stages that may go on."""
+        """Apply an event; return the stages that may decide."""
         stage = self.stages[event.stage]
         if event.message is not None:
             assert stage.action is not None, f"{event.message} for stage {event.stage}, which is done"
             stage.inbox.append(event.message)
             return set() if stage.busy else {event.stage}
         if event is not stage.ending:
-            return set()  # the pace has changed since
+            return set()  # an event from before the pace changed
         stage.busy, stage.ending = False, None
         assert isinstance(stage.action, Task), f"stage {event.stage} ended what it did not begin"
         self.ended[stage.place] = event.time
@@ -184,13 +196,13 @@ class _Simulation:
         return {event.stage}
 
     def send(self, time: float, index: int, task: Task) -> None:
-        """Queue the arrival of the message that a task sends at its end; at once between two chunks of the stage."""
+        """Queue the arrival of a task's message. Between two chunks of one stage the message arrives at once."""
         sent = self.placement.receiver(index, task)
         if sent is None:
             return
         to, message = sent
         if self.placement.crosses(index, task):
-            # A stage's exchanges of rows share its links: one after another, in the order of tasks.
+            # A stage's exchanges of rows share the stage's links: one after another, in the order of tasks.
             stage = self.stages[index]
             stage.traded = max(time, stage.traded) + self.latency(index, to, task)
             self.push(stage.traded, to, message)
@@ -204,7 +216,7 @@ class _Simulation:
         return event
 
     def resume(self, time: float, index: int) -> None:
-        """Deliver a stage's messages and begin the task that it chooses."""
+        """Deliver a stage's messages and begin the next task."""
         stage = self.stages[index]
         arrived, stage.inbox = stage.inbox, []
         try:
@@ -223,7 +235,7 @@ class _Simulation:
             self.ended.append(end)
 
     def keep_pace(self, time: float) -> None:
-        """Apply the pace of the number of stages that are busy now."""
+        """Set the pace for the number of stages that are busy now."""
         if self.pace is None:
             return
         before, self.rate = self.rate, self.pace(sum(stage.busy for stage in self.stages))
@@ -231,6 +243,6 @@ class _Simulation:
             return
         for index, stage in enumerate(self.stages):
             if stage.ending is not None:
-                # The remaining work is done at the new pace. `happen` skips the old event, which stays in the heap.
+                # The remaining work continues at the new pace. `happen` skips the old event, which stays in the heap.
                 left = (stage.ending.time - time) * before
                 stage.ending = self.push(time + left / self.rate, index, None)

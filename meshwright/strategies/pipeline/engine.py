@@ -1,13 +1,13 @@
-"""The engine: one stage as a generator. No torch and no clock: its driver does the tasks and waits for the messages.
+"""The engine: one stage as a generator, without torch and without a clock. A driver runs tasks and waits for messages.
 
     process = stage_process(rule.view(stage, num_stages, num_microbatches), rule.schedule)
     action = next(process)
     while True:                                 # StopIteration: the stage is done
-        if action is WAIT: sleep until a message comes
-        else: do action
-        action = process.send(what has come since)
+        if action is WAIT: wait for a message
+        else: run action
+        action = process.send(messages received since the last send)
 
-The clock (clock.py) drives all stages of a pipeline this way, a rank its own.
+The simulation (clock.py) drives all stages of a pipeline this way, a rank only its own.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ StageProcess = Generator[Task | Wait, Sequence[Arrival], None]
 
 
 def stage_process(view: View, schedule: Schedule) -> StageProcess:
-    """Yield each task to do, or WAIT; be sent what has come meanwhile: after a task possibly nothing, after WAIT
-    something. What a stage sends to itself, from one of its chunks to the next, has come with the task's end.
+    """Yield each task to run, or WAIT. The driver sends the messages received meanwhile: maybe none after a task, at
+    least one after WAIT. A message from one chunk of a stage to another is among those sent after its task.
 
-    Ends when all tasks are done. A schedule that waits though nothing can come any more is our own bug, and raises
-    instead of hanging; so does a task that is not ready, and a message that comes twice.
+    Ends when all tasks are done. Raises AssertionError (our own bug) instead of hanging: if a schedule waits though no
+    message can arrive, if a task is not ready, or if a message arrives twice.
     """
     early: set[Arrival] = set()
     while not view.done:
@@ -35,7 +35,7 @@ def stage_process(view: View, schedule: Schedule) -> StageProcess:
             arrived = yield WAIT
             assert arrived, f"woken without a message: {view}"
         else:
-            # Before the task is done, so that one that is not ready is refused while nothing has been sent.
+            # Checked before the task runs: a task that is not ready is refused before anything is sent.
             done = view.after(task)
             arrived = yield task
             view = done
@@ -45,15 +45,15 @@ def stage_process(view: View, schedule: Schedule) -> StageProcess:
 
 
 def fixed_order(view: View, schedule: Schedule) -> tuple[Task, ...]:
-    """All tasks of a stage whose schedule keeps to one order, whatever comes when: each message comes when the stage
-    waits for it."""
+    """Return all tasks of a stage if the schedule's order does not depend on timing. Each message is delivered when the
+    stage waits for that message."""
     stage, count, placement = view.stage, view.num_microbatches, view.placement
     senders = {
         (kind, chunk): placement.sender(stage, kind, chunk)
         for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
         for chunk in range(placement.num_chunks)
     }
-    # What a stage sends to itself comes with the end of its own task, and not while it waits.
+    # A stage's messages to itself are delivered at the end of the sending task, not during a wait.
     come = {message: 0 for message, sender in senders.items() if sender not in (None, stage)}
     done = {(kind, chunk): 0 for kind in TaskKind for chunk in range(placement.num_chunks)}
     order: list[Task] = []
@@ -68,7 +68,7 @@ def fixed_order(view: View, schedule: Schedule) -> tuple[Task, ...]:
         else:
             arrived = []
             for (kind, chunk), number in come.items():
-                # Gradients come of microbatches that were sent on, and of no others.
+                # A gradient is received only for a microbatch that was sent on.
                 most = count if kind is TaskKind.FORWARD else done[TaskKind.FORWARD, chunk]
                 if number == done[kind, chunk] and number < most:
                     arrived.append(Arrival(kind, number, chunk))
@@ -81,14 +81,14 @@ def fixed_order(view: View, schedule: Schedule) -> tuple[Task, ...]:
 
 
 def _take(view: View, arrived: Iterable[Arrival], early: set[Arrival]) -> View:
-    """The view with these messages; one that overtook another stays in `early` until its turn."""
+    """Return the view with these messages; a message that overtook another stays in `early` until its turn."""
     for message in arrived:
         kind, chunk = message.kind, message.chunk
         expected = view.expects(kind, chunk)
         assert message.microbatch >= expected.microbatch, f"{message} came twice: {view}"
         assert message not in early, f"{message} came twice before its turn: {view}"
         early.add(message)
-        # A message that closes a gap brings those behind it into view at once.
+        # A message that closes a gap makes the messages after the gap visible at once.
         while expected in early:
             early.remove(expected)
             view = view.with_arrival(kind, chunk)

@@ -1,18 +1,18 @@
-"""A chunk's tasks piece by piece: they end where rows leave for other ranks' experts, so that others run meanwhile.
+"""Chunks run piece by piece: a piece ends when rows are sent to other ranks' experts, and other pieces run meanwhile.
 
-| piece of a layer with experts | ends with rows that go      | backward it begins with the gradient of |
-|-------------------------------|-----------------------------|------------------------------------------|
-| attention, router             | to their experts (dispatch) | these rows, which comes back             |
-| experts                       | back (combine)              | their outputs                            |
-| sum, up to the next router    | to the next layer's experts | ...                                      |
+| piece of a layer with experts | ends with rows sent         | its backward pass begins with the gradient of |
+|-------------------------------|-----------------------------|-----------------------------------------------|
+| attention, router             | to their experts (dispatch) | these rows, received from the experts' ranks  |
+| experts                       | back (combine)              | their outputs                                 |
+| sum, up to the next router    | to the next layer's experts | ...                                           |
 
-A chunk of l layers with experts is 2 l + 1 pieces. autograd's graph is cut at the same places as at a stage's ends:
-rows that came are leaves, whose gradients travel back. What stays on the rank from a piece to a later one (hidden
-states, weights of the choice) is cut as well, or a backward pass would run on into a piece whose rows' gradients are
-under way; those gradients wait in the leaves.
+A chunk of l layers with experts has 2 l + 1 pieces. autograd's graph is cut between pieces as between stages: received
+rows are leaves, and the gradients of these leaves are sent back. Tensors that stay on the rank for a later piece
+(hidden states, routing weights) are cut, too. Otherwise a backward pass would continue into a piece before the
+gradients of the piece's rows are received. The gradients of these tensors wait in the leaves.
 
-Each kind of task runs in the order of the microbatches in every piece, so each parameter's gradient is added up in
-that order, whatever rows came first: the same bits in every run.
+Each kind of task runs in the order of the microbatches in every piece. Each parameter's gradient is therefore added in
+that order, whatever rows arrive first: equal bits in every run.
 """
 
 from __future__ import annotations
@@ -34,30 +34,32 @@ from meshwright.strategies.pipeline.task import Arrival, Task
 
 @dataclass(frozen=True)
 class PieceGraph:
-    """A piece of a microbatch between F and B. `incoming`: the leaves whose gradients B gives; `outgoing`: where its
-    backward pass begins; `stays`: leaves that later pieces read, in which the rest of its gradients will lie."""
+    """A piece of a microbatch between F and B."""
 
     incoming: Hidden
+    """Leaves; B returns the gradients of these tensors."""
     outgoing: Edges
+    """The edges that begin the backward pass."""
     stays: Hidden = ()
+    """Leaves that later pieces read; B reads the gradients of these leaves as gradients of the piece's outputs."""
 
 
 class PieceStage:
-    """A chunk of the model on a rank, in pieces. `stage`: the chunk as a whole, which evaluations run; `first`: the
-    number of its first piece among those of its rank."""
+    """A chunk of the model on a rank, in pieces. `stage`: the whole chunk, used for evaluations; `first`: number of the
+    chunk's first piece among the rank's pieces."""
 
     def __init__(self, stage: Stage, first: int) -> None:
         self.stage, self.first = stage, first
         self._flows: dict[int, Pieces] = {}
         self._graphs: dict[int, list[PieceGraph]] = {}
         self._trades: dict[int, list[Crossing]] = {}
-        """By microbatch, the trades that have ended its pieces so far: their rows go back the same way."""
+        """By microbatch, the exchanges at the ends of finished pieces; B sends gradients back the same way."""
         self._works: dict[tuple[int, int], list[WeightWork]] = {}
 
     def forward(self, index: int, place: int, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden | Crossing:
-        """F of a piece: the rows that leave, or of the last what the chunk after reads, or (loss,)."""
+        """Run F of a piece; return the rows to send or, for the last piece, the next chunk's input or (loss,)."""
         for x in incoming:
-            x.requires_grad_()  # a leaf, whose gradient B sends back
+            x.requires_grad_()  # a leaf; B sends the gradient back
         with self.stage.autocast():
             if place == 0:
                 flow = self._flows[index] = self.stage.model.in_pieces(batch, scales, incoming)
@@ -80,8 +82,8 @@ class PieceStage:
         return crossing
 
     def backward(self, index: int, place: int, gradients: Hidden) -> Hidden | Crossing:
-        """B of a piece, whose W follows: the gradient of the rows that came, which go back to where they came from, or
-        of the first piece what the chunk before reads. `gradients`: of what F gave; none at the chain's end."""
+        """Run B of a piece; W follows. Return the gradient of the received rows, to be sent back to their ranks, or of
+        the first piece the gradients for the previous chunk. `gradients`: of F's results; none at the chain's end."""
         graphs = self._graphs[index]
         graph = graphs.pop()
         assert len(graphs) == place, f"B of piece {place} with {len(graphs)} pieces before it"
@@ -102,7 +104,7 @@ class PieceStage:
         return Crossing(arrived[0], trade.taken, trade.given)
 
     def weights(self, index: int, place: int, *, final: bool) -> None:
-        """W of a piece. `final`: as of a stage's."""
+        """Run W of a piece. `final`: as for `Stage.weights`."""
         self.stage.gradients.begin_pass(self.first + place)
         with torch.no_grad():
             for work in self._works.pop((index, place)):
@@ -111,7 +113,7 @@ class PieceStage:
 
 @dataclass(frozen=True)
 class _Trade:
-    """Rows under way. `sent` lives until they have left."""
+    """Rows in transit. `sent` is kept until the send has finished."""
 
     arrival: Arrival
     posted: Posted
@@ -121,21 +123,21 @@ class _Trade:
 
 @dataclass
 class Exchanges:
-    """The trades of rows that a rank has begun, which travel while it does other tasks.
+    """A rank's exchanges of rows in transit, while the rank runs other tasks.
 
-    `comm`: of the ranks that hold a layer's experts. They do their tasks in one order, and so begin their trades in
-    one; how long each is under way is no matter.
+    `comm`: the ranks that hold a layer's experts. All run tasks in one order, so exchanges begin in one order; the time
+    in transit does not matter.
     """
 
     comm: Comm
     under_way: list[_Trade] = field(default_factory=list, init=False)
 
     def begin(self, task: Task, crossing: Crossing) -> None:
-        """Send the rows that end a piece. `task`: what those that come let this stage do."""
+        """Send the rows at the end of a piece. `task`: the task made ready by the rows received in exchange."""
         rows = crossing.rows.contiguous()
         came = rows.new_empty(sum(crossing.taken), *rows.shape[1:])
         width = rows[:1].numel() if len(rows) else came[:1].numel()
-        # Comms count elements, and know nothing of rows.
+        # Comms count elements, not rows.
         sizes = (tuple(count * width for count in counts) for counts in (crossing.taken, crossing.given))
         posted = self.comm.post_all_to_all(came, rows, PieceSizes(*sizes))
         self.under_way.append(_Trade(task, posted, came, rows))
@@ -145,20 +147,22 @@ class Exchanges:
         return not self.under_way
 
     def poll(self) -> list[tuple[Arrival, Tensor]]:
-        """The rows that have come since the last call, with the tasks that they make ready. Waits for nothing."""
+        """Return the rows received since the last call, with the tasks that they make ready. Does not wait."""
         over = [trade for trade in self.under_way if trade.posted.is_completed()]
         for trade in over:
-            trade.posted.wait()  # on a GPU its stream may read them only behind this
+            trade.posted.wait()  # on a GPU: orders the stream's reads after the receive
             self.under_way.remove(trade)
         return [(trade.arrival, trade.came) for trade in over]
 
 
 @dataclass(frozen=True)
 class PiecewiseChunks:
-    """A rank's chunks as training runs them: `placement` counts their pieces, `exchanges` carry rows between them.
-    `states`: the hidden states that all stages read, where each has a part of the head."""
+    """A rank's chunks as training runs them, in pieces."""
 
     stages: Sequence[PieceStage]
     placement: ChunkPlacement
+    """Counts pieces in place of chunks."""
     exchanges: Exchanges
+    """The exchanges of rows between pieces."""
     states: TensorMeta | None = None
+    """The hidden states that all stages read, if each stage has a part of the head."""

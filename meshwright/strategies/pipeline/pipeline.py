@@ -1,11 +1,9 @@
-"""The driver on a rank: it does what the engine says, sends what comes of it, and waits for messages.
+"""The driver on a rank: runs the tasks that the engine yields, sends their results, and waits for messages.
 
-A GPU does tasks later than its host gives them. A schedule that were asked at once would know nothing of the messages
-that come while a task runs, and W would always follow its B. So it is asked for the next task when the task before the
-last has ended: one task runs then, and one waits behind it.
-
-A model on one device is a pipeline of one stage, to which no message comes. The clock (clock.py) drives the same
-engine without a rank.
+A GPU runs tasks later than the host starts them. If the schedule decided ahead, messages received during a task would
+be unknown, and W would always follow its B. So the next task is chosen when the task before the last one has ended on
+the device: one task runs and one is queued. A model on one device is a pipeline of one stage without messages. The
+simulation (clock.py) drives the same engine without ranks.
 """
 
 from __future__ import annotations
@@ -32,32 +30,33 @@ from meshwright.strategies.pipeline.stage import Stage
 from meshwright.strategies.pipeline.task import Arrival, Task, TaskKind, View
 
 EVALUATED = 2
-"""Microbatches of an evaluation, for each stage, whose hidden states are held where all stages have a part of the head:
-then they meet. A third of the time is theirs to fill and to empty the pipeline."""
+"""Evaluation with a head that is sharded over stages: microbatches for each stage between two synchronisations. At 2,
+filling and draining the pipeline take a third of the time."""
 
 Seed = Callable[[int, int], None]
-"""seed(i, c): sets the random numbers of microbatch i's forward pass in chunk c."""
+"""seed(i, c): seeds the random numbers of microbatch i's forward pass in chunk c."""
 
 Received = dict[Arrival, Hidden]
-"""Messages by the tasks that they make ready."""
+"""Received tensors, by the task that each message makes ready."""
 
 
 class Synchronises(Protocol):
-    """A data-parallel strategy, as far as a pipeline sees it. `every_microbatch`: it sums in each one."""
+    """The part of a data-parallel strategy that a pipeline uses. `every_microbatch`: gradients are summed in each
+    microbatch."""
 
     every_microbatch: bool
 
     def expect(self, final: bool) -> None:
-        """Say whether the coming gradients are the step's last of their parameters."""
+        """Say whether the next gradients are the step's last of their parameters."""
 
 
 class Pipeline:
     """A rank's chunks under a schedule.
 
-    `stages`: its chunks, which `placement` gives their positions in the chain; by default there is one. `peers`: the
-    ranks that share the stage (the tensor kit's), and must do its tasks in one order; nobody where there is one stage,
-    since without messages all decide alike. `mailbox`, `forms`: the way to the stages beside this one, and what passes
-    there. `pieces`: the chunks as training runs them, where rows travel to experts as messages.
+    `stages`: this rank's chunks. `placement`: their positions in the chain; None: one chunk. `peers`: ranks of the same
+    stage (the tensor kit's), which must run tasks in one order; no others if there is one stage, since without messages
+    all decide equally. `mailbox`, `forms`: the messages to and from neighbouring stages, and their tensors. `pieces`:
+    the chunks that training runs if rows are sent to experts as messages.
     """
 
     def __init__(
@@ -89,11 +88,12 @@ class Pipeline:
 
     @property
     def spans(self) -> list[Span]:
-        """The tasks of the last step. Each begins where the one before it ended, unless a message was waited for."""
+        """The tasks of the last step. Each begins when the previous one ended, or after a wait when a message was
+        received."""
         return [task_span(self.row.index, task, start(), end()) for task, start, end in self.done]
 
     def train(self, batches: Sequence[Batch], scales: Scales, seed: Seed) -> Tensor:
-        """Forward and backward passes of a step's microbatches, whose gradients add up.
+        """Run the forward and backward passes of a step's microbatches; gradients accumulate.
 
         Returns the sum of the scaled losses, a float64 scalar; 0 on a rank that computes no loss.
         """
@@ -108,18 +108,17 @@ class Pipeline:
             nonlocal total
             index, stage = task.microbatch, self.stages[task.chunk]
             if task.kind is TaskKind.FORWARD:
-                # Before each forward pass: dropout then hangs on the microbatch alone, and not on the order of tasks.
+                # Before each forward pass: dropout then depends on the microbatch, not on the order of tasks.
                 seed(index, task.chunk)
                 outgoing = stage.forward(index, received.pop(task, ()), batches[index], scales)
                 if stage.is_last:
                     total += outgoing[0]
                 return outgoing
-            if index == last or len(self.stages) > 1:  # another chunk's last may have come before
+            if index == last or len(self.stages) > 1:  # another chunk's last may have run before
                 self.strategy.expect(index == last)
             if task.kind is TaskKind.BACKWARD:
                 return stage.backward(index, received.pop(task, ()), defers=self.rule.splits)
-            # A final gradient leaves for the other replicas; zero2 and zero3 sum in every microbatch, the others in the
-            # last.
+            # Final gradients are summed over replicas: in every microbatch by zero2 and zero3, else in the last.
             stage.weights(index, final=self.strategy.every_microbatch or index == last)
             return ()
 
@@ -127,7 +126,7 @@ class Pipeline:
         return total
 
     def _train_in_pieces(self, pieces: PiecewiseChunks, batches: Sequence[Batch], scales: Scales, seed: Seed) -> Tensor:
-        """`train` where rows travel to experts under other tasks."""
+        """Do as `train`, with rows sent to experts while other tasks run."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         received: Received = {}
         last = len(batches) - 1
@@ -152,9 +151,9 @@ class Pipeline:
         return total
 
     def evaluate(self, batches: Sequence[Batch], use: Callable[[Tensor, Batch], None]) -> None:
-        """Forward passes without gradients. On the last stage `use` is given each microbatch with its normed hidden
-        states [B, T, H], of which no more than one is held; where the head is cut over stages, on every stage, and a
-        few are."""
+        """Run forward passes without gradients. On the last stage, call `use(h, batch)` with the normed hidden states h
+        [B, T, H] of each microbatch, one at a time. If the head is sharded over stages, every stage calls `use` and
+        holds a few."""
         states = None if self.pieces is None else self.pieces.states
         if states is None:
             self._evaluate(batches, use)
@@ -181,7 +180,7 @@ class Pipeline:
         self._drive(FORWARD_ONLY, len(batches), act, received)
 
     def preview(self, batches: Sequence[Batch], scales: Scales, seed: Seed) -> None:
-        """The forward passes that `train` will make, without gradients: layers see what they will compute."""
+        """Run the forward passes of `train` without gradients: layers see their inputs beforehand."""
         received: Received = {}
 
         def act(task: Task) -> Hidden:
@@ -200,10 +199,9 @@ class Pipeline:
         received: Received,
         pieces: PiecewiseChunks | None = None,
     ) -> None:
-        """Run the rank's engine to its end. What arrives lies in `received` until a task takes it."""
+        """Run the rank's engine to its end. Received tensors stay in `received` until a task reads them."""
         recorder = self.mesh.recorder
-        # A stage ahead of this one may send the next pass's first message before this pass ends: the epoch tells them
-        # apart.
+        # A faster stage may send the next pass's first message before this pass ends: epochs separate passes.
         self._epoch += 1
         coming = {
             # Receives are posted ahead, so their number is counted here; an evaluation has no gradients to receive.
@@ -230,8 +228,8 @@ class Pipeline:
                 self.done.append((action, start, end))
                 start = end
                 arrived += self._polled(received, pieces)
-                # One task runs on the device and one waits behind it. Asked at once, the schedule would know none of
-                # the messages that come meanwhile; asked when the last task has ended, the device would idle.
+                # One task runs on the device and one is queued. Deciding earlier would miss messages; deciding when the
+                # last task has ended would leave the device idle.
                 messages = self.row.size > 1 or pieces is not None
                 while messages and len(self.done) > 1 and not self.done[-2][-1].is_past():
                     time.sleep(NAP_SECONDS)
@@ -242,10 +240,10 @@ class Pipeline:
                 start = self.watch.now()
         recorder.task = ""
         self.mailbox.flush()
-        self.row.assemble()  # stages end at different moments, and the next thing they do is a collective
+        self.row.assemble()  # stages end at different moments, and the next operation is a collective
 
     def _polled(self, received: Received, pieces: PiecewiseChunks | None) -> list[Arrival]:
-        """The tasks that other stages' messages and trades of rows have made ready since the last call."""
+        """Return the tasks made ready by messages and exchanges of rows since the last call."""
         arrived = [self._taken(message, received, pieces) for message in self.mailbox.poll()]
         for arrival, rows in pieces.exchanges.poll() if pieces is not None else ():
             received[arrival] = (rows,)
@@ -253,7 +251,7 @@ class Pipeline:
         return arrived
 
     def _awaited(self, received: Received, pieces: PiecewiseChunks | None) -> list[Arrival]:
-        """At least one message, or the rows of one trade, asleep until they come."""
+        """Wait for at least one message, or for the rows of one exchange."""
         if pieces is None or pieces.exchanges.is_empty:
             return [self._taken(message, received, pieces) for message in self.mailbox.wait()]
         arrived: list[Arrival] = []
@@ -269,8 +267,8 @@ class Pipeline:
         return arrived
 
     def _taken(self, message: Message, received: Received, pieces: PiecewiseChunks | None) -> Arrival:
-        """The task that a message makes ready; its tensors lie in `received` until then."""
-        # A message's subject is the position before the cut that it crossed: activations cross it inward.
+        """Store a message's tensors in `received`; return the task that the message makes ready."""
+        # `subject` is the position before the cut between two chunks; activations cross the cut inward.
         inward = self.forms[message.side][message.subject].inward
         kind, to = (TaskKind.FORWARD, message.subject + 1) if inward else (TaskKind.BACKWARD, message.subject)
         placement = self.placement if pieces is None else pieces.placement
@@ -282,7 +280,7 @@ class Pipeline:
     def _pass_on(
         self, task: Task, outgoing: Hidden | Crossing, received: Received, pieces: PiecewiseChunks | None
     ) -> list[Arrival]:
-        """Send what came of a task; what stays on this rank, for its next chunk, has arrived."""
+        """Send a task's result. Return the arrival if the receiver is this rank's next chunk."""
         placement = self.placement if pieces is None else pieces.placement
         sent = placement.receiver(self.row.index, task)
         if sent is None:
@@ -303,16 +301,17 @@ class Pipeline:
 
 
 def sides_of(stage: int, placement: ChunkPlacement) -> dict[int, Side]:
-    """The stages that a stage sends to, and on which side they are."""
+    """Return the stages that a stage sends to, with the side of each."""
     count = placement.num_stages
-    # With two stages the neighbour before and the neighbour after are one rank: a line says which side it is.
+    # Two stages are neighbours on both sides; as a line, each has one side.
     ring: dict[int, Side] = {(stage - 1) % count: "before", (stage + 1) % count: "after"} if placement.is_ring else {}
     line: dict[int, Side] = {stage - 1: "before", stage + 1: "after"}
     return ring or {other: side for other, side in line.items() if 0 <= other < count}
 
 
 def message_forms(stage: int, placement: ChunkPlacement, passing: Sequence[tuple[TensorMeta, ...]]) -> MessageMeta:
-    """The messages between a stage and its neighbours. `passing[k]`: the tensors that position k gives to k + 1."""
+    """Return the messages between a stage and its neighbours. `passing[k]`: the tensors sent from position k
+    to k + 1."""
     meta: dict[Side, dict[int, CutForms]] = {"before": {}, "after": {}}
     sides = sides_of(stage, placement)
     for position in placement.positions[stage]:
@@ -323,21 +322,21 @@ def message_forms(stage: int, placement: ChunkPlacement, passing: Sequence[tuple
 
 
 def agreed(rule: ScheduleRule, peers: Comm, *, planned: bool) -> Schedule:
-    """The schedule as the first of a stage's ranks follows it: it tells the others what it decides, and they obey.
+    """Return the schedule of a stage's ranks: the first decides and broadcasts, the others follow.
 
-    Ranks that share layers meet in the layers' collectives, so they must do the same tasks in the same order, though
-    messages reach them at different moments. Sends one broadcast of 8 bytes a task, between hosts; a fixed order needs
-    none. `planned`: nobody is there to be told by, and each decides what the first would.
+    Ranks that share layers wait for each other in the layers' collectives. So all must run the same tasks in the same
+    order, though messages reach them at different moments. Sends one broadcast of 8 bytes a task, between hosts; a
+    fixed order needs none. `planned`: there is no first rank to receive from, and each rank decides as the first would.
     """
     schedule, kinds = rule.schedule, rule.kinds
     if peers.size == 1 or rule.fixed:
         return schedule
-    # What was told is kept until its message is here: the leader may have it earlier than this rank.
+    # Kept until the task's message is here: the first rank may receive a message earlier than this rank.
     told: Task | None = None
 
     def lead(view: View) -> Task | None:
         task = schedule(view)
-        # A wait is not told: who follows waits for the next word anyway.
+        # A wait is not broadcast: the followers wait for the next broadcast anyway.
         if task is not None:
             peers.broadcast(torch.tensor(kinds.index(task.kind) + task.chunk * len(kinds)), 0)
         return task
@@ -350,7 +349,7 @@ def agreed(rule: ScheduleRule, peers: Comm, *, planned: bool) -> Schedule:
             chunk, kind = divmod(int(code), len(kinds))
             told = view.next(kinds[kind], chunk)
         if not view.ready(told.kind, told.chunk):
-            return None  # its message has reached the leader, and will reach us
+            return None  # its message has reached the first rank, and will reach this one
         task, told = told, None
         return task
 

@@ -1,19 +1,19 @@
-"""Which chunks of the model's chain each stage holds, and who sends what to whom.
+"""Which chunks of the model's chain each stage holds, and the sender and receiver of each message.
 
-A stage holds `num_chunks` contiguous parts of the chain. With one the chain is cut into as many parts as there are
-stages; with several it passes through all stages more than once, and the wait of the first and the last pass is
-shorter by as much (interleaved stages: Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+A stage holds `num_chunks` contiguous parts of the chain. With one chunk a stage, the chain has as many positions as
+stages. With c chunks, a microbatch passes through all stages c times, and the pipeline fills and drains in 1/c of the
+time (interleaved stages: Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 
 | shape | the chain's positions on stages 0, 1, 2, 3 | neighbours |
 |---|---|---|
 | loop | 0 4, 1 5, 2 6, 3 7 | the last stage sends on to the first: a ring |
 | v (ZB-V, Qi et al., arXiv 2401.10241) | 0 7, 1 6, 2 5, 3 4 | a line; at its turns a stage sends to itself |
 
-A position counts along the chain, a chunk among those of one stage: chunk c is at positions c p ... c p + p - 1.
+A position is an index in the chain, a chunk an index within one stage: chunk c is at positions c p ... c p + p - 1.
 
-**Pieces.** A chunk may fall into pieces, where rows leave for other ranks' experts and where they come back
-(pieces.py). A stage's tasks then count its pieces, through all of its chunks, where others count chunks. What ends a
-piece inside of a chunk comes to the next one by an exchange of the ranks that share the stage.
+**Pieces.** A chunk can be cut into pieces at the points at which rows are sent to other ranks' experts and returned
+(pieces.py). Task numbers then count the pieces of all of a stage's chunks instead of the chunks. Inside of a chunk,
+rows are passed from a piece to the next by an all-to-all of the ranks that share the stage.
 """
 
 from __future__ import annotations
@@ -28,34 +28,32 @@ Shape = Literal["loop", "v"]
 
 @dataclass(frozen=True)
 class ChunkPlacement:
-    """The chunks of `num_stages` stages, `num_chunks` on each.
-
-    `pieces`: how many each position's chunk falls into; none: chunks are whole. `spreads_head`: every stage, of one
-    chunk, has a part of the head's classes (spread_head.py).
-    """
+    """The chunks of `num_stages` stages, `num_chunks` on each."""
 
     num_stages: int
     num_chunks: int = 1
     shape: Shape = "loop"
     pieces: tuple[int, ...] = ()
+    """Number of pieces of each position's chunk; empty: chunks are whole."""
     spreads_head: bool = False
+    """Whether every stage, of one chunk, also has a part of the head's classes (spread_head.py)."""
     num_positions: int = field(init=False, repr=False, compare=False)
     last_stage: int = field(init=False, repr=False, compare=False)
-    """The stage that holds the chain's end. Its beginning is on stage 0."""
+    """The stage that holds the chain's end. The chain's beginning is on stage 0."""
     is_ring: bool = field(init=False, repr=False, compare=False)
-    """Whether the last stage and the first are neighbours, who otherwise are none."""
+    """Whether the first and the last stage send to each other without being neighbours on a line."""
     positions: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
-    """By stage, the positions of its chunks, in order."""
+    """The positions of each stage's chunks, in order."""
     stage_of: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """The stage of each position."""
     numbers: tuple[tuple[range, ...], ...] = field(init=False, repr=False, compare=False)
-    """By stage and chunk, the numbers that its tasks have as their chunk. A part of the head is one chunk more."""
+    """[stage][chunk]: values of `Task.chunk` for the pieces of the chunk. A part of the head is one chunk more."""
     places: tuple[tuple[tuple[int, int], ...], ...] = field(init=False, repr=False, compare=False)
-    """By stage and such a number, the chunk of the task, and the task's place in it."""
+    """[stage][`Task.chunk`]: (chunk, index of the piece in the chunk)."""
 
     def __post_init__(self) -> None:
         stages, chunks = range(self.num_stages), range(self.num_chunks)
-        # A v goes back through the stages in every second chunk: its turns are on the first and the last stage.
+        # Every second chunk of a v runs through the stages backwards: the turns are on the first and the last stage.
         stage_of = tuple(
             stage for chunk in chunks for stage in (reversed(stages) if self.shape == "v" and chunk % 2 else stages)
         )
@@ -69,11 +67,12 @@ class ChunkPlacement:
         numbers = tuple(
             tuple(range(sum(own[:chunk]), sum(own[: chunk + 1])) for chunk in range(len(own))) for own in counts
         )
-        # Past the frozen dataclass: what follows from the other fields is computed once, not at every task.
+        # Written past the frozen dataclass: values derived from the other fields, computed once instead of at every
+        # task.
         self.__dict__.update(
             num_positions=len(stage_of),
             last_stage=last,
-            # Two stages are neighbours on a line as well.
+            # Two stages are neighbours on a line, too.
             is_ring=self.shape == "loop" and self.num_chunks > 1 and self.num_stages > 2,
             positions=tuple(map(tuple, positions)),
             stage_of=stage_of,
@@ -84,7 +83,7 @@ class ChunkPlacement:
         )
 
     def receiver(self, stage: int, task: Task) -> tuple[int, Arrival] | None:
-        """The stage that a task's result goes to, perhaps this one, and the message as it knows it; None: nobody."""
+        """Return the stage that receives a task's result, perhaps this one, and the message there; None: no stage."""
         if task.kind is TaskKind.WEIGHT:
             return None
         step = 1 if task.kind is TaskKind.FORWARD else -1
@@ -99,7 +98,7 @@ class ChunkPlacement:
         return receiver, Arrival(task.kind, task.microbatch, entry[0] if step == 1 else entry[-1])
 
     def sender(self, stage: int, kind: TaskKind, number: int) -> int | None:
-        """The stage that a task's activations or gradients come from; None: it begins or ends the chain."""
+        """Return the stage that sends a task's activations or gradients; None: the chain begins or ends here."""
         chunk, place = self.places[stage][number]
         if place != (0 if kind is TaskKind.FORWARD else len(self.numbers[stage][chunk]) - 1):
             return stage
@@ -109,7 +108,7 @@ class ChunkPlacement:
         return self.stage_of[source] if 0 <= source < self.num_positions else None
 
     def crosses(self, stage: int, task: Task) -> bool:
-        """Whether a task's result comes back to its own stage by a trade of rows with other ranks."""
+        """Return whether a task's result is sent by an exchange of rows with the ranks of the same stage."""
         chunk, place = self.places[stage][task.chunk]
         if task.kind is TaskKind.WEIGHT:
             return False

@@ -1,6 +1,6 @@
 """A stage computes its chunk's tasks: forward (F), the gradient of its input (B), the gradients of its weights (W).
 
-| task | reads | leaves |
+| task | reads | writes |
 |---|---|---|
 | F | the previous chunk's activation (first chunk: the batch) | the activation (last chunk: the loss), the graph |
 | B | the next chunk's gradient (last chunk: the loss) | the input's gradient; with W tasks deferred weight gradients |
@@ -35,23 +35,22 @@ Computing = Callable[[], AbstractContextManager[object]]
 
 
 Edges = tuple[GradientEdge | None, ...]
-"""Where a backward pass begins, by output; None: an output that frozen parameters alone have made."""
+"""The autograd edge of each output, to begin the backward pass from; None if no trained parameter affects the
+output."""
 
 
 def edges_of(outputs: Sequence[Tensor]) -> Edges:
-    """Return the edges of outputs.
-
-    They keep the graph alive without the outputs' memory, of which the next stage has a copy.
-    """
+    """Return the autograd edges of outputs. Edges keep the graph alive, but not the outputs' memory: the next stage
+    holds a copy."""
     return tuple(get_gradient_edge(x) if x.requires_grad else None for x in outputs)
 
 
 def backward_from(edges: Edges, gradients: Sequence[Tensor | None]) -> None:
-    """Run the backward pass of outputs that have edges.
+    """Run the backward pass from outputs that have edges.
 
     Args:
         edges: of the outputs.
-        gradients: of the outputs; None: of a loss, whose own is 1.
+        gradients: of the outputs; None: of a loss, with gradient 1.
     """
     ends = [(edge, x) for edge, x in zip(edges, gradients, strict=True) if edge is not None]
     if ends:
@@ -60,9 +59,9 @@ def backward_from(edges: Edges, gradients: Sequence[Tensor | None]) -> None:
 
 @dataclass(frozen=True)
 class Graph:
-    """A microbatch between F and B: its input, and the autograd edges where its backward pass begins.
+    """A microbatch between F and B: its input, and the autograd edges that begin the backward pass.
 
-    The output itself is not kept: the next stage has a copy.
+    The output is not kept: the next stage has a copy.
     """
 
     incoming: Hidden
@@ -96,10 +95,10 @@ class Stage:
         portions: Portions | None = None,
         learns: bool = True,
     ) -> None:
-        """`run`: None: the model's own forward pass. `number`: the chunk's among its rank's. `autocasts`: (device type,
-        dtype) of autocast in forward passes (O1) or None. `portions`: None: a microbatch is computed at once. `learns`:
-        whether a part before the chunk is trained; if not, the gradients that B gives are zeros, and nothing is
-        computed for them."""
+        """`run`: None: the model's own forward pass. `number`: the chunk's index on its rank. `autocasts`: (device
+        type, dtype) of autocast in forward passes (O1) or None. `portions`: None: a microbatch is computed at once.
+        `learns`: whether an earlier part of the chain is trained; if not, B returns zeros as input gradients, and
+        nothing is computed for them."""
         self.model, self.is_last = model, model.chunk.last
         self.gradients = gradients
         self.run_forward: RunForward = run or operator.call
@@ -112,7 +111,7 @@ class Stage:
         self._works: dict[int, list[list[WeightWork]]] = {}
 
     def forward(self, index: int, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden:
-        """F: returns the activation for the next stage, or (loss,)."""
+        """Run F; return the activation for the next stage, or (loss,)."""
         if self.portions is None:
             graph, outgoing = self._forward(incoming, batch, scales)
             self._graphs[index] = [graph]
@@ -126,20 +125,21 @@ class Stage:
 
     def _forward(self, incoming: Hidden, batch: Batch, scales: Scales) -> tuple[Graph, Hidden]:
         for x in incoming:
-            # A received tensor becomes a leaf, whose x.grad is sent back.
+            # A received tensor is a leaf; x.grad is sent back.
             x.requires_grad_(self.learns)
         with self.autocast():
             outgoing = self.run_forward(self.model, batch, scales, incoming)
         return Graph(incoming, edges_of(outgoing)), tuple(x.detach() for x in outgoing)
 
     def backward(self, index: int, gradients: Hidden, *, defers: bool) -> Hidden:
-        """B: returns the gradients for the previous stage. `gradients`: of F's outputs; `defers`: a task W follows."""
-        # Popped, so that activations are freed as soon as only deferred weight gradients need them.
+        """Run B; return the gradients for the previous stage. `gradients`: of F's outputs; `defers`: a task W
+        follows."""
+        # Popped, so that only activations needed by deferred weight gradients stay in memory.
         graphs = self._graphs.pop(index)
         afters = [(None,)] * len(graphs) if self.is_last else split(gradients, len(graphs))
         works: list[list[WeightWork]] = []
         for number, (graph, after) in enumerate(zip(graphs, afters, strict=True)):
-            # A table that two chunks use has gradient memory for each, chosen here.
+            # A table shared by two chunks has gradient memory for each, selected here.
             self.gradients.begin_pass(self.number, last_portion=number == len(graphs) - 1)
             if defers:
                 with self.gradients.deferred() as of_portion:
@@ -157,12 +157,12 @@ class Stage:
             assert all(x.grad is not None for x in graph.incoming), "a stage whose output does not depend on its input"
             arrived.append(tuple(x.grad for x in graph.incoming if x.grad is not None))
             for x in graph.incoming:
-                x.grad = None  # x may have to live until W, while its gradient is freed when it is sent
+                x.grad = None  # x may be needed until W; the gradient is freed when sent
         return joined(arrived)
 
     @torch.no_grad()
     def weights(self, index: int, *, final: bool) -> None:
-        """W. `final`: the gradients are summed over ranks before another microbatch's are added."""
+        """Run W. `final`: the gradients are summed over ranks before the next microbatch's are added."""
         portions = self._works.pop(index)
         for number, works in enumerate(portions):
             self.gradients.begin_pass(self.number, last_portion=number == len(portions) - 1)
@@ -171,7 +171,8 @@ class Stage:
 
     @torch.no_grad()
     def evaluate(self, incoming: Hidden, batch: Batch) -> Hidden:
-        """Forward without gradients: the activation for the next stage, or (normed hidden states,)."""
+        """Run a forward pass without gradients: return the activation for the next stage, or (normed hidden
+        states,)."""
         with self.autocast():
             if self.portions is None:
                 return self.model.hidden_states(batch, incoming)
@@ -180,13 +181,13 @@ class Stage:
 
 
 def split(hidden: Hidden, parts: int) -> list[Hidden]:
-    """Each tensor's rows in `parts` equal parts, copied."""
+    """Return the rows of each tensor in `parts` equal parts, copied."""
     if parts == 1:
         return [hidden]
-    rows = [x.unflatten(0, (parts, len(x) // parts)) for x in hidden]  # none, where another rank holds all
+    rows = [x.unflatten(0, (parts, len(x) // parts)) for x in hidden]  # no rows if another rank holds all
     return [tuple(x[part].clone() for x in rows) for part in range(parts)]
 
 
 def joined(parts: Sequence[Hidden]) -> Hidden:
-    """Each tensor's rows of all parts, concatenated."""
+    """Return each tensor's rows of all parts, concatenated."""
     return parts[0] if len(parts) == 1 else tuple(torch.cat(rows) for rows in zip(*parts, strict=True))

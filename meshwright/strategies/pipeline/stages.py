@@ -1,4 +1,5 @@
-"""All stages of a run's pipeline as each rank knows them: chunks, placement, schedule, and the tensors in between."""
+"""All stages of a run's pipeline as each rank knows them: chunks, placement, schedule, and the tensors
+between stages."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from meshwright.config import Config
 
 ALONE_IN_FLIGHT = 2
-"""Microbatches in flight without pipeline stages where rows travel to experts under another microbatch's tasks."""
+"""Limit of a single stage (no pipeline) if rows are sent to experts while another microbatch's tasks run."""
 
 
 @dataclass(frozen=True)
@@ -28,24 +29,24 @@ class Stages:
     chunks: tuple[Chunk, ...]
     """By position in the chain."""
     specs: dict[str, ShardSpec]
-    """The specs of all parameters of the model. `tied`: of a table that the first and the last stage hold."""
+    """The specs of all parameters of the model. `tied`: a table held by the first and the last stage."""
     passing: tuple[tuple[TensorMeta, ...], ...]
-    """The tensors from position i to i + 1."""
+    """The tensors sent from position i to i + 1."""
     placement: ChunkPlacement
     states: TensorMeta | None = None
-    """The hidden states that a head cut over stages reads."""
+    """The hidden states read by a head that is sharded over stages."""
 
     def of(self, stage: int) -> tuple[Chunk, ...]:
-        """A stage's chunks."""
+        """Return a stage's chunks."""
         return tuple(self.chunks[position] for position in self.placement.positions[stage])
 
     def ends(self, position: int) -> tuple[tuple[TensorMeta, ...], tuple[TensorMeta, ...]]:
-        """(Tensors that a position receives, tensors that it sends)."""
+        """Return (tensors that a position receives, tensors that the position sends)."""
         passing = ((), *self.passing, ())
         return passing[position], passing[position + 1]
 
     def message(self, stage: int) -> MessageMeta:
-        """The tensors between a stage and its neighbours."""
+        """Return the tensors between a stage and its neighbours."""
         return message_forms(stage, self.placement, self.passing)
 
 
@@ -56,13 +57,13 @@ def chunks_of(partition: Sequence[int], head_over: tuple[str, ...] = ()) -> tupl
 
 
 def placement_of(config: Config) -> ChunkPlacement:
-    """Return which stage has which chunks."""
+    """Return the placement of chunks on stages."""
     pipeline = config.layout.pipeline
     return ChunkPlacement(pipeline.size, pipeline.chunks if pipeline.size > 1 else 1, pipeline.placement)
 
 
 def piece_placement_of(config: Config, partition: Sequence[int]) -> ChunkPlacement:
-    """Return which stage has which pieces if rows travel as messages: a layer with experts is cut twice."""
+    """Return the placement of pieces on stages if rows are sent as messages: a layer with experts is cut twice."""
     whole = placement_of(config)
     layers = ranges_of(partition)
     pieces = tuple(1 + 2 * sum(config.model.has_experts(layer) for layer in own) for own in layers)
@@ -70,8 +71,8 @@ def piece_placement_of(config: Config, partition: Sequence[int]) -> ChunkPlaceme
 
 
 def rule_of(config: Config) -> ScheduleRule:
-    """Return the run's schedule with its limit of microbatches in flight. A lone stage has one, or ALONE_IN_FLIGHT if
-    rows travel under another microbatch's tasks."""
+    """Return the run's schedule with the limit of microbatches in flight. A single stage has a limit of one, or of
+    ALONE_IN_FLIGHT if rows are sent while another microbatch's tasks run."""
     settings = config.layout.pipeline
     if settings.size == 1:
         return MESSAGE_DRIVEN.limited(ALONE_IN_FLIGHT) if config.layout.data.in_pieces else ONE_F_ONE_B

@@ -1,4 +1,4 @@
-"""The tasks of a stage and the messages that come to it.
+"""The tasks of a stage, the messages that a stage receives, and the counters that a schedule sees.
 
 | prints | kind | does | needs | sends |
 |---|---|---|---|---|
@@ -6,17 +6,16 @@
 | B3 | BACKWARD | the gradient of the chunk's input | the gradient from after | one to the chunk before |
 | W3 | WEIGHT | the gradients of the chunk's weights | B3 | nothing |
 
-The chain's beginning needs no message for F, as it has the batch; nor does its end for B, as it has the loss.
-3 is the microbatch. Where the backward pass is not split, B does the work of W too, and there is no W.
-A stage holds one chunk of the chain, or several (placement.py): F3.1 is F3 of its second chunk. Where rows travel to
-experts as messages, a chunk is cut there into pieces, which tasks count in place of chunks: F3.1 ends where rows leave,
-and F3.2 needs those that other ranks have sent.
+3 is the microbatch. At the chain's beginning F needs no message (F reads the batch); at the end B needs none (B begins
+with the loss). If the backward pass is not split, B also computes the weights' gradients, and there is no W.
 
-What a schedule may see of its stage: counters only.
+A stage holds one chunk of the chain, or several (placement.py): F3.1 is F3 of its second chunk. If rows are sent to
+experts as messages, chunks are cut into pieces, and tasks count pieces instead of chunks: F3.1 ends by sending rows,
+and F3.2 needs the rows that other ranks have sent.
 
-Counters are enough because every chunk does each kind of task in the order of the microbatches. That order is what
-makes sums of gradients the same bits whatever the order in which messages come. A message that overtook another does
-not show here until its turn (engine.py).
+A `View` is all that a schedule sees of a stage: counters. Counters are enough because every chunk runs each kind of
+task in the order of the microbatches. In that fixed order, sums of gradients have equal bits whatever the order of
+messages. A message that overtakes another is counted when its turn is reached (engine.py).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TaskKind(StrEnum):
-    """A kind of task; prints as its letter."""
+    """A kind of task; prints as one letter."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -38,7 +37,7 @@ class TaskKind(StrEnum):
 
 
 class Task(NamedTuple):
-    """One kind of work on one microbatch, in one chunk of a stage."""
+    """One kind of work on one microbatch, in one chunk (or piece) of a stage."""
 
     kind: TaskKind
     microbatch: int
@@ -49,12 +48,12 @@ class Task(NamedTuple):
 
 
 Arrival = Task
-"""A message, named after the task that it lets a stage do: FORWARD is an activation from the chunk before, BACKWARD a
-gradient from the chunk after."""
+"""A message, named after the task that the message makes ready. FORWARD: an activation of the chunk before; BACKWARD: a
+gradient of the chunk after."""
 
 
 class Wait(Enum):
-    """The schedule has nothing to do: the stage sleeps until a message comes."""
+    """A schedule's answer if no task is ready: the stage waits for a message."""
 
     WAIT = "wait"
 
@@ -63,7 +62,7 @@ WAIT = Wait.WAIT
 
 
 class Counters(NamedTuple):
-    """Tasks that are done, and messages that have come, without gaps: of a chunk, or of all."""
+    """Finished tasks, and received messages without gaps, of one chunk or of all."""
 
     forwards: int = 0
     backwards: int = 0
@@ -73,54 +72,54 @@ class Counters(NamedTuple):
 
 
 DONE = {TaskKind.FORWARD: 0, TaskKind.BACKWARD: 1, TaskKind.WEIGHT: 2}
-"""The place among Counters of tasks that are done."""
+"""Index in `Counters` of finished tasks."""
 
 COME = {TaskKind.FORWARD: 3, TaskKind.BACKWARD: 4}
-"""The place among Counters of messages that have come."""
+"""Index in `Counters` of received messages."""
 
 
 @dataclass(frozen=True)
 class View:
-    """A stage at the moment of a decision.
-
-    `limit`: the most microbatches in flight here, each counted once for every chunk that holds it. `kinds`: what each
-    microbatch goes through, in order: F, B, W; F, B where the backward pass is not split; F in an evaluation. `chunks`:
-    the counters of each chunk. `arrivals`: the messages that no task has taken yet, in the order in which they came.
-    `order`: all tasks, where the schedule keeps to an order.
-
-    `num_stages`, `is_first`, `is_last`: whether the stage holds the chain's beginning, in its first chunk, and its end,
-    in its last one. `total`: the counters of all chunks together.
-    """
+    """A stage at the moment of a decision."""
 
     stage: int
     placement: ChunkPlacement
     num_microbatches: int
     limit: int
+    """Largest number of microbatches in flight, each counted once for each chunk that holds activations."""
     kinds: tuple[TaskKind, ...]
+    """The tasks of a microbatch, in order: F, B, W; F, B if the backward pass is not split; F in an evaluation."""
     chunks: tuple[Counters, ...]
+    """The counters of each chunk (or piece)."""
     arrivals: tuple[Arrival, ...] = ()
+    """The messages that no task has used yet, in order of arrival."""
     order: tuple[Task, ...] = field(default=(), repr=False)
+    """All tasks of the stage, if the schedule follows a fixed order."""
     num_stages: int = field(init=False)
     is_first: bool = field(init=False)
+    """Whether the stage holds the chain's beginning, in its first chunk."""
     is_last: bool = field(init=False)
+    """Whether the stage holds the chain's end, in its last chunk."""
     total: Counters = field(init=False)
+    """The sum of all chunks' counters."""
     _from_others: tuple[tuple[bool, bool], ...] = field(init=False, repr=False)
-    """Whether each chunk's activations, and gradients, come from another stage."""
+    """Whether each chunk's activations, and gradients, are sent by another stage."""
     _traded: tuple[tuple[bool, bool], ...] = field(init=False, repr=False)
-    """Whether each piece's activations, and gradients, come by a trade of rows from the piece beside it."""
+    """Whether each piece's activations, and gradients, are received in an exchange of rows with the piece
+    next to it."""
     _opens: tuple[bool, ...] = field(init=False, repr=False)
-    """Whether each piece is the first of its chunk, where microbatches begin."""
+    """Whether each piece is the first of its chunk: microbatches begin there."""
     _begins: tuple[bool, ...] = field(init=False, repr=False)
-    """Whether a piece's forward pass needs no message: it has the batch."""
+    """Whether a piece's forward pass reads the batch and needs no message."""
     _ends: tuple[bool, ...] = field(init=False, repr=False)
-    """Whether a piece's backward pass needs no message: it has the loss."""
+    """Whether a piece's backward pass begins with the loss and needs no message."""
     has_pieces: bool = field(init=False, repr=False)
-    """Whether a chunk falls into pieces."""
+    """Whether a chunk is cut into pieces."""
 
     def __post_init__(self) -> None:
         pieces = self.placement.numbers[self.stage]
-        # Past the frozen dataclass: what follows from the other fields is computed once, not at every look of a
-        # schedule.
+        # Written past the frozen dataclass: values derived from the other fields, computed once instead of at every
+        # access.
         self.__dict__.update(
             num_stages=self.placement.num_stages,
             is_first=self.stage == 0,
@@ -139,7 +138,7 @@ class View:
                 for own in pieces
                 for place in range(len(own))
             ),
-            # What is beside a stage's chunks of layers, a part of the head, takes no place of theirs.
+            # A stage's part of the head, next to its chunks of layers, uses no unit of the limit.
             _opens=tuple(
                 place == 0 and own in pieces[: self.placement.num_chunks] for own in pieces for place in range(len(own))
             ),
@@ -154,20 +153,20 @@ class View:
         assert 0 <= self.stage < self.num_stages, f"stage {self.stage} of {self.num_stages}"
         assert self.num_microbatches >= 1, f"{self.num_microbatches} microbatches"
         assert self.limit >= 1, f"a limit of {self.limit} microbatches in flight: stage {self.stage} could never begin"
-        # Below a place a chunk, a microbatch could not come to the chain's end and back.
+        # With a limit below the number of chunks, a microbatch could not reach the chain's end and return.
         chunks = self.placement.num_chunks
         assert TaskKind.BACKWARD not in self.kinds or self.limit >= chunks, f"{self.limit} places: {self}"
 
     @property
     def in_flight(self) -> int:
-        """Microbatches whose activations a chunk holds: begun, and their last task not done."""
-        # With W as a task, activations live until W: so the limit bounds what waits for it, too.
+        """Number of microbatches with activations in a chunk: begun, and the last task not finished."""
+        # With W as a task, activations live until W, so the limit bounds pending W tasks, too.
         if not self.has_pieces:
             return self.total.forwards - self.total[DONE[self.kinds[-1]]]
         return sum(map(self.held, range(self.placement.num_chunks)))
 
     def held(self, chunk: int) -> int:
-        """Microbatches that a chunk holds: its first piece has begun them, and not all of its pieces have ended."""
+        """Return the number of microbatches in a chunk: begun by the first piece and not finished by all pieces."""
         if not self.has_pieces:
             own = self.chunks[chunk]
             return own.forwards - own[DONE[self.kinds[-1]]]
@@ -179,17 +178,17 @@ class View:
         return self.total[DONE[self.kinds[-1]]] == self.num_microbatches * len(self.chunks)
 
     def next(self, kind: TaskKind, chunk: int = 0) -> Task:
-        """The only task of this kind whose turn it is in a chunk."""
+        """Return a chunk's next task of this kind; tasks of a kind run in order."""
         return Task(kind, self.chunks[chunk][DONE[kind]], chunk)
 
     def ready(self, kind: TaskKind, chunk: int = 0) -> bool:
-        """Whether a chunk's next task of this kind has all that it needs, and a forward pass room below the limit."""
+        """Return whether a chunk's next task of this kind has its inputs and, if F, fits below the limit."""
         counts = self.chunks[chunk]
         if kind not in self.kinds:
             return False
         if kind is TaskKind.FORWARD:
             given = self.num_microbatches if self._begins[chunk] else counts.activations
-            # A microbatch that has begun goes on: its place is taken, and what waits for it may be another rank.
+            # A begun microbatch continues: it is counted already, and another rank may wait for its rows.
             return counts.forwards < given and (not self._opens[chunk] or self.in_flight < self.limit)
         if kind is TaskKind.BACKWARD:
             return counts.backwards < (counts.forwards if self._ends[chunk] else counts.gradients)
@@ -197,11 +196,11 @@ class View:
 
     @property
     def outstanding(self) -> int:
-        """Messages that can still come while this stage does nothing."""
+        """Number of messages that can still be received while this stage runs no task."""
         count = 0
         for counts, (activations, gradients) in zip(self.chunks, self._from_others, strict=True):
             count += (self.num_microbatches - counts.activations) * activations
-            # A gradient comes of each microbatch that was sent on, and of no other.
+            # One gradient is received for each microbatch that was sent on.
             count += (counts.forwards - counts.gradients) * gradients
         for piece, (activations, gradients) in enumerate(self._traded):
             if activations:
@@ -211,7 +210,7 @@ class View:
         return count
 
     def after(self, task: Task) -> View:
-        """The view when the task is done: its counter goes on, and the message that it took is gone."""
+        """Return the view after a task: the task is counted, and its message removed from `arrivals`."""
         kind, _, chunk = task
         assert self.ready(kind, chunk), f"{task} is not ready: {self}"
         assert task == self.next(kind, chunk), f"{task} out of turn: {self}"
@@ -222,8 +221,8 @@ class View:
         return self._with(chunk, DONE[kind], arrivals)
 
     def _with(self, chunk: int, counter: int, arrivals: tuple[Arrival, ...]) -> View:
-        """The view after one of a chunk's counters has gone on. It is dataclasses.replace, several times as fast: a
-        simulated step has a hundred thousand views."""
+        """Return the view with one of a chunk's counters increased. Equals dataclasses.replace at several times the
+        speed: a simulated step has a hundred thousand views."""
         view = object.__new__(View)
         state = view.__dict__
         state.update(self.__dict__)
@@ -231,7 +230,7 @@ class View:
         counts, total = [*self.chunks[chunk]], [*self.total]
         counts[counter] += 1
         total[counter] += 1
-        # Kept beside the chunks' counters: adding up at each look was much of a simulated task's time.
+        # The total is updated, not summed at each access: summing was much of a simulated task's time.
         state["total"] = one = Counters(*total)
         if len(self.chunks) > 1:
             one = Counters(*counts)
@@ -239,12 +238,12 @@ class View:
         return view
 
     def expects(self, kind: TaskKind, chunk: int = 0) -> Arrival:
-        """A chunk's message of this kind whose turn it is."""
+        """Return a chunk's next message of this kind in order."""
         counts = self.chunks[chunk]
         return Arrival(kind, counts.activations if kind is TaskKind.FORWARD else counts.gradients, chunk)
 
     def with_arrival(self, kind: TaskKind, chunk: int = 0) -> View:
-        """The view when a chunk's next message of this kind has come."""
+        """Return the view after a chunk's next message of this kind has been received."""
         counts, arrivals = self.chunks[chunk], (*self.arrivals, self.expects(kind, chunk))
         if kind is TaskKind.FORWARD:
             assert not self._begins[chunk], f"an activation at the first stage: {self}"

@@ -1,8 +1,7 @@
-"""A step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: Chrome's trace event format, JSON.
+"""A step as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing: Chrome's trace event format, JSON.
 
-One process a stage, named `stage 0`; in it one row for the tasks of the pipeline and one for each phase of the step,
-since phases may run under tasks and under each other. Complete events (`"ph": "X"`), times in microseconds from the
-first span.
+Each stage is one process, named `stage 0`, with one row for tasks and one for each phase of the step, since phases may
+overlap tasks and each other. Complete events (`"ph": "X"`), times in microseconds from the first span.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ TASK_ROW = "tasks"
 
 
 def write_trace(timeline: Timeline, path: Path) -> None:
-    """Write the spans of one step. Raises MeshwrightError with the path where it cannot be written."""
-    # A stage's rows, top down: tasks, then phases in the order in which they first begin.
+    """Write the spans of one step. Raises MeshwrightError with the path if writing fails."""
+    # A stage's rows, from the top: tasks, then phases in the order of their first spans.
     spans = sorted(timeline.spans, key=lambda span: span.start_seconds)
     phases = dict.fromkeys(span.category for span in spans if span.microbatch is None)
     rows = {name: row for row, name in enumerate([TASK_ROW, *phases])}
     events: list[dict[str, Any]] = []
     for stage in range(timeline.num_stages):
         events.append({"ph": "M", "name": "process_name", "pid": stage, "args": {"name": f"stage {stage}"}})
-        # So that viewers keep the stages in their order.
+        # Viewers sort processes by this index.
         events.append({"ph": "M", "name": "process_sort_index", "pid": stage, "args": {"sort_index": stage}})
         for name, row in rows.items():
             events.append({"ph": "M", "name": "thread_name", "pid": stage, "tid": row, "args": {"name": name}})
@@ -41,13 +40,13 @@ def write_trace(timeline: Timeline, path: Path) -> None:
 
 
 def read_trace(path: Path) -> Timeline:
-    """The timeline of a file that write_trace wrote, to the microsecond's rounding.
+    """Return the timeline of a file written by `write_trace`, rounded to microseconds.
 
-    Raises DataError where the file cannot be read, or is no such trace.
+    Raises DataError if the file cannot be read or is no such trace.
     """
     try:
         events = parse_json(read_named(path))["traceEvents"]
-        # A stage that did nothing has a name and no span, so the names are what is counted.
+        # Names are counted, since a stage without any span still has a name.
         num_stages = sum(event["name"] == "process_name" for event in events)
         spans = tuple(
             Span(
@@ -66,7 +65,7 @@ def read_trace(path: Path) -> Timeline:
 
 
 def _events(timeline: Timeline, rows: Mapping[str, int]) -> list[dict[str, Any]]:
-    # From zero on: a float64 of microseconds since the epoch would end at a quarter of one.
+    # Relative to the first span: in float64, microseconds since the epoch are rounded to 0.25.
     begin = min((span.start_seconds for span in timeline.spans), default=0.0)
     return [
         {
