@@ -1,1 +1,1 @@
-"""Data parallelism: strategies by which replicas agree on a gradient (Bai, HP3C 2022; ZeRO)."""
+"""Data parallelism: strategies that sum gradients over replicas (Bai, HP3C 2022; ZeRO)."""

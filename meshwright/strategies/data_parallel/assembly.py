@@ -1,4 +1,4 @@
-"""A rank's data-parallel strategy, assembled: parameters in buckets, and the sums of gradients."""
+"""Assembles a rank's data-parallel strategy: parameters in buckets, and the sums of gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEAST_BYTES, PIECE_BYTES = 2**24, 2**20
 
 
 class Bucketed(RunsParts, Protocol):
-    """A chain of blocks whose parameters are held in buckets."""
+    """A chain of blocks with parameters held in buckets."""
 
     blocks: nn.ModuleDict
 
@@ -39,11 +39,11 @@ def build_strategy(
     config: Config, mesh: Mesh, model: Bucketed, specs: dict[str, ShardSpec], chunks: Sequence[Chunk],
     using: Callable[[], PartsUsing], fixed: FixedPoint | None = None, *, drawn: bool = True,
 ) -> Synchroniser:  # fmt: skip
-    """Build a rank's strategy. Buckets give memory to meta parameters, and draw their initial values.
+    """Build a rank's strategy. Buckets allocate memory for meta parameters and draw initial values.
 
     Args:
         specs: of the whole model's parameters.
-        chunks: of the chain that this rank holds.
+        chunks: of the chain, on this rank.
         using: returns the parts of the chain that use each parameter.
         fixed: the format in which gradients are added; None: the dtype of gradients.
         drawn: whether initial values are drawn; otherwise parameters are zeros.
@@ -56,7 +56,7 @@ def build_strategy(
         name: tuple(number for number, chunk in enumerate(chunks) if not set(those).isdisjoint(chunk.parts))
         for name, those in users.items()
     }
-    # A sliced bucket leaves when its chunk is done; one of two chunks would wait for the later chunk.
+    # A sliced bucket is summed when its chunk is done; a bucket of two chunks would wait for the later chunk.
     by_chunk = own if sync.slices and len(chunks) > 1 else None
 
     def fill(name: str, out: Tensor) -> nn.Parameter:
@@ -81,8 +81,8 @@ def build_strategy(
 
 
 def bucket_bytes(config: Config) -> int:
-    """Return the bytes of a bucket. Under offload a bucket is the optimizer's chunk, which is stepped while the next
-    one is summed."""
+    """Return the bytes of a bucket. Under offload a bucket is the optimizer's chunk: one is stepped while the next is
+    summed."""
     offload, bucket = config.memory.offload, config.layout.data.bucket
     if offload.to == "none":
         if bucket != "auto":

@@ -1,23 +1,25 @@
-"""Weights kept as slices: those of a part of the model are gathered for its computation, and freed afterwards.
+"""Weights kept as slices: the weights of a part of the model are gathered for its computation, and freed afterwards.
 
 | sync  | gradients of S bytes           | weights of P bytes                     | a rank sends, m microbatches   |
 |-------|--------------------------------|----------------------------------------|--------------------------------|
-| zero3 | reduce-scatter each microbatch | all-gather of a part before it goes    | m (n-1)/n S for gradients, at  |
-|       |                                | forward, and again before backward     | most 2m (n-1)/n P for weights  |
+| zero3 | reduce-scatter each microbatch | all-gather of a part before its        | m (n-1)/n S for gradients, at  |
+|       |                                | forward, and again before its backward | most 2m (n-1)/n P for weights  |
 
-ZeRO-3 (arXiv 1910.02054, section 5.3; torch's fully_shard, arXiv 2304.11277). A part is what a chain runs at once: the
-embeddings, a layer, the head. Parameters that two parts use (a tied table) are gathered for each. While a part is
-computed the next one's weights travel: forward the layer behind, backward the layer before. So a rank holds its slices
-and two parts. Where forward turns to backward, and where the next microbatch begins, what is there is kept: of L layers
-on one device a microbatch gathers L and L-1 more, and the first of them is still there for the next microbatch. A stage
-of a pipeline does not know which task comes next, and gathers in each all parts of the chunk that it is of.
+ZeRO-3 (arXiv 1910.02054, section 5.3; torch's fully_shard, arXiv 2304.11277). A part is the unit that a chain runs at
+once: the embeddings, a layer, the head. Parameters shared by two parts (a tied table) are gathered for each part. While
+a part is computed, the next part's weights are gathered: the next layer in forward passes, the previous in backward
+passes. So a rank holds slices of all weights, and two whole parts.
 
-Autograd keeps weights for the backward pass, as references to memory that is given back and filled again: so a part's
-memory always is the same storage, which is resized. Of embeddings and head only what autograd has kept is gathered
-again: a look-up's gradient needs no table.
+Weights stay whole if needed again at once: between forward and backward pass, and between microbatches. With L layers
+on one device, a microbatch gathers L and then L-1 layers; the first layer is still whole for the next microbatch. In a
+pipeline stage the next task is unknown: each task gathers all parts of its chunk.
 
-Layers that are recomputed gather while they go forward again in the backward pass; one layer at a time needs nothing
-more than without recomputation.
+Autograd keeps weights for the backward pass as references. A part's memory is therefore always the same storage, freed
+and filled again by resizing. For embeddings and head, only the weights that autograd has kept are gathered again: a
+look-up's gradient needs no table.
+
+Recomputed layers gather when the forward pass is repeated in the backward pass. With groups of one layer, nothing is
+gathered in addition.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class Zero3(Zero2):
 
 @dataclass(frozen=True)
 class Move:
-    """Buckets to free, to wait for, and to start gathering when a part begins, each in one order on all ranks."""
+    """Buckets to free, to gather and wait for, and to start gathering when a part begins, each in one order on all
+    ranks."""
 
     released: tuple[int, ...]
     gathered: tuple[int, ...]
@@ -59,11 +62,11 @@ class Move:
 
 
 class Walk:
-    """A rank's walk through its parts, and the buckets that are whole. Pure, so the planner walks it as well.
+    """A rank's sequence of parts, and the buckets that are whole. Pure, so that the planner can use the class.
 
-    `buckets`: by part. `kept`: of embeddings and head those that their backward passes read. `chunks`: those of the
-    chain that the rank holds. A chain that is one chunk turns from its end to its backward pass, and from that to the
-    next microbatch.
+    `buckets`: by part. `kept`: buckets that the backward passes of embeddings and head read. `chunks`: of the chain, on
+    this rank. If the chain is one chunk, the backward pass follows the forward pass at once, and the next microbatch
+    follows the backward pass.
     """
 
     def __init__(
@@ -72,37 +75,38 @@ class Walk:
         self._order = {part: chunk.parts for chunk in chunks for part in chunk.parts}
         self._buckets = buckets
         self._read_back = {**buckets, **kept}
-        """By part, the buckets that its backward pass reads."""
+        """The buckets that the backward pass of each part reads."""
         self._returns = len(chunks) == 1 and chunks[0].first and chunks[0].last
         self._back_at: int | None = None
-        """The part whose backward pass has begun last; None in a forward pass."""
+        """The part with the latest begun backward pass; None in a forward pass."""
         self._begins = True
         self.held: set[int] = set()
 
     def begin(self) -> None:
-        """A forward pass begins."""
+        """Begin a forward pass."""
         self._back_at, self._begins = None, True
 
     def forward(self, part: int) -> Move:
-        """A part goes forward, in a forward pass or recomputed in a backward pass."""
+        """Return the moves of a part's forward pass, or of its recomputation in a backward pass."""
         fresh, self._begins = self._begins and not self._returns, False
         order, here = self._order[part], self._buckets[part]
         index = order.index(part)
-        # Recomputed: the part goes forward again inside of the backward pass, which goes on with the part before it.
+        # Recomputed: the part runs forward again within the backward pass, which continues with the previous part.
         if self._back_at in order and part >= self._back_at:
             return self._back_from(part, here, fresh=False)
         if index + 1 < len(order):
             return self._moved(here, ahead=self._buckets[order[index + 1]], fresh=fresh)
-        # The last part is where forward turns to backward: the layer before it is needed again at once.
+        # After the last part the backward pass begins: the layer before is needed again at once.
         turns = index > 0 and self._returns
         return self._moved(here, stays=self._buckets[order[index - 1]] if turns else (), fresh=fresh)
 
     def backward(self, part: int) -> Move:
-        """A part's backward pass begins."""
+        """Return the moves of a part's backward pass."""
         before, self._back_at = self._back_at, part
         order = self._order[part]
-        same = part == before == HEAD  # the head's two functions; a layer twice in a row belongs to another microbatch
-        # A part that is not further back than the last one belongs to another task, which may be of any chunk.
+        same = part == before == HEAD  # the head has two functions; a layer twice in a row is two microbatches
+        # A part at or after the previous one begins a new backward task (of any chunk): nothing gathered for the old
+        # task stays.
         fresh = (before not in order or part >= before) and not self._returns and not same
         return self._back_from(part, self._read_back[part], fresh=fresh)
 
@@ -115,7 +119,8 @@ class Walk:
     def _moved(
         self, here: Collection[int], *, ahead: Collection[int] = (), stays: Collection[int] = (), fresh: bool
     ) -> Move:
-        """`stays`: kept if it is there. `fresh`: nothing is kept, whatever the task before has left."""
+        """Return the moves that make `here` and `ahead` whole. `stays`: kept if whole already. `fresh`: free all other
+        buckets."""
         wanted = {*here, *ahead, *stays}
         released = self.held if fresh else self.held - wanted
         left = self.held - released
@@ -125,15 +130,15 @@ class Walk:
 
 
 class GatheredSum(SlicedSum):
-    """A bucket whose weights are a slice as well. Replicas are compared before the cut: afterwards only ranks of other
-    shard groups hold equal slices."""
+    """A bucket with sliced weights, too. Replicas are compared before slicing: later, equal slices are only on ranks of
+    different shard groups."""
 
     def __init__(self, bucket: Bucket, mesh: Mesh, policy: Policy) -> None:
         self.pinned = False
         """Whether the weights stay whole."""
         super().__init__(bucket, mesh, policy)
         self.differing = super().make_equal() if mesh.device.type != "meta" else []
-        # The slice in separate memory, since the bucket's is freed.
+        # The slice gets separate memory, since the bucket's is freed.
         slot = self.slot
         slot.parameter.data = slot.parameter.data.clone()
         self.weights = FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes)
@@ -159,7 +164,7 @@ class GatheredSum(SlicedSum):
 
 
 class Gathering(Sharded):
-    """Holds slices of all weights, and whole weights of two parts of the model."""
+    """A strategy that holds slices of all weights, and whole weights of two parts of the model."""
 
     sum_of = GatheredSum
     every: list[GatheredSum]  # type: ignore[assignment]
@@ -172,14 +177,14 @@ class Gathering(Sharded):
         self._walk = Walk(self._of, self._kept, ())
 
     def follow(self, model: RunsParts, using: PartsUsing, chunks: Sequence[Chunk]) -> None:
-        """Gather what a chain's parts need when it runs them."""
+        """Gather the weights of each part of a chain when the part runs."""
         super().follow(model, using, chunks)
         self._kept = {part: set() for part in self._of.keys() & {EMBEDDINGS, HEAD}}
         self._walk = Walk(self._of, self._kept, chunks)
 
     @classmethod
     def held(cls, buckets: Sequence[BucketBytes]) -> HeldBytes:
-        """Slices of weights, too; and whole the two neighbouring parts of the model that are largest together."""
+        """Return the bytes of all slices, and of the two neighbouring whole parts that are largest together."""
         of: dict[int, set[int]] = {}
         for index, each in enumerate(buckets):
             for part in each.parts:
@@ -201,10 +206,10 @@ class Gathering(Sharded):
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
-        """The head's weights stay for what is computed of its input; each other part's come when it runs."""
+        """Keep the head's weights whole while entered; other parts are gathered when run."""
         self._walk.begin()
         head = set(self._of[max(self._of)])
-        # Sampling and evaluation call the head by itself, outside of any part that would gather for it.
+        # Sampling and evaluation call the head separately, outside of any part that would gather for it.
         for index in sorted(head - self._walk.held):
             self.every[index].gather()
         self._wait(head)
@@ -217,13 +222,13 @@ class Gathering(Sharded):
         self._walk.held = set()
 
     def run_part(self, part: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a part with its weights; its backward pass begins with them, too."""
+        """Run a part with whole weights; the weights are also gathered for the part's backward pass."""
         self._move(part, self._walk.forward(part))
         if not torch.is_grad_enabled():
             return function(*arguments)
         if part in self._kept:
-            # Which weights the backward passes of embeddings and head read is seen in what autograd keeps of them: a
-            # look-up keeps no table.
+            # The tensors saved by autograd show which weights the backward passes of embeddings and head read: a
+            # look-up saves no table.
             def note(x: Tensor) -> Tensor:
                 index = self._index_of.get(x.untyped_storage()._cdata)
                 if index is not None:
@@ -237,16 +242,16 @@ class Gathering(Sharded):
         return self._turning(part, result)
 
     def _turning(self, part: int, result: Any) -> Any:
-        """The result, whose gradient calls for the part's weights when it is whole."""
+        """Return the result with a hook that gathers the part's weights when the result's gradient is complete."""
         hidden = result if isinstance(result, tuple) else (result,)
         learn = [x for x in hidden if x.requires_grad]
-        # An identity node behind the part, since hooks on `grad_fn` fire early where a model has two streams.
+        # An identity node after the part, since hooks on `grad_fn` run too early if a model has two streams.
         turned = iter(_Turn.apply(lambda: self._move(part, self._walk.backward(part)), *learn))
         hidden = tuple(next(turned) if x.requires_grad else x for x in hidden)
         return hidden if isinstance(result, tuple) else hidden[0]
 
     def _move(self, part: int, move: Move) -> None:
-        """Wait for the weights of the part that begins, and start those of the one ahead."""
+        """Wait for the weights of the part that begins, and start gathering the next part's."""
         self._release(move.released)
         for index in move.gathered:
             self.every[index].gather()
@@ -260,11 +265,11 @@ class Gathering(Sharded):
 
 
 class _Turn(torch.autograd.Function):
-    """Passes tensors through; `visit` is called when all of their gradients are there."""
+    """An identity; backward calls `visit` when all gradients are there."""
 
     @staticmethod
     def forward(ctx: Any, visit: Callable[[], None], *hidden: Tensor) -> Hidden:
-        # An output without a gradient stays without one, rather than becoming a tensor of zeros.
+        # An output without a gradient gets None, not a tensor of zeros.
         ctx.set_materialize_grads(False)
         ctx.visit = visit
         return tuple(x.view_as(x) for x in hidden)

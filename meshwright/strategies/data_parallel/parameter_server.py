@@ -6,10 +6,10 @@
 | server-gradient | scattered     | on every rank   | summed on the server   | server    | model broadcast  |
 | server-loss     | scattered     | on the server   | summed on the server   | server    | model broadcast  |
 
-Rooted: a worker sends S, the root (n-1)S. Server: a worker sends S, the server (n-1)S of parameters and
-(n-1)/n of the batch; with server-loss a worker also sends its hidden states [B/n, T, H] and the server their gradients.
-The hidden states before the head are the 'outputs' that are gathered: the head with its loss is one layer here, and
-gathering logits [B, T, V] would move V/H times as much.
+Rooted: a worker sends S, the root (n-1)S. Server: a worker sends S, the server (n-1)S of parameters and (n-1)/n of the
+batch. With server-loss a worker also sends its hidden states [B/n, T, H], and the server their gradients. The 'outputs'
+gathered are the hidden states before the head: the head with its loss is one layer here, and gathering logits [B, T, V]
+would send V/H times the bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.ranks.comm import Comm, Work
 from meshwright.strategies.data_parallel.strategy import Policy, Synchroniser
 
 _ROOT = 0
-"""The first rank, which owns what `first` owns (Policy.owners)."""
+"""The first rank: the owner under `first` (Policy.owners)."""
 
 
 class Rooted(Policy):
@@ -61,9 +61,9 @@ class ServerGradient(Synchroniser):
 class ServerLoss(ServerGradient):
     """Variant 'loss': the workers' outputs are gathered, and the server alone computes the loss.
 
-    Only the server runs the head, so only there the head's gradients could fill a bucket early. No bucket may leave
+    Only the server runs the head, so only there the head's gradients could fill a bucket early. No bucket may be sent
     before the outputs' gradient is scattered, since all ranks must send in the same order. The autograd graph of the
-    forward pass is the whole protocol: a stage of its own would be a second place where passes are written.
+    forward pass is the whole protocol: a separate stage would duplicate the code of passes.
     """
 
     def expect(self, final: bool) -> None:
@@ -74,11 +74,11 @@ class ServerLoss(ServerGradient):
         comm = self.mesh.comm("data")
         (own,) = model.hidden_states(batch, incoming)
         outputs = gather(own, self.mesh, "data", _ROOT)  # [n·B, T, H] on the server, [0, T, H] on a worker
-        # Once the gradient has left the head, all ranks do the same.
+        # After the head's backward pass, all ranks do the same.
         outputs.register_hook(lambda gradient: super(ServerLoss, self).expect(self._final_comes))
         labels = {name: batch[name].new_empty(outputs.shape[0], *batch[name].shape[1:]) for name in model.labels}
         for name, everyone in labels.items():
             comm.gather(everyone, batch[name], _ROOT)
         if comm.index == _ROOT:
             return (model.loss(outputs, labels, scales),)
-        return (outputs.sum(),)  # 0, whose backward pass waits for the server's scatter
+        return (outputs.sum(),)  # 0; its backward pass waits for the server's scatter

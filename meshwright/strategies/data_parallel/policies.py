@@ -1,16 +1,16 @@
-"""Policies in which all ranks take part alike.
+"""Policies in which all ranks do equal work.
 
 | sync      | gradients of S bytes          | the optimizer steps | then       | a rank sends             |
 |-----------|-------------------------------|---------------------|------------|--------------------------|
 | allreduce | the transport's all-reduce    | all, on every rank  | -          | 2(n-1)/n S               |
 | ring      | point-to-point round the ring | all, on every rank  | -          | 2(n-1)/n S               |
-| zero1     | reduce-scatter                | 1/n                 | all-gather | (n-1)/n S, as much again |
+| zero1     | reduce-scatter                | 1/n                 | all-gather | (n-1)/n S, twice         |
 
-All-reduce is Bai's DPS and torch's DistributedDataParallel; it travels under the backward pass (over MPI and among
-ranks of one node behind it: ranks/mpi.py, ranks/window_comm.py). The ring is Horovod's (Patarasuk and Yuan, 2009): a
-bucket, its tensor fusion, is cut into n blocks; in n-1 steps partial sums travel round until rank r holds block r+1
-whole, in n-1 more the whole blocks travel round. ZeRO-1 (arXiv 1910.02054, section 5.1) sends an all-reduce's bytes,
-with the optimizer's work in between done once instead of n times.
+All-reduce is Bai's DPS and torch's DistributedDataParallel. It overlaps with the backward pass; over MPI and among the
+ranks of one node it follows the backward pass (ranks/mpi.py, ranks/window_comm.py). The ring is Horovod's (Patarasuk
+and Yuan, 2009; a bucket is Horovod's tensor fusion). A bucket is cut into n blocks. In n-1 steps partial sums are
+passed on until rank r holds the sum of block r+1; in n-1 more steps the sums are passed on. ZeRO-1 (arXiv 1910.02054,
+section 5.1) sends an all-reduce's bytes; in between, each weight is stepped once instead of n times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class AllReduce(Policy):
 
 
 class Ring(Policy):
-    """Ring all-reduce of each bucket, whose length is a multiple of the number of ranks."""
+    """Ring all-reduce of each bucket; bucket lengths are multiples of the number of ranks."""
 
     blocks = True
 
@@ -50,4 +50,4 @@ class Zero1(Policy):
 
     owners = "each"
     apart: tuple[str, ...] = (REPLICATE,)
-    """Shard groups, each of which steps the whole bucket."""
+    """Shard groups: each group steps the whole bucket."""

@@ -1,4 +1,4 @@
-"""The data-parallel strategies' facts for the config and the planner. No torch.
+"""Facts on data-parallel strategies, for the config and the planner. No torch.
 
 | sync            | summed by                | stages | cut layers | MPI | recomputation | offload | planned |
 |-----------------|--------------------------|--------|------------|-----|---------------|---------|---------|
@@ -11,7 +11,7 @@
 | zero2           | the same, each microbatch | yes   | yes        |     | yes           | yes     | yes     |
 | zero3           | the same, weights sliced  | yes   | yes        |     | yes           | yes     | yes     |
 
-One is added by a `Sync` and its line in the registry (docs/extending.md).
+To add a strategy, write a `Sync` and a line in the registry (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -33,42 +33,43 @@ FIELD, SHARD, EXPERT_FIELD = "layout.data.sync", "layout.data.shard", "layout.da
 
 @dataclass(frozen=True)
 class Sync:
-    """A strategy's facts. Its parts are named as `module:attribute`, since torch is not imported yet.
+    """Facts on a strategy. Code is named as `module:attribute`, since torch is not imported yet.
 
-    `policy`: makes the `Policy` by which buckets travel (strategy.py). `synchroniser`: makes the strategy of
+    `policy`: makes the `Policy` that sums and publishes buckets (strategy.py). `synchroniser`: makes the strategy from
     (buckets, mesh, policy).
     """
 
     policy: str
     synchroniser: str = "meshwright.strategies.data_parallel.strategy:Synchroniser"
     rules: tuple[Rule, ...] = ()
-    """Rules on what it does not go with, and why; checked where it is chosen."""
+    """Rules on combinations that are refused, and why; checked if the strategy is chosen."""
     cuts_parameters: bool = False
-    """Whether a rank steps slices of flat memory, which cut parameters anywhere."""
+    """Whether a rank steps slices of flat memory, which cut parameters at any element."""
     over_mpi: bool = True
-    """Whether MPI can carry it: `transport: auto` then takes it on CPUs."""
+    """Whether the strategy runs over MPI: `transport: auto` then chooses MPI on CPUs."""
     candidate: bool = False
-    """Whether a planner tries it. All others are planned where a run names them."""
+    """Whether a planner tries the strategy. Other strategies are planned if a run names one."""
     slices: bool = False
-    """Whether gradients are kept as slices, and so summed inside of every microbatch: replicas then do a stage's tasks
-    in one order."""
+    """Whether gradients are kept as slices, and so summed in every microbatch: replicas then run a stage's tasks in one
+    order."""
     gathers: bool = False
-    """Whether weights are slices as well, gathered part by part of the model: a bucket is then what a part needs."""
+    """Whether weights are slices as well, gathered part by part of the model: a bucket then holds one part's
+    parameters."""
     deals_matrices: bool = False
-    """Whether a rank steps the matrices that it owns whole, if the optimizer steps matrices (Bucket.segments)."""
+    """Whether a rank steps whole matrices that it owns, if the optimizer steps matrices (Bucket.segments)."""
     grouped: bool = False
     """Whether groups of ranks may each hold all slices (layout.data.shard)."""
     like: str = ""
     """The strategy's name elsewhere."""
     unplanned: str = ""
-    """Why a planner cannot compute it: `is more than ...`."""
+    """The reason if a planner cannot compute the strategy: `is more than ...`."""
     order_free: bool = True
-    """Whether the sync only adds what the ranks' buckets hold, so that sums of integers are equal under any layout."""
+    """Whether the sync only adds the ranks' buckets, so that integer sums are equal under any layout."""
 
 
 def _refused(field: str, when: Callable[[Config], object], why: str, instead: str = "{others}") -> Rule:
-    """A rule on what some strategies do not go with. `why`, `instead`: formats of `config`; `others`: the strategies
-    that the rule allows, the planner's candidates first."""
+    """Return a rule that refuses some strategies. `why`, `instead`: formats of `config`; `others`: the strategies that
+    the rule allows, the planner's candidates first."""
 
     @rule(FIELD, field)
     def refused(config: Config) -> Iterator[Problem]:
@@ -104,7 +105,7 @@ needs_losses_of_the_head = _refused(
     "and {config.model.losses_in_layers} gives layers losses of their own",
     "{others}, or {config.model.losses_in_layers}=0",
 )
-# Of transports those that do not suit a strategy; `auto` takes one that suits (Sync.over_mpi).
+# Refuses transports unsuitable for a strategy; `auto` chooses a suitable one (Sync.over_mpi).
 needs_verbs_under_way = _refused(
     "layout.transport",
     lambda config: config.layout.transport != "auto" and not TRANSPORTS[config.layout.transport].moves_alone,
@@ -115,7 +116,7 @@ needs_verbs_under_way = _refused(
 
 @rule(FIELD, "layout.data.exchange", EXPERT_FIELD)
 def needs_whole_parts(config: Config) -> Iterator[Problem]:
-    """Slices are summed in every microbatch, bucket by bucket in an order that pieces of layers do not keep."""
+    """Slices are summed in every microbatch, bucket by bucket, in an order that pieces of layers do not keep."""
     sync = config.layout.data.sync
     if config.layout.data.in_pieces:
         rule_text = "sums a layer's gradients as one, and layout.data.exchange=messages cuts layers into pieces"
@@ -127,7 +128,7 @@ def needs_whole_parts(config: Config) -> Iterator[Problem]:
 @rule(SHARD, "layout.data.size")
 def shards_are_equal(config: Config) -> Iterator[Problem]:
     size, shard = config.layout.data.size, config.layout.data.shard
-    # Groups of `shard` ranks each hold the model once: a remainder would hold a part of it.
+    # Each group of `shard` ranks holds the model once: a remainder would hold a part.
     if shard is not None and size % shard:
         yield Problem(SHARD, shard, f"does not divide layout.data.size={size}", f"null, {listed(divisors(size))}")
 

@@ -4,22 +4,22 @@
 |-------|--------------------------------|---------------------|------------|-------------------------------------|
 | zero2 | reduce-scatter each microbatch | 1/n                 | all-gather | m (n-1)/n S + (n-1)/n P             |
 
-ZeRO-2 (arXiv 1910.02054, section 5.2). A rank holds its slice of every gradient. During a backward pass it also holds,
-for each kind of bucket, three whole ones: the bucket being filled, the bucket before it on its way, and a tied table's,
-which is filled from the head's backward pass to the embedding's. With one microbatch a step sends what zero1 sends;
-each further microbatch costs one more reduce-scatter, the price of not holding whole gradients in between.
+ZeRO-2 (arXiv 1910.02054, section 5.2). A rank holds one slice of every gradient. During a backward pass a rank also
+holds three whole buckets of each kind: the bucket being filled, the bucket before (being summed), and a tied table's,
+which is filled from the head's backward pass to the embedding's. With one microbatch a step sends the bytes of zero1.
+Each further microbatch costs one more reduce-scatter, the price of not holding whole gradients in between.
 
-A bucket is sliced over all axes of its sum except two, along which ranks hold equal slices and sum them once a step:
+A bucket is sliced over all axes of its sum except two. Along these two, ranks hold equal slices, summed once a step:
 the pipeline's ends, which finish a tied table at different times, and the shard groups of hybrid sharding (HSDP, arXiv
-2304.11277, section 3.2.2). Without stages, groups sum a slice under the rest of the last backward pass; with stages,
-whose replicas order their weight gradients differently, after it.
+2304.11277, section 3.2.2). Without stages, groups sum a slice under the rest of the last backward pass. With stages,
+groups sum after the backward pass, since replicas order weight gradients differently.
 
-With W tasks (deferred weight gradients), parameters whose gradients come with B (norms, tables) run ahead of their
-bucket's others by a number of microbatches that depends on message timing. Sums must not depend on timing, or equal
-runs would round differently: such a bucket accumulates whole gradients and is summed at the step's end, and so does a
-tied table whose two ends are chunks of one stage.
+With W tasks (deferred weight gradients), gradients computed in B (norms, tables) run ahead of the rest of the bucket,
+by a number of microbatches that depends on message timing. Sums must not depend on timing, or equal runs would round
+differently. Such a bucket accumulates whole gradients and is summed at the step's end. A tied table with both ends in
+chunks of one stage is treated the same way.
 
-With several chunks a stage, each chunk has buckets of its own, filled in the order of microbatches.
+With several chunks a stage, each chunk has separate buckets, filled in the order of microbatches.
 """
 
 from __future__ import annotations
@@ -45,15 +45,14 @@ class Zero2(Zero1):
 
 
 class SlicedSum(BucketSum):
-    """A bucket that is summed in each microbatch into a slice of the slot. Between sums its whole gradients have no
-    memory."""
+    """A bucket summed in each microbatch into a slice of the slot. Between sums its whole gradients have no memory."""
 
     def __init__(self, bucket: Bucket, mesh: Mesh, policy: Policy) -> None:
         super().__init__(bucket, mesh, policy)
-        # With a meeting of all ranks at each bucket, the fastest would wait for the slowest each time.
+        # If all ranks synchronised at each bucket, the fastest would wait for the slowest each time.
         self.comm = self.comm.under_way()
         self.arrived = self.total
-        """The rank's part of the whole gradients, where the sum of a microbatch arrives."""
+        """The rank's part of the whole gradients, into which a microbatch is summed."""
         self.total = torch.zeros_like(self.arrived)
         if bucket.rule.trained:
             self.slot.parameter.grad = floats_in(self.total)
@@ -74,7 +73,7 @@ class SlicedSum(BucketSum):
         super().take(parameter)
 
     def leave(self) -> None:
-        allocate(self.bucket.gradients)  # one without an element here
+        allocate(self.bucket.gradients)  # a bucket without elements here
         super().leave()
         self.times_left += 1
 
@@ -103,10 +102,10 @@ class SlicedSum(BucketSum):
 
 
 class Sharded(Synchroniser):
-    """Sums each bucket in every microbatch into slices that the slots hold.
+    """A strategy that sums each bucket in every microbatch, into slices held by the slots.
 
-    When a bucket is full, the backward pass waits for the sum of the bucket before, which bounds the whole buckets. The
-    ranks of a sum do their tasks in one order (Layout.peer_axes), so that no two wait for each other.
+    When a bucket is full, the backward pass waits for the sum of the bucket before, which bounds the number of whole
+    buckets. The ranks of a sum run tasks in one order (Layout.peer_axes), so that no two wait for each other.
     """
 
     every_microbatch = True
@@ -116,7 +115,7 @@ class Sharded(Synchroniser):
 
     @classmethod
     def held(cls, buckets: Sequence[BucketBytes]) -> HeldBytes:
-        """Bytes of all slices, of whole buckets that wait, and of the three largest buckets of each kind."""
+        """Return the bytes of all slices, of whole buckets that wait, and of the three largest buckets of each kind."""
         by_kind: defaultdict[Hashable, list[int]] = defaultdict(list)
         for each in buckets:
             if not each.waits:
@@ -129,10 +128,10 @@ class Sharded(Synchroniser):
     def filled(self, parameter: nn.Parameter) -> None:
         """Note a parameter's gradient of a microbatch, and begin the sums of its chunk's full buckets in order."""
         one, chunk = self._sum_of[parameter], self.gradients.user
-        if self.gradients.defers:  # it did not wait for W, as others of its bucket may
+        if self.gradients.defers:  # computed in B, while others of the bucket may wait for W
             one.waits = True
         one.take(parameter)
-        if one.state is not State.FULL and not one.waits:  # nothing can leave now that could not before
+        if one.state is not State.FULL and not one.waits:  # no other bucket has become ready
             return
         order = [one for one in self.sums if not one.waits and one.bucket.chunks in ((), (chunk,))]
         # The bucket with the fewest sums begun comes first. Ends at the last bucket: one without elements on this rank
@@ -149,16 +148,16 @@ class Sharded(Synchroniser):
         return self._ended()
 
     def _leave(self, one: SlicedSum) -> None:
-        """Begin a bucket's sum, then wait for the sums of buckets that fill at other times. So a link has the next sum
-        when one ends, and need not wait until the first is added to its slice."""
+        """Begin a bucket's sum, then wait for the sums of buckets that fill at other times. When a sum ends, the link
+        already has the next one, and need not wait until the first is added to its slice."""
         for parameter in one.bucket.views:
             self.gradients.fill(parameter)
             self.gradients.clear(parameter)
-        # Beside stages weight gradients come in an order of their own, and slices go on behind the backward pass.
+        # With stages, weight gradients have another order, and slices are summed over groups after the backward pass.
         one.last = self._final and self.mesh.size(PIPE) == 1
         one.leave()
         for other in self.sums:
-            # Buckets of one part of the model, where it is gathered by part, become full at about the same time.
+            # Buckets of one part become full at about the same time, if the model is gathered by part.
             if other is not one and not (one.bucket.parts and one.bucket.parts == other.bucket.parts):
                 other.collect()
 

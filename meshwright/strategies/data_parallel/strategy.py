@@ -1,8 +1,8 @@
-"""The base of data-parallel strategies: the synchroniser, which executes gradient sums by a policy.
+"""The base of data-parallel strategies: the synchroniser, which sums gradients over replicas by a policy.
 
-A step: share the batch, forward and backward of each microbatch (pipeline/), finish (the slots' gradients are the
-global batch's), the optimizer steps the slots, publish (every rank's parameters are the new ones). New values may
-travel under the next forward pass: each part of the model then waits for its own.
+A step: share the batch, forward and backward of each microbatch (pipeline/), finish (slots hold the global batch's
+gradients), the optimizer steps the slots, publish (every rank gets the new parameters). New values may be sent during
+the next forward pass: each part of the model then waits for its own.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from meshwright.ranks.mesh import Mesh
 
 
 class Policy:
-    """How one bucket travels: summed to its owners, then published by them.
+    """A rule for summing one bucket to its owners, and for publishing the owners' new values.
 
     | owners | gradients are summed by | a rank's optimizer steps       | then the new values are             |
     |--------|-------------------------|--------------------------------|-------------------------------------|
     | all    | an all-reduce           | the whole bucket               | on every rank: nothing is published |
     | each   | a reduce-scatter        | the slice of the rank's index  | gathered                            |
     | first  | a reduce to the first   | all of it on the first, else 0 | broadcast by the first rank         |
-    Of `each`, a reduce sums matrices that are stepped whole to the owner of each, which broadcasts them (owners.py).
+    With `each`, matrices that are stepped whole are reduced to an owner each, which broadcasts the values (owners.py).
     """
 
     owners: Literal["all", "each", "first"] = "all"
     publishes = True
-    """Whether owners send new values; not where weights are slices, too, and gathered for what is computed."""
+    """Whether owners send new values; False if weights are sliced, too, and gathered for each computation."""
     blocks = False
-    """Whether `reduce` returns only when the other ranks have come, too."""
+    """Whether `reduce` returns only after the other ranks have called it, too."""
     apart: tuple[str, ...] = ()
-    """Axes along which ranks own the same part: it is summed over the other axes, and once a step over these."""
+    """Axes along which ranks own the same part: summed over the other axes first, then once a step over these."""
 
     def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
-        """start, stop of the part that this rank's optimizer steps."""
+        """Return start, stop of the part that this rank's optimizer steps."""
         length = bucket.values.numel()
         if self.owners == "each" and bucket.segments:
             return bucket.segments[comm.index], bucket.segments[comm.index + 1]
@@ -57,7 +57,7 @@ class Policy:
         return 0, length if self.owners == "all" or comm.index == 0 else 0
 
     def dealt_over(self, mesh: Mesh) -> DealtOver | None:
-        """Return how many ranks share out a bucket's matrices, by its axes; None if they are not shared out."""
+        """Return ranks(axes): the number of ranks that share out a bucket's matrices; None: none are shared out."""
         if self.owners != "each":
             return None
         return lambda axes: mesh.comm(*(axis for axis in axes if axis not in self.apart)).size
@@ -79,7 +79,7 @@ class Policy:
                 return comm.reduce(bucket.gradients, 0, wait=False)
 
     def publish(self, bucket: Bucket, comm: Comm) -> Work:
-        """Bring the owners' new values to every rank."""
+        """Send the owners' new values to every rank."""
         if self.owners == "all" or not self.publishes:
             return DONE
         if self.owners == "first":
@@ -94,9 +94,9 @@ class Policy:
 
 
 class BucketBytes(NamedTuple):
-    """A bucket's bytes on a rank: `weights` and `gradients` of all of it, `own_weights` and `own_gradients` of the part
-    that the rank's optimizer steps. `kind`: buckets of one kind may lie in one another's memory; `parts`: those of the
-    model that use it, where a bucket is a part's; `waits`: it adds up in whole, and is summed at the step's end."""
+    """A bucket's bytes on a rank: all `weights` and `gradients`, `own_weights` and `own_gradients` of the part that the
+    rank's optimizer steps. `kind`: buckets of equal kind can reuse each other's memory. `parts`: of the model, for
+    buckets made by part. `waits`: gradients accumulate over all microbatches and are summed once, at the step's end."""
 
     kind: Hashable
     parts: tuple[int, ...]
@@ -108,7 +108,7 @@ class BucketBytes(NamedTuple):
 
 
 class HeldBytes(NamedTuple):
-    """Bytes of weights and gradients held all the time, and the most held in passing while tasks run."""
+    """Bytes of weights and gradients held permanently, and the peak held temporarily while tasks run."""
 
     weights: int
     gradients: int
@@ -121,7 +121,7 @@ class HeldBytes(NamedTuple):
 
 
 class State(Enum):
-    """Where a bucket is in a step. A sum that has ended in a microbatch that is not the last makes it fill anew."""
+    """A bucket's state in a step. After a sum in any microbatch but the last, the bucket is filled again."""
 
     FILLING = "some of its gradients are to come"
     FULL = "it leaves when those before it have left"
@@ -131,14 +131,14 @@ class State(Enum):
 
 
 class BucketSum:
-    """A bucket on its way through a step, and the one owner of its state: filling, full, summing, crossing, summed.
+    """A bucket in a step, and the only owner of its state: filling, full, summing, crossing, summed.
 
-    What happens at each turn is here, and overridden where a strategy does otherwise; when buckets turn, and in which
-    order, is the Synchroniser's.
+    Methods are the transitions, overridden by strategies. The `Synchroniser` decides when buckets change state, and in
+    which order.
     """
 
     waits = False
-    """Whether the bucket adds up in whole, and is summed at the step's end."""
+    """Whether whole gradients accumulate and are summed once, at the step's end."""
 
     def __init__(self, bucket: Bucket, mesh: Mesh, policy: Policy) -> None:
         self.bucket, self.mesh, self.policy = bucket, mesh, policy
@@ -151,13 +151,13 @@ class BucketSum:
         self.slot = bucket.slot(start, stop, part_axes=() if policy.owners == "all" else axes)
         """The part of the bucket that this rank's optimizer steps."""
         self.total = bucket.gradients[start:stop]
-        """The memory in which the slot's gradient is summed: integers where bits are layout-free."""
+        """The memory of the slot's summed gradient: integers if bits are layout-free."""
         self.weights = FlatWeights(bucket.values, bucket.places, bucket.copy_axes)
         """This rank's part of the bucket's weights between steps."""
         self.work: Work = DONE
         """The sum in progress."""
         self.arriving: Work | None = None
-        """Values stepped by other ranks, on their way here."""
+        """The receive of values stepped by other ranks."""
         self.refill()
 
     @property
@@ -171,52 +171,52 @@ class BucketSum:
         )  # fmt: skip
 
     def refill(self) -> None:
-        """Filling: all gradients are to come, but of what has no elements here, whose owner is another rank."""
+        """Begin filling: all gradients are missing, except of parameters without elements here (another rank's)."""
         self.missing = {member for member in self.bucket.views if member.numel()}
         self.state = State.FILLING if self.missing else State.FULL
 
     def begin(self) -> None:
-        """Called before a gradient is written into the bucket."""
+        """Prepare for writing a gradient into the bucket."""
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Called when a parameter has its gradient. Full after the last."""
+        """Note that a parameter has its gradient. Full after the last."""
         self.missing.discard(parameter)
         if not self.missing and self.state is State.FILLING:
             self.state = State.FULL
 
     def leave(self) -> None:
-        """Summing: the sum is begun, or where it would block here begun when it is waited for."""
-        # Padding, of which a slice and so the norm has a part: a slice's memory is new, and after a step of integers
-        # the floats lie there that they became.
+        """Begin the sum (state: summing). A sum that would block here begins when waited for."""
+        # Zero the padding, which slices and the norm may contain: a slice's memory is new, and integer sums leave
+        # floats there.
         self.bucket.gradients[self.bucket.places[-1].stop :].zero_()
         reduce, self.state = partial(self.policy.reduce, self.bucket, self.comm), State.SUMMING
         self.work = Later(lambda: reduce().wait()) if self.policy.blocks else reduce()
 
     def cross(self) -> None:
-        """Begin what follows the sum of all microbatches, once: the sum over the ranks that own the same part."""
+        """Begin the sum over the ranks that own the same part, once a step, after the sum of all microbatches."""
         if self.state is State.SUMMING and self.copies.size > 1:
             self.end()
             self.work, self.state = self.copies.all_reduce(self.total, wait=False), State.CROSSING
 
     def end(self) -> None:
-        """Summed: wait for the sum."""
+        """Wait for the sum (state: summed)."""
         work, self.work = self.work, DONE
         work.wait()
         self.state = State.SUMMED
 
     def publish(self) -> None:
-        """The slot was stepped: its new values go to those who do not step it, and the bucket fills anew."""
+        """Send the slot's stepped values to ranks that do not step the slot; begin filling again."""
         self.arriving = self.policy.publish(self.bucket, self.comm)
         self.refill()
 
     def wait(self) -> None:
-        """Return when the values of all owners have arrived."""
+        """Wait until the values of all owners are received."""
         if self.arriving is not None:
             work, self.arriving = self.arriving, None
             work.wait()
 
     def make_equal(self) -> list[str]:
-        """The parameters that the ranks which hold them had with other values; now they have the first's."""
+        """Return the parameters that were unequal on ranks with copies; all now have the first rank's values."""
         bucket, comm = self.bucket, self.mesh.comm(*self.weights.copy_axes)
         if same_everywhere(bucket.values, comm):  # one small message if all are equal
             return []
@@ -225,34 +225,34 @@ class BucketSum:
 
 
 class Synchroniser:
-    """A data-parallel strategy, as the train loop sees it. `gradients`: where the model's layers add theirs up.
+    """A data-parallel strategy, as the train loop uses it. `gradients`: collects the gradients of the model's layers.
 
-    Sums buckets over their axes by a policy, each as soon as the backward pass has filled it.
+    Sums buckets over their axes by a policy, each as soon as the backward pass has filled the bucket.
 
-    Between steps no parameter has a gradient: autograd then hands over what it has computed instead of adding it to
-    zeros, and a bucket is written once a step.
+    Between steps no parameter has a gradient: autograd then hands over computed gradients instead of adding to zeros,
+    and a bucket is written once a step.
 
-    Sends, a bucket a step: what its policy sends. Buckets start in one fixed order on every rank. A policy that blocks
-    sums them behind the backward pass: inside it a last stage would wait, in the sum of a tied table, for the first,
-    and that one for the gradient which the last has yet to send. Nothing is lost: a sum that blocks hides nothing.
+    Sends, once a step and bucket, the policy's messages. Buckets start in one fixed order on every rank. Blocking
+    policies sum after the backward pass. During it, tied embeddings would deadlock: the last stage waits for the first
+    in the sum, the first for the last stage's gradient. Nothing is lost: a blocking sum overlaps with nothing.
 
-    New values are published in the other order, about the forward pass's, under which they travel (`follow`).
+    New values are published in reverse order, about the forward pass's, and sent under that pass (`follow`).
     """
 
     every_microbatch = False
-    """Whether it sums in each microbatch, not in the step's last alone."""
+    """Whether gradients are summed in each microbatch, not only in the step's last."""
     sum_of: type[BucketSum] = BucketSum
 
     def __init__(self, buckets: Iterable[Bucket], mesh: Mesh, policy: Policy, fixed: FixedPoint | None = None) -> None:
-        """`fixed`: how gradients become integers, where the buckets' are."""
+        """`fixed`: the format of gradients in integer buckets."""
         self.fixed = fixed
         self.mesh = mesh
         self.policy = policy
-        # One after the other, so that a bucket that is not kept whole is given back before the next is made.
+        # One after the other: a bucket that is not kept whole is freed before the next is allocated.
         made = [self.sum_of(bucket, mesh, policy) for bucket in buckets]
         self.sums = [one for one in made if one.bucket.rule.trained]
         self.frozen = [one for one in made if not one.bucket.rule.trained]
-        """Buckets of frozen parameters: values alone, which nobody sums, steps and publishes."""
+        """Buckets of frozen parameters: values only, never summed, stepped or published."""
         self.every = [*self.sums, *self.frozen]
         self.buckets = [one.bucket for one in self.every]
         self.slots = [one.slot for one in self.sums]
@@ -269,12 +269,12 @@ class Synchroniser:
 
     @classmethod
     def held(cls, buckets: Sequence[BucketBytes]) -> HeldBytes:
-        """The bytes that a rank has of these buckets. Of sizes alone, so that the planner asks the same."""
+        """Return the bytes that a rank holds of these buckets. Only sizes are read, so that the planner can call it."""
         return HeldBytes(sum(each.weights for each in buckets), sum(each.gradients for each in buckets))
 
     @property
     def most_bytes(self) -> tuple[int, int]:
-        """The most bytes of weights, and of gradients, that a rank holds at a time."""
+        """The peak bytes of weights, and of gradients, on a rank."""
         held = self.held([one.sizes for one in self.every])
         apart = sum(size_bytes(x) for users in self.gradients.apart.values() for x in users.values())
         gradients = held.gradients + held.passing_gradients + apart
@@ -282,62 +282,61 @@ class Synchroniser:
 
     @property
     def weights(self) -> list[FlatWeights]:
-        """This rank's weights; returns when published values have arrived."""
+        """This rank's weights; waits until published values are received."""
         self._wait()
         return self._weights
 
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
-        """This replica's rows of the step's global batch, on the host, as `load` gives them."""
+        """Return this replica's rows of the step's global batch, on the host, as given by `load`."""
         return load(self.mesh.index(*DATA_AXES) * replica_batch, replica_batch)
 
     def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
-        """A stage's forward pass: what the stage after reads, or (loss,)."""
+        """Run a stage's forward pass; return the input of the next stage, or (loss,)."""
         return model(batch, scales, incoming)
 
     def expect(self, final: bool) -> None:
-        """Say whether the coming backward pass is the last of its chunk in the step: only in that one gradients may be
-        summed."""
+        """Say whether the next backward pass is its chunk's last in the step: gradients may only be summed in
+        the last."""
         self._final = final
 
     def follow(self, model: RunsParts, using: PartsUsing, chunks: Sequence[Chunk]) -> None:
-        """Wait for the values of a chain's parts when it runs them. `using`: the parts that use each parameter;
-        `chunks`: those of the chain that this rank holds."""
+        """Wait for the values of each part of a chain when the part runs. `using`: the parts that use each parameter;
+        `chunks`: the chunks of the chain on this rank."""
         readers = [{part for place in bucket.places for part in using[place.name]} for bucket in self.buckets]
         parts = [part for chunk in chunks for part in chunk.parts]
         self._of = {part: [index for index, those in enumerate(readers) if part in those] for part in parts}
         model.run_parts_by(self.run_part)
 
     def run_part(self, part: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a part of the model when its values have arrived."""
+        """Run a part of the model after its values are received."""
         self._wait(self._of[part])
         return function(*arguments)
 
     def filled(self, parameter: nn.Parameter) -> None:
-        """A parameter has its gradient of a microbatch. In the final one, buckets that are full leave."""
+        """Note a parameter's gradient of a microbatch. In the final microbatch, start the sums of full buckets."""
         if self._final:
             self.gradients.fill(parameter)
             self._sum_of[parameter].take(parameter)
             self._launch()
 
     def _launch(self) -> None:
-        """Start the sums of the next buckets in order, as far as they are full, and what follows those that are over
-        (BucketSum.cross)."""
+        """Start the sums of full buckets, in order, up to the first not full; then `cross` all sums but the newest."""
         for one in self.sums:
             if one.state is State.FILLING:
                 break
             if one.state is State.FULL:
                 one.leave()
-        # Beside stages replicas do their tasks in orders of their own, and must not wait for each other in one.
+        # With stages, replicas run tasks in different orders, and must not wait for each other during a backward pass.
         if self.policy.apart and self.mesh.size(PIPE) == 1:
             under_way = [one for one in self.sums if one.state is State.SUMMING and not one.comm.begins_when_waited_for]
             for one in under_way[:-1]:
                 one.cross()
 
     def arrivals(self) -> Iterator[int]:
-        """Slot indices, each as soon as the slot holds the whole gradient. Starts the sums that have not begun."""
-        self._wait()  # a slot must not be stepped while it travels
+        """Yield slot indices, each when the slot holds the whole gradient. Starts sums that have not begun."""
+        self._wait()  # a slot must not be stepped while being sent
         for one in self.sums:
-            # Those that the last microbatch did not reach, in the bucket's order: a set has another in every process.
+            # Not reached by the last microbatch, in the bucket's order: a set's order differs by process.
             for parameter in [member for member in one.bucket.views if member in one.missing]:
                 self.gradients.fill(parameter)
                 one.take(parameter)
@@ -345,7 +344,7 @@ class Synchroniser:
         return self._ended()
 
     def _ended(self) -> Iterator[int]:
-        """The buckets' indices, each when its slot holds the whole gradient."""
+        """Yield the buckets' indices, each when its slot holds the whole gradient."""
         for one in self.sums:
             one.cross()
         for index, one in enumerate(self.sums):
@@ -360,35 +359,36 @@ class Synchroniser:
             pass
 
     def publish(self, *, wait: bool = True) -> None:
-        """Give every rank the stepped parameters, and clear the gradients. `wait=False`: they may still be on their
-        way, and are waited for where the strategy gives weights away or runs the model; slots may be read meanwhile."""
+        """Give every rank the stepped parameters, and clear the gradients. `wait=False`: values may still be in
+        transit, and are waited for when weights are read or the model runs; slots may be read meanwhile."""
         self._wait()
         for one in reversed(self.sums):
             one.publish()
             for parameter in one.bucket.views:
                 self.gradients.clear(parameter)
-        # What begins when it is waited for gains nothing, and inside of a forward pass the first and the last stage
-        # would wait for each other: for a tied table's values, and for the hidden states before them.
+        # A send that begins only when waited for gains nothing from waiting later. In a forward pass the first and the
+        # last stage would deadlock: one waits for a tied table's values, the other for the hidden states computed
+        # before.
         self._wait([index for index, one in enumerate(self.sums) if wait or one.comm.begins_when_waited_for])
 
     def publish_frozen(self) -> None:
-        """Give every rank the frozen values that the others have read from a checkpoint."""
-        # As after a step, which publishes trained values alone.
+        """Give every rank the frozen values that other ranks have read from a checkpoint."""
+        # As after a step, which only publishes trained values.
         for one in self.frozen:
             one.publish()
         self._wait()
 
     def whole_weights(self) -> AbstractContextManager[None]:
-        """While entered, the model's halves may be called by themselves, without gradients."""
+        """Return a context in which the model's halves can be called separately, without gradients."""
         self._wait()
         return nullcontext()
 
     def make_replicas_equal(self) -> list[str]:
-        """Compare by hash the parameters that several ranks hold; broadcast the first's where they differ: which."""
+        """Compare by hash the parameters held by several ranks. Broadcast unequal ones; return their names."""
         self._wait()
         return [name for one in self.every for name in one.make_equal()]
 
     def _wait(self, indices: Collection[int] | None = None) -> None:
-        """Return when these buckets' values have arrived; by default all buckets'."""
+        """Wait until these buckets' values are received; None: all buckets'."""
         for index in range(len(self.every)) if indices is None else sorted(indices):
             self.every[index].wait()
