@@ -68,7 +68,7 @@ def recomputed_from(copies: Copies, function: Callable[..., Any], *arguments: An
         leaves[place] = None  # a closure that held the tensors would hold the device's memory
 
     def computed(*_: Tensor) -> Any:
-        # The first pass reads the tensors themselves: their graph carries the gradients on.
+        # The first pass reads the original tensors: their graph carries the gradients on.
         own = first.copy() if first else [x.requires_grad_() for x in fetch()]
         first.clear()
         filled = list(leaves)
@@ -97,7 +97,7 @@ class Inputs:
 
 
 class HostCopies:
-    """Copies in host memory. On the device are the newest inputs until the next ones are moved, and in a backward pass
+    """Copies in host memory. The device holds the newest inputs until the next ones are moved and, in a backward pass,
     the inputs of one group ahead."""
 
     def __init__(self, lane: Lane) -> None:
@@ -110,7 +110,7 @@ class HostCopies:
         """The results of the last group."""
 
     def moved(self, given: Sequence[Tensor]) -> Fetch:
-        # A pass hands the tensors themselves from group to group.
+        # A group's input is the previous group's result, the same tensor object.
         follows = any(x is passed() for x in given for passed in self._passed)
         before = self._newest if follows else (lambda: None)
         self._leave()
@@ -122,7 +122,7 @@ class HostCopies:
 
     def passed(self, result: Any) -> None:
         self._passed = [weakref.ref(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
-        if self._device.type == "meta":  # a group that is recorded by itself is followed by none that would do so
+        if self._device.type == "meta":  # a separately recorded group has no next group that would free the inputs
             self._leave()
 
     def _fetch(self, inputs: Inputs) -> Sequence[Tensor]:
@@ -159,8 +159,8 @@ class PlannedCopies:
     """Copies of a planned GPU: memory is counted on the meta device, seconds by the transport's observer.
 
     Each group is recorded separately. A forward pass ends no sooner than the copies of the group's inputs. A backward
-    pass ends no sooner than the copies of the previous group's inputs, which are on the device then; they are taken to
-    be as large as the group's own.
+    pass ends no sooner than the copies of the previous group's inputs, which are on the device then. These are assumed
+    to be as large as the group's inputs.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -171,7 +171,7 @@ class PlannedCopies:
     def moved(self, given: Sequence[Tensor]) -> Fetch:
         self._under_way = self._transport.host_copy(sum(map(size_bytes, given)), to_host=True)
         for x in given[:1]:
-            x.register_hook(self.end_backward)  # the gradient of the input is the end of a group's backward pass
+            x.register_hook(self.end_backward)  # the gradient of the input ends a group's backward pass
         make = [partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device="meta") for x in given]
         return partial(self._fetch, make)
 

@@ -1,4 +1,4 @@
-"""States elsewhere: an optimizer whose masters and moments are in host memory or on disk, walked in half-buckets.
+"""Offloaded states: masters and moments in host memory or on disk, stepped in half-buckets on the device.
 
 Only half-precision parameters and gradients stay on the device (AxoNN, arXiv 2110.13005, section on memory): with phi
 parameters 4 · phi bytes, and 16 · bucket for the staging. A step, with pieces of bucket / 2 elements:
@@ -6,12 +6,13 @@ parameters 4 · phi bytes, and 16 · bucket for the staging. A step, with pieces
     lane      fetch 0 | fetch 1 |        write back 0, fetch 2 |        write back 1, fetch 3 | ...
     device              widen, divide, step, round 0             widen, divide, step, round 1   ...
 
-The bits are those of the states in place: the same step on the same numbers, in pieces that end where the kernel's
-vectors end (multiples of 64 elements). Slots that are float32 on the device (norm layers') are stepped there; their
-moments travel, and travel alone for all slots if masters are bf16. On a CPU a thread walks, so that a slot is stepped
-while the next one's sum is waited for; a GPU does so by itself. Slots are stepped so only without clipping and loss
-scaling: with either, the norm must be known before the first write, and taking a step back would need the second copy
-of the states that offloading is there to save.
+The bits equal those of states in place: the same step on the same numbers, in pieces that end at the ends of the
+kernel's vectors (multiples of 64 elements). Slots that are float32 on the device (norm layers') are stepped on the
+device, and only their moments are copied. With bf16 masters, only moments are copied for all slots.
+
+On a CPU a thread steps a slot while the next slot's sum is waited for; on a GPU this overlaps by itself. Both only
+without clipping and loss scaling: with either, the norm must be known before the first write. Undoing a step would need
+a second copy of the states, the memory that offloading saves.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SINGLE = 4
 
 
 def moment_bytes(settings: OptimizerSection, slot: SlotSize) -> list[int]:
-    """The bytes of each of a slot's states."""
+    """Return the bytes of each of a slot's states."""
     return [
         spec.elements(slot.elements, slot.matrices) * state_dtype(settings, spec, slot.dtype).itemsize
         for spec in settings.update.states_of(slot.rule)
@@ -51,21 +52,22 @@ def moment_bytes(settings: OptimizerSection, slot: SlotSize) -> list[int]:
 
 
 def master_bytes(settings: OptimizerSection, stored: torch.dtype) -> int:
-    """The bytes of an element's master, beside a weight that is stored in a dtype; 0: the weight is its own."""
+    """Return the bytes of an element's master in addition to a weight stored in a dtype; 0: the weight is its own
+    master."""
     master = master_dtype(settings, stored)
     return 0 if master == stored else master.itemsize
 
 
 def kept_bytes(settings: OptimizerSection, slots: Sequence[SlotSize]) -> int:
-    """Masters and moments of slots, on the device or off it."""
+    """Return the bytes of masters and moments of slots, on the device or off it."""
     return sum(slot.elements * master_bytes(settings, slot.dtype) + sum(moment_bytes(settings, slot)) for slot in slots)
 
 
 def state_bytes(config: Config, slots: Sequence[SlotSize], *, on_cpu: bool = False) -> int:
-    """Masters and moments on the device: all of them, or with offload the two half-buckets of the staging.
+    """Return the bytes of masters and moments on the device: all, or with offload the two half-buckets of the staging.
 
-    `slots`: those that a rank's optimizer steps. `on_cpu`: the device's memory is the host's, where an offloaded
-    optimizer's store lies as well.
+    `slots`: stepped by a rank's optimizer. `on_cpu`: the device's memory is the host's, and so includes an offloaded
+    optimizer's store.
     """
     everything = kept_bytes(config.optimizer, slots)
     if config.memory.offload.to == "none":
@@ -77,7 +79,7 @@ def state_bytes(config: Config, slots: Sequence[SlotSize], *, on_cpu: bool = Fal
 
 
 def staged_dtypes(config: Config) -> dict[str, torch.dtype]:
-    """The dtypes of all that passes through the staging, by kind: a master, its gradient, moments."""
+    """Return the dtypes of all tensors in the staging, by kind: a master, its gradient, moments."""
     settings, half = config.optimizer, torch.bfloat16
     masters = {WEIGHT: torch.float32, GRADIENT: torch.float32} if master_bytes(settings, half) else {}
     return masters | {spec.name: state_dtype(settings, spec, half) for spec in settings.update.states}
@@ -85,7 +87,7 @@ def staged_dtypes(config: Config) -> dict[str, torch.dtype]:
 
 @dataclass(frozen=True)
 class SlotPiece:
-    """Elements start..stop of a slot; the `number`-th of the walk over all slots."""
+    """Elements start..stop of a slot; the `number`-th piece over all slots."""
 
     number: int
     start: int
@@ -93,13 +95,13 @@ class SlotPiece:
 
 
 class Offloaded:
-    """Masters and moments of some slots in a store. `staging`: all that is on the device for them."""
+    """Masters and moments of some slots in a store. `staging`: all of the states' memory on the device."""
 
     streams = True
 
     def __init__(self, config: Config, slots: Sequence[Slot], device: torch.device, place: Path | int) -> None:
-        """`place`: the file of states on disk, or the bytes of host memory that there are for them. Raises ConfigError
-        where the file cannot be written, or there is no room for all of it."""
+        """`place`: the file of states on disk, or the bytes of host memory available for states. Raises ConfigError if
+        the file cannot be written, or if there is not enough room."""
         self._settings, self._update = config.optimizer, config.optimizer.update
         self.slots = slots
         self.device = device
@@ -112,15 +114,15 @@ class Offloaded:
             else HostStore(num_elements, device, place, starts)
         )
         self.lane = Lane(device, threaded=isinstance(place, Path) or device.type != "cuda")
-        # Two halves make the bucket: one is stepped while the other is written back and fetched.
+        # The bucket has two halves: one is stepped while the other is written back and fetched.
         half_bucket = config.memory.offload.bucket // 2
-        # No piece is longer than a slot: a small model does not stage a whole bucket.
+        # No piece is longer than a slot: a small model does not allocate a whole bucket.
         longest = max((slot.parameter.numel() for slot in slots), default=0)
         self.staging = Staging(self._dtypes, min(half_bucket, longest), device)
         self._pieces = list(_pieces(slots, self.staging.length))
-        # Slots are walked in the order of their numbers, so what follows a piece is known before any gradient is there.
+        # Slots are stepped in the order of their numbers, so the next piece is known before any gradient is there.
         walk = [(index, piece) for index, pieces in enumerate(self._pieces) for piece in pieces]
-        # The pieces of the half-precision slots, whose masters are in the store.
+        # The pieces of half-precision slots: their masters are in the store.
         half = ((index, slice(piece.start, piece.stop)) for index, piece in walk if WEIGHT in self._layout[index])
         self._half_spans = tuple(half)
         self._following = {before.number: after for (_, before), after in pairwise(walk)}
@@ -134,15 +136,15 @@ class Offloaded:
     def step(self, indices: Iterable[int], step: StepWeights, draw: Draw) -> None:
         self._has_moments = True
         if self.device.type == "cpu":
-            # `indices` waits for each slot's gradients: meanwhile the thread steps the slots that are there.
+            # `indices` waits for each slot's gradients; meanwhile the thread steps earlier slots.
             walks = [self._walkers.submit(self._walk, index, step, draw) for index in indices]
-            # Every result is asked for: what the thread raised is raised here.
+            # Reading every result raises the thread's errors here.
             for walk in walks:
                 walk.result()
         else:
             for index in indices:
                 self._walk(index, step, draw)
-        self.lane.submit(lambda: None).wait()  # all is written back
+        self.lane.submit(lambda: None).wait()  # everything is written back
         self.store.give_back()
 
     def tensors(self, index: int) -> dict[str, Tensor]:
@@ -174,12 +176,11 @@ class Offloaded:
 
     @torch.no_grad()
     def _walk(self, index: int, step: StepWeights, draw: Draw) -> None:
-        """Step one slot, piece after piece; the next piece, be it the next slot's, is fetched meanwhile."""
+        """Step one slot, piece after piece. The next piece, maybe of the next slot, is fetched meanwhile."""
         for piece in self._pieces[index]:
             fetched = self._ahead or self.lane.submit(partial(self._copy, index, piece, back=False))
             following = self._following.get(piece.number)
-            # Asked for before this piece is stepped; the lane keeps order, so the half that it fills has been written
-            # back.
+            # Started before this piece is stepped. The lane keeps order, so the half to fill has been written back.
             self._ahead = self.lane.submit(partial(self._copy, *following, back=False)) if following else None
             fetched.wait()
             self._step_piece(index, piece, step, draw)
@@ -194,7 +195,7 @@ class Offloaded:
                 staged.copy_(stored, non_blocking=True)
                 continue
             stored.copy_(staged, non_blocking=True)
-            # Every kind begins on a page of its own, so no page that is given back holds a neighbour's elements.
+            # Every kind begins on a separate page, so no page that is given back holds another kind's elements.
             first, last = (_words(end, self._dtypes[kind]) for end in (piece.start, piece.stop))
             self.store.give_back(start + first, start + last)
 
@@ -205,7 +206,7 @@ class Offloaded:
         staged = WEIGHT in self._layout[index]
         if staged:
             # Half precision: the float32 master is staged and stepped, the gradient widened, the weight rounded from
-            # it.
+            # the master.
             half, narrow = weight, gradient
             weight = self.staging.room(piece.number, WEIGHT, length)
             gradient = self.staging.room(piece.number, GRADIENT, length)
@@ -220,25 +221,26 @@ class Offloaded:
             half.copy_(weight)
 
     def _stored(self, index: int, kind: str) -> Tensor:
-        """The memory [n] in the store of one kind of a slot's state."""
+        """Return the memory [n] in the store of one kind of a slot's state."""
         start, length = self._layout[index][kind], self.slots[index].parameter.numel()
         stop = start + _words(length, self._dtypes[kind])
         return self.store.values[start:stop].view(self._dtypes[kind])[:length]
 
 
 def _words(elements: int, dtype: torch.dtype) -> int:
-    """The elements of the store, float32, that some elements of a dtype fill."""
+    """Return the number of the store's float32 elements that hold `elements` of a dtype."""
     return -(-elements * dtype.itemsize // ELEMENT_BYTES)
 
 
 def _layout(
     dtypes: dict[str, torch.dtype], config: Config, slots: Sequence[Slot]
 ) -> tuple[list[dict[str, int]], int]:  # fmt: skip
-    """Where in the store each slot's states begin, by kind, each on a page of its own; and where the last one ends."""
+    """Return the store's index of the first element of each slot's states, by kind, each on a new page; and the total
+    length."""
     starts, end = [], 0
     for slot in slots:
         own: dict[str, int] = {}
-        # A weight that is its own master stays on the device, and has its moments alone in the store.
+        # A weight that is its own master stays on the device; only its moments are in the store.
         master = (WEIGHT,) if master_bytes(config.optimizer, slot.parameter.dtype) else ()
         for kind in (*master, *(spec.name for spec in config.optimizer.update.states_of(slot.rule))):
             own[kind] = end
@@ -248,7 +250,7 @@ def _layout(
 
 
 def _pieces(slots: Sequence[Slot], length: int) -> Iterator[list[SlotPiece]]:
-    """Each slot's pieces of at most `length` elements, numbered through."""
+    """Yield each slot's pieces of at most `length` elements, numbered over all slots."""
     number = 0
     for slot in slots:
         size = slot.parameter.numel()

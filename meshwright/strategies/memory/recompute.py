@@ -29,11 +29,11 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.a
 
 
 class _Keeping(TorchDispatchMode):
-    """Keeps the results of attention kernels and of every second product in the first pass, for the second pass to
-    return instead of computing them (selective checkpointing by operation, as in torchtitan).
+    """Keeps the results of attention kernels and of every second product of the first pass.
 
-    torch's create_selective_checkpoint_contexts counts every operation of both passes, and fails where ranks are
-    threads: the last thread to arrive does a collective's operations for all.
+    The second pass returns these instead of computing (selective checkpointing by operation, as in torchtitan). torch's
+    create_selective_checkpoint_contexts counts every operation of both passes, and fails if ranks are threads: the last
+    thread to arrive runs a collective's operations for all.
     """
 
     def __init__(self, kept: deque[Any], *, again: bool) -> None:
@@ -57,7 +57,7 @@ class _Keeping(TorchDispatchMode):
 
 
 def recomputing(mesh: Mesh) -> Run:
-    """Make a run that keeps the arguments alone; the backward pass computes the function again."""
+    """Make a run that keeps only the arguments; the backward pass computes the function again."""
 
     def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
         # torch advises against the reentrant form, which also needs an argument that requires a gradient.
@@ -83,10 +83,10 @@ def recomputed_in_part(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live tensors after each operation, on meta and real devices alike.
+    """Counts the bytes of live tensors after each operation, on meta and real devices.
 
-    A storage counts from the operation that allocates it until its last tensor is deleted. Workspaces inside of
-    operations and allocations of other threads are not seen. `live`: bytes allocated while entered and still alive;
+    A storage counts from its allocation by an operation until its last tensor is deleted. Workspaces inside of
+    operations and allocations of other threads are not counted. `live`: bytes allocated while entered and still alive;
     `peak`: the maximum of `live`.
     """
 
@@ -97,7 +97,7 @@ class LiveBytes(TorchDispatchMode):
         self._storages: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._number = 0
         self.changes: list[tuple[int, int]] = []
-        """Storages by number in the order in which they were allocated (bytes > 0) or freed (< 0)."""
+        """Storages by number in the order of allocation (bytes > 0) and of freeing (< 0)."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -114,7 +114,8 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def follow(self, given: list[Tensor], result: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """Count what an operation has allocated: its results, and those that are no views of the tensors `given`."""
+        """Count an operation's allocations: its results, except views of the tensors `given`. Return results and new
+        tensors."""
         results = [result] if isinstance(result, Tensor) else list(tensors_in((result,)))
         # By storage, not by tensor: views and in-place results allocate nothing.
         there = {x.untyped_storage()._cdata for x in given}
@@ -145,13 +146,13 @@ class LiveBytes(TorchDispatchMode):
         self._storages[address] = number, weakref.ref(storage, gone)
 
     def number_of(self, x: Tensor) -> int:
-        """The number of a tensor's storage; for a storage allocated before, its negative address."""
+        """Return the number of a tensor's storage; for a storage allocated before, its negative address."""
         address: int = x.untyped_storage()._cdata
         return self._storages[address][0] if address in self._storages else -address
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an operation's arguments or results, also inside of lists and tuples."""
+    """Yield the tensors among an operation's arguments or results, also inside of lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -1,4 +1,4 @@
-"""The activation policies' facts for the config and the planner. No torch.
+"""Facts on activation policies, for the config and the planner. No torch.
 
 | recompute | inputs of layers are kept         | other activations are kept                  | computed again |
 |-----------|-----------------------------------|---------------------------------------------|----------------|

@@ -1,14 +1,14 @@
-"""Staging: the two half-buckets on the device through which the states pass, and the count of its bytes.
+"""Staging: two half-buckets on the device for offloaded states; lanes: copies that overlap with the computation.
 
-Lanes: copies that run beside the computation, one after the other, in the order in which they were handed in.
+A lane makes copies one after another, in the order of `submit`:
 
 | device | copies from | lane                                                           |
 |--------|-------------|----------------------------------------------------------------|
 | CPU    | any         | a thread; or none, and copies are made at once                 |
-| GPU    | host        | a stream of its own; order by events, the host never waits     |
-| GPU    | disk        | a thread, with a stream: a page that is not there blocks it    |
+| GPU    | host        | a separate stream; order by events, the host never waits       |
+| GPU    | disk        | a thread, with a stream: a page that is not in memory blocks   |
 
-A copy may read what was computed before it was handed in; who reads what it wrote waits for it.
+A copy may read tensors computed before `submit`; readers of the copy wait for its `Work`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Lane:
 
     def __init__(self, device: torch.device, *, threaded: bool) -> None:
         self.device = device
-        # One thread: copies keep the order in which they were handed in, on which a half's reuse rests.
+        # One thread: copies keep the order of `submit`, which the reuse of a half requires.
         self._threads = ThreadPoolExecutor(1, "offload-copies") if threaded else None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -37,8 +37,8 @@ class Lane:
             if self._threads is None:
                 copy()
                 return DONE
-            return Later(self._threads.submit(copy).result)  # which raises what the copy raised
-        # Recorded by the caller: in the thread the current stream is another one, and the copy could read too early.
+            return Later(self._threads.submit(copy).result)  # raises the copy's error
+        # Recorded by the caller: the thread has another current stream, and the copy could read too early.
         computed = torch.cuda.current_stream(self.device).record_event()
 
         def on_stream() -> None:
@@ -46,13 +46,13 @@ class Lane:
                 stream.wait_event(computed)
                 copy()
                 if self._threads is not None:
-                    stream.synchronize()  # the thread's work is done when the copy is, not when it is enqueued
+                    stream.synchronize()  # the thread's work ends when the copy has ended, not when enqueued
 
         if self._threads is not None:
             return Later(self._threads.submit(on_stream).result)
         on_stream()
         event = stream.record_event()
-        return Later(lambda: torch.cuda.current_stream().wait_event(event))  # which then runs behind the copy
+        return Later(lambda: torch.cuda.current_stream().wait_event(event))  # orders the current stream after the copy
 
 
 GRADIENT = "gradient"
@@ -70,9 +70,9 @@ class Staging:
             {kind: torch.empty(length, dtype=dtype, device=device) for kind, dtype in dtypes.items()} for _ in range(2)
         )
         self.num_bytes = 2 * sum(dtype.itemsize for dtype in dtypes.values()) * length
-        """All of the optimizer's memory on the device, also where the device is a CPU."""
+        """All of the optimizer's memory on the device, also if the device is a CPU."""
 
     def room(self, number: int, kind: str, num_elements: int) -> Tensor:
-        """The room of one kind for piece `number` of the walk: every second piece shares a half."""
-        # Pieces go through in order, so a half is free again when the piece before the last has been written back.
+        """Return the room of one kind for piece `number`: every second piece uses the same half."""
+        # Pieces are in order: a half is free again when the piece before the last has been written back.
         return self._halves[number % 2][kind][:num_elements]

@@ -1,11 +1,11 @@
-"""Stores: one flat run of float32 in pinned host memory, or in a memory-mapped file.
+"""Stores: float32 memory for offloaded states, in pinned host memory or in a memory-mapped file.
 
 | offload.to | where                               | resident memory of the process                     |
 |------------|-------------------------------------|----------------------------------------------------|
-| host       | memory; pinned where there is a GPU | a GPU: all of it, at once; else as it is written   |
-| disk       | a file, mapped                      | what was touched and not given back by `give_back` |
+| host       | memory; pinned if there is a GPU    | a GPU: all of it, at once; else as it is written   |
+| disk       | a file, mapped                      | pages touched and not given back by `give_back`    |
 
-A file has its name only for as long as it takes to map it: the file system takes the room back however the run ends.
+A file is unlinked as soon as it is mapped: the file system frees the blocks however the run ends.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ ELEMENT_BYTES = 4
 
 
 class Store:
-    """`values` [n] float32, zeros at first."""
+    """One flat tensor `values` [n] of float32, zeros at first."""
 
     values: Tensor
     _map: mmap.mmap | None = None
-    """The mapped file in which they are; None: host memory."""
+    """The mapped file of the values; None: host memory."""
 
     def give_back(self, start: int = 0, stop: int | None = None) -> None:
-        """The process will not need the elements start..stop, or all, for a while: their pages leave it, and the system
-        writes them to the file when it likes. Nothing to do in host memory."""
+        """Release the pages of elements start..stop, or of all, if not needed for a while.
+
+        The pages leave the process's memory, and the system writes them to the file later. Does nothing in host memory.
+        """
         if self._map is None:
             return
-        # madvise wants to begin on a page.
+        # madvise must begin on a page.
         first = start * ELEMENT_BYTES // mmap.PAGESIZE * mmap.PAGESIZE
         length = (self.values.numel() if stop is None else stop) * ELEMENT_BYTES - first
         if length > 0:
@@ -98,7 +100,7 @@ def _pin(values: Tensor, starts: Sequence[int], device: torch.device) -> None:
 
 
 class DiskStore(Store):
-    """A mapped file. Raises ConfigError where it cannot be written, or the disk has no room for all of it."""
+    """A mapped file. Raises ConfigError if the file cannot be written, or the disk has not enough room."""
 
     def __init__(self, num_elements: int, path: Path) -> None:
         # A file of no bytes cannot be mapped, and a rank may own nothing.
@@ -109,7 +111,7 @@ class DiskStore(Store):
                 _reserve(descriptor, size_bytes)
                 self._map = mmap.mmap(descriptor, size_bytes)
             finally:
-                # The mapping keeps the file alive; without a name nothing is left behind, however the run is killed.
+                # The mapping keeps the file alive; without a name nothing is left over, however the run is killed.
                 path.unlink()
                 os.close(descriptor)
         except OSError as error:
@@ -120,10 +122,10 @@ class DiskStore(Store):
 
 
 def _reserve(descriptor: int, size_bytes: int, system: Any = os) -> None:
-    """Give the file its blocks now: a full disk is found out here, and not in the middle of a step."""
+    """Allocate the file's blocks now: a full disk fails here, not in the middle of a step."""
     try:
         system.posix_fallocate(descriptor, 0, size_bytes)
-    except AttributeError:  # macOS has no such call: room is asked for, and not taken
+    except AttributeError:  # macOS has no such call: the room is checked, not reserved
         facts = os.fstatvfs(descriptor)
         if facts.f_bavail * facts.f_frsize < size_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None

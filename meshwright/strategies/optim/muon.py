@@ -1,11 +1,11 @@
-"""Muon (Jordan et al., 2024): a hidden layer's matrix steps along its momentum, made orthogonal.
+"""Muon (Jordan et al., 2024): a hidden layer's matrix is stepped along its momentum, made orthogonal.
 
     M <- momentum M + (1 - momentum) G      O = orthogonal((1 - momentum) G + momentum M)
     W <- (1 - rate decay) W - 0.2 sqrt(max(rows, columns)) rate O
 
-The factor gives O the root mean square of an AdamW step (Moonlight, arXiv 2502.16982), so one rate serves both: all
-that is no hidden layer's matrix (tables of tokens and classes, biases, norms) steps by AdamW. `orthogonal` needs the
-whole matrix, by which Muon differs from every other optimizer here: a rank must hold it.
+The factor gives O the root mean square of an AdamW step (Moonlight, arXiv 2502.16982), so one rate serves both. All
+other parameters (tables of tokens and classes, biases, norms) are stepped by AdamW. Unlike all other optimizers here,
+`orthogonal` needs the whole matrix on one rank.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from torch import Tensor
 from meshwright.config.schema import OptimizerSection
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""The coefficients of a quintic whose five iterations bring every singular value near 1, as published."""
+"""The published coefficients of a quintic; five iterations move every singular value near 1."""
 ITERATIONS = 5
 AS_ADAMW = 0.2
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """About U Vᵀ of a matrix U S Vᵀ, by Newton-Schulz iterations X <- a X + (b A + c A²) X with A = X Xᵀ.
+    """Return about U Vᵀ of a matrix U S Vᵀ, by Newton-Schulz iterations X <- a X + (b A + c A²) X with A = X Xᵀ.
 
-    In the matrix's own precision: in half of it two right programs differ by what a wrong one may differ by.
+    In the matrix's precision: in half precision, the rounding errors of a right program are as large as a wrong
+    program's.
     """
     a, b, c = COEFFICIENTS
-    x = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix  # the smaller side is squared
-    # By the Frobenius norm no singular value is above 1, where the iteration converges; a gradient of zeros stays zero.
+    x = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix  # the shorter side is squared
+    # After dividing by the Frobenius norm no singular value is above 1, so the iteration converges; zeros stay zeros.
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(ITERATIONS):
         square = x @ x.t()
@@ -47,10 +48,10 @@ def muon_step(
     """Step matrices [rows, columns] by their momentum, the only state."""
     (averages,) = states
     for weight, gradient, average in zip(weights, gradients, averages, strict=True):
-        # If the step is skipped the average moves by nothing towards itself; 0 times a NaN would be NaN.
+        # If skipped, the average is interpolated with itself, unchanged; multiplying by 0 would keep a NaN.
         finite = gradient if skip is None else gradient.where(skip == 0, average)
         average.lerp_(finite, 1 - settings.momentum)
-        # Nesterov's form of momentum: the gradient counts once more beside the running average.
+        # Nesterov's momentum: the gradient is added to the running average once more.
         direction = orthogonal(finite.lerp(average, settings.momentum))
         decay: float | Tensor = rate * weight_decay
         if skip is not None:
@@ -61,10 +62,10 @@ def muon_step(
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon in plain torch, over groups that say whether their parameters are `hidden` layers' matrices."""
+    """Muon in plain torch; each group says whether its parameters are `hidden` layers' matrices."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, momentum: float, **adamw: Any) -> None:
-        listed = list(groups)  # torch keeps these very dicts: a rate that is set here is AdamW's, too
+        listed = list(groups)  # torch keeps these dicts: a rate set here is AdamW's, too
         self._rest = torch.optim.AdamW([group for group in listed if not group["hidden"]], lr=lr, **adamw)
         super().__init__(listed, {"lr": lr, "momentum": momentum})
 

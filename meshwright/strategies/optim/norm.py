@@ -1,4 +1,4 @@
-"""The norm of the whole gradient, each element counted once, by what each slot says of its copies and parts."""
+"""The norm of the whole gradient. Each element is counted once, by the copies and parts that each slot declares."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ elements took 170 ms whole, 12.9 ms in pieces of 2^20 elements and 7.5 ms in the
 
 
 def gradient_norm(slots: Sequence[Slot], mesh: Mesh) -> Tensor:
-    """The 2-norm over all parameters, a float64 scalar; the same on every rank.
+    """Return the 2-norm over all parameters, a float64 scalar, equal on every rank.
 
     Sends one all-reduce of 8 bytes for each set of axes over which slots hold different parts, and one over stages.
     """
@@ -27,10 +27,10 @@ def gradient_norm(slots: Sequence[Slot], mesh: Mesh) -> Tensor:
 
 
 def squares_of(slots: Sequence[Slot], fixed: FixedPoint | None = None) -> tuple[Tensor, ...]:
-    """The sum of squares of each slot's gradient on this rank, float64 scalars; one launch for all on a GPU.
+    """Return the sum of squares of each slot's gradient on this rank, float64 scalars; one launch for all on a GPU.
 
     `fixed`: sums of digits, equal in any order (parameters/fixed.py). Always in float64: a float32 sum of 2^24 squares
-    is 7e-4 off on a CPU, since a square below the sum's last bit is lost, and layouts would differ in what they clip.
+    is 7e-4 off on a CPU, since a square below the sum's last bit is lost, and clipping would differ between layouts.
     """
     gradients = [slot.parameter.grad for slot in slots if slot.parameter.grad is not None]
     assert len(gradients) == len(slots), "a slot without a gradient"
@@ -52,13 +52,16 @@ def squares_of(slots: Sequence[Slot], fixed: FixedPoint | None = None) -> tuple[
 def norm_of_squares(
     slots: Sequence[Slot], squares: Mapping[int, Tensor], mesh: Mesh, fixed: FixedPoint | None = None
 ) -> Tensor:
-    """The norm, from `squares_of` by the slot's index. `fixed`: NaN where an addend of a gradient was too large for the
-    fixed-point sum on any rank, for which all ranks send 8 bytes more."""
+    """Return the norm, given `squares_of` by slot index.
+
+    `fixed`: the norm is NaN if an addend of a gradient was too large for the fixed-point sum on any rank. All ranks
+    send 8 bytes more for this check.
+    """
     by_axes: defaultdict[tuple[str, ...], list[Tensor]] = defaultdict(list)
     for index, slot in enumerate(slots):
         if slot.rule.by == "signs":
-            continue  # a router's bias, whose gradient counts tokens
-        # A table on both ends of the pipeline and a head with copies count on the first rank that holds them.
+            continue  # the gradient of a router's bias counts tokens
+        # A table on both pipeline ends, or a head with copies, counts on the first rank that holds a copy.
         if all(mesh.index(axis) == 0 for axis in slot.shared if axis not in slot.part_axes):
             parted = (axis for axis in slot.part_axes if axis not in (HEAD_COPIES, ENDS, PIPE))
             by_axes[mesh.grid.ordered(parted)].append(squares[index])

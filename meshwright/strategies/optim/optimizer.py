@@ -1,15 +1,15 @@
 """One optimizer step over this rank's slots, all or nothing.
 
-The norm of all gradients is computed before the first write. It is one number on all ranks, so where it is not finite
-(an fp16 overflow on any rank) all ranks skip the step. Half-precision slots have float32 masters, which the optimizer
-steps and checkpoints hold; with bf16 masters the weights themselves are stepped (rounding.py).
+The norm of all gradients is computed before the first write. The norm is equal on all ranks: if not finite (an fp16
+overflow on any rank), all ranks skip the step. Half-precision slots have float32 masters, which the optimizer steps and
+checkpoints hold; with bf16 masters the weights themselves are stepped (rounding.py).
 
 On a GPU, clipping and skipping read device tensors: `begin` enqueues the step without a synchronisation, and `conclude`
-takes the norm on the host, possibly a step later. On a CPU the host knows the norm at once.
+gets the norm on the host, possibly a step later. On a CPU the host has the norm at once.
 
 Exception: without clipping and loss scaling, an offloaded optimizer steps each slot while the next slot's gradient is
 still being summed (`Optimizer.streams`). A norm that is not finite is then known too late to skip: the run ends, and
-goes on from the checkpoint before.
+can continue from the previous checkpoint.
 
 The learning rate is a function of the step alone: a resumed run needs no scheduler state.
 
@@ -43,11 +43,12 @@ if TYPE_CHECKING:
     from meshwright.config import Config
 
 CLIP_EPSILON = 1e-6
-"""Added to the norm before it divides, as torch.nn.utils.clip_grad_norm_ does."""
+"""Added to the norm before dividing by the norm, as torch.nn.utils.clip_grad_norm_ does."""
 
 
 def learning_rate(peak: float, schedule: ScheduleSection, step: int, steps: int) -> float:
-    """The rate of step `step` (from 0) of `steps`: linear warm-up to the peak, a share `stable` of the rest, decay."""
+    """Return the rate of step `step` (from 0) of `steps`: linear warm-up to the peak, a share `stable` of the rest,
+    decay."""
     if step < schedule.warmup:
         return peak * (step + 1) / schedule.warmup
     rest = max(1, steps - schedule.warmup)
@@ -68,15 +69,15 @@ def learning_rate(peak: float, schedule: ScheduleSection, step: int, steps: int)
 
 
 SMALLEST = 2.0**-24
-"""The smallest positive fp16 number. A loss scaled by it overflows only if it is not finite itself."""
+"""The smallest positive fp16 number. A loss scaled by this number overflows only if not finite itself."""
 
 
 @dataclass
 class LossScaler:
-    """`scale` multiplies the loss: halved on an overflow, doubled after `interval` steps without one.
+    """`scale` multiplies the loss: halved on an overflow, doubled after `interval` steps without an overflow.
 
-    `max_skips` overflows in a row end the run: a smaller scale has not helped. All ranks know the norm, so their scales
-    stay equal without a message.
+    After `max_skips` overflows in a row the run ends: a smaller scale has not helped. All ranks know the norm, so
+    scales stay equal without a message.
     """
 
     scale: float
@@ -118,7 +119,7 @@ class LossScaler:
 
 @dataclass(frozen=True)
 class StepResult:
-    """`gradient_norm`: before clipping, without the loss scale; `applied`: False for a skipped step."""
+    """A step's `gradient_norm`, before clipping and without the loss scale; `applied`: False for a skipped step."""
 
     gradient_norm: float
     learning_rate: float
@@ -127,7 +128,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step on its way through the device. `norm`: of its gradients, a float64 scalar on the device."""
+    """A step enqueued on the device. `norm`: of its gradients, a float64 scalar on the device."""
 
     step: int
     learning_rate: float
@@ -138,7 +139,7 @@ class PendingStep:
 class StoredState:
     """A slot's weights (`kind` weight) or one of its states: `values`, flat, with the places of its parameters.
 
-    `slices`: the flat memory of which the values are this rank's slice.
+    `slices`: describes the flat memory that contains the values as this rank's slice.
     """
 
     kind: str
@@ -148,7 +149,7 @@ class StoredState:
 
 
 class Optimizer:
-    """torch's AdamW or SGD over slots, with clipping, a schedule and loss scaling around it."""
+    """torch's AdamW or SGD over slots, with clipping, a learning-rate schedule and loss scaling."""
 
     def __init__(
         self,
@@ -173,10 +174,10 @@ class Optimizer:
         """Whether each slot is stepped when its gradient arrives, before the norm is known."""
 
     def step(self, step: int, arrivals: Iterable[int] | None = None) -> StepResult:
-        """Apply the slots' gradients, which are those of the loss times `scaler.scale`.
+        """Apply the slots' gradients, which are gradients of the loss times `scaler.scale`.
 
-        `arrivals`: yields each slot's index when its gradient is summed; None: all are.
-        Raises DivergedError where the norm is not finite and no smaller loss scale is left to try.
+        `arrivals`: yields each slot's index when its gradient is summed; None: all are summed. Raises DivergedError if
+        the norm is not finite and no smaller loss scale is left to try.
         """
         pending = self.begin(step, arrivals)
         return self.conclude(pending, float(pending.norm))
@@ -191,11 +192,11 @@ class Optimizer:
             self.held.step(self._measured(arriving, squares), self._update(rate), draw)
             self._nudge(None)
         elif self.mesh.device.type == "cuda":
-            # All sums are on one stream and end in order: one launch for all norms instead of one a slot.
+            # All sums are on one stream and end in order: one launch for all norms instead of one for each slot.
             squares = dict(zip(sorted(arriving), squares_of(self.slots, self.fixed), strict=True))
         else:
             deque(self._measured(arriving, squares), maxlen=0)  # one slot's norm while the next slot is being summed
-        # The gradients' loss scale is divided out of the norm, which is compared with `clip` and reported.
+        # The loss scale is divided out of the norm, which is compared with `clip` and reported.
         norm = norm_of_squares(self.slots, squares, self.mesh, self.fixed) / self.scaler.scale
         finite = torch.isfinite(norm)
         skips = late and self.config.optimizer.update.skips
@@ -205,7 +206,7 @@ class Optimizer:
                 excess = (norm + CLIP_EPSILON) / clip if clip else torch.ones_like(norm)
                 divisor = self.scaler.scale * excess.clamp(min=1.0)  # unscales and clips in one pass
             if skips and divisor is not None:
-                divisor = divisor.where(finite, 1.0)  # a skipped step leaves its gradients as they are, to be examined
+                divisor = divisor.where(finite, 1.0)  # a skipped step leaves its gradients unchanged, for diagnosis
             skip = (~finite).float() if skips else None
             self.held.step(range(len(self.slots)), self._update(rate, divisor, skip), draw)
             self._nudge(skip)
@@ -213,7 +214,7 @@ class Optimizer:
         return PendingStep(step, rate, norm)
 
     def conclude(self, pending: PendingStep, norm: float) -> StepResult:
-        """The result of a step, given its norm on the host. Raises DivergedError as `step` does."""
+        """Return the result of a step, given its norm on the host. Raises DivergedError as `step` does."""
         applied = math.isfinite(norm)
         # `begin` counted the step as applied.
         self.steps_taken -= not applied
@@ -227,14 +228,14 @@ class Optimizer:
         return StepResult(norm, pending.learning_rate, applied)
 
     def _update(self, rate: float, divisor: Tensor | None = None, skip: Tensor | None = None) -> StepWeights:
-        """The function that `States.step` calls: divide the gradients by `divisor`, then update the weights.
+        """Return the function that `States.step` calls: divide the gradients by `divisor`, then update the weights.
 
         `skip`: a scalar tensor on the device, 1 to write nothing; None: never skip.
         """
         settings, steps_taken = self.config.optimizer, self.steps_taken
         entries = {"elements": settings.update.step, "matrices": settings.update.matrix_step}
         steps = {by: load_entry(entry) for by, entry in entries.items() if entry}
-        # On a CPU the divisor's value is known, and dividing by 1 would be a pass over all gradients for nothing.
+        # On a CPU the divisor's value is known; dividing by 1 would be a needless pass over all gradients.
         divides = divisor is not None and (divisor.device.type != "cpu" or bool(divisor != 1))
         skips = () if skip is None else (skip,)
 
@@ -276,19 +277,19 @@ class Optimizer:
             yield StoredState(kind, values, slot.places if shape_of is None else slices.places, slices)
 
     def make_replicas_equal(self) -> list[str]:
-        """Compare the replicas' states by hash and broadcast the first replica's where they differ.
+        """Compare the replicas' states by hash; broadcast the first replica's if unequal.
 
         Returns a line for each state of each parameter that differed.
         """
         if self.mesh.grid.world_size == 1:
-            return []  # offloaded states would pass the link four times
-        # Where a weight was just made equal, its master is still the differing one.
+            return []  # offloaded states would be copied four times
+        # If a weight was just made equal, its master still differs.
         self.held.update_masters()
         differing = []
         for index, slot in enumerate(self.slots):
             comm = self.mesh.comm(*slot.copy_axes)
             for kind, tensor in self.held.tensors(index).items() if comm.size > 1 else ():
-                here = tensor.to(self.mesh.device)  # a copy only where states are offloaded
+                here = tensor.to(self.mesh.device)  # a copy only if states are offloaded
                 if make_equal(here, comm):
                     # The hash is of the whole slot, so all of its parameters are named.
                     differing += [f"{kind} of {place.name}" for place in slot.places]
@@ -297,6 +298,6 @@ class Optimizer:
         return differing
 
     def prepare_states(self, steps_taken: int) -> None:
-        """Allocate zero moments, as the first step would, so that a checkpoint's can be copied into them."""
+        """Allocate zero moments, as the first step would, to receive a checkpoint's."""
         self.steps_taken = steps_taken
         self.held.prepare()

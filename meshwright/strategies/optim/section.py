@@ -1,4 +1,4 @@
-"""The optimizers as the config, the states and the reference see them: fields, states, one step. No torch.
+"""The optimizers as the config, the states and the reference use them: fields, states, one step. No torch.
 
 | name     | fields         | states                          | a step of                  |
 |----------|----------------|---------------------------------|----------------------------|
@@ -7,8 +7,8 @@
 | momentum | momentum       | momentum_buffer                 | torch's fused SGD          |
 | muon     | all three      | exp_avg; exp_avg_sq of elements | ours (muon.py), and AdamW  |
 
-All have lr, weight_decay (of matrices only), clip and schedule. One is added by an `Update` and its line in the
-registry (docs/extending.md).
+All have lr, weight_decay (of matrices only), clip and schedule. To add an optimizer, write an `Update` and a line in
+the registry (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -33,36 +33,38 @@ OWN_FIELDS = ("betas", "epsilon", "momentum")
 
 @dataclass(frozen=True)
 class StateSpec:
-    """A tensor of zeros that an optimizer keeps for each parameter, and its step reads and writes."""
+    """A tensor that an optimizer keeps for each parameter: begins as zeros, read and written by each step."""
 
     name: str
     """The name in checkpoints, and in the `state` of the reference."""
     of: tuple[By, ...] = ("elements", "matrices")
     """The rules whose parameters have the state."""
     shape: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
-    """shape(the matrix's shape): the state's, of matrices alone; a number is (1,). None: the shape of the weight."""
+    """shape(the matrix's shape): the state's shape, for matrices only; a number is (1,). None: the weight's shape."""
     dtype: Literal["master", "float32", "bfloat16", "float16"] = "master"
-    """master: of the weight that is stepped, float32 or float64."""
+    """master: the dtype of the weight that is stepped, float32 or float64."""
 
     def __post_init__(self) -> None:
         if self.shape is not None and self.of != ("matrices",):
             raise TypeError(f"state {self.name} has a shape of its own: it can be of matrices alone, of=('matrices',)")
 
     def elements(self, weights: int, matrices: Sequence[tuple[int, ...]]) -> int:
-        """Return the state's elements. `weights`: elements of the weights; `matrices`: the shape of each matrix."""
+        """Return the number of the state's elements. `weights`: elements of the weights; `matrices`: the shape of each
+        matrix."""
         return weights if self.shape is None else sum(math.prod(self.shape(matrix)) for matrix in matrices)
 
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer. `fields`: those of OWN_FIELDS that it reads; `states`: its tensors, in the order of a step's list.
+    """An optimizer. `fields`: the fields among OWN_FIELDS that it reads; `states`: its tensors, in the order of a
+    step's list.
 
-    `step`: names the function that steps some weights at once, as updates.adamw_step. Element by element: an offloaded
-    optimizer calls it for pieces. `reference`: names the torch.optim.Optimizer that `verify` holds it against, which is
-    made of parameter groups, lr and the `arguments` of the section.
+    `step`: names the function that steps some weights at once, such as updates.adamw_step. Steps are element by
+    element: an offloaded optimizer calls `step` for pieces. `reference`: names the torch.optim.Optimizer that `verify`
+    compares with, made from parameter groups, lr and the `arguments` of the section.
 
     `skips`: `step` and `matrix_step` take a last argument `skip`, a float32 scalar on the weights' device, and write
-    nothing if `skip` is 1. Without it the host waits for the norm of the gradients before it asks for a step.
+    nothing if `skip` is 1. Without `skips` the host waits for the norm of the gradients before calling a step.
     """
 
     step: str
@@ -71,12 +73,12 @@ class Update:
     fields: tuple[str, ...] = ()
     states: tuple[StateSpec, ...] = ()
     rates: tuple[float, float] = (1e-7, 10.0)
-    """Learning rates between which a run makes sense (config/sense.py)."""
+    """Learning rates between which a run is plausible (config/sense.py)."""
     skips: bool = False
     matrix_step: str = ""
-    """The function that steps hidden layers' matrices, each whole and as [rows, columns]; empty: `step` does."""
+    """The function that steps hidden layers' matrices, each whole and as [rows, columns]; empty: `step` is used."""
     rules: tuple[Rule, ...] = ()
-    """Rules on what it does not go with, and why; checked where it is chosen."""
+    """Rules on combinations that are refused, and why; checked if the optimizer is chosen."""
 
     def __post_init__(self) -> None:
         if self.matrix_step:
@@ -86,7 +88,7 @@ class Update:
 
     def rule_of(self, role: Role) -> StepRule:
         """Return the rule by which parameters of a role are stepped."""
-        # Buckets are of one rule: without a step of matrices, matrices and tables share theirs.
+        # A bucket has one rule: without `matrix_step`, matrices and tables have the same rule.
         return role.rule if self.matrix_step else role.by_elements()
 
     def states_of(self, rule: StepRule) -> tuple[StateSpec, ...]:
@@ -128,13 +130,13 @@ def needs_whole_matrices(config: Config) -> Iterator[Problem]:
     cuts = strategy.cuts_parameters and not strategy.deals_matrices
     if max(layout.data.size, layout.context.size) > 1 and cuts:
         whole = [name for name, entry in entries("syncs").items() if not entry.cuts_parameters or entry.deals_matrices]
-        plain = sorted(whole, key=lambda name: not entries("syncs")[name].candidate)  # those that suit any layout first
+        plain = sorted(whole, key=lambda name: not entries("syncs")[name].candidate)  # for any layout first
         yield Problem("layout.data.sync", sync, why, ", ".join(plain) + instead)
-    # One tensor [n, H, 2, N] of all experts is no matrix; its n matrices would each need a step of their own.
+    # One tensor [n, H, 2, N] of all experts is no matrix; its n matrices would each need a separate step.
     if field := config.model.routing.stacked_matrices:
         rule_text = f"steps a matrix a parameter, and {field} has one of all experts"
         yield Problem("optimizer.name", name, rule_text, others)
-    # Every kit cuts matrices, which is what a kit is for: its axes are reason enough.
+    # Every kit shards matrices: having its axes is reason enough.
     if layout.tensor.axes:
         yield Problem("layout.tensor.kind", layout.tensor.kind, why, "none" + instead)
     if config.memory.offload.to != "none":

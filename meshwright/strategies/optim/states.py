@@ -1,9 +1,9 @@
 """States hold the slots' master weights and moments, and call the optimizer's update on them.
 
-The optimizer decides the rate, the divisor and whether to skip, and passes them as one function (StepWeights).
-`InPlace` keeps states on the slots' device and steps all slots of one weight decay in one call; memory/offload.py keeps
-states on the host or disk and steps them chunk by chunk. Both give the same bits. States and weights in bf16 are
-stepped in float32, piece by piece, and rounded at random (rounding.py).
+The optimizer decides the rate, the divisor and whether to skip, and passes one function (StepWeights). `InPlace` keeps
+states on the slots' device and steps all slots of one weight decay in one call. memory/offload.py keeps states on the
+host or disk and steps chunk by chunk. Both give equal bits. States and weights in bf16 are stepped in float32, piece by
+piece, and rounded at random (rounding.py).
 """
 
 from __future__ import annotations
@@ -26,38 +26,39 @@ if TYPE_CHECKING:
 
 class States(Protocol):
     """Masters and moments of some slots. A half-precision slot has a float32 master unless `optimizer.masters` is bf16;
-    any other slot is its own."""
+    any other slot is stepped itself."""
 
     streams: bool
     """Whether to step each slot as soon as its gradient arrives (Optimizer.streams)."""
 
     def step(self, indices: Iterable[int], step: StepWeights, draw: Draw) -> None:
         """Apply `step` to each slot once, in the order of `indices`, and update the half-precision weights. `draw`: the
-        random bits by which bf16 is rounded."""
+        random bits that round bf16."""
 
     def tensors(self, index: int) -> dict[str, Tensor]:
-        """Views of slot `index`'s master weights ("weight") [n], and its states by name, flat (StateSpec.shape)."""
+        """Return views of slot `index`'s master weights ("weight") [n], and of its states by name, flat
+        (StateSpec.shape)."""
 
     def prepare(self) -> None:
-        """Allocate zero moments, as the first step would, so that a checkpoint's can be copied into them."""
+        """Allocate zero moments, as the first step would, to receive a checkpoint's."""
 
     def refresh(self) -> None:
         """Copy the masters into the half-precision weights."""
 
     def update_masters(self) -> None:
-        """Replace each master whose rounding is not the weight, after weights were broadcast from another replica."""
+        """Replace each master that does not round to its weight, after weights were broadcast from another replica."""
 
 
 StatesFactory = Callable[["Config", Sequence[Slot]], States]
 
 
 WIDENED_BYTES = 2**28
-"""Upper bound, in bytes, on float32 copies of half-precision gradients: the slots stepped in one call are as many as
-stay below it."""
+"""Upper bound, in bytes, on float32 copies of half-precision gradients in one call; a call steps slots up to this
+bound."""
 
 
 def stepped_together(widened_bytes: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of slots to step in one call, given the bytes of each slot's float32 gradient copy (0: none)."""
+    """Yield indices of slots to step in one call, given the bytes of each slot's float32 gradient copy (0: none)."""
     together: list[int] = []
     total = 0
     for index, size in enumerate(widened_bytes):
@@ -72,7 +73,7 @@ def stepped_together(widened_bytes: Sequence[int]) -> Iterator[list[int]]:
 
 
 class InPlace:
-    """Masters and moments beside the slots. Steps when all gradients have arrived."""
+    """Masters and moments on the slots' device. Steps when all gradients have arrived."""
 
     streams = False
 
@@ -94,7 +95,7 @@ class InPlace:
             assert self.slots[index].parameter.grad is not None, "a slot without a gradient"
         if not self._has_moments:
             self.prepare()
-        # A call steps by one rule.
+        # Each call steps slots of one rule.
         for rule, members in by_rule([slot.rule for slot in self.slots]).items():
             if self._settings.rounds:
                 for index in members:
@@ -102,7 +103,7 @@ class InPlace:
                     assert gradient is not None, "a slot without a gradient"
                     step_rounded(self.slots[index], 0, self.tensors(index), gradient, specs, step, draw)
                 continue
-            # float32 copies of all half-precision gradients at once would take as much as the masters.
+            # float32 copies of all half-precision gradients at once would need as many bytes as the masters.
             pairs = [(self.slots[index].parameter.grad, self.masters[index]) for index in members]
             widened = [size_bytes(master) * (own is None or own.dtype != master.dtype) for own, master in pairs]
             for some in stepped_together(widened):
@@ -149,13 +150,13 @@ class InPlace:
     @torch.no_grad()
     def update_masters(self) -> None:
         for slot, master in zip(self.slots, self.masters, strict=True):
-            # A master that rounds to the weight is kept: it has digits that the weight lacks.
+            # A master that rounds to the weight is kept: the master has digits that the weight lacks.
             if not torch.equal(master.to(slot.parameter.dtype), slot.parameter):
                 master.copy_(slot.parameter)
 
 
 def _matrices(slot: Slot, flat: Tensor, spec: StateSpec | None) -> Iterator[Tensor]:
-    """Views of `flat` as the slot's matrices [rows, columns], or as their states of the spec's shape."""
+    """Yield views of `flat` as the slot's matrices [rows, columns], or as their states of the spec's shape."""
     if spec is None or spec.shape is None:
         for place in slot.places:
             yield flat[place.start : place.stop].view(place.shape[0], -1)
@@ -165,7 +166,7 @@ def _matrices(slot: Slot, flat: Tensor, spec: StateSpec | None) -> Iterator[Tens
 
 
 def by_rule(rules: Sequence[StepRule]) -> dict[StepRule, list[int]]:
-    """The indices of the slots that the optimizer steps by each rule, those that decay first."""
+    """Return the indices of the slots that the optimizer steps, by rule; rules with weight decay first."""
     order = sorted(
         {rule for rule in rules if rule.by in ("matrices", "elements")}, key=lambda rule: (not rule.decays, rule.by)
     )

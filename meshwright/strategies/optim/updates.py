@@ -1,6 +1,7 @@
 """One step of some weights by torch's fused kernels, for states on the device and chunks of offloaded states.
 
-torch's functions, not its `Optimizer` classes, whose constructor imports torch's compiler: two seconds in every rank.
+Calls torch's functions, since the constructor of torch's `Optimizer` imports torch's compiler: two seconds in every
+rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def adamw_step(
     settings: OptimizerSection, weights: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]], rate: float,
     weight_decay: float, steps_taken: int, skip: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Decoupled weight decay (arXiv 1711.05101). `states`: both moments; `steps_taken`: before this step."""
+    """Step with decoupled weight decay (arXiv 1711.05101). `states`: both moments; `steps_taken`: before this step."""
     first, second = states
     beta1, beta2 = settings.betas
     # torch adds 1 to the count of each weight; all counts are written by one launch.
@@ -32,7 +33,7 @@ def sgd_step(
     settings: OptimizerSection, weights: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]], rate: float,
     weight_decay: float, steps_taken: int, skip: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """SGD, with momentum where `states` has buffers."""
+    """Step by SGD, with momentum if `states` has buffers."""
     buffers: list[Tensor | None] = [*states[0]] if states else [None] * len(weights)
     sgd(
         weights, gradients, buffers, fused=True, nesterov=False, maximize=False, dampening=0.0,
