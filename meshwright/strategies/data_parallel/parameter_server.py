@@ -7,9 +7,9 @@
 | server-loss     | scattered     | on the server   | summed on the server   | server    | model broadcast  |
 
 Rooted: a worker sends S, the root (n-1)S. Server: a worker sends S, the server (n-1)S of parameters and (n-1)/n of the
-batch. With server-loss a worker also sends its hidden states [B/n, T, H], and the server their gradients. The 'outputs'
-gathered are the hidden states before the head: the head with its loss is one layer here, and gathering logits [B, T, V]
-would send V/H times the bytes.
+batch. With server-loss a worker also sends hidden states [B/n, T, H], and the server sends the gradients of these. The
+'outputs' that are gathered are the hidden states before the head. Here the head with its loss is one layer, and
+gathering logits [B, T, V] would send V/H times the bytes.
 """
 
 from __future__ import annotations

@@ -33,14 +33,12 @@ FIELD, SHARD, EXPERT_FIELD = "layout.data.sync", "layout.data.shard", "layout.da
 
 @dataclass(frozen=True)
 class Sync:
-    """Facts on a strategy. Code is named as `module:attribute`, since torch is not imported yet.
-
-    `policy`: makes the `Policy` that sums and publishes buckets (strategy.py). `synchroniser`: makes the strategy from
-    (buckets, mesh, policy).
-    """
+    """Facts on a strategy. Code is named as `module:attribute`, since torch is not imported yet."""
 
     policy: str
+    """Makes the `Policy` that sums and publishes buckets (strategy.py)."""
     synchroniser: str = "meshwright.strategies.data_parallel.strategy:Synchroniser"
+    """Makes the strategy from (buckets, mesh, policy)."""
     rules: tuple[Rule, ...] = ()
     """Rules on combinations that are refused, and why; checked if the strategy is chosen."""
     cuts_parameters: bool = False

@@ -1,21 +1,21 @@
-"""Gradients kept as slices: a bucket is summed when a microbatch has filled it, and its memory is freed.
+"""Gradients kept as slices: a bucket is summed when a microbatch has filled it, and the bucket's memory is freed.
 
 | sync  | gradients of S bytes           | the optimizer steps | then       | a rank sends, m microbatches        |
 |-------|--------------------------------|---------------------|------------|-------------------------------------|
 | zero2 | reduce-scatter each microbatch | 1/n                 | all-gather | m (n-1)/n S + (n-1)/n P             |
 
 ZeRO-2 (arXiv 1910.02054, section 5.2). A rank holds one slice of every gradient. During a backward pass a rank also
-holds three whole buckets of each kind: the bucket being filled, the bucket before (being summed), and a tied table's,
-which is filled from the head's backward pass to the embedding's. With one microbatch a step sends the bytes of zero1.
-Each further microbatch costs one more reduce-scatter, the price of not holding whole gradients in between.
+holds three whole buckets of each kind. These are the bucket being filled, the bucket before (being summed), and a tied
+table's, which is filled from the head's backward pass to the embedding's. With one microbatch a step sends the bytes of
+zero1. Each further microbatch costs one more reduce-scatter, the price of not holding whole gradients in between.
 
-A bucket is sliced over all axes of its sum except two. Along these two, ranks hold equal slices, summed once a step:
-the pipeline's ends, which finish a tied table at different times, and the shard groups of hybrid sharding (HSDP, arXiv
-2304.11277, section 3.2.2). Without stages, groups sum a slice under the rest of the last backward pass. With stages,
-groups sum after the backward pass, since replicas order weight gradients differently.
+A bucket is sliced over all axes of its sum except two. Along these two, ranks hold equal slices and sum them once a
+step. One is the pipeline's ends, which finish a tied table at different times. The other is the shard groups of hybrid
+sharding (HSDP, arXiv 2304.11277, section 3.2.2). Without stages, groups sum a slice under the rest of the last backward
+pass. With stages, groups sum after the backward pass, since replicas order weight gradients differently.
 
-With W tasks (deferred weight gradients), gradients computed in B (norms, tables) run ahead of the rest of the bucket,
-by a number of microbatches that depends on message timing. Sums must not depend on timing, or equal runs would round
+With W tasks (deferred weight gradients), gradients computed in B (norms, tables) run ahead of the rest of the bucket.
+The number of microbatches ahead depends on message timing. Sums must not depend on timing, or equal runs would round
 differently. Such a bucket accumulates whole gradients and is summed at the step's end. A tied table with both ends in
 chunks of one stage is treated the same way.
 
@@ -134,8 +134,8 @@ class Sharded(Synchroniser):
         if one.state is not State.FULL and not one.waits:  # no other bucket has become ready
             return
         order = [one for one in self.sums if not one.waits and one.bucket.chunks in ((), (chunk,))]
-        # The bucket with the fewest sums begun comes first. Ends at the last bucket: one without elements on this rank
-        # is full again at once.
+        # The bucket with the fewest sums begun is first. Ends at the last bucket: one without elements on this rank is
+        # full again at once.
         while order and (following := min(order, key=lambda one: one.times_left)).state is State.FULL:
             self._leave(following)
             if following is order[-1]:

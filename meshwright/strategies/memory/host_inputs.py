@@ -62,7 +62,7 @@ def recomputed_from(copies: Copies, function: Callable[..., Any], *arguments: An
     leaves, form = tree_flatten(arguments)
     places = [place for place, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
     first = [leaves[place] for place in places]
-    token = [x.new_empty(0) for x in first[:1]]  # tells checkpoint the device of the random numbers
+    token = [x.new_empty(0) for x in first[:1]]  # gives checkpoint the device of the random numbers
     fetch = copies.moved(first)
     for place in places:
         leaves[place] = None  # a closure that held the tensors would hold the device's memory

@@ -6,13 +6,13 @@ parameters 4 · phi bytes, and 16 · bucket for the staging. A step, with pieces
     lane      fetch 0 | fetch 1 |        write back 0, fetch 2 |        write back 1, fetch 3 | ...
     device              widen, divide, step, round 0             widen, divide, step, round 1   ...
 
-The bits equal those of states in place: the same step on the same numbers, in pieces that end at the ends of the
-kernel's vectors (multiples of 64 elements). Slots that are float32 on the device (norm layers') are stepped on the
-device, and only their moments are copied. With bf16 masters, only moments are copied for all slots.
+The bits equal the bits of states in place: the same step on the same numbers. Pieces end at the ends of the kernel's
+vectors (multiples of 64 elements). Slots that are float32 on the device (norm layers') are stepped on the device, and
+only their moments are copied. With bf16 masters, only moments are copied for all slots.
 
-On a CPU a thread steps a slot while the next slot's sum is waited for; on a GPU this overlaps by itself. Both only
-without clipping and loss scaling: with either, the norm must be known before the first write. Undoing a step would need
-a second copy of the states, the memory that offloading saves.
+On a CPU a thread steps a slot while the next slot's sum is waited for; a GPU overlaps both without a thread. Stepping
+before all sums are done is limited to runs without clipping and loss scaling: with either, the norm must be known
+before the first write. Undoing a step would need a second copy of the states, the memory that offloading saves.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Chen et al., arXiv 1604.06174, by torch's checkpoint, which restores the random numbers of the first pass, so that
 dropout masks are equal. In a stage of l of the network's N layers, groups of a layers keep about l/a inputs and the
-activations of a layers, least for a near √N (AxoNN, arXiv 2110.13005, section 4.2). Groups of one layer held half of
-these groups' peak in our measurements, in the same time (docs/memory.md).
+activations of a layers. The sum is least for a near √N (AxoNN, arXiv 2110.13005, section 4.2). Groups of one layer held
+half of these groups' peak in our measurements, in the same time (docs/memory.md).
 
 GELU alone is never recomputed: the next linear keeps its output anyway. `LiveBytes` counts live activation bytes.
 """
@@ -29,7 +29,7 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.a
 
 
 class _Keeping(TorchDispatchMode):
-    """Keeps the results of attention kernels and of every second product of the first pass.
+    """A mode that keeps the results of attention kernels and of every second product of the first pass.
 
     The second pass returns these instead of computing (selective checkpointing by operation, as in torchtitan). torch's
     create_selective_checkpoint_contexts counts every operation of both passes, and fails if ranks are threads: the last
@@ -83,11 +83,11 @@ def recomputed_in_part(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live tensors after each operation, on meta and real devices.
+    """A counter of the bytes of live tensors after each operation, on meta and real devices.
 
-    A storage counts from its allocation by an operation until its last tensor is deleted. Workspaces inside of
-    operations and allocations of other threads are not counted. `live`: bytes allocated while entered and still alive;
-    `peak`: the maximum of `live`.
+    A storage counts from its allocation by an operation until the last tensor on the storage is deleted. Workspaces
+    inside of operations and allocations of other threads are not counted. `live`: bytes allocated while entered and
+    still alive; `peak`: the maximum of `live`.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Staging: two half-buckets on the device for offloaded states; lanes: copies that overlap with the computation.
+"""Staging: two half-buckets on the device for offloaded states, with a count of their bytes; lanes: overlapped copies.
 
-A lane makes copies one after another, in the order of `submit`:
+A lane makes copies next to the computation, one after another, in the order of `submit`:
 
 | device | copies from | lane                                                           |
 |--------|-------------|----------------------------------------------------------------|

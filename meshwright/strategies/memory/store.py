@@ -30,7 +30,7 @@ ELEMENT_BYTES = 4
 
 
 class Store:
-    """One flat tensor `values` [n] of float32, zeros at first."""
+    """A flat tensor `values` [n] of float32, zeros at first."""
 
     values: Tensor
     _map: mmap.mmap | None = None

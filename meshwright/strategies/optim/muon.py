@@ -28,8 +28,8 @@ AS_ADAMW = 0.2
 def orthogonal(matrix: Tensor) -> Tensor:
     """Return about U Vᵀ of a matrix U S Vᵀ, by Newton-Schulz iterations X <- a X + (b A + c A²) X with A = X Xᵀ.
 
-    In the matrix's precision: in half precision, the rounding errors of a right program are as large as a wrong
-    program's.
+    In the matrix's precision: in half precision, two right programs would differ by no less than a right and a wrong
+    one.
     """
     a, b, c = COEFFICIENTS
     x = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix  # the shorter side is squared

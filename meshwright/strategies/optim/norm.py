@@ -30,7 +30,7 @@ def squares_of(slots: Sequence[Slot], fixed: FixedPoint | None = None) -> tuple[
     """Return the sum of squares of each slot's gradient on this rank, float64 scalars; one launch for all on a GPU.
 
     `fixed`: sums of digits, equal in any order (parameters/fixed.py). Always in float64: a float32 sum of 2^24 squares
-    is 7e-4 off on a CPU, since a square below the sum's last bit is lost, and clipping would differ between layouts.
+    is 7e-4 off on a CPU, since a square below the sum's last bit is lost. Layouts would then clip differently.
     """
     gradients = [slot.parameter.grad for slot in slots if slot.parameter.grad is not None]
     assert len(gradients) == len(slots), "a slot without a gradient"

@@ -74,7 +74,7 @@ SMALLEST = 2.0**-24
 
 @dataclass
 class LossScaler:
-    """`scale` multiplies the loss: halved on an overflow, doubled after `interval` steps without an overflow.
+    """The loss scale: `scale` is halved on an overflow, doubled after `interval` steps without an overflow.
 
     After `max_skips` overflows in a row the run ends: a smaller scale has not helped. All ranks know the norm, so
     scales stay equal without a message.
@@ -119,11 +119,13 @@ class LossScaler:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step's `gradient_norm`, before clipping and without the loss scale; `applied`: False for a skipped step."""
+    """The result of a step."""
 
     gradient_norm: float
+    """The norm before clipping, without the loss scale."""
     learning_rate: float
     applied: bool
+    """False for a skipped step."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +178,12 @@ class Optimizer:
     def step(self, step: int, arrivals: Iterable[int] | None = None) -> StepResult:
         """Apply the slots' gradients, which are gradients of the loss times `scaler.scale`.
 
-        `arrivals`: yields each slot's index when its gradient is summed; None: all are summed. Raises DivergedError if
-        the norm is not finite and no smaller loss scale is left to try.
+        Args:
+            step: the number of the step, from 0.
+            arrivals: yields each slot's index when its gradient is summed; None: all are summed.
+
+        Raises:
+            DivergedError: the norm is not finite, and no smaller loss scale is left to try.
         """
         pending = self.begin(step, arrivals)
         return self.conclude(pending, float(pending.norm))
@@ -282,7 +288,7 @@ class Optimizer:
         Returns a line for each state of each parameter that differed.
         """
         if self.mesh.grid.world_size == 1:
-            return []  # offloaded states would be copied four times
+            return []  # offloaded states would be copied over the link four times
         # If a weight was just made equal, its master still differs.
         self.held.update_masters()
         differing = []

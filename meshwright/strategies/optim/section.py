@@ -38,7 +38,7 @@ class StateSpec:
     name: str
     """The name in checkpoints, and in the `state` of the reference."""
     of: tuple[By, ...] = ("elements", "matrices")
-    """The rules whose parameters have the state."""
+    """The rules of parameters that have the state."""
     shape: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
     """shape(the matrix's shape): the state's shape, for matrices only; a number is (1,). None: the weight's shape."""
     dtype: Literal["master", "float32", "bfloat16", "float16"] = "master"
@@ -56,25 +56,24 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer. `fields`: the fields among OWN_FIELDS that it reads; `states`: its tensors, in the order of a
-    step's list.
-
-    `step`: names the function that steps some weights at once, such as updates.adamw_step. Steps are element by
-    element: an offloaded optimizer calls `step` for pieces. `reference`: names the torch.optim.Optimizer that `verify`
-    compares with, made from parameter groups, lr and the `arguments` of the section.
-
-    `skips`: `step` and `matrix_step` take a last argument `skip`, a float32 scalar on the weights' device, and write
-    nothing if `skip` is 1. Without `skips` the host waits for the norm of the gradients before calling a step.
-    """
+    """An optimizer."""
 
     step: str
+    """Names the function that steps some weights at once, such as updates.adamw_step. Steps are element by element: an
+    offloaded optimizer calls the function for pieces."""
     reference: str
+    """Names the torch.optim.Optimizer that `verify` compares with, made from parameter groups, lr and `arguments`."""
     arguments: Callable[[OptimizerSection], dict[str, Any]]
+    """arguments(section): keyword arguments of the reference."""
     fields: tuple[str, ...] = ()
+    """The fields among OWN_FIELDS that the optimizer reads."""
     states: tuple[StateSpec, ...] = ()
+    """The optimizer's tensors, in the order of a step's list."""
     rates: tuple[float, float] = (1e-7, 10.0)
     """Learning rates between which a run is plausible (config/sense.py)."""
     skips: bool = False
+    """Whether `step` and `matrix_step` take a last argument `skip`, a float32 scalar on the weights' device, and write
+    nothing if `skip` is 1. If not, the host waits for the norm of the gradients before calling a step."""
     matrix_step: str = ""
     """The function that steps hidden layers' matrices, each whole and as [rows, columns]; empty: `step` is used."""
     rules: tuple[Rule, ...] = ()

@@ -103,7 +103,7 @@ class InPlace:
                     assert gradient is not None, "a slot without a gradient"
                     step_rounded(self.slots[index], 0, self.tensors(index), gradient, specs, step, draw)
                 continue
-            # float32 copies of all half-precision gradients at once would need as many bytes as the masters.
+            # float32 copies of all half-precision gradients at once would take the same number of bytes as the masters.
             pairs = [(self.slots[index].parameter.grad, self.masters[index]) for index in members]
             widened = [size_bytes(master) * (own is None or own.dtype != master.dtype) for own, master in pairs]
             for some in stepped_together(widened):

@@ -22,10 +22,10 @@ StageProcess = Generator[Task | Wait, Sequence[Arrival], None]
 
 def stage_process(view: View, schedule: Schedule) -> StageProcess:
     """Yield each task to run, or WAIT. The driver sends the messages received meanwhile: maybe none after a task, at
-    least one after WAIT. A message from one chunk of a stage to another is among those sent after its task.
+    least one after WAIT. A message from one chunk of a stage to another is among the messages after its task.
 
-    Ends when all tasks are done. Raises AssertionError (our own bug) instead of hanging: if a schedule waits though no
-    message can arrive, if a task is not ready, or if a message arrives twice.
+    Ends when all tasks are done. Raises AssertionError (our own bug) instead of hanging: a schedule waits though no
+    message can arrive, a task is not ready, or a message arrives twice.
     """
     early: set[Arrival] = set()
     while not view.done:

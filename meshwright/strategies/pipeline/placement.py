@@ -1,7 +1,7 @@
 """Which chunks of the model's chain each stage holds, and the sender and receiver of each message.
 
-A stage holds `num_chunks` contiguous parts of the chain. With one chunk a stage, the chain has as many positions as
-stages. With c chunks, a microbatch passes through all stages c times, and the pipeline fills and drains in 1/c of the
+A stage holds `num_chunks` contiguous parts of the chain. With one chunk a stage, the chain has one position for each
+stage. With c chunks, a microbatch passes through all stages c times, and the pipeline fills and drains in 1/c of the
 time (interleaved stages: Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 
 | shape | the chain's positions on stages 0, 1, 2, 3 | neighbours |
@@ -11,9 +11,9 @@ time (interleaved stages: Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 
 A position is an index in the chain, a chunk an index within one stage: chunk c is at positions c p ... c p + p - 1.
 
-**Pieces.** A chunk can be cut into pieces at the points at which rows are sent to other ranks' experts and returned
-(pieces.py). Task numbers then count the pieces of all of a stage's chunks instead of the chunks. Inside of a chunk,
-rows are passed from a piece to the next by an all-to-all of the ranks that share the stage.
+**Pieces.** A chunk with experts can be cut before and after each expert layer, where rows are sent to other ranks and
+received back (pieces.py). Task numbers then count the pieces of all of a stage's chunks instead of the chunks. Inside
+of a chunk, rows are passed from a piece to the next by an all-to-all of the ranks that share the stage.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from meshwright.strategies.pipeline.spread_head import with_spread_head
 from meshwright.strategies.pipeline.task import DONE, Counters, Task, TaskKind, View
 
 Schedule = Callable[[View], Task | None]
-"""schedule(view): the next task, which must be ready, or None to wait for a message."""
+"""schedule(view): the next task, which must be ready; None: wait for a message."""
 
 Limit = Callable[[int, int, int], int]
 """limit(stage, num_stages, num_microbatches): the largest number of microbatches in flight at a stage."""
@@ -68,7 +68,7 @@ def _turn(view: View, done: int) -> int:
     # do, with a few more microbatches in flight.
     size, larger = divmod(view.num_microbatches, rounds)
     chunks = len(view.chunks)
-    beyond = done - larger * chunks * (size + 1)  # the larger rounds come first
+    beyond = done - larger * chunks * (size + 1)  # the larger rounds are first
     return done // (size + 1) % chunks if beyond < 0 else beyond // size % chunks
 
 
@@ -123,9 +123,9 @@ def message_driven(view: View) -> Task | None:
 def _message_driven_in_pieces(view: View) -> Task | None:
     """Run chunks in pieces: while rows of one piece are in an all-to-all, another piece runs.
 
-    Begun microbatches have priority. At most one chunk is in its forward pass, and one in its backward pass, at a time.
-    Two forward passes that alternate end no earlier than one after the other, and later stages wait twice as long for
-    the first microbatch: simulated steps were up to 15 % longer.
+    Begun microbatches have priority. One chunk is in a forward pass and one in a backward pass at a time, at most. Of
+    two alternating forward passes, neither would end earlier than the second of two consecutive ones. Later stages
+    would wait twice as long for the first microbatch: simulated steps were up to 15 % longer.
     """
     pieces = view.placement.numbers[view.stage]
     deepest_first = range(len(view.chunks) - 1, -1, -1)

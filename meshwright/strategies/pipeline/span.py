@@ -1,7 +1,7 @@
 """Moments of a device, and the timeline of a step as spans: simulated (clock.py) or measured.
 
-On a CPU, a moment is the host's time. A GPU lags behind the host that queues its work: a moment is then an event in the
-GPU's stream, and its time is read later. Measuring therefore never waits for the device.
+On a CPU, a moment is the host's time. A GPU lags behind the host, which queues the work: a moment is then an event in
+the GPU's stream, and the event's time is read later. Measuring therefore never waits for the device.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Timeline:
     tasks: tuple[Span, ...] = field(init=False, repr=False, compare=False)
     """The spans of tasks, without phases of the step."""
     total_seconds: float = field(init=False, repr=False, compare=False)
-    """From the begin of the first task of any stage to the end of the last task."""
+    """From the beginning of the first task of any stage to the end of the last task."""
 
     def __post_init__(self) -> None:
         outside = [span for span in self.spans if not 0 <= span.stage < self.num_stages]
@@ -119,7 +119,7 @@ class Timeline:
 
     @property
     def idle_shares(self) -> tuple[float, ...]:
-        """The share of `total_seconds`, 0 to 1, in which each stage ran no task."""
+        """Each stage's share of `total_seconds` without a task, 0 to 1."""
         total = self.total_seconds
         busy = [0.0] * self.num_stages
         for span in self.tasks:

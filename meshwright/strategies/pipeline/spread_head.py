@@ -1,8 +1,8 @@
 """The head sharded over all stages: each stage computes a part of the classes of every microbatch.
 
-(Vocabulary parallelism in pipelines: Yeung et al., arXiv 2411.05288.) The head of a large vocabulary costs as much as
-several layers, all on the last stage. Sharded over the stages, the head makes no stage longer than the others, and each
-stage stores and steps one part of the table.
+(Vocabulary parallelism in pipelines: Yeung et al., arXiv 2411.05288.) The head of a large vocabulary costs about the
+same as several layers, all on the last stage. Sharded over the stages, the head makes no stage longer than the others,
+and each stage stores and steps one part of the table.
 
 | piece | on the last stage | on every other | ends with                                                       |
 |-------|-------------------|----------------|-----------------------------------------------------------------|
@@ -14,8 +14,8 @@ gradients are in transit. In the head all stages exchange softmax statistics, on
 (tensor/cross_entropy.py). A late stage delays all others, so the head has priority over layers. A microbatch enters the
 head when the one before has left: all stages then exchange in one order, over one comm.
 
-Sends, for each microbatch: p - 1 times the hidden states, and as large a gradient back. The last stage adds these
-gradients in the order of the stages.
+Sends, for each microbatch: the hidden states to p - 1 stages, and p - 1 gradients of the same size back. The last stage
+adds these gradients in the order of the stages.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ data-parallel strategy may replace it."""
 
 
 Computing = Callable[[], AbstractContextManager[object]]
-"""Makes the context manager in which a stage's passes run."""
+"""Makes the context manager of a stage's passes."""
 
 
 Edges = tuple[GradientEdge | None, ...]

@@ -1,5 +1,4 @@
-"""All stages of a run's pipeline as each rank knows them: chunks, placement, schedule, and the tensors
-between stages."""
+"""All stages of a run's pipeline as each rank knows them: chunks, placement, schedule, and tensors between stages."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ gradient of the chunk after."""
 
 
 class Wait(Enum):
-    """A schedule's answer if no task is ready: the stage waits for a message."""
+    """The engine's answer if the schedule chooses no task: the stage waits for a message."""
 
     WAIT = "wait"
 

@@ -1,6 +1,6 @@
 """A step as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing: Chrome's trace event format, JSON.
 
-Each stage is one process, named `stage 0`, with one row for tasks and one for each phase of the step, since phases may
+Each stage is one process, named `stage 0`, with one row for tasks and one for each phase of the step. Phases may
 overlap tasks and each other. Complete events (`"ph": "X"`), times in microseconds from the first span.
 """
 
