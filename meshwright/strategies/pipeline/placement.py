@@ -11,9 +11,9 @@ time (interleaved stages: Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 
 A position is an index in the chain, a chunk an index within one stage: chunk c is at positions c p ... c p + p - 1.
 
-**Pieces.** A chunk with experts can be cut before and after each expert layer, where rows are sent to other ranks and
-received back (pieces.py). Task numbers then count the pieces of all of a stage's chunks instead of the chunks. Inside
-of a chunk, rows are passed from a piece to the next by an all-to-all of the ranks that share the stage.
+**Pieces.** A chunk can be cut before and after each layer's experts, where rows are sent to other ranks and received
+back (pieces.py). Task numbers then count the pieces of all of a stage's chunks instead of the chunks. Inside of a
+chunk, rows are passed from a piece to the next by an all-to-all of the ranks that share the stage.
 """
 
 from __future__ import annotations
