@@ -1,7 +1,7 @@
 """Runs from a program: the commands as functions, on configs instead of files (docs/api.md).
 
-Every function raises ConfigError for a mistake before any process starts, LaunchError where a rank dies, Interrupted
-where somebody stops it; all are MeshwrightErrors. Nothing is printed but by `train`.
+Every function raises `ConfigError` for a mistake before any process starts, `LaunchError` if a rank dies, and
+`Interrupted` if a user stops the run. All three are `MeshwrightError`s. Only `train` prints.
 """
 
 from __future__ import annotations
@@ -24,9 +24,14 @@ if TYPE_CHECKING:
 
 
 def load(run: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
-    """A checked config of a run file, of a shipped run by its name, or of a dict of fields; `overrides`: words on top.
+    """Read and check a run. `layout: auto` asks the planner, as the command does.
 
-    Raises ConfigError with all mistakes at once. `layout: auto` asks the planner, as the command does.
+    Args:
+        run: a run file, the name of a shipped run, or a dict of fields.
+        overrides: `key=value` words on top of the run.
+
+    Raises:
+        ConfigError: with all mistakes at once.
     """
     if isinstance(run, Mapping):
         file, parse = run_tree(dict(run), overrides), parse_config
@@ -34,22 +39,25 @@ def load(run: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> 
         file, parse = read_run(Path(run), overrides), parse_run
     if not file.auto:
         return parse(file.tree, file.words)
-    # Imported when asked for: the planner, and torch, are seconds that most calls do not need.
+    # Imported here: the planner and torch take seconds, and most calls need neither.
     from meshwright.planner.plan.question import planned_config
 
     return planned_config(file, file.words)
 
 
 def resolve(config: Config) -> Config:
-    """The config as this machine would run it: every `auto` is a value. `train` and the others do so by themselves."""
+    """Replace every `auto` by the value that this machine runs with. `train` and the others do so themselves."""
     return decisions.resolve(config, decisions.this_machine()).config
 
 
 def train(config: Config, out: str | Path, *, resume: bool = False, each: Each | None = None) -> Path:
-    """Run the config into the folder `out`, on local ranks; the folder. `resume`: go on from its newest checkpoint.
+    """Run the config on local ranks and write the run to a folder.
 
-    `each`: called here, in a thread, with the numbers of every step as `history` gives them; a true answer ends the run
-    a step or two later, with a checkpoint. What it raises ends the run as well, and is raised here.
+    Args:
+        out: the folder of the run; also returned.
+        resume: continue from the newest checkpoint in `out`.
+        each: called in a thread of this process with the numbers of every step, in the form of `history`. A true
+            answer ends the run a step or two later, with a checkpoint. An exception ends the run and is raised here.
     """
     from meshwright.training.job import train as run_training
 
@@ -58,17 +66,19 @@ def train(config: Config, out: str | Path, *, resume: bool = False, each: Each |
 
 
 def history(out: str | Path) -> list[dict[str, Any]]:
-    """The numbers of every step of the run in a folder, which may still go on: a dict a step, as metrics.jsonl has
-    them. Raises DataError where there is none, or its file is damaged."""
+    """Read the numbers of every step from a run's folder: one dict a step, with the keys of metrics.jsonl.
+
+    The run may still be training. Raises DataError if the folder has no metrics.jsonl, or a damaged one.
+    """
     from meshwright.training.follow import METRICS, read_history
 
     return read_history(Path(out) / METRICS)
 
 
 def verify(config: Config, *, steps: int = 5, as_configured: bool = False) -> Verdict:
-    """Hold the layout against plain torch on one device, in float64 unless `as_configured`.
+    """Compare `steps` steps of the layout with plain torch on one device, in float64 unless `as_configured`.
 
-    The verdict `holds` or not, has all comparisons in `rows`, and raises what differs by `check()`.
+    The verdict has the result in `holds` and all comparisons in `rows`; `check()` raises an error for a difference.
     """
     from meshwright.tools.verify.job import verify as run_verification
 
@@ -78,9 +88,13 @@ def verify(config: Config, *, steps: int = 5, as_configured: bool = False) -> Ve
 def plan(
     config: Config, cluster: str, devices: int | None = None, *, top: int = 5, fixed: Collection[str] = ()
 ) -> SearchResult:
-    """The fastest layouts of a run that fit on a cluster, by its name or file: `predictions`, the fastest first.
+    """Find the fastest layouts of a run that fit on a cluster: `predictions`, the fastest first.
 
-    `devices`: by default as many as the config's layout has ranks. `fixed`: fields that keep the config's values.
+    Args:
+        cluster: the name of a shipped cluster, or a cluster file.
+        devices: number of devices; by default the number of ranks of the config's layout.
+        top: number of layouts to return.
+        fixed: fields that keep the config's values.
     """
     from meshwright.planner.plan.cluster import load_cluster
     from meshwright.planner.plan.search import search
@@ -91,10 +105,16 @@ def plan(
 def compare(
     layouts: Mapping[str, Config], out: str | Path, *, steps: int = 6, rounds: int = 1, cluster: str | None = None
 ) -> Comparison:
-    """Run configs of one task here in turns, and write a page on them to the new folder `out`.
+    """Run configs of one task on this machine in turns, and write a page on the comparison to the new folder `out`.
 
-    `cluster`: where steps are predicted for as well; by default cluster.yaml, if there is one here. Raises ConfigError
-    where the configs differ in more than their layouts.
+    Args:
+        layouts: configs by the names that the page shows.
+        steps: number of steps of each run.
+        rounds: number of runs of each config.
+        cluster: the cluster for predictions of step times; by default cluster.yaml of the current folder, if any.
+
+    Raises:
+        ConfigError: if the configs differ in more than their layouts.
     """
     from meshwright.tools.compare.job import Order, cluster_of
     from meshwright.tools.compare.job import compare_layouts as run_comparison
@@ -104,9 +124,15 @@ def compare(
 
 
 def save(parts: Parts, folder: str | Path, step: int, *, samples: int = 0) -> Path:
-    """Write a checkpoint folder/step-N of what all ranks hold. Collective over the world.
+    """Write the state of all ranks as the checkpoint `folder`/step-N and return its path. Collective over the world.
 
-    `samples`: how many the run has seen, for who restores it. Raises CheckpointError where it cannot be written.
+    Args:
+        parts: this rank's parts of the run.
+        step: N, the number of the step.
+        samples: number of samples that the run has read, stored for a resumed run.
+
+    Raises:
+        CheckpointError: if the checkpoint cannot be written.
     """
     from meshwright.training.checkpoint import CheckpointWriter, pieces_of
     from meshwright.training.checkpoint.manifest import Origin

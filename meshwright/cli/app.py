@@ -1,5 +1,4 @@
-"""Commands share these: the groups that list them, options that several of them take, errors, a bar for long work,
-the printing of results."""
+"""Shared parts of the commands: command groups, common options, errors, a progress bar, the printing of results."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ FOLDERS = ("--out", "--data", "--to", "--status", "--source")
 
 
 class _Commands(TyperGroup):
-    """The commands by their parts, and words of other tools among their options answered with ours."""
+    """A group that lists commands under the headings of the help, and answers other tools' options with ours."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = {name: self.commands[name] for name in self.list_commands(ctx)}
@@ -74,7 +73,7 @@ class _Commands(TyperGroup):
 
 
 def refuse_foreign(words: Sequence[str]) -> None:
-    """Raises ConfigError for what Meshwright does not do, as an option or an address: `--push-to-hub`, `--out s3://b`."""
+    """Raise ConfigError for options and addresses of features that we lack: `--push-to-hub`, `--out s3://b`."""
     if not any(word.startswith("--") or "://" in word for word in words):
         return
     from meshwright.config.scope import PAGE, topic_of_address, topic_of_key
@@ -92,7 +91,7 @@ def refuse_foreign(words: Sequence[str]) -> None:
 
 
 def _refuse_options(words: Sequence[str], known: Collection[str]) -> None:
-    """Raises ConfigError for options that are fields of ours, or other tools' words for them: `--steps 5`, `--tp 2`."""
+    """Raise ConfigError for options that are our fields, or other tools' words for fields: `--steps 5`, `--tp 2`."""
     problems = []
     for word, after in pairwise([*words, "--"]):
         option, equals, value = word.partition("=")
@@ -100,7 +99,7 @@ def _refuse_options(words: Sequence[str], known: Collection[str]) -> None:
             continue
         from meshwright.config.messages import word_for_option
 
-        # The value may stand behind the option; an option behind it, or a field, is no value.
+        # The next word is the option's value, unless that word is an option or a field.
         if not equals:
             value = "true" if after.startswith("--") or "=" in after else after
         if answer := word_for_option(option, value):
@@ -152,7 +151,7 @@ Context = Annotated[int | None, Option(help="Tokens seen at once; the sequence l
 
 
 def main() -> None:
-    """Run the command line. A user's mistake is its text on stderr, never a traceback; in what was asked, code 2."""
+    """Run the command line. A mistake is printed on stderr without a traceback; one in the words or the run: code 2."""
     leave_unnamed_folder()
     open_closed_streams()
     escape_unknown_characters()
@@ -161,7 +160,7 @@ def main() -> None:
     except MeshwrightError as error:
         text = str(error)
         if isinstance(error, ConfigError) and len(error.problems) > 1:
-            # All mistakes at once, each on its line: nobody should have to start a run as often as it has mistakes.
+            # One line for each mistake, so that a user corrects all of them before the next start.
             text = "\n  ".join([f"{len(error.problems)} mistakes", *map(str, error.problems)])
         say(f"meshwright: {text}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -170,8 +169,7 @@ def main() -> None:
 
 
 def progress_lines(stream: TextIO, now: Callable[[], float]) -> Callable[[str, float | None], None]:
-    """A callback for long work without a terminal: a line with what is being done, once LINE_SECONDS have passed since
-    the last one."""
+    """Return a callback for long work without a terminal. It prints the current task at most every LINE_SECONDS."""
     start = last = now()
 
     def show(text: str, done: float | None) -> None:
@@ -185,12 +183,14 @@ def progress_lines(stream: TextIO, now: Callable[[], float]) -> Callable[[str, f
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, float | None], None]]:
-    """A callback for long work that draws a bar on stderr: what is being done, and its part (None: unknown). Where
-    stderr is no terminal, it prints a line every LINE_SECONDS."""
+    """Yield a callback for long work, called with the current task and the finished share (None: unknown).
+
+    On a terminal the callback draws a bar on stderr; else it prints a line at most every LINE_SECONDS.
+    """
     if not sys.stderr.isatty():
         yield progress_lines(cast(TextIO, PatientStream(sys.stderr)), time.monotonic)
         return
-    # rich is imported where a bar is drawn: help and completion are asked often, and must answer at once.
+    # Imported only to draw a bar: help and completion must answer at once.
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from meshwright.output import terminal
@@ -206,14 +206,14 @@ def progress() -> Iterator[Callable[[str, float | None], None]]:
 
 
 class _ResultModule(Protocol):
-    """The module of a tool that says its result: to a person, and to a script."""
+    """A tool's module that shows a result: `render` prints for a person, `as_dict` is for a script."""
 
     def render(self, result: Any, /) -> None: ...
     def as_dict(self, result: Any, /) -> dict[str, Any]: ...
 
 
 def print_result(report: _ResultModule, result: object, as_json: bool, written: Sequence[Path] | None = None) -> None:
-    """Print a result by the module of its tool that has `render` and `as_dict`, and the files that were written."""
+    """Print a result with `report`, the module of its tool, and list the files that were written."""
     if as_json:
         print(json.dumps(report.as_dict(result) | ({} if written is None else {"written": list(map(str, written))})))
         return
@@ -223,7 +223,7 @@ def print_result(report: _ResultModule, result: object, as_json: bool, written: 
 
 
 def print_version(asked: bool) -> None:
-    """Print the versions of Meshwright, torch and Python, and leave, where `--version` asked for them."""
+    """Print the versions of Meshwright, torch and Python and exit, if `--version` is given."""
     if asked:
         print(f"meshwright {__version__}, torch {metadata.version('torch')}, Python {platform.python_version()}")
         raise typer.Exit
@@ -235,4 +235,4 @@ def options(
         bool, Option("--version", help="Say which version this is.", callback=print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Options before any command."""
+    """Take the options that precede any command."""

@@ -1,4 +1,4 @@
-"""`meshwright config`: what can be written in a run, for a person, a script, an editor and the documents."""
+"""`meshwright config`: the fields of a run file, as text, as JSON, as a schema for editors and as docs/config.md."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def config(
         say(json.dumps(asdict(topic)))
         return
     columns = shutil.get_terminal_size().columns
-    # A cluster file's sections one after the other: who writes one wants all of them.
+    # The author of a cluster file needs all sections, so these are printed one after the other.
     whole = [reference.Topic(each.name, (), (each,)) for each in topic.sections] if field == "cluster" else [topic]
     heads = [f"{each.name}: {each.sections[0].about}\n" if field == "cluster" else "" for each in whole]
     texts = [reference_page.topic_text(each, columns) for each in whole]

@@ -1,5 +1,7 @@
-"""`meshwright parity`: checks, records and comparisons of anybody's programs. Parity itself reads the words, as the
-package of parity alone has them too (parity/command.py)."""
+"""`meshwright parity`: checks, records and comparisons of any program.
+
+parity/command.py parses the arguments, because the separate parity package has the same command.
+"""
 
 from __future__ import annotations
 

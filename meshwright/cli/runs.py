@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 
 
 def _load_with_remarks(run: Path, overrides: Sequence[str] | None) -> Config:
-    """The checked run; what is legal and absurd in it is said on stderr. `train` says it once its data is known."""
+    """Return the checked run, and print its oddities (legal, but senseless) on stderr.
+
+    `train` prints the oddities itself, once the data is known.
+    """
     from meshwright.config.sense import remarks
 
     config = _load(run, overrides)
@@ -50,7 +53,7 @@ def _load_with_remarks(run: Path, overrides: Sequence[str] | None) -> Config:
 
 
 def _load(run: Path, overrides: Sequence[str] | None) -> Config:
-    """The checked run. Only `layout: auto` goes to the planner, which reports how far its search is."""
+    """Return the checked run. With `layout: auto` the planner finds the layout and reports its progress."""
     from meshwright.config.load import parse_run, read_run
 
     file = read_run(run, overrides or ())
@@ -59,7 +62,7 @@ def _load(run: Path, overrides: Sequence[str] | None) -> Config:
 
         for line in lost_by_braces(file.tree, file.words):
             say(line, file=sys.stderr)
-    # A run whose layout is decided must not wait for the planner's imports.
+    # A run with a written layout must not wait for the planner's imports.
     if not file.auto:
         return parse_run(file.tree, file.words)
     from meshwright.planner.plan.question import planned_config
@@ -118,16 +121,16 @@ def train(
     if accept_changes and not resume:
         raise ConfigError.of("--accept-changes", "true", "has no effect on a new run", "leave it out, or add --resume")
     if config.epochs is None:
-        traced_steps(trace or (), config)  # a mistake is said before the data is prepared, which may take long
+        traced_steps(trace or (), config)  # preparing the data may take long: report a mistake before
     with progress() as show:
-        data = config.data.prepare(config, show)  # here with a bar; the job then finds it prepared
+        data = config.data.prepare(config, show)  # prepared here, with a bar, and reused by the job
     traced = traced_steps(trace or (), in_steps(config, data).config)
     place = out or Path("out") / run.stem
     run_training(config, place, resume=resume, resume_from=resume_from, accept_changes=accept_changes, trace=traced)
 
 
 def traced_steps(words: Sequence[str], config: Config) -> tuple[int, ...]:
-    """The steps that `--trace` names. Raises ConfigError where one is no step of the run."""
+    """Return the steps that `--trace` names. Raises ConfigError if one is no step of the run."""
     for word in words:
         if not (word.isdecimal() and 1 <= int(word) <= config.steps):
             valid = f"1 to {config.steps}; with --explain a file, such as trace.json"
@@ -136,7 +139,7 @@ def traced_steps(words: Sequence[str], config: Config) -> tuple[int, ...]:
 
 
 def planned_trace(words: Sequence[str]) -> Path | None:
-    """The file that `--explain --trace` names, if any. Raises ConfigError where it is none."""
+    """Return the file that `--explain --trace` names, if any. Raises ConfigError unless it is one .json file."""
     if not words:
         return None
     if len(words) > 1 or not words[0].endswith(".json"):
@@ -145,7 +148,7 @@ def planned_trace(words: Sequence[str]) -> Path | None:
 
 
 def _print_status(run: Path | None, out: Path, as_json: bool) -> NoReturn:
-    """Exit code 1 where no run is alive and none has ended by itself."""
+    """Print the status of the run in `out` and exit: code 0 if the run is alive or has ended by itself, else 1."""
     from meshwright.training import status
 
     if run is not None:
@@ -215,7 +218,7 @@ def verify(
     with progress() as show:
         compared = steps if steps is not None else min(VERIFIED_STEPS, config.steps)
         verdict = run_verification(config, steps=compared, as_configured=as_configured, report=show)
-    # Printed before check() raises: the table says what the error counts.
+    # Printed before check() raises: the table lists the differences that the error counts.
     print_result(table, verdict, as_json)
     verdict.check()
 
@@ -451,7 +454,7 @@ def submit(
     """
     from meshwright.tools.submit import job
 
-    # Before anything is checked: settings that must be set are what is asked about.
+    # Before any check: the table also lists required settings, and a check would refuse a command without them.
     if job.HELP in (settings or ()):
         say(job.settings_table(job.engine_class(on)))
         return

@@ -105,7 +105,7 @@ def _asked_texts(
     given = {name: value for name, value in texts.items() if value is not None}
     section: TokenSection = TextData.model_validate(given)
     if pairs or target is not None or languages is not None:
-        # Asked of the registry: which kind of data packs pairs is a family's matter, and it may not be installed.
+        # The registry is asked, since the kind of data that packs pairs belongs to a family and may be missing.
         kinds = (kind for kind, section in entries("data").items() if section.packs == "pairs")
         if (kind := next(kinds, None)) is None:
             raise ConfigError.of("--pairs", True, "are records of no kind of data that is here", "texts")
@@ -120,14 +120,14 @@ def _asked_texts(
 
 
 def _prepare_run(run: Path, overrides: Sequence[str], out: Path, as_json: bool) -> None:
-    """Prepare what a run reads, once, for runs that then name `out` as their source."""
+    """Prepare the data of a run once, for later runs with `data.source` set to `out`."""
     from meshwright.config.load import parse_run, read_run
 
     file = read_run(run, overrides)
     config = parse_run(file.tree, file.words)
     with progress() as show:
         folder = config.data.pack(config, out, show)
-        # Opened as a run would, so that a mistake shows here and not in a job.
+        # Opened as a run opens the data, so that a mistake shows here and not in a job.
         notes = config.data.open(config, folder).notes
     if as_json:
         print(json.dumps({"out": str(out), "kind": config.data.kind, "notes": notes}))
@@ -241,8 +241,8 @@ def generate(
     if as_json:
         print(json.dumps({"checkpoint": str(generated.folder), "prompt": prompt, "text": "".join(generated.parts)}))
         return
-    # Flushed: text is read as it comes, and a pipe would hold it back.
-    # A terminal obeys control characters, and a model may have learned any; a file and a pipe get the text as it is.
+    # Each part is flushed: a pipe would buffer the text.
+    # A terminal obeys control characters in a model's text, so it gets visible ones; files and pipes get the raw text.
     show = visible if sys.stdout.isatty() else str
     for part in chain([generated.begun], generated.parts, ["\n"]):
         print(show(part), file=PatientStream(sys.stdout), end="", flush=True)
@@ -302,7 +302,7 @@ def convert_export(
         folder = export_folder(checkpoint, out, show, dtype=dtype)
     print(json.dumps({"checkpoint": str(folder), "out": str(out)}) if as_json else f"{out}: exported from {folder}")
     try:
-        # The export is whole without it, so that this is a remark and no failure.
+        # The export is complete without a chat template, so an unreadable template is a remark and no failure.
         Checkpoint(folder).config.data.chat_template(folder)
     except DataError as error:
         say(f"the run's chat template is not in it, since it cannot be read any more: {error}", file=sys.stderr)

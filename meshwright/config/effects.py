@@ -1,11 +1,11 @@
-"""Fields that have an effect only in some runs. One that a user writes where it has none is a mistake.
+"""Fields that have an effect only in some runs. A field written in any other run is a mistake.
 
-A field that is not in this table has an effect in every run (tests/config/test_effects.py names them). What counts is
-what the user wrote, not what differs from the default: `optimizer.momentum: 0.9` beside adamw promises something, even
-though 0.9 is the default. The words that decide nothing (auto, none, null, false) may stand anywhere.
+A field that is not in this table has an effect in every run (tests/config/test_effects.py names them). A field counts
+if the user wrote it, even with the default value: `optimizer.momentum: 0.9` with adamw is refused, although 0.9 is the
+default. Values that decide nothing (auto, none, null, false) are allowed everywhere.
 
-A word on the command line may switch off what the run file sets up: with `layout.pipeline.size=1` the file's
-schedule lies idle, and a sweep over sizes needs one file. A word that lies idle itself is refused.
+A word on the command line may leave fields of the run file without effect: with `layout.pipeline.size=1` the file's
+schedule is idle, so that one file serves a sweep over sizes. A word without effect is refused.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from meshwright.strategies.optim.section import OWN_FIELDS
 
 @dataclass(frozen=True)
 class Effect:
-    """The `fields` have an effect where `holds`, which the fields `decided_by` decide.
+    """The condition under which `fields` have an effect.
 
-    `because` ends the sentence "has no effect ..."; `instead` is what to do about it, besides leaving the field out.
+    decided_by: the fields that `holds` reads.
+    holds: True if the fields have an effect.
+    because: the end of the sentence "has no effect ...".
+    instead: a remedy in addition to leaving the field out.
     """
 
     fields: tuple[str, ...]
@@ -36,12 +39,12 @@ class Effect:
 
 
 def _by_layers(config: Config) -> bool:
-    """Whether gradients are summed by the layer, whatever size a bucket is to have."""
+    """True if gradients are reduced layer by layer, so that the bucket size does not matter."""
     return config.layout.data.strategy.gathers
 
 
 def _optimizer_effect(field: str) -> Effect:
-    """When a field that only some optimizers read has an effect."""
+    """Return the effect of a field that only some optimizers read."""
     readers = [name for name, update in entries("optimizers").items() if field in update.fields]
     return Effect(
         (f"optimizer.{field}",),
@@ -56,8 +59,8 @@ TENSOR = "layout.tensor"
 _SIZES = ("layout.data.size", "layout.pipeline.size", "layout.context.size", TENSOR)
 
 EFFECTS = (
-    # No row for data.validation: a run must not train on other documents because it does not validate, and `eval`
-    # measures on them. None for check.every: with one replica, too, hashes are compared at a resume and at the end.
+    # No row for data.validation: `eval` measures on the held-out documents, so a run without validation must not train
+    # on them. No row for check.every: even with one replica, hashes are compared at a resume and at the end.
     Effect(
         ("data.source",),
         ("data.mixture",),
@@ -74,7 +77,7 @@ EFFECTS = (
     Effect(
         ("layout.data.sync",),
         _SIZES,
-        # A rank shares a gradient with another: replicas, ranks with other tokens, stages with a tied table.
+        # Two ranks add to one gradient: replicas, ranks with different tokens, or stages with a tied table.
         lambda config: (
             config.layout.pipeline.size > 1
             or math.prod(size for axis, size in config.layout.axes if axis in config.layout.token_axes) > 1
@@ -313,10 +316,12 @@ EFFECTS = (
 def without_effect(
     config: Config, mistaken: Collection[str], words: Collection[str], undecided: Collection[str]
 ) -> Iterator[Problem]:
-    """Problems of fields that the user wrote and that have no effect.
+    """Yield a problem for each field that the user wrote and that has no effect.
 
-    `mistaken`: fields that hold no legal value. `words`: the fields that were set on top of the file. `undecided`:
-    sections that somebody else will decide; what they make idle is no mistake yet.
+    Args:
+        mistaken: fields without a legal value.
+        words: fields that were set on top of the file.
+        undecided: sections that the planner will decide; fields that depend on these sections are not refused yet.
     """
     written = dict(_written(config))
     for effect in EFFECTS:
@@ -336,7 +341,7 @@ def without_effect(
 
 
 def _written(section: Section, before: str = "") -> Iterator[tuple[str, object]]:
-    """Every field that was given, by its dotted name, with its value."""
+    """Yield the dotted name and the value of every field that was given."""
     for name, field in type(section).model_fields.items():
         if name in section.model_fields_set:
             value, path = getattr(section, name), before + (field.alias or name)

@@ -1,10 +1,10 @@
-"""JSON's schema (draft 2020-12) of run files: what an editor completes and checks while a run is written.
+"""JSON Schema (draft 2020-12) of run files, for editors that complete and check a run while a user writes.
 
-It accepts what `load_config` accepts, short forms too, and refuses what that refuses of one field by itself: unknown
-keys, values of another kind, beyond a bound, or none of the choices. Rules that join fields, and fields without an
-effect, are the command's to tell. (A number in quotes is read as one, and marked by the schema.)
+The schema accepts every file that `load_config` accepts, with short forms. It refuses every mistake of a single field:
+unknown keys, values of a wrong kind, beyond a bound, or outside of the choices. Rules over several fields, and fields
+without an effect, are checked by the commands alone. (`load_config` reads a number in quotes; the schema marks one.)
 
-configs/run.schema.json is of our own strategies; `meshwright config --schema` prints that of other packages as well.
+configs/run.schema.json knows our strategies; `meshwright config --schema` also prints the strategies of other packages.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from meshwright.config.shorthand import PRECISIONS, SHORTHANDS, Shorthand
 from meshwright.configs import shipped
 
 UNDECIDED: Schema = {"enum": [None, False, "auto", "none"]}
-"""Values that may stand where a field has no effect."""
+"""Values that are allowed for a field without effect."""
 
 
 class _Described(GenerateJsonSchema):
-    """pydantic's schema with the lines beneath fields."""
+    """pydantic's schema, with the docstrings beneath fields as descriptions."""
 
     def model_schema(self, schema: core_schema.ModelSchema) -> Schema:
         made = super().model_schema(schema)
@@ -40,20 +40,19 @@ class _Described(GenerateJsonSchema):
 
 
 def config_schema(section: type[Section] = Config) -> Schema:
-    """The schema of a config's fields, or a section's, as pydantic has them: without short forms. Sections are behind
-    `$ref`."""
+    """Return pydantic's schema of a section's fields, without short forms. Nested sections are `$ref` references."""
     return section.model_json_schema(schema_generator=_Described)
 
 
 def run_schema() -> Schema:
-    """The schema of a run file."""
+    """Return the schema of a run file, with short forms."""
     schema = config_schema()
     definitions, fields = schema["$defs"], schema["properties"]
     for section in (schema, *definitions.values()):
         for name, inner in section["properties"].items():
-            # A section's default is what its fields say, and too long to be read.
+            # The default of a section is omitted: long, and a repetition of the fields' defaults.
             own = {key: value for key, value in inner.items() if key != "default" or not isinstance(value, dict)}
-            # Sizes may be written as 16M, of which pydantic knows by an example alone: the field's, or a branch's.
+            # Sizes may be written as 16M. Only an example in pydantic's schema, of the field or a branch, marks a size.
             size = {"type": "string", "pattern": "^[0-9]+[kKmMgG]$"}
             sized = any("examples" in branch for branch in (own, *own.get("anyOf", ())))
             section["properties"][name] = _either(own, size) if sized else own
@@ -77,7 +76,7 @@ def run_schema() -> Schema:
 
 
 def _either(field: Schema, *others: Schema) -> Schema:
-    """A field that may hold something else as well; what it means, and its default, stay at the top."""
+    """Allow other forms for a field. The description and the default stay at the top level of the schema."""
     notes = {key: field[key] for key in ("description", "default") if key in field}
     return notes | {"anyOf": [{key: value for key, value in field.items() if key not in notes}, *others]}
 
@@ -87,7 +86,7 @@ def _name(reference: Schema) -> str:
 
 
 def _open_section(root: Schema, path: str, shorthand: Shorthand) -> None:
-    """Let a bare value stand for a section: one that a field of the section takes, where it needs no other."""
+    """Accept a bare value in place of a section: the value of a shorthand's field, if no other field is required."""
     *parents, last = path.split(".")
     node = root
     for parent in parents:
@@ -105,7 +104,7 @@ def _open_section(root: Schema, path: str, shorthand: Shorthand) -> None:
 
 
 def _open_data(definitions: Schema, field: Schema) -> None:
-    """A run need not write the kind; fields of other kinds may be there where they decide nothing."""
+    """Make the kind optional, and accept fields of other kinds with values that decide nothing."""
     sections = [definitions[_name(branch)] for branch in field["oneOf"]]
     field["anyOf"] = field.pop("oneOf")
     everything = {key: None for section in sections for key in section["properties"]}
@@ -123,7 +122,7 @@ def _open_data(definitions: Schema, field: Schema) -> None:
 
 
 def _open_models(definitions: Schema, field: Schema) -> None:
-    """A model may be a name, and begin from one or from a Hugging Face folder, with fields of its family on top."""
+    """Accept a model by name, or `base` (a name) or `from` (a Hugging Face folder) with changed fields on top."""
     trees = {name: read_yaml(path) for name, path in shipped("models").items()}
     for branch, family in zip(field["oneOf"], entries("models"), strict=True):
         section = definitions[_name(branch)]
@@ -145,7 +144,7 @@ def _open_models(definitions: Schema, field: Schema) -> None:
 
 
 def _open_layout(fields: Schema) -> None:
-    """`layout: auto`, and beside it alone the section `plan`."""
+    """Accept `layout: auto`, and only with this layout the section `plan`."""
     plan = {
         "type": "object",
         "description": "Beside layout: auto, where the planner shall lay the run out.",

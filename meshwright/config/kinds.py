@@ -1,8 +1,7 @@
-"""The kind of data that a run reads: decided once, when the config is read, by the model's family and the source.
+"""The kind of data that a run reads, decided once, when the config is read, from the model's family and the source.
 
-A run need not write `data.kind`: each family reads one form of batches and has a kind of its own, and a source that can
-be nothing else (a tsv file is pairs) decides for itself. `data.objective: pairs | spans`, the name until 0.1.0, still
-says the same.
+`data.kind` is optional. Each family reads one form of batches and has a default kind. A source of only one possible
+kind (a tsv file has pairs) decides instead. `data.objective: pairs | spans`, the name until 0.1.0, is still read.
 """
 
 from __future__ import annotations
@@ -20,15 +19,16 @@ DECISIVE = ("model.family", "data.kind", "data.objective", "data.source")
 
 
 def data_for(model: Network, **fields: Any) -> DataSection:
-    """A data section of the kind that the model's family reads by itself."""
+    """Return a data section of the family's default kind, with the given fields."""
     section: DataSection = entries("data")[model.data_kind].model_validate({"kind": model.data_kind} | fields)
     return section
 
 
 def with_kind(data: object, model: object) -> object:
-    """The fields written of `data` with its kind, and without those of other kinds; a section is left as it is.
+    """Return the written fields of `data` with the kind added and fields of other kinds removed.
 
-    `model`: the model's section, or what was written of it.
+    A `data` that is no mapping, such as a finished section, is returned unchanged. `model`: the model's section, or the
+    written fields.
     """
     if not isinstance(data, Mapping):
         return data
@@ -43,7 +43,10 @@ def with_kind(data: object, model: object) -> object:
 
 
 def release_kind(tree: dict[str, Any], words: Collection[str]) -> None:
-    """Let the kind be decided anew where words on top of the file give it a model that does not read the file's."""
+    """Remove the file's kind of data if words on top of the file choose a model that cannot read this kind.
+
+    `with_kind` then decides the kind anew. A `data.kind` among the words is kept.
+    """
     data = tree.get("data")
     if not isinstance(data, dict) or fields_meet(["data.kind"], words):
         return
@@ -56,9 +59,9 @@ def release_kind(tree: dict[str, Any], words: Collection[str]) -> None:
 
 
 def foreign_fields(tree: Mapping[str, Any], words: Collection[str]) -> Iterator[Problem]:
-    """The fields of other kinds of data that the user wrote: they have no effect.
+    """Yield a problem for each field of another kind of data that the user wrote, since the field has no effect.
 
-    `words`: the fields that were set on top of the file. One that these have switched off lies idle, and is no mistake.
+    `words`: the fields that were set on top of the file. A field of the file that a word has left idle is no mistake.
     """
     data, network = tree.get("data"), _network(tree.get("model"))
     kinded = with_kind(data, tree.get("model"))
@@ -77,7 +80,7 @@ def foreign_fields(tree: Mapping[str, Any], words: Collection[str]) -> Iterator[
 
 
 def _network(model: object) -> type[Network] | None:
-    """The family's section; None where there is no such family."""
+    """Return the section class of a model's family; None for an unknown family."""
     if isinstance(model, Network):
         return type(model)
     named = {} if model is None else model
@@ -97,6 +100,6 @@ def _chosen(fields: Mapping[str, Any], network: type[Network] | None) -> str:
 
 
 def _foreign(key: str, section: type[DataSection]) -> bool:
-    """Whether a key is a field of another kind of data, and not of this one."""
+    """True if a key is a field of another kind of data, but not of this one."""
     known = any(key in other.model_fields for other in entries("data").values())
     return known and key not in section.model_fields

@@ -1,4 +1,4 @@
-"""The layout's sections of a config: how a job is laid over its ranks. No torch."""
+"""The config's sections on the layout of a job over its ranks. No torch."""
 
 from __future__ import annotations
 
@@ -44,20 +44,22 @@ class DataParallel(Section):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The axes whose ranks need nothing of each other in a layer, with their sizes: shard groups, where there are
-        several, and the ranks of one, or its groups of ranks that share experts."""
+        """The axes over which a layer sends no activations, with sizes: `replicate` (shard groups, if several), `data`.
+
+        `data` counts the ranks of a shard group or, with shared experts, its groups of `expert` ranks.
+        """
         shard = self.size if self.shard is None else self.shard
         groups = self.size // shard
         return (*((("replicate", groups),) if groups > 1 else ()), ("data", shard // self.expert))
 
     @property
     def expert_axes(self) -> tuple[tuple[str, int], ...]:
-        """The axis whose ranks hold different experts, where there is one."""
+        """The axis over which experts are sharded, if any."""
         return (("expert", self.expert),) if self.expert > 1 else ()
 
     @property
     def in_pieces(self) -> bool:
-        """Whether layers are cut where rows leave for experts, and other tasks run until they come."""
+        """True if a layer is split at the exchange of rows with experts, and other tasks run during the exchange."""
         return self.exchange != "blocking" and self.expert > 1
 
     @property
@@ -104,7 +106,7 @@ class PipelineSection(Section):
 
     @property
     def limit_by_memory(self) -> bool:
-        """Whether memory says, when the run begins, how many microbatches a stage may hold."""
+        """True if memory limits the microbatches in flight, so that the limit is decided when the run begins."""
         return self.size > 1 and self.limit == "auto" and self.rule.by_memory
 
 
@@ -124,7 +126,7 @@ class ContextParallel(Section):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The mesh's axis and its size; none where sequences are whole."""
+        """The mesh's axis and its size; empty if sequences are not split."""
         return (("context", self.size),) if self.size > 1 else ()
 
     @property
@@ -134,7 +136,7 @@ class ContextParallel(Section):
 
 
 def part_of_axis(mention: str) -> tuple[str, int | None]:
-    """A word of `order`: the axis, and the size of the part that it stands for; `row:2`, or `row` for what is left."""
+    """Parse a word of `order`: `row:2` -> ("row", 2); `row`, the remaining part of the axis, -> ("row", None)."""
     name, _, size = mention.partition(":")
     return (name, int(size)) if size.isdecimal() and int(size) > 0 else (mention, None)
 
@@ -164,7 +166,7 @@ class Layout(Section):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The mesh's axes, outermost first. Those of one rank that `order` leaves out come before the others."""
+        """The mesh's axes, outermost first. Axes of one rank that `order` omits precede the others."""
         axes = (*self.data.axes, ("pipe", self.pipeline.size), *self.layer_axes)
         if self.order == "auto":
             return axes
@@ -173,7 +175,7 @@ class Layout(Section):
 
     @property
     def nesting(self) -> tuple[tuple[str, int], ...]:
-        """The axes outermost first, one that `order` splits as often as it has parts, with their sizes."""
+        """The axes with their sizes, outermost first. An axis that `order` splits appears once for each part."""
         mentions = [] if self.order == "auto" else [part_of_axis(mention) for mention in self.order]
         left = dict(self.axes)
         if len({name for name, _ in mentions}) == len(mentions):
@@ -187,25 +189,25 @@ class Layout(Section):
 
     @property
     def layer(self) -> tuple[int, ContextParallel, TensorSection]:
-        """How a layer is cut: what a rank runs and sends in it depends on nothing else of a layout."""
+        """The parts of a layout that determine the kernels and messages of a layer."""
         return self.data.expert, self.context, self.tensor
 
     @property
     def layer_axes(self) -> tuple[tuple[str, int], ...]:
-        """The axes whose ranks compute a layer together, and wait for each other in it."""
+        """The axes whose ranks compute a layer together and wait for each other inside the layer."""
         return *self.data.expert_axes, *self.context.axes, *self.tensor.axes
 
     @property
     def peer_axes(self) -> tuple[str, ...]:
-        """The axes whose ranks do a stage's tasks in one order: they meet inside of them."""
+        """The axes whose ranks run a stage's tasks in the same order, since the tasks contain collectives over them."""
         data = ("data",) if self.data.strategy.slices else ()
         return *data, *(name for name, _ in self.layer_axes)
 
     @property
     def summary(self) -> str:
-        """`data 2 (allreduce), pipe 2 (gpipe), row 2, col 2`: the axes outermost first; no stages, no pipe.
+        """The axes outermost first: `data 2 (allreduce), pipe 2 (gpipe), row 2, col 2`. One stage: no `pipe`.
 
-        With an order of the run's own: `branch 2, data 2 (allreduce), in this order`.
+        With an `order` in the run: `branch 2, data 2 (allreduce), in this order`.
         """
         kinds = {"data": self.data.sync, "pipe": self.pipeline.words, "context": self.context.kind}
         notes = {name: f" ({kind})" for name, kind in kinds.items()}
@@ -215,7 +217,7 @@ class Layout(Section):
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The axes that split the batch's rows, or rows' sequences: each rank has losses of its own."""
+        """The axes that split the batch's rows, or the sequences of rows. Each rank computes different losses."""
         return *self.data.token_axes, *self.context.token_axes, *self.tensor.batch_axes
 
     @property

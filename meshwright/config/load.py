@@ -1,4 +1,4 @@
-"""A YAML file and `key.sub=value` words become one frozen Config, or a ConfigError that lists every mistake."""
+"""Reading of runs: a YAML file and `key.sub=value` words become a frozen Config, or a ConfigError of all mistakes."""
 
 from __future__ import annotations
 
@@ -26,30 +26,33 @@ from meshwright.configs import SCHEMA, shipped
 from meshwright.ranks.errors import ConfigError, MeshwrightError, Problem
 
 DECIDED = ("layout", "batch.micro", "memory")
-"""The planner decides these where the layout is open: nobody knows yet which of their fields will have an effect."""
+"""Sections that the planner decides if the layout is open. Before that the effect of fields in them is unknown."""
 
 OF_UNKNOWN = "is of an unknown section"
 OPEN = "layout=auto"
 """The word that leaves the layout to the planner."""
 ELSEWHERE = ("data.source", "data.mixture", "data.tokenizer")
-"""The files of a run that a planner does not read: only shapes matter, and the files may lie on another machine."""
+"""The files of a run that a planner does not read: only shapes matter, and the files may be on another machine."""
 
 WEIGHTS_FIELD = "model.from"
 WEIGHTS = "meshwright.training.convert:read_folder"
-"""The reader of a Hugging Face folder's settings, named as text, since torch is not here yet."""
+"""The reader of a Hugging Face folder's settings, named as text, so that this module imports no torch."""
 
 MAX_BYTES = 2**20
 
 
 def model_names() -> list[str]:
-    """The models that can be named in a run."""
+    """Return the names of the models that a run can name."""
     return list(shipped("models"))
 
 
 @dataclass(frozen=True)
 class RunTree:
-    """A run file's keys, and the words on top of them. With `layout: auto` the planner finds the layout: `auto` is set,
-    `tree` has no layout, and `plan` is the section of that name, which no other run has."""
+    """A run file's keys, and the words on top of the keys.
+
+    With `layout: auto` the planner finds the layout: `auto` is True, `tree` has no layout, and `plan` is the section
+    `plan` of the file, which no other run has.
+    """
 
     tree: dict[str, Any]
     auto: bool = False
@@ -58,13 +61,16 @@ class RunTree:
 
 
 def read_run(path: Path, overrides: Iterable[str] = ()) -> RunTree:
-    """A run's file, or the one of its name, not checked yet. `layout=auto`, and what a word says of `plan`, are no
-    longer among its words. Raises ConfigError where it cannot be read."""
+    """Read a run file, or a shipped run by name, without checks.
+
+    `layout=auto` and words on `plan` are removed from the words of the result. Raises ConfigError if the file cannot be
+    read.
+    """
     return run_tree(read_yaml(run_file(path)), overrides)
 
 
 def run_tree(tree: dict[str, Any], overrides: Iterable[str] = ()) -> RunTree:
-    """A run's keys, not checked yet, as `read_run`."""
+    """Return a run's keys with the words, as `read_run` does for a file."""
     words = tuple(overrides)
     auto = [word for word in words if word == OPEN]
     if not auto and tree.get("layout") != "auto":
@@ -78,14 +84,16 @@ def run_tree(tree: dict[str, Any], overrides: Iterable[str] = ()) -> RunTree:
 
 
 def load_undecided(path: Path, overrides: Iterable[str] = (), *, elsewhere: bool = False) -> Config:
-    """A run for who looks for layouts itself: `layout: auto` says nothing to it. `elsewhere`: whether its corpus and
-    tokenizer need not be on this machine. Raises ConfigError as load_config."""
+    """Read a run for a caller that searches layouts itself, so that `layout: auto` has no meaning.
+
+    `elsewhere`: True if the corpus and the tokenizer may be missing here. Raises ConfigError as `load_config`.
+    """
     run = read_run(path, overrides)
     return parse_run(run.tree, run.words, undecided=DECIDED, unread=ELSEWHERE if elsewhere else ())
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Read a run file, or the shipped run of a name, apply the overrides, check everything.
+    """Read a run file, or a shipped run by name, apply the overrides, and check all of it.
 
     Raises ConfigError with all mistakes at once.
     """
@@ -93,12 +101,12 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def run_file(path: Path) -> Path:
-    """The shipped run that a name means, where there is no file of that name."""
+    """Return the path itself if it is a file, else the file of the shipped run of that name, if any."""
     return path if path.is_file() else shipped("runs").get(str(path), path)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file that holds a mapping. Raises ConfigError where it does not."""
+    """Read a YAML file that holds a mapping. Raises ConfigError for any other file."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)  # bounded: /dev/zero has no end
@@ -132,7 +140,7 @@ def value_of_word(key: str, text: str) -> Any:
 
 
 def _shipped_runs() -> str:
-    """Words that may stand where a run file is asked for."""
+    """Return a text with the values that are valid for a run file."""
     return "a YAML file, or one of our runs by its name: " + ", ".join(shipped("runs"))
 
 
@@ -144,17 +152,19 @@ def parse_run(
     undecided: Collection[str] = (),
     unread: Collection[str] = (),
 ) -> Config:
-    """Check what a user wrote: as parse_config, and all of it must have an effect (effects.py).
+    """Check a tree that a user wrote, as `parse_config` does. In addition every field must have an effect (effects.py).
 
-    `laid_over`: the fields of the tree that lie over a run file's, as overrides do. `undecided`: sections that a
-    planner will decide: nothing lies idle because of them. `unread`: fields of files that nobody will open here. With
-    `model.from` among them the model is unknown: rules over several fields are not asked.
+    Args:
+        laid_over: fields of the tree that were set on top of a run file, like overrides.
+        undecided: sections that a planner will decide; no field is refused for lack of effect because of these.
+        unread: fields that name files which will not be opened here. With `model.from` among these fields the model is
+            unknown, and rules over several fields are not checked.
     """
     return _parse(tree, list(overrides), laid_over, undecided, unread)
 
 
 def parse_config(tree: dict[str, Any], overrides: Iterable[str] = ()) -> Config:
-    """Check a tree of plain values that a program made, such as a config's whole dump, with overrides on top."""
+    """Check a tree of plain values from a program, such as the full dump of a config, with overrides on top."""
     return _parse(tree, list(overrides), None)
 
 
@@ -165,9 +175,9 @@ def _parse(
     undecided: Collection[str] = (),
     unread: Collection[str] = (),
 ) -> Config:
-    """`laid_over`: None where a program made the tree, all of which need not have an effect."""
+    """Check a tree. `laid_over`: None for a tree from a program, in which fields without effect are allowed."""
     check_plugins()
-    # A copy: the caller's tree is read again, by a sweep or to tell a mistake as it was typed.
+    # A copy: a sweep reads the caller's tree again, and a mistake is reported as it was typed.
     written, tree = tree, deepcopy(tree)
     spell_out(tree)
     words = list(laid_over or ())
@@ -175,22 +185,22 @@ def _parse(
     for word in overrides:
         problems += filter(None, [_override(tree, word, words)])
         value: Any = None
-        with suppress(yaml.YAMLError):  # a mistake that _override has told
+        with suppress(yaml.YAMLError):  # a mistake that _override has reported
             value = plain_values(word.partition("=")[2])
         words.append(in_words(word.partition("=")[0], value)[0])
     spell_out(tree)
-    if "plan" in tree:  # it belongs to `layout: auto`, which is not here any more
+    if "plan" in tree:  # `plan` belongs to `layout: auto`, and that layout has been replaced
         rule = "has no effect where the layout is written"
         problems.append(Problem("plan", shown(tree.pop("plan")), rule, "leave it out, or layout: auto"))
     unresolved = _resolve_weights(tree)
-    # A model whose folder is elsewhere is unknown here: no rule can be asked of its fields.
+    # If the model's folder is on another machine, the model is unknown here: no rule can check its fields.
     elsewhere = bool(unresolved) and WEIGHTS_FIELD in unread
     problems += [] if elsewhere else unresolved
     problems += _resolve_model(tree)
     problems += _resolve_precision(tree)
     release_kind(tree, words)
     if "steps" in words and "epochs" not in words:
-        tree.pop("epochs", None)  # the word is the run's length, as a word `epochs` is over a file's steps
+        tree.pop("epochs", None)  # the word sets the run's length, as a word `epochs` does over a file's steps
     problems += foreign_fields(tree, words) if laid_over is not None else ()
     config, mistakes = _validate(tree)
     problems += [mistake for mistake in mistakes if not (elsewhere and mistake.field.startswith("model."))]
@@ -198,7 +208,7 @@ def _parse(
     if config is None:
         for field in {problem.field for problem in (*problems, *mistakes)}:
             _remove(tree, field)
-        # Without the mistaken fields the rest is checked all the same, so that every mistake is told at once.
+        # The rest is checked without the mistaken fields, so that every mistake is reported at once.
         config, _ = _validate(tree)
     if config is not None and not elsewhere:
         problems += [problem for problem in broken_rules(config, mistaken) if problem.field not in unread]
@@ -212,7 +222,7 @@ def _parse(
 
 
 def _as_typed(problem: Problem, tree: dict[str, Any], words: Iterable[str]) -> Problem:
-    """The problem of a section that no file has, by the word that made it: `optimiser.lr=1`, not `{lr: 1}`."""
+    """Name a problem by the word that caused it, if the file lacks the section: `optimiser.lr=1`, not `{lr: 1}`."""
     section = problem.field
     typed = next((word for word in words if word.partition("=")[0].startswith(f"{section}.")), None)
     if typed is None or section.partition(".")[0] in tree or not (UNKNOWN in problem.rule or section == "plan"):
@@ -224,7 +234,7 @@ def _as_typed(problem: Problem, tree: dict[str, Any], words: Iterable[str]) -> P
 
 
 def dump_tree(config: Config) -> dict[str, Any]:
-    """The resolved config as a run file says it: every field that has an effect."""
+    """Return the resolved config as the tree of a run file, without fields that have no effect."""
     tree = config.model_dump(mode="json", by_alias=True)
     for field in (field for effect in EFFECTS if not effect.holds(config) for field in effect.fields):
         _remove(tree, field)
@@ -234,18 +244,21 @@ def dump_tree(config: Config) -> dict[str, Any]:
 
 
 def run_text(config: Config, comment: str = "") -> str:
-    """A run file of the resolved config. Its first line names the schema, so that editors with YAML's language server
-    complete and check it: that of this installation, which needs no network."""
+    """Return the text of a run file of the resolved config.
+
+    The first line names the schema in this installation, without a network address. Editors with the YAML language
+    server then complete and check the file.
+    """
     return f"# yaml-language-server: $schema={SCHEMA.as_uri()}\n{comment}{dump_config(config)}"
 
 
 def dump_config(config: Config) -> str:
-    """The resolved config as YAML that load_config reads back."""
+    """Return the resolved config as YAML that `load_config` reads back."""
     return yaml_text(dump_tree(config))
 
 
 def _override(tree: dict[str, Any], word: str, earlier: Collection[str]) -> Problem | None:
-    """Set what a word says, and what is wrong with it. `earlier`: the fields that words before it have set."""
+    """Apply a word to the tree; return the word's problem, if any. `earlier`: fields that earlier words have set."""
     key, equals, text = word.partition("=")
     if not equals or not key:
         return Problem("override", word, "is not of the form key.sub=value", "steps=100, optimizer.lr=1e-3")
@@ -272,7 +285,7 @@ def _override(tree: dict[str, Any], word: str, earlier: Collection[str]) -> Prob
 
 
 def _resolve_model(tree: dict[str, Any]) -> list[Problem]:
-    """Replace a model's name, or the `base` it starts from, by its fields."""
+    """Replace a model's name, or a section with `base`, by the fields of the named model with changes on top."""
     model = tree.get("model")
     if isinstance(model, str):
         model = {"base": model}
@@ -289,7 +302,7 @@ def _resolve_model(tree: dict[str, Any]) -> list[Problem]:
 
 
 def laid_over(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Fields with changes over them; those of a section change it, unless they say that it is of another kind."""
+    """Return fields with changes on top. A nested section is merged, or replaced if the change names a `kind`."""
     merged = fields | changes
     for name, change in changes.items():
         before = fields.get(name)
@@ -299,7 +312,7 @@ def laid_over(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]
 
 
 def _resolve_weights(tree: dict[str, Any]) -> list[Problem]:
-    """Replace `model.from` by the fields of the model that the folder holds; its tokenizer becomes the data's."""
+    """Replace `model.from` by the fields of the folder's model. The folder's tokenizer becomes the data's default."""
     model, data = tree.get("model"), tree.get("data", {})
     if not isinstance(model, dict) or "from" not in model:
         return []
@@ -313,7 +326,7 @@ def _resolve_weights(tree: dict[str, Any]) -> list[Problem]:
         found = load_entry(WEIGHTS)(str(source), None if wanted is None else str(wanted))
     except MeshwrightError as error:
         return [Problem(WEIGHTS_FIELD, shown(source), f"cannot be read: {error}")]
-    # What the run says of the model lies over what the folder says.
+    # The run's fields of the model take precedence over the folder's.
     tree["model"], tree["weights"] = laid_over(found.model, fields), str(source)
     if found.tokenizer is not None and (data is None or isinstance(data, dict)):
         tree["data"] = {"tokenizer": str(found.tokenizer)} | (data or {})
@@ -321,7 +334,7 @@ def _resolve_weights(tree: dict[str, Any]) -> list[Problem]:
 
 
 def _resolve_precision(tree: dict[str, Any]) -> list[Problem]:
-    """Refuse a precision's name that is none."""
+    """Refuse an unknown name of a precision."""
     name = tree.get("precision")
     if not isinstance(name, str):
         return []

@@ -1,11 +1,11 @@
-"""The meaning of fields and strategies: the strings beneath their names in the source, read when somebody asks.
+"""The meaning of fields and strategies: the docstrings beneath the names in the source, read on demand.
 
     size: Positive = 1
     \"\"\"Replicas of the model.\"\"\"
 
-pydantic can read them while it makes a class (`use_attribute_docstrings`): 0.1 s of every command, most of which need
-none of them. A strategy that is a class has its docstring's first sentence, as a section; any other the string beneath
-the name that the registry, or a package's entry point, gives.
+pydantic can read these docstrings while a class is made (`use_attribute_docstrings`), but this costs every command
+0.1 s, and most commands need none. The meaning of a strategy that is a class is the first sentence of the class
+docstring. The meaning of any other strategy is the string beneath the name in the registry or the entry point.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshwright.config.section import Section
 
 
 def field_meanings(section: type[Section]) -> dict[str, str]:
-    """A line for each field of a section that has one, its own or that of the section which it is derived from."""
+    """Return the docstring of each field of a section, by field name; a base class may document the field."""
     lines: dict[str, str] = {}
     for base in reversed(section.__mro__):
         if issubclass(base, Section):
@@ -33,7 +33,7 @@ def field_meanings(section: type[Section]) -> dict[str, str]:
 
 
 def strategy_meaning(group: str, name: str) -> str:
-    """A line on a strategy of the registry; empty where who made it wrote none."""
+    """Return a line on a strategy of the registry; empty if its author wrote none."""
     entry = entries(group)[name]
     if isinstance(entry, type):
         return first_sentence(entry.__doc__ or "")
@@ -42,14 +42,19 @@ def strategy_meaning(group: str, name: str) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """`A decoder. With experts.` -> `A decoder.`; abbreviations end no sentence, since a capital letter must follow."""
+    """Cut a text after one sentence: `A decoder. With experts.` -> `A decoder.`
+
+    A sentence ends before a capital letter or a backtick, so that most abbreviations end none.
+    """
     return re.split(r"(?<=[.])\s+(?=[A-Z`])", " ".join(text.split()), maxsplit=1)[0]
 
 
 @cache
 def _strings_of(module: str) -> Mapping[str, Mapping[str, str]]:
-    """By class of a module, and by the empty name for the module itself: the strings beneath names. Nothing where the
-    source is not at hand, as in a notebook."""
+    """Return the strings beneath the names of a module: class name -> name -> string, with "" for the module itself.
+
+    Empty if the module has no source file, as in a notebook.
+    """
     try:
         file = inspect.getsourcefile(sys.modules[module]) if module else None
     except TypeError:
@@ -62,7 +67,7 @@ def _strings_of(module: str) -> Mapping[str, Mapping[str, str]]:
 
 
 def _beneath(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
-    """The names that are assigned and the string that stands right beneath each."""
+    """Yield each assigned name that a string directly follows, and the string."""
     for statement, below in pairwise(body):
         match statement, below:
             case (

@@ -1,7 +1,6 @@
-"""Pydantic's errors in our words: field, value, rule, and the values that would work.
+"""Pydantic's errors in our words: field, value, broken rule, and the valid values.
 
-The valid values are read off the JSON schema that pydantic makes of the sections, so that a message cannot drift from
-the check.
+The valid values are read from pydantic's JSON schema of the sections, so that a message always agrees with the check.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _RULES = {
     "too_short": "has too few items",
     "finite_number": "is not finite",
 }
-"""Rules by pydantic's type of error; any other error is a value of the wrong kind, or none of the choices."""
+"""Rules by pydantic's type of error. Any other error is a value of a wrong kind, or outside of the choices."""
 
 _TYPES = {
     "integer": "a whole number",
@@ -48,7 +47,12 @@ _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusive
 
 
 def problems_of(error: ValidationError, models: Sequence[str], root: type[BaseModel] = Config) -> list[Problem]:
-    """One problem a field. `models`: the names that `model` may hold besides a section; `root`: what was read."""
+    """Return one problem for each mistaken field.
+
+    Args:
+        models: the names that are allowed for `model` in place of a section.
+        root: the class that was read.
+    """
     schema = _schema_of(root)
     problems: dict[str, Problem] = {}
     for detail in error.errors():
@@ -58,20 +62,20 @@ def problems_of(error: ValidationError, models: Sequence[str], root: type[BaseMo
             problem = _unknown(name, detail["input"], known, schema if root is Config else {})
         else:
             problem = _problem(name, field, detail, models)
-        # A union complains once a branch, about the same field: the schema says more than the complaints.
+        # A union reports the same field once for each branch: the first problem, made from the schema, is enough.
         problems.setdefault(name, problem)
     return list(problems.values())
 
 
 def word_for_option(option: str, value: str) -> str:
-    """The word for an option that is a field, or another tool's word for one: `--steps`, 5 -> `steps=5`; or nothing."""
+    """Translate an option that is a field, or another tool's word for one: `--steps`, 5 -> `steps=5`; "" if unknown."""
     name = option.removeprefix("--").replace("-", "_")
     fields = [path for path in paths_in(_schema_of(Config)) if name in (path, path.rpartition(".")[2])]
     return ours_for_key(option, value) or " or ".join(f"{field}={value}" for field in fields)
 
 
 def nearest_choice(field: str, word: object, choices: Sequence[str]) -> str:
-    """The same of a field's choices, among which another tool's word may mean one."""
+    """Suggest the choice that another tool's word means, or else a similar choice, as `nearest` does."""
     ours, compared = ours_for_value(field, word), ours_for_value(field, word, COMPARISONS)
     if ours not in choices:
         return nearest(shown(word), choices)
@@ -79,7 +83,7 @@ def nearest_choice(field: str, word: object, choices: Sequence[str]) -> str:
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """` (did you mean X?)` where a known word is close to the given one, else nothing."""
+    """Return ` (did you mean X?)` if a known word is similar to the given one, else an empty text."""
     close = difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
@@ -92,8 +96,10 @@ def _schema_of(root: type[BaseModel]) -> Schema:
 
 
 def inlined(node: Any, definitions: Schema) -> Any:
-    """The schema with every reference replaced by what it refers to; `about`: what a section says of itself, where the
-    field that holds it says something, too."""
+    """Return the schema with every reference replaced by its definition.
+
+    A section's own description is stored as `about`, because the description of the field may replace `description`.
+    """
     if isinstance(node, list):
         return [inlined(item, definitions) for item in node]
     if not isinstance(node, dict):
@@ -105,16 +111,19 @@ def inlined(node: Any, definitions: Schema) -> Any:
 
 
 def _located(location: Sequence[int | str], root: Schema) -> tuple[list[str], Sequence[str], Schema | None]:
-    """The keys that a pydantic location leads through, the keys that may stand where the last one does, and the last
-    one's schema (None: no section knows it); without the tags that pydantic adds for unions' branches and the indices
-    of plain lists."""
+    """Translate a pydantic location, without the tags of unions' branches and the indices of plain lists.
+
+    Returns:
+        The keys of the path; the keys that are allowed in place of the last one; the schema of the last key (None for
+        an unknown key).
+    """
     path: list[str] = []
     known: Sequence[str] = ()
     field: Schema | None = root
     for part in map(str, location):
         assert field is not None
         sections = sections_in(field)
-        if len(sections) > 1:  # a tagged union: this part says which branch
+        if len(sections) > 1:  # a tagged union: this part names the branch
             field = sections[part]
             continue
         path.append(part)
@@ -123,18 +132,18 @@ def _located(location: Sequence[int | str], root: Schema) -> tuple[list[str], Se
             known, field = (), parent["items"]
         elif "properties" in parent:
             known, field = list(parent["properties"]), parent["properties"].get(part)
-            if "layout" in root.get("properties", ()):  # a run, which may say more than its sections
+            if "layout" in root.get("properties", ()):  # a run file may also have these keys, which are no fields
                 known += {"": ["plan"], "model": ["base", "from"]}.get(".".join(path[:-1]), [])
         else:
             known = choices_of(parent["propertyNames"])
             field = parent["additionalProperties"] if part in known else None
         if field is None or not ("propertyNames" in field or sections_in(field) or sections_in(field.get("items", {}))):
-            break  # an unknown key, a plain value or a list of plain values: nothing inside has a key of its own
+            break  # an unknown key, a plain value or a list of plain values, all without keys inside
     return path, known, field
 
 
 def _problem(name: str, field: Schema, detail: ErrorDetails, models: Sequence[str]) -> Problem:
-    """The problem of a field that exists."""
+    """Return the problem of a known field."""
     value, sections = shown(detail["input"]), sections_in(field)
     tag = f"{name}.{'family' if name == 'model' else 'kind'}"
     match detail["type"]:
@@ -146,7 +155,7 @@ def _problem(name: str, field: Schema, detail: ErrorDetails, models: Sequence[st
             return Problem(tag, NOTHING, "is missing", ", ".join(sections))
         case "missing" if not isinstance(detail["loc"][-1], int):  # else: an item of a list
             return Problem(name, NOTHING, "is missing", described(field))
-        case "value_error" if not isinstance(detail["input"], bool):  # a check of ours, which says the rule
+        case "value_error" if not isinstance(detail["input"], bool):  # one of our checks, with the rule as its text
             return Problem(name, value, str(detail["ctx"]["error"]), described(field))
     if name == "model":
         return Problem(name, value, "is neither a model's name nor a section", ", ".join(models))
@@ -161,9 +170,9 @@ def _problem(name: str, field: Schema, detail: ErrorDetails, models: Sequence[st
 
 
 def _unknown(name: str, value: object, known: Sequence[str], root: Schema) -> Problem:
-    """The problem of a key that its section does not know: another tool's word, a slip, or a field of another section.
+    """Return the problem of an unknown key: another tool's word, a slip, or a field of another section.
 
-    `root`: the schema of the run's config; nothing where something else was read.
+    `root`: the schema of the run's config; empty if anything else was read.
     """
     last = name.rpartition(".")[2]
     if root and (ours := ours_for_key(name, value)):
@@ -175,7 +184,7 @@ def _unknown(name: str, value: object, known: Sequence[str], root: Schema) -> Pr
 
 
 def _rule(name: str, field: Schema, detail: ErrorDetails) -> str:
-    """The bound that the value misses, the choices that it is none of, or the kinds that it is not of."""
+    """Name the bound that the value violates, the choices that exclude the value, or the kinds that are allowed."""
     if detail["type"] in _RULES:
         return _RULES[detail["type"]].format(**detail.get("ctx", {}))
     kinds, choices = [described(branch, brief=True) for branch in _branches(field)], choices_of(field)
@@ -187,7 +196,7 @@ def _rule(name: str, field: Schema, detail: ErrorDetails) -> str:
 
 
 def paths_in(field: Schema, before: str = "") -> list[str]:
-    """The dotted names of all fields that a section has, and the sections in it, of each kind."""
+    """Return the dotted names of all fields of a section and of its nested sections, of every kind."""
     paths: dict[str, None] = {}
     for section in sections_in(field).values():
         for name, inner in section["properties"].items():
@@ -197,7 +206,7 @@ def paths_in(field: Schema, before: str = "") -> list[str]:
 
 
 def described(field: Schema, brief: bool = False) -> str:
-    """The values that a field takes: its choices, its kind and bounds, a section's keys. `brief`: without bounds."""
+    """Describe a field's valid values: choices, kind and bounds, or a section's keys. `brief`: without bounds."""
     if sections := sections_in(field):
         keys = dict.fromkeys(key for section in sections.values() for key in section["properties"])
         return "a section with the keys " + ", ".join(keys)
@@ -221,18 +230,18 @@ def described(field: Schema, brief: bool = False) -> str:
 
 
 def _branches(field: Schema) -> list[Schema]:
-    """A union's members; a plain field is its own only one."""
+    """Return the members of a union; for a plain field, the field alone."""
     return list(field.get("anyOf") or field.get("oneOf") or [field])
 
 
 def choices_of(field: Schema) -> list[str]:
-    """The words that a field lists, of all its branches."""
+    """Return the words that all branches of a field list."""
     options = [option for branch in _branches(field) for option in branch.get("enum", [branch.get("const")])]
     return [str(option) for option in options if option is not None]
 
 
 def sections_in(field: Schema) -> dict[str, Schema]:
-    """The sections that a field may hold, by their tags; one without a tag stands alone; none for a plain field."""
+    """Return the sections that a field may hold, by tag ("" for a section without one). Empty for a plain field."""
     sections: dict[str, Schema] = {}
     for branch in _branches(field):
         if properties := branch.get("properties"):

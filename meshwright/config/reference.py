@@ -1,7 +1,7 @@
-"""Everything that can be written in a run: each field, its default, the values that it takes, a line on what it means.
+"""The reference of a run's fields: for each field the default, the valid values and a line on the meaning.
 
-All of it is read off the sections themselves (json_schema.py, meanings.py) and the registry, other packages' strategies
-too. `meshwright config` prints it, and docs/config.md is made of it.
+The reference is made from the sections (json_schema.py, meanings.py) and the registry, including strategies of other
+packages. `meshwright config` prints the reference, and docs/config.md is generated from the same facts.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from meshwright.ranks.errors import ConfigError
 
 @dataclass(frozen=True)
 class FieldFacts:
-    """One field. `default`: as it is written; empty where the field must be given, or holds a section.
+    """One field.
 
-    `strategies`: those of the registry that it may name, with a line on each. `kinds`: of the section, where the same
-    field has another default, or meaning, in others.
+    default: the default as written in a file; empty if the field is required or holds a section.
+    strategies: the strategies of the registry that the field may name, with a line on each.
+    kinds: the section's kinds with these facts, if the field differs between kinds.
     """
 
     name: str
@@ -41,7 +42,7 @@ class FieldFacts:
 
 @dataclass(frozen=True)
 class SectionFacts:
-    """One section, of one of its kinds where there are several."""
+    """One section; if a section has several kinds, one kind."""
 
     name: str
     kind: str
@@ -51,8 +52,10 @@ class SectionFacts:
 
 @dataclass(frozen=True)
 class Topic:
-    """All that is known of a name: the field, and the sections that it may hold. `short`: the values that may stand for
-    such a section."""
+    """The facts on a name: the field, and the sections that the field may hold.
+
+    short: the bare values that are accepted in place of a section.
+    """
 
     name: str
     fields: tuple[FieldFacts, ...]
@@ -64,12 +67,14 @@ PLAN = FieldFacts(
     "plan", "Beside `layout: auto` alone: the cluster that the planner plans for, and how many of its devices.", "",
     "a section of cluster (a name, or a file of calibrate) and devices (a whole number >= 1)",
 )  # fmt: skip
-"""The section that is no field of a run's config, since it is gone when the layout is found."""
+"""A section of the run file, but no field of the config: with the layout found, the section is removed."""
 
 
 def topic_of(name: str) -> Topic:
-    """The topic of a dotted name, in which a section's kind may stand, as in `layout.tensor.megatron.size`; the empty
-    name is the whole run's. Raises ConfigError where there is no such field."""
+    """Return the topic of a dotted name, with or without a section's kind (`layout.tensor.megatron.size`).
+
+    The empty name is the whole run. Raises ConfigError for an unknown field.
+    """
     if name == PLAN.name:
         return Topic(name, (PLAN,), ())
     nodes, path, is_field = [("", _root())], list[str](), False
@@ -104,20 +109,20 @@ def topic_of(name: str) -> Topic:
 
 
 def all_sections() -> list[Topic]:
-    """The topics of all sections, the run's own first, each before those in it."""
+    """Return the topics of all sections, the run first and each section before its nested sections."""
     return [topic for path in ("", *paths_in(_root())) if (topic := topic_of(path)).sections]
 
 
 @cache
 def _root() -> Schema:
-    """The schema of a run's fields, without references."""
+    """Return the schema of a run's fields, with references resolved."""
     schema = config_schema()
     root: Schema = inlined(schema, schema["$defs"])
     return root
 
 
 def short_form(name: str) -> str:
-    """The values that may stand for a section, in words; empty where there are none."""
+    """Describe the bare values that are accepted in place of a section; empty if none are."""
     if name == "precision":
         return f"{', '.join(PRECISIONS)}: a level and its dtype"
     if name == "model":
@@ -144,7 +149,7 @@ def _field(name: str, node: Schema) -> FieldFacts:
 
 
 def _strategies(name: str, node: Schema) -> tuple[tuple[str, str], ...]:
-    """The strategies of the registry that a field may name, or that say which section it holds."""
+    """Return the strategies that a field may name, or that choose the field's section, each with its meaning."""
     sections = sections_in(node)
     by_kind = [f"{name}.kind", f"{name}.family"] if len(sections) > 1 else [name]
     group = next((group for group, field in NAMED_BY.items() if field in by_kind), None)
@@ -155,7 +160,7 @@ def _strategies(name: str, node: Schema) -> tuple[tuple[str, str], ...]:
 
 
 def _sections(name: str, node: Schema) -> Iterator[SectionFacts]:
-    """The sections that a field may hold, without the field that says which one it is."""
+    """Yield the sections that a field may hold, without the field that names the kind."""
     for kind, section in sections_in(node).items():
         fields = [
             _field(f"{name}.{key}".removeprefix("."), inner)
@@ -168,7 +173,7 @@ def _sections(name: str, node: Schema) -> Iterator[SectionFacts]:
 
 
 def _merged(fields: Sequence[tuple[str, FieldFacts]]) -> tuple[FieldFacts, ...]:
-    """The field of several kinds of section, those together in which it is the same."""
+    """Merge a field's facts over the kinds of a section: kinds with equal facts share one entry."""
     alike: dict[FieldFacts, list[str]] = defaultdict(list)
     for kind, facts in fields:
         alike[facts].append(kind)
@@ -181,7 +186,7 @@ def _merged(fields: Sequence[tuple[str, FieldFacts]]) -> tuple[FieldFacts, ...]:
 
 
 def _no_such_field(name: str, part: str, nodes: Sequence[Schema]) -> ConfigError:
-    """The error of a name that is no field, with another tool's word, a near one, or the same name elsewhere."""
+    """Return the error for an unknown field, with our word for it, a similar name, or the same name elsewhere."""
     if ours := ours_for_key(name, "N"):
         return ConfigError.of("FIELD", name, "is another tool's word", ours)
     here = [sections_in(node) for node in nodes]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from meshwright.config.reference import SectionFacts, Topic, all_sections
 
 _FEW_FIELDS = 20
-"""A section of several kinds that have no more fields in all is shown with all of them."""
+"""The fields of all kinds of a section are printed, if these are no more than this number in total."""
 
 HEAD = """# Fields of a run
 
@@ -21,7 +21,7 @@ and the message says what it needs.
 
 
 def topic_text(topic: Topic, width: int) -> str:
-    """A topic for a terminal of so many columns."""
+    """Format a topic for a terminal of `width` columns."""
     if not topic.name:
         (run,) = topic.sections
         overview = [line for facts in run.fields for line in _listed(facts.name, facts.meaning, width, "")]
@@ -44,7 +44,7 @@ def topic_text(topic: Topic, width: int) -> str:
 
 
 def page() -> str:
-    """All sections as Markdown."""
+    """Format all sections as Markdown."""
     parts = [HEAD]
     for topic in all_sections():
         parts.append(f"## {topic.name or 'The run'}\n")
@@ -70,7 +70,7 @@ def page() -> str:
 
 
 def _section(section: SectionFacts, width: int) -> Iterator[str]:
-    """The fields of a section, each with its default, its values and its meaning."""
+    """Yield the lines of a section: each field with default, meaning and valid values."""
     if section.kind:
         yield from _wrapped(f"{section.kind}: {section.about}", width)
     for facts in section.fields:
@@ -98,5 +98,5 @@ def _wrapped(text: str, width: int, indent: str = "", then: str | None = None) -
 
 
 def _cell(text: str) -> str:
-    """Text in a table: `|` would end its cell, and < begin a tag."""
+    """Escape a text for a Markdown table: `|` would end the cell, and < begin a tag."""
     return text.replace("|", "\\|").replace("<", "&lt;")

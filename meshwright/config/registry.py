@@ -1,4 +1,4 @@
-"""The registry: every strategy under its name, ours and those that other packages bring. No torch.
+"""The registry: every strategy by name, ours and the strategies of other packages. No torch.
 
 | group        | an entry is                                                   |
 |--------------|---------------------------------------------------------------|
@@ -16,11 +16,11 @@
 | eval         | a Task of tools/evaluate/tasks.py                             |
 | submit       | a subclass of tools/submit/job.py's Engine                    |
 
-No run names an entry of the last three: commands load them when they are asked for one, and they may import torch.
+No run names an entry of the last three. Commands load these entries on demand, and the entries may import torch.
 
-An entry is written `module:attribute`, ours here, those of another package as entry points of the group
-`meshwright.GROUP` in its metadata, those of a script or a notebook by `register`. What a run names imports no torch: it
-names what needs torch as text, `module:attribute`, which `load_entry` loads when it is called.
+An entry is written `module:attribute`. Our entries are in `OURS`; another package has entry points of the group
+`meshwright.GROUP` in its metadata; a script or a notebook calls `register`. The module of an entry that a run names
+imports no torch. It names code that needs torch as text, `module:attribute`, and `load_entry` loads that code.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "momentum": "meshwright.strategies.optim.section:MOMENTUM",
         "muon": "meshwright.strategies.optim.section:MUON",
     },
-    "metrics": {},  # ours are a table of their own, training/step_report.py
+    "metrics": {},  # ours are in the table of training/step_report.py
     "convert": {
         "gpt2": "meshwright.families.gpt.convert:Gpt2Family",
         "llama": "meshwright.families.llama.convert:LlamaFamily",
@@ -166,12 +166,15 @@ NAMED_BY: Mapping[str, str] = {
     "optimizers": "optimizer.name",
     "sinks": "metrics.sinks",
 }
-"""The field by which a run names an entry of a group. A run has every metric; other groups are commands' own."""
+"""The field by which a run names an entry of a group. A run has every metric; only commands use the other groups."""
 
 
 def entries(group: str) -> dict[str, Any]:
-    """The entries of a group by name, ours first. Those that cannot be used are left out where a run names the group,
-    as check_plugins has told them; in a group of a command they raise PluginError."""
+    """Return the entries of a group by name, ours first.
+
+    In groups that a run names, unusable entries are left out, because `check_plugins` reports these. In any other group
+    an unusable entry raises PluginError.
+    """
     known, failures = _group(group)
     if failures and group not in NAMED_BY:
         raise PluginError("; ".join(failures))
@@ -179,30 +182,37 @@ def entries(group: str) -> dict[str, Any]:
 
 
 def default_family() -> str:
-    """The `model.family` of a run that names none: the first one of ours."""
+    """Return the `model.family` of a run without one: the first family in `OURS`."""
     return next(iter(OURS["models"]))
 
 
 def where_from(group: str, name: str) -> str:
-    """The `module:attribute` that brings a strategy; empty where no package does."""
+    """Return the `module:attribute` of a strategy; empty for an unknown one."""
     brought = [(point.name, point.value) for point in _points().select(group=f"meshwright.{group}")]
     brought += [(known, value) for of, known, value, _ in registered() if of == group]
     return OURS[group].get(name) or next((value for known, value in brought if known == name), "")
 
 
 def brought(config: Any) -> list[str]:
-    """The strategies of other packages that take part in a run's sums, as `field=name`."""
+    """Return the strategies of other packages that affect a run's sums, as `field=name`."""
     fields = {group: NAMED_BY[group] for group in ("models", "tensor", "contexts", "syncs")}
     named = {group: reduce(getattr, field.split("."), config) for group, field in fields.items()}
     return [f"{fields[group]}={name}" for group, name in named.items() if name not in OURS[group]]
 
 
 def register(group: str, name: str, entry: Any) -> None:
-    """Make a strategy known by a name to this process and to those that it starts, ranks among them.
+    """Register a strategy under a name, for this process and the processes that it starts, including ranks.
 
-    `entry`: a class, or `module:attribute`, which other processes import: in a notebook it stands in a file. To be
-    called before the first config is read, since that is when its words are put together; the same again is no mistake.
-    Raises ConfigError where the group or the module is not there, the name is taken, or it is too late.
+    The call must precede the reading of the first config, because the config's choices are fixed then. Repeating the
+    same call is allowed.
+
+    Args:
+        group: a group of the table at the top of this module.
+        name: the name that a run writes.
+        entry: a class, or `module:attribute`. Other processes import the module, so a notebook must write a file.
+
+    Raises:
+        ConfigError: if the group or the module does not exist, the name is taken, or a config has been read.
     """
     if group not in OURS:
         raise ConfigError.of("group", group, "is no group of strategies", ", ".join(OURS))
@@ -215,7 +225,7 @@ def register(group: str, name: str, entry: Any) -> None:
     base = load_entry(BASES[group])
     if not _suits(loaded, base):
         raise ConfigError.of("entry", value, f"is no {base.__name__}", f"one, as docs/extending.md has it for {group}")
-    # Unions and rules of the sections are composed when the first config is read, of what is known then.
+    # The sections' unions and rules are made when the first config is read, from the entries known at that time.
     if _group.cache_info().currsize:
         rule = "comes after the first config was read, whose words are put together once"
         raise ConfigError.of("register", name, rule, "before it, in a new process or a kernel that is started again")
@@ -223,14 +233,16 @@ def register(group: str, name: str, entry: Any) -> None:
 
 
 def _importable(entry: Any) -> tuple[str, str, Any]:
-    """An entry as `module:attribute`, the folder that the module is imported from, and the entry itself. Raises
-    ConfigError where another process could not import it."""
+    """Return an entry as `module:attribute`, the folder of the module for sys.path, and the loaded entry.
+
+    Raises ConfigError if another process could not import the entry.
+    """
     valid = "module:attribute, as in lion:LION; in a notebook %%writefile lion.py makes the module"
     if not isinstance(entry, str | type):
         raise ConfigError.of("entry", entry, "is no class, and does not know where it stands", valid)
     value = entry if isinstance(entry, str) else f"{entry.__module__}:{entry.__qualname__}"
     module = value.partition(":")[0]
-    # Ranks come from a clean process: what stands in __main__ here does not stand in theirs.
+    # Ranks are started from a clean process, so the __main__ of this process is unknown to ranks.
     if module == "__main__":
         raise ConfigError.of(
             "entry", value, "stands in the script or notebook itself, which ranks do not import", valid
@@ -248,14 +260,14 @@ def _suits(entry: Any, base: type) -> bool:
 
 
 def check_plugins() -> None:
-    """Raises PluginError where a strategy of another package cannot be used: package, entry point, cause."""
+    """Raise PluginError if a strategy of another package is unusable, with package, entry point and cause."""
     if failures := [failure for group in NAMED_BY for failure in _group(group)[1]]:
         raise PluginError("; ".join(failures))
 
 
 @cache
 def _group(group: str) -> tuple[dict[str, Any], list[str]]:
-    """Entries of a group by name, and a line for each entry of another package that cannot be used."""
+    """Return the entries of a group by name, and a line for each unusable entry of another package."""
     failures: list[str] = []
     base, known = load_entry(BASES[group]), {name: load_entry(value) for name, value in OURS[group].items()}
     points = [
@@ -272,7 +284,7 @@ def _group(group: str) -> tuple[dict[str, Any], list[str]]:
             failures.append(f"{where} has the name of another {group} entry")
             continue
         if folder and folder not in sys.path:
-            sys.path.append(folder)  # of the script that registered it, whose path its ranks do not have
+            sys.path.append(folder)  # the folder of the registering script, missing in the sys.path of ranks
         try:
             entry = point.load()
         except Exception as error:  # whatever an import of somebody else's code may raise
@@ -287,12 +299,12 @@ def _group(group: str) -> tuple[dict[str, Any], list[str]]:
 
 @cache
 def _points() -> metadata.EntryPoints:
-    """The entry points of all packages: one reading of their metadata, 5 ms, for all groups."""
-    # Before Python 3.12 it is of another type, which selects the same way.
+    """Return the entry points of all packages. The metadata is read once for all groups (5 ms)."""
+    # Before Python 3.12 the result has another type with the same `select`.
     return cast(metadata.EntryPoints, metadata.entry_points())
 
 
 def load_entry(value: str) -> Any:
-    """The object that `module:attribute` names."""
-    # The standard library's own reading of `module:attribute`, as other packages' entry points have it.
+    """Import the object that `module:attribute` names."""
+    # EntryPoint parses `module:attribute`, so that our entries are read like the entry points of other packages.
     return metadata.EntryPoint("", value, "").load()

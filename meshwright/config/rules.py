@@ -1,4 +1,4 @@
-"""The rules that join fields of several sections; those of one strategy stand in its section.
+"""The rules that join fields of several sections. The rules of a single strategy are in the strategy's section.
 
 A rule is a generator of problems. It names the fields that it reads, so that it can be left out when one of these is
 itself mistaken, and every other mistake is still reported in the same message.
@@ -40,7 +40,7 @@ OFFLOAD_MULTIPLE = 128
 
 
 FIRST_LAST_AND_ONE = 3
-"""The fewest layers of a chain of which some linears are in FP8."""
+"""The fewest layers of a chain with linears in FP8: the first and the last layer have none."""
 
 _SIZES = ("layout.data.size", "layout.pipeline.size", "layout.context.size", "layout.tensor")
 
@@ -70,7 +70,7 @@ def microbatches_divide_replica(config: Config) -> Iterator[Problem]:
 
 @rule("layout.tensor", "model", "data")
 def tensor_cuts_are_equal(config: Config) -> Iterator[Problem]:
-    """The one rule of divisibility: each number that the tensor section divides falls into equal parts."""
+    """Check that each number that the tensor section divides falls into equal parts."""
     yield from (cut.problem for cut in config.layout.tensor.cuts(config) if cut.problem)
 
 
@@ -353,8 +353,13 @@ def nodes_are_full(config: Config) -> Iterator[Problem]:
 
 
 def _where_chosen(group: str, field: str, chosen: str = "") -> Iterator[Rule]:
-    """The rules that a group's strategies bring, each asked where one of its strategies is the run's, at `field`;
-    `chosen`: where the strategy is found, if the field holds its name."""
+    """Yield the rules of all strategies of a group, each bound to runs that chose a strategy with this rule.
+
+    Args:
+        group: the group of the registry.
+        field: the field that names the strategy, or holds its section.
+        chosen: the attribute of the config that holds the strategy, if `field` holds only a name.
+    """
     rules_of = attrgetter(f"{chosen or field}.rules")
 
     def bind(own: Rule) -> Rule:
@@ -367,7 +372,7 @@ PARTITION_RULES = (
     stages_have_layers, chunks_have_layers, partition_is_of_the_layers, limit_has_an_effect, chunks_go_with_schedule,
     limit_has_room_for_chunks,
 )  # fmt: skip
-"""A resumed run's decisions must keep them, too."""
+"""The rules of a partition. The decisions of a resumed run must also keep these rules."""
 
 RULES = (
     family_reads_data,
@@ -418,7 +423,7 @@ RULES = (
 
 
 def broken_rules(config: Config, mistaken: Set[str] = frozenset()) -> list[Problem]:
-    """Every problem of every rule, and those of no rule or problem that reads a mistaken field or section."""
+    """Return the problems of all rules, except for rules and problems that read a mistaken field or section."""
 
     def sound(reads: Iterable[str]) -> bool:
         return not any(f"{read}.".startswith(f"{field}.") for read in reads for field in mistaken)

@@ -1,7 +1,7 @@
-"""The sections of a config, frozen and typed, one for each of the YAML file's. The layout's: layout.py; rules that
-join them: rules.py.
+"""The sections of a config, frozen and typed, one for each section of the YAML file.
 
-No torch here: a bad config must fail in the time that reading it takes.
+The layout's sections are in layout.py, rules over several sections in rules.py. No torch is imported here, so that a
+bad config fails at once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class LossScale(Section):
 
 STORED = "meshwright.compute.tensor.products:PLAIN"
 PRODUCTS = {"auto": STORED, "stored": STORED, "fp8": STORED, "float32": "meshwright.compute.tensor.widened:WIDENED"}
-"""The products of a kit's layers, by precision.products; fp8's narrow some of them (tensor/fp8.py)."""
+"""The products of a kit's layers, by precision.products. With fp8 some products are narrowed (tensor/fp8.py)."""
 
 
 class Precision(Section):
@@ -93,12 +93,12 @@ class Precision(Section):
 
     @property
     def in_fp8(self) -> bool:
-        """Whether linears of layers multiply in FP8."""
+        """True if linears of layers multiply in FP8."""
         return self.products == "fp8"
 
     @property
     def widens(self) -> bool:
-        """Whether products of halves are float32 products of the same numbers."""
+        """True if products of half-precision tensors are computed as float32 products of the same numbers."""
         return self.products == "float32"
 
 
@@ -149,7 +149,7 @@ class Restarts(Section):
     @model_validator(mode="before")
     @classmethod
     def read_number(cls, value: object) -> object:
-        """A checkpoint of version 0.1 has the number alone."""
+        """Accept a bare number, as in checkpoints of version 0.1."""
         return {"times": value} if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -197,7 +197,7 @@ class OptimizerSection(Section):
 
     @property
     def rounds(self) -> bool:
-        """Whether a step rounds tensors to bf16 at random."""
+        """True if a step rounds tensors to bf16 stochastically."""
         return "bf16" in (self.states, self.masters)
 
     @property
@@ -249,7 +249,7 @@ class Metrics(Section):
     """The trackers of experiments that get them; []: none."""
     project: Annotated[str, Field(min_length=1)] = "meshwright"
     """The name under which trackers list the run."""
-    # True: a run's config may be secret, and leaves the machine only where somebody asks for it.
+    # True: a run's config may be secret, and leaves the machine only on request.
     offline: bool = True
     """All stays on this machine, in the run's folder where the tracker can; false: trackers send it."""
     address: Annotated[str, Field(pattern=r"^[0-9A-Za-z.:-]+$")] = "127.0.0.1"
@@ -262,7 +262,7 @@ class Metrics(Section):
     @model_validator(mode="before")
     @classmethod
     def read_old_field(cls, tree: object) -> object:
-        """`tensorboard: false`, as version 0.1.0 had it."""
+        """Accept `tensorboard: false`, the form of version 0.1.0."""
         if not isinstance(tree, dict) or not isinstance(tree.get("tensorboard"), bool) or "sinks" in tree:
             return tree
         rest = {name: value for name, value in tree.items() if name != "tensorboard"}
@@ -327,7 +327,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def decide_kind_of_data(cls, tree: object) -> object:
-        """Decide the kind of data once, here: who reads the config finds it written."""
+        """Write the kind of data into the tree, so that every reader of the config finds a decided kind."""
         if not isinstance(tree, dict):
             return tree
         return tree | {"data": with_kind(tree.get("data", {}), tree.get("model"))}
@@ -336,7 +336,7 @@ class Config(Section):
     def micro(self) -> int:
         """Samples in one microbatch of one replica.
 
-        auto: all of the replica's; with stages the largest part that makes two microbatches for each of them.
+        auto: all samples of the replica. With stages: the largest part that gives two microbatches a stage.
         """
         if self.batch.micro != "auto":
             return self.batch.micro
@@ -347,13 +347,13 @@ class Config(Section):
         stages = self.layout.pipeline.size
         wanted = self.replica_batch // (2 * stages) if stages > 1 else self.replica_batch
         fitting = [size for size in divisors(self.replica_batch) if size <= wanted and size % rows == 0]
-        # Replicas without a sample are refused by a rule, and fields beside it are still asked.
+        # A rule refuses replicas without a sample, but other rules are still checked and read this property.
         whole = max(1, self.replica_batch)
         return max(fitting, default=min(rows, whole) if stages > 1 else whole)
 
     @property
     def replica_batch(self) -> int:
-        """Sequences that one data-parallel replica sees a step."""
+        """Samples of one data-parallel replica in a step."""
         return self.batch.global_ // self.layout.data.size
 
     @property
@@ -362,7 +362,7 @@ class Config(Section):
 
     @property
     def batch_summary(self) -> str:
-        """The parts of a step's batch in a sentence, with the number of microbatches by the name others give it."""
+        """The parts of a step's batch in a sentence, with the common name for the number of microbatches."""
         count = self.num_microbatches
         replicas = f"{self.layout.data.size} replica" + "s" * (self.layout.data.size > 1)
         parts = f"{replicas} x {count} microbatch{'es' * (count > 1)} of {self.micro}"
@@ -373,7 +373,7 @@ class Config(Section):
     def grid(self) -> Grid:
         """The grid of the run's ranks."""
         layout = self.layout
-        # A run whose widths are cut into parts on one device as well has the parts' axis there, of one rank.
+        # Layout-free bits may cut widths into parts on one device as well: then the mesh has this axis, with one rank.
         alone = (("tensor", 1),) if self.bits.cuts and "tensor" not in dict(layout.axes) else ()
         return Grid((*alone, *layout.axes), self.copies, (*alone, *layout.nesting))
 
@@ -388,9 +388,9 @@ class Config(Section):
         if transport == "auto" or device == "auto" or threads == "auto":
             rule = "is no machine's: ranks are started with a config in which every auto is a value"
             raise ConfigError.of("ranks", "a config that says auto", rule, "mw.resolve(config)")
-        # torch imports its compiler (1.8 s of a core, a rank) where tensors are on the meta device, as stages are
-        # planned, where activations are recomputed, and in compiled layers. Inductor (1.3 s) may look for a GPU when it
-        # is imported, which no process may that GPU ranks are forked from.
+        # torch imports its compiler (1.8 s of a core for each rank) for tensors on the meta device, as in the planning
+        # of stages, for recomputed activations, and for compiled layers. The import of Inductor (1.3 s) may look for a
+        # GPU; GPU ranks must not be forked from such a process.
         if self.compile in ("blocks", "islands") and device == "cpu":
             modules: tuple[str, ...] = ("torch._inductor.compile_fx", "torch.utils.cpp_extension")
         else:
@@ -403,13 +403,15 @@ class Config(Section):
 
     @property
     def copies(self) -> tuple[str, int] | None:
-        """The axis that cuts heads and how many of its neighbours hold the same ones, where it has more ranks than
-        there are to deal out."""
+        """The axis that shards heads, and the number of neighbouring ranks that hold the same heads.
+
+        None unless the axis has a multiple of the number of branches, and more ranks than branches.
+        """
         axis, count = self.layout.tensor.heads_axis, self.model.branches.number
         size = dict(self.layout.tensor.axes).get(axis, 1)
         return (axis, size // count) if size > count and size % count == 0 else None
 
     @property
     def widens_gradients(self) -> bool:
-        """Whether half-precision weights have float32 gradients. A single microbatch adds nothing up."""
+        """True if half-precision weights have float32 gradients. With one microbatch nothing is accumulated."""
         return self.precision.accumulate == "float32" and self.num_microbatches > 1

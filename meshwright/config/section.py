@@ -1,7 +1,7 @@
 """The base of all sections of a config, the kinds of numbers in them, and rules over fields.
 
-It stands beside config/ and not in it, so that a strategy's own section (tensor/section.py, ...) can be imported
-before the config that is composed of all of them.
+This module imports no other module of config/, so that a strategy's own section (tensor/section.py, ...) can be
+imported before the config that is composed of all sections.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def parse_counts(option: str, text: str, what: str, least: int) -> tuple[int, ...]:
-    """`4, 2,4` -> (2, 4). Raises ConfigError where a word of an option is not a number of `what`, or below `least`."""
+    """Parse an option's list: `4, 2,4` -> (2, 4). Raises ConfigError for a word that is no number, or below `least`.
+
+    `what`: the counted things, for the error text.
+    """
     words = [word.strip() for word in text.split(",")]
     for word in words:
         if not (word.isdecimal() and int(word) >= least):
@@ -36,57 +39,60 @@ def parse_counts(option: str, text: str, what: str, least: int) -> tuple[int, ..
 
 
 def parse_size(value: object) -> object:
-    """`16M` -> 16777216: K, M and G count in powers of 1024. Anything else is left to the type check."""
+    """Parse a size: `16M` -> 16777216 (K, M and G are powers of 1024). Any other value is left to the type check."""
     if isinstance(value, str) and value[-1:].lower() in _UNITS and value[:-1].isdigit():
         return int(value[:-1]) * _UNITS[value[-1].lower()]
     return value
 
 
 LARGEST = 2**48
-"""No count of anything here is larger, and divisors of what is not are found in a blink."""
+"""The largest valid count. The divisors of any number up to this bound are found quickly."""
 
 MOST_SHOWN = 120
 
 
 def shown(value: object) -> str:
-    """A value as the user wrote it in YAML: true, null, bare words. The middle of a long one is left out."""
+    """Format a value as in YAML: true, null, bare words. The middle of a long text is left out."""
     text = _shown(value)
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN // 2]} ... {text[-MOST_SHOWN // 4 :]}"
 
 
 def can_share(count: int, members: int, parts: int) -> bool:
-    """Whether so many parts can have equally many of `count` branches, or one each of which the others with it have
-    other members."""
+    """True if `count` branches (heads) can be shared by `parts` ranks.
+
+    Either each rank has the same number of whole branches (`parts` divides `count`), or the same number of ranks share
+    each branch and split its `members` evenly.
+    """
     return count % parts == 0 or (parts % count == 0 and members % (parts // count) == 0)
 
 
 def divisors(number: int) -> list[int]:
-    """All positive divisors, ascending."""
-    # Up to the root: counting to 2^48 would hang on a slip of the pen.
+    """Return all positive divisors, ascending."""
+    # Candidates up to the square root: counting to 2^48 would hang after a typing error.
     small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
     return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
 
 
 def listed(values: list[int], most: int = 12) -> str:
-    """The values as a short text, the middle left out where there are many."""
+    """Format values as a short text, without the middle if there are more than `most`."""
     if len(values) > most:
         return ", ".join(map(str, values[: most - 1])) + f", ..., {values[-1]}"
     return ", ".join(map(str, values))
 
 
 def at_most(bound: int, least: int = 1) -> str:
-    """The values up to a bound as a short text: `8 or less`, and `1` if that is all."""
+    """Format the values up to a bound as a short text: `8 or less`, or `1` if only `least` is valid."""
     return str(bound) if bound <= least else f"{bound} or less"
 
 
 def multiples(of: int, near: int) -> str:
-    """Multiples as a short text, from the first that is no less than `near`: `16, 24, any multiple of 8`."""
+    """Format multiples as a short text, from the first one >= `near`: `16, 24, any multiple of 8`."""
     first = max(1, math.ceil(near / of)) * of
     return f"{first}, {first + of}, any multiple of {of}"
 
 
 def even_near(odd: int) -> str:
-    """The even numbers next to an odd one as a short text: `4, 6, any even number`."""
+    """Format the even numbers next to an odd one as a short text: `4, 6, any even number`."""
     return listed([even for even in (odd - 1, odd + 1) if even > 0]) + ", any even number"
 
 
@@ -107,9 +113,9 @@ Size = Annotated[int, Field(ge=1, le=LARGEST, examples=["16M"]), BeforeValidator
 Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
-"""Every layer is an object of Python's: a slip of a thousand million would be built for hours."""
+"""A number of layers. Each layer is a Python object: building a mistyped 10^9 layers would take hours."""
 Seconds = Annotated[float, Field(gt=0, le=10 * 365 * 86400)]
-"""A wait of at most ten years, since the clocks of the libraries overflow."""
+"""A wait of at most ten years, since the clocks of the libraries overflow beyond that."""
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -134,7 +140,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False, defer_build=True)
 
     def __copy__(self) -> Self:
-        """pydantic's own for sections, which have neither further fields nor private ones: a search makes a million."""
+        """Copy as pydantic does, but faster: no extra or private fields are copied. A search makes 10^6 copies."""
         copied = type(self).__new__(type(self))
         object.__setattr__(copied, "__dict__", self.__dict__.copy())
         object.__setattr__(copied, "__pydantic_fields_set__", self.__pydantic_fields_set__.copy())
@@ -145,7 +151,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def refuse_slips(cls, value: object, info: ValidationInfo) -> object:
-        """Refuse `steps: true`, which is no 1, and `steps: "010"`, which a reader may take for 8."""
+        """Refuse `steps: true`, since true is no 1, and `steps: "010"`, since a reader may take the text for 8."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and annotation is not bool:
             raise ValueError("true and false are not numbers")
@@ -160,7 +166,7 @@ class Section(BaseModel):
 
 
 def union_of(sections: Mapping[str, type[Section]], tag: str, default: str | None = None) -> Any:
-    """The annotation of a field that holds one of the sections, which the field `tag` tells apart."""
+    """Return the annotation of a field that holds one of the sections, chosen by the section's field `tag`."""
     classes = tuple(sections.values())
 
     def name(value: object) -> object:
@@ -173,17 +179,17 @@ def union_of(sections: Mapping[str, type[Section]], tag: str, default: str | Non
 
 
 def decides_nothing(value: object) -> bool:
-    """Whether a value may be written where its field has no effect."""
+    """True if a value is allowed for a field without effect."""
     return value is None or value is False or value in ("auto", "none", "no", "off")
 
 
 def fields_meet(fields: Collection[str], others: Collection[str]) -> bool:
-    """Whether any field is one of the others, lies in one, or contains one."""
+    """True if any field equals one of the others, is inside one, or contains one."""
     return any((f"{a}.").startswith(f"{b}.") or (f"{b}.").startswith(f"{a}.") for a in fields for b in others)
 
 
 def field_of(section: Any, field: str) -> Any:
-    """The value that a section, or its dump, has under a dotted name."""
+    """Return the value of a dotted name in a section or its dump."""
     if not isinstance(section, dict):
         return attrgetter(field)(section)
     name, _, rest = field.partition(".")
@@ -191,7 +197,7 @@ def field_of(section: Any, field: str) -> Any:
 
 
 def leaves_of(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """The values of a section's dump by dotted name: `{"data": {"size": 2}}` as `{"data.size": 2}`."""
+    """Flatten a section's dump to dotted names: `{"data": {"size": 2}}` -> `{"data.size": 2}`."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         leaves |= leaves_of(value, f"{above}{key}.") if isinstance(value, dict) else {above + key: value}
@@ -199,11 +205,11 @@ def leaves_of(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def with_field(section: Any, field: str, value: object) -> Any:
-    """The section, or its dump, with one field changed. Nothing is checked here: rules are, by who asks."""
+    """Return the section, or its dump, with one field changed. The caller checks the rules."""
     name, _, rest = field.partition(".")
     if rest:
         value = with_field(section[name] if isinstance(section, dict) else getattr(section, name), rest, value)
-    # model_copy keeps which fields the user wrote, and asks no rule.
+    # model_copy keeps the set of fields that the user wrote, and checks no rule.
     return section | {name: value} if isinstance(section, dict) else section.model_copy(update={name: value})
 
 
@@ -211,7 +217,7 @@ def with_field(section: Any, field: str, value: object) -> Any:
 class Rule:
     """A check of a config: a generator of problems over the fields that it reads.
 
-    Where one of these is itself mistaken the rule is left out, and every other mistake is still reported.
+    If one of these fields is itself mistaken, the rule is left out, and every other mistake is still reported.
     """
 
     reads: tuple[str, ...]

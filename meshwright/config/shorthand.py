@@ -1,7 +1,7 @@
 """A single value in place of a section: `layout: {data: 4}`, `layout.tensor=megatron`, `validation: none`.
 
-A run file's value is spelt out into the section; a word's becomes the field's own word, so that `layout.data=4` leaves
-the file's `layout.data.sync` as it is. JSON's schema and the reference read the same table.
+In a run file the value is replaced by the section. A word is replaced by the word of one field, so that
+`layout.data=4` keeps the file's `layout.data.sync`. The JSON schema and the reference read the same table.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ PRECISIONS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Shorthand:
-    """The fields of a section that a bare value may stand for: `word` a text, `number` a number.
+    """The fields that a bare value sets in a section.
 
-    `off`: the field that `none`, `no`, `off`, null and false make 0.
+    word: the field that a text sets.
+    number: the field that a number sets.
+    off: the field that `none`, `no`, `off`, null and false set to 0.
     """
 
     word: str = ""
@@ -31,7 +33,7 @@ class Shorthand:
     off: str = ""
 
     def field_of(self, value: object) -> tuple[str, object] | None:
-        """The field, and what it is set to; None for a value that stands for none."""
+        """Return the field that a bare value sets, and the field's value; None if the value sets no field."""
         if self.off and (value is None or value is False or value in ("none", "no", "off")):
             return self.off, 0
         if isinstance(value, str) and self.word:
@@ -57,20 +59,20 @@ SHORTHANDS: Mapping[str, Shorthand] = {
     "logging": Shorthand(word="level"),
     "restarts": Shorthand(number="times", off="times"),
 }
-"""The sections that a bare value may stand for, those that lie in others behind these."""
+"""The sections with shorthands; a nested section follows the section that contains it."""
 
 TAGS = ("layout.tensor.kind", "model.rope.kind")
-"""Fields that say which fields a section has: a word with another value begins the section anew."""
+"""Fields that decide a section's fields: a word with another value empties the section first."""
 
 
 def in_words(field: str, value: object) -> tuple[str, object]:
-    """The field that a word sets, and its value: (layout.data, 4) -> (layout.data.size, 4)."""
+    """Translate a word to the field that it sets: (layout.data, 4) -> (layout.data.size, 4)."""
     meant = SHORTHANDS[field].field_of(value) if field in SHORTHANDS else None
     return (field, value) if meant is None else (f"{field}.{meant[0]}", meant[1])
 
 
 def spelt_out(field: str, value: object) -> object:
-    """The value that a run file has under a field, as a section where it is a bare value that stands for one."""
+    """Return a run file's value of a field, with a shorthand replaced by the section."""
     if field == "model" and isinstance(value, str):
         return {"base": value}
     if field == "precision" and isinstance(value, str) and value in PRECISIONS:
@@ -80,7 +82,7 @@ def spelt_out(field: str, value: object) -> object:
 
 
 def spell_out(tree: dict[str, Any]) -> None:
-    """Replace every bare value that stands for a section."""
+    """Replace every shorthand in a run's tree by the section."""
     for field in ("precision", *SHORTHANDS):
         *parents, last = field.split(".")
         node: Any = tree
@@ -91,7 +93,7 @@ def spell_out(tree: dict[str, Any]) -> None:
 
 
 def begin_anew(section: dict[str, Any], field: str, value: object, words: Collection[str]) -> None:
-    """Empty a section to which a word gives another kind, but for what earlier words have set in it."""
+    """Empty a section if a word changes its kind. Fields that earlier words have set are kept."""
     parent, _, tag = field.rpartition(".")
     if field in TAGS and section.get(tag, value) != value and parent not in words:
         for key in [key for key in section if f"{parent}.{key}" not in words]:

@@ -1,7 +1,7 @@
-"""Words of other tools, answered with ours: as a key, as an option of a command, as a value.
+"""Words of other tools with our translations: keys, command options and values.
 
-They are those of transformers' and Accelerate's arguments, of the families' config.json, of Megatron-LM, torchtitan,
-DeepSpeed, nanoGPT, LitGPT and Axolotl. Capitals, and dashes for underscores, make no difference.
+Sources: the arguments of transformers and Accelerate, the families' config.json, Megatron-LM, torchtitan, DeepSpeed,
+nanoGPT, LitGPT and Axolotl. Letter case is ignored, and dashes equal underscores.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "--out={}": ("output_dir", "out_dir"),
     "--resume": ("resume_from_checkpoint",),
 }
-"""Our fields and options, by what others call them; `{}` is their value, and `...` another number than theirs."""
+"""Our fields and options -> the names in other tools. `{}` is the other tool's value, `...` a different number."""
 
 NOTES: Mapping[str, str] = {
     "batch.micro=...": "microbatches a step are batch.global / layout.data.size / batch.micro",
 }
-"""How a number that is not theirs is found."""
+"""The computation of a number that differs from the other tool's."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "layout.data.sync": {
@@ -107,19 +107,21 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "memory.recompute": {"full true": "auto", "false": "none", "op per_op": "ops"},
     "memory.offload.to": {"cpu": "host", "nvme": "disk"},
 }
-"""A field's choices, by what others call them."""
+"""By field: the names of a choice in other tools, separated by blanks -> our choice."""
 
 COMPARISONS: Mapping[str, Mapping[str, str]] = {
     "layout.data.sync": {
         "fsdp fsdp2 fully_shard": "python -m benchmarks.data_parallel --only zero3 compares zero3 with torch's FSDP2",
     },
 }
-"""By field and word: the command that compares our choice with the program that the word names."""
+"""By field and another tool's word: the command that compares our choice with that tool."""
 
 
 def ours_for_key(key: str, value: object) -> str:
-    """Our words for another tool's key and its value: `tp`, 2 -> `layout.tensor=megatron layout.tensor.size=2`;
-    empty where the key is no tool's that we know of."""
+    """Translate another tool's key and value: `tp`, 2 -> `layout.tensor=megatron layout.tensor.size=2`.
+
+    Empty for an unknown key.
+    """
     word = key.rpartition(".")[2].lstrip("-").lower().replace("-", "_")
     ours = next((ours for ours, theirs in KEYS.items() if word in theirs), "")
     if ours and "{}" not in ours and decides_nothing(value):
@@ -128,7 +130,9 @@ def ours_for_key(key: str, value: object) -> str:
 
 
 def ours_for_value(field: str, value: object, words: Mapping[str, Mapping[str, str]] = VALUES) -> str:
-    """The choice of a field that another tool's word means; empty where the word is none that we know of. `words`: in
-    place of the choices COMPARISONS, for the sentence on a comparison."""
+    """Translate another tool's word to our choice of a field; empty for an unknown word.
+
+    `words`: the table; with COMPARISONS the result is the sentence on a comparison.
+    """
     word = shown(value).lower()
     return next((ours for theirs, ours in words.get(field, {}).items() if word in theirs.split()), "")
