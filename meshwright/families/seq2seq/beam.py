@@ -1,12 +1,13 @@
-"""Beam search (Sutskever et al., arXiv 1409.3215, section 3.2): the likeliest answers to several sources at once.
+"""Beam search (Sutskever et al., arXiv 1409.3215, section 3.2) for the likeliest answers to several sources at once.
 
-A source has `beams` places. Each step continues all that live by every token and keeps the best, by the sum of their
-log-probabilities; one that ends gives up its place, so one place is greedy search. The answer is the ended hypothesis
-with the highest score, the sum divided by the length penalty (Wu et al., arXiv 1609.08144, equation 14)
+A source has `beams` places for hypotheses. Each step continues every open hypothesis by every token and keeps the
+continuations with the highest sums of log-probabilities. A hypothesis that ends closes its place; one place is greedy
+search. The answer is the ended hypothesis with the highest score: the sum divided by the length penalty (Wu et al.,
+arXiv 1609.08144, equation 14)
 
     lp(n) = ((5 + n) / 6)^alpha,   n tokens with the end token
 
-A search stops as soon as no living hypothesis can win any more: sums only fall, and lp is largest at the limit.
+The search of a source stops when no open hypothesis can win: sums only fall, and lp is largest at the limit.
 
 Letters: S sources that are still searched, K places a source, R = S·K rows, n tokens so far, V vocabulary.
 """
@@ -23,17 +24,18 @@ from torch import Tensor
 from meshwright.ranks.errors import ConfigError
 
 _Step = Callable[[Tensor, Tensor], Tensor]
-"""step(tokens [R, n], origins [R]): the log-probabilities [R, V] of what follows each row.
+"""step(tokens [R, n], origins [R]): the log-probabilities [R, V] of the next token of each row.
 
-`origins`: the row of the call before (at first: the source) that each row continues, for those who keep a cache.
+origins: for each row, the number of the previous call's row that it continues (first call: the source), for a cache.
 """
 
 
 @dataclass(frozen=True)
 class Beam:
-    """The settings of the search, by default as by Vaswani et al., section 6.1. Raises ConfigError on what cannot be.
+    """The settings of the search, by default as in Vaswani et al., section 6.1. Raises ConfigError for invalid ones.
 
-    `length_penalty`: alpha; 0 prefers short answers, as probabilities do.
+    beams: places for hypotheses of one source.
+    length_penalty: alpha; 0 prefers short answers, as plain probabilities do.
     """
 
     beams: int = 4
@@ -47,12 +49,12 @@ class Beam:
             raise ConfigError.of("--length-penalty", self.length_penalty, rule, valid)
 
     def penalty(self, length: int | Tensor) -> Any:
-        """lp(n), of a number or of each one."""
+        """Return lp(n), element-wise for a tensor."""
         return ((5 + length) / 6) ** self.length_penalty
 
 
 def beam_of(beams: int | None, length_penalty: float | None) -> Beam:
-    """The settings that a user gave; None: the default. Raises ConfigError on one that would have no effect."""
+    """Return the settings of a user; None means the default. Raises ConfigError for a setting without effect."""
     options = {"beams": beams, "length_penalty": length_penalty}
     beam = Beam(**{name: value for name, value in options.items() if value is not None})  # type: ignore[arg-type]
     if length_penalty is not None and beams == 1:
@@ -62,17 +64,17 @@ def beam_of(beams: int | None, length_penalty: float | None) -> Beam:
 
 @dataclass(frozen=True)
 class Answer:
-    """The tokens behind the start token, without the end token; and the score."""
+    """An answer: the tokens between the start token and the end token, and the score."""
 
     tokens: list[int]
     score: float
     ended: bool
-    """False: cut at the limit, where no hypothesis had ended."""
+    """False: cut at the limit, since no hypothesis had ended."""
 
 
 @dataclass(frozen=True)
 class _Search:
-    """The sources that are still searched, and what lives of each, best first."""
+    """The sources that are still searched, each with open hypotheses, best first."""
 
     sources: Tensor
     """The sources' numbers [S]."""
@@ -81,17 +83,25 @@ class _Search:
     tokens: Tensor
     """[S, K, n], the start token first."""
     sums: Tensor
-    """Sums of log-probabilities [S, K]; -inf: no one lives here."""
+    """Sums of log-probabilities [S, K]; -inf: no hypothesis in this place."""
     open: Tensor
-    """Places that no ended hypothesis has taken [S]."""
+    """The number of places that no ended hypothesis has closed [S]."""
     best: Tensor
-    """The best score of what has ended [S]."""
+    """The best score of the ended hypotheses [S]."""
 
 
 def beam_search(step: _Step, start: int, end: int, limits: Tensor, beam: Beam) -> list[Answer]:
-    """An answer to each source, of at most limits [number of sources] >= 1 tokens with the end token.
+    """Search the answer to each source.
 
-    One that has not ended at its limit counts only where none has.
+    Args:
+        step: the model, as described at `_Step`.
+        start: the start token of every answer.
+        end: the end token.
+        limits: the most tokens of each answer, including the end token [number of sources], >= 1.
+        beam: the settings of the search.
+
+    Returns:
+        One answer a source. A hypothesis cut at the limit is an answer only if no hypothesis has ended.
     """
     count, places = len(limits), beam.beams
     device = limits.device
@@ -103,7 +113,7 @@ def beam_search(step: _Step, start: int, end: int, limits: Tensor, beam: Beam) -
         torch.full((count,), places, device=device),
         torch.full((count,), -torch.inf, device=device),
     )
-    # One place lives at first: K equal ones would find the same K continuations K times.
+    # Only one place is open at first: K equal hypotheses would find the same K continuations K times.
     search.sums[:, 0] = 0.0
     answers = [Answer([], -torch.inf, False)] * count
     origins = torch.arange(count, device=device).repeat_interleave(places)
@@ -112,7 +122,7 @@ def beam_search(step: _Step, start: int, end: int, limits: Tensor, beam: Beam) -
         search, origins = _advanced(search, log_probabilities)
         search = _collected(search, answers, end, beam)
         length = search.tokens.shape[2] - 1
-        # A living sum only falls, and the penalty is largest at the limit: what cannot win there can win nowhere.
+        # A sum only falls, and the penalty is largest at the limit: a hypothesis that cannot win there cannot win.
         within_reach = search.sums.amax(1) / beam.penalty(search.limits)
         going = (length < search.limits) & (within_reach > search.best)
         search, origins = _Search(*(value[going] for value in vars(search).values())), origins[going].flatten()
@@ -120,8 +130,10 @@ def beam_search(step: _Step, start: int, end: int, limits: Tensor, beam: Beam) -
 
 
 def _advanced(search: _Search, log_probabilities: Tensor) -> tuple[_Search, Tensor]:
-    """Each source's best continuations, as many as it has open places, those that end among them; and the rows [S, K]
-    that they continue."""
+    """Continue each source's hypotheses by one token, keeping one continuation for each open place.
+
+    Returns the search with the best continuations, ended ones included, and the rows [S, K] that were continued.
+    """
     num_sources, places = search.sums.shape
     vocabulary = log_probabilities.shape[1]
     sums, chosen = (search.sums.flatten().unsqueeze(1) + log_probabilities).view(num_sources, -1).topk(places)
@@ -135,14 +147,16 @@ def _advanced(search: _Search, log_probabilities: Tensor) -> tuple[_Search, Tens
 
 
 def _collected(search: _Search, answers: list[Answer], end: int, beam: Beam) -> _Search:
-    """A hypothesis that has ended leaves its place and, where it is the best so far, becomes the answer; so does the
-    best that lives at the limit, where none has ended."""
+    """Close the places of ended hypotheses, and store new best ones in `answers`.
+
+    At the limit of a source without an ended hypothesis, the best open hypothesis is stored.
+    """
     length = search.tokens.shape[2] - 1
     scores = search.sums / beam.penalty(length)
     ended = (search.tokens[:, :, -1] == end) & (search.sums > -torch.inf)
     ended_best, place = scores.masked_fill(~ended, -torch.inf).max(1)
     best = torch.maximum(search.best, ended_best)
-    # A cut answer has no end to be judged by: it counts where nothing else does.
+    # A cut answer has no end token, so its score is not comparable: used only if no hypothesis has ended.
     cut = (search.limits <= length) & (best == -torch.inf)
     place = torch.where(cut, scores.argmax(1), place)
     for index in ((ended_best > search.best) | cut).nonzero().flatten().tolist():

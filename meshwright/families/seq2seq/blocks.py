@@ -1,11 +1,11 @@
-"""The blocks of an encoder-decoder, and what they remember of tokens seen.
+"""The blocks of an encoder-decoder, and the cache of keys and values of earlier tokens.
 
 | block   | sub-layers                                 | `norm_first`: T5       | else: Vaswani et al.   |
 |---------|--------------------------------------------|------------------------|------------------------|
 | encoder | self-attention, feed-forward               | h + sub_layer(norm(h)) | norm(h + sub_layer(h)) |
 | decoder | causal self-attention, cross, feed-forward | h + sub_layer(norm(h)) | norm(h + sub_layer(h)) |
 
-Sums that no norm has seen are normed at last: the encoder's in its last block, the decoder's before the head.
+With `norm_first` the last sum is normed too: the encoder's in the last block, the decoder's before the head.
 Shapes: B batch, S source, T target, H hidden, A local heads, E head width, N inner width.
 """
 
@@ -34,7 +34,7 @@ KeyValue = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Initials:
-    """First values of a block's linears: self-attention's two, cross-attention's three, feed-forward's two."""
+    """Initial values of a block's linears: two of self-attention, three of cross-attention, two of the feed-forward."""
 
     query_key_value: Initial
     output: Initial
@@ -47,10 +47,13 @@ class Initials:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The differences between the blocks of two families. `width`: of all heads together.
+    """The differences between the blocks of two families.
 
-    `norm_first`: at the input of a sub-layer. `bias`: of linears. `scale`: of the scores, None: 1/√E. `inner_dropout`:
-    on attention's weights and in feed-forwards.
+    width: the width of all heads together.
+    norm_first: True for norms at the input of sub-layers (table above).
+    bias: True if linears have biases.
+    scale: the factor on attention's scores; None: 1/√E.
+    inner_dropout: the dropout on attention's weights and inside of feed-forwards.
     """
 
     model: EncoderDecoder
@@ -65,13 +68,13 @@ class Recipe:
 
 @dataclass
 class DecoderCache:
-    """Keys and values of the target's tokens so far, and of the source; one pair a block."""
+    """Keys and values of the target's tokens so far, and of the source, each with one pair for each block."""
 
     target: KeyValueCache = field(default_factory=KeyValueCache)
     source: list[KeyValue] = field(default_factory=list)
 
     def select(self, rows: Tensor) -> None:
-        """Go on with these rows [n] of the batch, in this order; a row may come again."""
+        """Keep these rows [n] of the batch, in this order, with repetitions."""
         # Beam search keeps several continuations of one hypothesis, and drops others.
         self.target.select(rows)
         self.source = [(key[rows], value[rows]) for key, value in self.source]
@@ -93,7 +96,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, h: Tensor, seen: Tensor | None, bias: Tensor | None, keep: Callable[[Tensor, Tensor], KeyValue] | None
     ) -> Tensor:
-        """`keep`: puts keys and values behind those of earlier tokens, and returns all."""
+        """Attend. `keep`: appends keys and values to a cache, and returns the keys and values of all tokens so far."""
         query, key, value = split_heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
         if keep is not None:
             key, value = keep(key, value)
@@ -102,7 +105,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Queries of the target, keys and values of the memory; over this rank's heads."""
+    """Attention of the target's queries to the memory's keys and values, over this rank's heads."""
 
     def __init__(self, recipe: Recipe, kit: Kit, index: int) -> None:
         super().__init__()
@@ -115,10 +118,10 @@ class CrossAttention(nn.Module):
         self.output = kit.branches.contract(width, hidden, initials.cross_output, bias=recipe.bias)
 
     def forward(self, h: Tensor, memory: Tensor, seen: Tensor, kept: list[KeyValue] | None) -> Tensor:
-        """`kept`: keys and values of the source, a pair a block, to which this block adds its own."""
-        # split_heads wants a dim of groups, and there is one.
+        """Attend. `kept`: the cache of the source's keys and values; on the first call this block appends a pair."""
+        # split_heads needs a dim of groups; there is one group here.
         (query,) = split_heads(self.query(h).unsqueeze(2), self.heads)  # [B, A, T, E]
-        # They do not change from token to token, so they are made once.
+        # Keys and values of the source do not change from token to token: computed once.
         if kept is not None and self.index < len(kept):
             key, value = kept[self.index]
         else:
@@ -129,7 +132,7 @@ class CrossAttention(nn.Module):
 
 
 class CoderFeedForward(nn.Module):
-    """Two linears with a ReLU between."""
+    """Two linears with a ReLU between them."""
 
     def __init__(self, recipe: Recipe, kit: Kit) -> None:
         super().__init__()
@@ -153,7 +156,7 @@ class CoderBlock(nn.Module):
         self.attention = SelfAttention(recipe, kit, causal=causal)
 
     def add(self, h: Tensor, norm: nn.Module, sub_layer: Callable[[Tensor], Tensor]) -> Tensor:
-        """h and what a sub-layer makes of it, with its norm."""
+        """Add a sub-layer's output to h, with the norm before the sub-layer or after the sum."""
         if self.norm_first:
             return h + self.dropout(sub_layer(norm(h)))
         normed: Tensor = norm(h + self.dropout(sub_layer(h)))
@@ -161,13 +164,13 @@ class CoderBlock(nn.Module):
 
 
 class EncoderBlock(CoderBlock):
-    """`last`: gives the memory."""
+    """A block of the encoder. The `last` one returns the memory."""
 
     def __init__(self, recipe: Recipe, kit: Kit, last: bool) -> None:
         super().__init__(recipe, kit, causal=False)
         self.feed_forward_norm = recipe.norm()
         self.feed_forward = CoderFeedForward(recipe, kit)
-        # With norms behind the sums the memory has been normed; with norms in front nothing has normed the last sum.
+        # With `norm_first` the last sum has not been normed yet; else the memory is already normed.
         self.final_norm = recipe.norm() if last and recipe.norm_first else None
 
     def forward(self, h: Tensor, seen: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -178,7 +181,7 @@ class EncoderBlock(CoderBlock):
 
 
 class DecoderBlock(CoderBlock):
-    """`index`: among the decoder's blocks."""
+    """A block of the decoder. `index`: the number among the decoder's blocks."""
 
     def __init__(self, recipe: Recipe, kit: Kit, index: int) -> None:
         super().__init__(recipe, kit, causal=True)
@@ -200,7 +203,7 @@ class DecoderBlock(CoderBlock):
 
 
 def encoder_decoder_blocks(recipe: Recipe, kit: Kit, chunk: Chunk) -> nn.ModuleDict:
-    """The chunk's blocks: the first half of all encode, the others decode."""
+    """Build the chunk's blocks: of all blocks, the first half encode and the others decode."""
     half = recipe.model.layers
     # One chain for both halves, so that a pipeline may cut anywhere.
     return blocks_of(

@@ -1,15 +1,16 @@
 """Hugging Face's T5: T5ForConditionalGeneration of the first version, with ReLU and one table for all.
 
-Their linears are [out, in], ours [in, out]; query, key and value are one of ours. A·E: heads times their width.
+Hugging Face's linears are [out, in], ours [in, out]. Query, key and value are one linear here. A·E: width of all heads.
 
 | Hugging Face                              | shape         | ours                      | shape         |
 |-------------------------------------------|---------------|---------------------------|---------------|
 | shared                                    | [V, H]        | tokens                    | [padded V, H] |
 | SelfAttention.q, k, v                     | [A·E, H] each | attention.query_key_value | [H, 3, A·E]   |
 | EncDecAttention.k, v                      | [A·E, H] each | cross.key_value           | [H, 2, A·E]   |
-| block.0.layer.0....relative_attention_bias | [buckets, A] | encoder_, decoder_distances | alike       |
+| block.0.layer.0....relative_attention_bias | [buckets, A] | encoder_, decoder_distances | equal       |
 
-Their decoder's block N is our block L + N; a sub-layer's norm stands beside it, ours is named after it.
+Block N of Hugging Face's decoder is our block L + N. A norm of theirs is next to the sub-layer's module; ours is named
+after the sub-layer.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class T5Family(Family):
     rows: ClassVar = {"tokens": "vocabulary"}
     copied: ClassVar = dict.fromkeys(_COPIES, "shared.weight")
     tables = frozenset({"encoder_distances", "decoder_distances"})
-    # Stored by old versions, and read by none: the decoder's attention to the source has no distances.
+    # Stored by old versions and never read: the decoder's attention to the source has no distances.
     passed_over = re.compile(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight")
 
     def names(self, model: T5) -> Names:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def pairs_form(source: str) -> str:
-    """The form by which a source holds both texts of a pair: tsv, records; empty where it is a text."""
+    """Return the form of a source with both texts of a pair: tsv or records; empty for a plain text."""
     path = Path(source).expanduser()
     form = form_of(path)
     if path.is_dir():
@@ -71,7 +71,7 @@ def buckets_differ_in_length(config: Config) -> Iterator[Problem]:
 def stages_send_one_shape(config: Config) -> Iterator[Problem]:
     data, size = config.data, config.layout.pipeline.size
     assert isinstance(data, PairData), data
-    # Receives are posted ahead of the messages, so their shape must be known before the batch is.
+    # Receives are posted before the batch is known, so all messages must have one shape.
     if data.buckets > 1 and size > 1:
         rule_text = f"makes batches of many lengths, and layout.pipeline.size={size} stages send messages of one"
         yield Problem("data.buckets", data.buckets, rule_text, "1, or layout.pipeline.size=1")
@@ -82,7 +82,7 @@ def buckets_are_cut_evenly(config: Config) -> Iterator[Problem]:
     data = config.data
     assert isinstance(data, PairData), data
     for cut in config.layout.tensor.cuts(config) if data.buckets > 1 else ():
-        # Every bucket's length is a multiple of BUCKET_MULTIPLE, and of nothing more.
+        # Every bucket's length is a multiple of BUCKET_MULTIPLE, and no larger divisor is guaranteed.
         if cut.field == "data.sequence" and BUCKET_MULTIPLE % cut.parts:
             rule_text = f"does not divide the lengths of data.buckets={data.buckets}, as sequence_parallel asks"
             yield Problem(cut.by, cut.parts, rule_text, listed(divisors(BUCKET_MULTIPLE)))
@@ -115,7 +115,7 @@ class PairData(RecordSection):
 
     @property
     def by_suffix(self) -> bool:
-        # Of two text files that are partners each is named as such, whatever its suffix: train.en, train.de.
+        # With `target`, source and target are two text files, whatever the suffixes: train.en, train.de.
         return self.target is None
 
 

@@ -1,9 +1,8 @@
-"""Sequence to sequence (Vaswani et al., arXiv 1706.03762, section 3): blocks that read the source, then blocks that
-write the target and look at what was read.
+"""Sequence to sequence (Vaswani et al., arXiv 1706.03762, section 3): one chain of encoder blocks and decoder blocks.
 
-What passes from block to block: (encoder h [B, S, H], decoder h [B, T, H]), and where positions are biases on
-attention (source bias [1, A, S, S], target bias [1, A, T, T]) behind these. An encoder's block changes the first, a
-decoder's the second. After the last encoder block the first is the memory that the decoder attends to.
+Every block receives and returns (encoder h [B, S, H], decoder h [B, T, H]). If positions are biases on attention,
+(source bias [1, A, S, S], target bias [1, A, T, T]) follow. An encoder block changes the first tensor, a decoder block
+the second. After the last encoder block the first tensor is the memory that the decoder attends to.
 
 Shapes: B batch, S source, T target, H hidden, A local heads.
 """
@@ -24,7 +23,7 @@ from meshwright.families.seq2seq.section import T5, EncoderDecoder
 
 
 class _Together(torch.autograd.Function):
-    """The identity, under which every input has a gradient: zeros where nothing reads its output."""
+    """The identity with a gradient for every input: zeros for an output that is not used."""
 
     @staticmethod
     def forward(ctx: Any, *hidden: Tensor) -> Hidden:
@@ -36,8 +35,11 @@ class _Together(torch.autograd.Function):
 
 
 class EncoderDecoderChain(Chain):
-    """Batch: `source`, `source_mask` (1 real, 0 padding) [B, S]; `target`, which begins with the start token, and
-    `labels` [B, T]. Subclasses give embed, the biases and normed."""
+    """The base of encoder-decoders. Subclasses define embed_tokens, the biases and normed.
+
+    Batch: `source`, `source_mask` (1 real, 0 padding) [B, S]; `target`, beginning with the start token, and `labels`
+    [B, T].
+    """
 
     inside = ("source_mask",)
 
@@ -47,49 +49,49 @@ class EncoderDecoderChain(Chain):
 
     @abstractmethod
     def embed_tokens(self, ids: Tensor, start: int) -> Tensor:
-        """Tokens [B, T] at places start... -> [B, T, H]."""
+        """Embed tokens [B, T] at positions start... -> [B, T, H]."""
 
     def normed(self, h: Tensor) -> Tensor:
-        """The head's input, from the last block's output [B, T, H]: that itself, where blocks end in norms."""
+        """Return the head's input from the last block's output [B, T, H]: unchanged if blocks end in norms."""
         return h
 
     def source_bias(self, count: int) -> Hidden:
-        """(The bias [1, A, S, S] on self-attention among `count` tokens of the source,), or ()."""
+        """Return (the bias [1, A, S, S] on self-attention among `count` source tokens,), or () without a bias."""
         return ()
 
     def target_bias(self, start: int, count: int) -> Hidden:
-        """(The bias [1, A, count, start + count] of the target's tokens start...,), or (): causal without."""
+        """Return (the bias [1, A, count, start + count] of the target's tokens start...,), or () for a causal mask."""
         return ()
 
     def embed(self, batch: Batch) -> Hidden:
         source, target = batch["source"], batch["target"]
         biases = (*self.source_bias(source.shape[1]), *self.target_bias(0, target.shape[1]))
-        # The target waits beside the encoder's states, since any stage may hold the first decoder block: bytes, but no
-        # wait.
+        # The target is embedded here and sent along with the encoder's states, since any stage may have the first
+        # decoder block. This costs bytes, but no waiting.
         return (self.embed_tokens(source, 0), self.embed_tokens(target, 0), *biases)
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
         seen, (first, h, *biases) = _seen(batch["source_mask"]), hidden
-        if isinstance(block, EncoderBlock):  # `first`: the source's states, beside which the target waits
+        if isinstance(block, EncoderBlock):  # `first`: the source's states; h, the target's, is passed on unchanged
             return (block(first, seen, *biases[:1]), h, *biases)
         return (first, block(h, first, seen, *biases[1:]), *biases)  # `first`: the memory
 
     def final_states(self, hidden: Hidden) -> Tensor:
-        # A stage is asked for the gradient of all that it was given, also of what none of its blocks reads.
+        # A stage must return a gradient of every received tensor, also of tensors that none of its blocks reads.
         _, h, *_ = _Together.apply(*hidden)
         return self.normed(h)
 
     def encode(self, source: Tensor, source_mask: Tensor) -> Tensor:
-        """The memory [B, S, H] of source tokens [B, S]. Of a whole model on one device."""
+        """Compute the memory [B, S, H] of source tokens [B, S], with a whole model on one device."""
         h, seen, bias = self.embed_tokens(source, 0), _seen(source_mask), self.source_bias(source.shape[1])
         for index in range(self.num_encoders):
             h = self.blocks[str(index)](h, seen, *bias)
         return h
 
     def decode(self, target: Tensor, memory: Tensor, source_mask: Tensor, cache: DecoderCache | None = None) -> Tensor:
-        """The normed hidden states [B, T, H] of target tokens [B, T] that follow those in the cache, which is extended.
+        """Compute the head's input [B, T, H] for target tokens [B, T], with a whole model on one device.
 
-        Of a whole model on one device.
+        The tokens follow the tokens of the cache, and the cache is extended.
         """
         start = 0 if cache is None else cache.target.num_tokens
         (bias,) = self.target_bias(start, target.shape[1]) or (None,)
@@ -100,7 +102,7 @@ class EncoderDecoderChain(Chain):
 
     @staticmethod
     def products(config: Config) -> Costs:
-        """Multiplications of weights and in attention in a pair's forward pass."""
+        """Count the multiplications with weights and in attention of a pair's forward pass."""
         model, (read, written) = config.model, config.data.lengths
         assert isinstance(model, EncoderDecoder), model
         width = model.heads * model.head_width if isinstance(model, T5) else model.hidden  # of a block's heads together
@@ -115,7 +117,7 @@ class EncoderDecoderChain(Chain):
 
     @staticmethod
     def tokens_per_sample(config: Config) -> int:
-        """Positions of source and target together."""
+        """Count the positions of source and target together."""
         return sum(config.data.lengths)
 
     @staticmethod
@@ -125,5 +127,5 @@ class EncoderDecoderChain(Chain):
 
 
 def _seen(source_mask: Tensor) -> Tensor:
-    """[B, S] of 0 and 1 -> [B, 1, 1, S]: true where a token is seen."""
+    """Turn a mask [B, S] of 0 and 1 into [B, 1, 1, S]: True for tokens that attention sees."""
     return source_mask.bool()[:, None, None, :]

@@ -1,4 +1,4 @@
-"""The pairs of texts that are measured: --data, or what the run held out (tools/evaluate/texts.py)."""
+"""The pairs of texts for an evaluation: --data, or the run's held-out pairs (tools/evaluate/texts.py)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from meshwright.tools.evaluate.texts import held_out
 
 @dataclass(frozen=True)
 class TextPairs:
-    """Sources and their targets; `name`: what was read, for the reader of the result."""
+    """Pairs of a source and a target. `name`: the name of the data in the result."""
 
     pairs: list[tuple[str, ...]]
     name: str
 
 
 def asked_pairs(loaded: LoadedSequence, data: str | None, target: str | None) -> PairData | None:
-    """The pairs that the run learned, or those to measure in their place; None: it learned spans, and `data` is a text.
+    """Return the section of the pairs to measure: `data`, or the run's own pairs.
 
-    Raises ConfigError where `target` has no partner.
+    None if the run learned spans and `data` has no pairs. Raises ConfigError for a `target` without `data`.
     """
     learned = loaded.config.data if isinstance(loaded.config.data, PairData) else None
     if data is not None:
         given = (learned or PairData(kind="pairs")).model_copy(update={"source": data, "target": target})
-        # A model that learned spans may be asked for pairs, where the file can be nothing else.
+        # A model that learned spans is measured on pairs only if the file has no other reading.
         return given if learned or PairData.claims(given.model_dump()) else None
     if target is not None:
         raise ConfigError.of("--target", target, "has no partner", "with --data, the file of its sources")
@@ -42,7 +42,7 @@ def asked_pairs(loaded: LoadedSequence, data: str | None, target: str | None) ->
 def pairs_for(
     loaded: LoadedSequence, data: str | None, target: str | None = None, progress: ShowProgress = silent
 ) -> TextPairs:
-    """The pairs to measure. Raises DataError where they cannot be read, ConfigError where there are none of the run."""
+    """Read the pairs to measure. Raises DataError for unreadable data, ConfigError for a run that has no pairs."""
     asked = asked_pairs(loaded, data, target)
     if data is None and asked is None and loaded.steps:
         raise ConfigError.of("--data", "none", f"leaves {loaded.folder} without pairs: it learned spans", "a tsv file")
@@ -52,7 +52,7 @@ def pairs_for(
     else:
         corpus, name = held_out(loaded, data, asked or PairData(kind="pairs"), progress, "pairs")
         tokens = corpus.tokens("validation")
-        # The last piece is what stands behind the last end token: nothing.
+        # The last piece, after the last end token, is empty.
         documents = np.split(tokens, document_ends(tokens, corpus.header.end) + 1)[:-1]
         texts = [corpus.tokenizer.decode(document[:-1].tolist()) for document in documents]
         pairs = list(zip(texts[::2], texts[1::2], strict=True))  # a source and its target in turn

@@ -1,4 +1,4 @@
-"""Pairs of texts out of every form a user may hold them in.
+"""Pairs of texts, read from each supported form.
 
 | `data.source` | other fields | a pair |
 |---|---|---|
@@ -8,8 +8,7 @@
 | | languages: [en, de] | a record's {"en": ..., "de": ...}, or {"translation": {"en": ..., "de": ...}} as WMT has it |
 | FILE | target: FILE | line i of one file, and line i of the other |
 
-Files may be compressed (FILE.tsv.gz); records may be in a folder of one split. Pairs with a blank text have nothing to
-teach and are left out.
+Files may be compressed (FILE.tsv.gz); records may be in a folder of one split. Pairs with a blank text are left out.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ from meshwright.families.seq2seq.data_section import PairData, pairs_form
 from meshwright.ranks.errors import DataError
 
 Pair = tuple[str, str]
-"""A source, which is read, and its target, which is to be written."""
+"""A source, the input of the model, and a target, the text to be written."""
 
 _KEYS = ("source", "target")
 TRANSLATION = "translation"
 
 MOST_CHARACTERS = 4096
-"""Functions with a longer source are left out; they are no more than a few in a hundred."""
+"""The most characters of a function's source. Longer functions, a few in a hundred, are left out."""
 
 
 def pair_corpus(data: PairData) -> Corpus:
-    """The pairs that a config names. Raises DataError where a file is missing; `read()` does at a bad line.
+    """Return the pairs that a config names, in the order of the source, equal on every machine.
 
-    The order is that of the source, the same on every machine.
+    Raises DataError for a missing file; `read()` of the result raises DataError at a bad line.
     """
     files = [data.source] if data.target is None else [data.source, data.target]
     for path in (Path(file).expanduser() for file in files if file != STDLIB):
         if not existing(str(path)).is_file() and (data.target is not None or not path.is_dir()):
             raise DataError(f"{path}: is no file; pairs are in a tsv file, in records, or in two text files")
-    pairs = _reader(data)  # here, so that a form that cannot be is refused before anything is read
+    pairs = _reader(data)  # called here to refuse an invalid form before any reading
     if data.target is None:
         facts, told = [source_identity(data.source, data.picks)], told_of(data.source, data.picks)
     else:
@@ -67,7 +66,7 @@ def pair_corpus(data: PairData) -> Corpus:
 def _reader(data: PairData) -> Callable[[], Iterable[Pair]]:
     source = Path(data.source).expanduser()
     if data.source == STDLIB:
-        return cache(lambda: tuple(docstring_pairs()))  # parsing takes longer than all that follows
+        return cache(lambda: tuple(docstring_pairs()))  # cached, since parsing takes longer than all later steps
     if data.target is not None:
         target = Path(data.target).expanduser()
         return lambda: _partners(source, target)
@@ -81,7 +80,7 @@ def _reader(data: PairData) -> Callable[[], Iterable[Pair]]:
 
 
 def claims_pairs(data: Mapping[str, Any]) -> bool:
-    """Whether what a user wrote of a run's data can be nothing but pairs, as far as a source's form tells."""
+    """True if the fields and the source's form leave pairs as the only kind of data."""
     if data.get("target") is not None or data.get("languages") is not None:
         return True
     source = str(data.get("source", STDLIB))
@@ -96,8 +95,7 @@ def claims_pairs(data: Mapping[str, Any]) -> bool:
 
 
 def _partners(source: Path, target: Path) -> Iterator[Pair]:
-    # zip would drop the rest in silence; a line that is missing in the middle shows at the end, where it has shifted
-    # all pairs behind it.
+    # zip would drop the rest silently. A missing line shifts all later pairs, and shows only as a missing last partner.
     for number, (left, right) in enumerate(zip_longest(text_lines(source), text_lines(target)), start=1):
         if left is None or right is None:
             longer, shorter = (target, source) if left is None else (source, target)
@@ -121,7 +119,7 @@ def _records(source: str, picks: Picks, languages: tuple[str, str] | None) -> It
     for where, record in read_records(choose_files(source, picks.split)):
         if not isinstance(record, dict):
             raise DataError(f"{where}: is no JSON object; wanted {wanted}")
-        # WMT's records lie one level deeper.
+        # WMT's records are nested one level deeper.
         texts = record.get(TRANSLATION, record)
         if not isinstance(texts, dict):
             raise DataError(f"{where}: `{TRANSLATION}` is no JSON object; wanted {wanted}")
@@ -134,19 +132,19 @@ def _records(source: str, picks: Picks, languages: tuple[str, str] | None) -> It
 
 
 def docstring_pairs() -> Iterator[Pair]:
-    """(function, summary) for all of the standard library, in the order of its files and of their lines."""
+    """Yield (function, summary) for all functions of the standard library, in the order of files and lines."""
     for text in documents(STDLIB):
         yield from function_pairs(str(text))
 
 
 def function_pairs(text: str) -> Iterator[Pair]:
-    """(function, summary) for each documented function of a module, nested ones and methods too.
+    """Yield (function, summary) for each documented function of a module, including nested functions and methods.
 
-    Left out are functions that do nothing but carry a docstring, those of more than MOST_CHARACTERS, and modules that
-    this version of Python cannot read.
+    Functions without a body except for the docstring, functions of more than MOST_CHARACTERS, and modules that this
+    version of Python cannot parse are left out.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # of another's source: nothing the user could mend
+        with warnings.catch_warnings(action="ignore"):  # the user cannot correct the standard library
             module = ast.parse(text)
     except SyntaxError:
         return
@@ -155,7 +153,7 @@ def function_pairs(text: str) -> Iterator[Pair]:
     # ast.walk goes level by level; pairs are in the order of the text.
     for function in sorted(functions, key=lambda node: (node.lineno, node.col_offset)):
         documented = ast.get_docstring(function)
-        # Without its docstring there would be nothing to read.
+        # A function with nothing but a docstring has no code to read.
         if documented is None or len(function.body) == 1:
             continue
         docstring = function.body[0]

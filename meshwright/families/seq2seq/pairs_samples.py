@@ -1,14 +1,14 @@
-"""The batches of an encoder-decoder, and packed pairs as its samples.
+"""The batches of an encoder-decoder, and the samples of packed pairs.
 
 | entry       | shape  | holds                                                                   |
 |-------------|--------|-------------------------------------------------------------------------|
-| source      | [B, S] | what is read, its last token an end token; padding                      |
+| source      | [B, S] | the source with an end token; padding                                   |
 | source_mask | [B, S] | 1, in the padding 0                                                     |
-| target      | [B, T] | a start token, what is written but for its last token; padding          |
-| labels      | [B, T] | what is written, its last token an end token; in the padding -100       |
+| target      | [B, T] | a start token, then the target without its end token; padding           |
+| labels      | [B, T] | the target with an end token; in the padding -100                       |
 
-All int64. A pair of which one side is longer than `data.sequence` tokens with its end is left out, as translation is
-trained elsewhere too: half a target would teach the model to stop early.
+All int64. A pair with a side of more than `data.sequence` tokens, end token included, is left out. This is common in
+the training of translation: half a target would teach the model to stop early.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from meshwright.ranks.errors import DataError
 def sequence_batch(
     sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], specials: SequenceSpecials, lengths: Lengths
 ) -> Batch:
-    """A batch of ids: of each sample its source and its target, both with their end tokens, padded to `lengths`."""
+    """Build a batch from the ids of sources and targets, each with an end token, padded to `lengths`."""
     read_shape, written_shape = (len(sources), lengths.source), (len(targets), lengths.target)
     source, source_mask = np.full(read_shape, specials.padding, dtype=np.int64), np.zeros(read_shape, dtype=np.int64)
     target, labels = (
@@ -43,7 +43,7 @@ def sequence_batch(
     for row, (read, written) in enumerate(zip(sources, targets, strict=True)):
         source[row, : len(read)] = read
         source_mask[row, : len(read)] = 1
-        # The decoder reads what it has written so far: the target one place to the right, behind the start token.
+        # The decoder's input is the target, shifted one place to the right behind the start token.
         target[row, 1 : len(written)] = written[:-1]
         labels[row, : len(written)] = written
     entries = {"source": source, "source_mask": source_mask, "target": target, "labels": labels}
@@ -51,7 +51,7 @@ def sequence_batch(
 
 
 class PairSamples:
-    """The pairs of a stream of documents, of which two in turn are a pair, each with the end token behind it."""
+    """The pairs of a stream of documents: source, target, source, ..., each followed by the end token."""
 
     def __init__(
         self,
@@ -64,17 +64,27 @@ class PairSamples:
         seed: int,
         name: str,
     ) -> None:
-        """`tokens` [n]; `batch`: pairs in a global batch; `name`: what they are, for messages.
+        """Find the pairs that are short enough.
 
-        Raises DataError where the documents do not pair up, or no pair is short enough.
+        Args:
+            tokens: the stream [n].
+            specials: the model's special tokens.
+            sequence: the most tokens of a side.
+            buckets: the most lengths of batches.
+            batch: pairs in a global batch.
+            seed: the run's seed.
+            name: the name of the data in messages.
+
+        Raises:
+            DataError: for an odd number of documents, or if no pair is short enough.
         """
         self._tokens, self._specials = tokens, specials
         ends = document_ends(tokens, specials.end) + 1
-        # Texts lie in turn, so one that is missing would make sources of all later targets.
+        # Sources and targets alternate, so a missing text would turn all later targets into sources.
         if len(ends) % 2:
             raise DataError(f"{name}: has {len(ends)} texts, which do not pair up; prepare it again")
         starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
-        lengths = (ends - starts).reshape(-1, 2)  # with the end token: what both sides of a sample hold
+        lengths = (ends - starts).reshape(-1, 2)  # of source and target, with the end token
         kept = lengths.max(axis=1) <= sequence
         longer = f"longer than data.sequence={sequence} tokens on one side"
         self.note = "" if kept.all() else f"{(~kept).sum()} of {len(kept)} pairs left out, {longer}"
@@ -86,7 +96,7 @@ class PairSamples:
         self._order = PairOrder(self._lengths.max(axis=1), sequence, buckets, batch, seed)
 
     def __len__(self) -> int:
-        """Pairs in the split that are short enough."""
+        """Count the pairs of the split that are short enough."""
         return len(self._lengths)
 
     def samples(self, first: int, count: int) -> Batch:
@@ -108,7 +118,7 @@ class PairSamples:
 
 
 def pair_samples(data: PairData, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
-    """The samples of a split of a run's pairs, with their note. Raises DataError, ConfigError where they do not fit."""
+    """Open the samples of a split of a run's pairs, with a note. Raises DataError or ConfigError for unfit pairs."""
     pairs = PairSamples(
         packed.tokens(split), specials_for(config, packed.tokenizer), data.sequence,
         buckets=data.buckets, batch=config.batch.global_, seed=config.seed, name=packed.name(split),

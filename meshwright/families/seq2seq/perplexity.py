@@ -1,5 +1,4 @@
-"""The perplexity of an encoder-decoder's targets. End tokens count, as they end what is to be written; label smoothing
-never does."""
+"""The perplexity of an encoder-decoder's targets, including end tokens, without label smoothing."""
 
 from __future__ import annotations
 
@@ -28,10 +27,10 @@ from meshwright.tools.evaluate.texts import stream_for
 def target_perplexity(
     loaded: LoadedSequence, data: str | None, target: str | None = None, progress: ShowProgress = silent
 ) -> Facts:
-    """Measure held-out samples of what the run learned: targets of pairs, or spans cut out of a text as in validation.
+    """Measure targets of pairs, or spans cut out of a text as in validation, if the run learned spans.
 
-    `left_out` in the result: pairs with a side beyond the context. Raises as `pairs_for` and `stream_for`; DataError
-    where all pairs are too long.
+    `left_out` in the result: the number of pairs with a side longer than the context. Raises as `pairs_for` and
+    `stream_for`, and DataError if all pairs are too long.
     """
     read = _pair_batches if asked_pairs(loaded, data, target) is not None else _span_batches
     name, samples, left_out, batches = read(loaded, data, target, progress)
@@ -54,7 +53,7 @@ def target_perplexity(
 
 
 _Read = tuple[str, int, int, Iterator[Batch]]
-"""The name of the data, its samples, how many more are left out, and all in batches."""
+"""The name of the data, the number of samples, the number of pairs left out, and the batches."""
 
 
 def _pair_batches(loaded: LoadedSequence, data: str | None, target: str | None, progress: ShowProgress) -> _Read:
@@ -62,11 +61,11 @@ def _pair_batches(loaded: LoadedSequence, data: str | None, target: str | None, 
     encode, end = loaded.tokenizer.encode, [loaded.specials.end]
     sides = [[np.array(encode(text) + end) for text in pair] for pair in given.pairs]
     longer = [max(map(len, pair)) for pair in sides]
-    # Pairs of like length share a pass: little padding.
+    # Pairs of similar length share a pass, for little padding.
     short = [at for at in np.argsort(longer, kind="stable").tolist() if longer[at] <= loaded.context]
     if not short:
         raise DataError(f"{given.name}: has no pair of at most {loaded.context} tokens a side; see --context")
-    # By the longest: the last pass must fit as the first does.
+    # From the longest pair, so that the last pass fits too.
     rows = max(1, BATCH_TOKENS // longer[short[-1]])
 
     def batches() -> Iterator[Batch]:
@@ -81,7 +80,7 @@ def _pair_batches(loaded: LoadedSequence, data: str | None, target: str | None, 
 
 def _span_batches(loaded: LoadedSequence, data: str | None, target: str | None, progress: ShowProgress) -> _Read:
     stream = stream_for(loaded, data, progress)
-    tokens = stream.tokens[1:]  # as training has them, without an end token in front
+    tokens = stream.tokens[1:]  # as in training, without an end token in front
     samples = SpanSamples(tokens, loaded.specials, span_lengths(loaded.context), loaded.config.seed, stream.name)
     rows = max(1, BATCH_TOKENS // loaded.context)
     starts = range(0, len(samples), rows)
@@ -90,7 +89,7 @@ def _span_batches(loaded: LoadedSequence, data: str | None, target: str | None, 
 
 
 def measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
-    """The perplexity of targets."""
+    """Measure a checkpoint's perplexity of targets; return the checkpoint's folder and the facts."""
     if question.stride is not None:
         raise ConfigError.of("--stride", question.stride, "has no effect on an encoder-decoder", "with a model of text")
     loaded = load_sequence(question.checkpoint, question.device, question.context)

@@ -23,7 +23,7 @@ class EncoderDecoder(TextTransformer):
     measured_by: ClassVar[str] = "meshwright.families.seq2seq.perplexity:measure"
     generated_by: ClassVar[str] = "meshwright.families.seq2seq.sequence:answer"
     special_tokens: ClassVar[tuple[str, ...]] = ("<pad>", "<s>")
-    """Padding, and what begins a target: the last of them."""
+    """Padding first; the last name begins a target."""
 
     width_fields: ClassVar[tuple[str, ...]] = ("hidden", "feed_forward")
     positions: Positive = 512

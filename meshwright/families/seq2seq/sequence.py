@@ -1,7 +1,7 @@
-"""The answers of an encoder-decoder to sources, by beam search, and how good they are.
+"""The answers of an encoder-decoder to sources, by beam search, and the BLEU of these answers.
 
-BLEU (Papineni et al., 2002) is sacrebleu's (Post, 2018, arXiv 1804.08771), whose signature says how it was computed:
-scores compare only where signatures agree.
+BLEU (Papineni et al., 2002) is computed by sacrebleu (Post, 2018, arXiv 1804.08771). Its signature names the settings:
+only scores with equal signatures are comparable.
 
 Letters: B samples, S source, R rows of beam search, V vocabulary.
 """
@@ -38,7 +38,7 @@ MORE = 50
 
 
 def source_ids(loaded: LoadedSequence, text: str) -> list[int]:
-    """A text as the encoder reads it, with its end token. Where the model knows sentinels, <extra_id_0> is one."""
+    """Encode a text for the encoder, with an end token. If the model has sentinels, <extra_id_0> is encoded as one."""
     parts = _SENTINEL.split(text) if loaded.specials.sentinels else [text]
     ids: list[int] = []
     for at, part in enumerate(parts):  # text and numbers of sentinels in turn
@@ -47,7 +47,7 @@ def source_ids(loaded: LoadedSequence, text: str) -> list[int]:
 
 
 def text_of(loaded: LoadedSequence, ids: Sequence[int]) -> str:
-    """The text of an answer; sentinels as <extra_id_0>."""
+    """Decode an answer to a text, with sentinels as <extra_id_0>."""
     numbers = {sentinel: number for number, sentinel in enumerate(loaded.specials.sentinels)}
     texts = []
     for is_sentinel, group in groupby(ids, lambda token: token in numbers):
@@ -66,8 +66,14 @@ def answers(
     *,
     batch_tokens: int = BATCH_TOKENS,
 ) -> list[Answer]:
-    """The answer to each source, ids with the end token. `most` tokens; by default MORE than the source's, within the
-    context. `batch_tokens`: about so many go through the encoder at once, for all places of the beam."""
+    """Search the answer to each source.
+
+    Args:
+        sources: the ids of each source, with the end token.
+        beam: the settings of the search.
+        most: the most tokens of an answer; by default MORE than the source has, within the context.
+        batch_tokens: about the number of tokens in one pass of the encoder, times the places of the beam.
+    """
     order = sorted(range(len(sources)), key=lambda index: -len(sources[index]))  # little padding
     answered: dict[int, Answer] = {}
     while len(answered) < len(sources):
@@ -75,7 +81,7 @@ def answers(
         rows = max(1, batch_tokens // (len(sources[order[first]]) * beam.beams))
         chosen = order[first : first + rows]
         read = [np.array(sources[index]) for index in chosen]
-        # Targets that hold their end alone: the decoder is asked token by token.
+        # Empty targets: the decoder writes the answer token by token.
         empty = [np.array([loaded.specials.end])] * len(read)
         batch = to_device(sequence_batch(read, empty, loaded.specials, Lengths(len(read[0]), 1)), loaded.device)
         limits = torch.tensor([most or min(len(ids) + MORE, loaded.context) for ids in read], device=loaded.device)
@@ -87,7 +93,7 @@ def answers(
 
 
 class _Decoder:
-    """The step of beam search: what follows the targets so far, with a cache."""
+    """The step of beam search: log-probabilities of the next tokens, with a cache of keys and values."""
 
     def __init__(self, loaded: LoadedSequence, batch: Batch) -> None:
         self._loaded, self._mask, self._cache = loaded, batch["source_mask"], DecoderCache()
@@ -98,9 +104,9 @@ class _Decoder:
         self._cache.select(origins)
         self._mask, self._memory = self._mask[origins], self._memory[origins]
         h = self._loaded.model.decode(tokens[:, -1:], self._memory, self._mask, self._cache)  # [R, 1, H]
-        # Rows of padding, and tokens that the tokenizer does not have, are no answers.
+        # Padding rows of the table, and ids without a token in the tokenizer, are no answers.
         logits = self._loaded.head.logits(h[:, 0])[:, : specials.vocabulary_size]
-        # Neither is ever a label, so their logits are untrained: by chance they could win.
+        # Padding and start token are never labels: an untrained logit of these could win by chance.
         never = torch.tensor([specials.padding, specials.start], device=logits.device)
         return logits.index_fill(1, never, -torch.inf).log_softmax(-1)
 
@@ -108,11 +114,11 @@ class _Decoder:
 def bleu(
     loaded: LoadedSequence, held_out: TextPairs, beam: Beam, samples: int | None = None, progress: ShowProgress = silent
 ) -> Facts:
-    """Answer the sources of the first `samples` pairs (None: all), and compare with their targets: 0 to 100.
+    """Answer the sources of the first `samples` pairs (None: all), and compute the BLEU, 0 to 100.
 
-    `cut` in the result: sources longer than the context, of which the beginning was read.
+    `cut` in the result: the number of sources longer than the context; only the beginning of these was read.
 
-    Raises ConfigError on a number of samples that is none, DataError without sacrebleu.
+    Raises ConfigError for less than one sample, DataError without sacrebleu.
     """
     if samples is not None and samples < 1:
         raise ConfigError.of("--samples", samples, "asks for nothing", "1 or more")
@@ -123,7 +129,7 @@ def bleu(
         raise DataError(f"BLEU needs sacrebleu, which is not installed: {remedy}") from error
     pairs = held_out.pairs[:samples]
     whole = [source_ids(loaded, source) for source, _ in pairs]
-    # The end token stays: without it the encoder has seen no source like it.
+    # A cut source keeps the end token, since no training source lacks one.
     read = [ids if len(ids) <= loaded.context else [*ids[: loaded.context - 1], ids[-1]] for ids in whole]
     texts = [text_of(loaded, answer.tokens) for answer in answers(loaded, read, beam, progress=progress)]
     metric = Metric()
@@ -142,8 +148,10 @@ def bleu(
 
 
 def answer(checkpoint: Path, request: Request, device: str, context: int | None) -> Generated:
-    """The likeliest answer to a prompt. Raises ConfigError on options without an effect, or a prompt that the context
-    cannot hold."""
+    """Generate the likeliest answer to a prompt.
+
+    Raises ConfigError for options without an effect, or a prompt longer than the context.
+    """
     sampling = request.sampling
     options = {"--temperature": sampling.temperature or None, "--top-k": sampling.top_k, "--seed": sampling.seed}
     options["--chat"] = request.chat or None
@@ -160,7 +168,7 @@ def answer(checkpoint: Path, request: Request, device: str, context: int | None)
 
 
 def measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
-    """The checkpoint's folder, and BLEU on the question's pairs, or on those that the run held out."""
+    """Measure BLEU on the question's pairs, or the run's held-out pairs; return the checkpoint's folder and facts."""
     beam = beam_of(question.beams, question.length_penalty)
     loaded = load_sequence(question.checkpoint, question.device, question.context)
     pairs = pairs_for(loaded, question.data, question.target, progress)

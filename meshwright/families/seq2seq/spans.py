@@ -1,17 +1,17 @@
-"""Samples for T5 out of a packed corpus: spans cut out of a text (Raffel et al., 2020, section 3.3.3). Without state.
+"""Samples for T5 from a packed corpus: spans cut out of a text (Raffel et al., 2020, section 3.3.3). Without state.
 
-The stream of tokens, end tokens between its documents, is cut into windows of L tokens; each is a sample once an epoch.
-15 % of a window's tokens go, in spans of 3 on average: with N = round(0.15 L) tokens and n = round(N / 3) spans, what
-goes and what stays are each cut into n parts of at least a token, every way of cutting them as likely as any other.
-The parts alternate, one that stays first. In the source a sentinel stands where a span was; the target has each
-sentinel and its span:
+The stream of tokens, with end tokens between documents, is cut into windows of L tokens. Each window is one sample an
+epoch. 15 % of a window's tokens are removed, in spans of 3 on average: N = round(0.15 L) tokens in n = round(N / 3)
+spans. The removed and the kept tokens are each divided into n parts of at least one token, uniformly over all such
+divisions. Kept and removed parts alternate, a kept part first. The source has a sentinel in the place of each removed
+span; the target has each sentinel followed by the removed span:
 
-| window | a b c d e f g h i, where c and g h i go |
+| window | a b c d e f g h i, with c and g h i removed |
 |---|---|
 | source | a b S0 d e f S1 END |
 | target | S0 c S1 g h i END |
 
-(The paper's figure has one more sentinel behind the last span; T5's code has not, nor has ours: END says the same.)
+(The paper's figure ends with one more sentinel. T5's code and this module omit that sentinel, since END follows.)
 L is the largest for which source and target fit `data.sequence` (spans_section.py).
 """
 
@@ -39,7 +39,19 @@ class SpanSamples(ShuffledSamples):
     """The samples of a stream of documents."""
 
     def __init__(self, tokens: np.ndarray, specials: SequenceSpecials, lengths: Lengths, seed: int, name: str) -> None:
-        """`tokens` [n]; `name`: what they are, for messages. Raises ConfigError, DataError where no sample fits."""
+        """Cut a stream into windows.
+
+        Args:
+            tokens: the stream [n].
+            specials: the model's special tokens.
+            lengths: tokens of a padded source and target.
+            seed: the run's seed.
+            name: the name of the data in messages.
+
+        Raises:
+            ConfigError: if no window fits `lengths`.
+            DataError: if the stream is shorter than a window.
+        """
         self._tokens, self._specials, self._lengths, self._seed = tokens, specials, lengths, seed
         self._window = window_of(lengths.source, len(specials.sentinels))
         if len(tokens) < self._window.text:
@@ -53,15 +65,15 @@ class SpanSamples(ShuffledSamples):
         return sequence_batch(sources, targets, self._specials, self._lengths)
 
     def _sample(self, window: int, label: str) -> tuple[np.ndarray, np.ndarray]:
-        """(source, target) of a window, both with their end tokens."""
-        # Of the sample's number alone: any rank makes any sample, in any order and after a resume.
+        """Make the (source, target) of a window, each with an end token."""
+        # The draws depend only on the sample's label, so any rank makes any sample, in any order and after a resume.
         draws = np.random.Generator(np.random.PCG64(seed_of(f"{self._seed}/spans/{label}")))
         size, spans = self._window, self._window.spans
         text = self._tokens[window * size.text : (window + 1) * size.text].astype(np.int64)
         stays, goes = parts_of(draws, size.text - size.cut, spans), parts_of(draws, size.cut, spans)
         source, target = [], []
         at = 0
-        # What stays comes first, so no two sentinels ever stand side by side in the source.
+        # A kept part precedes each span, so no two sentinels are neighbours in the source.
         for sentinel, stay, go in zip(self._specials.sentinels[:spans], stays, goes, strict=True):
             source += [text[at : at + stay], [sentinel]]
             target += [[sentinel], text[at + stay : at + stay + go]]
@@ -71,15 +83,14 @@ class SpanSamples(ShuffledSamples):
 
 
 def span_samples(data: SpanData, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
-    """The samples of a split of a run's corpus. Raises DataError, ConfigError where they do not suit the model."""
+    """Open the samples of a split of a run's corpus. Raises DataError or ConfigError if the model cannot read them."""
     specials = specials_for(config, packed.tokenizer)
     return SpanSamples(packed.tokens(split), specials, data.lengths, config.seed, packed.name(split)), ""
 
 
 def parts_of(draws: np.random.Generator, number: int, parts: int) -> list[int]:
-    """`number` as a sum of `parts` whole numbers of at least one, every way as likely."""
+    """Divide `number` into `parts` whole numbers >= 1, uniformly over all ordered divisions."""
     assert number >= parts, (number, parts)
-    # parts - 1 of the number - 1 places between units, each set of places as likely: sorting uniform draws chooses
-    # them.
+    # Choose parts - 1 of the number - 1 places between units, by sorting uniform draws: all choices are equally likely.
     cuts = np.sort(np.argsort(draws.random(number - 1), kind="stable")[: parts - 1]) + 1
     return np.diff(np.concatenate([[0], cuts, [number]])).tolist()

@@ -1,7 +1,7 @@
-"""The lengths of sources and targets that come of a text by cutting spans out of it.
+"""The lengths of sources and targets that are made by cutting spans out of a text.
 
-T5's spans (Raffel et al., 2020, section 3.3.3): of a window of L tokens 15 % are cut out, in spans of 3 on average. L
-is the largest for which source and target fit `data.sequence`; the target is then about a fifth as long as the source.
+T5's spans (Raffel et al., 2020, section 3.3.3): 15 % of a window of L tokens are cut out, in spans of 3 on average. L
+is the largest length with source and target within `data.sequence`; the target is about a fifth as long as the source.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ CUT_SHARE, MEAN_SPAN = 0.15, 3
 
 
 class Window:
-    """A text of `text` tokens, of which `cut` go in `spans` spans."""
+    """A text of `text` tokens; `cut` tokens are removed, in `spans` spans."""
 
     def __init__(self, text: int) -> None:
         self.text = text
@@ -24,7 +24,7 @@ class Window:
 
 
 def window_of(sequence: int, sentinels: int) -> Window:
-    """The largest window whose source and target fit `sequence`. Raises ConfigError where there is none."""
+    """Return the largest window with source and target within `sequence` tokens. Raises ConfigError if none fits."""
     if max(Window(2).lengths) > sequence:
         rule = "has no room for a text and its spans"
         raise ConfigError.of("data.sequence", sequence, rule, f"{max(Window(2).lengths)} or more")
@@ -39,7 +39,7 @@ def window_of(sequence: int, sentinels: int) -> Window:
 
 
 def span_lengths(sequence: int) -> Lengths:
-    """Tokens that sources and targets are padded to, these to a multiple of 8, as buckets are.
+    """Return the padded lengths of sources and targets. A target's length is a multiple of 8, like a bucket's edge.
 
     Raises ConfigError as window_of.
     """

@@ -1,6 +1,6 @@
 """The special tokens of encoder-decoders, as data/specials.py has them.
 
-| model | names | besides |
+| model | names | in addition |
 |---|---|---|
 | Transformer | <pad>, <s> | the tokenizer's end of text, which ends a source and a target |
 | T5 | <pad>, which begins a target too | the same |
@@ -25,11 +25,11 @@ SENTINEL = "<extra_id_{}>"
 
 @dataclass(frozen=True)
 class SequenceSpecials:
-    """The ids that an encoder-decoder reads and writes besides text."""
+    """The ids of an encoder-decoder's tokens that are no text."""
 
     padding: int
     start: int
-    """Begins a target as the decoder reads it; T5's is the padding."""
+    """Begins the decoder's input; for T5 this is the padding token."""
     end: int
     """Ends a source and a target: the tokenizer's end of text."""
     sentinels: tuple[int, ...]
@@ -39,17 +39,19 @@ class SequenceSpecials:
 
 
 def sequence_specials(tokenizer: Tokenizer, names: Sequence[str], sentinels: int) -> SequenceSpecials:
-    """The special tokens of an encoder-decoder, those that the tokenizer lacks appended.
+    """Find the special tokens of an encoder-decoder; tokens that the tokenizer lacks are appended.
 
-    `names`: the model's, padding first and what begins a target last.
+    Args:
+        names: the model's special tokens; padding is the first, and the last begins a target.
+        sentinels: the number of sentinels.
     """
     ids, size = ids_of(tokenizer, [*names, *map(SENTINEL.format, range(sentinels))])
-    # T5 has one name, so that its padding begins a target, too.
+    # T5 has only one name, so the padding token also begins a target.
     return SequenceSpecials(ids[0], ids[len(names) - 1], tokenizer.end, tuple(ids[len(names) :]), size)
 
 
 def specials_for(config: Config, tokenizer: Tokenizer) -> SequenceSpecials:
-    """The special tokens of a run's encoder-decoder. Raises ConfigError where its vocabulary has no room for them."""
+    """Find the special tokens of a run's encoder-decoder. Raises ConfigError if the vocabulary has no room for them."""
     specials = sequence_specials(tokenizer, config.model.special_tokens, config.data.sentinels)
     size, known = specials.vocabulary_size, config.model.num_tokens
     if size > known:
@@ -59,9 +61,9 @@ def specials_for(config: Config, tokenizer: Tokenizer) -> SequenceSpecials:
 
 
 def specials_with_room(model: Network, tokenizer: Tokenizer) -> SequenceSpecials:
-    """The special tokens of a model that no run here has trained: with the sentinels where it has room for them.
+    """Find the special tokens of an imported model, with sentinels if the vocabulary has room for these.
 
-    Raises DataError where it has none for the others.
+    Raises DataError if the vocabulary has no room for the other special tokens.
     """
     # A published T5 has rows for sentinels; a model of translation need not.
     for sentinels in (SENTINELS, 0):

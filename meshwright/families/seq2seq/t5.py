@@ -1,11 +1,13 @@
 """T5 (Raffel et al., 2020, arXiv 1910.10683): an encoder-decoder with RMS norms at the input of each sub-layer, linears
 without biases, and positions as a bias on attention by the distance of two tokens.
 
-A stack's table of biases is shared by its blocks, so what it makes travels with the hidden states. Distances are in
-buckets: of n buckets of one direction the first half are for one distance each, the others for ranges that grow by
-powers up to `distance_max`. The encoder has as many buckets for tokens ahead as for those behind.
+The blocks of a stack share one table of biases, so the biases are sent from stage to stage with the hidden states.
+Distances are grouped in buckets. For each direction, the first half of the buckets have one distance each; the others
+have ranges that grow by powers up to `distance_max`. The encoder uses half of its buckets for tokens ahead and half for
+tokens behind.
 
-Scores are not scaled, queries begin small instead; the head is scaled by 1/√H, as its table begins with values about 1.
+Scores are not scaled: the initial queries are small instead. The head is scaled by 1/√H, since the table is initialised
+with values of about 1.
 Shapes: B batch, S source, T target, H hidden, A local heads.
 """
 
@@ -28,7 +30,7 @@ from meshwright.families.seq2seq.section import T5
 
 
 class T5Model(EncoderDecoderChain):
-    """Source and target tokens to a loss."""
+    """T5 from source and target tokens to a loss."""
 
     def __init__(self, model: T5, kit: Kit, chunk: Chunk | None = None) -> None:
         super().__init__(model, chunk)
@@ -39,7 +41,7 @@ class T5Model(EncoderDecoderChain):
             self.dropout = nn.Dropout(model.dropout)
         if self.chunk.first:
             shape = (model.distance_buckets, model.heads)
-            # On the first stage alone: biases travel with the hidden states to all blocks.
+            # Only on the first stage: biases are sent with the hidden states to all blocks.
             self.encoder_distances = kit.local(shape, 1, near, BIAS)
             self.decoder_distances = kit.local(shape, 1, near, BIAS)
         self.blocks = encoder_decoder_blocks(_recipe(model, kit), kit, self.chunk)
@@ -57,7 +59,7 @@ class T5Model(EncoderDecoderChain):
         table = self.encoder_distances()  # [buckets, A]
         places = torch.arange(count, device=table.device)
         ahead, half = places - places[:, None], self.model.distance_buckets // 2
-        # Both directions are seen, so each has half of the buckets.
+        # The encoder sees both directions, so each direction has half of the buckets.
         buckets = distance_buckets(ahead.abs(), half, self.model.distance_max) + half * (ahead > 0)
         return (_biases(table, buckets),)
 
@@ -71,28 +73,31 @@ class T5Model(EncoderDecoderChain):
         return (biases.masked_fill(ahead > 0, torch.finfo(biases.dtype).min),)
 
     def normed(self, h: Tensor) -> Tensor:
-        # The table begins with values about 1: unscaled logits would begin about sqrt(H) large.
+        # The table is initialised with values of about 1: initial logits would be about sqrt(H) without the scale.
         normed: Tensor = self.dropout(self.norm(h)) * self.model.hidden**-0.5
         return normed
 
 
 def distance_buckets(distances: Tensor, num_buckets: int, most: int) -> Tensor:
-    """The bucket of each distance >= 0 of one direction: half are exact, the others as even steps of its logarithm."""
+    """Return the bucket of each distance >= 0 in one direction: half are exact, half even steps of the logarithm."""
     exact = num_buckets // 2
     steps = torch.log(distances.clamp(min=1).float() / exact) / math.log(most / exact) * (num_buckets - exact)
-    # The logarithm of 0 and of near distances is not taken: `where` takes these as they are.
+    # `where` keeps near distances, 0 included, without the logarithm.
     far = (exact + steps.long()).clamp(max=num_buckets - 1)
     return torch.where(distances < exact, distances, far)
 
 
 def _biases(table: Tensor, buckets: Tensor) -> Tensor:
-    """Rows of [buckets, A] by buckets [T, S] -> [1, A, T, S]."""
+    """Look up rows of the table [buckets, A] by buckets [T, S] -> [1, A, T, S]."""
     return F.embedding(buckets, table).permute(2, 0, 1).unsqueeze(0)
 
 
 def _recipe(model: T5, kit: Kit) -> Recipe:
-    """First values as T5's, but for self-attention's three linears in one: queries and keys share the small factor of
-    queries evenly, and what values lose by it the output has more. Scores and sums begin with the same variances."""
+    """Build the recipe with T5's initial values, except for the joint linear of self-attention.
+
+    T5 makes only queries small. In the joint linear, queries, keys and values all get the square root of that factor,
+    and the output linear is larger by the inverse. Initial scores and sums have the variances of T5.
+    """
     hidden, width, inner = model.hidden, model.heads * model.head_width, model.inner
     shared = model.head_width**0.25
     initials = Initials(

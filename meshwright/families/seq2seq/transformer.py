@@ -1,4 +1,4 @@
-"""The original Transformer (Vaswani et al., 2017, arXiv 1706.03762): a norm behind each residual sum, sinusoidal
+"""The original Transformer (Vaswani et al., 2017, arXiv 1706.03762): a norm after each residual sum, sinusoidal
 positions, one table for source, target and output.
 
 Dropout is where section 5.4 has it: on each sub-layer's output and on the embeddings with their positions.
@@ -21,11 +21,11 @@ from meshwright.families.seq2seq.encoder_decoder import EncoderDecoderChain
 from meshwright.families.seq2seq.section import Attentional
 
 LONGEST_WAVE = 10000
-"""The wave lengths of positions go from 2 pi to this times 2 pi (section 3.5)."""
+"""The wave lengths of positions are from 2 pi to LONGEST_WAVE times 2 pi (section 3.5)."""
 
 
 class TransformerModel(EncoderDecoderChain):
-    """Source and target tokens to a loss with smoothed labels."""
+    """The Transformer from source and target tokens to a loss with smoothed labels."""
 
     def __init__(self, model: Attentional, kit: Kit, chunk: Chunk | None = None) -> None:
         super().__init__(model, chunk)
@@ -43,17 +43,17 @@ class TransformerModel(EncoderDecoderChain):
             self.head = kit.head_loss(shape, self.tokens)
 
     def embed_tokens(self, ids: Tensor, start: int) -> Tensor:
-        # Section 3.4: the shared table begins small for the head, and is scaled up for the embeddings.
+        # Section 3.4: the shared table is initialised small for the head, and scaled up for the embeddings.
         rows = self.tokens(ids) * math.sqrt(self.hidden)
         places = sinusoids(start, ids.shape[1], self.hidden, ids.device).to(rows.dtype)
-        # Positions are computed whole on each rank, which takes the columns that its kit holds.
+        # Each rank computes all columns of the positions, and takes the columns of its kit.
         h: Tensor = self.dropout(rows + self.slice(places, "hidden"))
         return h
 
 
 def sinusoids(start: int, count: int, hidden: int, device: torch.device) -> Tensor:
-    """The encodings of positions start... [count, H], float64: sines in the even, cosines in the odd columns."""
-    # float64: in float32 the angle of a late position has lost digits of its fraction of a turn.
+    """Encode positions start... [count, H] in float64: sines in the even, cosines in the odd columns."""
+    # In float32 the angle of a late position would lose digits of the fraction of a turn.
     positions = torch.arange(start, start + count, device=device, dtype=torch.float64)
     columns = torch.arange(hidden, device=device)
     exponents = (columns - columns % 2).to(torch.float64) / hidden
@@ -62,7 +62,7 @@ def sinusoids(start: int, count: int, hidden: int, device: torch.device) -> Tens
 
 
 def _recipe(model: Attentional, kit: Kit) -> Recipe:
-    """First values as Glorot and Bengio's, which keep variances from layer to layer."""
+    """Build the recipe with the initial values of Glorot and Bengio, which keep variances from layer to layer."""
     square = Initial(model.hidden**-0.5)
     slanted = Initial(math.sqrt(2 / (model.hidden + model.inner)))
     return Recipe(
