@@ -1,4 +1,4 @@
-"""The figures of all pictures. matplotlib is imported where one is drawn: a run needs none, and may be without it."""
+"""Figures for all pictures. matplotlib is imported only for a drawing, since a run needs no picture."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 class PictureError(MeshwrightError):
-    """A picture that cannot be drawn, since matplotlib is not installed."""
+    """An error: a picture cannot be drawn, since matplotlib is not installed."""
 
 
 def require_matplotlib(picture: str) -> None:
-    """Raise PictureError where matplotlib is not installed. Asked before long work whose result is drawn."""
+    """Raise PictureError if matplotlib is not installed. Called before long work with a drawn result."""
     if find_spec("matplotlib") is None:
         raise PictureError(f"{picture} needs matplotlib, which is not installed: pip install 'meshwright[pictures]'")
 
 
 def new_figure(width_inches: float, height_inches: float, dpi: int) -> Figure:
-    """A figure of its own: no state is shared with another drawing, nor with a notebook."""
+    """Make a figure that shares no state with other drawings or a notebook."""
     require_matplotlib("a picture")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Names of files and folders that commands write: one that exists is never replaced, and never to be deleted."""
+"""Names for the files and folders that commands write. An existing file or folder is never replaced or deleted."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ def free_path(path: Path) -> Path:
 
 
 def new_path(path: Path) -> Path:
-    """Return a free path for a command's default output. A line on stderr says so if the default is taken: before the
-    work of minutes, whose answer nobody should look for in an older file."""
+    """Return a free path for a command's default output.
+
+    If the default is taken, a line on stderr names the new path before the work begins, so that a user does not take
+    the older file for the result.
+    """
     free = free_path(path)
     if free != path:
         say(f"{path} is there already: this command writes {free}", file=sys.stderr)

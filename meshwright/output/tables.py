@@ -1,7 +1,7 @@
 """Tables on a terminal of any width: a name is broken at its dots and slashes, never inside of a word.
 
-rich breaks a word that is wider than the column that is left for it. `print_table` gives every column at least the
-width of its longest word; if the terminal is too narrow for that, a row becomes a list with a line for each column.
+rich breaks a word that is wider than the column. `print_table` gives every column at least the width of its longest
+word. If the terminal is too narrow for these widths, each row becomes a list with a line for each column.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.text import Text
 from meshwright.ranks.streams import visible
 
 WORDS = re.compile(r"\s+|[^\s./,:]+[./,:]*|[./,:]+")
-"""Blanks, or a word with the separators behind it, at the end of which a line may be broken."""
+"""Blanks, or a word with the separators after the word. A line may be broken after each match."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,14 @@ class Form:
 
 
 FORMS = (Form(HEAVY_HEAD, 4, 3), Form(SIMPLE_HEAD, 2, 2))
-"""With a frame; without one, for narrow terminals."""
+"""A form with a frame; a form without one, for narrow terminals."""
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table whose cells are texts, in the first of these forms that fits the console: with a frame, without
-    one, a list for each row. Cells are no markup."""
+    """Print a table of texts in the first form that fits the console: with a frame, without one, or a list a row.
+
+    Markup in cells is printed as text.
+    """
     columns = [[plain(column.header), *map(plain, column.cells)] for column in table.columns]
     least = [max((cell_len(word) for cell in cells for word in WORDS.findall(cell)), default=0) for cells in columns]
     natural = [max(cell_len(line) for cell in cells for line in cell.split("\n")) for cells in columns]
@@ -55,7 +57,10 @@ def plain(cell: object) -> str:
 
 
 def shares_of(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """The widths of columns: the natural ones, of which the widest gives way until all fit into `room`."""
+    """Choose the widths of columns: from the natural widths, the widest column shrinks until all fit into `room`.
+
+    No column becomes narrower than `least`.
+    """
     widths = list(natural)
     while sum(widths) > room:
         widest = max((at for at, width in enumerate(widths) if width > least[at]), key=lambda at: widths[at])
@@ -64,8 +69,8 @@ def shares_of(natural: Sequence[int], least: Sequence[int], room: int) -> list[i
 
 
 def framed(table: Table, columns: Sequence[Sequence[str]], widths: Sequence[int], form: Form) -> Table:
-    """The table with columns of these widths, whose cells have their line breaks."""
-    edge = form.edge // 4  # a frame has a blank at its inside
+    """Make a copy of the table with columns of these widths, and line breaks inserted in the cells."""
+    edge = form.edge // 4  # a frame has a blank on the inside
     made = Table(
         title=None if table.title is None else Text(plain(table.title), style="table.title"), box=form.box,
         show_header=table.show_header, pad_edge=bool(edge), padding=(0, 1) if edge else (0, 0),
@@ -80,7 +85,7 @@ def framed(table: Table, columns: Sequence[Sequence[str]], widths: Sequence[int]
 
 
 def broken(cell: str, width: int) -> str:
-    """The text in lines of at most `width` columns, broken between words."""
+    """Break a text between words into lines of at most `width` columns."""
     lines = []
     for text in cell.split("\n"):
         line = ""
@@ -94,7 +99,7 @@ def broken(cell: str, width: int) -> str:
 
 
 def print_lists(console: Console, table: Table, columns: Sequence[Sequence[str]]) -> None:
-    """Print each row as a list: its first cell, then a line for each other column that has a text."""
+    """Print each row as a list: the first cell, then a line for each other column with a text."""
     if table.title is not None:
         console.print(Text(plain(table.title), style="table.title"), soft_wrap=True)
     headers = [cells[0].replace("\n", " ") for cells in columns]

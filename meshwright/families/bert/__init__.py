@@ -1,1 +1,1 @@
-"""BERT (Devlin et al., 2018), and the tasks that it is fine-tuned for: pairs of sentences, SQuAD, RACE."""
+"""BERT (Devlin et al., 2018), and its fine-tuning on pairs of sentences, SQuAD and RACE."""

@@ -1,6 +1,6 @@
 """Hugging Face's BERT: BertForPreTraining and BertForMaskedLM; with norm_order megatron, the MegatronBert classes.
 
-Hugging Face's linears are [out, in], ours [in, out]; its query, key and value are one of ours, [in, 3, out]. Our tables
+Hugging Face's linears are [out, in], ours [in, out]. Query, key and value are one linear here, [in, 3, out]. Our tables
 and heads have padding rows. The first published folders call a LayerNorm's weight and bias gamma and beta.
 """
 
@@ -72,7 +72,7 @@ class BertFamily(Family):
     heads: ClassVar[Mapping[str, str]] = {
         "transform": "cls.predictions.transform.dense",
         "transform_norm": "cls.predictions.transform.LayerNorm",
-        # Only the bias: the weight is the table of tokens.
+        # Only the bias is stored here; the weight is the table of tokens.
         "head": "cls.predictions",
         "next_sentence_head": "cls.seq_relationship",
     }
@@ -120,7 +120,7 @@ class BertFamily(Family):
 
 
 def with_specials(text: str, specials: Specials) -> str:
-    """A tokenizer.json's text with BERT's special tokens and template appended where they are missing."""
+    """Add BERT's special tokens and template to the text of a tokenizer.json, if missing."""
     ids = dict(zip(NAMES, (specials.padding, specials.first, specials.separator, specials.mask), strict=True))
     template = processors.TemplateProcessing(
         single=f"{FIRST} $A {SEPARATOR}",

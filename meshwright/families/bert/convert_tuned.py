@@ -1,13 +1,13 @@
-"""Hugging Face's fine-tuned BERTs; a pretrained BERT can be imported for a task, too.
+"""Hugging Face's fine-tuned BERTs. A pretrained BERT can also be imported for a task.
 
-| family      | class of transformers, also MegatronBert...   | its head        |
+| family      | class of transformers, also MegatronBert...   | head            |
 |-------------|-----------------------------------------------|-----------------|
 | bert-pairs  | BertForSequenceClassification                 | classifier      |
 | bert-spans  | BertForQuestionAnswering                      | qa_outputs      |
 | bert-choice | BertForMultipleChoice                         | classifier      |
 
 An import of BertForPreTraining or BertForMaskedLM takes the trunk, and the pooler if stored; the head is initialised
-from the run's seed. Our scores of spans and choices, and the norm before the spans' scores, have no bias, since it
+from the run's seed. Our scores of spans and choices, and the norm before the spans' scores, have no bias, since a bias
 would not change the softmax: an import drops Hugging Face's bias, and an export writes zeros.
 """
 
@@ -26,14 +26,14 @@ from meshwright.training.convert.folder import Settings
 
 
 class BertTaskFamily(BertFamily):
-    """The base: BERT's trunk with another head."""
+    """The base of the tasks' families: BERT's trunk with another head."""
 
-    # Pretraining heads, and a pooler that the task may not have: dropped, as transformers does.
+    # Pretraining heads, and a pooler that the task may lack, are dropped, as in transformers.
     passed_over = re.compile(r"cls\..*|bert\.embeddings\.position_ids|bert\.pooler\..*")
 
     copied: ClassVar = {}
-    # Beside the head the pooler alone may_lack, which BertForMaskedLM does not have: a trunk that may be missing would
-    # let a wrong folder pass as a new model.
+    # In addition to the head, `may_lack` names only the pooler, which BertForMaskedLM does not have: if the trunk could
+    # be missing, a wrong folder would pass as a new model.
 
     def pair(self, name: str, shape: TensorShape, model: Any, names: Names, rows: Mapping[str, int]) -> TensorPair:
         ((ours, theirs),) = self.heads.items()
@@ -58,7 +58,7 @@ class BertPairsFamily(BertTaskFamily):
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         named = settings.values.get("id2label")
-        # Without a stored classifier, id2label is a default that counts nothing.
+        # Without a stored classifier, id2label is a default and not the number of classes.
         classes = {"classes": len(named)} if isinstance(named, dict) and "classifier.weight" in stored else {}
         return {**super().further(settings, stored), **classes}
 
@@ -78,7 +78,7 @@ class BertSpansFamily(BertTaskFamily):
     may_lack = ("pooler", "spans")
 
     def pair(self, name: str, shape: TensorShape, model: Any, names: Names, rows: Mapping[str, int]) -> TensorPair:
-        # The norm before the scores; in the original order it is the last block's.
+        # The norm before the scores; in the original order, the last block's norm.
         layer = f"blocks.{model.layers - 1}.feed_forward_norm" if model.norm_order == "original" else "norm"
         if name != f"{layer}.weight":
             return super().pair(name, shape, model, names, rows)

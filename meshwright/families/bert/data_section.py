@@ -4,7 +4,7 @@
 |----------------|-----------------------------------------------------------------|-------------|
 | sentence-pairs | a tsv file of MNLI's or QQP's columns (GLUE)                    | bert-pairs  |
 | squad          | SQuAD's json, version 1.1 or 2.0                                | bert-spans  |
-| race           | RACE's folder of txt files, each a passage with its questions   | bert-choice |
+| race           | RACE's folder of txt files, each a passage with questions       | bert-choice |
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MaskedData(MixedSection):
 
 
 class TaskSection(TokenSection):
-    """Base of the tasks' sections."""
+    """The base of the tasks' sections."""
 
     header: ClassVar[str] = "task.json"
     prepared_by: ClassVar[str] = "meshwright.families.bert.tasks:prepare_task"

@@ -27,10 +27,10 @@ from meshwright.tools.evaluate.tasks import Question, Task
 
 @torch.inference_mode()
 def _answers(loaded: LoadedText, asked: Iterable[TaskExample], progress: ShowProgress) -> Iterator[tuple[int, int]]:
-    """(predicted class, label) of each example."""
+    """Yield (predicted class, label) of each example."""
     specials, length = specials_of(loaded.tokenizer), loaded.context
     source = iter(asked)
-    *choices, _ = loaded.model.sample_shapes(loaded.config)["tokens"]  # [] where a sample is one row
+    *choices, _ = loaded.model.sample_shapes(loaded.config)["tokens"]  # [] if a sample is one row
     several = bool(choices)
     while part := list(islice(source, max(1, BATCH_TOKENS // (length * prod(choices))))):
         tokens, ends = row_arrays([example.rows for example in part], specials, length)
@@ -44,7 +44,7 @@ def _answers(loaded: LoadedText, asked: Iterable[TaskExample], progress: ShowPro
 
 
 def _all_answers(loaded: LoadedText, source: str, progress: ShowProgress) -> np.ndarray:
-    """(predicted class, label) of all of a source's examples, [n, 2]. Raises DataError where there are none."""
+    """Return (predicted class, label) of all examples of a source, [n, 2]. Raises DataError if there are none."""
     data = loaded.config.data
     assert isinstance(data, TaskSection), data
     # --context may differ from the length that the run trained with.
@@ -56,7 +56,7 @@ def _all_answers(loaded: LoadedText, source: str, progress: ShowProgress) -> np.
 
 
 def pair_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = silent) -> Facts:
-    """The accuracy on a tsv file of pairs; with two classes also the F1 of class 1."""
+    """Measure the accuracy on a tsv file of pairs; with two classes also the F1 of class 1."""
     given, right = _all_answers(loaded, source, progress).T
     facts: Facts = {"data": source, "pairs": len(right), "correct": int((given == right).sum())}
     facts["accuracy"] = float((given == right).mean())
@@ -68,7 +68,7 @@ def pair_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = sile
 
 
 def race_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = silent) -> Facts:
-    """The accuracy on a folder of questions, of all and by level."""
+    """Measure the accuracy on a folder of questions, over all questions and by level."""
     model = loaded.config.model
     assert isinstance(model, BertChoice), model
     given, right = _all_answers(loaded, source, progress).T
@@ -84,8 +84,12 @@ def race_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = sile
 def fine_tuned(
     reads: str, score: Callable[[LoadedText, str, ShowProgress], Facts]
 ) -> Callable[[Question, ShowProgress], tuple[Path, Facts]]:
-    """A task's measure. `reads`: the form of batches that its models read (Network.reads); `score`: the facts of a
-    source, which is --data, or the file that the run held out. The measure raises ConfigError without either."""
+    """Make the measure of a task. The source is --data, or the run's held-out file; without either: ConfigError.
+
+    Args:
+        reads: the form of batches that the task's models read (Network.reads).
+        score: computes the facts of a source.
+    """
 
     def measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
         loaded = load_text(question.checkpoint, question.device, question.context, reads)

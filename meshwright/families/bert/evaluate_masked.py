@@ -1,4 +1,4 @@
-"""The share of masked tokens that a BERT names."""
+"""The accuracy of a BERT in predicting masked tokens."""
 
 from __future__ import annotations
 
@@ -21,11 +21,18 @@ from meshwright.tools.evaluate.texts import TokenStream, stream_for
 def masked_accuracy(
     loaded: LoadedText, stream: TokenStream, progress: ShowProgress = silent, *, batch_tokens: int = BATCH_TOKENS
 ) -> Facts:
-    """Ask for 15 % of a stream's tokens, once, and whether one text follows the other. The samples are those of the
-    training's validation (families/bert/masked.py), drawn from the run's seed: the same each time.
+    """Measure the accuracy on 15 % of a stream's tokens, each once, and on next-sentence prediction.
 
-    `batch_tokens`: about so many go through the model at once. Raises CheckpointError where the tokenizer is not the
-    model's, DataError and ConfigError where no sample fits.
+    The samples are made as in a training's validation (families/bert/masked.py) from the run's seed, equal on every
+    call.
+
+    Args:
+        batch_tokens: about the number of tokens in one forward pass.
+
+    Raises:
+        CheckpointError: if the tokenizer does not fit the model.
+        DataError: if the stream is too short for a sample.
+        ConfigError: if the context is too short for a sample.
     """
     model = loaded.config.model
     assert isinstance(model, Bert), model
@@ -43,7 +50,7 @@ def masked_accuracy(
         batch = to_device(samples.held_out(first, min(rows, len(samples) - first)), loaded.device)
         h = loaded.model.hidden_states(batch)[0]
         for column, name in enumerate(labels):
-            # One label's scale is 1 and the others' 0: the losses come apart without a second kind of loss.
+            # One label has scale 1 and the others 0, so that each loss is computed separately.
             sums[2, column] += loaded.model.loss(h, batch, {other: float(other == name) for other in labels}).cpu()
         sums[0] += torch.tensor(counts_of(batch, labels))
         sums[1] += torch.stack(loaded.model.num_correct(h, batch)).cpu()
@@ -56,7 +63,7 @@ def masked_accuracy(
 
 
 def measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
-    """The checkpoint's folder, and the accuracy on the question's data, or on what the run held out."""
+    """Measure accuracy on the question's data, or the held-out texts; return the checkpoint's folder and facts."""
     loaded = load_text(question.checkpoint, question.device, question.context, "masked")
     return loaded.folder, masked_accuracy(loaded, stream_for(loaded, question.data, progress), progress)
 

@@ -2,11 +2,11 @@
 
 The predicted answer is compared with each annotator's in lower case, without punctuation, articles and extra white
 space; the best match counts. Exact match: both are equal. F1: of both as bags of words. For a question without an
-answer (version 2.0) both are 1 where none is predicted, else 0.
+answer (version 2.0) both are 1 if no answer is predicted, else 0.
 
 The prediction follows BERT (Devlin et al., section 4.2): the span of at most 30 tokens with the highest sum of start
-and end score, out of the 20 best of each. Where windows overlap, a token counts in the window with the most context
-around it. In a file that has questions without an answer, none is predicted where [CLS] scores higher.
+and end score, out of the 20 best of each. If windows overlap, a token counts in the window with the most context
+around it. In a file with unanswerable questions, no answer is predicted if [CLS] scores higher.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _PUNCTUATION = frozenset(string.punctuation)
 
 
 def normalised(answer: str) -> str:
-    """An answer in the form in which the official script compares answers."""
+    """Normalise an answer as the official script does before a comparison."""
     plain = "".join(character for character in answer.lower() if character not in _PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", plain).split())
 
 
 def f1(given: str, wanted: str) -> float:
-    """The harmonic mean of precision and recall of the answer's words."""
+    """Compute the harmonic mean of precision and recall of the answer's words."""
     ours, theirs = normalised(given).split(), normalised(wanted).split()
     if not ours or not theirs:
         # The official script's rule for an answer of no words.
@@ -58,7 +58,7 @@ def f1(given: str, wanted: str) -> float:
 
 @dataclass(frozen=True)
 class Scored:
-    """A window with its tokens' scores as start and as end, [T] each."""
+    """A window with the scores of tokens as start and as end, [T] each."""
 
     window: SquadWindow
     starts: np.ndarray
@@ -66,10 +66,10 @@ class Scored:
 
 
 def answer_of(question: SquadQuestion, scored: Sequence[Scored], *, may_be_none: bool) -> str:
-    """The text of the best span; "" where `may_be_none` and [CLS] scores higher."""
+    """Return the text of the best span; "" if `may_be_none` and [CLS] scores higher."""
 
     def context(window: SquadWindow, token: int) -> float:
-        """The number of tokens on the shorter side of a passage's token, -inf outside the window."""
+        """Count the tokens on the shorter side of a passage's token; -inf outside of the window."""
         before = token - window.begin
         after = len(window.places) - 1 - before
         # BERT's script prefers the longer window by a hundredth a token.
@@ -98,7 +98,7 @@ def answer_of(question: SquadQuestion, scored: Sequence[Scored], *, may_be_none:
 
 @torch.inference_mode()
 def squad_scores(loaded: LoadedText, source: str, progress: ShowProgress = silent) -> Facts:
-    """Exact match and F1 in percent. Raises DataError where the file is not SQuAD's, or holds no question."""
+    """Measure exact match and F1 in percent. Raises DataError if the file is not SQuAD's, or has no question."""
     data = loaded.config.data
     assert isinstance(data, SquadData), data
     questions = list(squad_questions(Path(source).expanduser()))
@@ -128,7 +128,7 @@ def squad_scores(loaded: LoadedText, source: str, progress: ShowProgress = silen
 def _scored(
     loaded: LoadedText, questions: Sequence[SquadQuestion], stride: int
 ) -> Iterator[tuple[SquadQuestion, list[Scored]]]:
-    """Each question with the scores of its windows."""
+    """Yield each question with the scores of its windows."""
     specials, length = specials_of(loaded.tokenizer), loaded.context
     rows = max(1, BATCH_TOKENS // length)
     for question in questions:

@@ -1,16 +1,16 @@
-"""Samples for BERT out of a packed corpus (Devlin et al., 2018, sections 3.1 and A.1). Nothing here has state.
+"""Samples for BERT from a packed corpus (Devlin et al., 2018, sections 3.1 and A.1). Nothing here has state.
 
 A sample is [CLS] A [SEP] B [SEP], or without next-sentence prediction [CLS] A [SEP], padded to T tokens. Documents are
-cut into runs of as many tokens as fit; each run is a sample once an epoch. A is a run's beginning, cut at random; B is
-its rest in half of the samples, and in the others as many tokens of another run. 15 % of the text's tokens are asked
-for; of these 80 % are replaced by [MASK], 10 % by a random token, and 10 % are left.
+cut into runs of at most the tokens that fit a sample; each run is one sample an epoch. A is the beginning of a run, cut
+at random. B is the rest of the run in half of the samples, and in the others the same number of tokens of another run.
+15 % of the text's tokens are labelled: 80 % of these are replaced by [MASK], 10 % by a random token, and 10 % are kept.
 
 | entry         | shape  | holds                                                      |
 |---------------|--------|------------------------------------------------------------|
 | tokens        | [B, T] | ids                                                        |
 | segments      | [B, T] | 0 in [CLS] A [SEP] and in the padding, 1 in B [SEP]        |
 | mask          | [B, T] | 1, in the padding 0                                        |
-| labels        | [B, T] | the token that was there, where it is asked for; else -100 |
+| labels        | [B, T] | the original token of labelled places; else -100           |
 | next_sentence | [B, 1] | 0: B follows A; 1: it does not                             |
 """
 
@@ -36,16 +36,29 @@ MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
 
 
 class MaskedSamples(ShuffledSamples):
-    """The samples of a stream of documents, each with an end token behind it (the last may lack it)."""
+    """The samples of a stream of documents, separated by end tokens (the last document may lack one)."""
 
     def __init__(
         self, tokens: np.ndarray, specials: Specials, sequence: int, seed: int, *, next_sentence: bool, name: str
     ) -> None:
-        """`tokens` [n]; `name`: what they are, for messages. Raises ConfigError, DataError where no sample fits."""
+        """Cut a stream into runs.
+
+        Args:
+            tokens: the stream [n].
+            specials: BERT's special tokens.
+            sequence: T.
+            seed: the run's seed.
+            next_sentence: True for samples of two texts.
+            name: the name of the data in messages.
+
+        Raises:
+            ConfigError: if `sequence` has no room for a sample.
+            DataError: if the stream has too few tokens.
+        """
         self._tokens, self._specials, self._sequence, self._seed = tokens, specials, sequence, seed
         self._next_sentence = next_sentence
-        least = 2 if next_sentence else 1  # tokens of text in a sample, and so of its separators
-        # [CLS], and a [SEP] behind each text.
+        least = 2 if next_sentence else 1  # the least tokens of text in a sample, and the number of [SEP]
+        # [CLS], and a [SEP] after each text.
         longest = sequence - 1 - least
         if longest < least:
             rule = "has no room for a sample between BERT's special tokens"
@@ -53,8 +66,8 @@ class MaskedSamples(ShuffledSamples):
         self._starts, self._lengths = runs(tokens, specials.end, least, longest)
         if len(self._starts) < least:
             raise DataError(f"{name}: has {len(tokens)} tokens, too few for BERT's samples; give more text")
-        # A random replacement is never a special token, which no text has; nor the end token, which in other
-        # vocabularies than BERT's is none of the four.
+        # A random replacement is never a special token, since no text has one, nor the end token. In vocabularies other
+        # than BERT's the end token is none of the four special tokens.
         no_text = [specials.padding, specials.first, specials.separator, specials.mask, specials.end]
         self._text = np.setdiff1d(np.arange(specials.vocabulary_size), no_text)
         super().__init__(len(self._starts), seed)
@@ -65,8 +78,8 @@ class MaskedSamples(ShuffledSamples):
         return {name: torch.from_numpy(np.stack([row[name] for row in samples])) for name in dict.fromkeys(names)}
 
     def _sample(self, run: int, label: str) -> dict[str, np.ndarray]:
-        """A sample: one row of every entry of the batch, all int64."""
-        # A generator a sample, of its number alone: no state, so any rank makes any sample, in any order and after a
+        """Make a sample: one row of every entry of the batch, all int64."""
+        # The generator depends only on the sample's label, so any rank makes any sample, in any order and after a
         # resume.
         draws = np.random.Generator(np.random.PCG64(seed_of(f"{self._seed}/masked/{label}")))
         specials, text = self._specials, self._run(run)
@@ -83,7 +96,7 @@ class MaskedSamples(ShuffledSamples):
             if answer:
                 other = below(draws, len(self) - 1)
                 elsewhere = self._run(other + (other >= run))  # any run but this one
-                # As many tokens as the true second text has, if there are so many: its length gives nothing away.
+                # The length of the true second text, if the other run is long enough: the length reveals no answer.
                 start = below(draws, max(0, len(elsewhere) - len(second)) + 1)
                 second = elsewhere[start : start + len(second)]
             parts = [text[:cut], second]
@@ -105,10 +118,10 @@ class MaskedSamples(ShuffledSamples):
         return self._tokens[start : start + self._lengths[run]]
 
     def _mask_tokens(self, draws: np.random.Generator, row: dict[str, np.ndarray], places: np.ndarray) -> None:
-        """Choose the predicted tokens among the places of text, and replace 80 % and 10 % of them: in place."""
-        # At least one, or a short text would count no label and teach nothing.
+        """Choose the labelled tokens among the places of text, and replace 90 % of these tokens in place."""
+        # At least one, since a short text without labels would teach nothing.
         num = max(1, round(ASKED_SHARE * len(places)))
-        # The order of one uniform draw each: numpy's own choice() may draw otherwise in another version.
+        # Sorting uniform draws chooses places; numpy's choice() may draw differently in another version.
         asked = places[np.argsort(draws.random(len(places)), kind="stable")[:num]]
         true = row["tokens"][asked]
         fate, others = draws.random(num), self._text[(draws.random(num) * len(self._text)).astype(np.int64)]
@@ -118,7 +131,7 @@ class MaskedSamples(ShuffledSamples):
 
 
 def masked_samples(data: MaskedData, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
-    """The samples of a split of a run's corpus. Raises DataError, ConfigError where they do not suit the model."""
+    """Open the samples of a split of a run's corpus. Raises DataError or ConfigError if the model cannot read them."""
     model = config.model
     assert isinstance(model, Bert), model
     specials = specials_of(packed.tokenizer)
@@ -130,21 +143,21 @@ def masked_samples(data: MaskedData, config: Config, packed: PackedCorpus, split
 
 
 def below(draws: np.random.Generator, number: int) -> int:
-    """A random whole number from 0 to number - 1. (Of one uniform draw: numpy's own methods change with versions.)"""
+    """Draw a whole number from 0 to number - 1, from one uniform draw: numpy's own methods change with versions."""
     return int(draws.random() * number)
 
 
 def runs(tokens: np.ndarray, end: int, least: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, lengths) of the runs: each document in parts of `longest` tokens, a last one shorter than `least` left.
+    """Cut each document of a stream [n] into runs of `longest` tokens; return (starts, lengths).
 
-    tokens [n].
+    The last run of a document is left out if it has fewer than `least` tokens.
     """
     ends = np.concatenate([document_ends(tokens, end), [len(tokens)]])
-    # The end token between documents belongs to no run.
+    # No run contains the end token between documents.
     begins = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)
     counts = -(-(ends - begins) // longest)  # runs of each document
     document = np.repeat(np.arange(len(ends)), counts)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # of a run within its document
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # of a run in the document
     starts = begins[document] + longest * number
     lengths = np.minimum(longest, ends[document] - starts)
     kept = lengths >= least

@@ -1,10 +1,10 @@
-"""The sections of BERTs: pretrained, and those of tasks, as published fine-tunings have them. No torch.
+"""The sections of BERTs: pretrained, and fine-tuned for tasks, with the heads of published fine-tunings. No torch.
 
-| family      | head                                                     | reads                    | read by it |
+| family      | head                                                     | reads                    | data       |
 |-------------|----------------------------------------------------------|--------------------------|------------|
 | bert        | masked tokens, and whether the second text goes on       | masked                   | any text   |
 | bert-pairs  | a class of two texts, from the pooled first token        | sentence-pairs           | MNLI, QQP  |
-| bert-spans  | where an answer begins and ends: two scores a token      | squad                    | SQuAD      |
+| bert-spans  | beginning and end of an answer: two scores a token       | squad                    | SQuAD      |
 | bert-choice | a score of each answer, from the pooled first token      | race                     | RACE       |
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 ASKED_SHARE = 0.15
-"""The part of a text's tokens that a masked language model is asked for (Devlin et al., 2018, section 3.1)."""
+"""The share of a text's tokens that have labels in masked language modelling (Devlin et al., 2018, section 3.1)."""
 
 
 class BertTrunk(TextTransformer):
@@ -32,7 +32,7 @@ class BertTrunk(TextTransformer):
 
     special_tokens: ClassVar[tuple[str, ...]] = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
     table_fields: ClassVar[tuple[str, ...]] = ("vocabulary", "positions")
-    has_further_tables: ClassVar[bool] = True  # its two segments, and the classes of its heads
+    has_further_tables: ClassVar[bool] = True  # the two segments, and the classes of heads
     positions: Positive = 512
     vocabulary: Positive = 30522
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12

@@ -1,4 +1,4 @@
-"""BERT's special tokens: a tokenizer's own, or ids behind its vocabulary, as data/specials.py has it."""
+"""BERT's special tokens: ids of the tokenizer, or ids appended to the vocabulary, in the way of data/specials.py."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ PADDING, FIRST, SEPARATOR, MASK = NAMES = Bert.special_tokens
 
 @dataclass(frozen=True)
 class Specials:
-    """Ids. `vocabulary_size`: with the appended ones."""
+    """The ids of the special tokens. `vocabulary_size`: the tokenizer's size with appended tokens."""
 
     padding: int
     first: int
     separator: int
     mask: int
     end: int
-    """The end-of-text token between documents; BERT's vocabularies use [SEP] for it."""
+    """The end-of-text token between documents: [SEP] in BERT's vocabularies."""
     vocabulary_size: int
 
 
 def specials_of(tokenizer: Tokenizer) -> Specials:
-    """The special tokens of a tokenizer, those that it lacks appended."""
+    """Find the special tokens of a tokenizer; missing ones are appended."""
     (padding, first, separator, mask), size = ids_of(tokenizer, NAMES)
     return Specials(padding, first, separator, mask, tokenizer.end, size)

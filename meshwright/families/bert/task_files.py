@@ -1,7 +1,7 @@
-"""The official files of MNLI, QQP, SQuAD and RACE, read as they are published.
+"""Readers of the official files of MNLI, QQP, SQuAD and RACE, in the published form.
 
-A mistake ends the reading with the file, the line or question, and what is wrong: an answer that is not at its place in
-the passage would teach the wrong words without a sound.
+A mistake in a file raises DataError with the file, the line or question, and the cause. An answer that is not at the
+stated place of the passage is such a mistake, since training would silently learn other words.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LETTERS = "ABCDEFGH"
 
 @dataclass(frozen=True)
 class PairForm:
-    """The columns of a tsv file of sentence pairs, and its classes in the order of their numbers."""
+    """The columns of a tsv file of sentence pairs, and the classes in the order of numbers."""
 
     name: str
     first: str
@@ -35,12 +35,12 @@ PAIR_FORMS = (
     PairForm("QQP", "question1", "question2", "is_duplicate", ("0", "1")),
 )
 NO_CONSENSUS = "-"
-"""MNLI's label of pairs that its annotators did not agree on: they are left out, as always."""
+"""MNLI's label of pairs without an agreement of the annotators. Such pairs are left out, as usual."""
 
 
 @dataclass(frozen=True)
 class LabelledPair:
-    """Two texts and the number of their class."""
+    """Two texts and the number of the pair's class."""
 
     first: str
     second: str
@@ -48,8 +48,8 @@ class LabelledPair:
 
 
 def pair_form(path: Path) -> PairForm:
-    """The form of a tsv file, by its first line. Raises DataError."""
-    # GLUE's test files lack the label's column, and are no form that can be trained on.
+    """Return the form of a tsv file from the first line. Raises DataError for an unknown form."""
+    # GLUE's test files lack the column of labels, and cannot be used.
     columns = next(_lines(path), "").split("\t")
     for form in PAIR_FORMS:
         if {form.first, form.second, form.label} <= set(columns):
@@ -59,7 +59,7 @@ def pair_form(path: Path) -> PairForm:
 
 
 def labelled_pairs(path: Path) -> Iterator[LabelledPair]:
-    """The pairs of a tsv file, without quotes as GLUE has it; those without a consensus left out."""
+    """Yield the pairs of a tsv file, without those that have no consensus. As in GLUE, quotes have no meaning."""
     form = pair_form(path)
     lines = _lines(path)
     columns = next(lines).split("\t")
@@ -77,11 +77,11 @@ def labelled_pairs(path: Path) -> Iterator[LabelledPair]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The file's lines; only a line feed ends one."""
+    """Yield the lines of a file; only a line feed ends a line."""
     try:
         with open_named(path) as file:
             for line in file:
-                # Not splitlines(): texts hold other line separators of Unicode, which end no record.
+                # Not splitlines(): texts contain other line separators of Unicode, and these end no record.
                 yield line.decode().rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is no UTF-8 text; convert it to UTF-8") from error
@@ -91,8 +91,8 @@ def _lines(path: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class SquadQuestion:
-    """A question about a passage. `answers`: what annotators wrote, with its first character's place; none: there is
-    no answer."""
+    """A question about a passage. `answers`: each annotator's text and the place of its first character; () if
+    unanswerable."""
 
     id: str
     question: str
@@ -102,7 +102,7 @@ class SquadQuestion:
 
 
 def squad_questions(path: Path) -> Iterator[SquadQuestion]:
-    """The questions of SQuAD's json, version 1.1 or 2.0. Raises DataError where an answer is not at its place."""
+    """Yield the questions of SQuAD's json, version 1.1 or 2.0. Raises DataError for a misplaced answer."""
     tree = _json(path)
     try:
         articles = [(article.get("title", ""), article["paragraphs"]) for article in tree["data"]]
@@ -126,7 +126,7 @@ def _question(path: Path, title: str, passage: str, entry: Mapping[str, Any]) ->
     for answer in answers:
         text, start = checked_text(answer["text"], where), answer["answer_start"]
         there = passage[start : start + len(text)] if isinstance(start, int) and start >= 0 else ""
-        # A shifted offset (bytes for characters, a cleaned passage) would teach other words than the answer's.
+        # With a shifted offset (bytes for characters, a cleaned passage) training would learn other words.
         if not text or there != text:
             stands = f"where the passage has {there!r:.60}"
             raise DataError(f"{where}: its answer {text!r:.60} is not at character {start}, {stands}")
@@ -138,7 +138,11 @@ def _question(path: Path, title: str, passage: str, entry: Mapping[str, Any]) ->
 
 @dataclass(frozen=True)
 class RaceQuestion:
-    """A question about a passage with its answers, of which number `answer` is right; `level`: middle, high or none."""
+    """A question about a passage, with options.
+
+    answer: the number of the right option.
+    level: middle, high or "".
+    """
 
     passage: str
     question: str
@@ -149,7 +153,7 @@ class RaceQuestion:
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """The question with each answer: in its gap, where it has one, or behind it."""
+        """The question with each option: in the question's gap (`_`), or appended if there is no gap."""
         gap = "_" in self.question
         return tuple(
             self.question.replace("_", option, 1) if gap else f"{self.question} {option}" for option in self.options
@@ -157,7 +161,7 @@ class RaceQuestion:
 
 
 def race_questions(folder: Path, choices: int) -> Iterator[RaceQuestion]:
-    """The questions of RACE's folder, each of so many choices, by the files' names. Raises DataError."""
+    """Yield the questions of RACE's folder, each with `choices` options, by file name. Raises DataError."""
     for path in plain_files(str(folder), ".txt"):
         entry = _json(path)
         try:
@@ -166,7 +170,7 @@ def race_questions(folder: Path, choices: int) -> Iterator[RaceQuestion]:
         except (KeyError, TypeError, ValueError) as error:
             wanted = "a passage of RACE with article, questions, options and answers, as many of each"
             raise DataError(f"{path}: is not {wanted}") from error
-        # From the folder's end: a path above may have such a name by chance.
+        # Searched from the end of the path, since a parent folder may be called "middle" or "high" by chance.
         level = next((part for part in reversed(path.parent.parts) if part in ("middle", "high")), "")
         for number, (question, options, answer) in enumerate(asked, start=1):
             where = f"{path} question {number}"

@@ -55,7 +55,7 @@ _ARRAYS = ("tokens", "ends", "answers")
 
 
 class TaskRow(NamedTuple):
-    """The tokens of texts A and B, cut to fit a row."""
+    """The tokens of the texts A and B, cut to fit a row."""
 
     first: Sequence[int]
     second: Sequence[int]
@@ -84,7 +84,7 @@ class SquadWindow(NamedTuple):
 
 
 def squad_windows(question: SquadQuestion, tokenizer: Tokenizer, sequence: int, stride: int) -> list[SquadWindow]:
-    """The windows over a question's passage, each with the question before it. Raises DataError where none fits."""
+    """Cut a question's passage into windows, each after the question. Raises DataError if no window fits."""
     asked = tokenizer.encode(question.question.strip())[:LONGEST_QUESTION]
     # [CLS] and two [SEP].
     room = sequence - 3 - len(asked)
@@ -101,8 +101,11 @@ def squad_windows(question: SquadQuestion, tokenizer: Tokenizer, sequence: int, 
 
 
 def squad_labels(window: SquadWindow, question: SquadQuestion) -> tuple[int, int]:
-    """Positions in the row of the first answer's first and last token; (0, 0) where the window does not hold it all."""
-    # Training learns the first annotator's answer; an evaluation compares with all.
+    """Return the positions in the row of the first answer's first and last token.
+
+    (0, 0), the position of [CLS], if the window does not contain the whole answer.
+    """
+    # Training learns the first annotator's answer; an evaluation compares with all answers.
     for text, start in question.answers[:1]:
         end = start + len(text)
         # Answers are placed by characters, and a token may reach beyond an answer's end.
@@ -113,7 +116,7 @@ def squad_labels(window: SquadWindow, question: SquadQuestion) -> tuple[int, int
 
 
 def pair_row(first: Sequence[int], second: Sequence[int], sequence: int) -> TaskRow:
-    """Two texts, cut to fit a row of `sequence` tokens."""
+    """Cut two texts to fit a row of `sequence` tokens."""
     a, b, room = len(first), len(second), sequence - 3
     # As in BERT's code, the longer text loses a token until both fit.
     while a + b > room:
@@ -122,7 +125,7 @@ def pair_row(first: Sequence[int], second: Sequence[int], sequence: int) -> Task
 
 
 def examples(config: Config, data: TaskSection, source: str, tokenizer: Tokenizer) -> Iterator[TaskExample]:
-    """The samples of a source, in its order. Raises DataError, ConfigError."""
+    """Yield the samples of a source, in the source's order. Raises DataError, ConfigError."""
     path, model, encode = Path(source).expanduser(), config.model, tokenizer.encode
     match data:
         case SentencePairData():
@@ -151,7 +154,7 @@ def examples(config: Config, data: TaskSection, source: str, tokenizer: Tokenize
 
 
 def texts_of(config: Config, data: TaskSection) -> Iterator[str]:
-    """The source's texts, to train a tokenizer on."""
+    """Yield the source's texts for the training of a tokenizer."""
     path = Path(data.source).expanduser()
     match data:
         case SentencePairData():
@@ -165,8 +168,10 @@ def texts_of(config: Config, data: TaskSection) -> Iterator[str]:
 
 
 def prepare_task(data: TaskSection, config: Config, progress: ShowProgress) -> Path:
-    """The prepared folder of a run, which its samples fit; written once into the cache. Raises DataError,
-    ConfigError."""
+    """Return the prepared folder of a run, checked against the run's fields; written into the cache if missing.
+
+    Raises DataError, ConfigError.
+    """
     cache = cache_folder()
     prepared = Path(data.source).expanduser()
     if (prepared / _HEADER).is_file():
@@ -187,7 +192,7 @@ def prepare_task(data: TaskSection, config: Config, progress: ShowProgress) -> P
 
 
 def open_task(data: TaskSection, config: Config, folder: Path) -> Opened:
-    """The splits of a prepared folder. Raises DataError where they are too small."""
+    """Open the splits of a prepared folder. Raises DataError if a split is too small."""
     tokenizer, counts = load_tokenizer(folder / TOKENIZER, NO_BEGIN), read_json(folder / _HEADER)
     return open_splits(
         config,
@@ -209,7 +214,7 @@ def pack_task(data: TaskSection, config: Config, out: Path, progress: ShowProgre
 def _pack(config: Config, data: TaskSection, out: Path, progress: ShowProgress) -> None:
     try:
         with folder_lock(out, progress):
-            if not (out / _HEADER).is_file():  # another process may have been here
+            if not (out / _HEADER).is_file():  # else another process has written the folder
                 with staged_folder(out) as folder:
                     _write(folder, config, data, progress)
     except OSError as error:  # no right to write there, a full disk
@@ -217,7 +222,7 @@ def _pack(config: Config, data: TaskSection, out: Path, progress: ShowProgress) 
 
 
 def _fields(config: Config, data: TaskSection) -> dict[str, object]:
-    """The fields that a prepared folder depends on, besides its sources, tokenizer and share of validation."""
+    """Return the fields that a prepared folder depends on, except for sources, tokenizer and validation share."""
     of_data = data.model_dump(exclude={"source", "held_out", "tokenizer", "validation"})
     of_model = config.model.model_dump(include={"classes", "choices"})
     return {f"data.{name}": value for name, value in of_data.items()} | {
@@ -226,8 +231,7 @@ def _fields(config: Config, data: TaskSection) -> dict[str, object]:
 
 
 def _check_prepared(config: Config, data: TaskSection, folder: Path) -> None:
-    """Raises ConfigError where a folder was prepared with other fields than the run's, DataError where it is
-    damaged."""
+    """Raise ConfigError if a folder was prepared with other fields than the run's, DataError if a file is damaged."""
     try:
         header = read_json(folder / _HEADER)
         if header["format"] != _FORMAT:
@@ -256,7 +260,7 @@ def _check_vocabulary(config: Config, size: int) -> None:
 
 
 def _write(folder: Path, config: Config, data: TaskSection, progress: ShowProgress) -> None:
-    """Write the tokenizer and both splits; the header comes last."""
+    """Write the tokenizer and both splits, and the header last."""
     tokenizer = make_tokenizer(data.tokenizer, texts_of(config, data), progress)
     specials = specials_of(tokenizer)
     _check_vocabulary(config, specials.vocabulary_size)
@@ -264,7 +268,7 @@ def _write(folder: Path, config: Config, data: TaskSection, progress: ShowProgre
     splits: dict[Split, list[TaskExample]] = {"train": [], "validation": []}
     for source, split in ((data.source, "train"), (data.held_out, "validation")):
         for example in examples(config, data, source, tokenizer) if source is not None else ():
-            # A hash of the group, in [0, 1), decides: equal passages are held out together, in any order of the file.
+            # A hash of the group, in [0, 1), decides the split: equal passages are held out together, in any order.
             digest = hashlib.blake2b(example.group.encode(), digest_size=8).digest()
             share = int.from_bytes(digest, "little") / 2**64
             held_out = split == "validation" or (data.held_out is None and share < data.validation)
@@ -279,7 +283,7 @@ def _write(folder: Path, config: Config, data: TaskSection, progress: ShowProgre
         answers = np.array([example.answers for example in some], dtype=np.int64)
         for array, values in zip(_ARRAYS, (tokens, ends.astype(np.int32), answers), strict=True):
             np.save(folder / f"{name}-{array}.npy", np.asarray(values))
-    # Listed before the header exists, which holds the other files' hashes.
+    # Listed before the header exists, since the header contains the hashes of the other files.
     files = sorted(path.name for path in folder.iterdir())
     header = {
         "format": _FORMAT,
@@ -296,7 +300,7 @@ def _write(folder: Path, config: Config, data: TaskSection, progress: ShowProgre
 def row_arrays(
     samples: Sequence[Sequence[TaskRow]], specials: Specials, sequence: int, dtype: type[np.integer] = np.int64
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [N, K, T] of N samples of K rows, in `dtype`, and the ends of A and of B in each row [N, K, 2]."""
+    """Return tokens [N, K, T] of N samples of K rows, in `dtype`, and the ends of A and of B in each row [N, K, 2]."""
     shape = (len(samples), len(samples[0]))
     tokens = np.full((*shape, sequence), specials.padding, dtype=dtype)
     ends = np.zeros((*shape, 2), dtype=np.int64)
@@ -309,7 +313,7 @@ def row_arrays(
 
 
 def task_batch(tokens: np.ndarray, ends: np.ndarray) -> Batch:
-    """`tokens`, `segments` and `mask` of rows [..., T], in which A and B end at `ends` [..., 2]; int64."""
+    """Make `tokens`, `segments` and `mask` of rows [..., T], all int64. `ends` [..., 2]: the ends of A and B."""
     import torch
 
     places = np.arange(tokens.shape[-1])

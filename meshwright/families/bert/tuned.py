@@ -1,7 +1,7 @@
 """BERT's fine-tunings (Devlin et al., 2018, section 4; Megatron-LM, arXiv 1909.08053, section 5.3): the same blocks,
-and a head of each task in place of the masked-language model's.
+with a task's head in place of the masked-language-model head.
 
-| family      | batch, besides tokens, segments, mask [B, T] | logits                                    |
+| family      | batch, with tokens, segments, mask [B, T]    | logits                                    |
 |-------------|----------------------------------------------|-------------------------------------------|
 | bert-pairs  | answer [B, 1]: the class                     | W tanh(P h[0]): [B, classes]              |
 | bert-spans  | start, end [B, 1]: places of the answer      | W h: [B, T, 2], softmax over the tokens   |
@@ -34,7 +34,7 @@ _INITIAL = Initial(0.02)
 
 
 class TaskBERT(BERT):
-    """The base: a trunk, a pooler, a head."""
+    """The base of fine-tunings: a trunk, a pooler, a head."""
 
     ties = False
     labels: tuple[str, ...] = ("answer",)
@@ -45,7 +45,7 @@ class TaskBERT(BERT):
 
     @classmethod
     def products(cls, config: Config) -> Costs:
-        """Without heads, which see one token or have two columns."""
+        """Count multiplications, without heads, since these read one token or have two columns."""
         model, sequence = config.model, config.data.lengths.source
         layer = cls.tokens_per_sample(config) * (12 * model.hidden**2 + 2 * sequence * model.hidden)
         return Costs(0, (layer,) * model.num_blocks, 0)
@@ -62,7 +62,7 @@ class TaskBERT(BERT):
 
 
 class PairsBERT(TaskBERT):
-    """The class of two texts."""
+    """A classifier of two texts."""
 
     def make_heads(self, model: BertTrunk, kit: Kit) -> None:
         assert isinstance(model, BertPairs), model
@@ -79,15 +79,17 @@ class PairsBERT(TaskBERT):
 
 
 class ScoredBERT(TaskBERT):
-    """A task whose labels each name one of some scores."""
+    """The base of tasks with labels that each choose one of several scores."""
 
     @abstractmethod
     def answers(self, h: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """By label, the scores [B, n] among which it names the right one."""
+        """Compute the scores [B, n] for each label; the label is the number of the right score."""
 
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
-        """The cross entropies, in float32 or better, of all labels; each has a scale of its own, by the number of its
-        valid elements in the global batch."""
+        """Sum the cross entropies of all labels, in float32 or better.
+
+        Each label has a scale, from the number of its valid elements in the global batch.
+        """
         # In half precision the sum of exponentials over a sequence would lose its small terms.
         sums = [
             F.cross_entropy(
@@ -104,10 +106,11 @@ class ScoredBERT(TaskBERT):
 
 
 class SpansBERT(ScoredBERT):
-    """The beginning and the end of an answer; the loss is half the sum of both means, as SQuAD's published ones.
+    """A finder of an answer's beginning and end. The loss is half the sum of both means, as published for SQuAD.
 
-    The last norm has no bias, as `scores` has none: it would give all tokens' scores the same addend, which no softmax
-    over tokens feels. Its gradient would be rounding alone, other rounding in each layout, and Adam would step by it.
+    Neither the last norm nor the linear of `scores` has a bias: the bias would add the same number to the scores of all
+    tokens, without effect on a softmax over tokens. The gradient would be only rounding, different in each layout, and
+    Adam would step by this rounding.
     """
 
     labels = ("start", "end")
@@ -122,13 +125,13 @@ class SpansBERT(ScoredBERT):
 
 
 class ChoiceBERT(ScoredBERT):
-    """The best of several answers."""
+    """A chooser of the best of several answers."""
 
     def make_heads(self, model: BertTrunk, kit: Kit) -> None:
         super().make_heads(model, kit)
         self.score = kit.linear("scores", model.hidden, 1, _INITIAL)
 
     def answers(self, h: Tensor, batch: Batch) -> dict[str, Tensor]:
-        # [B K, 1, 1]: the pooled first token's one score of each row.
+        # [B K, 1, 1]: one score of each row, from the pooled first token.
         scores: Tensor = self.score(self.pooled(h))[:, 0, 0]
         return {"answer": scores.view(batch["tokens"].shape[:2])}

@@ -1,1 +1,1 @@
-"""GPT-2, which runs train where they name no family."""
+"""GPT-2, the family of runs without `model.family`."""

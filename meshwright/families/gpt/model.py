@@ -21,7 +21,7 @@ from meshwright.families.gpt.section import Gpt2
 
 
 class GPT(Decoder):
-    """Tokens to a loss."""
+    """GPT-2 from tokens to a loss."""
 
     def __init__(self, model: Gpt2, kit: Kit, chunk: Chunk | None = None) -> None:
         chunk = chunk or Chunk.whole(model.layers)
@@ -63,7 +63,7 @@ class GPT(Decoder):
 
     @staticmethod
     def products(config: Config) -> Costs:
-        """Causal attention counts as if no score were masked."""
+        """Count multiplications, with causal attention as if no score were masked."""
         model, sequence = config.model, config.data.lengths.source
         assert isinstance(model, Gpt2), model
         # 12 H^2: query, key, value 3, output 1, feed-forward 8. 2 T H: scores and weighted values.

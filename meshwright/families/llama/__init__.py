@@ -1,1 +1,1 @@
-"""Llama and the decoders made like it: their section, the model, rotary positions."""
+"""Llama and similar decoders: the section, the model, the import and export."""

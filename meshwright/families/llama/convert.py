@@ -1,5 +1,5 @@
-"""Hugging Face's Llama, Qwen2, Qwen3, Mistral, Mixtral, Qwen2-MoE and Qwen3-MoE, which are one family here. SmolLM2 is
-published as a Llama.
+"""Hugging Face's Llama, Qwen2, Qwen3, Mistral, Mixtral, Qwen2-MoE and Qwen3-MoE: one family here. SmolLM2 is published
+as a Llama.
 
 Hugging Face's linears are [out, in], ours [in, out]. K key-value heads with G queries each; A = K G.
 
@@ -47,13 +47,13 @@ _EXPERTS = {
     "qwen2_moe": ("mlp", ("gate_proj", "up_proj"), ("down_proj",)),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj"), ("down_proj",)),
 }
-"""By model_type: the module of router and experts, an expert's linears in our `expand`, and those in `contract`."""
+"""By model_type: the module of router and experts, an expert's linears in our `expand`, and in our `contract`."""
 _SHARED_EXPERT = {
     "shared_expert.expand": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     "shared_expert.contract": "mlp.shared_expert.down_proj",
     "shared_expert.gate": "mlp.shared_expert_gate",
 }
-"""Qwen2-MoE's expert that every token takes."""
+"""Qwen2-MoE's expert for every token."""
 _ELSEWHERE: dict[str, object] = {
     "hidden_act": "silu",
     "rope_interleaved": False,
@@ -71,7 +71,7 @@ _COUNTS = ("num_local_experts", "num_experts")
 _WITH_EXPERTS: dict[str, object] = {"router_jitter_noise": 0.0, "decoder_sparse_step": 1, "mlp_only_layers": []}
 """Further keys like `_ELSEWHERE`, of models with experts."""
 _SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
-"""Keys of a shared expert, of which Qwen2-MoE's class reads the first alone."""
+"""Keys of a shared expert. Qwen2-MoE's class reads only the first."""
 _GROUPED = ("qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
 """Model_types whose default number of key-value heads is not the number of heads."""
 _READERS = {"attention_bias": ("llama", "qwen3", "qwen3_moe"), "mlp_bias": ("llama",)}
@@ -135,7 +135,7 @@ class LlamaFamily(RotaryFamily):
         hidden = shape[:-1]  # a bias has none
 
         def to_ours(*parts: Tensor) -> Tensor:
-            # Columns ordered by key-value head with its queries: tensor parallelism then cuts between whole heads.
+            # Columns are ordered by key-value head with its queries, so that tensor parallelism cuts between heads.
             heads = [part.unflatten(0, (model.num_key_value_heads, -1)) for part in parts]
             return torch.cat(heads, 1).flatten(0, 1).t()
 
@@ -154,14 +154,14 @@ class LlamaFamily(RotaryFamily):
         for key in _SHARED[kind == "qwen2_moe" :]:
             settings.only(key, None, 0)
         self._refuse_windows(settings)
-        # The default differs between versions of these classes; a wrong guess would reshape every head.
+        # The default differs between versions of these classes, and a wrong guess would reshape every head.
         if kind in _GROUPED and values.get("num_key_value_heads") is None:
             raise settings.refused(f"lacks num_key_value_heads, which a {kind} has")
         fields: dict[str, object] = {"rope": rope_fields(settings), "head_norms": kind in ("qwen3", "qwen3_moe")}
         fields |= _experts(settings)
         biases: tuple[str, ...] = ()
         for key, linears in _BIASES.items():
-            if kind in _READERS[key]:  # a class that does not read the key has no biases, whatever its file says
+            if kind in _READERS[key]:  # a class that does not read the key has no biases, even if the file has the key
                 settings.only(key, False, True)
                 biases += linears if values.get(key, False) else ()
         if kind == "qwen3" and "head_dim" not in values:
@@ -172,15 +172,17 @@ class LlamaFamily(RotaryFamily):
 
     @staticmethod
     def _refuse_windows(settings: Settings) -> None:
-        """Raises CheckpointError for attention that does not see all earlier tokens. Mistral's default window is 4,096
-        tokens."""
+        """Raise CheckpointError for attention with a window that excludes earlier tokens.
+
+        Mistral's default window is 4,096 tokens.
+        """
         values, kind = settings.values, settings.values["model_type"]
         layers = values.get("layer_types") or []
         if windowed := [layer for layer in layers if layer != "full_attention"]:
             rule = f"layer_types has {shown(windowed[0])}, which is not supported"
             raise settings.refused(f"{rule}; valid: full_attention")
         settings.only("use_sliding_window", False)
-        # A window as long as the positions hides nothing.
+        # A window of at least the number of positions excludes no token.
         window = values.get("sliding_window", 4096 if kind == "mistral" else None)
         positions = values.get("max_position_embeddings")
         if (
@@ -218,7 +220,7 @@ class LlamaFamily(RotaryFamily):
 
 
 def _kind_of(model: Llama) -> str:
-    """The model_type that a model is exported as, by what its layers have."""
+    """Return the model_type of an export, from experts, norms and biases of the layers."""
     if model.experts is not None and model.experts.shared and model.biases == ("query-key-value",):
         return "qwen2_moe"
     if model.experts is not None:
@@ -227,8 +229,7 @@ def _kind_of(model: Llama) -> str:
 
 
 def _experts(settings: Settings) -> dict[str, object]:
-    """Our fields of a model's experts, {} without experts. Raises CheckpointError for settings that ours do not
-    have."""
+    """Return our fields of a model's experts, {} without experts. Raises CheckpointError for unsupported settings."""
     values, kind = settings.values, settings.values["model_type"]
     if kind not in _EXPERTS:
         for key in _COUNTS:
@@ -237,7 +238,7 @@ def _experts(settings: Settings) -> dict[str, object]:
     for key, ours in _WITH_EXPERTS.items():
         settings.only(key, ours)
     settings.only("output_router_logits", False, True, None)
-    # A set, since both keys must agree.
+    # A set, since both keys must have the same value.
     counts = {values[key] for key in _COUNTS if key in values}
     if len(counts) != 1 or "num_experts_per_tok" not in values:
         raise settings.refused(f"has no number of experts: {' or '.join(_COUNTS)}, and num_experts_per_tok")
@@ -245,7 +246,7 @@ def _experts(settings: Settings) -> dict[str, object]:
         "count": counts.pop(),
         "per_token": values["num_experts_per_tok"],
         "renormalise": kind == "mixtral" or bool(values.get("norm_topk_prob", False)),
-        # transformers adds the balance to the loss under this flag alone, whose default is false.
+        # transformers adds the balance to the loss only with this flag, false by default.
         "balance": values.get("router_aux_loss_coef", 0.001) if values.get("output_router_logits") else 0.0,
     }
     if kind == "mixtral":
@@ -259,8 +260,10 @@ def _experts(settings: Settings) -> dict[str, object]:
 
 
 def _experts_settings(model: Llama) -> dict[str, object]:
-    """transformers' settings of a model's experts, {} without experts. Raises CheckpointError where no class has
-    them."""
+    """Return transformers' settings of a model's experts, {} without experts.
+
+    Raises CheckpointError if no class of transformers has such experts.
+    """
     experts = model.experts
     if experts is None:
         return {}
@@ -268,7 +271,7 @@ def _experts_settings(model: Llama) -> dict[str, object]:
     if kind == "mixtral" and not experts.renormalise:
         rule = "no class of transformers has experts whose weights are not renormalised, but with norms of heads"
         raise CheckpointError(f"{rule}: model.experts.renormalise=false")
-    # Fields that must have their defaults, since no key of the class says otherwise.
+    # Fields without a key in the class must have the defaults.
     plain = {"width", "dense_layers", "scores", "scale", "groups", "bias_rate", "shared", "shared_gate"}
     plain -= {"shared", "shared_gate"} if kind == "qwen2_moe" and experts.shared_gate else set()
     for field in sorted(plain):

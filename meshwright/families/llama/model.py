@@ -1,9 +1,9 @@
-"""Llama (Touvron et al., arXiv 2302.13971, 2307.09288) and decoders like it: Qwen2, Qwen3, Mistral, SmolLM, Mixtral.
+"""Llama (Touvron et al., arXiv 2302.13971, 2307.09288) and similar decoders: Qwen2, Qwen3, Mistral, SmolLM, Mixtral.
 
 A decoder with RMS norms at the input of each sub-layer, rotary positions (rope.py), SwiGLU, and K key-value heads with
-G queries each (grouped queries, Ainslie et al., arXiv 2305.13245). One linear makes queries, keys and values. Its
-columns are ordered by key-value head, each with its G queries, its key and its value, [H, K (G + 2) E], so that equal
-slices of the columns give each tensor-parallel rank whole key-value heads with their queries.
+G queries each (grouped queries, Ainslie et al., arXiv 2305.13245). One linear makes queries, keys and values. The
+columns are ordered by key-value head: G queries, a key and a value for each head, [H, K (G + 2) E]. Equal slices of the
+columns then give each tensor-parallel rank whole key-value heads with all queries of these heads.
 
 Shapes: B batch, T sequence, H hidden, K local key-value heads, G queries of each, E head width, N inner width.
 """
@@ -27,7 +27,7 @@ from meshwright.families.llama.section import Llama
 
 
 class LlamaAttention(nn.Module):
-    """Causal self-attention over this rank's key-value heads and their queries."""
+    """Causal self-attention over this rank's key-value heads and the queries of these heads."""
 
     def __init__(self, model: Llama, kit: Kit, layer: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaModel(RotaryDecoder):
-    """Tokens to a loss."""
+    """Llama from tokens to a loss."""
 
     def __init__(self, model: Llama, kit: Kit, chunk: Chunk | None = None) -> None:
         biased = "feed-forward" in model.biases
@@ -76,7 +76,7 @@ class LlamaModel(RotaryDecoder):
 
     @staticmethod
     def products(config: Config) -> Costs:
-        """Causal attention counts as if no score were masked."""
+        """Count multiplications, with causal attention as if no score were masked."""
         model, sequence = config.model, config.data.lengths.source
         assert isinstance(model, Llama), model
         width, pairs = model.heads * model.width_of_head, 2 * model.num_key_value_heads * model.width_of_head

@@ -1,4 +1,4 @@
-"""The special tokens of encoder-decoders, as data/specials.py has them.
+"""The special tokens of encoder-decoders, in the way of data/specials.py.
 
 | model | names | in addition |
 |---|---|---|

@@ -1,1 +1,1 @@
-"""Classifiers of images: ViT, and ResNeXt, whose branches SUPER deals out."""
+"""Classifiers of images: ViT, and ResNeXt with parallel paths, the branches of SUPER."""

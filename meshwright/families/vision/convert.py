@@ -1,6 +1,6 @@
 """Hugging Face's ViT: ViTForImageClassification.
 
-Their linears are [out, in], ours [in, out]; query, key and value are one of ours.
+Hugging Face's linears are [out, in], ours [in, out]. Query, key and value are one linear here.
 
 | Hugging Face                       | shape        | ours                     | shape          |
 |------------------------------------|--------------|--------------------------|----------------|
@@ -10,8 +10,8 @@ Their linears are [out, in], ours [in, out]; query, key and value are one of our
 | position_embeddings                | [1, T, H]    | positions                |                |
 | classifier                         | [classes, H] | head                     | [padded, H]    |
 
-Theirs adds the class token to its position; ours has the sum alone, and gives it back as the class token, beside a
-position of zeros.
+Hugging Face adds the class token to its position. We store only the sum; an export writes the sum as the class token,
+and zeros as its position.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class VitFamily(Family):
         if model.image % model.patch:
             raise settings.refused(f"patch_size={model.patch} does not divide image_size={model.image}")
         beside = settings.path.parent / _PROCESSOR
-        if beside.is_file():  # another scale of the pixels would be another function of the image
+        if beside.is_file():  # with another scale of pixels the model would compute another function of the image
             for key in ("image_mean", "image_std"):
                 Settings(beside).only(key, [0.5] * model.channels)
         return model
@@ -108,10 +108,10 @@ class VitFamily(Family):
 
 
 def _patches(name: str, shape: TensorShape, model: Vit) -> TensorPair:
-    """The pair of our patches with the weight and bias of Hugging Face's convolution."""
+    """Pair our patches with the weight and bias of Hugging Face's convolution."""
     convolution = (model.hidden, model.channels, model.patch, model.patch)
     theirs = {f"{_PROJECTION}.weight": convolution, f"{_PROJECTION}.bias": (model.hidden,)}
-    # A convolution whose stride is its kernel is a linear of each patch's pixels.
+    # A convolution with a stride equal to the kernel size is a linear of each patch's pixels.
     return TensorPair(
         name, shape, theirs,
         lambda weight, bias: torch.cat([weight.flatten(1).t(), bias.unsqueeze(0)]),
@@ -120,12 +120,12 @@ def _patches(name: str, shape: TensorShape, model: Vit) -> TensorPair:
 
 
 def _positions(name: str, shape: TensorShape, model: Vit) -> TensorPair:
-    """The pair of our positions with Hugging Face's class token and positions."""
+    """Pair our positions with Hugging Face's class token and positions."""
     theirs = {
         f"{_EMBEDDINGS}.cls_token": (1, 1, model.hidden),
         f"{_EMBEDDINGS}.position_embeddings": (1, model.positions, model.hidden),
     }
-    # Only their sum is ever computed, so the two cannot be told apart again.
+    # Only the sum of class token and position 0 is stored, so an export cannot separate the two.
     return TensorPair(
         name, shape, theirs,
         lambda token, positions: torch.cat([token[0] + positions[0, :1], positions[0, 1:]]),

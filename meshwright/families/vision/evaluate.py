@@ -1,10 +1,10 @@
-"""The share of images whose class a classifier names.
+"""The accuracy of a classifier of images.
 
 | --data | measured |
 |---|---|
 | none, or the run's own source | the run's held-out split |
 | DIR with DIR/train and DIR/validation | DIR/validation |
-| any other folder, or digits | all of it |
+| any other folder, or digits | all images |
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ BATCH_IMAGES = 64
 
 @torch.inference_mode()
 def image_accuracy(loaded: Loaded, data: str | None, progress: ShowProgress = silent) -> Facts:
-    """Ask for the class of every image; classes are numbered by their names' order, as in the training.
+    """Measure accuracy and loss over images; classes are numbered in the order of names, as in training.
 
-    Raises DataError naming an image that cannot be read, ConfigError where the data has more classes than the model.
+    Raises DataError with the path of an unreadable image, ConfigError if the data has more classes than the model.
     """
     model, trained_on = loaded.config.model, loaded.config.data
     assert isinstance(model, ImageNetwork), model
     name = data if data is not None else trained_on.source
-    if data is None and name == STDLIB:  # imported, no run of ours
+    if data is None and name == STDLIB:  # an imported checkpoint, which has no run with images
         raise ConfigError.of("--data", "none", f"leaves {loaded.folder} without images", "digits, a folder")
     source = open_source(name)
     source.check_classes(name, model)
     numbers = np.arange(len(source.labels))
-    # Images that the run has learned from would make its accuracy look better than it is.
+    # Training images are excluded, since these would make the accuracy look too good.
     if name == trained_on.source or source.held_out is not None:
         numbers = source.split(trained_on.validation)["validation"]
     correct, total = 0, 0.0
@@ -63,7 +63,7 @@ def image_accuracy(loaded: Loaded, data: str | None, progress: ShowProgress = si
 
 
 def measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
-    """The checkpoint's folder, and the accuracy on the question's images, or on those that the run held out."""
+    """Measure accuracy on the question's or the held-out images; return the checkpoint's folder and facts."""
     loaded = load_model(question.checkpoint, question.device, "images")
     return loaded.folder, image_accuracy(loaded, question.data, progress)
 

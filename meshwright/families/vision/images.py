@@ -1,10 +1,10 @@
-"""Images packed once into a folder that every rank maps (decoded, square, split), and batches of them.
+"""Packed images: decoded, square and split once into a folder that every rank maps; and the batches of these images.
 
 | source | holds | held out |
 |---|---|---|
 | digits | 1797 handwritten digits of 8 x 8 grey pixels (Alpaydin & Kaynak, 1998), in scikit-learn's package | a share |
 | DIR/CLASS/*.jpg, jpeg, png | a folder a class | a share |
-| DIR/train/CLASS/*, DIR/validation/CLASS/* | the same twice | as the folders say |
+| DIR/train/CLASS/*, DIR/validation/CLASS/* | the same twice | DIR/validation |
 
 | file | holds |
 |---|---|
@@ -12,9 +12,9 @@
 | train-labels.npy, validation-labels.npy | [n] int64, a class each |
 | images.json | `ImagesHeader` |
 
-Classes are numbered in the order of their names. An image's shorter side becomes the model's, and its middle is cut
-out. The held-out share is drawn class by class with a seed of its own, so that runs of every seed hold out the same
-images. Images are stored in a seeded order: the first ones of a split are of all classes.
+Classes are numbered in the order of names. An image is scaled until the shorter side has the model's size, and the
+middle square is kept. The held-out share is drawn class by class with a fixed seed, so that runs of every seed hold out
+the same images. Images are stored in a seeded order, so that the first images of a split have all classes.
 """
 
 from __future__ import annotations
@@ -56,38 +56,38 @@ _REPORT_EVERY = 64
 
 _MODES = {1: "L", 3: "RGB"}
 _EIGHT_BIT = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"})
-"""Pillow's modes that turn into grey or RGB of 8 bits without a loss of range."""
+"""Pillow's modes that are converted to grey or RGB of 8 bits without a loss of range."""
 
 
 @dataclass(frozen=True)
 class ImageSource:
-    """The images of a source by number. `read(number, size, channels)` decodes one: [C, S, S] of uint8."""
+    """The images of a source by number. `read(number, size, channels)` decodes an image: [C, S, S] of uint8."""
 
     identity: str
-    """Changes when the source does."""
+    """A text that changes with the content of the source."""
     name: str
-    """Without a path of this machine."""
+    """The name in headers and messages, without a path of this machine."""
     classes: tuple[str, ...]
     labels: np.ndarray
     """[n] int64."""
     held_out: np.ndarray | None
-    """[n] bool, where the source itself says; None: a share is to be held out."""
+    """[n] bool, if the source has a validation folder; None: a share is held out."""
     read: Callable[[int, int, int], np.ndarray]
 
     def check_classes(self, source: str, model: ImageNetwork) -> None:
-        """Raises ConfigError where the model has fewer classes than `source`, as the user names it."""
+        """Raise ConfigError if the model has fewer classes than `source`, the name that the user wrote."""
         if len(self.classes) > model.classes:
             rule = f"is fewer than the {len(self.classes)} classes of {source}"
             raise ConfigError.of("model.classes", model.classes, rule, f"{len(self.classes)} or more")
 
     def split(self, share: float) -> dict[Split, np.ndarray]:
-        """The numbers of each split's images, in their stored order. Raises DataError where a split would be empty."""
+        """Return the numbers of each split's images, in the stored order. Raises DataError for an empty split."""
         held_out = self.held_out
         if held_out is None:
             held_out = np.zeros(len(self.labels), dtype=bool)
-            for label in np.unique(self.labels):  # of each class its share, to the nearest whole image
+            for label in np.unique(self.labels):  # the share of each class, to the nearest whole image
                 members = np.flatnonzero(self.labels == label)
-                # A seed of its own, not the run's: runs of every seed share one packed folder and one held-out set.
+                # A fixed seed, not the run's, so that all runs share one packed folder and one held-out set.
                 order = Permutation(len(members), _SPLIT_SEED, int(label))(np.arange(len(members)))
                 held_out[members[order[: round(len(members) * share)]]] = True
         parts: dict[Split, np.ndarray] = {"train": np.flatnonzero(~held_out), "validation": np.flatnonzero(held_out)}
@@ -99,7 +99,7 @@ class ImageSource:
 
 
 def open_source(source: str) -> ImageSource:
-    """Find the images of `digits` or of a folder. Raises DataError naming what is missing or cannot be an image."""
+    """Find the images of `digits` or of a folder. Raises DataError with the name of a missing or invalid file."""
     if source != DIGITS:
         return _folder(Path(source).expanduser())
     dataset: Any = _library("sklearn.datasets", "scikit-learn").load_digits()
@@ -140,7 +140,7 @@ def _folder(folder: Path) -> ImageSource:
         except (OSError, SyntaxError, ValueError, image.DecompressionBombError) as error:
             raise DataError(f"{path}: cannot be decoded ({error}); mend it, or move it out of the folder") from error
 
-    # Sizes and times stand for the content: reading every image would take as long as packing it again.
+    # Sizes and times identify the content: reading every image would take as long as packing again.
     facts = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     identity = hashlib.sha256(json.dumps([str(folder.resolve()), facts]).encode()).hexdigest()
     fixed = np.array(held_out) if is_split else None
@@ -148,7 +148,7 @@ def _folder(folder: Path) -> ImageSource:
 
 
 def _class_files(folder: Path) -> dict[str, list[Path]]:
-    """The images of each class folder, hidden files aside. Any other file is a mistake: none is skipped silently."""
+    """Return the images of each class folder. Hidden files are ignored; any other file raises DataError."""
     classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not classes:
         raise DataError(f"{folder}: holds no class folders (FOLDER/CLASS/IMAGE.jpg, jpeg or png)")
@@ -167,9 +167,9 @@ def _class_files(folder: Path) -> dict[str, list[Path]]:
 
 
 def _squared(picture: Any, size: int, channels: int) -> np.ndarray:
-    """Upright, in the wanted channels, its shorter side `size`, the middle of the longer: [C, S, S]."""
+    """Turn a picture upright, convert its channels, scale the shorter side to `size`, keep the middle: [C, S, S]."""
     operations = _library("PIL.ImageOps", "pillow")
-    # A camera's picture may lie on its side, with a note that says so.
+    # A camera's picture may be stored rotated, with the orientation in the EXIF data.
     upright = operations.exif_transpose(picture).convert(_MODES[channels])
     fitted = operations.fit(upright, (size, size), method=_library("PIL.Image", "pillow").Resampling.BILINEAR)
     return np.ascontiguousarray(np.asarray(fitted).reshape(size, size, channels).transpose(2, 0, 1))
@@ -205,7 +205,7 @@ class PackedImages:
     header: ImagesHeader
 
     def array(self, split: Split, content: Literal["images", "labels"]) -> np.ndarray:
-        """`images`: [n, C, S, S] uint8; `labels`: [n] int64; mapped from the file and read-only."""
+        """Map a file read-only: `images` [n, C, S, S] uint8, or `labels` [n] int64."""
         path, header = self.folder / f"{split}-{content}.npy", self.header
         dtype, dims = ("uint8", (header.channels, header.image, header.image)) if content == "images" else ("int64", ())
         shape = (header.train if split == "train" else header.validation, *dims)
@@ -219,23 +219,23 @@ class PackedImages:
 
 
 def images_for(data: ImageData, model: ImageNetwork, cache: Path, progress: ShowProgress = silent) -> PackedImages:
-    """The images that a config asks for, packed once in `cache`; a folder that is there is checked whole.
+    """Open the packed images of a config; pack the images first if `cache` does not have them.
 
-    Raises DataError where an image or the packed folder is damaged; ConfigError where the model has too few classes, or
-    data.validation no effect.
+    An existing folder is checked completely. Raises DataError if an image or the packed folder is damaged, and
+    ConfigError if the model has too few classes or data.validation has no effect.
     """
     source = open_source(data.source)
     source.check_classes(data.source, model)
     if source.held_out is not None and data.validation != ImageData.model_fields["validation"].default:
         rule = f"has no effect: {data.source} has a validation folder"
         raise ConfigError.of("data.validation", data.validation, rule, "leave it out")
-    # All that the packed pixels depend on names the folder: no stale one is ever found.
+    # The folder's name is a hash of everything that the packed pixels depend on, so no stale folder is read.
     facts = [_FORMAT, source.identity, model.image, model.channels, data.validation]
     out = cache / f"images-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
     try:
         with folder_lock(out, progress):
             if (out / HEADER).is_file():
-                # Whole, once a run: a flipped bit in a pixel would be learned without a sound.
+                # All checksums, once a run: a flipped bit in a pixel would be learned silently.
                 return open_images(out, verify=True)
             with staged_folder(out) as folder:
                 _write(folder, source, data.validation, model, progress)
@@ -245,7 +245,7 @@ def images_for(data: ImageData, model: ImageNetwork, cache: Path, progress: Show
 
 
 def _write(folder: Path, source: ImageSource, share: float, model: ImageNetwork, progress: ShowProgress) -> None:
-    """Decode every image into its split's file; the header that describes them comes last."""
+    """Decode every image into its split's file, and write the header last."""
     parts = source.split(share)
     done = 0
     for split, numbers in parts.items():
@@ -271,7 +271,7 @@ def _write(folder: Path, source: ImageSource, share: float, model: ImageNetwork,
 
 
 def open_images(folder: Path, verify: bool = False) -> PackedImages:
-    """Open a packed folder; with `verify` every file's checksum is compared. Raises DataError naming the file."""
+    """Open a packed folder; `verify` compares the checksum of every file. Raises DataError with the damaged file."""
     path = folder / HEADER
     try:
         header = ImagesHeader.model_validate_json(read_text(path))
@@ -302,7 +302,7 @@ class ImageSamples(ShuffledSamples):
 
 
 def prepare_images(data: ImageData, config: Config, progress: ShowProgress) -> Path:
-    """The packed images of a run. Raises DataError, ConfigError where they do not suit it."""
+    """Pack the images of a run; return the folder. Raises DataError or ConfigError if the run cannot use the images."""
     assert isinstance(config.model, ImageNetwork), config.model
     packed = images_for(data, config.model, cache_folder(), progress)
     data.open(config, packed.folder)
@@ -310,6 +310,6 @@ def prepare_images(data: ImageData, config: Config, progress: ShowProgress) -> P
 
 
 def open_image_splits(data: ImageData, config: Config, folder: Path) -> Opened:
-    """The splits of packed images. Raises DataError where they are too small."""
+    """Open the splits of packed images. Raises DataError if a split is too small."""
     packed = open_images(folder)
     return open_splits(config, lambda split: (ImageSamples(packed, split, config.seed), ""))

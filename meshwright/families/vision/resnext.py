@@ -1,9 +1,10 @@
 """ResNeXt (Xie et al., 2017, arXiv 1611.05431), with group norm (Wu and He, 2018, arXiv 1803.08494) for batch norm.
 
-Batch norm would make the loss depend on what is in a microbatch, and so on the layout. Group norm has as many weights;
-every norm has as many groups as a block has paths, so that a rank with some of the paths has whole groups.
+With batch norm the loss would depend on the samples of a microbatch, and so on the layout. Group norm has the same
+number of weights. Every norm has one group for each path of a block, so that a rank with some of the paths has whole
+groups.
 
-Shapes: B batch, C channels and K kernel of the stem, S the image's side at a block and s behind its stride, P paths,
+Shapes: B batch, C channels and K kernel of the stem, S the image's side at a block and s after its stride, P paths,
 D = P · path width, local d; H and N the block's input and output channels. An image is a sequence of its positions.
 
 | step     | output                                                                                             |
@@ -11,8 +12,8 @@ D = P · path width, local d; H and N the block's input and output channels. An 
 | rows     | [B, S·S, C·K·K]: the pixels under the kernel                                                       |
 | stem     | [B, S·S, hidden]: patches, norm, ReLU, and for `imagenet` the maximum of 3 x 3 with stride 2       |
 | expand   | [B, S·S, d]: 1 x 1, norm, ReLU                                                                     |
-| kernels  | [B, s·s, d]: 3 x 3 in each path by itself, norm, ReLU; where a stage begins, with stride 2         |
-| contract | [B, s·s, N]: 1 x 1, norm; ReLU of the sum with the block's input, or with a linear and norm of it  |
+| kernels  | [B, s·s, d]: 3 x 3 in each path separately, norm, ReLU; in a stage's first block, stride 2         |
+| contract | [B, s·s, N]: 1 x 1, norm; ReLU of the sum with the block's input, or with its linear and norm      |
 | end      | [B, 1, N]: the mean over positions                                                                 |
 | head     | classes                                                                                            |
 """
@@ -42,7 +43,7 @@ KERNEL = 3
 
 @dataclass(frozen=True)
 class BlockShape:
-    """A block's channels: `inner` of all paths together; and the side of the image that it reads."""
+    """The channels of a block, `inner` over all paths, and the sides of the images that the block reads and writes."""
 
     inputs: int
     inner: int
@@ -52,37 +53,37 @@ class BlockShape:
     """The side of the block's output."""
     stride: int
     changes: bool
-    """Whether its input cannot be added to its output as it is."""
+    """True if input and output differ in shape, so that the shortcut needs a linear."""
 
 
 @dataclass(frozen=True)
 class StemShape:
-    """The stem's kernel and stride, and whether it pools."""
+    """The stem's kernel, stride and sizes. `pools`: True if max pooling follows the convolution."""
 
     kernel: int
     stride: int
     pools: bool
     inputs: int
-    """Pixels under the kernel, of all channels."""
+    """Pixels under the kernel, over all channels."""
     side: int
-    """The side of the image behind the convolution."""
+    """The side of the convolution's output."""
 
 
 def stem_of(model: ResNeXt) -> StemShape:
-    """The stem's shape."""
+    """Return the shape of the stem."""
     kernel, stride, pools = (7, 2, True) if model.stem == "imagenet" else (3, 1, False)
     return StemShape(kernel, stride, pools, model.channels * kernel**2, math.ceil(model.image / stride))
 
 
 def block_shapes(model: ResNeXt) -> list[BlockShape]:
-    """The shapes of all blocks, in order."""
+    """Return the shapes of all blocks, in order."""
     shapes = []
     channels, stem = model.hidden, stem_of(model)
     side = math.ceil(stem.side / 2) if stem.pools else stem.side
     for stage, num_blocks in enumerate(model.stage_blocks):
         inner, outputs = model.paths * model.path_width * 2**stage, 4 * model.hidden * 2**stage
         for index in range(num_blocks):
-            # A stage begins by halving the side, the first one apart.
+            # The first block of every stage but the first halves the side.
             stride = 2 if stage > 0 and index == 0 else 1
             reduced, changes = math.ceil(side / stride), stride > 1 or channels != outputs
             shapes.append(BlockShape(channels, inner, outputs, side, reduced, stride, changes))
@@ -91,23 +92,23 @@ def block_shapes(model: ResNeXt) -> list[BlockShape]:
 
 
 def he(inputs: int) -> Initial:
-    """The first values of a linear or convolution in front of a ReLU (He et al., 2015, arXiv 1502.01852, eq. 10)."""
+    """Return initial values of a linear or convolution before a ReLU (He et al., 2015, arXiv 1502.01852, eq. 10)."""
     return Initial(math.sqrt(2 / inputs))
 
 
 def image_of(h: Tensor) -> Tensor:
-    """[B, S·S, C] -> [B, C, S, S], a view."""
+    """View a sequence of positions as an image: [B, S·S, C] -> [B, C, S, S]."""
     side = math.isqrt(h.shape[1])
     return h.transpose(1, 2).unflatten(2, (side, side))
 
 
 def sequence_of(image: Tensor) -> Tensor:
-    """[B, C, S, S] -> [B, S·S, C], a view where rows of the image lie behind each other."""
+    """Turn an image into a sequence of positions: [B, C, S, S] -> [B, S·S, C]. A view if the rows are contiguous."""
     return image.flatten(2).transpose(1, 2)
 
 
 class Stem(nn.Module):
-    """Images to the first block's input."""
+    """The layers from images to the first block's input."""
 
     def __init__(self, model: ResNeXt, kit: Kit) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ class Stem(nn.Module):
         pixels = images.to(next(self.parameters()).dtype) / 127.5 - 1  # 0..255 -> -1..1
         kernel = self.shape.kernel
         rows = F.unfold(pixels, kernel, padding=kernel // 2, stride=self.shape.stride).transpose(1, 2)
-        # unfold and a linear are the convolution, in a word that every kit has.
+        # unfold and a linear are a convolution, made of a layer that every kit has.
         h = F.relu(self.norm(self.patches(rows))).to(pixels.dtype)  # [B, S·S, H]
         return sequence_of(F.max_pool2d(image_of(h), 3, 2, 1)) if self.shape.pools else h
 
@@ -138,7 +139,7 @@ class Shortcut(nn.Module):
         if self.stride > 1:
             h = sequence_of(image_of(h)[:, :, :: self.stride, :: self.stride])
         normed: Tensor = self.norm(self.transform(h))
-        return normed.to(h.dtype)  # under autocast too, sums are made in the precision of what passes on
+        return normed.to(h.dtype)  # also under autocast, the residual sum has the dtype of the hidden states
 
 
 class ResNeXtBlock(nn.Module):
@@ -152,7 +153,7 @@ class ResNeXtBlock(nn.Module):
         self.products = PLAIN if kit.inner is None else kit.inner.products
         self.expand = kit.branches.expand(shape.inputs, inner, he(shape.inputs), bias=False)
         self.expand_norm = kit.norm(inner, epsilon, kind="group", groups=model.paths, inside=True)
-        # Cut along the paths, so that a rank has whole ones; `local` because no other rank reads them.
+        # Sharded along the paths, so that a rank has whole paths; `local`, since no other rank reads these kernels.
         self.kernels = kit.local((inner, width, KERNEL, KERNEL), 0, he(width * KERNEL**2), HIDDEN_MATRIX)
         self.kernels_norm = kit.norm(inner, epsilon, kind="group", groups=model.paths, inside=True)
         self.contract = kit.branches.contract(inner, shape.outputs, he(inner), bias=False)
@@ -167,7 +168,7 @@ class ResNeXtBlock(nn.Module):
 
 
 class ResNeXtModel(ImageChain):
-    """Images to a loss. Dropout in front of the classifier."""
+    """ResNeXt from images to a loss, with dropout before the classifier."""
 
     def __init__(self, model: ResNeXt, kit: Kit, chunk: Chunk | None = None) -> None:
         chunk = chunk or Chunk.whole(model.num_blocks)
@@ -193,21 +194,21 @@ class ResNeXtModel(ImageChain):
 
     @staticmethod
     def products(config: Config) -> Costs:
-        """Multiplications of weights in an image's forward pass."""
+        """Count the multiplications with weights in an image's forward pass."""
         model = config.model
         assert isinstance(model, ResNeXt), model
         shapes, stem = block_shapes(model), stem_of(model)
         begin = stem.side**2 * stem.inputs * model.hidden
         layers = []
         for shape in shapes:
-            kernels = shape.inner * shape.inner // model.paths * KERNEL**2  # each path sees its own channels
+            kernels = shape.inner * shape.inner // model.paths * KERNEL**2  # a path reads only its own channels
             shortcut = shape.inputs * shape.outputs * shape.changes
-            behind = kernels + shape.inner * shape.outputs + shortcut  # behind the stride
+            behind = kernels + shape.inner * shape.outputs + shortcut  # after the stride
             layers.append(shape.side**2 * shape.inputs * shape.inner + shape.reduced_side**2 * behind)
         return Costs(begin, tuple(layers), shapes[-1].outputs * model.padded(model.classes))
 
     @staticmethod
     def tokens_per_sample(config: Config) -> int:
-        """Positions of an image that the first block reads."""
+        """Count the positions of an image at the first block's input."""
         assert isinstance(config.model, ResNeXt), config.model
         return block_shapes(config.model)[0].side ** 2

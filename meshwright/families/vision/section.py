@@ -40,7 +40,7 @@ class ImageNetwork(Network):
 @rule("model.hidden", "model.paths")
 def paths_divide_hidden(config: Config) -> Iterator[Problem]:
     paths, hidden = config.model.branches.number, config.model.hidden
-    # Every norm has as many groups as a block has paths, so one divisibility serves all kits.
+    # Every norm has one group for each path of a block, so one rule of divisibility is enough for all kits.
     if hidden % paths:
         rule_text = f"does not divide model.hidden={hidden}: norms have a group for each path"
         yield Problem("model.paths", paths, rule_text, listed(divisors(hidden)))

@@ -5,7 +5,7 @@ Shapes: B batch, C channels, S image, P patch, T tokens = (S/P)^2 + 1, H hidden,
 | step      | output                                                                                      |
 |-----------|---------------------------------------------------------------------------------------------|
 | rows      | [B, T, C·P·P + 1]: a row of zeros for the class token, then each patch's pixels and a one   |
-| patches   | [B, T, H]: the one meets the last row of the weight, which is the bias of the patches alone |
+| patches   | [B, T, H]: the one multiplies the weight's last row, the bias of the patches alone          |
 | positions | [B, T, H]: row 0 of the table is the class token together with its position                 |
 | blocks    | [B, T, H]                                                                                   |
 | head      | classes, of the first token                                                                 |
@@ -30,7 +30,7 @@ INITIAL = Initial(0.02)
 
 
 class ImageChain(Chain):
-    """The base of classifiers of images. Batch: `images` [B, C, S, S] of uint8, `labels` [B, 1]."""
+    """The base of classifiers of images. Batch: `images` [B, C, S, S] uint8, `labels` [B, 1]."""
 
     @staticmethod
     def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -40,7 +40,7 @@ class ImageChain(Chain):
 
 
 class ViT(ImageChain):
-    """Images to a loss."""
+    """The Vision Transformer from images to a loss."""
 
     def __init__(self, model: Vit, kit: Kit, chunk: Chunk | None = None) -> None:
         chunk = chunk or Chunk.whole(model.layers)
@@ -58,9 +58,9 @@ class ViT(ImageChain):
             self.head = kit.head_loss(HeadShape(model.hidden, model.classes, rows, INITIAL, bias=True))
 
     def embed(self, batch: Batch) -> Hidden:
-        """[B, T, H] of the class token and the patches."""
+        """Embed the class token and the patches: [B, T, H]."""
         images = batch["images"]
-        # uint8 until here: batches travel and lie in memory at a byte a pixel.
+        # uint8 until here: batches are sent and stored with one byte a pixel.
         pixels = images.to(next(self.parameters()).dtype) / 127.5 - 1  # 0..255 -> -1..1
         positions = torch.arange(self.num_tokens, device=images.device)
         return (self.dropout(self.patches(patch_rows(pixels, self.patch)) + self.positions(positions)),)
@@ -73,7 +73,7 @@ class ViT(ImageChain):
 
     @staticmethod
     def products(config: Config) -> Costs:
-        """The classifier sees one token."""
+        """Count multiplications; the classifier reads one token."""
         model = config.model
         assert isinstance(model, Vit), model
         tokens, hidden = model.positions, model.hidden
@@ -83,19 +83,19 @@ class ViT(ImageChain):
 
     @staticmethod
     def tokens_per_sample(config: Config) -> int:
-        """Positions of an image."""
+        """Count the positions of an image."""
         assert isinstance(config.model, Vit), config.model
         return config.model.positions
 
 
 def patch_inputs(model: Vit) -> int:
-    """The width of a patch's row: its pixels and the one."""
+    """Return the width of a patch's row: the pixels and the one."""
     return model.channels * model.patch**2 + 1
 
 
 def patch_rows(pixels: Tensor, patch: int) -> Tensor:
-    """[B, C, S, S] -> [B, T, C·P·P + 1], row after row of patches behind the class token's zeros."""
+    """Cut images into rows of patches, after a row of zeros for the class token: [B, C, S, S] -> [B, T, C·P·P + 1]."""
     cut = pixels.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # [B, C, S/P, P, S/P, P]
     rows = cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # [B, T - 1, C·P·P]
-    # The one meets the weight's last row, the patches' bias; the class token's row has no one, hence no bias.
+    # The one multiplies the weight's last row, the patches' bias; the class token's row has a zero, hence no bias.
     return F.pad(F.pad(rows, (0, 1), value=1.0), (0, 0, 1, 0))
