@@ -34,13 +34,13 @@ What a run can say: meshwright config, meshwright config optimizer.lr
 FIELDS_HELP = "Fields, such as layout.data.size=4; meshwright config lists them."
 
 RUN, PROVE, PREDICT, OPERATE = "Run", "Prove", "Predict", "Operate"
-"""The parts of the help's list of commands, in this order."""
+"""The parts of the list of commands in the help, in this order."""
 
 
 LINE_SECONDS = 10
 
 FOLDERS = ("--out", "--data", "--to", "--status", "--source")
-"""Options whose values are files and folders."""
+"""Options with a file or folder as the value."""
 
 
 class _Commands(TyperGroup):

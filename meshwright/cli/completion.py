@@ -1,4 +1,4 @@
-"""Completion of a command in a shell: names of runs, fields and their values.
+"""Completion of a command in a shell: names of runs, fields and values.
 
 Fields are read from the shipped schema, without pydantic. If another package registers strategies, the schema is made
 anew with these strategies: the config is imported, 0.3 s more.
@@ -60,7 +60,7 @@ def complete_word(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def _names(schema: Schema, incomplete: str) -> Iterator[str]:
-    """Yield the dotted names that begin with `incomplete`, each with its sign: `layout.`, `steps=`."""
+    """Yield the dotted names that begin with `incomplete`, each with the sign that follows: `layout.`, `steps=`."""
     *parents, last = incomplete.split(".")
     nodes = [schema]
     for parent in parents:

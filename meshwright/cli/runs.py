@@ -169,10 +169,10 @@ def explain(
         Path | None, Option(metavar="FILE.html", help="The layout as a page to play with; needs no network.")
     ] = None,
 ) -> None:
-    """Say what a layout makes of the model and sends.
+    """Show how a layout shards the model and what it sends.
 
-    Parameters and what cuts them, a step's collectives and bytes, the pipeline's stages and what its schedule idles.
-    The page shows who holds what and who sends what to whom, and computes the step again as sliders move.
+    Shows parameters and the axes that shard each one, a step's collectives with bytes, the pipeline's stages and the
+    idle time of the schedule. The page shows the contents and messages of every rank, and sliders to recompute a step.
 
     Example: meshwright explain quickstart layout.tensor=megatron layout.tensor.size=2 --page layout.html
     """
@@ -205,9 +205,9 @@ def verify(
 ) -> None:
     """Prove a run's layout equal to plain torch on one device.
 
-    Losses, every gradient and weights are compared. Exit code 1 where it does not, and where a gradient is zero on
-    both sides. Dropout is off: no two layouts share its masks. With bits=layout-free the layout's own bits are held to
-    one device's as well, with dropout.
+    Losses, every gradient and weights are compared. Exit code 1 if any differ, or if a gradient is zero on both sides.
+    Dropout is off: no two layouts share its masks. With bits=layout-free the layout's bits are also compared with one
+    device's, with dropout.
 
     Example: meshwright verify run.yaml layout.data.size=4 layout.data.sync=ring
     """
@@ -232,11 +232,11 @@ def diff(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say where two runs part: step, parameter, box.
+    """Find where two runs part: step, parameter, box.
 
-    Losses, norms and roots of each step, and every byte of the checkpoints that both have. Exit code 1 if they differ
-    or a checkpoint is damaged, 3 if no common checkpoint shows that they are equal. Layouts do not matter; runs with
-    bits=layout-free should be equal under all of them.
+    Compares losses, norms and roots of each step, and every byte of common checkpoints. Exit code 1 if the runs differ
+    or a checkpoint is damaged, 3 if no common checkpoint shows that they are equal. Layouts do not matter: runs with
+    bits=layout-free should be equal under all layouts.
 
     Example: meshwright diff out/two-gpus out/eight-gpus
     """
@@ -262,9 +262,9 @@ def replay(
 ) -> None:
     """Make a step again: tell the program from the machine.
 
-    From the checkpoint before it, here, with the run's layout or another one (bits=layout-free). Equal numbers: program
-    and machine are sound. Else it is made a second time, which tells the machine from the program. Exit code 1. A
-    damaged checkpoint before the step is refused; --from says from which one to go.
+    Starts from the checkpoint before the step, here, with the run's layout or another one (bits=layout-free). Equal
+    numbers: program and machine are sound. Otherwise the step is made a second time, to tell the machine from the
+    program, and the exit code is 1. A damaged checkpoint before the step is refused; --from names another one.
 
     Example: meshwright replay out/first --step 1200 layout.data=2
     """
@@ -287,7 +287,7 @@ def branches(
 ) -> None:
     """Find a model's branches, and what dealing them out gains.
 
-    A sub-graph layout could cut them: what each costs, and the most that it gains.
+    A sub-graph layout can deal branches out to ranks. Shows the cost of each branch, and the largest possible gain.
 
     Example: meshwright branches run.yaml model.heads=16 --grids 2,4
     """
@@ -346,9 +346,9 @@ def plan(
 ) -> None:
     """Find the fastest layouts that fit a cluster.
 
-    The run file's layout, microbatch, recomputation and offload are free; what a key=value word sets stays. Its corpus
-    and tokenizer need not be here. Ctrl-C, or SIGTERM, ends the search with the best so far. --from takes a job of
-    torchtitan, Megatron-LM, Accelerate or AutoModel, and answers in its words.
+    The run file's layout, microbatch, recomputation and offload are free; a field set by a key=value word stays. The
+    corpus and tokenizer may be missing here. Ctrl-C, or SIGTERM, ends the search with the best so far. --from reads a
+    job of torchtitan, Megatron-LM, Accelerate or AutoModel, and answers in the words of that program.
 
     Example: meshwright plan --model llama-3.1-8b --sequence 8192 --batch 512 --cluster dgx-h100 --devices 64
     """
@@ -400,8 +400,8 @@ def scale(
 ) -> None:
     """Predict how strategies scale over devices.
 
-    The fastest layout of each strategy that fits, on more and more devices. What a key=value word sets of a layout
-    stays, in all of them.
+    Finds the fastest layout of each strategy that fits, for each number of devices. A field of the layout set by a
+    key=value word stays in all of these.
 
     Example: meshwright scale run.yaml --cluster dgx-a100 --devices 4,16,64,256 --mode weak --out out/weak
     """
@@ -446,9 +446,9 @@ def submit(
     go: Annotated[bool, Option("--go", help="Hand it to the engine as well, by its own command.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write what Slurm, Kubernetes, Ray or SkyPilot needs.
+    """Write a job file for Slurm, Kubernetes, Ray or SkyPilot.
 
-    A run that is stopped saves, and is started again.
+    A run that the engine stops saves a checkpoint, and is started again.
 
     Example: meshwright submit run.yaml device=cuda --on slurm --nodes 2 --set time=04:00:00 --go
     """
@@ -484,7 +484,7 @@ def calibrate(
 ) -> None:
     """Measure this machine as a cluster file for the planner.
 
-    Products, memory, and the links of each transport, for `plan --cluster FILE`. Nothing else should run meanwhile.
+    Measures products, memory, and the links of each transport, for `plan --cluster FILE`. Run nothing else meanwhile.
 
     Example: meshwright calibrate --out here.yaml --ranks 2,4
     """
@@ -520,9 +520,9 @@ def compare(
     out: Annotated[Path | None, Option(help="A new folder for the page; out/NAME-OF-RUN-compared.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run layouts here in turns, measured beside predicted.
+    """Run layouts here in turns; compare with predictions.
 
-    Time, memory, bytes sent and losses of each, and a page.
+    Shows time, memory, bytes sent and losses of each layout, and writes a page.
 
     Example: meshwright compare run.yaml --layouts rows.yaml stages.yaml --cluster here.yaml --rounds 3
     """

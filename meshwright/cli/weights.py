@@ -63,11 +63,11 @@ def data_prepare(
 ) -> None:
     """Tokenize a corpus into packed files that runs read.
 
-    The same corpus gives the same bytes. With a run, its data is prepared, of any kind.
+    The same corpus gives the same bytes. With RUN, the run's data is prepared, of any kind.
 
     Example: meshwright data prepare --source wiki.train.txt --tokenizer bpe:8192 --out data/wiki
 
-    Of dialogues and tasks, as a run reads them: meshwright data prepare chat.yaml --out data/chat
+    Dialogues and tasks of a run: meshwright data prepare chat.yaml --out data/chat
     """
     if run is not None:
         given = {"source": source, "tokenizer": tokenizer, "validation": validation, "pairs": pairs or None}
@@ -151,7 +151,7 @@ def doctor(
 ) -> None:
     """Show what this machine has, lacks, and how to add it.
 
-    With --nodes: which hosts there are, over which interface they talk, how fast each pair, which folders they share.
+    With --nodes: the hosts, the interface that connects hosts, the speed of each pair of hosts, and shared folders.
 
     Example: meshwright doctor
 
@@ -194,9 +194,9 @@ def evaluate(
 ) -> None:
     """Measure a checkpoint: perplexity, or a task.
 
-    Perplexity of a text per token and per word; an encoder-decoder's of targets, and BLEU of its answers; LAMBADA's
-    accuracy in naming the last word of a passage; a BERT's in naming masked tokens; a ViT's in naming an image's class;
-    a fine-tuned BERT's answers to MNLI, QQP, SQuAD and RACE; what lm-evaluation-harness' tasks measure, lm-eval:NAME.
+    Decoders: perplexity of a text per token and per word, and LAMBADA, the accuracy on a passage's last word.
+    Encoder-decoders: perplexity of targets, and BLEU of answers. BERT: the accuracy on masked tokens. ViT: the accuracy
+    on images. Fine-tuned BERTs: MNLI, QQP, SQuAD and RACE. lm-eval:NAME is a task of lm-evaluation-harness.
 
     Example: meshwright eval out/first --data wiki.test.txt --stride 64
     """
@@ -228,8 +228,8 @@ def generate(
 ) -> None:
     """Go on from a prompt, or answer it.
 
-    A GPT-2 or Llama goes on, an encoder-decoder answers: the same seed gives the same text. A T5 that learned spans
-    fills in those that <extra_id_0>, <extra_id_1>, ... stand for.
+    A GPT-2 or Llama continues the prompt, an encoder-decoder answers; the same seed gives the same text. A T5 that
+    learned spans fills in <extra_id_0>, <extra_id_1>, ...
 
     Example: meshwright generate out/first --prompt "def main" --temperature 0.8 --top-k 40
     """
@@ -256,7 +256,7 @@ def convert_import(
 ) -> None:
     """Make a checkpoint from a Hugging Face folder.
 
-    For eval and generate. To train from one: model.from in the run.
+    The checkpoint is for eval and generate. To train from a folder, set model.from in the run.
 
     Example: meshwright convert import gpt2 --out out/gpt2/checkpoints/step-0
     """

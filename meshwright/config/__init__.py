@@ -1,7 +1,7 @@
 """The run's configuration: schema (nouns), rules (conditions on several fields), load (YAML and overrides).
 
-The names below are imported at their first use: the schema imports the sections and the registry, which are modules
-of this package.
+The names below are imported at first use, since the schema imports the sections and the registry, which are modules of
+this package.
 """
 
 from __future__ import annotations

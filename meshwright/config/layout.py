@@ -27,10 +27,10 @@ else:
 
 
 class DataParallel(Section):
-    """Data parallelism: replicas of the model, each with its part of the batch, and how they agree on a gradient."""
+    """Data parallelism: replicas of the model, each with a part of the batch, and the reduction of gradients."""
 
     size: Positive = 1
-    """Replicas of the model, each of which takes batch.global / size samples a step."""
+    """Replicas of the model; each takes batch.global / size samples a step."""
     sync: SyncName = "allreduce"
     """How replicas agree on a gradient, and who keeps optimizer states, gradients and weights."""
     shard: Positive | None = None
@@ -38,7 +38,7 @@ class DataParallel(Section):
     expert: Positive = 1
     """How many of the size ranks share one set of a model's experts (expert parallelism)."""
     exchange: Literal["blocking", "messages"] = "blocking"
-    """How rows travel to their experts: blocking: a layer waits for them; messages: under other microbatches' tasks."""
+    """How rows are sent to experts: blocking: a layer waits; messages: while other microbatches' tasks run."""
     bucket: Size | Literal["auto"] = "auto"
     """Bytes that one collective reduces; auto: 16 MiB, and for more than 16 ranks 1 MiB for each."""
 
@@ -88,9 +88,9 @@ class PipelineSection(Section):
     limit: Positive | Literal["auto"] = "auto"
     """Microbatches in flight at a stage, of each chunk; auto: axonn the number of stages, message-driven by memory."""
     partition: tuple[Count, ...] | Literal["auto", "measured"] = "auto"
-    """Layers of each stage's chunks in the model's order; auto: by counted cost; measured: by times when it begins."""
+    """Layers of each stage's chunks in the model's order; auto: by counted cost; measured: by times at the start."""
     head: Literal["last", "spread"] = "last"
-    """The stages that have the head's table: the last, or each its part of the classes (vocabulary parallelism)."""
+    """The stages with the head's table: the last, or every stage a part of the classes (vocabulary parallelism)."""
 
     @property
     def rule(self) -> ScheduleRule:
@@ -142,15 +142,15 @@ def part_of_axis(mention: str) -> tuple[str, int | None]:
 
 
 class Layout(Section):
-    """How the job is laid over its ranks, and what carries its messages. Ranks: data x pipeline x context x tensor.
+    """How the job is laid over ranks, and the carrier of messages. Ranks: data x pipeline x context x tensor.
 
-    In `order` axes of size 1 may be left out. One that is named again is split: `row:2` is a part of 2, and its last
-    mention has what is left, so that [row:2, col:2, row, col] numbers a square of ranks by blocks. auto: replicate,
-    data, pipe, expert, context, then the tensor section's.
+    In `order` axes of size 1 may be left out. An axis that is named again is split: `row:2` is a part of size 2, and
+    the last mention is the remaining part, so that [row:2, col:2, row, col] numbers a square of ranks by blocks. auto:
+    replicate, data, pipe, expert, context, then the axes of the tensor section.
     """
 
     data: DataParallel = DataParallel()
-    """Replicas of the model, and how they agree on a gradient."""
+    """Replicas of the model, and the reduction of gradients."""
     pipeline: PipelineSection = PipelineSection()
     """Stages of contiguous layers."""
     context: ContextParallel = ContextParallel()
@@ -158,11 +158,11 @@ class Layout(Section):
     tensor: TensorParallel = Whole()
     """Every layer cut over ranks."""
     transport: Literal["auto", TransportName] = "auto"
-    """The carrier of messages; threads: ranks in one process; auto: MPI on CPUs with it, else torch (gloo, NCCL)."""
+    """The carrier of messages; threads: ranks in one process; auto: installed MPI on CPUs, else torch (gloo, NCCL)."""
     order: tuple[str, ...] | Literal["auto"] = "auto"
     """The axes, outermost first: ranks that differ on the last alone are neighbours; row:2 is a part of an axis."""
     ranks_per_node: Positive | Literal["auto"] = "auto"
-    """Neighbours that share a node; auto: as many as the launcher has started on one."""
+    """Neighbours that share a node; auto: the number of ranks that the launcher has started on one."""
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -194,12 +194,12 @@ class Layout(Section):
 
     @property
     def layer_axes(self) -> tuple[tuple[str, int], ...]:
-        """The axes whose ranks compute a layer together and wait for each other inside the layer."""
+        """The axes over which ranks compute a layer together and wait for each other inside the layer."""
         return *self.data.expert_axes, *self.context.axes, *self.tensor.axes
 
     @property
     def peer_axes(self) -> tuple[str, ...]:
-        """The axes whose ranks run a stage's tasks in the same order, since the tasks contain collectives over them."""
+        """The axes over which ranks run a stage's tasks in one order, since the tasks contain collectives."""
         data = ("data",) if self.data.strategy.slices else ()
         return *data, *(name for name, _ in self.layer_axes)
 

@@ -36,7 +36,7 @@ from meshwright.ranks.transports import TRANSPORTS
 from meshwright.strategies.memory.section import GROUPING
 
 OFFLOAD_MULTIPLE = 128
-"""Two halves, each of whole vectors of the optimizer's kernels: so the bits are those of the optimizer in place."""
+"""Divides offload's bucket: two halves of whole kernel vectors, for the same bits as without offload."""
 
 
 FIRST_LAST_AND_ONE = 3

@@ -42,10 +42,10 @@ else:
 
 
 class Timeout(Section):
-    """How long ranks wait for each other. Then every rank says where it is, and the job ends."""
+    """How long ranks wait for each other. Then every rank prints its place in the program, and the job ends."""
 
     join: Seconds = Timeouts.join
-    """Seconds for all ranks to come, at the start."""
+    """Seconds for all ranks to join, at the start."""
     wait: Seconds = Timeouts.wait
     """Seconds that one rank may wait for another in a collective or for a message."""
 
@@ -56,7 +56,7 @@ class BatchSection(Section):
     global_: Positive = Field(default=64, alias="global")
     """Samples a step, of all replicas together; each accumulates global / layout.data.size / micro microbatches."""
     micro: Positive | Literal["auto"] = "auto"
-    """Samples that a replica computes at once; smaller takes less memory. auto: all of its part, with stages less."""
+    """Samples that a replica computes at once; fewer take less memory. auto: the replica's part, less with stages."""
 
 
 class LossScale(Section):
@@ -76,7 +76,7 @@ PRODUCTS = {"auto": STORED, "stored": STORED, "fp8": STORED, "float32": "meshwri
 
 
 class Precision(Section):
-    """The number formats of weights, products and gradients; a word stands for a level and its dtype."""
+    """The number formats of weights, products and gradients; a word sets a level and its dtype."""
 
     level: Literal["O0", "O1", "O2"] = "O0"
     """O0: all in dtype; O1: float32 weights, autocast; O2: half-precision weights, float32 masters and states."""
@@ -139,12 +139,12 @@ class MemorySection(Section):
 
 
 class Restarts(Section):
-    """How a job that lost a rank goes on; a number stands for times."""
+    """How a job that lost a rank continues; a number sets `times`."""
 
     times: Count = 0
     """How often the launcher starts the job again, from its newest complete checkpoint."""
     shrink: bool = False
-    """A job that lost a rank goes on with fewer replicas, and under torchrun with as many as it starts ranks for."""
+    """A job that lost a rank continues with fewer replicas; under torchrun, with the ranks that torchrun starts."""
 
     @model_validator(mode="before")
     @classmethod
@@ -162,7 +162,7 @@ class ScheduleSection(Section):
     """
 
     warmup: Count = 0
-    """Steps in which the rate rises in a line to its peak."""
+    """Steps of warm-up: the rate rises linearly to its peak."""
     stable: Share = 0.0
     """The share of the steps after the warm-up that stay at the peak (WSD)."""
     decay: Literal["constant", "linear", "cosine", "sqrt", "inverse-sqrt"] = "constant"
@@ -215,31 +215,31 @@ class CheckpointSection(Section):
     keep: Positive = 3
     """The number of newest checkpoints that stay."""
     best: bool = False
-    """Write one at each validation that is the best so far, and keep it beside the newest."""
+    """Write a checkpoint at each validation that is the best so far, and keep it in addition to the newest."""
 
 
 class Validation(Section):
-    """The loss on what data.validation holds out. `validation: none` switches it off."""
+    """The loss on the held-out share, data.validation. `validation: none` switches it off."""
 
     every: Count = 0
     """Steps between two validations; 0: never."""
     batches: Positive = 8
     """Global batches that each is the mean of."""
     metric: Literal["loss", "accuracy"] = "loss"
-    """The number by which a validation is better than another."""
+    """The number that decides if a validation is better than another."""
     patience: Count = 0
-    """The run ends after so many validations in a row that are no better than the best (0: never)."""
+    """The run ends after this number of validations in a row that are no better than the best (0: never)."""
 
 
 class Check(Section):
-    """Replicas compare hashes of their weights, and of all they save: a flipped bit is found, and its rank named."""
+    """Replicas compare hashes of weights and of all saved state: a flipped bit is found, and its rank named."""
 
     every: Count = 1
     """Steps between two comparisons; 0: never."""
     root_every: Count = 0
     """Steps between two roots in metrics.jsonl, of the weights that a step has read; 0: never."""
     sums: Literal["plugins", "always", "never"] = "plugins"
-    """Follow a step's sums on meta tensors before ranks start: where a package's strategy takes part, always, never."""
+    """Follow a step's sums on meta tensors before ranks start: if a package's strategy takes part, always, never."""
 
 
 class Metrics(Section):
@@ -251,13 +251,13 @@ class Metrics(Section):
     """The name under which trackers list the run."""
     # True: a run's config may be secret, and leaves the machine only on request.
     offline: bool = True
-    """All stays on this machine, in the run's folder where the tracker can; false: trackers send it."""
+    """All stays on this machine, in the run's folder if the tracker can; false: trackers send it."""
     address: Annotated[str, Field(pattern=r"^[0-9A-Za-z.:-]+$")] = "127.0.0.1"
-    """The address at which prometheus is answered, by rank 0; 0.0.0.0: every address of the host."""
+    """The address of rank 0's answers to prometheus; 0.0.0.0: every address of the host."""
     port: Annotated[int, Field(ge=1, le=65535)] = 9464
     """The port of /metrics, which prometheus asks."""
     peak_flops: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    """FLOP/s of one device, for mfu; auto: looked up by its name, and unknown where that is not listed."""
+    """FLOP/s of one device, for mfu; auto: looked up by the device's name, unknown for a name that is not listed."""
 
     @model_validator(mode="before")
     @classmethod
@@ -273,7 +273,7 @@ class Logging(Section):
     """The lines that a run prints."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """From debug (each step with its phases) over info (one now and then) and warning to error (what ends the run)."""
+    """debug: each step with its phases; info: a step now and then; warning; error: only the cause of the run's end."""
 
 
 class Config(Section):
@@ -284,7 +284,7 @@ class Config(Section):
     model: Model = entries("models")[default_family()].model_validate({"family": default_family()})
     """The network: a name of `meshwright config model`, {base: NAME, ...}, {from: HF_FOLDER}, or a family's fields."""
     weights: str | None = None
-    """The Hugging Face folder whose weights the run starts from, as model.from says it; null: it draws its own."""
+    """The Hugging Face folder with the run's initial weights, set by model.from; null: random weights."""
     data: Data = entries("data")["text"]()
     """The samples: a corpus, its tokenizer, the length of a sample."""
     batch: BatchSection = BatchSection()
@@ -294,7 +294,7 @@ class Config(Section):
     precision: Precision = Precision()
     """Number formats: float32, float64, bf16, fp16, or a section."""
     memory: MemorySection = MemorySection()
-    """Recomputation, and what is kept off the device."""
+    """Recomputation, and storage off the device."""
     optimizer: OptimizerSection = OptimizerSection()
     """How weights are stepped."""
     steps: Positive = 1000
@@ -314,7 +314,7 @@ class Config(Section):
     logging: Logging = Logging()
     """The lines that a run prints."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """The processors of ranks; auto: GPUs where there is one for each rank here, else CPUs."""
+    """The processors of ranks; auto: GPUs if there is one for each rank here, else CPUs."""
     compile: Literal["auto", "blocks", "islands", "none"] = "auto"
     """blocks: each layer is a compiled graph (tensor/graphs.py); islands: loss and GELU are; auto: blocks on a GPU."""
     threads: Positive | Literal["auto"] = "auto"
@@ -322,7 +322,7 @@ class Config(Section):
     timeout: Timeout = Timeout()
     """How long ranks wait for each other."""
     restarts: Restarts = Restarts()
-    """How a job that lost a rank goes on; none: it ends."""
+    """How a job that lost a rank continues; none: the job ends."""
 
     @model_validator(mode="before")
     @classmethod

@@ -28,7 +28,7 @@ class Facts:
     """Numbers that a config alone does not have; None: unknown here."""
 
     tokens: int | None = None
-    """Tokens of a tokenizer whose size data.tokenizer does not name."""
+    """The tokenizer's number of tokens, if data.tokenizer does not name the size."""
     samples: int | None = None
     """Training samples an epoch."""
     cores: int | None = None

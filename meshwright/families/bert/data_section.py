@@ -1,4 +1,4 @@
-"""The data sections of masked texts, and of fine-tuning tasks from their official files. No torch here.
+"""The data sections of masked texts, and of fine-tuning tasks from official files. No torch here.
 
 | kind           | source                                                          | read by     |
 |----------------|-----------------------------------------------------------------|-------------|
@@ -31,7 +31,7 @@ def held_out_exists(config: Config) -> Iterator[Problem]:
 
 
 class MaskedData(MixedSection):
-    """Two texts, of which some tokens are masked."""
+    """Two texts with some masked tokens."""
 
     kind: Literal["masked"]
     gives: ClassVar[str] = "masked"
@@ -49,11 +49,11 @@ class TaskSection(TokenSection):
     rules: ClassVar[tuple[Rule, ...]] = (*TokenSection.rules, held_out_exists)
 
     held_out: str | None = None
-    """The official held-out file or folder; null: the share validation of the source, whole passages of it."""
+    """The official held-out file or folder; null: the share `validation` of the source, in whole passages."""
 
 
 class SentencePairData(TaskSection):
-    """Two texts and their class: MNLI's train.tsv, dev_matched.tsv; QQP's train.tsv, dev.tsv."""
+    """Two texts and the class of the pair: MNLI's train.tsv, dev_matched.tsv; QQP's train.tsv, dev.tsv."""
 
     kind: Literal["sentence-pairs"]
     gives: ClassVar[str] = "classified pairs"
@@ -61,7 +61,7 @@ class SentencePairData(TaskSection):
 
 
 class SquadData(TaskSection):
-    """A question, a passage, and where the answer stands in it: train-v1.1.json, dev-v2.0.json."""
+    """A question, a passage, and the place of the answer in the passage: train-v1.1.json, dev-v2.0.json."""
 
     kind: Literal["squad"]
     gives: ClassVar[str] = "answered passages"
@@ -71,7 +71,7 @@ class SquadData(TaskSection):
 
 
 class RaceData(TaskSection):
-    """A passage, a question about it, and its answers, one of them right: RACE/train, RACE/dev/high."""
+    """A passage, a question, and several answers with one right answer: RACE/train, RACE/dev/high."""
 
     kind: Literal["race"]
     gives: ClassVar[str] = "answered choices"

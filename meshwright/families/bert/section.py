@@ -49,7 +49,7 @@ class Bert(BertTrunk):
     reads: ClassVar[str] = "masked"
     data_kind: ClassVar[str] = "masked"
     next_sentence: bool = True
-    """It also learns whether the second text goes on from the first."""
+    """Whether the model also learns if the second text follows the first."""
 
 
 class BertPairs(BertTrunk):
@@ -61,7 +61,7 @@ class BertPairs(BertTrunk):
     reads: ClassVar[str] = "classified pairs"
     data_kind: ClassVar[str] = "sentence-pairs"
     classes: Positive = 3
-    """Classes that it tells apart; those of data.source, or more."""
+    """The number of classes: at least the number of data.source's classes."""
 
 
 class BertSpans(BertTrunk):

@@ -20,7 +20,7 @@ from meshwright.families.gpt.section import Gpt2
 from meshwright.training.convert.family import Family, WithTokens
 from meshwright.training.convert.folder import Settings
 
-# The same function under its two names: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
+# Two names of one function: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
 _ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
 
 

@@ -73,9 +73,9 @@ _WITH_EXPERTS: dict[str, object] = {"router_jitter_noise": 0.0, "decoder_sparse_
 _SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
 """Keys of a shared expert. Qwen2-MoE's class reads only the first."""
 _GROUPED = ("qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
-"""Model_types whose default number of key-value heads is not the number of heads."""
+"""Model_types with a default number of key-value heads other than the number of heads."""
 _READERS = {"attention_bias": ("llama", "qwen3", "qwen3_moe"), "mlp_bias": ("llama",)}
-"""Model_types whose classes read these keys."""
+"""The model_types of classes that read these keys."""
 _BIASES = {"attention_bias": ("query-key-value", "output"), "mlp_bias": ("feed-forward",)}
 
 
@@ -199,7 +199,7 @@ class LlamaFamily(RotaryFamily):
         settings = {key: bool(set(names) & biases) for key, names in _BIASES.items()}
         wanted = {name for key, names in _BIASES.items() if settings[key] for name in names}
         unread = {names for key, names in _BIASES.items() if settings[key] and kind not in _READERS[key]}
-        # A key stands for several linears, so config.json cannot express every choice of biases.
+        # A key covers several linears, so config.json cannot express every choice of biases.
         if kind not in ("qwen2", "qwen2_moe") and (wanted != biases or unread):
             raise CheckpointError(
                 f"no class of transformers has {kind}'s layers with model.biases={shown(model.biases)}"

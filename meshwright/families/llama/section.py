@@ -60,11 +60,11 @@ class Llama(RotaryTransformer):
     spreads_head: ClassVar[bool] = True
     balance_of_folders: ClassVar[str] = "config.json has output_router_logits=false, and true trains with one"
     key_value_heads: Positive | None = None
-    """K, each of which serves heads / K queries; null: as many as heads."""
+    """K: number of key-value heads; each serves heads / K queries. null: the number of heads."""
     head_width: Positive | None = None
     """E; null: hidden / heads."""
     head_norms: bool = False
-    """RMS norms of each head's queries and keys before they are turned, with one weight for all heads (Qwen3)."""
+    """RMS norms of each head's queries and keys before the rotation, with one weight for all heads (Qwen3)."""
     biases: tuple[Linears, ...] = ()
     """Which linears have biases: Qwen2's are [query-key-value]."""
 
@@ -78,7 +78,7 @@ class Llama(RotaryTransformer):
 
     @property
     def branches(self) -> Branches:
-        """A key-value head with its queries."""
+        """The branches of a layer: each is a key-value head with its queries."""
         # Error texts name the field that the user wrote.
         field = "model.heads" if self.key_value_heads is None else "model.key_value_heads"
         shared = "model.head_norms" if self.head_norms else ""

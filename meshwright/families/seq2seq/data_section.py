@@ -107,7 +107,7 @@ class PairData(RecordSection):
     )
 
     target: str | None = None
-    """The text file whose line i is the target of the source's line i."""
+    """The text file of targets: line i is the target of the source's line i."""
     languages: tuple[str, str] | None = None
     """The two keys of a record's pair, from and to: [en, de]; null: source, target."""
     buckets: Positive = 1

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EncoderDecoder(TextTransformer):
-    """Sequence to sequence: `layers` blocks that read the source, then as many that write the target."""
+    """Sequence to sequence: `layers` encoder blocks that read the source, then `layers` decoder blocks."""
 
     reads: ClassVar[str] = "sequences"
     data_kind: ClassVar[str] = "pairs"
@@ -91,6 +91,6 @@ class T5(EncoderDecoder):
     vocabulary: Positive = 32128
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
     distance_buckets: Positive = 32
-    """Distances between two tokens that attention tells apart: half of them exactly, the others in powers."""
+    """Buckets of distances between two tokens: half for one distance each, the others for ranges in powers."""
     distance_max: Positive = 128
     """From here on all distances are in the last bucket."""

@@ -115,7 +115,7 @@ def _recipe(model: T5, kit: Kit) -> Recipe:
         norm=lambda: kit.norm(hidden, model.norm_epsilon, kind="rms"),
         norm_first=True,
         bias=False,
-        # The small first values of queries stand in for 1/sqrt(E).
+        # The small initial values of queries replace the factor 1/sqrt(E).
         scale=1.0,
         inner_dropout=model.dropout,
         initials=initials,

@@ -1,7 +1,7 @@
 """The original Transformer (Vaswani et al., 2017, arXiv 1706.03762): a norm after each residual sum, sinusoidal
 positions, one table for source, target and output.
 
-Dropout is where section 5.4 has it: on each sub-layer's output and on the embeddings with their positions.
+Dropout as in section 5.4: on each sub-layer's output, and on the sums of embeddings and positions.
 Shapes: B batch, T sequence, H hidden.
 """
 

@@ -34,7 +34,7 @@ class ImageNetwork(Network):
     channels: Positive = 3
     """1: grey; 3: red, green and blue."""
     classes: Positive = 1000
-    """Classes that it tells apart; those of data.source, or more."""
+    """The number of classes: at least the number of data.source's classes."""
 
 
 @rule("model.hidden", "model.paths")
@@ -63,7 +63,7 @@ class ResNeXt(ImageNetwork):
     paths: Positive = 32
     """Parallel paths of a block (its cardinality), which divide hidden."""
     path_width: Positive = 4
-    """Channels of a path in the first stage; they double from stage to stage."""
+    """Channels of a path in the first stage; the number doubles from stage to stage."""
     stem: Literal["imagenet", "small"] = "imagenet"
     """imagenet: a 7 x 7 convolution with stride 2, then max pooling with stride 2; small: 3 x 3 with stride 1."""
     dropout: Share = 0.0
