@@ -32,15 +32,15 @@ class DataParallel(Section):
     size: Positive = 1
     """Replicas of the model; each takes batch.global / size samples a step."""
     sync: SyncName = "allreduce"
-    """How replicas agree on a gradient, and who keeps optimizer states, gradients and weights."""
+    """How gradients are reduced over replicas, and which ranks keep optimizer states, gradients and weights."""
     shard: Positive | None = None
-    """How many of the size ranks share one set of slices (HSDP); null: all. zero1, zero2 and zero3 have slices."""
+    """The number of ranks that share one set of slices (HSDP); null: all `size`. zero1, zero2 and zero3 have slices."""
     expert: Positive = 1
-    """How many of the size ranks share one set of a model's experts (expert parallelism)."""
+    """The number of ranks, out of `size`, that share one set of a model's experts (expert parallelism)."""
     exchange: Literal["blocking", "messages"] = "blocking"
     """How rows are sent to experts: blocking: a layer waits; messages: while other microbatches' tasks run."""
     bucket: Size | Literal["auto"] = "auto"
-    """Bytes that one collective reduces; auto: 16 MiB, and for more than 16 ranks 1 MiB for each."""
+    """Bytes that one collective reduces; auto: 16 MiB, and for more than 16 ranks 1 MiB a rank."""
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

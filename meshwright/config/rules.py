@@ -1,7 +1,7 @@
 """The rules that join fields of several sections. The rules of a single strategy are in the strategy's section.
 
-A rule is a generator of problems. It names the fields that it reads, so that it can be left out when one of these is
-itself mistaken, and every other mistake is still reported in the same message.
+A rule is a generator of problems with a list of the fields that the rule reads. A rule is left out if one of these
+fields is itself mistaken, so that every other mistake is still reported in the same message.
 """
 
 from __future__ import annotations
@@ -97,8 +97,10 @@ def dtype_fits_level(config: Config) -> Iterator[Problem]:
 
 @rule("precision.products", "precision.dtype")
 def fp8_is_of_bf16(config: Config) -> Iterator[Problem]:
-    """Refuse FP8 of other dtypes: fp16 scales the loss for a range that rows have by their own scales, and products of
-    float32 are asked for to be exact."""
+    """Refuse FP8 with other dtypes than bf16.
+
+    fp16 scales the loss for the sake of range, but FP8 rows have separate scales. float32 is chosen for exact products.
+    """
     if config.precision.in_fp8 and config.precision.dtype != "bf16":
         what = f"rounds operands in bf16, and precision.dtype={config.precision.dtype}"
         yield Problem("precision.products", "fp8", what, "precision=bf16 precision.products=fp8; stored")
@@ -216,7 +218,7 @@ def partition_is_of_the_layers(config: Config) -> Iterator[Problem]:
 
 @rule("layout.pipeline")
 def limit_has_an_effect(config: Config) -> Iterator[Problem]:
-    # A rule as well as an effect: the planner's space asks rules alone, and must not drop a user's limit with gpipe.
+    # Also an effect. The planner's space checks only rules, and must not drop a user's limit with gpipe.
     pipeline = config.layout.pipeline
     if pipeline.limit != "auto" and pipeline.rule.fixed:
         rule_text = f"has no effect on layout.pipeline.schedule={pipeline.schedule}"

@@ -16,11 +16,11 @@ from meshwright.config.section import shown
 Check = Callable[[Config, "Facts"], "str | None"]
 
 SPARE_ROWS = 256
-"""Unused rows of a vocabulary that cost too little for a line."""
+"""The most unused rows of a vocabulary without a line: these cost too little."""
 BEGIN_ANEW = frozenset(("base", "from", "family", "kind", "name"))
-"""Keys that say which section it is."""
+"""Keys that name the kind of a section."""
 OFTEN = 100
-"""Passes over the same samples that are too many."""
+"""The number of passes over the same samples that is too large."""
 
 
 @dataclass(frozen=True)

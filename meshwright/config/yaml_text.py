@@ -1,7 +1,7 @@
-"""YAML text to plain values, and everything that is none refused before it costs memory or time.
+"""The reader of YAML texts as plain values. Any other content is refused before it costs memory or time.
 
-YAML can say little that means much: ten aliases of ten aliases are a billion values, and brackets are free. A run file
-needs neither, so that modest limits stop both.
+A short YAML text may expand to a huge value: nine levels of ten aliases each are a billion values, and every bracket
+nests a level deeper. A run file needs neither, so modest limits refuse both.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _TOO_DEEP = f"is nested deeper than {MAX_LEVELS} levels"
 
 
 def plain_values(text: str) -> Any:
-    """The values of a YAML text's only document; None where there is none. Raises yaml.YAMLError."""
+    """Return the values of a YAML text's only document; None for an empty text. Raises yaml.YAMLError."""
     level = 0
-    # Events come one after another, while nodes are composed by recursion, which the depth of a text would exhaust.
+    # Events are parsed one after another. Nodes are composed by recursion, and a deep text would exhaust the stack.
     for event in yaml.parse(text, _Loader):
         level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if level > MAX_LEVELS:
@@ -37,7 +37,7 @@ def plain_values(text: str) -> Any:
 
 
 def complaint(error: yaml.YAMLError) -> str:
-    """The parser's complaint on one line, with the line and column where a person looks for it."""
+    """Format the parser's error as one line, with line and column counted from 1."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{error.problem} at line {mark.line + 1}, column {mark.column + 1}"
@@ -45,23 +45,23 @@ def complaint(error: yaml.YAMLError) -> str:
 
 
 def told(error: yaml.YAMLError, wanted: str = "YAML") -> str:
-    """The rule of a problem: `is no YAML: ... at line 3, column 7`; a number of two readings is YAML all the same."""
+    """Return the rule of a problem: `is no YAML: ... at line 3, column 7`. A number with two readings is valid YAML."""
     return complaint(error) if isinstance(error, _Ambiguous) else f"is no {wanted}: {complaint(error)}"
 
 
 class _Refused(yaml.MarkedYAMLError):
-    """A text that YAML allows and a run does not need."""
+    """An error: a text that YAML allows, but no run needs."""
 
     def __init__(self, problem: str, mark: yaml.Mark) -> None:
         super().__init__(problem=problem, problem_mark=mark)
 
 
 class _Ambiguous(_Refused):
-    """A number that YAML 1.1 reads otherwise than a person."""
+    """An error: a number that YAML 1.1 and a person read differently."""
 
 
 def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
-    """(values, levels) of a node with its aliases written out. `known`: by identity; None while it is looked at."""
+    """Count (values, levels) of a node with aliases expanded. `known`: results by node identity; None: in progress."""
     key = id(node)
     if key not in known:
         known[key] = None
@@ -113,7 +113,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def readings(text: str) -> str:
-    """Explain a number that YAML 1.1 reads otherwise than a person.
+    """Explain a number that YAML 1.1 and a person read differently.
 
     Returns:
         The end of a sentence with the numbers to write, or nothing for a number that has one reading.
@@ -140,7 +140,7 @@ def readings(text: str) -> str:
 
 
 def _without_zeros(digits: str) -> str:
-    """The digits without the zeros in front: `00.5` as `0.5`, `010` as `10`; `0x1F` is left."""
+    """Strip leading zeros: `00.5` -> `0.5`, `010` -> `10`; `0x1F` is unchanged."""
     return re.sub(r"^0+(?=\d)", "", digits)
 
 
