@@ -42,7 +42,7 @@ else:
 
 
 class Timeout(Section):
-    """How long ranks wait for each other. Then every rank prints its place in the program, and the job ends."""
+    """How long ranks wait for each other. Then every rank reports its place in the program, and the job ends."""
 
     join: Seconds = Timeouts.join
     """Seconds for all ranks to join, at the start."""
@@ -103,7 +103,7 @@ class Precision(Section):
 
 
 def parse_every(value: object) -> object:
-    """`{every: 2}` -> 2. Anything else is left to the type check."""
+    """Unwrap `{every: 2}` -> 2. Any other value is left to the type check."""
     return value["every"] if isinstance(value, dict) and value.keys() == {"every"} else value
 
 

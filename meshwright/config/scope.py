@@ -143,7 +143,7 @@ def topic_of_key(key: str) -> Topic | None:
 
 
 def topic_of_address(value: str) -> Topic | None:
-    """Remote storage, if the value is an address in one."""
+    """Return the topic of remote storage if the value is an address there, else None."""
     return _STORAGE if _STORAGE.answers_value(value) else None
 
 
@@ -163,5 +163,5 @@ def answered(problem: Problem, *, unknown: bool) -> Problem:
 
 
 def _plain(word: str) -> str:
-    """The word in small letters, with underscores for dashes and blanks: `LoRA-rank` as `lora_rank`."""
+    """Write a word in small letters, with underscores for dashes and blanks: `LoRA-rank` -> `lora_rank`."""
     return re.sub(r"[\s\-.:/]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])", "_", word.strip())).lower().strip("_")

@@ -174,7 +174,7 @@ class EncoderBlock(CoderBlock):
         self.final_norm = recipe.norm() if last and recipe.norm_first else None
 
     def forward(self, h: Tensor, seen: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[B, S, H] -> [B, S, H]."""
+        """Run the block: [B, S, H] -> [B, S, H]."""
         h = self.add(h, self.attention_norm, lambda x: self.attention(x, seen, bias, None))
         h = self.add(h, self.feed_forward_norm, self.feed_forward)
         return h if self.final_norm is None else self.dropout(self.final_norm(h))
@@ -194,7 +194,7 @@ class DecoderBlock(CoderBlock):
     def forward(
         self, h: Tensor, memory: Tensor, seen: Tensor, bias: Tensor | None = None, cache: DecoderCache | None = None
     ) -> Tensor:
-        """[B, T, H] -> [B, T, H], with memory [B, S, H]."""
+        """Run the block: [B, T, H] -> [B, T, H], with memory [B, S, H]."""
         keep = None if cache is None else partial(cache.target.extend, self.index)
         kept = None if cache is None else cache.source
         h = self.add(h, self.attention_norm, lambda x: self.attention(x, None, bias, keep))

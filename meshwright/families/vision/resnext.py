@@ -183,11 +183,11 @@ class ResNeXtModel(ImageChain):
             self.head = kit.head_loss(HeadShape(channels, model.classes, rows, Initial(0.01), bias=True))
 
     def embed(self, batch: Batch) -> Hidden:
-        """[B, S·S, H]."""
+        """Run the stem: [B, S·S, H]."""
         return (self.stem(batch["images"]),)
 
     def final_states(self, hidden: Hidden) -> Tensor:
-        """[B, 1, N]: the mean over positions."""
+        """Average over positions: [B, 1, N]."""
         (h,) = hidden
         pooled: Tensor = self.dropout(h.mean(1, keepdim=True))
         return pooled
