@@ -1,1 +1,1 @@
-"""Branches of a model, found by itself: what a sub-graph layout could cut, and what it would gain at most."""
+"""Finds the branches of a model that a sub-graph layout could cut, and bounds the speed-up."""

@@ -1,7 +1,7 @@
-"""The findings of `meshwright branches`: a run's regions, like ones together, and what assigning them could gain.
+"""Findings of `meshwright branches`: a run's regions in groups of equal ones, and the speed-up bound of each group.
 
-The forward pass of one microbatch is traced on the serial kit and meta tensors. The kit records which linears are
-pairs: the branches of the graph are compared with the branches that a sub-graph layout cuts.
+The forward pass of one microbatch is traced on the serial kit and meta tensors. The kit records the pairs of linears
+that the model asks for: the graph's branches are compared with the branches that a sub-graph layout cuts.
 
 The bound is the speed-up of g ranks over one if communication took no time (Amdahl, 1967; SUPER, IPDPS 2021, section
 III). C: flops outside the assigned branches; D_r: flops of region r on its most loaded sub-grid, with branches dealt
@@ -10,7 +10,7 @@ out by cost (subgraph/branches.py). Regions run one after another; each ends wit
 | layout                                                        | bound                         |
 |---------------------------------------------------------------|-------------------------------|
 | D&SP: the g ranks share the rows of common layers             | total / (C/g + sum of D_r)    |
-| D&SP-cSub, pure sub-graph parallelism: one computes these     | total / (C + sum of D_r)      |
+| D&SP-cSub, pure sub-graph parallelism: one rank computes them | total / (C + sum of D_r)      |
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Branch = Literal["attention-core", "attention", "block"]
 """A value of layout.tensor.branch."""
 
 Where = Literal["branches", "slices"]
-"""From which of the kit's two pairs a linear is."""
+"""The one of the kit's two pairs that a linear belongs to."""
 
 
 class TracedHead(SerialHead):
-    """Whole logits, and torch's cross entropy."""
+    """Head that computes whole logits and torch's cross entropy."""
 
     def __init__(self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None) -> None:
-        # The real head goes through chunks and computes its own gradient: neither is in a forward graph of operators.
+        # The real head loops over chunks and computes its own gradient: neither is in a forward graph of operators.
         super().__init__(mesh, shape, tied, {}, {})
         self.smoothing = shape.smoothing
 
@@ -61,7 +61,7 @@ class TracedHead(SerialHead):
 
 
 class TracedKit(SerialKit):
-    """The serial kit, which records in `pairs` the linears of each pair, those of `branches` separately."""
+    """Serial kit that records each linear of a pair in `pairs`, with the pair that asked: `branches` or `slices`."""
 
     def __init__(self, mesh: Mesh, where: Where = "slices", pairs: dict[nn.Module, Where] | None = None) -> None:
         super().__init__(mesh)
@@ -88,16 +88,16 @@ class TracedKit(SerialKit):
 
 @dataclass(frozen=True)
 class TracedModel:
-    """A traced microbatch of `rows` samples. `pairs`: the paths of each pair's linears, and the place in which the
-    model asked for the pair."""
+    """A traced microbatch of `rows` samples. `pairs`: for the path of each linear of a pair, the pair that the model
+    asked for."""
 
     rows: int
     graph: OperatorGraph
     pairs: dict[str, Where]
 
     def cut_by(self, region: Region) -> tuple[Branch, ...]:
-        """The values of layout.tensor.branch under which a sub-graph layout assigns this region's branches."""
-        # Both linears must be of the same pair: a region between two pairs no layout cuts.
+        """Return the values of layout.tensor.branch under which a sub-graph layout assigns this region's branches."""
+        # All linears must be of the same pair: no layout cuts a region between two pairs.
         asked = {self.pairs.get(path) for path in region.linears}
         if asked == {"branches"}:
             return ("attention", "block") if region.cuts_linears else ("attention-core",)
@@ -105,7 +105,7 @@ class TracedModel:
 
 
 def trace_model(config: Config) -> TracedModel:
-    """The run's model and a microbatch of it, whatever the layout."""
+    """Trace the run's model on an empty microbatch; the run's layout has no effect."""
     kit = TracedKit(solo_mesh(torch.device("meta")))
     model = make_chain(config, kit)
     batch = empty_batch(config, kit, model, kit.mesh.device)
@@ -127,31 +127,31 @@ class Bound:
 
 
 def bound(total: float, regions: Sequence[Dealt], num_subgrids: int) -> Bound:
-    """The bound of a model of `total` flops whose `regions` do not overlap, on sub-grids of one rank each."""
+    """Return the bound for a model of `total` flops with disjoint `regions`, on sub-grids of one rank each."""
     common = total - sum(times * sum(costs) for costs, times in regions)
     slowest = sum(times * most_loaded(costs, num_subgrids) for costs, times in regions)
     return Bound(total / (common / num_subgrids + slowest), total / (common + slowest))
 
 
 def most_loaded(costs: Sequence[float], num_subgrids: int) -> float:
-    """The cost of the most loaded sub-grid. With fewer branches than sub-grids some sub-grids are idle."""
-    # Dealt as the kit deals branches: the bound is one of layouts that can be run.
+    """Return the cost of the most loaded sub-grid. With fewer branches than sub-grids some sub-grids are idle."""
+    # `assign` is the kit's own rule, so the bound holds for layouts that can be run.
     shares = assign(costs, min(num_subgrids, len(costs)))
     return max(sum(costs[branch] for branch in share) for share in shares)
 
 
 @dataclass(frozen=True)
 class RegionGroup:
-    """Regions that differ only in the layer numbers in their paths. `region`: the first; `places`: the paths of all.
-
-    `cut_by`: the values of layout.tensor.branch that assign them. `bounds`: by number of sub-grids, if these regions
-    alone are assigned.
-    """
+    """Regions whose paths differ only in layer numbers."""
 
     region: Region
+    """The first region of the group."""
     places: tuple[str, ...]
+    """The path of each region."""
     cut_by: tuple[Branch, ...]
+    """The values of layout.tensor.branch that assign these regions."""
     bounds: dict[int, Bound]
+    """By number of sub-grids: the bound if these regions alone are assigned."""
 
     @property
     def total_flops(self) -> float:
@@ -160,22 +160,22 @@ class RegionGroup:
 
 @dataclass(frozen=True)
 class Findings:
-    """The forward pass of a microbatch of `rows` samples. `longest_flops`: of the most expensive chain of operators.
-
-    `lone`: the number of residual joins, of a value with the output of the one branch that reads it. `layouts`: bounds
-    by value of layout.tensor.branch and sub-grids; none for a value that would cut nothing.
-    """
+    """Branches and bounds of the forward pass of one microbatch."""
 
     rows: int
+    """Samples in the microbatch."""
     total_flops: int
     longest_flops: int
+    """Flops of the most expensive chain of operators."""
     lone: int
+    """The number of residual joins: a value joined with the output of the only branch that reads the value."""
     groups: tuple[RegionGroup, ...]
     layouts: dict[Branch, dict[int, Bound]]
+    """Bounds by value of layout.tensor.branch and number of sub-grids; without values that would cut nothing."""
 
 
 def findings_of(model: TracedModel, grids: Sequence[int]) -> Findings:
-    """The branches of a traced model. `grids`: numbers of sub-grids to deal them over."""
+    """Find the branches of a traced model. `grids`: the numbers of sub-grids to compute bounds for."""
     joins = find_split_joins(model.graph)
     groups = _grouped(model, (*joins.regions, *find_operator_parts(model.graph)), grids)
     total = model.graph.total_flops
@@ -196,7 +196,7 @@ def _grouped(model: TracedModel, regions: Sequence[Region], grids: Sequence[int]
     alike: dict[tuple[object, ...], list[Region]] = {}
     for region in regions:
         names = tuple(map(unnumbered, region.names))
-        # Equal flops, too: a first layer that is wider than the others is a group by itself.
+        # Equal flops too: a first layer that is wider than the others forms its own group.
         key = (region.form, unnumbered(region.where), region.enter, region.leave, region.flops, names)
         alike.setdefault((*key, model.cut_by(region)), []).append(region)
     total = model.graph.total_flops

@@ -1,7 +1,7 @@
-"""A model as a graph of operators, each with its flops. The module needs no torch: graphs can be written by hand.
+"""A model as a graph of operators with flops. The module needs no torch: graphs can be written by hand.
 
 Operators on activations are in the graph; operators on weights alone, and masks, count in `beside_flops`. Operator 0 is
-the batch. Each other operator comes after those whose results it reads.
+the batch. Operators are in topological order: an operator reads only results of lower numbers.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ BATCH = 0
 
 
 class OperatorKind(Enum):
-    """How an operator treats branches, which lie side by side along the channels."""
+    """Treatment of branches by an operator; branches are consecutive ranges of channels."""
 
     LINEAR = "linear"
-    """An activation times a weight: each output channel depends on all input channels; it can be cut along either."""
+    """An activation times a weight: each output channel depends on all input channels. Input or output can be cut."""
     HEADS = "heads"
     """Attention: its heads are branches by definition."""
     GROUPS = "groups"
-    """A grouped convolution: so are its groups."""
+    """A grouped convolution: its groups are branches by definition."""
     LOCAL = "local"
-    """Element by element, channel by channel, or a view: each branch passes through alone."""
+    """Element by element, channel by channel, or a view: branches stay separate."""
     OTHER = "other"
-    """Everything else: branches end here."""
+    """Any other operator: branches end here."""
 
 
 @dataclass(frozen=True)
 class Operator:
-    """`path`: the module that it belongs to. `inputs`: the numbers of the operators whose results it reads.
-
-    `width`: of LINEAR its input channels; of HEADS, GROUPS and a norm over groups of channels (LOCAL) their number; 0:
-    any number of branches may pass.
-    """
+    """An operator on activations."""
 
     name: str
     path: str
+    """The path of the operator's module."""
     inputs: tuple[int, ...]
+    """The numbers of the operators that this one reads."""
     flops: int
     kind: OperatorKind
     width: int = 0
+    """LINEAR: input channels. HEADS, GROUPS, a norm over groups of channels (LOCAL): the number of heads or groups.
+    0: any number of branches may pass."""
 
 
 @dataclass(frozen=True)
 class OperatorGraph:
-    """A model's operators. `beside_flops`: the flops of those that no activation goes through."""
+    """A model's operators. `beside_flops`: flops of operators that read no activation."""
 
     operators: tuple[Operator, ...]
     beside_flops: int = 0
@@ -58,12 +58,12 @@ class OperatorGraph:
         return self.flops_of(range(len(self.operators))) + self.beside_flops
 
     def flops_of(self, numbers: Iterable[int]) -> int:
-        """The sum of some operators' flops."""
+        """Return the sum of some operators' flops."""
         return sum(self.operators[number].flops for number in numbers)
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """By operator: the numbers of those that read its result."""
+        """By operator: the numbers of the operators that read the result."""
         readers: list[list[int]] = [[] for _ in self.operators]
         for number, operator in enumerate(self.operators):
             for read in dict.fromkeys(operator.inputs):
@@ -72,7 +72,7 @@ class OperatorGraph:
 
     @cached_property
     def longest_flops(self) -> int:
-        """Flops of the most expensive chain of operators that read each other: more ranks do not shorten it."""
+        """Flops of the most expensive chain of operators that read each other; more ranks do not shorten the chain."""
         ends: list[int] = []
         for operator in self.operators:
             ends.append(operator.flops + max((ends[read] for read in operator.inputs), default=0))
@@ -80,23 +80,23 @@ class OperatorGraph:
 
     @cached_property
     def dominators(self) -> tuple[int, ...]:
-        """By operator: the nearest operator on all paths from the batch to it; the batch's is the batch."""
+        """By operator: the nearest operator on all paths from the batch (dominator). The batch dominates itself."""
         dominators = [BATCH]
         for operator in self.operators[1:]:
-            # One pass suffices: operators stand behind what they read (Cooper, Harvey, Kennedy, 2001, without the
+            # One pass suffices since operators are in topological order (Cooper, Harvey, Kennedy, 2001, without the
             # loop).
             dominators.append(meeting(operator.inputs, dominators))
         return tuple(dominators)
 
 
 def meeting(numbers: Iterable[int], dominators: Sequence[int]) -> int:
-    """The nearest operator on all paths from the batch to all of these; it may be one of them.
+    """Return the nearest operator on all paths from the batch to all of these operators; may be one of the operators.
 
-    The lowest common ancestor in the tree of dominators, in which an ancestor's number is less than its descendants'.
+    That is the lowest common ancestor in the tree of dominators; an ancestor's number is below a descendant's.
     """
     waiting = set(numbers)
     while len(waiting) > 1:
-        # The highest number cannot dominate the others, so its own dominator takes its place.
+        # The highest number cannot dominate the others: replace the operator by its dominator.
         highest = max(waiting)
         waiting.remove(highest)
         waiting.add(dominators[highest])

@@ -1,19 +1,19 @@
-"""Regions of branches: where a model's graph splits, which operators can run side by side, and where they join.
+"""Regions of branches: the split in a model's graph, the operators that can run in parallel, and the join.
 
-Operators side by side: the search goes from each join back to its split, the nearest operator on all paths to the join
-(its dominator). The operators between the two fall into pieces that no edge connects: the branches. Branches that meet
-before the join have a split of their own: a region within the region. A sum of sums is one join. A residual edge, which
-has no operator on it, is no branch.
+Parallel operators: the search goes from each join back to the split, the nearest operator on all paths to the join
+(the join's dominator). The operators between split and join are divided into connected pieces: the branches. Branches
+that join before the region's join have a split of their own: a region within the region. A sum of sums is one join. A
+residual edge has no operator and is no branch.
 
 Branches inside of operators: heads of attention, groups of a convolution, columns between two linears. The search goes
-back from the second linear: its input must come, through operators that branches pass alone, from linears whose results
-no other operator reads. If attention or a grouped convolution lies between, its heads or groups are the branches; else
-each column of the width between is one (a feed-forward's hidden layer).
+back from the second linear. Between the two only operators are allowed that keep branches separate, and no other
+operator may read a result of the first linears. If attention or a grouped convolution is in between, heads or groups
+are the branches; else each column of the width in between is a branch (a feed-forward's hidden layer).
 
 | region inside of operators | enter | leave  | a branch                                                     |
 |----------------------------|-------|--------|--------------------------------------------------------------|
-| between linears            | slice | concat | 1/A of all that stands between them                          |
-| with its linears           | split | sum    | and its columns of the first linears, its rows of the second |
+| between linears            | slice | concat | 1/A of all operators between the linears                     |
+| with the linears           | split | sum    | and its columns of the first linears, its rows of the second |
 | columns                    | split | sum    | a column of the first linears, a row of the second           |
 
 (SUPER, IPDPS 2021, section IV: two ways to cut multi-head attention; slices of the hidden layer.)
@@ -29,27 +29,29 @@ from typing import Literal
 from meshwright.tools.branches.graph import BATCH, OperatorGraph, OperatorKind, meeting
 
 RegionForm = Literal["split/join", "heads", "groups", "columns"]
-"""split/join: operators side by side. heads, groups, columns: parts of operators, of attention, of a grouped
-convolution, of the width between two linears."""
+"""split/join: parallel operators. Parts of operators: heads of attention, groups of a grouped convolution, columns of
+the width between two linears."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """`enter`: split (every branch reads the whole value) or slice (each reads its part); `leave`: sum, concat, or the
-    operator's name.
-
-    `flops`: of each branch; `names`: what each is, in a split/join; else of one, since all are alike. `linears`: the
-    paths of the pair round it, if there is one; `cuts_linears`: they belong to the branches.
-    """
+    """A set of branches between a split and a join."""
 
     form: RegionForm
     where: str
+    """The path of the region's module."""
     enter: str
+    """split: every branch reads the whole value. slice: each branch reads a part. inputs: the split is the batch."""
     leave: str
+    """sum, concat, or the name of the joining operator."""
     flops: tuple[float, ...]
+    """Flops of each branch."""
     names: tuple[str, ...]
+    """split/join: a name for each branch. Other forms have equal branches and one name."""
     linears: tuple[str, ...] = ()
+    """The paths of the pair of linears around the region, if there is a pair."""
     cuts_linears: bool = False
+    """Whether the pair's linears belong to the branches."""
 
     @property
     def total_flops(self) -> float:
@@ -58,24 +60,24 @@ class Region:
 
 SUMS = frozenset({"add", "add_"})
 _NAMES = dict.fromkeys(SUMS, "sum") | {"cat": "concat", "stack": "concat", "scaled_dot_product_attention": "attention"}
-"""Operators that are joins with a name of their own."""
+"""The shown names of joining operators; other operators are shown under torch's name."""
 SLICES = frozenset({"select", "slice", "narrow", "getitem", "chunk", "split", "split_with_sizes", "unbind"})
 
 
 @dataclass(frozen=True)
 class SplitJoins:
-    """`lone`: the number of residual joins, of a value with the output of one branch: nothing runs beside that
-    branch."""
+    """Regions with at least two branches. `lone`: the number of residual joins, of a value with the output of a single
+    branch; nothing can run in parallel to that branch."""
 
     regions: tuple[Region, ...]
     lone: int
 
 
 def find_split_joins(graph: OperatorGraph) -> SplitJoins:
-    """All regions of a graph in which at least two branches compute, and the number of lone joins."""
+    """Find all regions of a graph with at least two computing branches, and count the lone joins."""
     regions: list[Region] = []
     lone, absorbed = 0, set[int]()
-    # From the end: the last of a chain of sums comes first and absorbs the others.
+    # From the end: the last sum of a chain is visited first and absorbs the others.
     for number in reversed(range(1, len(graph.operators))):
         if number in absorbed or len(set(graph.operators[number].inputs)) < 2:
             continue
@@ -85,7 +87,7 @@ def find_split_joins(graph: OperatorGraph) -> SplitJoins:
         given = {read for join in joins for read in graph.operators[join].inputs} - joins
         computing = 0
         for start, pieces in _splits(graph, split, given):
-            branches = [piece for piece in pieces if graph.flops_of(piece) > 0]  # views and masks alone are no branch
+            branches = [piece for piece in pieces if graph.flops_of(piece) > 0]  # mere views and masks are no branch
             if len(branches) > 1:
                 regions.append(_split_join(graph, start, number, branches))
                 computing += 1
@@ -94,7 +96,8 @@ def find_split_joins(graph: OperatorGraph) -> SplitJoins:
 
 
 def _summed(graph: OperatorGraph, number: int, split: int) -> set[int]:
-    """This sum with the sums of the same split that only it reads. Any other join stands alone."""
+    """Return this sum with all sums of the same split that no operator outside of the chain reads. Another join is
+    returned as it is."""
     if graph.operators[number].name not in SUMS:
         return {number}
     joins, waiting = {number}, list(graph.operators[number].inputs)
@@ -109,18 +112,18 @@ def _summed(graph: OperatorGraph, number: int, split: int) -> set[int]:
 
 
 def _splits(graph: OperatorGraph, split: int, given: set[int]) -> Iterator[tuple[int, list[set[int]]]]:
-    """(split, pieces between the split and the join) of the join's inputs; then the same inside the pieces."""
+    """Yield (split, pieces between split and join) for the join's inputs; then the same inside the pieces."""
     pieces = _pieces(graph, split, given)
     yield split, pieces
     for piece in pieces:
         ends = given & piece
-        # Branches that meet only in the join have no split of their own.
+        # Branches that join only in the region's join have no split of their own.
         if len(ends) > 1 and (inner := meeting(ends, graph.dominators)) != split:
             yield from _splits(graph, inner, ends)
 
 
 def _pieces(graph: OperatorGraph, split: int, given: Iterable[int]) -> list[set[int]]:
-    """The operators between the split and the given ones, inclusive, in pieces that no edge connects."""
+    """Return the operators after the split, up to and including the given ones, as connected pieces."""
     between: set[int] = set()
     waiting = [number for number in given if number != split]
     while waiting:
@@ -135,20 +138,19 @@ def _pieces(graph: OperatorGraph, split: int, given: Iterable[int]) -> list[set[
             if read not in between:
                 continue
             small, large = sorted((piece_of[number], piece_of[read]), key=len)
-            if small is not large:  # the smaller joins the larger: an operator moves at most log2(n) times
+            if small is not large:  # the smaller is merged into the larger: an operator moves at most log2(n) times
                 large |= small
                 piece_of.update(dict.fromkeys(small, large))
     return sorted({id(piece): piece for piece in piece_of.values()}.values(), key=min)
 
 
 def _split_join(graph: OperatorGraph, split: int, join: int, branches: list[set[int]]) -> Region:
-    """The region of these branches. A branch's name: its first and its last computing module."""
+    """Build the region of these branches. A branch is named by the first and the last module that computes."""
     joined = graph.operators[join]
     leave = _NAMES.get(joined.name, joined.name)
     enter = "inputs"
     if split != BATCH:
-        # If every branch begins with a slice of the split's result, a rank that computes one branch needs only its
-        # slice.
+        # If every branch begins with a slice of the split's result, a rank needs only the slices of its branches.
         firsts = (number for piece in branches for number in piece if split in graph.operators[number].inputs)
         enter = "slice" if all(graph.operators[first].name in SLICES for first in firsts) else "split"
     names = []
@@ -169,7 +171,7 @@ ONE: dict[RegionForm, str] = {"heads": "head", "groups": "group", "columns": "co
 
 @dataclass(frozen=True)
 class _LinearPair:
-    """The first linears, the operators between, and the second linear."""
+    """Numbers of the first linears, of the operators in between, and of the second linear."""
 
     firsts: frozenset[int]
     between: frozenset[int]
@@ -177,7 +179,7 @@ class _LinearPair:
 
 
 def find_operator_parts(graph: OperatorGraph) -> tuple[Region, ...]:
-    """All regions whose branches are parts of operators: each core alone, and with its linears."""
+    """Find all regions with parts of operators as branches: each core by itself, and with the linears around."""
     pairs = [pair for number in range(len(graph.operators)) for pair in _pairs(graph, number)]
     within = {number for pair in pairs for number in pair.between}
     regions = [region for pair in pairs for region in _regions_of(graph, pair)]
@@ -190,7 +192,7 @@ def find_operator_parts(graph: OperatorGraph) -> tuple[Region, ...]:
 
 
 def _pairs(graph: OperatorGraph, second: int) -> Iterator[_LinearPair]:
-    """The pair whose second linear this is, if there is one."""
+    """Yield the pair with this operator as second linear, if there is one."""
     operator = graph.operators[second]
     if operator.kind is not OperatorKind.LINEAR:
         return
@@ -198,8 +200,7 @@ def _pairs(graph: OperatorGraph, second: int) -> Iterator[_LinearPair]:
     while waiting:
         number = waiting.pop()
         kind = graph.operators[number].kind
-        # An operator that mixes channels, or the batch, belongs to no single branch: this linear is then no pair's
-        # second.
+        # An operator that mixes channels belongs to no single branch, nor does the batch: there is no pair.
         if number == BATCH or kind is OperatorKind.OTHER:
             return
         if kind is OperatorKind.LINEAR:
@@ -208,7 +209,7 @@ def _pairs(graph: OperatorGraph, second: int) -> Iterator[_LinearPair]:
             between.add(number)
             waiting += graph.operators[number].inputs
     inside = between | {second}
-    # A value with another reader must be whole: its operators cannot be cut into branches.
+    # A value with a reader outside must be whole: the operators cannot be cut into branches.
     if all(inside.issuperset(graph.readers[number]) for number in firsts | between):
         yield _LinearPair(frozenset(firsts), frozenset(between), second)
 
@@ -227,7 +228,7 @@ def _regions_of(graph: OperatorGraph, pair: _LinearPair) -> Iterator[Region]:
         core = next(number for number in sorted(pair.between) if operators[number].kind in CORES)
         yield Region(form, operators[core].path, "slice", "concat", (between / count,) * count, (ONE[form],), linears)
     whole = ((between + graph.flops_of({*pair.firsts, pair.second})) / count,) * count
-    # The innermost module that contains all of them; if that is the model, the first and the last module.
+    # The innermost module that contains all linears; if that is the model, the first and the last linear.
     paths = [path.split(".") for path in linears]
     common = 0
     while all(len(path) > common and path[common] == paths[0][common] for path in paths):

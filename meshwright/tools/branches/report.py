@@ -14,7 +14,7 @@ _FIRST_NUMBER = re.compile(r"\d+")
 
 
 def as_dict(findings: Findings) -> dict[str, object]:
-    """For `--json`; flops are of one forward pass of a microbatch."""
+    """Return the findings for `--json`. Flops are counted for one forward pass of a microbatch."""
     return {
         "samples": findings.rows,
         "flops": findings.total_flops,
@@ -47,7 +47,7 @@ def _bounds_dict(bounds: dict[int, Bound]) -> dict[str, dict[str, float]]:
 
 
 def render(findings: Findings) -> None:
-    """Print two tables, and the numbers of regions that they leave out."""
+    """Print the regions and the layouts as tables, and the number of residual joins, which are not listed."""
     console = table_console()
     console.print(
         f"{flops_text(findings.total_flops)} FLOP: a microbatch of {findings.rows} forward, without layout; "
@@ -68,7 +68,7 @@ def render(findings: Findings) -> None:
 
 
 def _regions(findings: Findings) -> Table:
-    """A row a group of regions."""
+    """Build the table with one row for each group of regions."""
     sizes = " ".join(f"{size:>4}" for size in findings.groups[0].bounds) if findings.groups else ""
     table = Table(
         Column("where", overflow="fold"),
@@ -101,7 +101,7 @@ def _regions(findings: Findings) -> Table:
 
 
 def _layouts(findings: Findings) -> Table:
-    """A row a value of layout.tensor.branch."""
+    """Build the table with one row for each value of layout.tensor.branch."""
     sizes = " ".join(f"{size:>4}" for size in next(iter(findings.layouts.values())))
     table = Table(
         "branch:",
@@ -117,13 +117,13 @@ def _layouts(findings: Findings) -> Table:
 
 
 def _bounds_texts(bounds: dict[int, Bound]) -> tuple[str, str]:
-    """`1.98 3.90 7.52` twice: common layers on all ranks, on one sub-grid."""
+    """Return `1.98 3.90 7.52` twice: with common layers on all ranks, and on one sub-grid."""
     everyone = " ".join(f"{of.all_ranks:4.2f}" for of in bounds.values())
     return everyone, " ".join(f"{of.one:4.2f}" for of in bounds.values())
 
 
 def place_text(places: tuple[str, ...]) -> str:
-    """blocks.0.attention, blocks.1.attention -> `blocks.0-1.attention`; `-` is the model itself."""
+    """Abbreviate blocks.0.attention, blocks.1.attention as `blocks.0-1.attention`; `-` is the model itself."""
     numbers = [int(match[0]) for match in map(_FIRST_NUMBER.search, places) if match]
     # Paths without a layer number are not abbreviated.
     if len(places) == 1 or len(numbers) < len(places):
@@ -139,7 +139,7 @@ def place_text(places: tuple[str, ...]) -> str:
 
 
 def flops_text(flops: float) -> str:
-    """`1.53 G`."""
+    """Format flops as `1.53 G`."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if flops >= size:
             return f"{flops / size:.2f} {unit}"

@@ -1,12 +1,12 @@
 """A module's forward pass as a graph of operators. torch.export traces through custom autograd functions.
 
-No numbers are computed: parameters and inputs may be on the meta device. Costs, of the forward pass alone:
+No values are computed: parameters and inputs may be on the meta device. Costs of the forward pass alone:
 
 | operator                          | flops                                                            |
 |-----------------------------------|------------------------------------------------------------------|
-| linears, convolutions, attention  | torch.utils.flop_counter's: 2 a multiplication and its addition  |
+| linears, convolutions, attention  | torch.utils.flop_counter's: 2 for a multiplication with addition |
 | views, copies, look-ups           | 0                                                                |
-| all others                        | 1 for each element of the largest tensor that it reads or writes |
+| all others                        | 1 for each element of the largest tensor that is read or written |
 
 Causal attention counts as full attention, as a kernel with a mask computes it.
 """
@@ -40,9 +40,10 @@ _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 
 
 def trace(module: nn.Module, *inputs: Any) -> OperatorGraph:
-    """The graph of module(*inputs). The inputs are the batch: tensors, in lists and dicts, and plain numbers.
+    """Return the graph of module(*inputs). The inputs are the batch: tensors, in lists and dicts, and plain numbers.
 
-    Activations begin where a floating-point input is read, and where ids or images of another type meet a weight.
+    An operator is the first on activations if it reads a floating-point input, or combines a weight with ids or with
+    images of an integer type.
     """
     with torch.no_grad():
         program = torch.export.export(module.eval(), inputs, strict=False)
@@ -50,7 +51,7 @@ def trace(module: nn.Module, *inputs: Any) -> OperatorGraph:
 
 
 class _Builder:
-    """Builds the graph of an exported program: decides which nodes are activations, and each one's kind."""
+    """Builder of an exported program's graph: finds the nodes that are activations, and the kind of each."""
 
     def __init__(self, program: ExportedProgram) -> None:
         signature = program.graph_signature
@@ -61,7 +62,7 @@ class _Builder:
         self.of_weights = {node for node in self.nodes if node.op == "placeholder" and node.name in weights}
         self.numbers = {node: BATCH for node in self.of_batch if any(x.is_floating_point() for x in _tensors(node))}
         self.products: dict[str, int] = {}
-        """Flops by operator and arguments, since layers repeat."""
+        """Flops by operator and arguments: layers repeat."""
 
     def build(self) -> OperatorGraph:
         operators = [Operator("batch", "", (), 0, OperatorKind.OTHER)]
@@ -72,7 +73,7 @@ class _Builder:
             for derived in (self.of_batch, self.of_weights):
                 if not derived.isdisjoint(node.all_input_nodes):
                     derived.add(node)
-            # A node on activations reads one, or is the first: ids or pixels of the batch meet a weight.
+            # A node on activations reads one, or is the first: it combines ids or pixels of the batch with a weight.
             reads = node.all_input_nodes
             inputs = tuple(dict.fromkeys(self.numbers[read] for read in reads if read in self.numbers))
             meets = any(read in self.of_batch for read in reads) and any(read in self.of_weights for read in reads)
@@ -90,13 +91,13 @@ class _Builder:
         return OperatorGraph(tuple(operators), beside)
 
     def _kind(self, node: fx.Node) -> tuple[OperatorKind, int]:
-        """A node's OperatorKind, and its width."""
+        """Return a node's OperatorKind and width."""
         name, arguments = operator_name(node), node.args
         if name == "scaled_dot_product_attention":
             return OperatorKind.HEADS, _shape(arguments[0])[-3]
         if name in _CONVOLUTIONS:
             groups = _argument(node, "groups")
-            # A convolution of one group makes every output of all inputs, as a linear does.
+            # In a convolution of one group every output depends on all inputs, as in a linear.
             return (OperatorKind.GROUPS, groups) if groups > 1 else (OperatorKind.LINEAR, _shape(arguments[1])[1])
         # A product of two activations is no linear: neither factor is a weight.
         if name in WEIGHT_AT and arguments[WEIGHT_AT[name]] not in self.numbers:
@@ -112,7 +113,7 @@ class _Builder:
         return self._product_flops(node) or max((x.numel() for x in tensors), default=0)
 
     def _product_flops(self, node: fx.Node) -> int:
-        """Flops that torch counts on meta tensors; 0 for a node that is no product."""
+        """Return the flops that torch counts on meta tensors; 0 for a node that is no product."""
         if not isinstance(node.target, torch._ops.OpOverload) or _is_local(node):
             return 0
 
@@ -120,7 +121,7 @@ class _Builder:
             value = read.meta["val"]
             return torch.empty_like(value, device="meta") if torch.is_tensor(value) else value
 
-        # The operator runs again on meta tensors under torch's own counter: no second list of formulas.
+        # The operator runs on meta tensors under torch's own counter, so the formulas are not repeated here.
         arguments = fx.node.map_arg((node.args, node.kwargs), on_meta)
         key = repr((node.target, arguments))
         if key not in self.products:
@@ -132,7 +133,7 @@ class _Builder:
 
 
 def operator_name(node: fx.Node) -> str:
-    """`add` of aten.add.Tensor."""
+    """Return the name without namespace and overload: `add` for aten.add.Tensor."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target.overloadpacket.__name__
     assert node.target is operator.getitem, f"{node}: {node.target} is none of torch's operators"
@@ -140,7 +141,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 def _argument(node: fx.Node, name: str) -> int:
-    """An operator's argument of that name, or its default."""
+    """Return an operator's argument of that name, or the argument's default."""
     assert isinstance(node.target, torch._ops.OpOverload), node
     schema = node.target._schema.arguments
     place = next(place for place, argument in enumerate(schema) if argument.name == name)
