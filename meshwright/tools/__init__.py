@@ -1,1 +1,1 @@
-"""Tools ask questions of a run before, beside and after it. They may import the core, which never imports them."""
+"""Tools that examine a run before, during and after training. Tools may import the core; the core imports no tool."""

@@ -1,8 +1,9 @@
-"""`meshwright diff RUN RUN`: the first step, parameter and box in which two runs part, to the bit.
+"""`meshwright diff RUN RUN`: the first step, parameter and box in which two runs differ, to the bit.
 
-Each run's metrics.jsonl says in which step a loss, a norm or a root first differs. Of the checkpoints of equal steps
-that both still have, every byte is read, held against its written digest, and compared; layouts do not matter, since
-checkpoints are read by boxes of whole tensors. With `roots`, recorded hashes alone are compared and no shard is read.
+The runs' metrics.jsonl files are compared for the first step with another loss, norm or root. Then the checkpoints of
+equal steps that both runs still have are compared: every byte is read, checked against the recorded digest, and
+compared. Layouts do not matter, since checkpoints are read as boxes of whole tensors. With `roots`, only the recorded
+hashes are compared and no shard is read.
 
 | outcome | exit code |
 |---|---|
@@ -36,43 +37,43 @@ MOST_SHOWN = 12
 
 @dataclass(frozen=True)
 class Difference:
-    """Two runs, compared."""
+    """Result of comparing two runs."""
 
     runs: tuple[str, str]
     steps: int
-    """The number of steps that both have."""
+    """The number of steps that both runs have."""
     looked: dict[str, int]
-    """By name of a number: the steps in which it was compared."""
+    """For each name of NUMBERS, the number of steps in which that number was compared."""
     step: int | None
     """The first step that differs; None if none does."""
     numbers: dict[str, tuple[Any, Any]]
-    """The numbers of that step that differ."""
+    """The numbers that differ in `step`, with each run's value."""
     checkpoints: tuple[int, ...]
-    """The steps of which both have a checkpoint."""
+    """The steps with a checkpoint in both runs."""
     by_roots: bool
     """Whether recorded roots alone were compared."""
     compared: tuple[int, ...] = ()
-    """The steps whose checkpoints were compared: up to the first that differs."""
+    """The steps of the compared checkpoints, up to the first that differs or is damaged."""
     tensors: int = 0
     bytes: int = 0
-    """Tensors and bytes that were read of the compared checkpoints."""
+    """Tensors and bytes that were read from the compared checkpoints."""
     checkpoint: int | None = None
-    """The first checkpoint that differs, by its `parts`."""
+    """The step of the first checkpoint that differs; `parts` are the differences."""
     parts: tuple[Part, ...] = ()
     damages: tuple[Damage, ...] = ()
-    """Places in the compared checkpoints whose bytes are not the written ones."""
+    """Places in the compared checkpoints with other bytes than were written."""
     undecided: str = ""
-    """Why runs without a difference cannot be called equal."""
+    """The reason why runs without a difference are not proven equal; empty if the runs are."""
 
     @property
     def equal(self) -> bool | None:
-        """Whether the runs are equal; None if nothing that was looked at says so."""
+        """Whether the runs are equal; None if nothing differs but equality is not proven."""
         if self.step is not None or self.checkpoint is not None or self.damages:
             return False
         return None if self.undecided else True
 
     def check(self) -> None:
-        """Raises MismatchError if the runs differ or are damaged, and UndecidedError if they may be equal."""
+        """Raise MismatchError if the runs differ or are damaged, UndecidedError if equality is not proven."""
         if self.damages:
             more = f" (and {len(self.damages) - 1} more)" if len(self.damages) > 1 else ""
             raise MismatchError(f"{self.damages[0]}{more}")
@@ -85,7 +86,7 @@ class Difference:
 
 
 def difference(one: Path, other: Path, *, roots: bool = False) -> Difference:
-    """Compare two runs' folders. `roots`: by recorded roots, without reading a shard.
+    """Compare two runs' folders. `roots`: compare checkpoints by recorded roots, without reading a shard.
 
     Raises DataError if the runs have no step in common.
     """
@@ -96,7 +97,7 @@ def difference(one: Path, other: Path, *, roots: bool = False) -> Difference:
     if not common:
         raise DataError(f"{one} and {other} have no step in common")
     step, numbers, looked = None, dict[str, tuple[Any, Any]](), dict.fromkeys(NUMBERS, 0)
-    # The first difference alone: later ones follow from it.
+    # Only the first difference is reported: later ones follow from the first.
     for step_now in common:
         both = [lines[step_now] for lines in histories]
         known = [key for key in NUMBERS if None not in (both[0].get(key), both[1].get(key))]
@@ -135,7 +136,7 @@ def _undecided(
     *,
     roots: bool,
 ) -> str:
-    """Why the comparisons do not show that two runs are equal; empty if they do."""
+    """Return the reason why the comparisons do not prove two runs equal; empty if the comparisons do."""
     texts = [each.undecided for each in found.values() if each.undecided]
     if texts:
         return texts[0]
@@ -150,7 +151,7 @@ def _steps(steps: Any) -> str:
 
 
 def _looked(looked: dict[str, int]) -> str:
-    """`losses and norms of 4 steps, roots of 2`."""
+    """Name the compared numbers: `losses and norms of 4 steps, roots of 2`."""
     counts: dict[int, list[str]] = {}
     for key, name in zip(NUMBERS, ("losses", "norms", "roots"), strict=True):
         if looked[key]:
@@ -165,7 +166,7 @@ def as_dict(found: Difference) -> dict[str, Any]:
 
 
 def render(found: Difference) -> None:
-    """Print that two runs are equal, or where they part, and what was looked at."""
+    """Print that two runs are equal, or the first difference; and the numbers that were compared."""
     console = terminal.console()
     looked = _looked(found.looked)
     if found.equal:

@@ -1,4 +1,4 @@
-"""Two checkpoints, compared: by their bytes, all of them read and held against their digests, or by their roots."""
+"""Comparison of two checkpoints: by all bytes, which are checked against the recorded digests, or by recorded roots."""
 
 from __future__ import annotations
 
@@ -19,29 +19,34 @@ from meshwright.training.checkpoint.shard import BadBlock
 DATA = "the order of data"
 ALL = "all tensors, by their roots"
 CARRIED = ("samples", "steps_taken", "loss_scale", "good_steps")
-"""The numbers of a manifest's progress from which a run goes on."""
+"""Fields of a manifest's progress that a resumed run continues from."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor that differs between two checkpoints: the number of its elements that differ, and the box around
-    them. `tensor` also names an order of data, a file, a counter of the progress or a root, each of one element."""
+    """A tensor that differs between two checkpoints."""
 
     tensor: str
+    """The tensor's name. Also the order of data, a file, a counter of the progress or a root, each as one element."""
     differing: int
+    """The number of elements that differ."""
     elements: int
     first: tuple[int, ...]
     last: tuple[int, ...]
+    """Lowest and highest index per dimension among the differing elements."""
 
     @classmethod
     def single(cls, name: str) -> Part:
-        """A difference of something that is no tensor."""
+        """Return the difference of something that is no tensor."""
         return cls(name, 1, 1, (), ())
 
     @classmethod
     def between(cls, name: str, held: list[Tensor]) -> Part | None:
-        """The part of a tensor that differs; a tensor of one side alone, or of two shapes or dtypes, differs whole."""
+        """Return the differing part of a tensor, or None. `held`: the values of one or two checkpoints.
+
+        If only one checkpoint has the tensor, or shapes or dtypes differ, all elements differ.
+        """
         shape = held[0].shape
         if len(held) == 2 and held[0].shape == held[1].shape and held[0].dtype == held[1].dtype:
             # Compared as integers: a NaN equals itself, and 0.0 differs from -0.0.
@@ -56,12 +61,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Damage:
-    """Bytes of a checkpoint's file that are not the written ones. `tensor`: `weight of NAME`; empty if no tensor can
-    be named. `place`: the bytes within the tensor's part in that file, or the reader's sentence."""
+    """Bytes in a checkpoint's file that are not the bytes that were written."""
 
     file: str
     tensor: str
+    """`weight of NAME`; empty if no tensor can be named."""
     place: str
+    """The bytes within the tensor's part in the file, or the reader's error text."""
 
     @classmethod
     def of(cls, block: BadBlock) -> Damage:
@@ -76,18 +82,21 @@ class Damage:
 
 @dataclass(frozen=True)
 class Compared:
-    """Two checkpoints of a step. `parts`: those that differ. `damages`: of either checkpoint. `tensors`, `bytes`: read
-    and compared. `undecided`: why the two cannot be called equal; empty if they can."""
+    """Result of comparing two checkpoints of one step."""
 
     parts: tuple[Part, ...] = ()
+    """The differences."""
     damages: tuple[Damage, ...] = ()
+    """Damage in either checkpoint."""
     tensors: int = 0
     bytes: int = 0
+    """Tensors and bytes that were read and compared."""
     undecided: str = ""
+    """The reason why equality is not decided; empty if equality is."""
 
 
 def by_bytes(one: Path, other: Path) -> Compared:
-    """Read all of two checkpoints, hold both against their digests, and compare tensors, in the model's order."""
+    """Read all bytes of two checkpoints, check the digests of both, and compare the tensors in the model's order."""
     bad: list[BadBlock] = []
     sides, damages = [], list[Damage]()
     for folder in (one, other):
@@ -96,10 +105,10 @@ def by_bytes(one: Path, other: Path) -> Compared:
         except CheckpointError as error:
             damages.append(Damage(str(folder), "", str(error)))
     if len(sides) < 2:
-        # The other one is read as well: all damage is named at once.
+        # One cannot be opened. The other is read all the same, so that one call reports all damage.
         for side in sides:
             for parameter, kind in side.manifest.parts:
-                with suppress(DamagedError):  # of a file, which is named below
+                with suppress(DamagedError):  # damaged files are reported below
                     _read(side, parameter, kind)
             damages += [Damage(str(side.folder), "", str(damage)) for damage in side.damage_besides()]
         return Compared(damages=(*damages, *map(Damage.of, bad)))
@@ -113,7 +122,7 @@ def by_bytes(one: Path, other: Path) -> Compared:
                     held.append(value)
             except DamagedError as error:
                 readable = False
-                # One sentence a file: each of its tensors would repeat the sentence.
+                # One report per error text: each tensor of a damaged file raises the same one.
                 failed.setdefault(str(error), Damage(str(side.folder), "", str(error)))
         tensors, size = tensors + 1, size + sum(value.nbytes for value in held)
         if readable and (part := Part.between(f"{kind} of {parameter}", held)) is not None:
@@ -125,7 +134,7 @@ def by_bytes(one: Path, other: Path) -> Compared:
 
 
 def by_roots(one: Path, other: Path) -> Compared:
-    """Compare what two manifests record; no shard is read."""
+    """Compare two checkpoints by the values recorded in the manifests; no shard is read."""
     try:
         sides = [Checkpoint(folder) for folder in (one, other)]
     except CheckpointError as error:
@@ -143,7 +152,7 @@ def by_roots(one: Path, other: Path) -> Compared:
 
 
 def _of_manifests(one: Checkpoint, other: Checkpoint) -> Iterator[Part]:
-    """The differences in two manifests: order of data, progress, and files that are no shards."""
+    """Yield the differences between two manifests: order of data, progress, and files that are no shards."""
     manifests = one.manifest, other.manifest
     data = [manifest.roots.data for manifest in manifests]
     if None not in data and data[0] != data[1]:
@@ -152,7 +161,7 @@ def _of_manifests(one: Checkpoint, other: Checkpoint) -> Iterator[Part]:
         values = [vars(manifest.progress)[name] for manifest in manifests]
         if values[0] != values[1]:
             yield Part.single(f"{name} of the progress ({values[0]} and {values[1]})")
-    # Shards are named by ranks, and other layouts have other ranks.
+    # Shards are named after ranks, and layouts differ in ranks.
     rest = [
         {file.file: file.sha256 for file in each.files if not file.file.endswith(".safetensors")} for each in manifests
     ]
@@ -162,6 +171,6 @@ def _of_manifests(one: Checkpoint, other: Checkpoint) -> Iterator[Part]:
 
 
 def _read(side: Checkpoint, parameter: str, kind: str) -> Tensor | None:
-    """A whole tensor; None if the checkpoint has no such tensor."""
+    """Read a whole tensor; None if the checkpoint has no such tensor."""
     runs = side.manifest.parts.get((parameter, kind))
     return None if runs is None else side.read(parameter, kind, Box((0,) * len(runs[0].shape), runs[0].shape))

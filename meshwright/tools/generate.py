@@ -1,8 +1,7 @@
-"""Text from a model, token by token, with a key-value cache: a decoder continues a prompt, an encoder-decoder answers
-it by beam search.
+"""Text from a model, token by token, with a key-value cache.
 
-A decoder's full context slides: its last half is computed again, and the rest is dropped. (Cached keys contain
-positions, so they cannot be moved.)
+A decoder continues a prompt; an encoder-decoder answers a prompt by beam search. When a decoder's context is full, the
+last half of the context is computed again and the rest is dropped. (Cached keys contain positions and cannot be moved.)
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ _UNFINISHED = "\ufffd"
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Temperature 0: the most likely one; else drawn, from the `top_k` most likely.
+    """Choice of the next token. Temperature 0: the most likely token; else drawn from the `top_k` most likely tokens.
 
-    Raises ConfigError on a value that cannot be, or that would have no effect.
+    Raises ConfigError on a value out of range, or without an effect.
     """
 
     temperature: float = 0.0
     top_k: int | None = None
     seed: int | None = None
-    """None: 1."""
+    """Seed of the draws; None: 1."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -53,18 +52,18 @@ class Sampling:
 class Request:
     """A request to a checkpoint; None: not given. `sampling` is for decoders, the next two fields for encoder-decoders.
 
-    Raises ConfigError where it asks for no token.
+    Raises ConfigError if `tokens` is less than 1.
     """
 
     prompt: str
     tokens: int | None = None
-    """The most new tokens. Default: 100 for a decoder; for an encoder-decoder 50 more than the prompt has, within the
-    context."""
+    """Largest number of new tokens. Default: 100 for a decoder; for an encoder-decoder 50 more than the prompt has,
+    within the context."""
     sampling: Sampling = Sampling()
     beams: int | None = None
     length_penalty: float | None = None
     chat: bool = False
-    """The prompt is a user's message to a run that was trained on dialogues; the answer ends with its turn."""
+    """Whether the prompt is a user's message to a run that was trained on dialogues; the answer is one turn."""
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.tokens < 1:
@@ -73,26 +72,28 @@ class Request:
 
 @dataclass(frozen=True)
 class Generated:
-    """A text that is generated. `folder`: the step folder; `begun`: the prompt that the text continues, empty for an
-    answer; `parts`: yielded as they are generated."""
+    """A generated text."""
 
     folder: Path
+    """The step folder of the checkpoint."""
     begun: str
+    """The prompt that the text continues; empty for an answer."""
     parts: Iterator[str]
+    """The text in parts, as soon as generated."""
 
 
 def generate(checkpoint: Path, request: Request, device: str = "auto", context: int | None = None) -> Generated:
-    """Continue a prompt, or answer it.
+    """Continue or answer a prompt.
 
-    Raises ConfigError on options without an effect on the checkpoint's family, or a prompt that an encoder-decoder's
-    context cannot hold; and as the loaders do.
+    Raises ConfigError for options without an effect on the checkpoint's family, or if an encoder-decoder's context is
+    too short for the prompt; further as the loaders do.
     """
     generated: Generated = load_entry(config_at(checkpoint).model.generated_by)(checkpoint, request, device, context)
     return generated
 
 
 def go_on(checkpoint: Path, request: Request, device: str, context: int | None) -> Generated:
-    """The continuation by a decoder, token by token; for a run on dialogues, the answer."""
+    """Continue a prompt with a decoder, token by token; with `request.chat`, answer the prompt."""
     sampling, config = request.sampling, config_at(checkpoint)
     options = {"--beams": request.beams, "--length-penalty": request.length_penalty}
     refuse(options, config.model.family, "which goes on token by token", "--temperature, --top-k, --seed")
@@ -110,7 +111,7 @@ def go_on(checkpoint: Path, request: Request, device: str, context: int | None) 
 
 
 def refuse(options: dict[str, float | None], family: str, how: str, valid: str) -> None:
-    """Raises ConfigError if an option was given that has no effect on a family."""
+    """Raise ConfigError if an option was given that has no effect on a family."""
     for option, value in options.items():
         if value is not None:
             raise ConfigError.of(option, value, f"has no effect on a {family}, {how}", valid)
@@ -119,10 +120,10 @@ def refuse(options: dict[str, float | None], family: str, how: str, valid: str) 
 def generate_tokens(
     loaded: LoadedText, prompt: list[int], most: int, sampling: Sampling, ends: Sequence[int] = ()
 ) -> Iterator[int]:
-    """At most `most` tokens that follow the prompt's; ends before a token at which transformers' `generate` ends, too
-    (data/marks.py), or another of `ends`. An empty prompt becomes the token that begins a text.
+    """Yield at most `most` tokens that follow the prompt. An empty prompt becomes the token that begins a text.
 
-    A prompt longer than the context is cut as the context is when it slides: its last half context stays.
+    Generation ends before a stop token, as in transformers' `generate` (data/marks.py), or before a token of `ends`.
+    Of a prompt longer than the context, the last context // 2 tokens are read, as when a full context slides.
     """
     # On the host, so that every device draws the same numbers.
     generator = torch.Generator().manual_seed(1 if sampling.seed is None else sampling.seed)
@@ -147,18 +148,18 @@ def generate_tokens(
         tokens = [*tokens[-loaded.context :], token]
         fresh = [token]
         if cache.num_tokens == loaded.context:
-            # Cached keys contain positions, so the half that stays is computed again, at positions 0, 1, ...
+            # Cached keys contain positions, so the kept half is computed again at positions 0, 1, ...
             fresh, cache = tokens[-half:], KeyValueCache()
 
 
 def generate_text(loaded: LoadedText, prompt: str, most: int, sampling: Sampling) -> Iterator[str]:
-    """The continuation of a prompt in parts, as soon as each is whole characters."""
+    """Yield the continuation of a prompt in parts of whole characters."""
     ids = [*loaded.tokenizer.opening, *loaded.tokenizer.encode(prompt)]
     return whole_characters(loaded.tokenizer, ids, generate_tokens(loaded, ids, most, sampling))
 
 
 def answer_text(loaded: LoadedText, template: ChatTemplate, asked: str, most: int, sampling: Sampling) -> Iterator[str]:
-    """The answer to a question, as the template renders it. It ends before the special token that closes a turn."""
+    """Yield the answer to a question, which the template renders, up to the special token that closes a turn."""
     before, _ = template.question(asked, "--prompt")
     ids, _ = loaded.tokenizer.encode_placed(before, marked=True)
     closes = closing_token(template, loaded.tokenizer)
@@ -167,16 +168,16 @@ def answer_text(loaded: LoadedText, template: ChatTemplate, asked: str, most: in
 
 
 def whole_characters(tokenizer: Tokenizer, before: list[int], tokens: Iterator[int]) -> Iterator[str]:
-    """The text of tokens that follow those `before`, in parts that end with whole characters.
+    """Yield the text of `tokens`, which follow the tokens `before`, in parts that end with whole characters.
 
-    A token may end in the middle of a character: it is held back until the rest is there. Each part is decoded with the
-    one before it in front, because some tokenizers drop the space at the beginning of a text.
+    A token that ends in the middle of a character is held back until the character is complete. Each part is decoded
+    together with the previous part, because some tokenizers drop the space at the beginning of a text.
     """
     known, fresh = before[-8:], []
     for token in tokens:
         fresh.append(token)
         text = _behind(tokenizer, known, fresh)
-        # A character of several tokens decodes to the replacement character until its last byte is there.
+        # A character of several tokens decodes to the replacement character until the last token is there.
         if text and not text.endswith(_UNFINISHED):
             yield text
             known, fresh = fresh, []
@@ -185,5 +186,5 @@ def whole_characters(tokenizer: Tokenizer, before: list[int], tokens: Iterator[i
 
 
 def _behind(tokenizer: Tokenizer, known: list[int], fresh: list[int]) -> str:
-    """The text that the fresh tokens add to the known tokens' text."""
+    """Return the text that the fresh tokens add to the text of the known tokens."""
     return tokenizer.decode([*known, *fresh])[len(tokenizer.decode(known)) :]

@@ -1,4 +1,4 @@
-"""A checkpoint as a model of lm-evaluation-harness (the extra `harness`), whose tasks then measure it.
+"""A checkpoint as a model of lm-evaluation-harness (the extra `harness`), measured by the harness' tasks.
 
     meshwright eval out/first --task lm-eval:hellaswag,arc_easy              # with --data FOLDER: tasks of your own
     python -m meshwright.tools.harness --model meshwright --model_args path=out/first --tasks hellaswag --num_fewshot 5
@@ -7,11 +7,11 @@
     import meshwright.tools.harness
     lm_eval.simple_evaluate(model="meshwright", model_args={"path": "out/first"}, tasks=["hellaswag"])
 
-The second is the harness' own command line, with all its options, to which the model `meshwright` is known. (The
-harness has no entry points: a model of another package is known to a process that has imported it.)
+The second command is the harness' own command line with all options, and `meshwright` registered as a model. (The
+harness has no entry points: a model of another package is registered by an import in the same process.)
 
-The harness knows tasks, prompts and metrics; it asks a model how likely a text is behind another, how likely a text is,
-and for a continuation up to a word that ends it.
+The harness provides tasks, prompts and metrics. A model answers three requests: the likelihood of a text after a
+context, the likelihood of a whole text, and a continuation up to a stop word.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ except ImportError as error:
 NAME = "meshwright"
 """The model type's name in the harness."""
 HARNESS_TOKENS = 256
-"""Tokens of a continuation where a task does not say how many."""
+"""Tokens of a continuation if a task sets no limit."""
 PLACE = "lm-eval"
-"""The source of a dialogue in error messages."""
+"""The source of a dialogue, as named in error messages."""
 
 
 @register_model(NAME)
 class CheckpointLM(LM):
-    """A decoder's step folder, or its run's newest checkpoint."""
+    """Model of the harness over a decoder's step folder, or over a run's newest checkpoint."""
 
     def __init__(
         self,
@@ -56,10 +56,18 @@ class CheckpointLM(LM):
         batch_size: int | str = "auto",
         max_batch_size: int | None = None,
     ) -> None:
-        """`context`: tokens that it sees at once; by default those of its training. `template`: a file with a chat
-        template; by default the run's own. `batch_size`: most requests in a forward pass; auto: as many as fill one.
+        """Load the checkpoint.
 
-        Raises as `load_text`, and ConfigError where the batch size is none.
+        Args:
+            path: A step folder, or a run's folder.
+            device: auto, cpu or cuda.
+            context: Tokens per forward pass; default: the sequence length of training.
+            template: A file with a chat template; default: the run's own.
+            batch_size: Largest number of requests in a forward pass; auto: limited by BATCH_TOKENS alone.
+            max_batch_size: The limit if `batch_size` is auto.
+
+        Raises:
+            ConfigError: The batch size is no positive number; and as `load_text`.
         """
         super().__init__()
         most = max_batch_size if batch_size == "auto" else batch_size
@@ -72,7 +80,7 @@ class CheckpointLM(LM):
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        """The chat template. Raises DataError where there is none, or it cannot be read any more."""
+        """The chat template. Raises DataError if there is none, or if the template can no longer be read."""
         if self._template_file is not None:
             return template_of("", self._template_file)
         folder = self.loaded.folder
@@ -83,14 +91,15 @@ class CheckpointLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """A name unique to this tokenizer and template, under which the harness caches requests."""
+        """A name unique to this tokenizer and template; the harness' key for cached requests."""
         known = self.loaded.tokenizer.to_json() + self._template.text
         return f"{NAME}-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The template's text, for the results. A name has no effect: a checkpoint has one template.
+        """Return the template's text, which the harness stores in the results.
 
-        The harness calls it before any request, if it is to apply a template.
+        The harness calls this method before any request if a template is to be applied. Raises ConfigError for the
+        name of a template: a checkpoint has only one template.
         """
         if isinstance(chat_template, str):
             rule = "is a template's name, and a checkpoint has one template"
@@ -99,30 +108,29 @@ class CheckpointLM(LM):
         return self._template.text if chat_template else ""
 
     def apply_chat_template(self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A dialogue as a prompt: with what stands before an answer, or up to the end of the last message's content."""
+        """Render a dialogue as a prompt: up to the beginning of an answer, or up to the end of the last message."""
         self._chats = True
         return self._template.prompt(chat_history, PLACE, goes_on=not add_generation_prompt)
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        """(log probability, whether greedy decoding gives it) of each request's (context, continuation)."""
+        """Return (log probability, whether greedy decoding gives it) for each request's (context, continuation)."""
         asked = [request.args for request in requests]
         told = likelihoods(self.loaded, asked, marked=self._chats, rows=self._rows)
         return [(one.log, one.greedy) for one in told]
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-        """The log probability of each request's whole text."""
+        """Return the log probability of each request's whole text."""
         return text_likelihoods(self.loaded, [request.args[0] for request in requests])
 
     def generate_until(self, requests: list[Any]) -> list[str]:
-        """A continuation of each request's context, up to a stop word."""
+        """Continue each request's context up to a stop word."""
         openings, tokenizer = [], self.loaded.tokenizer
-        # A chat's answer also ends at the special token that closes a turn, which tasks do not name.
+        # An answer in a chat also ends at the special token that closes a turn; tasks do not list this token.
         closes = closing_token(self._template, tokenizer) if self._chats else None
         for request in requests:
             context, options = request.args
             until = options.get("until") or []
-            # Tasks say temperature, do_sample or both. Greedy decoding, or a temperature with the seed 1: nothing else
-            # would give the same result twice.
+            # Tasks set temperature, do_sample or both. Sampling always uses seed 1, so that results are reproducible.
             sampled = options.get("do_sample", False) or options.get("temperature", 0) > 0
             marked = tokenizer.encode_placed(context, marked=True)[0] if self._chats else None
             opening = Opening(
@@ -139,8 +147,18 @@ class CheckpointLM(LM):
 def measure_tasks(
     model: CheckpointLM, names: Sequence[str], folder: str | None, limit: int | None, *, chat: bool
 ) -> Facts:
-    """The harness' metrics of its tasks, or of those whose files are in a folder. `limit`: measure the first requests
-    alone; `chat`: requests are dialogues. Raises ConfigError where there is no such task."""
+    """Return the metrics that the harness computes.
+
+    Args:
+        model: The checkpoint.
+        names: The tasks.
+        folder: A folder with task files; None: the harness' own tasks.
+        limit: Measure only the first `limit` requests of a task.
+        chat: Whether requests are rendered as dialogues.
+
+    Raises:
+        ConfigError: There is no such task.
+    """
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -149,7 +167,7 @@ def measure_tasks(
         where = "of the harness" if folder is None else f"in {folder}"
         valid = "python -m meshwright.tools.harness ls tasks lists them" if folder is None else str(known.all_tasks)
         raise ConfigError.of("--task", f"lm-eval:{','.join(unknown)}", f"is no task {where}", valid)
-    # Without standard errors, for which the harness would draw 100,000 samples a metric.
+    # Without standard errors: the harness would draw 100,000 bootstrap samples for each metric.
     told = lm_eval.simple_evaluate(
         model=model, tasks=list(names), task_manager=known, limit=limit, bootstrap_iters=0, apply_chat_template=chat,
         log_samples=False,

@@ -1,15 +1,16 @@
 """`meshwright replay OUT --step N [words]`: repeat a run's step from the checkpoint before it, and compare.
 
-On this machine, with the run's layout or, if its bits are layout-free, with any other. The start and the number of
-steps are said before the first one. A damaged checkpoint is no reason to go further back unasked: `--from` says from
-which step to go. Equal numbers show that program and machine are sound. If they differ, the step is repeated once more:
+The replay runs on this machine, with the run's layout or, if the run's bits are layout-free, with any other. The start
+and the number of steps are printed before the first step. If the checkpoint is damaged, replay stops with an error;
+`--from` selects an older one. Equal numbers show that program and machine are sound. If numbers differ, the step is
+repeated once more:
 
 | the second replay                   | verdict | what is wrong                                                    |
 |-------------------------------------|---------|------------------------------------------------------------------|
-| equals the run                      | machine | the first replay: this machine computes otherwise now and then   |
-| equals neither                      | machine | this machine computes no step twice alike                        |
-| equals the first, and not the run   | program | code, library or layout compute otherwise than the run's did, or |
-|                                     |         | the run's machine erred: replay it there to tell                 |
+| equals the run                      | machine | the first replay: this machine sometimes computes other bits     |
+| equals neither                      | machine | this machine never computes a step twice with equal bits         |
+| equals the first, and not the run   | program | code, library or layout compute other bits than the run's did,   |
+|                                     |         | or the run's machine erred: replay there to distinguish the two  |
 """
 
 from __future__ import annotations
@@ -42,19 +43,22 @@ Lines = dict[int, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Replayed:
-    """`verdict`: equal, machine, program. `first`, `last`: the steps that were repeated. `roots`: the roots of the run
-    that were compared; a root of another version is not. `step`: the first that differs, with the run's number and
-    the replays', by name."""
+    """Result of a replay."""
 
     verdict: str
+    """equal, machine or program."""
     first: int
     last: int
+    """The first and the last repeated step."""
     roots: int
+    """The number of compared roots; roots of another version are not compared."""
     step: int | None
+    """The first step that differs; None if no step does."""
     numbers: dict[str, list[Any]]
+    """By name: the numbers of `step` in the run, the first replay and the second replay."""
 
     def check(self) -> None:
-        """Raises MismatchError where the replay is not the run."""
+        """Raise MismatchError if the replay differs from the run."""
         if self.verdict != "equal":
             raise MismatchError(f"step {self.step} is not what the run had: {self.verdict}")
 
@@ -68,18 +72,18 @@ def replay(
     accept_changes: bool = False,
     say: Callable[[str], object] = lambda text: None,
 ) -> Replayed:
-    """Repeat the steps from the newest checkpoint before `step`, or from that of `start`, up to `step`.
+    """Repeat the steps from the newest checkpoint before `step`, or from the checkpoint of `start`, up to `step`.
 
     Args:
         out: The run's folder.
         step: The last step to repeat.
         words: Another layout's fields.
         start: The step of a checkpoint; 0 is the run's beginning.
-        accept_changes: Also with another seed, data, sequence or global batch, as `train --resume`.
-        say: Gets a line on the start and the number of steps, before the first one.
+        accept_changes: Allow another seed, data, sequence or global batch, as `train --resume` does.
+        say: Called with a line on the start and the number of steps, before the first step.
 
     Raises:
-        ConfigError: The run has not made that step, or has no such checkpoint; and as `train`.
+        ConfigError: The run has no numbers of that step, or has no such checkpoint; and as `train`.
         CheckpointError: The checkpoint is damaged.
     """
     plain_folder(out, OF_TRACKERS)
@@ -114,7 +118,10 @@ def replay(
 
 
 def _require_same_data(config: Config, out: Path) -> None:
-    """Raise ConfigError if the newest checkpoint was trained on other data. From a checkpoint `train` checks this."""
+    """Raise ConfigError if the newest checkpoint was trained on other data.
+
+    For a replay from the run's beginning; from a checkpoint `train` makes this check.
+    """
     for _, path in steps_in(out / CHECKPOINTS)[-1:]:
         origin = Checkpoint(path).manifest.origin
         if origin.data and origin.data != config.data.fingerprint(config.data.prepare(config, silent)):
@@ -123,9 +130,9 @@ def _require_same_data(config: Config, out: Path) -> None:
 
 
 def _repeated(config: Config, out: Path, checkpoint: Path | None, step: int, *, accept_changes: bool) -> Lines:
-    """Train from a copy of the checkpoint up to `step`, in a folder of its own; return the steps' lines.
+    """Train from a copy of the checkpoint up to `step`, in a temporary folder; return the steps' lines.
 
-    Errors name the run's folder: the copy is nothing that a user could mend.
+    Errors name the run's folder instead of the temporary one, which the user cannot repair.
     """
     with temporary_folder() as folder:
         if checkpoint is not None:
@@ -155,7 +162,7 @@ def _repeated(config: Config, out: Path, checkpoint: Path | None, step: int, *, 
 
 
 def _checkpoint(folder: Path, step: int, start: int | None) -> Path | None:
-    """The checkpoint that a replay of `step` goes on from; None: the run's beginning."""
+    """Return the checkpoint to replay `step` from; None: from the run's beginning."""
     before = {number: path for number, path in steps_in(folder) if number < step}
     if start is None:
         start = max(before, default=0)
@@ -175,7 +182,7 @@ def _checkpoint(folder: Path, step: int, start: int | None) -> Path | None:
 
 
 def _first_difference(one: Lines, other: Lines, first: int, last: int) -> int | None:
-    """The first step whose loss, norm or root differs between two runs; None: none."""
+    """Return the first step with another loss, norm or root; None if no step differs."""
     for step in range(first, last + 1):
         roots = [lines[step].get("root") for lines in (one, other)]
         names = NUMBERS if comparable(*roots) or None in roots else [name for name in NUMBERS if name != "root"]
