@@ -1,1 +1,1 @@
-"""`meshwright compare`: layouts of one run, measured on this machine beside the planner's predictions."""
+"""`meshwright compare`: layouts of one run, measured on this machine and predicted by the planner."""

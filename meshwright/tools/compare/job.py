@@ -1,8 +1,8 @@
-"""`meshwright compare`: every layout is checked, then predicted, then run, in turns; then the results are written.
+"""`meshwright compare`: checks all layouts, predicts all, runs all in rounds, then writes the results.
 
-In OUT: comparison.html, .png and .json; and for each run a folder LAYOUT/round-R with its config, metrics and ranks. A
-round runs each layout once, from the initial weights; every second round runs in reverse order, so that a machine that
-grows warm or busy favours no layout.
+OUT has comparison.html, .png and .json; and for each run a folder LAYOUT/round-R with config, metrics and ranks. A
+round runs each layout once, from the initial weights. Every second round runs in reverse order, so that a machine that
+becomes hot or busy favours no layout.
 """
 
 from __future__ import annotations
@@ -35,22 +35,24 @@ NO_CLUSTER = f"Nothing was predicted: no --cluster, and no {CALIBRATED} here, wh
 
 @dataclass(frozen=True)
 class Order:
-    """The run's name, the folder to write, the steps of each run, and the rounds, which run every layout once.
-
-    `command`: the command line for the page, if one asked.
-    """
+    """Parameters of a comparison."""
 
     title: str
+    """The run's name."""
     out: Path
+    """The folder to write to."""
     steps: int
+    """Steps of each run."""
     rounds: int
+    """Number of rounds; a round runs every layout once."""
     command: str = ""
+    """The command line, shown on the page; empty if a program called."""
 
 
 def cluster_of(name: str | None) -> Cluster | None:
-    """A named cluster or a file's; where none is named the calibrated one, if there is one here.
+    """Load a cluster by name or file; for None the calibrated cluster, if the current folder has one.
 
-    Raises ConfigError where there is no such cluster.
+    Raises ConfigError if there is no such cluster.
     """
     if name is None and CALIBRATED.is_file():
         name = str(CALIBRATED)
@@ -60,10 +62,11 @@ def cluster_of(name: str | None) -> Cluster | None:
 def compare_layouts(
     contenders: Sequence[Contender], order: Order, cluster: Cluster | None, report: ShowProgress = silent
 ) -> Comparison:
-    """Run the layouts and write the results. A layout that dies is left out of later rounds, and says why. Without a
-    cluster nothing is predicted.
+    """Run the layouts and write the results.
 
-    Raises ConfigError before any process starts; Interrupted, after what has ended was written.
+    A layout that fails is left out of later rounds, and the result has the reason. Without a cluster nothing is
+    predicted. Raises ConfigError before any process starts; Interrupted, after the results of finished runs were
+    written.
     """
     if joined():
         raise LaunchError("compare starts its own workers: run it outside of torchrun, srun and mpirun")
@@ -114,7 +117,7 @@ def compare_layouts(
 
 
 def require_all(comparison: Comparison, out: Path) -> None:
-    """Raises LaunchError if a layout did not finish."""
+    """Raise LaunchError if a layout did not finish."""
     failed = [row for row in comparison.rows if row.failure]
     if failed:
         causes = "\n".join(f"{row.name}: {row.failure}" for row in failed)
@@ -122,7 +125,10 @@ def require_all(comparison: Comparison, out: Path) -> None:
 
 
 def _measure(rows: list[Measurement], order: Order, data: Path, report: ShowProgress) -> Interrupted | None:
-    """Run all rounds, adding each run, or its failure, to its row. Returns the reason for a stop, if any."""
+    """Run all rounds and add each finished run, or the failure, to the layout's row.
+
+    Returns the interruption that ended the rounds early, if any.
+    """
     places = range(len(rows))
     try:
         for turn in range(order.rounds):
@@ -130,7 +136,7 @@ def _measure(rows: list[Measurement], order: Order, data: Path, report: ShowProg
                 row = rows[place]
                 if row.failure:
                     continue
-                name = f"{place + 1}-" + re.sub(r"[^\w.-]+", "_", row.name)  # a folder's, whatever the layout's is
+                name = f"{place + 1}-" + re.sub(r"[^\w.-]+", "_", row.name)  # a layout's name may be no folder's
                 folder = order.out / name / f"round-{turn + 1}"
                 done = sum(len(each.runs) for each in rows)
                 report(f"round {turn + 1} of {order.rounds}: {row.name}", done / (order.rounds * len(rows)))
@@ -149,14 +155,14 @@ def _measure(rows: list[Measurement], order: Order, data: Path, report: ShowProg
 
 
 def _here(config: Config) -> Config:
-    """The config for a comparison: all ranks on this machine, no restarts."""
-    # The planned cluster's nodes are not here.
+    """Return the config for a comparison: all ranks on this machine, no restarts."""
+    # A layout that was planned for a cluster may ask for several nodes.
     layout = config.layout.model_copy(update={"ranks_per_node": "auto"})
     return with_field(config.model_copy(update={"layout": layout}), "restarts.times", 0)
 
 
 def on_one_device(contenders: Sequence[Contender], machine: Machine) -> Sequence[Contender]:
-    """The contenders, whose device=auto is cuda only where the machine has GPUs enough for each of them."""
+    """Return the contenders, with device=cpu for device=auto unless the machine has enough GPUs for every layout."""
     most = max((contender.config.layout.world_size for contender in contenders), default=0)
     if machine.gpus >= most:
         return contenders
@@ -169,14 +175,14 @@ def on_one_device(contenders: Sequence[Contender], machine: Machine) -> Sequence
 
 
 def _checked(contenders: Sequence[Contender], order: Order) -> list[Config]:
-    """Each layout with its device, threads and transport here.
+    """Return each layout's config with the device, threads and transport chosen for this machine.
 
-    Raises ConfigError, under the layout's name, where this machine cannot run it.
+    Raises ConfigError, under the layout's name, if this machine cannot run the layout.
     """
     names = [contender.name for contender in contenders]
     assert names, "nothing to compare"
     assert len(set(names)) == len(names), f"two layouts of one name: {names}"
-    # The learning rate's schedule ends there: no run has more steps.
+    # The learning rate's schedule ends at config.steps.
     most = contenders[0].config.steps
     if not WARMUP_STEPS < order.steps <= most:
         rule = f"is no number of steps: the first {WARMUP_STEPS} are not timed"
@@ -195,8 +201,8 @@ def _checked(contenders: Sequence[Contender], order: Order) -> list[Config]:
 
 
 def _make_folder(out: Path) -> None:
-    """Raises ConfigError where it holds something, or cannot be made."""
-    # A comparison takes minutes, and its folder has runs, a page and a picture: none may be mixed with older ones.
+    """Make the folder. Raises ConfigError if the folder is not empty, or cannot be made."""
+    # The folder has runs, a page and a picture, which must not be mixed with older ones.
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError.of("--out", out, "is not empty", "a new folder")
     try:

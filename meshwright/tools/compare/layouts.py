@@ -1,4 +1,4 @@
-"""The layouts that are compared: from files that lie over the run's, or from the planner.
+"""The layouts to compare: from files with fields that override the run file's, or from the planner.
 
 A layouts file is YAML: a piece of a run file, or several under `layouts`:
 
@@ -6,10 +6,10 @@ A layouts file is YAML: a piece of a run file, or several under `layouts`:
       - {name: stages, layout: {pipeline: {size: 2}}, batch: {micro: 2}}
       - {name: blocks, layout: {tensor: {kind: tesseract, q: 2}}, memory: {recompute: auto}}
 
-`layout` is said whole and takes the place of the run's, because half of one over another would mix kinds; where it is
-not said the run's stands. Other keys lie over the run's one by one. The command line's `key=value` words come last, for
-every layout. A whole run file is a layouts file too. What makes losses and times comparable must be the run's own:
-model, data, batch.global, optimizer, seed.
+A `layout` replaces the run's as a whole, because a merge of two would mix kinds; without `layout` the run's is used.
+Other keys override the run's one by one. The command line's `key=value` words are applied last, to every layout. A
+whole run file is a layouts file too. Fields that make losses and times comparable must equal the run's: model, data,
+batch.global, optimizer, seed.
 """
 
 from __future__ import annotations
@@ -42,13 +42,17 @@ NAME, LIST = "name", "layouts"
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """`words`: `key=value`, for every layout. `files`: of layouts. `top`: so many of the planner's, on `devices`."""
+    """The command's arguments that choose layouts."""
 
     run: Path
     words: Sequence[str]
+    """`key=value` words, applied to every layout."""
     files: Sequence[Path]
+    """Layouts files."""
     top: int | None = None
+    """Number of layouts to take from the planner."""
     devices: int | None = None
+    """Number of devices to plan for; None: the devices of this machine."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +65,19 @@ class Contender:
 
 
 def split_words(words: Sequence[str], files: Sequence[Path]) -> tuple[list[str], list[Path]]:
-    """The overrides, and all files: `--layouts a.yaml b.yaml` gives the option the first, and words the rest.
+    """Return the overrides and all layouts files.
 
-    A word without `=` is a file then. Without --layouts it stays a word, and is refused as an override.
+    Of `--layouts a.yaml b.yaml` the option takes only a.yaml; b.yaml is parsed as a word. So with --layouts a word
+    without `=` is a file; without --layouts such a word is refused later, as an override.
     """
     more = [Path(word) for word in words if "=" not in word] if files else []
     return [word for word in words if "=" in word or not files], [*files, *more]
 
 
 def contenders_of(question: LayoutRequest, cluster: Cluster | None, report: ShowProgress = silent) -> list[Contender]:
-    """The files' layouts, then the planner's on the cluster, the one that it thinks fastest first.
+    """Return the layouts of the files, then the planner's for the cluster, the fastest by prediction first.
 
-    Raises ConfigError for a mistake in a file, where the search does, and where nothing is asked for.
+    Raises ConfigError for a mistake in a file, if the search does, and if nothing is asked for.
     """
     run, words, top, devices = question.run, question.words, question.top, question.devices
     if devices is not None and top is None:
@@ -84,7 +89,7 @@ def contenders_of(question: LayoutRequest, cluster: Cluster | None, report: Show
         return contenders
     if cluster is None:
         raise ConfigError.of("--top", top, "needs a cluster to plan for", "--cluster NAME or FILE, or --layouts")
-    # A comparison runs here, so what is planned is for the devices here.
+    # A comparison runs on this machine, so by default the plan is for the devices of this machine.
     devices = devices or torch.cuda.device_count() or usable_cores()
     plans = search(load_undecided(run, words), cluster, devices, top, fixed=fixed_fields(words), report=report)
     for place, prediction in enumerate(plans.predictions, 1):
@@ -93,7 +98,7 @@ def contenders_of(question: LayoutRequest, cluster: Cluster | None, report: Show
 
 
 def from_configs(layouts: Mapping[str, Config]) -> list[Contender]:
-    """A program's own configs, by name. Raises ConfigError if they differ in fields of the task."""
+    """Return a program's own configs as contenders. Raises ConfigError if two configs differ in fields of the task."""
     contenders = [Contender(name, config, name) for name, config in layouts.items()]
     if not contenders:
         raise ConfigError.of("layouts", "none", "leaves nothing to compare", "a config by name, or more")
@@ -109,12 +114,12 @@ def from_configs(layouts: Mapping[str, Config]) -> list[Contender]:
 
 
 def from_files(run: Path, overrides: Sequence[str], files: Iterable[Path]) -> list[Contender]:
-    """The layouts of all files, each a checked config.
+    """Return the layouts of all files as checked configs.
 
-    Raises ConfigError with every mistake of every file, each under its file's name.
+    Raises ConfigError with every mistake of every file, each under the file's name.
     """
     tree = read_run(run).tree
-    # The task is read of the run without its own layout, which may be wrong or `auto` while those of the files are not.
+    # The task is read without the run's own layout, which may be wrong or `auto` even if the files' layouts are fine.
     bare = {key: value for key, value in deepcopy(tree).items() if key not in OWN}
     if isinstance(bare.get("batch"), dict):
         bare["batch"] = {key: value for key, value in bare["batch"].items() if key != "micro"}
@@ -128,7 +133,7 @@ def from_files(run: Path, overrides: Sequence[str], files: Iterable[Path]) -> li
             try:
                 laid_over = [*leaves_of(piece), *({"layout"} & piece.keys())]
                 merged = _merged(tree, {key: value for key, value in piece.items() if key != "layout"})
-                # `layout` is replaced whole: half of one over another would mix kinds.
+                # `layout` is replaced as a whole: a merge of two would mix kinds.
                 merged |= {"layout": deepcopy(piece["layout"])} if "layout" in piece else {}
                 config = parse_run(merged, overrides, laid_over=laid_over)
             except ConfigError as error:
@@ -154,7 +159,7 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pieces(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each layout of a file with its name. Raises ConfigError where the file holds none."""
+    """Yield each layout of a file, with a name. Raises ConfigError if the file has none."""
     try:
         tree = read_yaml(path)
     except ConfigError as error:
@@ -172,14 +177,14 @@ def _pieces(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _task(config: Config) -> dict[str, Any]:
-    """The fields that must be equal in all layouts, flat: `model.hidden` -> 64."""
+    """Return the fields that must be equal in all layouts, as a flat dict: `model.hidden` -> 64."""
     tree = config.model_dump(mode="json", by_alias=True, exclude=set(OWN))
     del tree["batch"]["micro"]
     return leaves_of(tree)
 
 
 def _foreign(own: dict[str, Any], run: dict[str, Any]) -> Iterator[Problem]:
-    """The fields of the task in which a layout differs from the run."""
+    """Yield a problem for each field of the task that differs between a layout and the run."""
     for field in sorted(own.keys() | run.keys()):
         if own.get(field) != run.get(field):
             rule = "is not the run's, and layouts are compared on one task"
@@ -189,7 +194,7 @@ def _foreign(own: dict[str, Any], run: dict[str, Any]) -> Iterator[Problem]:
 def _numbered(contenders: Sequence[Contender]) -> list[Contender]:
     """Number entries that share a name, skipping numbers in use."""
     names = Counter(contender.name for contender in contenders)
-    # A name that stands once keeps it: no number may be given that somebody has chosen.
+    # Unique names stay, so a generated name must not equal one of these.
     taken = {name for name, times in names.items() if times == 1}
     numbered = []
     for contender in contenders:

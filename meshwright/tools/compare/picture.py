@@ -1,7 +1,7 @@
-"""Layouts side by side: bars of measured and predicted numbers, and the losses of their runs.
+"""The picture of a comparison: bars of measured and predicted numbers for each layout, and the runs' losses.
 
 a step | memory | sent        measured is filled, predicted is hatched; the line on a bar is the measured spread
-losses | their differences to the first layout's
+losses | relative differences to the first layout's losses
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BAR, _EXACT = 0.36, 1e-16
 
 @dataclass(frozen=True)
 class Bar:
-    """A measured number, from `low` to `high` where it was measured often; and the predicted one, if there is one."""
+    """A measured number, with the spread `low` to `high` if measured often; and the predicted number, if any."""
 
     measured: float
     predicted: float | None = None
@@ -36,7 +36,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """A bar for each layout, by its name."""
+    """A panel with a bar for each layout. `bars`: by the layout's name."""
 
     title: str
     unit: str
@@ -44,9 +44,9 @@ class Panel:
 
 
 def draw_comparison(panels: Sequence[Panel], losses: Mapping[str, Sequence[float]], picture: Path) -> None:
-    """Draw a PNG. `losses`: of each layout, step by step; the others are compared with the first.
+    """Draw a PNG. `losses`: each layout's losses, step by step; the first layout is the reference.
 
-    Raises DataError where there is nothing to draw.
+    Raises DataError if there is nothing to draw.
     """
     if not panels or not losses:
         raise DataError(f"no layouts to draw in {picture}")
@@ -63,7 +63,7 @@ def draw_comparison(panels: Sequence[Panel], losses: Mapping[str, Sequence[float
     left, right = below.subplots(1, 2)
     _plain(left, "Losses", "step", "nats")
     for place, (name, values) in enumerate(losses.items()):
-        # Those that agree lie exactly over each other: dashes of other lengths leave every one visible.
+        # Lines of equal losses overlap exactly: dashes of different lengths keep every line visible.
         dashes = "solid" if place == 0 else (0, (4, 1.5 * place))
         look = {"color": colours[name], "linewidth": 1.8, "linestyle": dashes, "marker": "o", "markersize": 3}
         left.plot(range(1, len(values) + 1), values, label=name, **look)
@@ -82,7 +82,7 @@ def draw_comparison(panels: Sequence[Panel], losses: Mapping[str, Sequence[float
 
 
 def _draw_bars(axes: Axes, panel: Panel, colours: Mapping[str, str]) -> None:
-    """One pair of bars a layout, from above in the order that they were given; numbers at their ends."""
+    """Draw a pair of bars for each layout, top to bottom in the given order, with numbers at the ends."""
     from matplotlib.ticker import MaxNLocator
 
     _plain(axes, panel.title, panel.unit)
@@ -93,7 +93,7 @@ def _draw_bars(axes: Axes, panel: Panel, colours: Mapping[str, str]) -> None:
     )
     for place, name in enumerate(names):
         bar = panel.bars[name]
-        # Without a prediction the one bar stands in the middle of its line.
+        # Without a prediction the single bar is centred.
         offset = 0.0 if bar.predicted is None else _BAR / 2
         axes.barh(place - offset, bar.measured, _BAR, color=colours[name], zorder=2)
         end = bar.measured
@@ -122,7 +122,7 @@ def _write(axes: Axes, x: float, y: float, text: str, largest: float) -> None:
 
 
 def _draw_differences(axes: Axes, losses: Mapping[str, Sequence[float]], colours: Mapping[str, str]) -> None:
-    """Relative, on a logarithmic axis; equal numbers lie on its lower edge. Those behind others are larger."""
+    """Draw relative differences on a logarithmic axis. Earlier layouts get larger markers, so that none is hidden."""
     from matplotlib.ticker import MaxNLocator
 
     first, *others = losses.items()
@@ -132,7 +132,7 @@ def _draw_differences(axes: Axes, losses: Mapping[str, Sequence[float]], colours
             abs(ours - theirs) / abs(theirs) if theirs else 0.0 for ours, theirs in zip(values, first[1], strict=True)
         ]
         steps = range(1, len(parts) + 1)
-        # A logarithmic axis has no zero: equal losses lie on its lower edge.
+        # A logarithmic axis has no zero: equal losses are drawn at the lower edge.
         shown = [max(part, _EXACT) for part in parts]
         size = 4 + 2.5 * (len(others) - 1 - place)
         axes.plot(

@@ -29,24 +29,27 @@ from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Measuremen
 from meshwright.training.phases import PHASES
 
 BESIDE = ("activations", "temporaries", "context", "cached", "communicators", "read")
-"""Parts of a predicted memory that a rank cannot measure separately."""
+"""Parts of the predicted memory that a rank cannot measure separately."""
 
 EXACT = " (measured / predicted; = to the byte)"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A text, a smaller one below it, a bar of so many percent; `bad`: in red."""
+    """A table cell."""
 
     text: str
     note: str = ""
+    """A smaller text below `text`."""
     bar: float | None = None
+    """Length of a bar in percent."""
     bad: bool = False
+    """Whether the text is red."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table; each line's first cell is the layout's. `best`: the line of the fastest layout."""
+    """A table with one line for each layout, which the first cell names. `best`: the line of the fastest layout."""
 
     title: str
     columns: Sequence[str]
@@ -54,13 +57,13 @@ class Table:
     best: int | None = None
 
     def add(self, row: Measurement, *cells: str | Cell) -> None:
-        """A line of a layout."""
+        """Append the line of a layout."""
         name = Cell(row.name, row.contender.config.layout.summary)
         self.lines.append([name, *(cell if isinstance(cell, Cell) else Cell(cell) for cell in cells)])
 
 
 def times_table(comparison: Comparison) -> Table:
-    """Steps, memory and losses. A layout that has not run has no numbers."""
+    """Build the table of step times, memory and losses. A layout that has not run has no numbers."""
     predicted = bool(comparison.predicted)
     columns = ["layout", "ranks", "ms a step", "a half between", *["predicted", "error"] * predicted]
     columns += ["of the fastest", "peak MB", *["predicted MB"] * predicted, "losses differ by"]
@@ -93,7 +96,7 @@ def times_table(comparison: Comparison) -> Table:
 
 
 def phases_table(comparison: Comparison) -> Table:
-    """Milliseconds by phase, measured / predicted."""
+    """Build the table of milliseconds by phase, measured / predicted."""
     legend = " (measured / predicted)" if comparison.predicted else ""
     columns = [f"layout{legend}", *(phase.replace("_", " ") for phase in PHASES)]
     table = Table("Phases of a step, milliseconds on rank 0", columns)
@@ -105,8 +108,8 @@ def phases_table(comparison: Comparison) -> Table:
 
 
 def held_table(comparison: Comparison) -> Table:
-    """Weights, gradients and states; and the parts that a prediction adds to them, which nothing measures by part."""
-    # A rank can count its weights, gradients and states; what else its process holds has no owner there.
+    """Build the table of weights, gradients and states, and of the parts that are only predicted."""
+    # A rank can measure weights, gradients and states; other memory of the process cannot be divided by part.
     beside = [f"{part}, predicted" for part in BESIDE] if comparison.predicted else []
     columns = ["layout" + EXACT * bool(comparison.predicted), "of", "weights", "gradients", "states", *beside]
     table = Table("What a rank holds, MB", columns)
@@ -120,7 +123,7 @@ def held_table(comparison: Comparison) -> Table:
 
 
 def sent_table(comparison: Comparison) -> Table:
-    """A column an axis that some layout uses."""
+    """Build the table of bytes sent, with a column for each axis that some layout uses."""
     axes = list(dict.fromkeys(axis for row in comparison.measured for axis in row.sent))
     columns = ["layout" + EXACT * bool(comparison.predicted), *axes, "in all"]
     table = Table("What a rank sends in a step, MB by axis", columns)
@@ -131,7 +134,7 @@ def sent_table(comparison: Comparison) -> Table:
 
 
 def losses_table(comparison: Comparison) -> Table:
-    """The losses of each layout's first run, its steps from left to right."""
+    """Build the table of losses of each layout's first run, with a column for each step."""
     table = Table("Losses, step by step", ["layout", *map(str, range(1, comparison.steps + 1))])
     for row in comparison.measured:
         table.add(row, *(f"{loss:.6f}" for loss in row.runs[0].losses))
@@ -139,7 +142,7 @@ def losses_table(comparison: Comparison) -> Table:
 
 
 def _pair_text(pair: StageBytes) -> str:
-    """`1.20 / 1.30` in MB; `=` for a prediction exact to the byte."""
+    """Format a pair as `1.20 / 1.30` in MB; `=` for a prediction exact to the byte."""
     if pair.predicted is None:
         return megabytes(pair.measured)
     return f"{megabytes(pair.measured)} / {'=' if pair.predicted == pair.measured else megabytes(pair.predicted)}"
@@ -154,7 +157,7 @@ def megabytes(num_bytes: int) -> str:
 
 
 def sentences(comparison: Comparison) -> list[str]:
-    """The conclusions from the numbers."""
+    """Return the conclusions from the numbers, a sentence each."""
     said = []
     rows = comparison.measured
     if len(rows) > 1:
@@ -170,7 +173,7 @@ def sentences(comparison: Comparison) -> list[str]:
         said.append(comparison.unpredicted)
     else:
         said += [f"{row.name} was not predicted: {row.unpredicted}" for row in comparison.rows if row.unpredicted]
-    # A calibrated device is a core; a rank of several threads is several of them, which the cluster file does not say.
+    # A calibrated device is one core. A rank with several threads uses several, which a cluster file cannot express.
     if wide := ", ".join(row.name for row in comparison.predicted if row.threads > 1):
         said.append(f"A rank of {wide} has several threads, and was predicted on one core; threads=1 is alike.")
     if len(rows) > 1:
@@ -191,13 +194,13 @@ def sentences(comparison: Comparison) -> list[str]:
         else:
             worst = max(map(comparison.difference, others))
             said.append(f"All losses agree with those of {first.name} to {worst:.1e}, step by step.")
-    # Only the failure's first line: the command's error has the whole text (job.require_all).
+    # Only the first line of a failure: the command's error has the whole text (job.require_all).
     said += [f"{row.name} failed: {row.failure.splitlines()[0]}" for row in comparison.rows if row.failure]
     return [*said, comparison.interrupted] if comparison.interrupted else said
 
 
 def order_sentence(comparison: Comparison) -> str:
-    """The fastest of several layouts, if the noise leaves one."""
+    """Name the fastest of several layouts, or the layouts that do not differ by more than the noise."""
     near, slowest = comparison.within_noise, max(comparison.measured, key=lambda row: row.seconds)
     ratio = slowest.seconds / comparison.fastest.seconds
     if len(near) == 1:
@@ -208,14 +211,14 @@ def order_sentence(comparison: Comparison) -> str:
 
 
 def render(comparison: Comparison) -> None:
-    """Print times, memory and losses; bytes by part and by axis; and what follows from them."""
+    """Print times, memory and losses; bytes by part and by axis; and the conclusions."""
     console = table_console()
     console.print(f"{comparison.title}, on {comparison.device}: {comparison.effort}")
     for place, table in enumerate((times_table(comparison), held_table(comparison), sent_table(comparison))):
         first, *others = table.columns
         shown = RichTable(Column(first, overflow="fold"), *others, title=table.title)
         for name, *cells in table.lines:
-            first = name.text if place else f"{name.text}: {name.note}"  # once is enough here
+            first = name.text if place else f"{name.text}: {name.note}"  # the note in the first table only
             shown.add_row(first, *(cell.text for cell in cells))
         print_table(console, shown)
     for sentence in sentences(comparison):
@@ -223,7 +226,7 @@ def render(comparison: Comparison) -> None:
 
 
 def html_of(comparison: Comparison, picture: bytes, command: str = "") -> str:
-    """The whole page. `picture`: a PNG; `command`: the command line that asked, if one did."""
+    """Return the whole page. `picture`: a PNG; `command`: the command line, if the comparison was asked for by one."""
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     templates.filters["marks"] = as_marks
     kinds = (times_table, phases_table, held_table, sent_table, losses_table)
@@ -239,13 +242,13 @@ def html_of(comparison: Comparison, picture: bytes, command: str = "") -> str:
         tables=[kind(comparison) for kind in kinds],
         said=sentences(comparison),
         layouts=layouts,
-        # Inside of the page, so that it can be sent as one file.
+        # Embedded, so that the page is a single file.
         picture=b64encode(picture).decode(),
     )
 
 
 def draw(comparison: Comparison, picture: Path) -> None:
-    """Draw the layouts that have run, in the panels of report/comparison.py."""
+    """Draw the layouts that have run: a step's time, the fullest rank's memory, bytes sent, and losses."""
     steps, memory, sent = {}, {}, {}
     for row in comparison.measured:
         low, high = row.quartiles
@@ -263,7 +266,7 @@ def draw(comparison: Comparison, picture: Path) -> None:
 
 
 def as_dict(comparison: Comparison) -> dict[str, Any]:
-    """For `--json`, and for comparison.json. Seconds, bytes; null where nothing was predicted."""
+    """Return the comparison for `--json` and comparison.json, in seconds and bytes; null if nothing was predicted."""
     return {
         "run": comparison.title,
         "device": comparison.device,
@@ -326,5 +329,5 @@ def _row_dict(comparison: Comparison, row: Measurement) -> dict[str, Any]:
 
 
 def _plain(number: float) -> float | str:
-    """The number, or its name where JSON cannot hold it: nan and infinity."""
+    """Return the number; nan and infinity as text, since JSON has neither."""
     return number if math.isfinite(number) else str(number)

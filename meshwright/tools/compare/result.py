@@ -1,13 +1,13 @@
-"""A comparison's numbers: each layout measured and predicted, and their differences.
+"""Numbers of a comparison: each layout measured and predicted, and the differences.
 
 | quantity | measured | predicted |
 |---|---|---|
-| a step | median of the timed steps of all rounds; its spread: their quartiles | the simulated step |
-| memory | the most that a rank ever had: its process, or a GPU's allocator | the fullest rank's parts, together |
+| a step | median of the timed steps of all rounds; spread: the quartiles | the simulated step |
+| memory | largest peak of any rank: the process' on a CPU, the allocator's on a GPU | all parts of the fullest rank |
 | weights, gradients, states | the memory of the buckets and of the optimizer | by the same cuts |
 | sent | the ledger of a step of a stage's first rank | the same, counted on meta tensors |
 
-The first steps of a run are not timed: they make connections and states.
+The first steps of a run, which open connections and allocate states, are not timed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WARMUP_STEPS = 2
 
 @dataclass(frozen=True)
 class StageBytes:
-    """A number of one stage's first rank: measured and, if it was, predicted."""
+    """A number of bytes of one stage's first rank, measured and, if there is a prediction, predicted."""
 
     stage: int
     measured: int
@@ -42,31 +42,32 @@ class StageBytes:
 
 
 def _largest(measured: Sequence[int], predicted: Sequence[int]) -> StageBytes:
-    """(measured, predicted) of the stage with the largest measured value. `predicted`: empty without a prediction."""
+    """Return the bytes of the stage with the largest measured value. `predicted`: empty without a prediction."""
     stage = max(range(len(measured)), key=measured.__getitem__)
     return StageBytes(stage, measured[stage], predicted[stage] if predicted else None)
 
 
 @dataclass
 class Measurement:
-    """A layout. `runs`: one for each round that it finished. `failure`: why it has no more of them, else empty.
-
-    `unpredicted`: why nothing was predicted of it, where nothing was. `threads`: CPU threads of each of its ranks.
-    """
+    """A layout's measured runs and its prediction."""
 
     contender: Contender
     runs: tuple[MeasuredRun, ...] = ()
+    """One for each round that the layout finished."""
     predicted: Prediction | None = None
     unpredicted: str = ""
+    """The reason why nothing was predicted; else empty."""
     failure: str = ""
+    """The error that ended a run of the layout; else empty."""
     threads: int = 1
+    """CPU threads of each rank."""
 
     def __post_init__(self) -> None:
         self.name = self.contender.name
         self.timed = [seconds for run in self.runs for seconds in run.seconds[WARMUP_STEPS:]]
         """Seconds of every timed step."""
         self.peak_bytes = max((facts.peak_bytes for run in self.runs for facts in run.ranks), default=0)
-        """The peak of the rank that had most."""
+        """The largest peak of any rank."""
 
     @property
     def seconds(self) -> float:
@@ -74,7 +75,7 @@ class Measurement:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """A half of the timed steps took between these; of one step, its seconds."""
+        """The first and third quartile of the timed steps' seconds; of a single step, its seconds twice."""
         if len(self.timed) == 1:
             return self.timed[0], self.timed[0]
         low, _, high = statistics.quantiles(self.timed, n=4, method="inclusive")
@@ -84,32 +85,32 @@ class Measurement:
     def phases(self) -> dict[str, float]:
         """Median seconds of each phase, on rank 0."""
         lines = [phases for run in self.runs for phases in run.phases[WARMUP_STEPS:]]
-        # Medians by phase, so that one slow phase of one step does not count; their sum is no step's time.
+        # Medians by phase, so that a single slow phase has no effect. The sum of medians is no step's time.
         return {phase: statistics.median(line[phase] for line in lines) for phase in PHASES}
 
     @property
     def stages(self) -> list[RankFacts]:
-        """The first rank of each stage, of which a prediction speaks, in the last round."""
+        """The first rank of each stage in the last round. Predictions are of these ranks."""
         grid = self.contender.config.grid
         origin = grid.coordinates(0)
         return [self.runs[-1].ranks[grid.rank(origin | {PIPE: stage})] for stage in range(grid.size(PIPE))]
 
     @property
     def error(self) -> float | None:
-        """The predicted seconds' error, as a part of the measured ones; None without a prediction."""
+        """Relative error of the predicted seconds; None without a prediction."""
         return self.predicted.seconds / self.seconds - 1 if self.predicted is not None else None
 
     @property
     def held(self) -> dict[str, StageBytes]:
-        """Weights, gradients and states in bytes, of the stage that holds most of all together."""
-        # One stage for all three parts: else the table would add memory of different ranks.
+        """Bytes of weights, gradients and states of the stage with the largest sum."""
+        # One stage for all three parts: else a table's row would mix memory of different ranks.
         stage = _largest([sum(facts.held.values()) for facts in self.stages], ()).stage
         memory = asdict(self.predicted.memory[stage]) if self.predicted is not None else {}
         return {part: StageBytes(stage, size, memory.get(part)) for part, size in self.stages[stage].held.items()}
 
     @property
     def sent(self) -> dict[str, StageBytes]:
-        """Bytes of a step by axis, of the stage whose first rank sends most over it."""
+        """For each axis, bytes sent in a step; of the stage with the first rank that sends most over that axis."""
         measured, predicted = [facts.sent_bytes for facts in self.stages], self.predicted_sent
         axes = dict.fromkeys(axis for sent in (*measured, *predicted) for axis in sent)
         return {
@@ -119,38 +120,42 @@ class Measurement:
 
     @property
     def sent_in_all(self) -> StageBytes:
-        """Bytes of a step over all axes, of the stage whose first rank sends most."""
+        """Bytes sent in a step over all axes; of the stage with the first rank that sends most."""
         predicted = [sum(sent.values()) for sent in self.predicted_sent]
         return _largest([sum(facts.sent_bytes.values()) for facts in self.stages], predicted)
 
     @property
     def predicted_sent(self) -> list[dict[str, int]]:
-        """Bytes of a step by axis, of each stage's first rank; empty where nothing was predicted."""
+        """For each stage's first rank, predicted bytes sent in a step by axis; empty without a prediction."""
         sent = self.predicted.traffic if self.predicted is not None else ()
         return [Ledger(defaultdict(Traffic, traffic)).sent_bytes() for traffic in sent]
 
 
 @dataclass
 class Comparison:
-    """`title`: the run's name. `steps` a round. `cluster`: whose facts predictions are made of, else empty, and
-    `unpredicted` says why there are none. `device`: what it ran on, in words. `interrupted`: by what, else empty.
-    """
+    """A finished or interrupted comparison."""
 
     title: str
+    """The run's name."""
     rows: tuple[Measurement, ...]
     steps: int
+    """Steps of each run."""
     rounds: int
     device: str
+    """The device, in words."""
     cluster: str = ""
+    """The name of the cluster that predictions are made for; else empty."""
     unpredicted: str = ""
+    """The reason why there are no predictions; else empty."""
     interrupted: str = ""
+    """The cause of an interruption, in words; else empty."""
 
     def __post_init__(self) -> None:
         rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
         self.effort = f"{rounds} of {self.steps} steps, of which the first {WARMUP_STEPS} are not timed"
         """The rounds and steps that were timed, in words."""
         self.measured = [row for row in self.rows if row.runs]
-        """The layouts that have run, in the order in which they were given."""
+        """The layouts that have run, in the given order."""
         self.predicted = [row for row in self.measured if row.predicted is not None]
         """The layouts that have run and were predicted too."""
         errors = [abs(row.error) for row in self.measured if row.error is not None]
@@ -158,9 +163,9 @@ class Comparison:
         """The mean of the predicted steps' absolute errors."""
         configs = [row.contender.config for row in self.measured]
         self.layout_free = bool(configs) and all(config.bits.layout_free for config in configs)
-        """Whether losses must be equal to the bit in all layouts of one precision, masks of dropout included."""
+        """Whether losses must be equal to the bit in all layouts of one precision, even with dropout."""
         self.drops_out = not self.layout_free and any(config.model.dropout > 0 for config in configs)
-        """Whether losses need not agree: layouts may draw other masks of dropout."""
+        """Whether losses need not agree, because layouts may draw different dropout masks."""
 
     @property
     def fastest(self) -> Measurement:
@@ -168,7 +173,7 @@ class Comparison:
 
     @property
     def within_noise(self) -> list[Measurement]:
-        """The layouts whose middle half of steps overlaps that of the fastest median; the latter is the first."""
+        """The fastest layout by median; then the layouts with quartiles that overlap the fastest layout's."""
         first = self.fastest
         low, high = first.quartiles
         near = [row for row in self.measured if row.quartiles[0] <= high and row.quartiles[1] >= low]
@@ -181,23 +186,22 @@ class Comparison:
 
     @property
     def predicted_fastest(self) -> Measurement | None:
-        """The one that was predicted to be the fastest; None where not all were predicted, or there is but one."""
-        # With unpredicted layouts there is no prediction of the fastest.
+        """The layout with the smallest predicted time; None if some layout has no prediction, or only one has run."""
         if len(self.predicted) < len(self.measured) or len(self.measured) < 2:
             return None
         return min(self.predicted, key=lambda row: row.predicted.seconds if row.predicted else math.inf)
 
     def difference(self, row: Measurement) -> float:
-        """The greatest relative difference of its losses to the first layout's first run, of all steps and rounds."""
-        # Every round begins with the same weights and data, so all runs have this one's losses.
+        """Return the largest relative difference of losses to the first layout's first run, over steps and rounds."""
+        # Every round begins with the same weights and data, so one run is the reference for all.
         reference = self.measured[0].runs[0].losses
         pairs = [pair for run in row.runs for pair in zip(run.losses, reference, strict=True)]
         differences = [abs(ours - theirs) / (abs(theirs) or 1.0) for ours, theirs in pairs]
-        # max() would pass over a NaN by luck of the order.
+        # max() with a NaN depends on the order.
         return max(math.inf if math.isnan(difference) else difference for difference in differences)
 
     def allowed(self, row: Measurement) -> float:
-        """How much two orders of summation may differ in these precisions (verify/tolerance.py); 0 for equal bits."""
+        """Return the difference allowed between two orders of summation (verify/tolerance.py); 0 for equal bits."""
         if self.layout_free and row.contender.config.precision == self.measured[0].contender.config.precision:
             return 0.0
         return max(tolerance_of(one.contender.config).loss for one in (row, self.measured[0]))
