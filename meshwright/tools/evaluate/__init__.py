@@ -1,1 +1,1 @@
-"""Measures of a trained model: perplexity, LAMBADA's cloze, masked tokens, BLEU, classes of images. On one device."""
+"""Measures of a trained model, on one device: perplexity, LAMBADA's cloze, masked tokens, BLEU, classes of images."""

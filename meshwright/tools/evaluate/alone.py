@@ -1,12 +1,12 @@
-"""Perplexity of pieces that a run keeps separate: documents with `data.documents: separate`, and dialogues.
+"""Perplexity of texts that a run keeps separate: documents with `data.documents: separate`, and dialogues.
 
-| piece      | the row begins with               | a scored token                              |
+| text       | the row begins with               | scored tokens                               |
 |------------|-----------------------------------|---------------------------------------------|
-| a document | the begin mark, else the end mark | each of the text, once                      |
-| a dialogue | the template's first token        | each that the run learns: the answers       |
+| a document | the begin mark, else the end mark | each token of the document, once            |
+| a dialogue | the template's first token        | the tokens that the run learns: the answers |
 
-A row has no token of another piece, as in training. A document longer than the context is read in windows, as a joined
-text is (perplexity.py). A longer dialogue is left out or cut, as `data.overlong` says.
+A row has tokens of one document or dialogue only, as in training. A document longer than the context is read in
+windows, as joined text is (perplexity.py). A dialogue longer than the context is left out or cut (`data.overlong`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from meshwright.tools.evaluate.texts import TokenStream, held_out
 
 
 class Row(NamedTuple):
-    """A slice of a stream of tokens: inputs start ... stop - 1, labels one place further, scored from `own` on."""
+    """A slice of a stream of tokens: inputs start ... stop - 1, labels shifted by one and scored from `own` on."""
 
     start: int
     own: int
@@ -44,11 +44,11 @@ def document_rows(stream: TokenStream, end: int, context: int, stride: int) -> I
     """Yield the windows over each document. `stride`: tokens between two windows over one document."""
     ends = np.flatnonzero(stream.tokens == end)
     begins_with_end = len(ends) > 0 and ends[0] == 0
-    # Without a begin mark a document's context is the end mark in front.
+    # Without a begin mark a document's first token is predicted from the end mark of the previous document.
     starts = ends if begins_with_end else np.concatenate([[0], ends + 1])
     stops = np.append(ends[1:] if begins_with_end else ends, len(stream.tokens))
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
-        if stop - start < 2:  # nothing behind the mark
+        if stop - start < 2:  # a mark without text
             continue
         offsets, counted, length = windows(stop - start - 1, context, stride)
         for offset, own in zip(offsets.tolist(), counted.tolist(), strict=True):
@@ -67,12 +67,12 @@ def dialogue_rows(tokens: np.ndarray, context: int, *, cuts: bool) -> Iterator[R
 def rows_loss(
     loaded: LoadedText, tokens: np.ndarray, rows: list[Row], flags: bool, progress: ShowProgress
 ) -> tuple[float, int]:
-    """Return the summed loss in nats, and the number, of scored labels. `flags`: labels without SAID do not count."""
+    """Return the summed loss in nats and the number of scored labels. `flags`: score only labels with the flag SAID."""
     marks = () if flags else (loaded.tokenizer.end, loaded.tokenizer.first)
     order = sorted(range(len(rows)), key=lambda at: rows[at].start - rows[at].stop)
     total, num_tokens, done = 0.0, 0, 0
     while done < len(order):
-        # A batch's first row is the longest: little padding.
+        # Rows are sorted by length, so a batch needs little padding; the first row is the longest.
         longest = rows[order[done]].stop - rows[order[done]].start
         chosen = order[done : done + max(1, BATCH_TOKENS // longest)]
         inputs = np.full((len(chosen), longest), loaded.tokenizer.end, dtype=np.int64)
@@ -95,7 +95,7 @@ def rows_loss(
 
 
 def separate_perplexity(loaded: LoadedText, stream: TokenStream, stride: int, progress: ShowProgress) -> Facts:
-    """Measure a stream's documents one by one. Raises DataError if no token is to be scored."""
+    """Measure a stream's documents separately. Raises DataError if there is no token to score."""
     marks = (loaded.tokenizer.end, loaded.tokenizer.first)
     rows = list(document_rows(stream, loaded.tokenizer.end, loaded.context, stride))
     total, num_tokens = rows_loss(loaded, stream.tokens, rows, False, progress)
@@ -119,7 +119,7 @@ def dialogue_perplexity(
 ) -> tuple[Facts, PackedCorpus | None]:
     """Measure the answers of dialogues; return the result, and the prepared folder if there is one.
 
-    Raises DataError if there is none, or none fits the context.
+    Raises DataError if there is no dialogue, or no dialogue fits the context.
     """
     corpus: PackedCorpus | None = None
     if data is not None and not is_prepared(Path(data).expanduser()):
@@ -152,10 +152,10 @@ def dialogue_perplexity(
 
 @torch.inference_mode()
 def validation_loss(loaded: LoadedText, corpus: PackedCorpus, progress: ShowProgress) -> Facts:
-    """Return the loss of a prepared folder's whole validation split as a run measures while training.
+    """Return the loss of a prepared folder's whole validation split, measured as a run does while training.
 
-    The samples are the run's own: windows of data.sequence tokens, end marks among the labels, and with separate
-    documents none of the first tokens. Empty if the split has less than one sample.
+    The samples are the run's own: windows of data.sequence tokens with end marks among the labels; with separate
+    documents without the first tokens. Empty if the split has less than one sample.
     """
     section = loaded.config.data
     assert isinstance(section, TokenSection), section
@@ -174,7 +174,7 @@ def validation_loss(loaded: LoadedText, corpus: PackedCorpus, progress: ShowProg
 
 
 def no_stride(stride: int | None) -> None:
-    """Raise ConfigError for a stride of dialogues."""
+    """Raise ConfigError if a stride was given for dialogues."""
     if stride is not None:
         raise ConfigError.of(
             "--stride", stride, "has no effect on dialogues, each of which is read whole", "without it"

@@ -1,8 +1,8 @@
-"""Greedy continuations of many prompts at once: what lm-evaluation-harness asks beside likelihoods (tools/harness.py).
+"""Greedy continuations of many prompts at once, for requests of lm-evaluation-harness (tools/harness.py).
 
-Prompts of equal length go through the model together, so that no row is padded and each gets the tokens that it would
-get alone. A row that has ended leaves the batch. A prompt whose continuation may not fit into the context, or is drawn
-at random, goes through generate.py alone, where the context slides.
+Prompts of equal length form a batch, so that no row is padded and every continuation is the same as without batching.
+A row that has ended is removed from the batch. A prompt is continued separately by generate.py if the continuation may
+not fit into the context, which then slides, or if tokens are drawn at random.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from meshwright.tools.generate import Sampling, generate_tokens, whole_character
 
 @dataclass(frozen=True)
 class Opening:
-    """A prompt's tokens and its limits: at most `most` new tokens, up to a token of `ends` (besides the tokenizer's
-    own) or a text of `stops`, which the continuation leaves out."""
+    """A prompt and the end of its continuation."""
 
     prompt: Sequence[int]
+    """The prompt's tokens."""
     most: int
+    """Largest number of new tokens."""
     stops: tuple[str, ...] = ()
+    """Texts that end the continuation and are left out."""
     ends: tuple[int, ...] = ()
+    """Tokens that end the continuation, in addition to the tokenizer's own stop tokens."""
     sampling: Sampling = field(default_factory=Sampling)
 
 
 def continuations(loaded: LoadedText, openings: Sequence[Opening], rows: int | None = None) -> list[str]:
-    """The continuation of each prompt. `rows`: the largest batch."""
+    """Return the continuation of each prompt. `rows`: the largest batch."""
     together: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     answers: dict[int, str] = {}
     for at, one in enumerate(openings):
@@ -40,7 +43,7 @@ def continuations(loaded: LoadedText, openings: Sequence[Opening], rows: int | N
         if length and length + one.most <= loaded.context and one.sampling.temperature == 0:
             together[length, one.most].append(at)
         else:
-            # Its context slides, or each token is drawn with its own seed: no batch would give it the same tokens.
+            # The context slides, or tokens are drawn with the prompt's own generator: a batch would give other tokens.
             prompt, answers[at] = list(one.prompt), ""
             tokens = generate_tokens(loaded, prompt, one.most, one.sampling, one.ends)
             for text in accumulate(whole_characters(loaded.tokenizer, prompt, tokens)):
@@ -58,7 +61,7 @@ def continuations(loaded: LoadedText, openings: Sequence[Opening], rows: int | N
 
 @torch.inference_mode()
 def _together(loaded: LoadedText, openings: Sequence[Opening]) -> list[str]:
-    """The continuations of prompts of one length, for as many tokens, in one batch."""
+    """Continue prompts of equal length in one batch, each by the same number of tokens at most."""
     tokenizer, cache = loaded.tokenizer, KeyValueCache()
     made: list[list[int]] = [[] for _ in openings]
     texts = ["" for _ in openings]
@@ -81,7 +84,7 @@ def _together(loaded: LoadedText, openings: Sequence[Opening]) -> list[str]:
         if not stays:
             break
         if len(stays) < len(alive):
-            # Rows that have ended leave the batch, and their keys and values the cache.
+            # Remove rows that have ended from the batch, and their keys and values from the cache.
             cache.select(stays)
         alive = [alive[place] for place in stays]
         fresh = torch.tensor([[made[row][-1]] for row in alive], device=loaded.device)
@@ -89,6 +92,6 @@ def _together(loaded: LoadedText, openings: Sequence[Opening]) -> list[str]:
 
 
 def _before_stop(text: str, stops: Sequence[str]) -> str | None:
-    """The text before the first stop word in it; None where it has no stop word."""
+    """Return the text before the first stop word; None if the text has no stop word."""
     ends = [text.index(stop) for stop in stops if stop and stop in text]
     return text[: min(ends)] if ends else None

@@ -1,8 +1,8 @@
-"""The share of LAMBADA's passages (Paperno et al., 2016, arXiv 1606.06031) whose last word a model names.
+"""Accuracy on LAMBADA (Paperno et al., 2016, arXiv 1606.06031): the share of passages with a correct last word.
 
-A word is right if each of its sub-tokens is the most likely one given the passage and the sub-tokens before it. Since
-those must be right too, one forward pass over the whole passage gives greedy generation's answer. The word is encoded
-with a space in front, apart from its context.
+A word is correct if each sub-token is the most likely one given the passage and the previous sub-tokens. Since the
+previous sub-tokens must be correct too, one forward pass over the whole passage decides as greedy generation would. The
+word is encoded separately from the context, with a space in front.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from meshwright.tools.evaluate.tasks import Question, Task
 class _Cloze:
     inputs: list[int]
     target: list[int]
-    """The tokens that the last len(target) predictions are compared with."""
+    """The correct tokens for the last len(target) predictions."""
 
 
 def passages(source: str) -> Iterator[str]:
-    """The passages of records, of a folder's documents, or of a text file's lines."""
+    """Yield the passages: records, a folder's documents, or a text file's lines."""
     path = Path(source).expanduser()
     whole = path.is_dir() or not is_text(path)
     for document in documents(source):
@@ -42,9 +42,9 @@ def passages(source: str) -> Iterator[str]:
 
 @torch.inference_mode()
 def cloze_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = silent) -> Facts:
-    """Ask for the last word of every passage. A context that is too long is cut from the left.
+    """Measure the prediction of every passage's last word. A passage longer than the context is cut from the left.
 
-    Raises DataError on a passage of less than two words, or a last word longer than the model's context.
+    Raises DataError for a passage of less than two words, or a last word longer than the model's context.
     """
     questions, tokenizer = [], loaded.tokenizer
     for at, text in enumerate(passages(source), start=1):
@@ -52,8 +52,7 @@ def cloze_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = sil
         if len(words) < 2:
             rule = "is a single word; wanted a context and the word to name behind it"
             raise DataError(f"{source} passage {at}: {rule}")
-        # The word is encoded with its space, apart from its context: a merge across the two would give part of the word
-        # away.
+        # Context and word are encoded separately: a token across both would give part of the word away.
         context, word = tokenizer.encode(words[0].strip()), tokenizer.encode(f" {words[1]}")
         if len(word) > loaded.context:
             rule = f"its last word has {len(word)} tokens, and the model sees {loaded.context}"
@@ -62,12 +61,12 @@ def cloze_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = sil
         questions.append(_Cloze(inputs[-loaded.context :], word))
     if not questions:
         raise DataError(f"{source}: holds no passage")
-    questions.sort(key=lambda question: -len(question.inputs))  # a batch's first is its longest; little padding
+    questions.sort(key=lambda question: -len(question.inputs))  # a batch begins with the longest: little padding
     correct, total, done = 0, 0.0, 0
     while done < len(questions):
         longest = len(questions[done].inputs)
         batch = questions[done : done + max(1, BATCH_TOKENS // longest)]
-        end = loaded.tokenizer.end  # padded on the right, which no token before attends to
+        end = loaded.tokenizer.end  # padding on the right: no earlier token attends to it
         padded = torch.tensor([question.inputs + [end] * (longest - len(question.inputs)) for question in batch])
         h = loaded.model.hidden(padded.to(loaded.device))  # [B, T, H]
         for row, question in zip(h, batch, strict=True):
@@ -89,7 +88,7 @@ def cloze_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = sil
 
 
 def measure_lambada(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
-    """The step folder, and the result of `cloze_accuracy`. Raises as `load_text` and that."""
+    """Return the step folder and the result of `cloze_accuracy`. Raises as `load_text` and `cloze_accuracy`."""
     loaded = load_text(question.checkpoint, question.device, question.context)
     return loaded.folder, cloze_accuracy(loaded, str(question.data), progress)
 

@@ -1,4 +1,4 @@
-"""The likelihood of a text given the text before it: what lm-evaluation-harness asks (tools/harness.py)."""
+"""The likelihood of a text given a context, for requests of lm-evaluation-harness (tools/harness.py)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from meshwright.tools.evaluate.scored import windows
 
 
 class Likelihood(NamedTuple):
-    """The log probability of a continuation, in nats, and whether greedy decoding would give it."""
+    """Likelihood of a continuation. `log`: the log probability in nats; `greedy`: whether greedy decoding gives it."""
 
     log: float
     greedy: bool
 
 
 class _Asked(NamedTuple):
-    """The tokens of a context, and of its continuation."""
+    """A request: the tokens of a context and of the continuation `behind` the context."""
 
     context: list[int]
     behind: list[int]
@@ -28,12 +28,18 @@ class _Asked(NamedTuple):
 def likelihoods(
     loaded: LoadedText, pairs: Sequence[tuple[str, str]], *, marked: bool = False, rows: int | None = None
 ) -> list[Likelihood]:
-    """Score each (context, continuation). The two are tokenized together as the harness does: spaces at the context's
-    end belong to the continuation, and the token that begins a text stands in front (without such a token an empty
-    context is an end token). A context that is too long loses its beginning.
+    """Score each (context, continuation).
 
-    `marked`: special tokens spelled in a context are special tokens, as in a rendered chat, which begins with its own.
-    `rows`: the largest batch.
+    Context and continuation are tokenized together, as in the harness: spaces at the context's end belong to the
+    continuation, and the token that begins a text is put in front. Without such a token an empty context becomes an end
+    token. A context that is too long is cut from the left.
+
+    Args:
+        loaded: The model.
+        pairs: (context, continuation) of each request.
+        marked: Whether special tokens spelled in a text are encoded as special tokens, and no token is put in front.
+            For a rendered chat, which begins with its own token.
+        rows: The largest batch.
     """
     opening = [] if marked else loaded.tokenizer.opening
 
@@ -42,7 +48,7 @@ def likelihoods(
 
     asked = []
     for context, continuation in pairs:
-        # Spaces go to the continuation, since tokens begin with their space: " word" is one token, "word" another.
+        # Spaces belong to the continuation, since tokens begin with a space: " word" is one token, "word" another.
         cut = len(context.rstrip())
         before = encode(context[:cut]) if cut else []
         whole = encode(context + continuation)
@@ -51,8 +57,11 @@ def likelihoods(
 
 
 def text_likelihoods(loaded: LoadedText, texts: Sequence[str]) -> list[float]:
-    """The log probability of each text. Every token is scored once, the first after the token that begins a text, or an
-    end token; in windows of the model's context, each of which begins with the last token of the window before."""
+    """Return the log probability of each text.
+
+    Every token is scored once. The first token follows the token that begins a text, or an end token. Long texts are
+    scored in windows of the model's context; a window begins with the last token of the previous window.
+    """
     told = []
     for text in texts:
         stream = [loaded.tokenizer.first, *loaded.tokenizer.encode(text)]
@@ -70,8 +79,10 @@ def text_likelihoods(loaded: LoadedText, texts: Sequence[str]) -> list[float]:
 
 @torch.inference_mode()
 def _answered(loaded: LoadedText, asked: Sequence[_Asked], rows: int | None = None) -> list[Likelihood]:
-    """In batches of similar lengths, of at most `rows`. Of a continuation longer than the model's context only the last
-    part is scored."""
+    """Score requests in batches of similar lengths and at most `rows` rows.
+
+    Of a continuation longer than the model's context only the last part is scored.
+    """
     inputs = [(one.context + one.behind)[:-1][-loaded.context :] for one in asked]
     order = sorted(range(len(asked)), key=lambda at: -len(inputs[at]))
     answers: dict[int, Likelihood] = {}
@@ -79,7 +90,7 @@ def _answered(loaded: LoadedText, asked: Sequence[_Asked], rows: int | None = No
         longest = max(1, len(inputs[order[len(answers)]]))
         most = min(rows or len(asked), max(1, BATCH_TOKENS // longest))
         chosen = order[len(answers) : len(answers) + most]
-        end = loaded.tokenizer.end  # padded on the right, which no token before attends to
+        end = loaded.tokenizer.end  # padding on the right: no earlier token attends to it
         padded = torch.tensor([inputs[at] + [end] * (longest - len(inputs[at])) for at in chosen])
         h = loaded.model.hidden(padded.to(loaded.device))  # [B, T, H]
         for row, at in zip(h, chosen, strict=True):

@@ -27,48 +27,57 @@ BATCH_TOKENS = 8192
 """Tokens of a forward pass: enough to fill a device, few enough for a large model's activations."""
 
 Facts = dict[str, str | int | float]
-"""The result of a measure: by name, in the order in which it is shown."""
+"""The result of a measure: numbers and texts by name, in the shown order."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in evaluation mode, and its checkpoint."""
+    """A model in evaluation mode, and the checkpoint's facts."""
 
     folder: Path
     config: Config
     steps: int
-    """Steps that it was trained for; 0: imported."""
+    """Number of training steps; 0: imported."""
     device: torch.device
     model: Any
     """The family's chain (models/)."""
 
     @property
     def head(self) -> SerialHead:
-        """The language-model head; of a classifier its head."""
+        """The head: the language model's, or the classifier's."""
         head: SerialHead = self.model.head
         return head
 
 
 @dataclass(frozen=True)
 class LoadedText(Loaded):
-    """A model of text. `context`: how many tokens it sees at once."""
+    """A model of text with a tokenizer. `context`: tokens per forward pass of a sequence."""
 
     tokenizer: Tokenizer
     context: int
 
 
 def load_model(path: Path, device: str, reads: str) -> Loaded:
-    """The model of a step folder, or of a run's newest checkpoint, without a tokenizer. Raises as `load_text`."""
+    """Load the model of a step folder, or of a run's newest checkpoint, without a tokenizer. Raises as `load_text`."""
     return Loaded(**_built(*_found(path, device, reads)))
 
 
 def load_text(path: Path, device: str = "auto", context: int | None = None, reads: str = "tokens") -> LoadedText:
-    """The model of text of a step folder, or of a run's newest checkpoint, in evaluation mode.
+    """Load a model of text in evaluation mode.
 
-    `reads`: the form of batches of its family (models/section.py). Weights have the dtype of the run's optimizer:
-    float64 for a float64 run, float32 for every other. `context`: by default the sequence length of the training,
-    because positions beyond it were never trained; at most model.positions. Raises CheckpointError, DataError
-    (tokenizer), ConfigError (device, context).
+    Weights have the dtype of the run's optimizer: float64 for a float64 run, float32 for all others.
+
+    Args:
+        path: A step folder, or a run's folder for the newest checkpoint.
+        device: auto, cpu or cuda.
+        context: Tokens per forward pass, at most model.positions. Default: the sequence length of training, because
+            later positions were never trained.
+        reads: The form of batches that the family must read (models/section.py).
+
+    Raises:
+        CheckpointError: There is no such checkpoint, no tokenizer in it, or the family reads another form.
+        DataError: The tokenizer cannot be used.
+        ConfigError: There is no such device, or the context is out of range.
     """
     checkpoint, where = _found(path, device, reads)
     config = checkpoint.config
@@ -82,24 +91,23 @@ def load_text(path: Path, device: str = "auto", context: int | None = None, read
     assert isinstance(trained_on, TokenSection), trained_on
     tokenizer = load_tokenizer(
         file, AskedMarks() if trained_on.begins else NO_BEGIN
-    )  # the files beside it say its marks
+    )  # marks are read from the files in the same folder
     if tokenizer.vocabulary_size > vocabulary:
         size = tokenizer.vocabulary_size
         raise CheckpointError(f"{file} is of another model: it has {size} tokens, and the model knows {vocabulary}")
-    # Positions beyond the training's sequence were never trained.
     context = context or config.data.lengths.source
     return LoadedText(**_built(checkpoint, where), tokenizer=tokenizer, context=context)
 
 
 def config_at(path: Path) -> Config:
-    """The config of a step folder, or of a run's newest checkpoint."""
+    """Return the config of a step folder, or of a run's newest checkpoint."""
     return Checkpoint(find_checkpoint(path)).config
 
 
 def _found(path: Path, device: str, reads: str) -> tuple[Checkpoint, torch.device]:
-    """The checkpoint and the device; auto: a GPU if there is one.
+    """Return the checkpoint and the device; auto: a GPU if there is one.
 
-    Raises ConfigError where there is no such device, CheckpointError where the family reads batches of another form.
+    Raises ConfigError if there is no such device, CheckpointError if the family reads batches of another form.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError.of("--device", device, "is no device", "auto, cpu, cuda")
@@ -114,7 +122,7 @@ def _found(path: Path, device: str, reads: str) -> tuple[Checkpoint, torch.devic
 
 
 def _built(checkpoint: Checkpoint, device: torch.device) -> dict[str, Any]:
-    """The fields of Loaded."""
+    """Build the model with the checkpoint's weights; return the fields of Loaded."""
     config, mesh = checkpoint.config, solo_mesh(device)
     model = make_chain(config, SerialKit(mesh))
     # Masters of O1 and O2 are float32; the run's half-precision copies are not saved.
@@ -125,7 +133,7 @@ def _built(checkpoint: Checkpoint, device: torch.device) -> dict[str, Any]:
 
 
 def exponential(x: float) -> float:
-    """e to the x; infinite where a float cannot hold it."""
+    """Return e to the x; infinity on overflow."""
     try:
         return math.exp(x)
     except OverflowError:

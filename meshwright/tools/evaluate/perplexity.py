@@ -1,8 +1,8 @@
-"""Perplexity of a text over sliding windows. A family with another measure names it; alone.py has that of a run whose
-documents are separate, or dialogues.
+"""Perplexity of a text over sliding windows. Separate documents and dialogues are measured in alone.py; a family with
+another measure names that one in `measured_by`.
 
-Every token of a text is scored once. Windows of `context` tokens begin `stride` tokens apart. After the first window
-only tokens that no earlier window has scored count; each has at least context - stride tokens to its left. The last
+Every token of a text is scored once. Windows of `context` tokens begin every `stride` tokens. After the first window
+only tokens that no earlier window has scored count; each has at least context - stride tokens to the left. The last
 window ends with the text. Begin and end tokens are context and are never scored.
 """
 
@@ -38,13 +38,18 @@ def text_perplexity(
     *,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Facts:
-    """Measure a stream, losses in nats.
+    """Measure a stream, with losses in nats. Documents are measured separately if the run keeps documents separate.
 
-    `stride`: 1 (exact and slow) to context (fast, no overlap); by default half the context. `batch_tokens`: about so
-    many tokens in a forward pass.
+    Args:
+        loaded: The model.
+        stream: The text.
+        stride: 1 (exact and slow) to context (fast, no overlap); default: half the context.
+        progress: Called after every batch.
+        batch_tokens: Approximate number of tokens in a forward pass.
 
-    Of a run with separate documents each is measured alone. Raises ConfigError on a stride outside these, DataError
-    where no token is to be counted.
+    Raises:
+        ConfigError: The stride is out of range.
+        DataError: There is no token to score.
     """
     context = loaded.context
     if stride is not None and not 1 <= stride <= context:
@@ -81,7 +86,7 @@ def text_perplexity(
 
 
 def measure_text(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
-    """The perplexity of a text under a decoder."""
+    """Return the step folder and the perplexity of a text under a decoder."""
     if question.target is not None:
         family = config_at(question.checkpoint).model.family
         rule = f"has no effect on a {family}, which writes no targets"
@@ -97,7 +102,7 @@ def measure_text(question: Question, progress: ShowProgress) -> tuple[Path, Fact
 
 
 def measure_perplexity(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
-    """The step folder, and the perplexity by the measure of the checkpoint's family."""
+    """Return the step folder and the perplexity, by the measure of the checkpoint's family."""
     measured: tuple[Path, Facts] = load_entry(config_at(question.checkpoint).model.measured_by)(question, progress)
     return measured
 

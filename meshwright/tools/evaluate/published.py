@@ -10,8 +10,8 @@ from meshwright.tools.evaluate.tasks import Question, Task
 
 
 def measure_published(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
-    """The step folder, and the harness' metrics of the tasks that `question.task` names. Raises as `measure_tasks`."""
-    from meshwright.tools.harness import CheckpointLM, measure_tasks  # an extra, and seconds
+    """Return the step folder and the harness' metrics of the tasks in `question.task`. Raises as `measure_tasks`."""
+    from meshwright.tools.harness import CheckpointLM, measure_tasks  # needs an extra; the import takes seconds
 
     model = CheckpointLM(question.checkpoint, question.device, question.context)
     names = question.task.partition(":")[2].split(",")

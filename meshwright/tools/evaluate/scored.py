@@ -1,4 +1,4 @@
-"""The tokens that a measure scores: windows over a text, and the summed loss of labels."""
+"""Scoring of tokens: windows over a text, and the summed loss of labels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from meshwright.tools.evaluate.load import LoadedText
 
 
 def windows(num_targets: int, context: int, stride: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """(starts [w], counted [w], length) of windows [w] over the targets 0 ... num_targets - 1.
+    """Return (starts [w], counted [w], length) of w windows over the targets 0 ... num_targets - 1.
 
-    Window i holds the targets starts[i] ... starts[i] + length - 1; those from counted[i] on are its own.
+    Window i has the targets starts[i] ... starts[i] + length - 1, and scores the targets from counted[i] on.
     """
     length = min(context, num_targets)
     num = 1 + math.ceil((num_targets - length) / stride)
@@ -23,6 +23,6 @@ def windows(num_targets: int, context: int, stride: int) -> tuple[np.ndarray, np
 
 
 def summed_loss(loaded: LoadedText, h: Tensor, labels: Tensor, mask: Tensor) -> tuple[float, int]:
-    """The summed loss in nats, and the number, of the labels [B, T] in the mask; h [B, T, H]."""
+    """Return the summed loss in nats and the number of the labels [B, T] in the mask [B, T]; h [B, T, H]."""
     losses = loaded.head.token_losses(h[mask].unsqueeze(0), labels[mask].unsqueeze(0))  # logits of these tokens only
     return float(losses.double().sum()), losses.numel()

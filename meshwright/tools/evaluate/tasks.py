@@ -1,4 +1,4 @@
-"""The tasks of `meshwright eval`, with the options that each reads; a result as a table."""
+"""The tasks of `meshwright eval`, the options of each task, and results as a table."""
 
 from __future__ import annotations
 
@@ -34,27 +34,30 @@ class Question:
 
     @property
     def options(self) -> dict[str, int | float | str | None]:
-        """The options that only some tasks read, as typed."""
+        """The options that only some tasks read, named as typed."""
         common = ("checkpoint", "device", "data", "task")
         return {name.replace("_", "-"): value for name, value in vars(self).items() if name not in common}
 
 
 @dataclass(frozen=True)
 class Task:
-    """A measure of a checkpoint. `measure` returns the step folder that it read, and the result."""
+    """A measure of a checkpoint. `measure` returns the step folder and the result."""
 
     measure: Callable[[Question, ShowProgress], tuple[Path, Facts]]
     options: tuple[str, ...] = ()
-    """The options that it reads, as typed."""
+    """The options that the task reads, named as typed."""
     needs_data: str = ""
-    """A description of the data that --data must name, for a task whose data no run holds out."""
+    """A description of the data that --data must name, if no run holds out such data; else empty."""
     takes_names: bool = False
-    """Whether it is typed as `TASK:NAMES`."""
+    """Whether the task is typed as `TASK:NAMES`."""
 
 
 def measure(name: str, question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
-    """The step folder, and the result. Raises ConfigError where there is no such task, or an option has no effect;
-    PluginError where a task of another package cannot be used."""
+    """Run the task; return the step folder and the result.
+
+    Raises ConfigError if there is no such task, or an option has no effect; PluginError if a task of another package
+    cannot be used.
+    """
     tasks: dict[str, Task] = entries("eval")
     shown = {f"{known}:NAME" if task.takes_names else known: task for known, task in tasks.items()}
     kind, colon, names = name.partition(":")
@@ -64,7 +67,7 @@ def measure(name: str, question: Question, progress: ShowProgress) -> tuple[Path
     if task.needs_data and question.data is None:
         raise ConfigError.of("--task", name, "needs --data", task.needs_data)
     for option, value in question.options.items():
-        # An option without an effect is refused: in silence, its number would pass for one that it changed.
+        # An option without an effect is refused: else the result would be taken for one with the option applied.
         if value is not None and option not in task.options:
             suitable = ", ".join(other for other, known in shown.items() if option in known.options)
             raise ConfigError.of(f"--{option}", value, f"has no effect on --task {name}", f"--task {suitable}")
@@ -72,18 +75,18 @@ def measure(name: str, question: Question, progress: ShowProgress) -> tuple[Path
 
 
 def finite(facts: Facts) -> dict[str, Fact]:
-    """The result with None for numbers that are not finite, which JSON does not know."""
+    """Return the result with None for numbers that are not finite, since JSON has no such numbers."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in facts.items()
     }
 
 
 def table_of(facts: Mapping[str, Fact]) -> str:
-    """One fact a line."""
+    """Format the result with one fact per line."""
     width, lines = max(map(len, facts)), []
     for key, value in facts.items():
         shown = value if isinstance(value, str) else "not finite" if value is None else f"{value:,}"
-        if isinstance(value, float):  # four places, but for what would be all zeros or a row of digits
+        if isinstance(value, float):  # four decimals; very small or large numbers in scientific notation
             shown = f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
         lines.append(f"{key.replace('_', ' '):<{width}}  {shown}")
     return "\n".join(lines)

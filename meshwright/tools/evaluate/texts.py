@@ -4,8 +4,8 @@
 |---|---|---|
 | none | the run's held-out split | the same |
 | a prepared folder | its validation split | the same |
-| FILE.tsv, FILE.jsonl; FILE and --target FILE | - | all of it |
-| any other text | all of it | - |
+| FILE.tsv, FILE.jsonl; FILE and --target FILE | - | all pairs |
+| any other text | the whole text | - |
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshwright.tools.evaluate.load import LoadedText
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Documents in sequence, as in training, each with its begin and end marks (data/marks.py)."""
+    """Documents in sequence, with begin and end marks as in training (data/marks.py)."""
 
     tokens: np.ndarray
     """Ids [n]. The first is a mark: the context of the text's first token."""
@@ -39,14 +39,14 @@ class TokenStream:
     name: str
     """The data's name in the result."""
     corpus: PackedCorpus | None = None
-    """The prepared folder of a stream that is a validation split."""
+    """The prepared folder, if the stream is a validation split."""
 
 
 def stream_for(loaded: LoadedText, data: str | None, progress: ShowProgress = silent) -> TokenStream:
-    """The text to measure: `data`, else the held-out split of the run that wrote the checkpoint.
+    """Return the text to measure: `data`, else the held-out split of the run that wrote the checkpoint.
 
-    `data`: a prepared folder (its validation split), or any source that `documents` reads: text, jsonl, parquet, a
-    folder of these, stdlib. Raises DataError where it cannot be read, is empty, or was tokenized with another
+    `data`: a prepared folder (for the validation split), or any source that `documents` reads: text, jsonl, parquet, a
+    folder of these, stdlib. Raises DataError if the data cannot be read, has no text, or was tokenized with another
     tokenizer.
     """
     if data is not None and not is_prepared(Path(data).expanduser()):
@@ -58,8 +58,8 @@ def stream_for(loaded: LoadedText, data: str | None, progress: ShowProgress = si
     begins, ends = corpus.header.begin is not None, corpus.header.ends
     if trained_on.separate and not ends:
         raise DataError(f"{name}: was prepared without end tokens, by which this run tells documents apart")
-    # The first token needs something before it: the mark that begins a text, or the end of the one before. Without
-    # either mark it has no context, in training as here, and is not scored.
+    # The first token is predicted from a mark: the one that begins a text, or the end mark of the previous document.
+    # Without marks the first token has no context, in training as here, and is not scored.
     first = np.array([] if begins or not ends else [corpus.header.end], dtype=tokens.dtype)
     return TokenStream(np.concatenate([first, tokens]), corpus.header.validation.words, name, corpus)
 
@@ -74,12 +74,12 @@ def _encoded(loaded: LoadedText, source: str, progress: ShowProgress) -> TokenSt
         nonlocal words
         for number, text in enumerate(documents(source)):
             progress(f"tokenizing: {words} words", None)
-            # As in a prepared folder: nothing in front of a first token without marks.
+            # As in a prepared folder: without marks the first token has nothing in front.
             front = [] if tokenizer.begin is None and not ended else [tokenizer.first]
             between = [*ended, *tokenizer.opening] if number else front
             yield np.array(between, dtype=np.int64)
             for part in pieces(text):
-                words += len(part.split())  # exact: pieces are cut in front of a space
+                words += len(part.split())  # exact: pieces are cut before a space
                 yield np.array(tokenizer.encode(part), dtype=np.int64)
 
     encoded = list(parts())
@@ -91,10 +91,19 @@ def _encoded(loaded: LoadedText, source: str, progress: ShowProgress) -> TokenSt
 def held_out(
     loaded: LoadedText, data: str | None, asked: TokenSection, progress: ShowProgress, kind: str = "text"
 ) -> tuple[PackedCorpus, str]:
-    """The prepared folder `data`, or what the run prepared, as `asked`; and the name of its validation split.
+    """Return a prepared folder, and the name of the folder's validation split for the result.
 
-    Raises DataError where it is of another `kind` of records, was tokenized with another tokenizer than the model's, or
-    no run here held anything out.
+    Args:
+        loaded: The model.
+        data: A prepared folder; None: the folder prepared for the run.
+        asked: The run's data section.
+        progress: Called while data are prepared.
+        kind: The kind of records that the folder must have.
+
+    Raises:
+        DataError: The records are of another kind, or were tokenized with another tokenizer than the model's; or no run
+            held out a split.
+        ConfigError: The run mixes several sources, and `data` is None.
     """
     if data is not None:
         folder = Path(data).expanduser()

@@ -1,14 +1,14 @@
-"""Wikitext-103's perplexity as GPT-2 and Megatron-LM report it (Radford et al., 2019, section 3.1; arXiv 1909.08053,
-section 5.2.1).
+"""Perplexity on Wikitext-103 as reported for GPT-2 and Megatron-LM (Radford et al., 2019, section 3.1; arXiv
+1909.08053, section 5.2.1).
 
-The corpus is published in tokens of its own: words, punctuation, `<unk>` and numbers' separators stand between spaces
-(`the 1 @,@ 000 metres`). The markup is undone, so that the model reads plain text as in training; the text's summed
-loss is then divided by the number of the corpus' own tokens:
+The published corpus has its own tokens: words, punctuation, `<unk>` and separators of numbers, with spaces in between
+(`the 1 @,@ 000 metres`). The markup is removed, so that the model reads plain text as in training. The summed loss of
+the text is divided by the number of the corpus' own tokens:
 
     perplexity = exp(sum of losses / (corpus tokens - 1))
 
-Corpus tokens are the words between spaces in the published file, and its line ends. The first token has no context and
-is not scored; after a token that begins a text (data/marks.py) it is scored, and all corpus tokens count.
+Corpus tokens are the words between spaces in the published file, and the line ends. The first token has no context and
+is not scored. After a token that begins a text (data/marks.py) the first token is scored, and all corpus tokens count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PLAIN = (
     (" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."),
     (" : ", ": "), (" ; ", "; "), (" . ", ". "), (" ! ", "! "), (" ? ", "? "), (" , ", ", "),
 )  # fmt: skip
-"""The separators of numbers, and the spaces before punctuation, in the order in which they go."""
+"""Replacements for separators of numbers and for spaces before punctuation, in the order of application."""
 _ENCLOSED = (
     (re.compile(r"\(\s*([^\)]*?)\s*\)"), r"(\1)"),
     (re.compile(r"\[\s*([^\]]*?)\s*\]"), r"[\1]"),
@@ -47,7 +47,7 @@ _REST = (
 
 
 def plain_text(published: str) -> str:
-    """The text of a published file without its markup."""
+    """Return the text of a published file without markup."""
     text = published
     for marked, plain in _PLAIN:
         text = text.replace(marked, plain)
@@ -59,7 +59,10 @@ def plain_text(published: str) -> str:
 
 
 def wikitext_stream(loaded: LoadedText, source: str) -> TokenStream:
-    """A published file as a stream whose words are the corpus' tokens but the first. Raises DataError."""
+    """Return a published file as a stream; `words` counts the scored corpus tokens.
+
+    Raises DataError if the file cannot be read or has no text.
+    """
     path = Path(source).expanduser()
     try:
         published = read_named(path)
@@ -77,7 +80,7 @@ def wikitext_stream(loaded: LoadedText, source: str) -> TokenStream:
 
 
 def measure_wikitext(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
-    """The step folder, and the perplexity over the corpus' own tokens. Raises as `load_text` and `wikitext_stream`."""
+    """Return the step folder and the perplexity per corpus token. Raises as `load_text` and `wikitext_stream`."""
     loaded = load_text(question.checkpoint, question.device, question.context)
     stream = wikitext_stream(loaded, str(question.data))
     return loaded.folder, text_perplexity(loaded, stream, question.stride, progress)
