@@ -1,5 +1,5 @@
-"""`meshwright verify`: the same steps on the run's layout and by the reference on one device (reference.py), then the
-comparison. Both are jobs of their own, one after the other, and leave files."""
+"""`meshwright verify`: runs the same steps on the run's layout and on one device by the reference (reference.py), then
+compares. Layout and reference run as separate jobs, one after the other, and write records to files."""
 
 from __future__ import annotations
 
@@ -47,20 +47,22 @@ REFERENCE_WORKER = "meshwright.tools.verify.job:reference_worker"
 BITS_WORKER = "meshwright.tools.verify.job:bits_rank"
 
 FEW_FLOPS = 2 * 10**11
-"""Floating-point operations of a reference that one CPU thread computes: in seconds. Its threads would wait for each
-other's parts of small operations by spinning: beside other processes they took four times the processor time."""
+"""Floating-point operations up to which a reference on a CPU runs on one thread, in seconds. With several threads and
+small operations the threads spin while waiting: this took four times the processor time when other processes ran."""
 
 
 @dataclass
 class Verdict:
-    """All comparisons. `zero_gradients`: parameters about which they prove nothing. `finding`: the first mistake, if
-    any, which `hint` says in words."""
+    """Result of a verification. `hint` is the finding in words."""
 
     config: Config
     steps: int
     rows: tuple[Row, ...]
+    """All comparisons."""
     zero_gradients: tuple[str, ...] = ()
+    """Parameters with a gradient of zero on both sides; equal numbers prove nothing for these."""
     finding: Mistake | None = None
+    """The first mistake, if any was found."""
 
     def __post_init__(self) -> None:
         found = self.finding
@@ -69,11 +71,11 @@ class Verdict:
         self.holds = not self.failed and not self.zero_gradients
 
     def worst(self, kind: str) -> Row:
-        """The row of a kind that is furthest off. Not-a-number is further than any number."""
+        """Return the row of a kind with the largest error. NaN counts as larger than any number."""
         return max((row for row in self.rows if row.kind == kind), key=lambda row: (row.error != row.error, row.error))
 
     def check(self) -> None:
-        """Raises MismatchError where something differs, ZeroGradientError where a gradient is zero on both sides."""
+        """Raise MismatchError if a comparison fails, ZeroGradientError if a gradient is zero on both sides."""
         if self.failed:
             first = self.failed[0]
             count = f"{len(self.failed)} of {len(self.rows)} comparisons fail"
@@ -92,20 +94,21 @@ class Verdict:
 
 
 def comparable(config: Config, *, as_configured: bool) -> Config:
-    """The config to verify: no dropout, whose masks no two layouts share, and in float64 unless `as_configured`.
+    """Return the config to verify: without dropout, since masks differ between layouts; in float64 unless
+    `as_configured`.
 
-    Fields that lose their effect by it are not asked about again.
+    Fields without an effect in float64 are reset. Raises ConfigError, if `as_configured`, for bf16 states or masters.
     """
     changes: dict[str, Any] = {
         "model": config.model.model_copy(update={"dropout": 0.0}),
-        "layout": config.layout.model_copy(update={"ranks_per_node": "auto"}),  # all of them start here
+        "layout": config.layout.model_copy(update={"ranks_per_node": "auto"}),  # all ranks run on this machine
         "restarts": config.restarts.model_copy(update={"times": 0}),
     }
     rounded = [name for name in ("states", "masters") if getattr(config.optimizer, name) == "bf16"]
     if not as_configured:
-        if rounded:  # float64 has neither
+        if rounded:  # float64 runs have no bf16 states or masters
             changes["optimizer"] = config.optimizer.model_copy(update=dict.fromkeys(rounded, "float32"))
-        changes["bits"] = Bits()  # float64's own sums; run_bits compares the run's
+        changes["bits"] = Bits()  # compare_bits compares the bits of the run itself
         changes["precision"] = Precision(level="O0", dtype="float64")
         changes["memory"] = config.memory.model_copy(update={"offload": Offload()})  # there are no masters to offload
     elif rounded:
@@ -115,8 +118,10 @@ def comparable(config: Config, *, as_configured: bool) -> Config:
 
 
 def one_device(config: Config, steps: int) -> Config:
-    """The same run for the reference: one rank, and the microbatches that fit in memory. Few steps of a small model
-    take one thread."""
+    """Return the run's config for the reference: one rank, and the run's microbatch size, which fits in memory.
+
+    At most FEW_FLOPS floating-point operations are computed on one thread.
+    """
     changes: dict[str, Any] = {"layout": Layout(transport="torch")}
     changes["batch"] = config.batch.model_copy(update={"micro": config.micro})
     flops = steps * config.batch.global_ * chain_of(config).flops_per_sample(config)
@@ -126,12 +131,26 @@ def one_device(config: Config, steps: int) -> Config:
 
 
 def verify(config: Config, *, steps: int, as_configured: bool = False, report: Report = silent) -> Verdict:
-    """Run `steps` steps both ways and compare. The gradients are those of the first step that did not overflow."""
+    """Run `steps` steps on the layout and by the reference, and compare.
+
+    Gradients are compared in the first step that did not overflow. If the run's bits are layout-free, the bits of the
+    run itself are compared too. After a failure the first step runs again with every module's output recorded.
+
+    Args:
+        config: The run.
+        steps: Number of steps.
+        as_configured: Keep the run's precision instead of float64.
+        report: Called with lines on the progress.
+
+    Raises:
+        LaunchError: The caller is itself a rank; or one of the jobs failed.
+        ConfigError: As `comparable`, or the run cannot start here.
+    """
     if joined():
         raise LaunchError("verify starts its own workers: run it outside of torchrun, srun and mpirun")
     asked, config = config, comparable(config, as_configured=as_configured)
     process = resolve_process(config, this_machine())
-    config = with_field(config, "device", process.config.device)  # the reference's too: one GPU might suffice for it
+    config = with_field(config, "device", process.config.device)  # the reference's as well, even if one GPU is free
     for note in process.notes:
         report(note, None)
     for note in checked(resolve(config, this_machine()).config):
@@ -151,7 +170,7 @@ def verify(config: Config, *, steps: int, as_configured: bool = False, report: R
             first = _compare_steps(config, folder, data, 1, silent, traced=True)
         except Interrupted:
             raise
-        except LaunchError as error:  # it takes more memory, and the first step may overflow
+        except LaunchError as error:  # recording takes more memory, and the first step may overflow
             report(f"the modules cannot be compared: {error}", None)
             return verdict
         return replace(verdict, finding=first.finding or verdict.finding)
@@ -163,14 +182,17 @@ def _compare_steps(config: Config, folder: Path, data: Path, steps: int, report:
     report(f"{config.layout.world_size} ranks, {steps} steps", None)
     _run(config, WORKER, "the layout", layout, data, steps, traced)
     report(f"the reference on one device, {steps} steps", None)
-    # One after the other, since each may fill the memory.
+    # One after the other: each may fill the memory.
     _run(one_device(config, steps), REFERENCE_WORKER, "the reference on one device", reference, data, steps, traced)
     return compare_runs(config, layout, reference, steps)
 
 
 def compare_bits(config: Config, data: Path, steps: int, report: Report) -> tuple[Row, ...]:
-    """A row for each step's loss and norm, and each tensor at the end, of a run whose bits are layout-free: the layout
-    against one device, with dropout and in the run's precision. Nothing may differ: an error is 0 or 1."""
+    """Compare the bits of a layout-free run between the layout and one device, with dropout and in the run's precision.
+
+    Returns a row for each step's loss and norm, and for each tensor after the last step. The error is 0 if the bits are
+    equal, else 1; 0 is required.
+    """
     found: list[dict[str, str]] = []
     for run_config, what in ((config, "the layout"), (one_device(config, steps), "one device")):
         report(f"{what}'s own bits, {steps} steps", None)
@@ -178,7 +200,7 @@ def compare_bits(config: Config, data: Path, steps: int, report: Report) -> tupl
         ranks = run(BITS_WORKER, known.ranks(), config=known, data=data, steps=steps)
         sums: dict[str, int] = {}
         for numbers in ranks:
-            # A tensor's hash is the sum of its elements' hashes; each rank adds those that it alone holds.
+            # A tensor's hash is the sum of the elements' hashes. Each element is counted on one rank only.
             for name, part in numbers["tensors"].items():
                 sums[name] = (sums.get(name, 0) + int(part)) % 2**64
         found.append({**ranks[0]["steps"], **{name: str(part) for name, part in sums.items()}})
@@ -188,7 +210,10 @@ def compare_bits(config: Config, data: Path, steps: int, report: Report) -> tupl
 
 
 def bits_rank(rank: Rank, config: Config, data: Path, steps: int) -> dict[str, dict[str, str]]:
-    """One rank of a run: each step's loss and norm to the last digit, and the hashes of what it holds alone."""
+    """Run the steps on one rank; return each step's loss and norm to the last digit, and hashes of the rank's tensors.
+
+    Elements with copies on several ranks are hashed on the first of these ranks.
+    """
     parts = build(config, rank.mesh)
     trainer = Trainer(parts, config.data.open(config, data).train, late=False)
     numbers = {}
@@ -216,10 +241,10 @@ def _run(config: Config, worker: str, what: str, out: Path, data: Path, steps: i
 
 
 def compare_runs(config: Config, layout: Path, reference: Path, steps: int) -> Verdict:
-    """Compare what `leave_layout` and `leave_reference` have left in two folders."""
+    """Compare the records of `leave_layout` and `leave_reference` in two folders."""
     evidence = Evidence(layout, config.layout.world_size, reference)
     known = {part.name for parts in evidence.parts for part in parts.values()}
-    # A parameter that only one side has would not be compared, and pass.
+    # A parameter of one side only would not be compared, and so would pass.
     if other := known ^ set(evidence.names):
         raise MismatchError(f"only one of the layout's model and the reference's has {', '.join(sorted(other))}")
     rows = tuple(compare_all(evidence))
@@ -228,7 +253,7 @@ def compare_runs(config: Config, layout: Path, reference: Path, steps: int) -> V
 
 
 def verify_rank(rank: Rank, config: Config, out: Path, data: Path, steps: int, traced: bool) -> None:
-    """One rank of the layout."""
+    """Run the steps on one rank of the layout."""
     parts = build(config, rank.mesh, out)
     leave_layout(parts, config.data.open(config, data).train, out, steps, rank.stop, traced=traced)
 
@@ -242,13 +267,16 @@ def leave_layout(
     *,
     traced: bool = False,
 ) -> None:
-    """Some steps of a rank. Leaves its record: losses and norms, and of this rank's part the weights before the first
-    step and after the last, the gradients of the first step that did not overflow, and the optimizer's states after
-    the last or, where the tolerance is `states_early`, after that first one.
-    `traced`: the outputs of all modules in the first step, too."""
+    """Run some steps on one rank and write the rank's record.
+
+    The record has losses and norms. Of this rank's part of each parameter, the record has the weights before the first
+    step and after the last, and the gradients of the first step that did not overflow. Optimizer states are recorded
+    after the last step; with a tolerance of `states_early`, after the first step that did not overflow. With `traced`
+    the record also has the outputs of all modules in the first step.
+    """
     recording, known = StepRecording(), dict[str, Any]()
     _keep_places(parts, recording, known, "initial", 0)
-    unchecked = parts.config.model_copy(update={"check": Check(every=0)})  # wrong replicas are what is looked for
+    unchecked = parts.config.model_copy(update={"check": Check(every=0)})  # verify finds differing replicas
     trainer = Trainer(replace(parts, config=unchecked), train, late=False)
     losses, norms = list[float | None](), list[float | None]()
     applied, trace, early = False, Trace(parts.model), tolerance_of(parts.config).states_early
@@ -261,7 +289,7 @@ def leave_layout(
         first_applied, applied = bool(line["applied"]) and not applied, applied or bool(line["applied"])
         if first_applied if early else number == steps - 1:
             _keep_places(parts, recording, known, STATE, 1 if early else steps)
-        first = parts.mesh.rank == 0  # whose numbers are the run's
+        first = parts.mesh.rank == 0  # only rank 0 records losses and norms
         losses.append(cast(float, line["loss"]) if first else None)
         norms.append(cast(float, line["grad_norm"]) if first else None)
     _keep_places(parts, recording, known, "weight", steps)
@@ -271,8 +299,10 @@ def leave_layout(
 
 
 def _keep_places(parts: Parts, recording: StepRecording, known: dict[str, Any], kind: str, step: int) -> None:
-    """Keep this rank's places of all parameters: gradients, weights in the precision that is stepped, or the
-    optimizer's states. Of ranks with equal ones the first keeps them."""
+    """Record this rank's places of all parameters: gradients, weights (masters if there are any), or optimizer states.
+
+    Of ranks with equal copies only the first records.
+    """
     for slot, (weight, *states) in parts.stored():
         if parts.mesh.index(*slot.copy_axes):
             continue
@@ -286,19 +316,22 @@ def _keep_places(parts: Parts, recording: StepRecording, known: dict[str, Any], 
             own = f"{place.name}@{'.'.join(map(str, place.box.offsets))}"
             known[own] = box_part(place.name, place.box.offsets, place.box.lengths, place.shape).as_json()
             for name, state in flat.items():
-                there = state.places[number]  # of a state that has a shape of its own another than the weight's
+                there = state.places[number]  # differs from the weight's place if the state has another shape
                 keep(recording, name, step, {own: state.values[there.start : there.stop].view(there.box.lengths)})
 
 
 def reference_worker(rank: Rank, config: Config, out: Path, data: Path, steps: int, traced: bool) -> None:
-    """The reference: one process."""
+    """Run the reference in one process."""
     leave_reference(config, config.data.open(config, data).train, out, steps, rank.mesh.device, traced=traced)
 
 
 def leave_reference(
     config: Config, train: Samples, folder: Path, steps: int, device: torch.device, *, traced: bool = False
 ) -> None:
-    """The reference's steps. Leaves its record, of whole tensors, and what it may be off by."""
+    """Run the reference's steps and write the record, with whole tensors and the allowed errors.
+
+    Raises DivergedError if no step has a finite gradient.
+    """
     rows = config.batch.global_
     outcome = reference_run(config, (train.samples(step * rows, rows) for step in range(steps)), steps, device)
     if not outcome.gradients:

@@ -1,9 +1,9 @@
-"""The reference's steps, and what is kept of them for the comparison.
+"""The reference's steps, and the results that are kept for the comparison.
 
-A run that failed makes its first step again, with the outputs of all modules kept: then the first wrong one is known.
-The layout's are explained as copies, cuts or partial sums of the reference's, as in any check of `meshwright parity`.
-What they may be off by is derived there as well: the reference's step is made again with its weights and all outputs
-moved by one rounding.
+After a failed comparison the first step runs again with the outputs of all modules recorded, to find the first wrong
+module. As in any check of `meshwright parity`, the layout's outputs are explained as copies, cuts or partial sums of
+the reference's. The allowed errors are derived as there: the reference's step is repeated with the weights and all
+outputs moved by one rounding.
 """
 
 from __future__ import annotations
@@ -28,25 +28,29 @@ from meshwright.tools.verify.tolerance import tolerance_of
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of some steps. `norms` and `gradients`, of the first step that did not overflow, are unclipped. `states`:
-    by kind, the optimizer's of each parameter, after the last step or, where a tolerance is `states_early`, after the
-    first that did not overflow."""
+    """Results of some steps of the reference."""
 
     losses: list[float]
     norms: list[float]
+    """Gradient norms before clipping."""
     initial: dict[str, Tensor]
+    """Weights before the first step."""
     gradients: dict[str, Tensor]
+    """Unclipped gradients of the first step that did not overflow; empty if all did."""
     weights: dict[str, Tensor]
+    """Weights after the last step."""
     states: dict[str, dict[str, Tensor]]
+    """Optimizer states by kind and parameter, after the last step. With a tolerance of `states_early`: after the first
+    step that did not overflow."""
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    # Copies, since the optimizer overwrites these tensors.
+    # The optimizer overwrites these tensors.
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
 def reference_run(config: Config, batches: Iterable[Batch], steps: int, device: torch.device | None = None) -> Outcome:
-    """Train `steps` steps on whole global batches, on the CPU unless on another `device`."""
+    """Train `steps` steps on whole global batches. `device`: default: the CPU."""
     assert config.model.dropout == 0, f"dropout {config.model.dropout}: no two programs share its masks"
     reference = Reference(config, device or torch.device("cpu"))
     initial, gradients = _copies(reference.parameters), dict[str, Tensor]()
@@ -70,8 +74,8 @@ def reference_run(config: Config, batches: Iterable[Batch], steps: int, device: 
 
 
 def trace_reference(config: Config, batch: Batch, device: torch.device) -> tuple[Trace, dict[str, Any]]:
-    """The trace of the reference's first step, all rows at once, and the fields of ReferenceFacts that say of it."""
-    # All rows at once, so that a module's output is one tensor, of which layouts hold copies, cuts or sums.
+    """Return the trace of the reference's first step, and the fields of ReferenceFacts that describe the trace."""
+    # All rows in one pass, so that a module's output is one tensor and layouts hold copies, cuts or partial sums.
     whole = config.model_copy(update={"batch": config.batch.model_copy(update={"micro": config.batch.global_})})
     exact, *perturbed = (_traced_step(whole, batch, device, seed) for seed in (None, *range(PERTURBED_RUNS)))
     trace = exact.traces[PASSES[1]]
@@ -84,10 +88,10 @@ def trace_reference(config: Config, batch: Batch, device: torch.device) -> tuple
 
 
 def _traced_step(config: Config, batch: Batch, device: torch.device, rounding: int | None) -> StepRecording:
-    """One forward and backward pass. `rounding`: the seed of a perturbed one."""
+    """Record one forward and backward pass. `rounding`: the seed of a perturbed pass; None: an exact one."""
     reference, recording = Reference(config, device), StepRecording()
     if rounding is not None:
-        # Weights and every output moved by one rounding: what the numbers then differ by, right layouts may differ by.
+        # Move weights and every output by one rounding: correct layouts may differ by as much as the results change.
         hooks = Rounding(reference.model, rounding)
         with torch.no_grad():
             for parameter in reference.parameters.values():

@@ -1,10 +1,10 @@
-"""One device in plain torch: the reference for every layout in `verify`, even one of a single rank.
+"""A run on one device in plain torch: the reference for every layout in `verify`, also for a layout of a single rank.
 
 The model files are the run's own; no other code of the package computes here (a test checks the imports). Layers are
-torch's functions on whole tensors, gradients are autograd's, the optimizer is torch's on whole parameters, a step goes
-over all rows of the global batch. So a mistake that all layouts share (in buckets, the norm, the learning rate, our
-cross entropy) is seen as well. O1 is torch.autocast; O2 casts float32 weights in each pass, and adds up the gradients
-of microbatches in float32.
+torch's functions on whole tensors, gradients are autograd's, the optimizer is torch's on whole parameters, and a step
+uses all rows of the global batch. So even a mistake in all layouts (in buckets, the norm, the learning rate, the
+package's cross entropy) is detected. O1 is torch.autocast; O2 casts float32 weights in each pass, and sums gradients of
+microbatches in float32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfl
 
 
 class MaskedSequences(Context):
-    """Whole sequences in one attention, whose documents a mask of T x T keeps apart: layouts never make one."""
+    """Attention over whole sequences, with documents separated by a T x T mask. Layouts never build such a mask."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         mask, causal, length = spec.mask, spec.causal, query.shape[2]
@@ -53,7 +53,7 @@ class MaskedSequences(Context):
             scores = (
                 torch.where(mask, scores, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
             )
-        if spec.sinks is not None:  # a further column of scores, for no value
+        if spec.sinks is not None:  # one more column of scores, without a value
             scores = torch.cat([scores, spec.sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
         weights = scores.softmax(-1, torch.promote_types(scores.dtype, torch.float32))
         return F.dropout(weights, spec.dropout)[..., : key.shape[2]].to(value.dtype) @ value
@@ -69,10 +69,10 @@ class Reference:
         self.model.attend_in(MaskedSequences())
         self.model.to(device, self.dtype if self.level == "O0" else torch.float32)
         self.parameters = dict(self.model.named_parameters())
-        self.gradients: dict[str, Tensor] = {}  # each parameter's .grad, to which autograd adds
-        self.narrow: set[str] = set()  # what O2 casts to half precision
-        self.nudged: dict[str, nn.Parameter] = {}  # what a step moves by the signs of its gradients
-        groups: dict[tuple[bool, bool], dict[str, Any]] = {}  # by whether they decay, and are hidden layers' matrices
+        self.gradients: dict[str, Tensor] = {}  # each parameter's .grad; autograd accumulates here
+        self.narrow: set[str] = set()  # parameters that O2 casts to half precision
+        self.nudged: dict[str, nn.Parameter] = {}  # parameters that move by the signs of gradients
+        groups: dict[tuple[bool, bool], dict[str, Any]] = {}  # by (has weight decay, is a hidden layer's matrix)
         for name, parameter in self.parameters.items():
             path, own = name.rsplit(".", 1)
             layer = self.model.get_submodule(path)
@@ -99,12 +99,12 @@ class Reference:
         self.scaler = torch.amp.GradScaler(device.type, scale.initial, growth_interval=scale.interval, enabled=half)
 
     def backward(self, batch: Batch) -> float:
-        """The mean loss over all counted tokens of a global batch, whose gradient is added to `gradients`."""
+        """Return the mean loss over all counted tokens of a global batch, and add the gradient to `gradients`."""
         total = 0.0
         scales = {name: 1 / max(1, int((batch[name] != IGNORED).sum())) for name in self.model.labels}
         scales[SAMPLES] = 1 / self.config.batch.global_
         experts = [module for module in self.model.modules() if isinstance(module, Experts)]
-        if self.config.model.routing.counts_first:  # a balance over the batch hangs on all of it
+        if self.config.model.routing.counts_first:  # a balance over the batch needs the counts of all rows
             with torch.no_grad():
                 for rows in self._microbatches(batch):
                     self._loss(rows, scales)
@@ -120,7 +120,7 @@ class Reference:
         return total
 
     def _microbatches(self, batch: Batch) -> Iterator[Batch]:
-        """The rows of a global batch by so many as fit in memory in the run."""
+        """Yield a global batch in microbatches of the run's size."""
         for start in range(0, self.config.batch.global_, self.config.micro):
             rows = slice(start, start + self.config.micro)
             yield self.model.prepared({name: x[rows].to(self.device) for name, x in batch.items()})
@@ -132,7 +132,10 @@ class Reference:
         return cast(Tensor, loss)
 
     def update(self, step: int, norm: float) -> None:
-        """The optimizer's step number `step` (from 0), clipped to the global norm; none if a gradient overflowed."""
+        """Make the optimizer's step number `step` (from 0), with clipping; skip the step if a gradient overflowed.
+
+        `norm`: the global gradient norm.
+        """
         settings = self.config.optimizer
         if settings.clip:
             stepped = [self.parameters[name] for name in self.gradients if name not in self.nudged]
@@ -148,8 +151,11 @@ class Reference:
 
 
 def initial_values(label: str, shape: tuple[int, ...], initial: Initial) -> Tensor:
-    """A whole parameter's first values in blocks of whole rows, about 2^20 elements each; a block's generator is seeded
-    by a hash of "seed/name/block". A layout's ranks draw the same, and cut. `label`: "seed/name"."""
+    """Draw a whole parameter's initial values. `label`: "seed/name".
+
+    Values are drawn in blocks of whole rows, about 2^20 elements each. A block's generator is seeded by a hash of
+    "seed/name/block". Ranks of a layout draw equal blocks and cut out a part.
+    """
     if initial.std == 0:
         return torch.full(shape, initial.mean)
     rows, blocks = max(1, 2**20 // math.prod(shape[1:])), []
@@ -162,7 +168,7 @@ def initial_values(label: str, shape: tuple[int, ...], initial: Initial) -> Tens
 
 
 def rate_share(schedule: ScheduleSection, step: int, steps: int) -> float:
-    """Which part of the peak learning rate step `step` (from 0) of `steps` has."""
+    """Return the learning rate of step `step` (from 0) of `steps`, as a share of the peak rate."""
     if step < schedule.warmup:
         return (step + 1) / schedule.warmup
     if schedule.decay == "inverse-sqrt":

@@ -1,6 +1,6 @@
-"""The words of tensor/kit.py as torch's functions on whole tensors: what the reference's models are written in.
+"""The kit interface (tensor/kit.py) as torch's functions on whole tensors, for the reference's models.
 
-Imports facts alone, as the reference does (a test checks).
+Imports only facts from the package, as the reference does (a test checks the imports).
 """
 
 from __future__ import annotations
@@ -24,11 +24,18 @@ _Shape = tuple[int, ...]
 
 
 class Layer(nn.Module):
-    """`function(*inputs, weight, bias)` of whole parameters, under the names that all kits give them.
+    """A layer that computes `function(*inputs, weight, bias)` with whole parameters, named as in all kits.
 
-    `decays`: weight decay acts on the weight. `table`: its rows are looked up or scored. `wide`: float32 in O2. `tied`:
-    the layer whose weight it uses, which is no module of its own. `nudged`: a step moves the bias by the signs of its
-    gradient, and it is float32 in O2.
+    Args:
+        function: Called with the inputs, weight and bias.
+        weight: The weight's shape; None: no weight.
+        initial: The weight's initial values.
+        bias: The bias' shape; None: no bias.
+        decays: Whether weight decay acts on the weight.
+        wide: Whether the parameters stay float32 under O2.
+        table: Whether the weight is an embedding or output table, and no hidden layer's.
+        tied: A layer that shares its weight with this one.
+        nudged: Whether a step moves the bias by the signs of the gradient; the bias is then float32 under O2.
     """
 
     def __init__(self, function: Callable[..., Tensor], weight: _Shape | None, initial: Initial,
@@ -37,7 +44,7 @@ class Layer(nn.Module):
         super().__init__()
         self.function, self.initial, self.decays, self.wide, self.nudged = function, initial, decays, wide, nudged
         self.hidden = decays and not table
-        # In a tuple, where torch does not find it as a module: its weight must not be there twice.
+        # In a tuple torch does not register the layer as a submodule, so the weight is listed only once.
         self.tied = () if tied is None else (tied,)
         self.weight = None if weight is None else nn.Parameter(torch.empty(weight))
         self.bias = None if bias is None else nn.Parameter(torch.empty(bias))
@@ -48,7 +55,7 @@ class Layer(nn.Module):
 
 
 class ReferenceKit:
-    """The words of tensor/kit.py, as torch's functions."""
+    """Kit with torch's functions on whole tensors."""
 
     split_axes: tuple[str, ...] = ()
     parts, inner = 1, None
@@ -99,10 +106,10 @@ class ReferenceKit:
         return Layer(lambda weight, _: weight, shape, initial, decays=role.rule.decays)
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
-        """Whole logits [B, t, V], without the table's padding, and torch's cross entropy."""
+        """Return a head with whole logits [B, t, V], without the table's padding, and torch's cross entropy."""
 
         def function(h: Tensor, labels: Tensor, scale: float, table: Tensor, bias: Tensor | None) -> Tensor:
-            # The padding's rows are no tokens: a layout must leave them out, here they are never there.
+            # Padding rows are no tokens. A layout must exclude these rows; here the table is cut before the product.
             real, smooth = slice(shape.vocabulary), shape.smoothing
             logits = F.linear(h[:, : labels.shape[1]], table[real], None if bias is None else bias[real]).flatten(0, -2)
             wide, targets = logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten()
@@ -126,7 +133,10 @@ class ReferenceKit:
 
 
 class Experts(nn.Module):
-    """Every expert computes every token, and a token adds up those that it takes and that have room for it."""
+    """Mixture of experts in which every expert computes every token.
+
+    A token's output is the gated sum over the chosen experts with capacity left.
+    """
 
     def __init__(self, shape: ExpertsShape) -> None:
         super().__init__()
@@ -135,18 +145,18 @@ class Experts(nn.Module):
         self.router = Layer(lambda h, weight, _: h @ weight, own, shape.initial, biases, nudged=True)
         self.expand = Layer(lambda weight, _: weight, (shape.count, shape.hidden, 2, shape.inner), shape.initial)
         self.contract = Layer(lambda weight, _: weight, (shape.count, shape.inner, shape.hidden), shape.last)
-        self.counted: Tensor | None = None  # for a balance over the batch: the mean sequence's tokens by expert
-        self.counts: list[Tensor] = []  # by a pass without gradients: its rows' tokens by expert
+        self.counted: Tensor | None = None  # for a balance over the batch: tokens per expert of the mean sequence
+        self.counts: list[Tensor] = []  # of each pass without gradients: tokens per expert
 
     def balance_by_counts(self, factor: float) -> None:
-        """Balance by the sum of all counts times a factor."""
+        """Balance by the sum of all recorded counts, times a factor."""
         assert self.counts, "experts that no pass reached"
         self.counted, self.counts = torch.stack(self.counts).sum(0) * factor, []
 
     def forward(self, h: Tensor, places: Tensor | None = None) -> tuple[Tensor, ...]:
         shape, count = self.shape, self.shape.count
         logits, bias = self.router(h), self.router.bias
-        # A router's choice jumps where rounding moves it: in float32 or better, as in the layouts.
+        # Rounding can change a router's choice: computed in float32 or better, as in the layouts.
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = F.softmax(wide, -1) if shape.scores == "softmax" else torch.sigmoid(wide)
         taken = self._taken(scores.detach() if bias is None else scores.detach() + bias.detach())  # [B, T, n]
@@ -160,14 +170,14 @@ class Experts(nn.Module):
             gates = gates / (gates.sum(-1, keepdim=True) + (0 if shape.scores == "softmax" else 1e-20))
         gates = (gates * shape.scale).to(h.dtype)
         if shape.capacity is not None and self.training:
-            # A capacity is counted by sequence, in the order of positions; evaluation drops nothing.
+            # Capacity is counted per sequence, in the order of positions. Evaluation drops no token.
             gates = gates * (taken.cumsum(1) <= shape.most_tokens(h.shape[1]))
         gate, up = torch.einsum("bth,nhgm->gbtnm", h, self.expand()).unbind(0)
         y = torch.einsum("btnm,nmh,btn->bth", F.silu(gate) * up, self.contract(), gates)
         return (y, self._losses(wide, scores, taken)) if shape.balance or shape.router_z else (y,)
 
     def _taken(self, scores: Tensor) -> Tensor:
-        """1 where a token takes an expert, [B, T, n]."""
+        """Return 1 for each chosen (token, expert), else 0, [B, T, n]."""
         shape = self.shape
         if shape.groups > 1:
             best = scores.unflatten(-1, (shape.groups, -1)).sort(-1, descending=True)[0][..., :2].sum(-1)
@@ -176,7 +186,7 @@ class Experts(nn.Module):
         return F.one_hot(scores.topk(shape.chosen, -1)[1], shape.count).sum(-2).to(scores.dtype)
 
     def _losses(self, logits: Tensor, scores: Tensor, taken: Tensor) -> Tensor:
-        """Each sequence's share of the balance and of the z-loss, [B]."""
+        """Return each sequence's balance loss plus z-loss, [B]."""
         shape, loads = self.shape, taken.mean(1)  # [B, n]
         if shape.balance_over == "microbatch":
             loads = loads.mean(0, keepdim=True)
@@ -188,7 +198,7 @@ class Experts(nn.Module):
 
 
 class _Loads(torch.autograd.Function):
-    """Scores as they are; `excess`, by how much each expert was taken too often, is the bias's gradient."""
+    """Identity on scores; the bias gets `excess` as gradient: an expert's tokens beyond the mean, times `count`."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, bias: Tensor, excess: Tensor) -> Tensor:
@@ -201,7 +211,7 @@ class _Loads(torch.autograd.Function):
 
 
 def _linear(inputs: int, outputs: _Shape, initial: Initial, biased: bool) -> Layer:
-    """[..., inputs] -> [..., *outputs]; the weight is [inputs, *outputs]."""
+    """Return a linear layer [..., inputs] -> [..., *outputs] with weight [inputs, *outputs]."""
 
     def function(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight.flatten(1).t(), None if bias is None else bias.flatten()).unflatten(-1, outputs)

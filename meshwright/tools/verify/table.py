@@ -1,4 +1,4 @@
-"""A verdict as a table for people and as a dict for scripts."""
+"""A verdict as a table for a terminal and as a dict for scripts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LABELS = {
     "state": "optimizer states",
     "bits": "bits, in the run's precision",
 }
-"""The kinds of comparisons, as people read them."""
+"""The kinds of comparisons, as named in the table."""
 
 
 def as_dict(verdict: Verdict) -> dict[str, Any]:
-    """Every comparison, and the parameters about which they say nothing."""
+    """Return the verdict for `--json`: every comparison, and the parameters with zero gradients."""
     rows = [{**asdict(row), "holds": row.holds} for row in verdict.rows]
     return {
         "holds": verdict.holds,
@@ -38,7 +38,7 @@ def as_dict(verdict: Verdict) -> dict[str, Any]:
 
 
 def render(verdict: Verdict) -> None:
-    """The worst comparison of each kind, and those that fail."""
+    """Print the worst comparison of each kind, and the failed comparisons."""
     config = verdict.config
     precision = f"{config.precision.level} {config.precision.dtype}" + " with fp8" * config.precision.in_fp8
     title = f"{config.layout.summary} against plain torch: relative errors in {precision}, {verdict.steps} steps"
@@ -54,7 +54,7 @@ def render(verdict: Verdict) -> None:
     console = terminal.console()
     print_table(console, table)
     for row in verdict.failed[:MOST_FAILURES]:
-        # Bits are equal or not: an error of 1 is no measure of anything.
+        # Bits are equal or not: the size of the error has no meaning.
         if row.kind == "bits":
             console.print(f"{row.name}: not the bits of one device")
             continue

@@ -1,6 +1,8 @@
-"""Tolerances of a layout's difference from one device, by precision. `meshwright parity`, which knows nothing of the
-model or the data, derives its own from each check (parity/reference.py); a run's are the promise of README.md, and the
-same for every run of a precision."""
+"""Tolerances for a layout's difference from one device, by precision.
+
+The tolerances of a run are promised in README.md and equal for all runs of a precision. `meshwright parity`, which
+knows neither model nor data, derives tolerances in each check (parity/reference.py).
+"""
 
 from __future__ import annotations
 
@@ -11,32 +13,36 @@ from meshwright.config import Config
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest relative errors allowed: of a loss, of a step's gradient norm, of a parameter's gradient, of its weight
-    before the first step and after the last, and of the optimizer's states (0: as of a weight).
+    """Largest allowed relative errors.
 
-    `together`: the last weights of all parameters are one tensor, and so are the states of a kind. Adam divides a
-    gradient by its own size, so that an element whose gradient is nothing but rounding (a key's bias has none at all)
-    moves by the whole rate, either way; in half precision a bias that began with zeros can then be off by a fifth in
-    two right programs.
+    `together`: Adam divides a gradient by its own size. An element with a gradient of pure rounding (the bias of a key
+    has gradient zero) therefore moves by the whole learning rate, in either direction. So in half precision a bias with
+    initial value zero can differ by a fifth between two correct programs.
 
-    `states_early`: states are compared after the first step, not the last. Weights that differ by such a step flip a
-    ReLU here and there, whose unit then has another gradient: later moments tell nothing of who is right.
+    `states_early`: weights that differ by such a step flip the sign of some ReLU inputs and so change gradients. Later
+    moments then do not show which program is correct.
     """
 
     loss: float
     norm: float
+    """Of a step's gradient norm."""
     gradient: float
+    """Of a parameter's gradient."""
     weight: float
+    """Of a parameter's weight before the first step and after the last."""
     together: bool = False
+    """Whether the last weights of all parameters are compared as one tensor, and so the states of a kind."""
     state: float = 0.0
+    """Of the optimizer's states; 0: as of a weight."""
 
     @property
     def states_early(self) -> bool:
+        """Whether states are compared after the first step, not the last."""
         return self.together
 
     @property
     def by_kind(self) -> dict[str, float]:
-        """By the kinds of comparisons."""
+        """The tolerances by kind of comparison."""
         return {
             "initial": self.weight, "loss": self.loss, "norm": self.norm, "gradient": self.gradient,
             "weight": self.weight, "state": self.state or self.weight,
@@ -44,7 +50,7 @@ class Tolerance:
 
 
 TOGETHER = ("weight", "state")
-"""The kinds of which half precision promises all parameters together."""
+"""The kinds that are compared for all parameters together in half precision."""
 
 TOLERANCES = {
     "float64": Tolerance(1e-10, 1e-10, 1e-12, 1e-10),
@@ -52,15 +58,15 @@ TOLERANCES = {
     # Half precision rounds at 2^-8 (bf16) and 2^-11 (fp16), and sums in another order round differently.
     "bf16": Tolerance(1e-2, 3e-2, 3e-2, 3e-2, together=True),
     "fp16": Tolerance(2e-3, 1e-2, 1e-2, 1e-2, together=True),
-    # e4m3 rounds at 2^-4: by 2^-4/√3 in the mean at most, an operand; by 0.051 a product of two, whose errors are
-    # independent. A layer's gradient has four such products on its way, two forward and two back: 0.10. Other layers'
-    # add less, since the residual stream is not rounded: 0.20. Inputs that are off by 0.10 flip 0.10/π of a layer's
-    # ReLUs, whose gradients are then off by √0.03, 0.18: 0.27 of both. A loss is a mean over tokens. The reference
-    # rounds nothing to e4m3, so the bound is of the formula and of the layout. Adam's second moment has squares.
+    # e4m3 rounds at 2^-4: an operand's mean error is at most 2^-4/√3; a product of two operands with independent errors
+    # has 0.051. A layer's gradient passes through four such products, two forward and two backward: 0.10. Other layers
+    # add less, since the residual stream is not rounded: 0.20 in total. Inputs with error 0.10 flip 0.10/π of a layer's
+    # ReLUs, which adds √0.03 = 0.18 to the gradients: 0.27 together. A loss is a mean over tokens. The reference rounds
+    # nothing to e4m3, so the bound covers the formula and the layout. Adam's second moment has squares.
     "fp8": Tolerance(2e-2, 1e-1, 3e-1, 3e-2, together=True, state=3e-1),
 }
 
 
 def tolerance_of(config: Config) -> Tolerance:
-    """The tolerance of a run's precision."""
+    """Return the tolerance for a run's precision."""
     return TOLERANCES["fp8" if config.precision.in_fp8 else config.precision.dtype]
