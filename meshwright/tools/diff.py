@@ -31,7 +31,7 @@ from meshwright.training.folder import CHECKPOINTS, OF_TRACKERS
 from meshwright.training.follow import METRICS, read_history
 
 NUMBERS = ("loss", "grad_norm", "root")
-"""The numbers of a step that depend on the computation alone, not on time or memory."""
+"""The numbers of a step that depend only on the computation, not on time or memory."""
 MOST_SHOWN = 12
 
 

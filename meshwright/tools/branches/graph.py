@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cached_property
 
 BATCH = 0
-"""The number of the operator that stands for the model's input."""
+"""The number of the operator for the model's input."""
 
 
 class OperatorKind(Enum):

@@ -1,1 +1,1 @@
-"""`meshwright submit`: a run as a job of a cluster's engine."""
+"""`meshwright submit`: writes a run as a job for a cluster's engine."""

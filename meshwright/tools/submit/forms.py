@@ -1,4 +1,4 @@
-"""Forms of settings: a word of an engine's file is in its form, quoted, or refused."""
+"""Checks of setting values: a word in an engine's file must match a form, is quoted, or is refused."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-"""Line ends, other control characters, and bytes that are not UTF-8: no engine's file holds these in a word."""
+"""Line ends, other control characters, and bytes that are not UTF-8: refused in every word of an engine's file."""
 
 CONTROLS_OF_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""The same without tab and newline, which a text of several lines holds."""
+"""The same without tab and newline, which a text of several lines may have."""
 
 _PLAIN = re.compile(r"[\w@%+=:,./&|*!\[\]()^~-]*", re.ASCII)
 
 
 def in_form(pattern: str | re.Pattern[str], rule: str) -> AfterValidator:
-    """Return a check of a setting's text, which says `rule` of a text that does not have the pattern."""
+    """Return a validator that raises ValueError with `rule` for a text that does not match the whole pattern."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -28,10 +28,10 @@ def in_form(pattern: str | re.Pattern[str], rule: str) -> AfterValidator:
 
 
 def directive_word(text: str) -> str:
-    """Return a value of an #SBATCH line, quoted if sbatch would read it as two words, or its rest as a comment.
+    """Return a value for an #SBATCH line, quoted if sbatch would otherwise split the value or find a comment.
 
-    sbatch reads such lines by its own rule, and no shell reads them: quotes group, a backslash takes the next character
-    as it is, also between quotes, and # begins a comment outside of quotes.
+    No shell reads these lines; sbatch has rules of its own. Quotes group words; a backslash escapes the next character,
+    also between quotes; # begins a comment outside of quotes.
     """
     if _PLAIN.fullmatch(text):
         return text

@@ -1,11 +1,11 @@
-"""The container image of packaging/docker/Dockerfile.cuda, by which manifests are written."""
+"""Facts about the container image of packaging/docker/Dockerfile.cuda, used in manifests."""
 
 IMAGE = "meshwright:cuda"
-"""Its name and tag, to which a registry's address is added."""
+"""The image's name and tag, without a registry's address."""
 
 IMAGE_USER = 1000
-"""The user and group that its programs run as."""
+"""The user and group of the image's programs."""
 
 LOCK_HELPER = "meshwright-lock"
-"""A program of the image, setpriv of util-linux with a file capability: the one way for a user that is not root to lock
-memory, since Kubernetes' capabilities.add has no ambient set."""
+"""A program in the image: util-linux' setpriv with a file capability. A user other than root cannot lock memory in any
+other way, since Kubernetes' capabilities.add sets no ambient capabilities."""

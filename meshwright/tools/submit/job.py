@@ -1,13 +1,13 @@
-"""A job for an engine: a run's ranks on so many nodes, that go on where they were when they are stopped.
+"""Jobs for engines: the ranks of a run on several nodes; a stopped run is started again and resumes.
 
     slurm        an sbatch script: srun starts the ranks
-    kubernetes   a JobSet, a TrainJob, a RayJob or a PyTorchJob: a pod a node
-    ray          a Python script: an actor a rank, in which the rank is a process
+    kubernetes   a JobSet, a TrainJob, a RayJob or a PyTorchJob: one pod per node
+    ray          a Python script: one actor per rank, which starts the rank as a process
     skypilot     a task: the same shell on each node
 
-Every engine asks a run to stop by a signal, before it takes the nodes away: the run finishes its step, saves and ends
-with code 75, and the engine is told to start it again. Nothing here talks to a cluster but `submit`, by the engine's
-own command.
+Every engine stops a run by a signal before the nodes are taken away. The run finishes the current step, saves and ends
+with code 75; the engine's file asks for a restart on that code. Only `submit` contacts a cluster, with the engine's own
+command.
 """
 
 from __future__ import annotations
@@ -33,33 +33,35 @@ from meshwright.ranks.errors import ConfigError, LaunchError
 from meshwright.tools.submit.forms import CONTROLS, CONTROLS_OF_TEXT
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$")]
-"""The form that Kubernetes demands; the others take it, too."""
+"""A job's name in the form that Kubernetes demands; the other engines accept this form too."""
 
 SUBMIT_SECONDS = 120
 HELP = "help"
 
 GPU_CORES = 6
-"""Cores of a rank with a GPU: Python, which issues the kernels; autograd's thread; two threads of NCCL's proxy; the
-thread that writes checkpoints; and one for the rest, such as copies of batches and the watchdog."""
+"""Cores of a rank with a GPU: Python, which launches kernels; autograd's thread; two threads of NCCL's proxy; the
+thread that writes checkpoints; and one for other work, such as copies of batches and the watchdog."""
 
 SAFE_PATH = "PYTHONSAFEPATH"
-"""With this variable Python (3.11 and later) does not search the current folder, which may be a stranger's."""
+"""With this variable Python (3.11 and later) imports nothing from the current folder, which others may control."""
 
 
 @dataclass
 class Submission:
-    """A run that was checked, on `nodes` nodes with as many ranks each. `words`: its key=value words.
-
-    `notes`: lines on the files that were not checked, since they are the cluster's.
-    """
+    """A checked run on several nodes, with the same number of ranks on each node."""
 
     run: Path
+    """The run file."""
     words: tuple[str, ...]
+    """The command line's key=value words."""
     config: Config
     out: Path
+    """The run's folder, as the nodes see it."""
     nodes: int
     name: str
+    """The job's name."""
     notes: tuple[str, ...] = ()
+    """Lines on files that were not checked, because only the cluster has these."""
 
     def __post_init__(self) -> None:
         self.ranks_per_node = self.config.layout.world_size // self.nodes
@@ -67,26 +69,29 @@ class Submission:
 
     @property
     def run_text(self) -> str:
-        """The run file's text, which travels with the job."""
+        """The run file's text, which is part of the job."""
         return self.run.read_text(encoding="utf-8")
 
     @property
     def cores(self) -> int:
-        """Cores of a rank if nobody has set them: the run's threads, and at least GPU_CORES with a GPU."""
+        """Cores of a rank by default: the run's threads; with a GPU at least GPU_CORES."""
         threads = self.config.threads if isinstance(self.config.threads, int) else 1
         return max(threads, GPU_CORES) if self.uses_gpus else threads
 
     def train_words(self, python: str, run: Path | str) -> list[str]:
-        """Return a rank's command. It always says --resume, which begins the run if it has no checkpoint yet: a job
-        that an engine or a person starts again goes on."""
+        """Return a rank's command.
+
+        The command always has --resume, which also begins a run without a checkpoint. So a job that an engine or a
+        person starts again resumes.
+        """
         return [python, "-m", "meshwright", "train", str(run), *self.words, "--out", str(self.out), "--resume"]
 
 
 class Engine(Section):
-    """One kind of cluster, with the user's settings: a field each, whose docstring `--set help` prints.
+    """One kind of cluster; the fields are the user's settings, and `--set help` prints the fields' docstrings.
 
-    A field that holds a dict is set a key at a time (`env.KEY=VALUE`), a tuple by repeating its word.
-    `suffix`: of the file. `shares_folders`: whether its nodes may see this machine's folders.
+    A field with a dict is set one key at a time (`env.KEY=VALUE`), a field with a tuple by repeating the word.
+    `suffix`: the end of the file's name. `shares_folders`: whether the nodes may see this machine's folders.
     """
 
     model_config = ConfigDict(use_attribute_docstrings=True)
@@ -105,7 +110,7 @@ class Engine(Section):
         return self.cpus or submission.cores
 
     def out_of(self, out: Path | None, run: Path) -> Path:
-        """Return the folder of the run as the nodes see it. `out`: the user's, if any."""
+        """Return the run's folder as the nodes see it. `out`: the user's --out, if given."""
         return out or Path("out", run.stem)
 
     def prepare(self) -> list[str]:
@@ -114,20 +119,22 @@ class Engine(Section):
 
     @abstractmethod
     def text(self, submission: Submission) -> str:
-        """The file's content. Raises ConfigError for what the engine cannot be asked."""
+        """Return the file's content. Raises ConfigError for settings that the engine cannot satisfy."""
 
     @abstractmethod
     def command(self, file: Path, name: str) -> list[str]:
-        """The command that submits the file."""
+        """Return the command that submits the file."""
 
     def command_again(self, file: Path) -> list[str]:
-        """The command that submits a changed file of the same name; empty where `command` does."""
+        """Return the command that submits a changed file of the same name; empty if `command` can do so."""
         return []
 
 
 def engine_class(name: str) -> type[Engine]:
-    """The engine of that name. Raises ConfigError where there is none, PluginError where one of another package cannot
-    be used."""
+    """Return the class of the engine `name`.
+
+    Raises ConfigError if there is no such engine, PluginError if an engine of another package cannot be used.
+    """
     known: dict[str, type[Engine]] = entries("submit")
     if name not in known:
         raise ConfigError.of("--on", name, "is no engine that we write for", ", ".join(known))
@@ -135,7 +142,7 @@ def engine_class(name: str) -> type[Engine]:
 
 
 def settings_table(engine: type[Engine]) -> str:
-    """A line for each setting of an engine: how it is written, with its default, and what it means."""
+    """Return a line for each setting of an engine: the syntax with the default, and the meaning."""
     lines = []
     for key, field in engine.model_fields.items():
         kind, needed = get_origin(field.annotation), " Must be set." if field.is_required() else ""
@@ -146,12 +153,12 @@ def settings_table(engine: type[Engine]) -> str:
 
 
 def engine_of(name: str, settings: Sequence[str]) -> Engine:
-    """The engine with its settings, `key=value` words. Raises ConfigError with all mistakes at once."""
+    """Return the engine with `settings`, which are `key=value` words. Raises ConfigError with all mistakes at once."""
     engine = engine_class(name)
     try:
         return engine.model_validate(_tree_of(settings, engine))
     except ValidationError as error:
-        # An unknown setting is answered with all that there are.
+        # For an unknown setting the error lists all settings.
         valid = "\n" + settings_table(engine)
         problems = [
             problem if problem.field.partition(".")[0] in engine.model_fields else replace(problem, valid=valid)
@@ -168,7 +175,7 @@ def _tree_of(settings: Sequence[str], engine: type[Engine]) -> dict[str, Any]:
             raise ConfigError.of("--set", word, "is no key=value word", "\n" + settings_table(engine))
         first, dot, rest = key.partition(".")
         refused = CONTROLS_OF_TEXT if first in engine.of_lines else CONTROLS
-        # The next line of a script would be a stranger's command.
+        # A line end would let a value add a command to the script.
         if CONTROLS.search(key) or refused.search(value):
             raise ConfigError.of("--set", repr(word), "has a line end or another character that is not printed")
         field = engine.model_fields.get(first)
@@ -185,7 +192,7 @@ def _tree_of(settings: Sequence[str], engine: type[Engine]) -> dict[str, Any]:
 
 
 def submission_of(engine: Engine, run: Path, words: Sequence[str], out: Path, nodes: int) -> Submission:
-    """The run, checked for a cluster that this machine is not. Raises ConfigError."""
+    """Check a run for a cluster other than this machine. Raises ConfigError, for instance for `auto` values."""
     run = run_file(run)
     for field, text in {"--out": str(out), "RUN.yaml": str(run)}.items():
         if CONTROLS.search(text):
@@ -202,18 +209,18 @@ def submission_of(engine: Engine, run: Path, words: Sequence[str], out: Path, no
     if ranks % nodes:
         fitting = ", ".join(str(count) for count in range(1, ranks + 1) if ranks % count == 0)
         raise ConfigError.of("--nodes", nodes, f"does not divide the layout's {ranks} ranks", fitting)
-    # The run file's name, in the letters and the length that Name allows.
+    # The run file's name, reduced to the letters and the length that Name allows.
     letters = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in run.stem.lower())
     name = engine.name or letters.strip("-")[:40].strip("-") or "run"
     return Submission(run, tuple(words), config, out, nodes, name, notes)
 
 
 def _checked(tree: dict[str, Any], words: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
-    """The config, and a line on the files that are not on this machine: only the cluster may have these."""
+    """Return the config, and a line on files that are not on this machine, since the cluster may have these."""
     try:
         return parse_run(tree, words), ()
     except ConfigError as error:
-        # A file or folder that is missing here, rather than damaged.
+        # Only files and folders that are missing here are excused, not damaged ones.
         absent = {
             problem.field: problem
             for problem in error.problems
@@ -229,15 +236,15 @@ def _checked(tree: dict[str, Any], words: Sequence[str]) -> tuple[Config, tuple[
 
 
 def check_out(submission: Submission, mount: str) -> None:
-    """Raises ConfigError where --out does not lie on the volume that the nodes see at `mount`."""
+    """Raise ConfigError if --out is not on the volume that the nodes see at `mount`."""
     if not submission.out.is_relative_to(mount):
         rule = f"does not lie on the volume, which the nodes see at {mount}"
         raise ConfigError.of("--out", submission.out, rule, f"{mount}/{submission.name}")
 
 
 def write_script(text: str, file: Path) -> None:
-    """Write the engine's file. Raises ConfigError if there is such a file already, or none can be written."""
-    # The file may have been changed by hand.
+    """Write the engine's file. Raises ConfigError if the file exists or cannot be written."""
+    # An existing file may have been edited by hand.
     refuse_existing("--to", file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -247,7 +254,7 @@ def write_script(text: str, file: Path) -> None:
 
 
 def submit(command: Sequence[str]) -> str:
-    """Hand the file to the engine; its answer. Raises LaunchError where it does not take it."""
+    """Run the engine's command; return its output. Raises LaunchError if the command is missing, fails or hangs."""
     if shutil.which(command[0]) is None:
         raise LaunchError(f"{command[0]} is not on this machine: submit from one that has it, `{shlex.join(command)}`")
     try:

@@ -1,9 +1,9 @@
-"""A job for Kubernetes: a pod a node, and the run file beside it in a ConfigMap.
+"""A job for Kubernetes: one pod per node, and the run file in a ConfigMap.
 
-| kind       | API                           | who a pod is          | a stopped run ends with, is started again by |
+| kind       | API                           | a pod's node number   | a stopped run ends with, is started again by |
 |------------|-------------------------------|-----------------------|----------------------------------------------|
 | jobset     | jobset.x-k8s.io/v1alpha2      | JOB_COMPLETION_INDEX  | 75: podFailurePolicy, failurePolicy          |
-| trainjob   | trainer.kubeflow.org/v1alpha1 | it becomes a JobSet   | the same                                     |
+| trainjob   | trainer.kubeflow.org/v1alpha1 | as of its JobSet      | the same as a JobSet                         |
 | rayjob     | ray.io/v1                     | a bundle of resources | 75: backoffLimit, on a new cluster           |
 | pytorchjob | kubeflow.org/v1, legacy       | RANK, MASTER_ADDR     | 138, "retryable": restartPolicy ExitCode     |
 """
@@ -25,7 +25,7 @@ from meshwright.tools.submit.pods import PodSettings, metrics_port
 from meshwright.tools.submit.ray_script import STOP_VARIABLE, script_text
 
 RETRYABLE_EXIT_CODE = 138
-"""Kubeflow's code for "start me again", which is the user's to give."""
+"""The exit code with which a program asks Kubeflow for a restart."""
 
 _NODE = "node"
 _METRICS_ADDRESS = re.compile(r"metrics\.address=")
@@ -53,14 +53,14 @@ class Kubernetes(PodSettings):
 
     def text(self, submission: Submission) -> str:
         check_out(submission, self.mount)
-        # No way to lock memory without an effect.
+        # A setting without an effect is refused.
         if self.rdma is None and "locked_memory" in self.model_fields_set:
             raise ConfigError.of("locked_memory", self.locked_memory, "has no effect without rdma", "rdma=rdma/ib")
         if self.adds_lock and self.kind == "rayjob" and self.user != 0:
             rule = "has no effect on Ray's own program as a user that is not root"
             raise ConfigError.of("locked_memory", self.locked_memory, rule, "locked_memory=node, or user=0")
         if metrics_port(submission) is not None and not any(map(_METRICS_ADDRESS.match, submission.words)):
-            # Prometheus asks the pod's address, which is the cluster's alone.
+            # Prometheus connects to the pod's address, which only the cluster can reach.
             submission = replace(submission, words=(*submission.words, "metrics.address=0.0.0.0"))
         files = {"run.yaml": submission.run_text}
         match self.kind:
@@ -74,7 +74,7 @@ class Kubernetes(PodSettings):
                 jobs = self._ray_job(submission)
             case "pytorchjob":
                 jobs = self._pytorch_job(submission)
-        # The run file travels beside the job: a pod need not see this machine's folders.
+        # The run file is part of the manifest: a pod need not see this machine's folders.
         run = self._manifest("v1", "ConfigMap", f"{submission.name}-run", data=files)
         manifests = patched([run, *jobs], self.patch)
         again = " ".join(self.command_again(Path("FILE")))
@@ -85,7 +85,7 @@ class Kubernetes(PodSettings):
         return ["kubectl", "apply", "--filename", str(file)]
 
     def command_again(self, file: Path) -> list[str]:
-        """apply would fail on fields that cannot be changed. The old run's pods end first: they save."""
+        """Return a replace command: `apply` fails on fields that cannot change. The old pods save and end first."""
         wait = f"--timeout={self.grace + 60}s"
         return ["kubectl", "replace", "--force", "--cascade=foreground", wait, "--filename", str(file)]
 
@@ -94,14 +94,14 @@ class Kubernetes(PodSettings):
         return {"apiVersion": version, "kind": kind, "metadata": {"name": name, **namespace}, **fields}
 
     def _job(self, version: str, kind: str, submission: Submission, spec: Tree) -> Tree:
-        """The manifest that is the job itself, which Kueue looks at."""
+        """Return the manifest of the job itself, with the label for Kueue's queue."""
         job = self._manifest(version, kind, submission.name, spec=spec)
         if self.queue:
             job["metadata"]["labels"] = {_QUEUE: self.queue}
         return job
 
     def _job_set_spec(self, submission: Submission, container: str, labels: Tree | None = None) -> Tree:
-        """The whole set starts again when one pod fails. A stop, or a pod that was evicted, costs no restart."""
+        """Return a JobSet's spec. If one pod fails the whole set starts again; stops and evictions count no restart."""
         address = f"{submission.name}-{_NODE}-0-0.{submission.name}"
         place = NodePlace("$JOB_COMPLETION_INDEX", address, locks=self.locks)
         stopped = {
@@ -113,7 +113,7 @@ class Kubernetes(PodSettings):
             "parallelism": submission.nodes,
             "completions": submission.nodes,
             "completionMode": "Indexed",
-            # A lone pod is of no use to the others: the set starts again, whole.
+            # A single restarted pod cannot rejoin the others: the whole set starts again.
             "backoffLimit": 0,
             "podFailurePolicy": {"rules": [stopped, evicted]},
             "template": self.pod(submission, container, node_shell(submission, place), "Never", place=place),
@@ -131,9 +131,9 @@ class Kubernetes(PodSettings):
         }
 
     def _train_job(self, submission: Submission) -> list[Tree]:
-        """A runtime of its own, which is all of the JobSet, and a TrainJob that refers to it."""
-        # Trainer knows the ranks by the name "node" and this label. Without a policy for torch it starts no torchrun,
-        # whose exit code would hide whether a run was stopped or failed.
+        """Return a TrainingRuntime with the JobSet's spec, and a TrainJob that refers to the runtime."""
+        # Trainer finds the ranks by the name "node" and this label. Without a policy for torch Trainer starts no
+        # torchrun; torchrun's exit code would hide whether a run was stopped or failed.
         version, runtime = "trainer.kubeflow.org/v1alpha1", "TrainingRuntime"
         spec = self._job_set_spec(submission, _NODE, {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"})
         shipped = {"mlPolicy": {"numNodes": submission.nodes}, "template": {"spec": spec}}
@@ -145,13 +145,15 @@ class Kubernetes(PodSettings):
         ]
 
     def _ray_job(self, submission: Submission) -> list[Tree]:
-        """A cluster of a head, which runs the script, and a worker a node. Each attempt has a new one, which also mends
-        a lost head; so the script itself tries once."""
+        """Return a RayJob: a cluster with a head, which runs the script, and one worker per node.
+
+        Each attempt gets a new cluster, which also replaces a lost head. So the script itself has no restarts.
+        """
         cores = submission.ranks_per_node * self.cores(submission)
         worker = {
             "groupName": "nodes",
             **dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), submission.nodes),
-            "rayStartParams": {"num-cpus": str(cores)},  # KubeRay would read them off a limit
+            "rayStartParams": {"num-cpus": str(cores)},  # else KubeRay reads the CPU limit
             "template": self.pod(submission, "ray-worker", None, None),
         }
         head = {
@@ -162,16 +164,16 @@ class Kubernetes(PodSettings):
             "entrypoint": f"python {RUN_FOLDER}/run_ray.py",
             "runtimeEnvYAML": f'env_vars: {{{STOP_VARIABLE}: "{self.grace}", {SAFE_PATH}: "1"}}',
             "backoffLimit": self.restarts,
-            "shutdownAfterJobFinishes": True,  # Kueue takes no other
+            "shutdownAfterJobFinishes": True,  # Kueue accepts only True
             "rayClusterSpec": {"headGroupSpec": head, "workerGroupSpecs": [worker]},
         }
         return [self._job("ray.io/v1", "RayJob", submission, spec)]
 
     def _pytorch_job(self, submission: Submission) -> list[Tree]:
-        # The operator restarts a pod for its own retryable codes alone, so a stop is translated at the shell's end.
+        # The operator restarts a pod only for Kubeflow's retryable codes, so the shell translates a stop's code.
         closing = f'[ "$code" -ne {STOPPED_EXIT_CODE} ] || exit {RETRYABLE_EXIT_CODE}\nexit "$code"'
         place = NodePlace("$RANK", '"$MASTER_ADDR"', '"$MASTER_PORT"', closing, locks=self.locks)
-        pod = self.pod(submission, "pytorch", node_shell(submission, place), None, place=place)  # the operator's name
+        pod = self.pod(submission, "pytorch", node_shell(submission, place), None, place=place)  # required name
         specs = {
             role: {"replicas": count, "restartPolicy": "ExitCode", "template": pod}
             for role, count in {"Master": 1, "Worker": submission.nodes - 1}.items()

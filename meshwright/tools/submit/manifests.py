@@ -1,9 +1,9 @@
-"""Manifests as text, and the user's patch over them: Kubernetes' strategic merge.
+"""Manifests as text, with the user's patch applied by Kubernetes' strategic merge.
 
-maps       are merged key by key; null takes a key out
-lists      of named objects are merged object by object, by the key of MERGE_KEYS; all others are replaced
-$patch     delete takes the map or the named object out, replace puts the patch's in its place (in a list: an item
-           of its own, `- $patch: replace`), merge says what is done anyway
+maps       merged key by key; null removes a key
+lists      of named objects: merged object by object, by the key in MERGE_KEYS; all other lists are replaced
+$patch     delete: removes the map or the named object; replace: puts the patch's in place of the old one (in a list:
+           a separate item, `- $patch: replace`); merge: the default
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ MERGE_KEYS: Mapping[str, str] = {
     "replicatedJobs": "name",
     "workerGroupSpecs": "groupName",
 }
-"""By the field that holds the list: core/v1's own keys (patchMergeKey), and those of JobSet and RayCluster."""
+"""By the list's field: the keys of core/v1 (patchMergeKey), of JobSet and of RayCluster."""
 
 _DIRECTIVE = "$patch"
 _DELETE, _REPLACE, _MERGE = "delete", "replace", "merge"
 
 
 def read_patch(path: Path) -> list[Tree]:
-    """The documents of a patch file. Raises ConfigError where it is none."""
+    """Return the documents of a patch file. Raises ConfigError if the file cannot be read or has no maps."""
     try:
         documents = [tree for tree in yaml.safe_load_all(path.read_text()) if tree is not None]
     except (OSError, UnicodeDecodeError) as error:
@@ -56,13 +56,16 @@ def read_patch(path: Path) -> list[Tree]:
 
 
 def patched(manifests: Sequence[Tree], path: Path | None) -> list[Tree]:
-    """The manifests with a patch file's documents merged into them: each into the manifest of its `kind`, one without
-    a kind into the last, the job itself. Raises ConfigError where a document fits none."""
+    """Merge a patch file's documents into the manifests.
+
+    A document is merged into the manifest of equal `kind`; without `kind` into the last manifest, which is the job.
+    Raises ConfigError for a kind without a manifest.
+    """
     trees = list(manifests)
     for patch in [] if path is None else read_patch(path):
         kinds = [str(tree.get("kind", "")) for tree in trees]
         kind = patch.get("kind", kinds[-1])
-        # A patch for a missing kind would be lost silently.
+        # Else a patch for a missing kind would have no effect.
         if kind not in kinds:
             raise ConfigError.of("patch", path, f"is for a {kind}, of which there is none", ", ".join(kinds))
         place = kinds.index(kind)
@@ -71,7 +74,7 @@ def patched(manifests: Sequence[Tree], path: Path | None) -> list[Tree]:
 
 
 def _merged(tree: Any, patch: Tree, where: str) -> Tree:
-    """`where`: the file and the fields that lead here, for messages."""
+    """Merge a patch into a map. `where`: the file and the path of fields, for messages."""
     directive = patch.get(_DIRECTIVE, _MERGE)
     unknown = [key for key in patch if str(key).startswith("$") and key != _DIRECTIVE]
     if unknown or directive not in (_REPLACE, _MERGE):
@@ -96,8 +99,8 @@ def _merged(tree: Any, patch: Tree, where: str) -> Tree:
 
 
 def _merged_list(items: Sequence[Tree], patches: Sequence[Any], name: str, where: str) -> list[Tree]:
-    """The items in their order, what the patch adds after them."""
-    # Kubernetes' own form: an item that says replace stands for the whole list.
+    """Merge patches into a list: old items in the old order, then new items."""
+    # In Kubernetes' strategic merge an item `$patch: replace` replaces the whole list.
     if {_DIRECTIVE: _REPLACE} in patches:
         items, patches = [], [patch for patch in patches if patch != {_DIRECTIVE: _REPLACE}]
     merged = {item[name]: item for item in items}
@@ -112,13 +115,13 @@ def _merged_list(items: Sequence[Tree], patches: Sequence[Any], name: str, where
 
 
 def manifest_text(manifests: Sequence[Tree], comments: Sequence[str]) -> str:
-    """The manifests as one YAML file, below comments."""
+    """Return the manifests as one YAML file, with comments at the top."""
     head = "".join(f"# {line}\n" for line in comments)
     return head + yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=120)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a text of several lines as one, and what is there twice twice."""
+    """Dumper that writes texts of several lines as blocks, and no aliases for repeated objects."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -126,6 +129,6 @@ class _Dumper(yaml.SafeDumper):
 
 _Dumper.add_representer(
     str,
-    # A shell script is read by people as well: as a block, not as one line with \n in it.
+    # As a block a shell script stays readable.
     lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
 )

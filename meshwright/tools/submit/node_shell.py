@@ -1,8 +1,8 @@
-"""The shell of a node on which nobody else starts the ranks: a pod's program, and what a SkyPilot task runs.
+"""The shell script that starts the ranks of a node, for engines that do not: a pod's program, or a SkyPilot task's.
 
-It starts the node's ranks with the variables that torchrun would set, and passes SIGTERM on to them. torchrun's own
-agent is of no use here: it ends with 1 whatever its ranks end with, and the engine must tell a run that was stopped
-(started again, as often as it takes) from one that failed (started again `restarts` times).
+The script sets the variables that torchrun would set, starts the node's ranks, and forwards SIGTERM. torchrun's agent
+is not used because its exit code is 1 whatever the ranks' codes are. The engine must distinguish a stopped run
+(restarted without limit) from a failed one (restarted `restarts` times).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from meshwright.tools.submit.job import SAFE_PATH, Submission
 from meshwright.training.status import STATUS
 
 RUN_FOLDER = "/etc/meshwright"
-"""Where a node finds the run file, which travels with the job."""
+"""The folder of a node with the run file, which is part of the job."""
 
 ALIVE_SECONDS = 60
-"""A rank that lives renews its record every second; a file system may hold one up."""
+"""Largest age of a living rank's record. Ranks write a record every second; a slow file system may delay one."""
 
 _SHELL = """\
 export WORLD_SIZE={world} LOCAL_WORLD_SIZE={per_node} MASTER_ADDR={address} MASTER_PORT={port} {safe_path}=1
@@ -39,7 +39,7 @@ for pid in $pids; do
 done
 {closing}
 """
-"""A signal ends `wait` early: it is repeated while the rank lives."""
+"""A signal ends `wait` early: `wait` is repeated while the rank is alive."""
 
 _LOCK = f"""\
 # RDMA registers memory that must be locked. Either the node's limit allows it, or CAP_IPC_LOCK does (bit 14), which a
@@ -55,8 +55,8 @@ if [ "$(ulimit -l)" != unlimited ] && [ $((0x$caps & 0x4000)) -eq 0 ]; then
   }}
 fi
 """
-"""NCCL would fall back to sockets without a word. The helper's own start loses LD_LIBRARY_PATH and TMPDIR: it is
-privileged, and the loader clears these."""
+"""Without this check NCCL would silently fall back to sockets. LD_LIBRARY_PATH and TMPDIR are set again because the
+loader clears these variables for a privileged program such as the helper."""
 
 _ALIVE = """\
 now=$(date +%s)
@@ -70,22 +70,23 @@ done
 
 @dataclass(frozen=True)
 class NodePlace:
-    """How a node of an engine's job finds its place, in shell: which node it is, and where rank 0's is.
-
-    `closing`: how the shell ends, with `$code`, the highest that a rank has ended with. `locks`: whether RDMA needs
-    locked memory. `expands`: whether the engine replaces $(NAME) before the shell is started, as Kubernetes does.
-    """
+    """A node's place in an engine's job, as shell expressions."""
 
     node: str
+    """The node's number."""
     address: str
+    """The address of rank 0's node."""
     port: str = "29500"
     closing: str = 'exit "$code"'
+    """The script's end; `$code` is the highest exit code of a rank."""
     locks: bool = False
+    """Whether RDMA needs locked memory."""
     expands: bool = True
+    """Whether the engine replaces $(NAME) before the shell starts, as Kubernetes does."""
 
 
 def node_shell(submission: Submission, place: NodePlace) -> str:
-    """Return the program of one node."""
+    """Return the script that runs one node's ranks."""
     words = shlex.join(submission.train_words("python", Path(RUN_FOLDER, "run.yaml")))
     per_node, world = submission.ranks_per_node, submission.config.layout.world_size
     return _SHELL.format(
@@ -96,7 +97,10 @@ def node_shell(submission: Submission, place: NodePlace) -> str:
 
 
 def alive_shell(submission: Submission, place: NodePlace) -> str:
-    """Return a node's check that each of its ranks has left a record within ALIVE_SECONDS, by the node's own clock."""
+    """Return a script that fails unless each rank of the node wrote a record in the last ALIVE_SECONDS.
+
+    Times are by the node's own clock.
+    """
     per_node, folder = submission.ranks_per_node, shlex.quote(str(submission.out / STATUS))
     return _ALIVE.format(
         per_node=per_node, last=per_node - 1, node=place.node, folder=_literal(folder), seconds=ALIVE_SECONDS
@@ -104,6 +108,6 @@ def alive_shell(submission: Submission, place: NodePlace) -> str:
 
 
 def _literal(words: str) -> str:
-    """Return words in which Kubernetes replaces nothing: $(NAME) of a command is a variable's value there, and $$ a $
-    (core/v1, Container.command)."""
+    """Escape words for Kubernetes, which replaces $(NAME) in a command by a variable's value, and $$ by $ (core/v1,
+    Container.command)."""
     return words.replace("$$", "$$$$").replace("$(", "$$(")

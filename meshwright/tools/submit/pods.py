@@ -1,4 +1,4 @@
-"""A node of a run as a pod: the settings that pods have, and the one template for all kinds of job."""
+"""A node of a run as a pod: the settings of pods, and one template for all kinds of job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Resource = Annotated[
 
 
 class PodSettings(Engine):
-    """The settings of a pod that have names of their own; `patch` has all others."""
+    """Settings of a pod. Fields of a pod that have no setting are set by `patch`."""
 
     image: str
     """A container image that has meshwright (and ray, for a RayJob): REGISTRY/meshwright:cuda."""
@@ -80,8 +80,16 @@ class PodSettings(Engine):
         place: NodePlace | None = None,
         head: bool = False,
     ) -> dict[str, Any]:
-        """Return a pod's template. `shell`: its program, or the image's own. `place`: of the node, for probes, if the
-        engine has none. `head`: it runs no ranks."""
+        """Return a pod's template.
+
+        Args:
+            submission: The run.
+            name: The container's name.
+            shell: The container's program; None: the image's own.
+            restart_policy: The pod's; None: left out.
+            place: The node's place, for probes; None: no probes.
+            head: Whether the pod is Ray's head, which runs no ranks.
+        """
         port = metrics_port(submission) if not head else None
         container = {
             "name": name,
@@ -110,9 +118,9 @@ class PodSettings(Engine):
             "imagePullSecrets": [{"name": secret} for secret in self.pull_secrets],
             "nodeSelector": {} if head else self.selector,
             "tolerations": [toleration_of(text) for text in self.tolerations],
-            # fsGroup: a fresh volume is root's alone without it. A large one is not walked through at each start.
+            # Without fsGroup only root can write to a new volume. OnRootMismatch: no change of owners at each start.
             "securityContext": {**user, "fsGroup": self.user, "fsGroupChangePolicy": "OnRootMismatch"},
-            # With the node's network a pod needs this policy to find the cluster's own names, rank 0's among them.
+            # With the node's network a pod needs this policy to resolve the cluster's names, such as rank 0's.
             **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if self.host_network and not head else {}),
             "containers": [_said(container)],
             "volumes": [
@@ -132,7 +140,7 @@ class PodSettings(Engine):
 
     @property
     def locks(self) -> bool:
-        """Whether the ranks' network needs locked memory, which the node's shell then sees to or refuses."""
+        """Whether the ranks' network needs locked memory. The node's shell then obtains the right to lock, or fails."""
         return self.rdma is not None
 
     @property
@@ -140,8 +148,11 @@ class PodSettings(Engine):
         return self.locks and self.locked_memory == "capability"
 
     def _resources(self, submission: Submission) -> dict[str, Any]:
-        """Cores are requested without a limit: a limit is a quota per tenth of a second, at which the kernel holds all
-        threads of the node's ranks up. Devices and memory are both: neither can be had beyond what was requested."""
+        """Return the requests and limits of a pod.
+
+        Cores are requested without a limit: a limit is a quota per tenth of a second, and the kernel suspends all
+        threads of the node's ranks when the quota is used up. Devices and memory have a limit equal to the request.
+        """
         both: dict[str, Any] = {}
         if self.memory:
             both["memory"] = str(self.memory)
@@ -156,7 +167,7 @@ class PodSettings(Engine):
 
 
 def metrics_port(submission: Submission) -> int | None:
-    """Return the port at which the run answers; None without a sink that is asked."""
+    """Return the port at which the run serves metrics; None without a sink that answers requests."""
     metrics = submission.config.metrics
     return metrics.port if any(entries("sinks")[name].answers for name in metrics.sinks) else None
 
@@ -171,8 +182,11 @@ def toleration_of(text: str) -> dict[str, str]:
 
 
 def probes_of(alive: str) -> dict[str, Any]:
-    """A pod is started when its ranks have met, which may be after a day of preparing data; ready while each leaves
-    its record; and killed if one has left none for half an hour. Waits that take too long end the ranks themselves."""
+    """Return the probes of a pod. `alive`: a script that fails unless all ranks have a recent record.
+
+    Startup may take a day (8640 checks every 10 s), for the preparation of data. A pod is ready while the check
+    succeeds, and is killed after half an hour of failures. Ranks themselves end waits that take too long.
+    """
     check = {"exec": {"command": ["sh", "-c", alive]}, "timeoutSeconds": 10}
     return {
         "startupProbe": {**check, "periodSeconds": 10, "failureThreshold": 8640},
@@ -185,7 +199,7 @@ _HEAD_RESOURCES = {"requests": {"cpu": "1", "memory": "4Gi"}}
 
 
 def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields without those that say nothing: None, and empty texts, lists and maps. Zero and false do."""
+    """Return the fields without None and without empty texts, lists and maps. Zero and false are kept."""
     return {
         key: value
         for key, value in fields.items()

@@ -1,10 +1,10 @@
-"""Ranks on a Ray cluster: an actor a rank, which starts the rank as a process of its own.
+"""Ranks on a Ray cluster: one actor per rank, which starts the rank as a separate process.
 
-    placement group   a bundle a node, on different nodes
-    actor             says where it is and which port is free there; runs the rank; passes a request to stop on
+    placement group   one bundle per node, on different nodes
+    actor             reports the node's address and a free port; runs the rank; forwards a request to stop
 
-The rank is a process and not the actor itself: a run has handlers of signals, which want a main thread, ends by itself
-where its peers are gone, and reads its environment once.
+The rank is a process and not the actor itself, for three reasons: a run has signal handlers, which need a main thread;
+a run ends by itself if other ranks are gone; and a run reads the environment once.
 """
 
 from __future__ import annotations
@@ -28,26 +28,28 @@ from meshwright.ranks.launch.tether import die_with_parent
 
 PLACE_SECONDS = 300.0
 RUN = "RUN"
-"""Stands for the run file in a rank's words: each rank has a copy of its own."""
+"""Placeholder for the run file in a rank's words: each rank has its own copy."""
 _POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Placement:
-    """`words`: what a rank's interpreter is given, with RUN for the run file: `run`, its text, or `file`, its path
-    on the script's node.
-
-    `cpus`, `gpus`: of a rank. `restarts`: after a rank was lost.
-    """
+    """The ranks to run, and the resources of each."""
 
     words: Sequence[str]
+    """Arguments of a rank's interpreter, with RUN for the run file."""
     nodes: int
     ranks_per_node: int
     run: str = ""
+    """The run file's text, if `file` is empty."""
     file: str = ""
+    """The run file's path on the script's node."""
     cpus: int = 1
+    """CPU cores of a rank."""
     gpus: int = 0
+    """GPUs of a rank."""
     restarts: int = 0
+    """How many times the ranks may be placed again after a failure."""
 
     @property
     def world_size(self) -> int:
@@ -55,19 +57,19 @@ class Placement:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """The resources that one node must have."""
+        """The resources that a node must have."""
         bundle = {"CPU": float(self.cpus * self.ranks_per_node)}
         return bundle | ({"GPU": float(self.gpus * self.ranks_per_node)} if self.gpus else {})
 
 
 class RankProcess:
-    """An actor's content: one rank, as a process that ends with the actor."""
+    """Ray actor that runs one rank as a process; the process ends with the actor."""
 
     _process: subprocess.Popen[bytes] | None = None
     _folder: tempfile.TemporaryDirectory[str] | None = None
 
     def address(self) -> tuple[str, int]:
-        """This node's address in the cluster, and a port that is free there now."""
+        """Return this node's address in the cluster, and a port that is free there now."""
         import ray
 
         with socket.socket() as probe:
@@ -75,31 +77,37 @@ class RankProcess:
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     def begin(self, run: str, words: Sequence[str], variables: dict[str, str]) -> None:
-        """Start the rank with a copy of the run file, whose text is `run`: the script alone need have it."""
+        """Start the rank with a copy of the run file, so that only the script's node needs the file.
+
+        Args:
+            run: The run file's text.
+            words: Arguments of the interpreter, with RUN for the run file.
+            variables: The rank's variables, as torchrun would set them.
+        """
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-")
         copy = Path(self._folder.name, "run.yaml")
         copy.write_text(run)
         self._process = subprocess.Popen(
             [sys.executable, *(str(copy) if word == RUN else word for word in words)],
-            env=rank_variables(variables),  # Ray has the folder searched that it ships
+            env=rank_variables(variables),  # without the shipped folder, which Ray adds to the search path
             preexec_fn=lambda: die_with_parent(None),  # noqa: PLW1509 - one system call, which takes no lock
         )
 
     def code(self) -> int | None:
-        """The rank's exit code; None while it runs."""
+        """Return the rank's exit code; None while the rank runs."""
         return None if self._process is None else self._process.poll()
 
     def stop(self) -> None:
-        """Ask the rank to finish its step, save and leave."""
+        """Ask the rank to finish the current step, save and end."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
 
 def place_ranks(placement: Placement) -> int:
-    """Run the ranks until they have ended; the exit code. SIGTERM and SIGINT ask them to save and leave (75).
+    """Run the ranks to the end; return the exit code. On SIGTERM or SIGINT the ranks save and end with code 75.
 
-    Ranks that end with another code, or whose node is gone, are placed again up to `restarts` times, and go on from
-    their newest checkpoint. Raises LaunchError where the cluster has no room for them.
+    If a rank fails or a node is lost, all ranks are placed again, up to `restarts` times, and resume from the newest
+    checkpoint. Raises LaunchError if the cluster has no room for the ranks.
     """
     import ray
 
@@ -124,7 +132,7 @@ def place_ranks(placement: Placement) -> int:
 
 
 def _attempt(placement: Placement, asked: Sequence[int]) -> int:
-    """One attempt's exit code: the highest of its ranks'; 1 where a node was lost."""
+    """Run the ranks once; return the highest exit code of a rank, or 1 if a node was lost."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -169,11 +177,11 @@ def _codes_of(placement: Placement, actors: Sequence[Any], asked: Sequence[int])
     passed = False
     while True:
         codes = ray.get([actor.code.remote() for actor in actors])
-        # A stop that was asked for is what the job ends with, also where a rank that lost its peers ended otherwise.
+        # After a requested stop the job ends with that code, even if a rank failed because its peers were gone.
         if None not in codes:
             return STOPPED_EXIT_CODE if STOPPED_EXIT_CODE in codes and asked else max(map(abs, codes))
         if any(code not in (None, 0, STOPPED_EXIT_CODE) for code in codes):
-            time.sleep(_POLL_SECONDS)  # other ranks notice by themselves, or end with their actors
+            time.sleep(_POLL_SECONDS)  # other ranks notice by themselves, or end with the actors
         if asked and not passed:
             passed = True
             ray.get([actor.stop.remote() for actor in actors])

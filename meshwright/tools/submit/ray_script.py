@@ -1,4 +1,4 @@
-"""A Python script for Ray, which `ray job submit --working-dir .` ships. It calls ray_ranks.py."""
+"""A Python script for Ray, shipped by `ray job submit --working-dir .`; the script calls ray_ranks.py."""
 
 from __future__ import annotations
 
@@ -38,16 +38,23 @@ if __name__ == "__main__":
 
 
 STOP_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
-"""Ray kills a job so many seconds after it was asked to stop; 3 by default, in which few runs save."""
+"""Seconds between Ray's request to stop a job and the kill; 3 by default, too short for most runs to save."""
 
 
 def script_text(submission: Submission, cpus: int, restarts: int, file: str = "") -> str:
-    """Return the script. `file`: the run file's path on the script's node; without one its text is in the script."""
+    """Return the script.
+
+    Args:
+        submission: The run.
+        cpus: Cores of a rank.
+        restarts: How many times the ranks may be placed again.
+        file: The run file's path on the script's node; if empty, the script contains the run file's text.
+    """
     lines = "".join(f"\n        {line!r}" for line in submission.run_text.splitlines(keepends=True))
     return _SCRIPT.format(
         name=submission.name,
         run=f"file={file!r}" if file else f"run=({lines}\n    )",
-        # Without the interpreter, which each node has its own of.
+        # Without the interpreter: each node uses its own.
         words=submission.train_words("", RUN)[1:],
         nodes=submission.nodes,
         per_node=submission.ranks_per_node,
@@ -78,7 +85,7 @@ class Ray(Engine):
 
     def command(self, file: Path, name: str) -> list[str]:
         here = Path.cwd()
-        # `ray job submit` joins its words to a line for the head's shell, quoted by Windows' rule.
+        # `ray job submit` joins the words to one line for the head's shell, but quotes by the rules of Windows.
         if not re.fullmatch(r"[\w ./+@=,:-]+", str(file)):
             raise ConfigError.of("--to", file, "has a character that a shell would read", "letters, digits and . _ - /")
         if not file.resolve().is_relative_to(here):

@@ -1,4 +1,4 @@
-"""A task for SkyPilot: nodes of any cloud or Kubernetes, the run file mounted, and the node's shell as `run`."""
+"""A task for SkyPilot: nodes of any cloud or Kubernetes, with the run file mounted and the node's shell as `run`."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class SkyPilot(Engine):
     def text(self, submission: Submission) -> str:
         self._check_settings(submission)
         per_node = submission.ranks_per_node
-        # A run that was asked to stop is started again as often as it takes, one that fails only so often.
+        # A stopped run is restarted without limit, a failed run at most `restarts` times.
         recovery = {"max_restarts_on_errors": self.restarts, "recover_on_exit_codes": [STOPPED_EXIT_CODE]}
         resources: Tree = {"infra": self.infra, "cpus": f"{per_node * self.cores(submission)}+"}
-        # SkyPilot takes whole GiB, at least so many: rounded up.
+        # In whole GiB, rounded up; "+": at least.
         resources["memory"] = f"{-(-self.memory // 2**30)}+" if self.memory else None
         resources["accelerators"] = f"{self.gpu}:{per_node}" if submission.uses_gpus else None
         resources["image_id"] = f"docker:{self.image}" if self.image else None
@@ -78,12 +78,12 @@ class SkyPilot(Engine):
         return manifest_text(patched([{key: value for key, value in task.items() if value}], self.patch), ())
 
     def command(self, file: Path, name: str) -> list[str]:
-        """--async: sky would show the run until it has ended."""
+        """Return the command that submits the file. Without --async, sky would show the run's output to the end."""
         secrets = [word for secret in self.secrets for word in ("--secret", secret)]
         return ["sky", "launch", "--yes", "--async", "--cluster", name, *secrets, str(file)]
 
     def _check_settings(self, submission: Submission) -> None:
-        """Raises ConfigError for what SkyPilot would find out after minutes, on machines that cost money by then."""
+        """Raise ConfigError for mistakes that SkyPilot would find only after minutes, on machines that cost money."""
         check_out(submission, self.mount)
         if submission.uses_gpus and self.gpu is None:
             raise ConfigError.of("gpu", "nothing", "is missing: device=cuda needs GPUs", "a name of `sky show-gpus`")

@@ -1,10 +1,11 @@
-"""An sbatch script: one task a rank, and a job that queues itself again when its run was asked to stop.
+"""An sbatch script: one task per rank; the job queues itself again after its run was stopped.
 
-Slurm sends USR1 to the ranks some time before the job's limit, and SIGTERM when it preempts the job. Either way the run
-saves and ends with 75, and the script queues the job again. The ranks always say --resume, so that a job that Slurm or
-a person starts again goes on.
+Slurm sends USR1 to the ranks some time before the job's limit, and SIGTERM on preemption. In both cases the run saves
+and ends with code 75, and the script queues the job again. The ranks' command always has --resume, so a job that Slurm
+or a person starts again resumes.
 
-The script needs nothing of the machine that wrote it: the run file is in the script, which writes it next to the run.
+The script needs no file of the machine that wrote it: the script contains the run file and writes a copy next to the
+run.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ exit "$code"
 """
 
 _WAIT_SECONDS = 60
-"""How long ranks may stay after the first one has ended. A rank that lost another ends by itself, within seconds."""
+"""Seconds that ranks may run after the first one has ended. A rank that lost another ends by itself within seconds."""
 
 _SETTLED = {
     **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), "the layout and --nodes"),
@@ -62,7 +63,7 @@ _SETTLED = {
     **dict.fromkeys(("signal", "requeue", "no-requeue", "open-mode"), "how a stopped run is queued again"),
     **dict.fromkeys(("array", "wrap"), "one script for one run"),
 }
-"""Options of sbatch that are not the user's, and by what they are decided."""
+"""Options of sbatch that the user cannot set, and the cause that decides each."""
 
 _GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres", "tres-per-node", "tres-per-task")
 
@@ -106,12 +107,15 @@ class Slurm(Engine):
     """The interpreter on the nodes; python, but on a machine with sbatch and without setup or container this one."""
 
     def out_of(self, out: Path | None, run: Path) -> Path:
-        """On a machine with sbatch the nodes see this folder; a script from elsewhere names folders of the cluster."""
+        """Return the run's folder, absolute on a machine with sbatch, whose folders the nodes see.
+
+        On other machines the path is kept: it names a folder of the cluster.
+        """
         out = super().out_of(out, run)
         return out.absolute() if _submits_here() else out
 
     def prepare(self) -> list[str]:
-        """Slurm does not make the folder of the log, and a job without it fails without a word."""
+        """Make the log's folder: Slurm does not, and without the folder a job fails silently."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -145,7 +149,7 @@ class Slurm(Engine):
         return ["sbatch", str(file)]
 
     def interpreter(self) -> tuple[str, str]:
-        """Return the interpreter's word, and a comment on its origin."""
+        """Return the interpreter's path or name, and a comment on the origin."""
         if self.python is not None:
             return self.python, "--set python"
         if self.container or self.setup or not _submits_here():
@@ -159,13 +163,13 @@ class Slurm(Engine):
     def _directives(self, submission: Submission) -> list[str]:
         per_node = submission.ranks_per_node
         wants_gpus = submission.uses_gpus and not any(option in self.sbatch for option in _GPU_OPTIONS)
-        # % begins a pattern of sbatch's, also in a folder's name.
+        # % begins a pattern of sbatch, even in a folder's name.
         log = str(self.logs / "NAME").replace("%", "%%").removesuffix("NAME") + "%x-%j.log"
         options = {
             "job-name": submission.name,
             "nodes": submission.nodes,
             "ntasks-per-node": per_node,
-            # Blocks of ranks share a node, as the layout's innermost axes want it.
+            # Consecutive ranks share a node, so the layout's innermost axes communicate within a node.
             "distribution": "block",
             "cpus-per-task": self.cores(submission),
             "gpus-per-node": per_node if wants_gpus else None,
@@ -190,20 +194,20 @@ class Slurm(Engine):
         ]
 
     def _ranks(self, submission: Submission, run: Path, python: str) -> tuple[list[str], list[str]]:
-        """srun's further options, and the command of a rank, in its container if there is one."""
+        """Return further options of srun, and a rank's command, inside the container if there is one."""
         words = submission.train_words(python, run)
         options = [] if self.mpi is None else [f"--mpi={self.mpi}"]
         if self.container is None:
-            # No setting without an effect.
+            # A setting without an effect is refused.
             for idle in sorted({"mounts", "runtime"} & self.model_fields_set):
                 raise ConfigError.of(idle, shown(getattr(self, idle)), "has no effect without a container")
             return options, words
-        # Under the same path as outside: the run and its file are found by both.
+        # Mounted under the same path as outside, so that the run's folder and file are found inside and outside.
         home = str(run.parent)
         if not run.is_absolute() or set(home) & set(",:"):
             rule = "is no folder that can be mounted in a container: a full path without , and :"
             raise ConfigError.of("--out", submission.out, rule, f"/shared/{submission.name}")
-        # What lies next to the run file, the data for instance, is the nodes' as well if this is one of their machines.
+        # On a machine of the cluster the run file's folder is mounted too, for instance for data next to the file.
         beside = [str(submission.run.absolute().parent)] if _submits_here() else []
         folders = dict.fromkeys([home, *beside, *self.mounts])
         mounts = ",".join(folder if ":" in folder else f"{folder}:{folder}" for folder in folders)
@@ -214,5 +218,5 @@ class Slurm(Engine):
 
 
 def _submits_here() -> bool:
-    """Whether this is a machine of the cluster, whose nodes see its folders and its interpreter."""
+    """Return whether this is a machine of the cluster, with folders and an interpreter that the nodes see."""
     return shutil.which("sbatch") is not None
