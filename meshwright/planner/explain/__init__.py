@@ -1,1 +1,1 @@
-"""`meshwright explain`: a run under its layout, in tables and as a page. Nothing is trained."""
+"""`meshwright explain`: shows a run's layout in tables and as a page, without training."""

@@ -1,9 +1,9 @@
 """A run's layout as an interactive page: one HTML file (page.html, a Jinja2 template) that loads nothing from a
 network.
 
-It shows each rank's place in the grid, the blocks of every weight in their owners' colours, each collective as arrows
-with its bytes, and a step on the virtual clock, which the page computes again as sliders move (clock.js). Its other
-numbers are those of the tables (tables.py).
+The page shows each rank's place in the grid, the blocks of every weight in the colours of the owners, each collective
+as arrows with byte counts, and a step on the virtual clock. The page computes the step again when sliders move
+(clock.js). All other numbers are equal to the tables' (tables.py).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ SCRIPTS = Path(__file__).parent
 """The folder of the template and of the page's JavaScript."""
 
 ROW, WIDE = 8, 1.6
-"""The most ranks side by side along the innermost axis; the grid's ratio of width to height."""
+"""Largest number of ranks in a row along the innermost axis; the grid's ratio of width to height."""
 CELL_WIDTH, CELL_HEIGHT, GAP, TITLE = 74, 46, 8, 20
-"""Pixels of a rank's cell, between blocks of cells, and of a block's title."""
+"""Pixels: width and height of a rank's cell, the gap between blocks of cells, and the height of a block's title."""
 
 WORDS = {
     "rank": "a process with a device of its own; a run of n devices has ranks 0 to n - 1",
@@ -55,11 +55,14 @@ WORDS = {
     "microbatch": "some samples of a replica that go through the model together",
     "idle": "the share of a step in which a stage does no task",
 }
-"""The page's words, explained."""
+"""The page's glossary."""
 
 
 def write_page(explained: Explained, predicted: Forecast, path: Path, name: str) -> None:
-    """`name`: of the run, for the title. Raises ConfigError where the page cannot be written."""
+    """Write the page to `path`. `name`: the run's name, for the title.
+
+    Raises ConfigError if the page cannot be written.
+    """
     loader = FileSystemLoader(SCRIPTS)
     templates = Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
     templates.policies["json.dumps_kwargs"] = {}  # axes in the order of the grid, not of the alphabet
@@ -70,7 +73,7 @@ def write_page(explained: Explained, predicted: Forecast, path: Path, name: str)
         batch=config.batch_summary,
         words=WORDS,
         facts=page_facts(explained, predicted),
-        # The only text on the page that is not escaped: files of this package.
+        # Not escaped, since these are files of this package. All other text is.
         scripts=[Markup((SCRIPTS / file).read_text(encoding="utf-8")) for file in ("clock.js", "page.js")],
     )
     try:
@@ -81,7 +84,7 @@ def write_page(explained: Explained, predicted: Forecast, path: Path, name: str)
 
 
 def page_facts(explained: Explained, predicted: Forecast) -> dict[str, Any]:
-    """The page's data, for JSON."""
+    """Return the page's data, for JSON."""
     run = explained.run
     stages = range(len(run.stages))
     holders: list[list[int]] = [[] for _ in stages]
@@ -103,10 +106,10 @@ def page_facts(explained: Explained, predicted: Forecast) -> dict[str, Any]:
 
 
 def drawn_grid(grid: Grid) -> dict[str, Any]:
-    """Each rank's cell, in pixels, and the boxes around ranks of one index on an outer axis.
+    """Return each rank's cell in pixels, and the boxes around ranks with an equal index on an outer axis.
 
-    The innermost axis runs from left to right. The blocks of an outer axis stand in the number of columns that makes
-    the picture a little wider than high: of two axes the outer one runs downwards.
+    The innermost axis runs from left to right. The blocks of an outer axis are arranged in the number of columns that
+    makes the picture a little wider than high: with two axes the outer one runs downwards.
     """
     levels = [level for level in grid.nesting if level[1] > 1] or [grid.nesting[-1]]
     shapes = _columns_and_sizes([size for _, size in levels])
@@ -137,32 +140,34 @@ def drawn_grid(grid: Grid) -> dict[str, Any]:
 
 
 def _columns_and_sizes(sizes: Sequence[int]) -> list[tuple[int, float, float]]:
-    """For each axis, outermost first: the columns in which its blocks stand, and a block's width and height."""
+    """Return for each axis, outermost first: the number of columns of blocks, and a block's width and height."""
     shapes: list[tuple[int, float, float]] = []
     width, height = float(CELL_WIDTH), float(CELL_HEIGHT)
     for number, size in enumerate(reversed(sizes)):
         columns = min(size, ROW)
-        if number:  # as close to the wanted shape as they come
+        if number:  # the number of columns closest to the wanted ratio
             shape = {n: n * (width + GAP) / (-(-size // n) * (height + GAP)) for n in range(1, size + 1)}
             columns = min(shape, key=lambda n: abs(math.log(shape[n] / WIDE)))
         shapes.append((columns, width, height))
         rows = -(-size // columns)
-        # The block of the next axis holds these, with a margin around them and its title above.
+        # A block of the next axis contains all these blocks, with a margin around and a title above.
         width = columns * (width + GAP) + GAP
         height = rows * (height + GAP) + TITLE
     return shapes[::-1]
 
 
 def weight_blocks(explained: Explained, holders: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
-    """Each weight with its blocks and the ranks that hold each block; of equal layers the stage's first alone.
-    `holders`: the ranks of each stage."""
+    """Yield each weight with the blocks, and for each block the ranks that hold a copy.
+
+    Of equal layers only the first of a stage is listed. `holders`: the ranks of each stage.
+    """
     run, config = explained.run, explained.run.config
     alike = explained.recordings.outline(config).alike
     shown: dict[str, tuple[Parameter, str, list[int]]] = {}
     for stage, plan in enumerate(run.stages):
         firsts = {alike[layer] for layer in range(config.model.num_blocks)}
         firsts |= {explained.layers[position].start for position in run.placement.positions[stage]}
-        # Of equal stages the first one's buckets are planned; parameters stand in the same order in all.
+        # Of equal stages only the first one's buckets are planned. The order of parameters is equal in all.
         for parameter, like in zip(plan.parameters, run.stages[run.like[stage]].parameters, strict=True):
             layer, _ = split_name(parameter.name)
             if layer is None or layer in firsts:
@@ -190,8 +195,11 @@ def weight_blocks(explained: Explained, holders: Sequence[Sequence[int]]) -> Ite
 
 
 def sent_rows(run: Composition, stage: int) -> Iterator[dict[str, Any]]:
-    """The ledger of the stage's first rank in a step, by task, part, axes and verb. `others`: bytes that each other
-    member of the group sends to a root, which receives and has none of its own."""
+    """Yield the ledger of the stage's first rank in a step, by task, part, axes and verb.
+
+    `others` in a row: for verbs with a root, the bytes that each other member of the group sends to the root. The root
+    only receives, so the ledger has none.
+    """
     rows: defaultdict[tuple[str, str, str, str], Traffic] = defaultdict(Traffic)
     others: defaultdict[tuple[str, str, str, str], int] = defaultdict(int)
     for sending in run.sendings(stage):
@@ -214,14 +222,16 @@ def sent_rows(run: Composition, stage: int) -> Iterator[dict[str, Any]]:
 
 
 def passes_in_order(run: Composition) -> Iterator[dict[str, Any]]:
-    """Products and collectives of the first microbatch's tasks in the order of their starts, by part of the model;
-    parts of equal programs once."""
+    """Yield the products and collectives of the first microbatch's tasks, in starting order, by part of the model.
+
+    Parts with equal programs are listed once.
+    """
     seen: set[tuple[int, TaskKind]] = set()
     for stage, plan in enumerate(run.stages):
         for unit in (unit for chunk in plan.chunks for unit in chunk.units):
             layers = unit_layers(unit)
             ends = "embeddings" if stage == 0 and unit is plan.chunks[0].units[0] else "head"
-            # A longer group of layers is extrapolated from recordings of two layers and one.
+            # A longer group of layers is extrapolated from recordings of two layers and of one.
             part = "layers {}-{}".format(*layers[:2]) if len(layers) > 1 else f"layer {layers[0]}" if layers else ends
             for kind in run.kinds:
                 key = id(unit.recording.programs), kind
@@ -232,7 +242,7 @@ def passes_in_order(run: Composition) -> Iterator[dict[str, Any]]:
 
 
 def steps_of(program: Program) -> list[dict[str, Any]]:
-    """The collectives of a program, and between two of them the floating-point operations of the products."""
+    """Return the collectives of a program, and between collectives the floating-point operations of products."""
     steps: list[dict[str, Any]] = []
     for event in program.events:
         if isinstance(event, Start):
@@ -250,13 +260,13 @@ def steps_of(program: Program) -> list[dict[str, Any]]:
 
 
 def clock_facts(explained: Explained, predicted: Forecast) -> dict[str, Any]:
-    """The run's pipeline, and its step on the virtual clock, with which the page compares its own computation."""
+    """Return the run's pipeline and the step on the virtual clock; the page compares its own computation with these."""
     config, placement = explained.run.config, explained.run.placement
     spans = predicted.chosen.tasks
     return {
         "stages": placement.num_stages, "chunks": placement.num_chunks, "shape": placement.shape,
         "microbatches": config.num_microbatches, "schedule": predicted.schedule, "work": predicted.work,
-        # A fixed order's limits differ between stages and follow from the schedule alone.
+        # None if the schedule alone decides: the limits of a fixed order differ between stages.
         "limit": None if config.layout.pipeline.limit == "auto" else config.layout.pipeline.limit,
         "spans": [[span.stage, span.name, span.start_seconds, span.end_seconds] for span in spans],
     }  # fmt: skip

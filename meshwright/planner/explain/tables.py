@@ -1,9 +1,9 @@
 """`meshwright explain` and `train --explain`: a model under a run's layout, in tables. Nothing is trained.
 
-The run is composed of recordings as the planner composes it (compose.py). A pipeline's schedules are compared on the
-virtual clock. A task takes its share of the stage's counted work, the work by which layers are dealt to stages: F a
-third, B the rest where it is whole, a third each where B and W are split. Messages take no time, and recomputation is
-not counted.
+The run is composed of recordings, as in the planner (compose.py). A pipeline's schedules are compared on the virtual
+clock. A task's time is a share of the stage's counted work, which also decides how layers are divided into stages: F
+takes a third and B two thirds; if B and W are separate tasks, each takes a third. Messages take no time, and
+recomputation is not counted.
 """
 
 from __future__ import annotations
@@ -49,18 +49,19 @@ UNIT = "forward passes of a microbatch"
 
 @dataclass(frozen=True)
 class Explained:
-    """A run's layout, composed. `layers`: of each position of the chain; `ranks_per_node`: as the layout says, else
-    those that this process's launcher started, or all; `traffic`: what each stage's first rank sends in a step by axis
-    and verb."""
+    """A run's composed layout."""
 
     run: Composition
     layers: tuple[range, ...]
+    """The layers at each position of the chain."""
     ranks_per_node: int
+    """The layout's value; for "auto" the ranks that this process' launcher started on the node, or all ranks."""
     recordings: Recordings
     traffic: tuple[dict[tuple[str, str], Traffic], ...]
+    """For each stage: traffic of the first rank in a step, by axis and verb."""
 
     def held(self, stage: int) -> str:
-        """`embeddings, layers 0-3`: the parts of the model that the stage holds."""
+        """Name the parts of the model that the stage holds: `embeddings, layers 0-3`."""
         placement = self.run.placement
         runs = [self.layers[position] for position in placement.positions[stage]]
         words = ["embeddings"] if stage == 0 else []
@@ -68,33 +69,37 @@ class Explained:
         return ", ".join([*words, "head"] if stage == placement.last_stage else words)
 
     def volumes(self, stage: int) -> dict[tuple[str, str], Volume]:
-        """Bytes and messages of the stage's first rank, inside of its node and between nodes, by axis and verb."""
+        """Return bytes and messages of the stage's first rank, within the node and between nodes, by axis and verb."""
         return volumes(self.run.grid, self.ranks_per_node, self.run.ranks[stage], self.traffic[stage])
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A pipeline on the virtual clock. `work`: the share of each position of the chain; they add up to 1. `shares`: of
-    each stage. `limits`: the most microbatches that it holds, counted once for each of its chunks. `timelines`: a step
-    by schedule, in UNITs; `schedule`: the run's own, with its limit."""
+    """A pipeline's step on the virtual clock."""
 
     schedule: str
+    """The run's schedule."""
     work: tuple[float, ...]
+    """Share of the work at each position of the chain; the sum is 1."""
     shares: tuple[float, ...]
+    """Share of the work of each stage."""
     limits: tuple[int, ...]
+    """For each stage: the largest number of microbatches held, each counted once per chunk."""
     timelines: dict[str, Timeline]
+    """A step under each schedule, in UNITs; under the run's schedule with the run's limit."""
 
     @property
     def chosen(self) -> Timeline:
-        """The run's own."""
+        """The timeline of the run's schedule."""
         return self.timelines[self.schedule]
 
 
 def explain(config: Config, trace: Path | None = None) -> Explained:
-    """Print what the layout makes of the run; where asked, write the trace of a pipeline's step on the virtual clock,
-    and beside it a picture of all schedules.
+    """Print the tables of a run's layout.
 
-    Raises ConfigError where there is no pipeline to trace, and where compose does; PictureError without matplotlib.
+    `trace`: write the trace of a pipeline's step on the virtual clock to this file, and a picture of all schedules to
+    the same name with .png. Raises ConfigError if there is no pipeline to trace, and as `compose`; PictureError without
+    matplotlib.
     """
     stages = config.layout.pipeline.size
     if trace is not None and stages == 1:
@@ -115,19 +120,19 @@ def explain(config: Config, trace: Path | None = None) -> Explained:
 
 
 def compose(config: Config) -> Explained:
-    """Resolve the run as it would be here, and compose it.
+    """Resolve the run for this machine and compose the layout.
 
-    Raises ConfigError for a head that is spread over stages.
+    Raises ConfigError for a head that is sharded over stages.
     """
     check_recorded(config)
     machine, recordings = Machine.here(), Recordings()
     config = resolve_layout(config, machine).config
     partition = config.layout.pipeline.partition
-    if isinstance(partition, str):  # of one stage nobody decides it
+    if isinstance(partition, str):  # left undecided for a single stage
         partition = (config.model.num_blocks,)
     run = Composition(config, compose_stages(config, recordings, partition), Buckets())
     traffic = (run.traffic(stage) for stage in range(len(run.stages)))
-    # An axis of one rank sends nothing, and would stand in the table with zeros.
+    # An axis of one rank sends nothing: left out, else the table would have rows of zeros.
     sent = ({key: entry for key, entry in ledger.items() if entry.calls} for ledger in traffic)
     ranks_per_node = config.layout.ranks_per_node
     if ranks_per_node == "auto":
@@ -136,8 +141,10 @@ def compose(config: Config) -> Explained:
 
 
 def forecast(explained: Explained) -> Forecast:
-    """A step of the pipeline under its own schedule and under the others that go with its chunks, with the limits that
-    they come with."""
+    """Simulate a step of the pipeline under the run's schedule, and under all others that can run the layout's chunks.
+
+    The other schedules run with their default limits.
+    """
     config = explained.run.config
     name, count, placement = config.layout.pipeline.schedule, config.num_microbatches, explained.run.placement
     stages = range(placement.num_stages)
@@ -148,18 +155,18 @@ def forecast(explained: Explained) -> Forecast:
     shares = tuple(sum(work[position] for position in placement.positions[stage]) for stage in stages)
 
     def timeline(rule: ScheduleRule) -> Timeline:
-        # B and W are as long as F each; where nothing is split, B does the work of both.
+        # B and W each take as long as F. Without a split, B does the work of both.
         backward = 1 if rule.splits else 2
 
         def seconds(stage: int, task: Task) -> float:
             own = work[placement.positions[stage][task.chunk]]
-            # The clock's second is then a forward pass of the whole model under every schedule.
+            # One second of the clock is thus a forward pass of the whole model, under every schedule.
             return own * (backward if task.kind is TaskKind.BACKWARD else 1)
 
         return simulate(len(stages), count, rule, seconds, lambda start, end, message: 0.0, placement=placement)
 
     own, chunked = rule_of(config), placement.num_chunks > 1
-    # A run of one stage has a schedule although its config names none.
+    # A run of one stage has a schedule although the config names none.
     name = next((known for known, rule in entries("schedules").items() if rule is own), name)
     rules = {name: own} | {
         other: rule
@@ -177,7 +184,7 @@ def render(explained: Explained) -> None:
     run, config = explained.run, explained.run.config
     specs = {parameter.name: parameter.spec for stage in run.stages for parameter in stage.parameters}
     console.print(f"{config.layout.world_size} ranks: {config.layout.summary}; the innermost axis is the closest")
-    nodes = -(-run.grid.world_size // explained.ranks_per_node)  # the last one may have fewer ranks
+    nodes = -(-run.grid.world_size // explained.ranks_per_node)  # the last node may have fewer ranks
     if nodes > 1:
         console.print(f"{nodes} nodes of {explained.ranks_per_node} ranks, neighbours together")
     console.print(config.batch_summary)
@@ -197,7 +204,7 @@ def render(explained: Explained) -> None:
 
 
 def render_stages(explained: Explained, predicted: Forecast) -> None:
-    """Print two tables: each stage's parts and work; a step under each schedule."""
+    """Print two tables: the stages with parts and work, and a step under each schedule."""
     console, stages = terminal.console(), explained.run.stages
     table = Table(
         "stage", "holds", "parameters on a rank", "work", "microbatches held", "MB to neighbours", "to other nodes",
@@ -221,14 +228,14 @@ def render_stages(explained: Explained, predicted: Forecast) -> None:
 
 
 def _rows(run: Composition) -> int:
-    """Tokens of a microbatch on one rank between two pairs."""
+    """Return the tokens of a microbatch on one rank, between two pairs of linears."""
     config = run.config
     tokens = config.micro * chain_of(config).tokens_per_sample(config)
     return tokens // run.grid.size(*config.layout.context.token_axes, *config.layout.tensor.batch_axes)
 
 
 def _weights(run: Composition) -> Table:
-    """Block 0 stands for all blocks, but for what is frozen in one of the two alone."""
+    """Build the table of parameters. Of later blocks only parameters are listed that are frozen unlike block 0's."""
     name = Column("parameter", overflow="fold")
     table = Table(
         name, "whole", "on a rank", "cut by", "gradient summed over", title="Parameters (block 0 as all blocks)"
@@ -238,7 +245,7 @@ def _weights(run: Composition) -> Table:
     for parameter in run.stages[0].parameters:
         layer, inner = split_name(parameter.name)
         trained = parameter.spec.role.rule.trained
-        # All blocks are cut alike; embeddings and head have no number.
+        # All blocks are sharded in the same way. Embeddings and head have no number.
         if layer is not None and first.setdefault(inner, trained) == trained and layer > 0:
             continue
         spec = replace(parameter.spec, tied=True) if parameter.name in run.tied else parameter.spec
@@ -252,10 +259,10 @@ def _weights(run: Composition) -> Table:
 
 
 def _products(explained: Explained) -> Table:
-    """The stationary operand of each 2-D product; no rows if there are no such products."""
+    """Build the table of the stationary operand of each 2-D product; without rows if there are no such products."""
     run, config = explained.run, explained.run.config
     mesh = planned_mesh(run.grid, 0, config.layout.token_axes)
-    # One layer stands for all; the head is built if the first stage holds it.
+    # One layer is enough, since all are equal. The head is built if the first stage has one.
     chunk = Chunk(explained.layers[0][:1], True, len(run.stages) == 1)
     model, rows = build_model(config, build_kit(config, mesh), mesh, chunk), _rows(run)
     linears = {name: each for name, each in model.named_modules() if isinstance(each, TesseractLinear)}
@@ -263,7 +270,7 @@ def _products(explained: Explained) -> Table:
     for name, linear in linears.items():
         form, choice = linear.weights.form, linear.choice(rows)
         kept = ", weights kept over the step" if form.keeps else ""
-        # All of a run's linears have the same form: it is decided once, by the fullest rank.
+        # All linears of a run have the same form, decided once by the fullest rank.
         table.title = f"What stays ({'streamed in panels' if form.streams else 'gathered whole'}{kept})"
         dy, dw = choice.dx.replace("Y", "dY"), choice.dw.replace("Y", "dY")
         sent = linear.sizes(rows).sent(choice, form)
@@ -272,7 +279,7 @@ def _products(explained: Explained) -> Table:
 
 
 def _traffic(explained: Explained) -> Table:
-    """Calls, bytes and messages (network.volumes), in all and to other nodes."""
+    """Build the table of calls, bytes and messages (network.volumes), in total and to other nodes."""
     table = Table(
         "over", "verb", "calls", "MB", "to other nodes", "messages", "to other nodes",
         title="What rank 0 sends in a step (without the norm and the step report)",
