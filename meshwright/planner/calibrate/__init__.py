@@ -1,7 +1,7 @@
-"""`meshwright calibrate`: measure this machine's devices and links into a cluster file for the planner.
+"""`meshwright calibrate`: measures this machine's devices and links, and writes a cluster file for the planner.
 
-cli ── calibrate(...) ── job.py ──┬─ kernels.py   a rank on every core or GPU times its device
-                                       ├─ links.py     as many ranks as asked for time the verbs between them
-                                       ├─ fit.py       points to the curves and rates of plan/cluster.py
-                                       └─ report.py    the file, and what is shown of it
+cli ── calibrate(...) ── job.py ──┬─ kernels.py   a rank on every core or GPU times the device
+                                  ├─ links.py     the requested numbers of ranks time the verbs
+                                  ├─ fit.py       converts points to the curves and rates of plan/cluster.py
+                                  └─ report.py    writes the file, and prints the tables
 """

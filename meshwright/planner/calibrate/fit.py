@@ -1,6 +1,6 @@
-"""From points to the curves and rates of a cluster file (plan/cluster.py).
+"""Conversion of points to the curves and rates of a cluster file (plan/cluster.py).
 
-A call's time is decomposed as plan/timing.py composes it: launch, then bytes, then the rest.
+A call's time is decomposed in the terms that plan/timing.py adds up: launch, then bytes, then the rest.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from meshwright.planner.calibrate.timing import CPU_BATCH_FLOPS, Points
 from meshwright.planner.plan.cluster import Curve, Device, Level, Links, Measured, interpolated
 
 LEAST_PART = 1 / 50
-"""The least share of a call's time left after subtracting its known parts: for the smallest calls the difference is
-noise."""
+"""Lower bound on the share of a call's time that is left after subtracting known terms. For the smallest calls the
+difference is noise."""
 
 SPECIAL_BYTES = 8
-"""Bytes that a special or random kernel reads and writes for an element."""
+"""Bytes that a special or random kernel reads and writes per element."""
 
 DIGITS = 4
 
 
 def merged(ranks: Sequence[Mapping[str, Points]]) -> dict[str, Points]:
-    """The medians over the ranks, point by point."""
+    """Return the medians over the ranks, point by point."""
     first = ranks[0]
     return {
         name: [
@@ -37,10 +37,12 @@ def merged(ranks: Sequence[Mapping[str, Points]]) -> dict[str, Points]:
 
 
 def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, Points]) -> Device:
-    """A device from the points of measure_device. The curve is that of the dtype with the most points; other
-    dtypes have the peaks that give their rates by the same curve.
+    """Fit a device to the points of measure_device.
+
+    The efficiency curve is fitted to the dtype with the most points. Other dtypes share this curve, with peaks that
+    yield the measured rates.
     """
-    # A GPU's host issues kernels while the device runs others: what a kernel takes has no part of that in it.
+    # A GPU's host issues kernels while the device runs others, so the time to issue is no part of a kernel's time.
     issue, launch = (points["launch"][0][1], points["graph"][0][1]) if kind == "cuda" else (0.0, points["launch"][0][1])
     bandwidth = tuple(
         (size, rounded(size / max(seconds - launch, seconds * LEAST_PART))) for size, seconds in points["stream"]
@@ -50,7 +52,7 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
     curve = max(products, key=lambda name: len(products[name]))
     peak = max(rate for _, rate in products[curve])
     efficiency = tuple((side, rounded(rate / peak)) for side, rate in products[curve])
-    # Other dtypes have one or few points: assume the same curve below their own peak.
+    # Other dtypes have one or few points: the same curve is assumed, below another peak.
     peaks = {name: rounded(rates[-1][1] / interpolated(efficiency, rates[-1][0])) for name, rates in products.items()}
     attention = [flops / seconds / peak for flops, seconds in points["attention"]]
     norms: dict[str, Any] = {}
@@ -59,11 +61,11 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
         ((rows, seconds),) = points["norm"][2:]
         norms = {"norms": tuple(map(rounded, shares)), "norm_row": rounded(seconds / rows)}
     elements = {}
-    for name in ("special", "random"):  # on top of launch and bytes: the mean over the kernels of a kind
+    for name in ("special", "random"):  # beyond launch and bytes: the mean over the kernels of a kind
         beyond = []
         for count, seconds in points[name]:
             touched = count * SPECIAL_BYTES
-            # `tiny` and not `launch`: these kernels are timed out of autograd, whose part the launch has in it.
+            # On a CPU `tiny` instead of `launch`: these kernels run outside of autograd, which `launch` includes.
             rest = seconds - (launch if issue else points["tiny"][0][1]) - touched / interpolated(bandwidth, touched)
             beyond.append(max(0.0, rest / count))
         elements[name] = rounded(statistics.mean(beyond))
@@ -89,13 +91,13 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
 
 
 def _rates(kind: Literal["cpu", "cuda"], dtype: str, points: Points, bandwidth: Curve) -> Points:
-    """Flops a second of products of each side; of a CPU's in the time that its memory leaves them."""
+    """Return (side, flops per second) of products; for a CPU without the time that memory takes."""
     rates = []
     for side, seconds in points:
         computing = seconds
         if kind == "cpu":
-            # A core loads its operands or multiplies, one or the other, so the memory's seconds are taken out here and
-            # added again by plan/timing.py. A GPU loads the next tiles under the product: there the longer one counts.
+            # A core either loads operands or multiplies, so memory time is subtracted here and added again by
+            # plan/timing.py. A GPU loads the next tiles during the product, so the longer of both times counts.
             batch, shapes = max(1, CPU_BATCH_FLOPS // (2 * int(side) ** 3)), product_shapes(int(side))
             touched = [batch * (m * n + m * k + n * k) * DTYPES[dtype].itemsize for m, n, k in shapes]
             memory = statistics.mean(size / interpolated(bandwidth, size) for size in touched) / batch
@@ -105,7 +107,7 @@ def _rates(kind: Literal["cpu", "cuda"], dtype: str, points: Points, bandwidth: 
 
 
 def fit_links(measured: Mapping[int, Mapping[str, Points]], overlaps: float) -> Links:
-    """Links from the points of measure_links, by number of ranks. The one level is fitted to sends."""
+    """Fit links to the points of measure_links, by number of ranks. The only level is fitted to sends."""
     fewest = min(measured)
     rows = [
         Measured(verb=verb, ranks=ranks, points=tuple((size, rounded(seconds)) for size, seconds in points))
@@ -116,8 +118,8 @@ def fit_links(measured: Mapping[int, Mapping[str, Points]], overlaps: float) -> 
 
 
 def fit_level(points: Points) -> Level:
-    """The line seconds = latency + bytes / bandwidth with the least relative errors; neither term is negative."""
-    # Relative errors: with absolute ones the largest payload alone would decide the line.
+    """Fit seconds = latency + bytes / bandwidth with least squares of relative errors; neither term is negative."""
+    # With absolute errors the largest payload alone would decide the line.
     weights = [1 / seconds**2 for _, seconds in points]
     sums = [
         sum(w * size**power * seconds**other for w, (size, seconds) in zip(weights, points, strict=True))
@@ -127,11 +129,11 @@ def fit_level(points: Points) -> Level:
     divisor = one * xx - x * x
     latency, slope = ((y * xx - x * xy) / divisor, (one * xy - x * y) / divisor) if divisor > 0 else (0.0, 0.0)
     if latency < 0 or slope <= 0:
-        # A line below zero at either end is noise: then through the origin, by bandwidth alone.
+        # A negative latency or slope is noise: then a line through the origin, with bandwidth only.
         latency, slope = 0.0, xy / xx
     return Level(latency_seconds=rounded(latency), bandwidth_bytes_per_second=rounded(1 / slope))
 
 
 def rounded(value: float) -> float:
-    """The value with as many digits as a measurement has."""
+    """Round to DIGITS significant digits, the precision of a measurement."""
     return float(f"{value:.{DIGITS}g}")

@@ -1,8 +1,8 @@
-"""`meshwright calibrate`: jobs of ranks that measure, one after another; the cluster file is made of their answers.
+"""`meshwright calibrate`: runs measuring jobs one after another, and makes the cluster file from the answers.
 
-Ranks are started by the launcher that starts a run's, with one thread each. The first job has a rank on every device;
-then one for each backend and each number of ranks times the links, and on CPUs a small run of each backend tells what a
-rank holds beyond its tensors.
+Ranks are started by the same launcher as a run's, with one thread each. The first job has a rank on every device. Then
+one job for each backend and number of ranks times the links. On CPUs a small run of each backend measures a rank's
+memory beyond tensors, and another run the host's time.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ MEMORY_RUN: dict[str, Any] = {
     "layout": {"tensor": {"kind": "megatron", "size": 2}},
     "device": "cpu",
 }
-"""Its ranks tell what a process on a CPU holds beyond tensors. No gradients are summed, which might lie in memory that
-ranks share."""
+"""A run that measures a CPU process' memory beyond tensors. No gradients are summed, since these might be in memory
+that ranks share."""
 
 HOST_RUN: dict[str, Any] = {
     "model": {"layers": 8, "hidden": 128, "heads": 4, "positions": 16, "vocabulary": 512, "dropout": 0.0},
@@ -49,24 +49,29 @@ HOST_RUN: dict[str, Any] = {
     "batch": {"global": 8, "micro": 1},
     "device": "cpu",
 }
-"""Its step is the host's work for the most part: kernels take a third, and yet empty the caches, as in any run. With
-hidden 16 the host's code and data stayed there, and it was half as long at work."""
+"""A run with a step that is mostly the host's work. Kernels take a third of the time and replace the contents of the
+caches, as in any run. With hidden 16 the host's code and data stayed cached, and the host took half the time."""
 HOST_STEPS = 40
 
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """The part of a machine to measure: `devices` of a `kind` by one rank each, links by each of `backends` among
-    `ranks`."""
+    """The parts of a machine to measure."""
 
     kind: Literal["cpu", "cuda"]
     devices: int
+    """The number of devices; each is measured by one rank."""
     ranks: tuple[int, ...]
+    """The numbers of ranks to measure links among."""
     backends: tuple[TransportName, ...]
+    """The backends to measure links with."""
 
 
 def measured_machine(ranks: str | None, device: str) -> MeasuredMachine:
-    """`ranks`: `2,4`; None: 2 and 4 on CPUs, powers of two up to all GPUs. Raises ConfigError for what is not here."""
+    """Return the parts to measure. `ranks`: as `2,4`; None: 2 and 4 on CPUs, powers of two up to all GPUs.
+
+    Raises ConfigError for devices or numbers of ranks that this machine does not have.
+    """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError.of("--device", device, "is no kind of device", "auto, cpu, cuda")
     gpus = torch.cuda.device_count()
@@ -87,7 +92,7 @@ def measured_machine(ranks: str | None, device: str) -> MeasuredMachine:
 def calibrate(out: Path, machine: MeasuredMachine, effort: Effort, report: ShowProgress = silent) -> Cluster:
     """Measure the machine and write `out`.
 
-    Raises ConfigError, before anything is measured, where `out` cannot be written; LaunchError; Interrupted.
+    Raises ConfigError, before anything is measured, if `out` cannot be written; LaunchError; Interrupted.
     """
     if joined():
         raise LaunchError("calibrate starts its own ranks: run it outside of torchrun, srun and mpirun")
@@ -96,20 +101,20 @@ def calibrate(out: Path, machine: MeasuredMachine, effort: Effort, report: ShowP
         jobs = 1 + on_cpu + len(machine.backends) * (len(machine.ranks) + on_cpu)
         runs = _Runs(out.absolute().parent, machine, effort, report, jobs)
         each = runs.launch("device", machine.devices, "torch")
-        # Each core's rank has its part of the machine's memory, a GPU's all of its device's.
+        # A core gets an equal share of the machine's memory, a GPU has its own.
         memory = memory_bytes() // machine.devices if machine.kind == "cpu" else each[0]["memory"]
         device = fit_device(machine.kind, memory, merged([of["points"] for of in each]))
         links: dict[TransportName, Links] = {}
         turns: list[tuple[float, float]] = []
         for backend in machine.backends:
             answers = {ranks: runs.launch("links", ranks, backend)[0] for ranks in machine.ranks}
-            if machine.kind == "cpu":  # the last backend's: the one that `auto` takes
+            if machine.kind == "cpu":  # kept from the last backend, which `auto` chooses
                 turns = [(float(ranks), rounded(answer["turns"])) for ranks, answer in sorted(answers.items())]
             if answers:
                 links[backend] = fit_links(
                     {ranks: answer["points"] for ranks, answer in answers.items()}, answers[min(answers)]["overlaps"]
                 )
-            else:  # a lone GPU: messages to another would go through the host
+            else:  # a single GPU: messages to another GPU would pass through the host
                 links[backend] = Links(
                     levels=(
                         Level(
@@ -129,7 +134,7 @@ def calibrate(out: Path, machine: MeasuredMachine, effort: Effort, report: ShowP
             links=cast(Any, links),
         )
         if machine.kind == "cpu":
-            # Last, since both are differences between a run and its prediction by this file.
+            # Last, since both values are differences between a run and the prediction by this file.
             for backend in machine.backends:
                 reserved = runs.reserved_bytes(cluster, backend)
                 links[backend] = links[backend].model_copy(update={"reserved_bytes": reserved})
@@ -141,7 +146,7 @@ def calibrate(out: Path, machine: MeasuredMachine, effort: Effort, report: ShowP
 
 @dataclass
 class _Runs:
-    """Starts the jobs of a calibration, and reports how many are done."""
+    """The jobs of a calibration, with a report of progress."""
 
     disk: Path
     machine: MeasuredMachine
@@ -151,22 +156,34 @@ class _Runs:
     done: int = 0
 
     def reserved_bytes(self, cluster: Cluster, backend: TransportName) -> int:
-        """The most resident memory of a rank over a backend in a run of two steps, less its tensors as the planner
-        replays them. Kernels of a usual size and the first calls of a transport load code and take memory of their own,
-        a tenth of what such a rank holds: so it is a run, and of no tiny model."""
+        """Measure a rank's memory beyond tensors: the peak resident memory in a run of two steps, minus the tensors as
+        replayed by the planner.
+
+        The run's model is not tiny: kernels of usual size and the first calls of a transport load code and allocate a
+        tenth of such a rank's memory.
+        """
         config, made = self.measured(MEMORY_RUN, f"memory, {backend}, 2 ranks", 2, f"layout.transport={backend}")
         return max(rank.peak_bytes for rank in made.ranks) - Planner(cluster).predict(config).fullest.reserved
 
     def part_seconds(self, cluster: Cluster) -> float:
-        """The host's seconds for a pass through a part of the chain, beyond the kernels that the planner times: what a
-        step of a small model takes longer than predicted, over its passes, forward and backward."""
+        """Measure the host's seconds per pass through a part of the chain, beyond the kernels that the planner times.
+
+        The difference of a small model's step to the prediction, divided by the number of forward and backward passes.
+        """
         config, made = self.measured(HOST_RUN, "host", HOST_STEPS)
         # The first half of the steps warms up.
         beyond = lower_quartile(made.seconds[HOST_STEPS // 2 :]) - Planner(cluster).predict(config).seconds
         return rounded(max(0.0, beyond) / (2 * config.num_microbatches * (config.model.num_blocks + 2)))
 
     def measured(self, tree: dict[str, Any], what: str, steps: int, *words: str) -> tuple[Config, MeasuredRun]:
-        """A run of `steps` steps of one of our models on a text."""
+        """Run `steps` steps of a model on a text; return the config and the measured run.
+
+        Args:
+            tree: The run file's content.
+            what: The run's name, for the report.
+            steps: Number of steps.
+            words: Further `key=value` words.
+        """
         self.report(what, self.done / self.jobs)
         with TemporaryDirectory(prefix="meshwright-calibrate-") as name:
             folder = Path(name)
@@ -177,13 +194,13 @@ class _Runs:
         return config, made
 
     def launch(self, what: str, ranks: int, backend: TransportName) -> list[dict[str, Any]]:
-        """The answers of the ranks of one job."""
+        """Run one job, "device" or "links"; return the ranks' answers."""
         self.report(f"{what}, {backend}, {ranks} ranks", self.done / self.jobs)
         function = measure_devices if what == "device" else measure_all_links
         job = Ranks(((PIPE, ranks),), backend, self.machine.kind, name="calibrate")
         more: dict[str, Any] = {"disk": self.disk}
         if what == "links":
-            # What goes on under computation is one figure of a backend, taken among the fewest ranks.
+            # The overlap is one number per backend, measured among the fewest ranks.
             more = {"overlap": ranks == min(self.machine.ranks, default=0)}
         results: list[dict[str, Any]] = run(function, job, effort=asdict(self.effort), **more)
         self.done += 1
@@ -191,7 +208,7 @@ class _Runs:
 
 
 def measure_devices(rank: Rank, effort: Mapping[str, Any], disk: Path) -> dict[str, Any]:
-    """A rank that measures its device beside the others of the machine."""
+    """Measure this rank's device, while all other ranks of the machine do the same."""
     where, asked = rank.mesh.device, Effort(**effort)
     timer = CallTimer(where, asked.point_seconds, meeting(rank.mesh.world, where, rank.stop), asked.cold_bytes)
     memory = torch.cuda.get_device_properties(where).total_memory if where.type == "cuda" else 0
@@ -199,7 +216,7 @@ def measure_devices(rank: Rank, effort: Mapping[str, Any], disk: Path) -> dict[s
 
 
 def measure_all_links(rank: Rank, effort: Mapping[str, Any], overlap: bool) -> dict[str, Any]:
-    """A rank that measures the links to the others of the machine."""
+    """Measure the links to the other ranks of the machine."""
     asked = Effort(**effort)
     return {
         "points": measure_links(asked, rank.mesh, rank.stop),
@@ -209,7 +226,7 @@ def measure_all_links(rank: Rank, effort: Mapping[str, Any], overlap: bool) -> d
 
 
 def source_of(machine: MeasuredMachine) -> str:
-    """The sentence of the file that says what was measured, with what and when."""
+    """Return the sentence of the cluster file on the measured devices, the software and the date."""
     if machine.kind == "cuda":
         device = torch.cuda.get_device_name()
     else:

@@ -1,28 +1,28 @@
-"""Kernels of a device, timed by a rank of its own while all others of the machine do the same: cores share their
-memory and their clock, GPUs their host.
+"""Kernels of a device, timed by one rank per device at the same time, since cores share memory and clock, and GPUs
+share the host.
 
 | points    | x                                     | seconds of                                                      |
 |-----------|---------------------------------------|-----------------------------------------------------------------|
-| launch    | -                                     | a kernel of a few elements, with its part of autograd           |
-| graph     | -                                     | the same without its host; none on a CPU                        |
+| launch    | -                                     | a kernel of a few elements, with the cost of autograd           |
+| graph     | -                                     | the same without the host's time; none on a CPU                 |
 | product D | the cube root of mnk                  | a product in dtype D: mean of a linear's three, of three shapes |
 | attention | flops, forward and backward           | a fused causal attention forward and backward                   |
 | stream    | bytes read and written                | an element-wise kernel, forward and backward                    |
-| norm      | bytes; bytes; rows                    | torch's norm forward; backward; its weights' gradients, alone   |
-|           |                                       | none on a CPU, whose norms are as fast as its memory            |
+| norm      | bytes; bytes; rows                    | torch's norm forward; backward; only the weights' gradients     |
+|           |                                       | none on a CPU, where memory limits norms                        |
 | special   | elements                              | an exponential and the like                                     |
 | random    | elements                              | a draw of random numbers                                        |
-| host link | bytes                                 | a copy between the device's memory and the host's               |
+| host link | bytes                                 | a copy between the memories of device and host                  |
 | disk      | bytes, written and read               | a file written, made durable, and read from the disk            |
 | reserved  | bytes of a context; 0 on a CPU        | (none)                                                          |
-| staged    | bytes more when it has planned stages | (none)                                                          |
+| staged    | bytes added by planning of stages     | (none)                                                          |
 
-Special and random kernels are timed out of autograd: `tiny` is such a call of a few elements. Products are so large,
-or so many in a batch, that their launch does not show.
+Special and random kernels are timed outside of autograd: `tiny` is such a call with a few elements. Products are large
+enough, or numerous enough in a batch, to make the launch negligible.
 
-A kernel of a training step finds what it reads in memory: since a weight was used last, the whole model went through
-the caches. So each call has operands of its own (timing.cold_seconds): the same ones over and over would lie in the
-caches, and products of side 256 would be a tenth faster than a run's.
+A kernel of a training step reads operands from memory: since a weight was last used, the whole model has passed through
+the caches. So each call has its own operands (timing.cold_seconds). Repeated operands would be cached, and products of
+side 256 would be a tenth faster than in a run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from meshwright.training.all_stages import plan_stages
 from meshwright.training.stage_costs import first_ranks
 
 CHAIN = 64
-"""The most kernels of an autograd chain, whose kept tensors just exceed the caches."""
+"""Largest number of kernels in an autograd chain; the saved tensors just exceed the caches."""
 
 _SPECIAL: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.exp,
@@ -56,25 +56,25 @@ _SPECIAL: tuple[Callable[[Tensor], Tensor], ...] = (
     F.gelu,
     lambda x: F.log_softmax(x, -1),
 )
-"""Kernels that a model's activations, softmaxes and losses are made of."""
+"""Kernels of a model's activation functions, softmaxes and losses."""
 
 
 def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, Points]:
-    """All points of this rank's device. `folder`: whose disk is measured."""
+    """Measure all points of this rank's device. `folder`: a folder on the disk to measure."""
     device = timer.device
-    # Products of all sides are timed in the dtype that such a device mostly computes in.
+    # Products of all sides are timed in the dtype that is most used on such a device.
     curve = "float32"
     if device.type == "cuda":
         curve = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     tiny = torch.ones(4, 4, device=device)
-    staged = _staged_bytes() if device.type == "cpu" else 0  # first: kernels' peak memory would hide part of it
+    staged = _staged_bytes() if device.type == "cpu" else 0  # first: else the peak memory of kernels would hide a part
     points: dict[str, Points] = {
         "launch": [(1, _chain_seconds(timer, 4))],
         "graph": [(1, _graph_seconds(timer))] if device.type == "cuda" else [],
         "tiny": [(1, timer.seconds(lambda: tiny + tiny))],
     }
     context = 0
-    if device.type == "cuda":  # held beside torch's segments; asked now, when the first kernels have been loaded
+    if device.type == "cuda":  # memory besides torch's segments, read after the first kernels have been loaded
         free, total = torch.cuda.mem_get_info(device)
         context = total - free - torch.cuda.memory_reserved(device)
     points |= {
@@ -83,7 +83,7 @@ def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, 
         "staged": [(staged, 0.0)],
         f"product {curve}": [(side, _product_seconds(effort, timer, side, DTYPES[curve])) for side in effort.sides],
     }
-    for name, dtype in DTYPES.items():  # no dtype is left out: a slow rate is better than a refusal
+    for name, dtype in DTYPES.items():  # all dtypes, even slow ones: else a plan would be refused
         if name != curve:
             points[f"product {name}"] = [(effort.dtype_side, _product_seconds(effort, timer, effort.dtype_side, dtype))]
     if device.type == "cuda":  # as runs multiply float32, unless precision.tf32=false
@@ -116,9 +116,12 @@ def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, 
 
 
 def _chain_seconds(timer: CallTimer, num_elements: int) -> float:
-    """A kernel of a chain y = y b, forward or backward: it reads two tensors of [num_elements] and writes one. The
-    results of the forward pass are kept to the end, as activations are."""
-    # Long enough that autograd's start does not show, short enough that what is kept lies in no cache.
+    """Return the seconds of a kernel in a chain y = y b, forward or backward.
+
+    A kernel reads two tensors [num_elements] and writes one. Results of the forward pass are kept to the end, like
+    activations.
+    """
+    # Long enough to make autograd's start negligible; no longer than needed for kept tensors to exceed the caches.
     length = max(2, min(CHAIN, timer.cold_bytes // (4 * num_elements)))
     x, b, dy = (torch.ones(num_elements, device=timer.device) for _ in range(3))
     x.requires_grad_()
@@ -133,7 +136,7 @@ def _chain_seconds(timer: CallTimer, num_elements: int) -> float:
 
 
 def _graph_seconds(timer: CallTimer) -> float:
-    """A tiny kernel in a graph of many that wait for each other: a GPU's own seconds for it, without the host's."""
+    """Return a GPU's seconds for a tiny kernel in a graph of dependent kernels, without the host's time."""
     x, graph = torch.zeros(4, device=timer.device), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(CHAIN):
@@ -142,20 +145,21 @@ def _graph_seconds(timer: CallTimer) -> float:
 
 
 def product_shapes(side: int) -> tuple[tuple[int, int, int], ...]:
-    """(M, N, K) of the products of which one of a side is the mean."""
+    """Return (M, N, K) of the three products that are averaged for a side."""
     return (side, side, side), (4 * side, side // 2, side // 2), (2 * side, side // 4, 2 * side)
 
 
 def _product_seconds(effort: Effort, timer: CallTimer, side: int, dtype: torch.dtype) -> float:
-    """Mean seconds of a product with mnk = side³, over three shapes and a linear's three products of each."""
+    """Return the mean seconds of a product with mnk = side³, over three shapes and a linear's three products each."""
     shapes, batch = product_shapes(side), max(1, effort.batch_flops // (2 * side**3))
     return sum(_linear_seconds(timer, batch, shape, dtype) for shape in shapes) / (len(shapes) * 3 * batch)
 
 
 def _linear_seconds(timer: CallTimer, batch: int, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
-    """A linear's product forward, its input's gradient and its weight's: `batch` times x [M, K], w [N, K], y [M, N].
+    """Return the seconds of a linear: forward product, input gradient, weight gradient, each for `batch` matrices.
 
-    All three, since one of them in bf16 can take 15 times as long as another on a CPU.
+    Shapes: x [M, K], w [N, K], y [M, N]. All three are timed, since in bf16 on a CPU one can take 15 times longer than
+    another.
     """
     rows, columns, inner = shape
     lead = (batch,) if batch > 1 else ()
@@ -177,7 +181,7 @@ def _linear_seconds(timer: CallTimer, batch: int, shape: tuple[int, int, int], d
 
 
 def _attentions(effort: Effort, timer: CallTimer, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
-    """Points of a fused attention; none where torch has no such attention for the device."""
+    """Yield points of a fused attention; none if torch has no fused attention for the device."""
     for length in effort.lengths:
         for width in effort.widths:
             shape = (*effort.attended, length, width)
@@ -190,13 +194,13 @@ def _attentions(effort: Effort, timer: CallTimer, dtype: torch.dtype) -> Iterato
                 inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
                 return lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), inputs, dy)
 
-            products = (2 + 5) / 2  # forward, and backward, which computes the first one again; half of each is masked
+            products = (2 + 5) / 2  # forward 2, backward 5 (recomputes the first); half of each is masked
             elements = math.prod(shape)
             yield products * 2.0 * elements * length, timer.cold_seconds(4 * elements * dtype.itemsize, make)
 
 
 def _norms(effort: Effort, timer: CallTimer, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
-    """Points of torch's layer norm of 1,024 columns: forward, its input's gradient, and its weights' gradients."""
+    """Yield points of torch's layer norm with 1,024 columns: forward, input gradient, weight gradients."""
     columns = 1024
     rows = effort.special_elements // columns
     size = rows * columns * dtype.itemsize
@@ -215,7 +219,7 @@ def _norms(effort: Effort, timer: CallTimer, dtype: torch.dtype) -> Iterator[tup
 
 
 def _disk(effort: Effort, timer: CallTimer, folder: Path) -> tuple[float, float]:
-    """A file written and read by all ranks at once: they share the disk, and each gets its part of the rate."""
+    """Return (bytes, seconds) of a file written and read by all ranks at once, which share the disk's rate."""
     content = os.urandom(effort.copy_bytes)
     timer.meet()
     with TemporaryFile(dir=folder) as file:
@@ -224,15 +228,17 @@ def _disk(effort: Effort, timer: CallTimer, folder: Path) -> tuple[float, float]
         file.flush()
         # fsync: else the page cache would be timed.
         os.fsync(file.fileno())
-        forget_cached(file.fileno())  # else it would be read from memory
+        forget_cached(file.fileno())  # else the file would be read from memory
         file.seek(0)
         file.read()
         return 2 * effort.copy_bytes, time.perf_counter() - start
 
 
 def _staged_bytes() -> int:
-    """Bytes by which a rank grows when it plans the stages of a small pipeline. Before anything was freed that might
-    take them in."""
+    """Return the growth of a rank's memory, in bytes, when the stages of a small pipeline are planned.
+
+    To be called first: memory that was freed before would be used again, and the growth would not show.
+    """
     sizes = {"layers": 2, "hidden": 16, "heads": 2, "positions": 16, "vocabulary": 512}
     layout = {"pipeline": {"size": 2, "partition": [1, 1]}}
     config = parse_config({"model": sizes, "data": {"sequence": 16}, "batch": {"global": 2}, "layout": layout})

@@ -1,14 +1,14 @@
-"""The links between ranks: every verb of a Comm and a mailbox's messages, timed as a job's ranks meet them.
+"""Links between ranks: timings of every verb of a Comm and of a mailbox's messages, under the conditions of a job.
 
 | verb                                                    | payload, bytes of                |
 |---------------------------------------------------------|----------------------------------|
 | all_reduce, broadcast, reduce                           | the tensor                       |
-| reduce_scatter, all_gather, all_to_all, gather, scatter | all members' parts together      |
+| reduce_scatter, all_gather, all_to_all, gather, scatter | the parts of all members         |
 | send                                                    | the tensor sent to the next rank |
 | message                                                 | the message to a neighbour       |
 
-Rooted verbs take another root at each call, so that none begins before the last one has arrived. Payloads take turns:
-as in a run, none lies in a cache. Where there are more ranks than cores, the times have in them that ranks take turns.
+Rooted verbs use another root in each call, so that no call begins before the previous one has ended. Payloads take
+turns, so that none is in a cache, as in a run. With more ranks than cores the times include waiting for a core.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ MOST_CALLS = 1000
 _ELEMENT_BYTES = 4
 WORK_SECONDS = 5e-3
 MEETING_BYTES = 2**20
-"""About the work between two collectives of tensor parallelism, and the bytes that they sum."""
+"""Approximate work between two collectives of tensor parallelism, and the bytes of each collective."""
 _MOST_PAYLOADS = 512
-"""Small payloads that take turns are no more than these: their time is latency, wherever they lie."""
+"""Largest number of payloads that take turns. Small payloads need no more: the time is latency, cached or not."""
 TURNS_ROUNDS = 10
-"""How many points' time is spent on oversubscription: how cores are shared changes from call to call."""
+"""Time budget for oversubscription, in points. The sharing of cores varies from call to call."""
 
 TimedCall = Callable[[int], object]
-"""The i-th call of a row of calls."""
+"""Makes the i-th call of a series."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Times calls that all ranks make together. The first rank decides their number: 0 when asked to stop."""
+    """Timer of calls that all ranks make together. The first rank decides the number of calls: 0 to stop."""
 
     comm: Comm
     device: torch.device
@@ -57,10 +57,10 @@ class Conversation:
     stop: StopRequest
 
     def seconds(self, call: TimedCall) -> float:
-        """Seconds of a call in an undisturbed round, as this rank sees them."""
+        """Return the seconds of a call in an undisturbed round, measured on this rank."""
 
         def one_round(calls: int) -> float:
-            self.comm.barrier()  # else a rank's wait for a late one would be timed
+            self.comm.barrier()  # else the wait for a late rank would be timed
             wait_for_device(self.device)
             start = time.perf_counter()
             for index in range(calls):
@@ -71,10 +71,11 @@ class Conversation:
         return self.undisturbed(one_round)
 
     def undisturbed(self, one_round: Callable[[int], float]) -> float:
-        """Time `one_round` that makes so many calls by itself, and gives the seconds of one."""
+        """Return the seconds of a call in an undisturbed round. `one_round(n)` makes n calls and returns the seconds
+        of one."""
         one_round(2)  # connections, buffers
-        # All ranks make as many calls, or they would hang: the first says how many, by its own clock. No calls mean
-        # that the job was asked to stop, which every rank learns at the same place.
+        # All ranks must make the same number of calls, else they hang: the first rank decides by its own clock. Zero
+        # calls mean a request to stop, so that all ranks stop at the same place.
         wanted = max(1, min(MOST_CALLS, math.ceil(self.point_seconds / ROUNDS / one_round(2))))
         calls = torch.tensor([0 if self.stop.requested else wanted])
         self.comm.broadcast(calls, root=0)
@@ -84,7 +85,7 @@ class Conversation:
 
 
 def measure_links(effort: Effort, mesh: Mesh, stop: StopRequest) -> dict[str, Points]:
-    """Points (bytes of the payload, seconds) of each verb among all ranks, which are those of the pipe axis."""
+    """Measure points (bytes of the payload, seconds) of each verb among all ranks, which form the pipe axis."""
     conversation = Conversation(mesh.comm(PIPE), mesh.device, effort.point_seconds, stop)
     points: dict[str, Points] = {}
     for wanted in effort.payloads:
@@ -101,14 +102,14 @@ def measure_links(effort: Effort, mesh: Mesh, stop: StopRequest) -> dict[str, Po
 
 
 def measure_overlap(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
-    """The part of a sum of `overlap_bytes` that goes on while this rank multiplies matrices for twice its time."""
+    """Measure the hidden share of an all-reduce of `overlap_bytes`, during matrix products of twice the duration."""
     comm = mesh.comm(PIPE)
     conversation = Conversation(comm, mesh.device, effort.point_seconds * ROUNDS, stop)
     x = torch.zeros(effort.overlap_bytes // _ELEMENT_BYTES, device=mesh.device)
     a, b = (torch.randn(effort.dtype_side, effort.dtype_side, device=mesh.device) for _ in range(2))
     alone = conversation.seconds(lambda _: comm.all_reduce(x))
     product = conversation.seconds(lambda _: torch.matmul(a, b))
-    # Twice the sum's time, so that all of it could be hidden; the same number on all ranks, which meet in the sum.
+    # Twice the all-reduce's time, so that all of it could be hidden. Ranks wait for each other: equal numbers on all.
     count = torch.tensor([math.ceil(2 * alone / product)])
     comm.broadcast(count, root=0)
 
@@ -122,29 +123,29 @@ def measure_overlap(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
         work.wait()
 
     work_seconds = conversation.seconds(lambda _: compute())
-    # Seconds one after the other, less seconds together.
+    # Sequential seconds minus overlapped seconds.
     hidden = alone + work_seconds - conversation.seconds(beside)
     return min(1.0, max(0.0, hidden / alone))
 
 
 def measure_turns(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
-    """Oversubscription: how many times as long a rank's work takes among all of them, where they sum MEETING_BYTES
-    after every WORK_SECONDS of it, as the processor time that it takes while only as many ranks work as there are
-    cores. For CPUs.
+    """Measure oversubscription on CPUs: the slow-down of a rank's work if all ranks work and synchronise.
 
-    Ranks that share cores and meet often lose more than their share of a core (2.3 in place of 2 for 4 ranks on 2
-    cores): cores are shared unevenly, all wait for the last, and each finds its caches full of another's.
+    The ratio of two times: the time of the work with all ranks, which sum MEETING_BYTES after every WORK_SECONDS of
+    work; and the processor time of the same work if only one rank per core works. Ranks that share cores and often wait
+    for each other lose more than the share of a core: 2.3 instead of 2 for 4 ranks on 2 cores. Cores are shared
+    unevenly, all ranks wait for the last, and caches are full of another rank's data.
     """
     comm = mesh.comm(PIPE)
     conversation = Conversation(comm, mesh.device, TURNS_ROUNDS * effort.point_seconds, stop)
     x = torch.zeros(MEETING_BYTES // _ELEMENT_BYTES)
     side = effort.dtype_side
     count = math.ceil(effort.cold_bytes / (3 * _ELEMENT_BYTES * side**2))
-    # As many operands as caches do not hold take turns, as a run's weights do.
+    # Operands that together exceed the caches take turns, like a run's weights.
     factors = cycle([(torch.randn(side, side), torch.randn(side, side), torch.zeros(side, side)) for _ in range(count)])
 
     def work(products: int) -> float:
-        """Processor time of a product, of so many."""
+        """Compute some products; return the processor time of one."""
         start = time.process_time()
         for _ in range(products):
             a, b, product = next(factors)
@@ -160,11 +161,11 @@ def measure_turns(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
         comm.all_reduce(x)
 
     comm.barrier()
-    own = 1.0  # of a rank beyond the cores, whom nobody asks
+    own = 1.0  # unused placeholder on ranks beyond the number of cores
     if mesh.index(PIPE) < usable_cores():
         own = lower_quartile([work(products) for _ in range(TURNS_ROUNDS)])
     comm.barrier()
-    # The sum's own time is not work that sharing made longer.
+    # The all-reduce's own time is no part of the work.
     meeting = conversation.seconds(lambda _: comm.all_reduce(x))
     return max(1.0, (conversation.seconds(work_and_meet) - meeting) / (products * own))
 
@@ -172,7 +173,7 @@ def measure_turns(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
 def _verbs(
     comm: Comm, device: torch.device, wanted_bytes: int, cold_bytes: int
 ) -> Iterator[tuple[str, int, TimedCall]]:
-    """(verb, bytes of its payload, a call) of all verbs; payloads are whole parts for every rank, and in no cache."""
+    """Yield (verb, bytes of the payload, call) for all verbs. Payloads have equal parts per rank and are not cached."""
     size, index = comm.size, comm.index
     elements = max(1, wanted_bytes // _ELEMENT_BYTES // size)
     payload = size * elements * _ELEMENT_BYTES
@@ -196,12 +197,15 @@ def _verbs(
 
 
 def payloads_in_turn(payload: int, cold_bytes: int) -> int:
-    """How many payloads take turns, each twice in memory: in a run what is sent was computed a while ago."""
+    """Return the number of payloads that take turns, each twice in memory, to exceed the caches.
+
+    In a run a payload was computed some time before it is sent, so caches have other data.
+    """
     return max(1, min(_MOST_PAYLOADS, cold_bytes // (2 * payload)))
 
 
 class Exchange:
-    """Messages to and fro between neighbours: ranks 0 and 1, 2 and 3, ...; the last of an odd number has none."""
+    """Messages back and forth between neighbours: ranks 0 and 1, 2 and 3, ...; the last of an odd number has none."""
 
     def __init__(self, mailbox: Mailbox, index: int, size: int) -> None:
         self.mailbox = mailbox
@@ -210,7 +214,7 @@ class Exchange:
         self.epoch = 0
 
     def there_and_back(self, conversation: Conversation, xs: Sequence[Tensor], calls: int) -> float:
-        """Seconds of a message and its answer, of so many, in which the payloads `xs` take turns."""
+        """Return the seconds of a message with answer, averaged over `calls`. The payloads `xs` take turns."""
         expected = calls if self.paired else 0
         # Posted before timing, as a pipeline posts a step's receives.
         counts = {"before": 0, "after": 0} | {self.side: expected}

@@ -15,19 +15,19 @@ from meshwright.planner.plan.cluster import Cluster, Links, interpolated
 from meshwright.ranks.errors import ConfigError
 
 _COLUMNS = 4
-"""Payloads that are shown of those that were measured."""
+"""Largest number of measured payloads in a table."""
 
 
 @contextmanager
 def writer_of(out: Path) -> Iterator[Callable[[Cluster], None]]:
-    """A function that writes the file, whole or not at all. Raises ConfigError at once where it could not."""
+    """Yield a function that writes the file atomically. Raises ConfigError at once if the file cannot be written."""
     valid = "a .yaml file in a folder that you may write to"
     if out.suffix not in (".yaml", ".yml") or out.is_dir():
         raise ConfigError.of("--out", out, "is no name of a YAML file", valid)
     partial = out.with_name(f".{out.name}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        # Checked first: a calibration takes minutes.
+        # Checked before the calibration, which takes minutes.
         partial.touch()
     except OSError as error:
         raise ConfigError.of("--out", out, f"cannot be written ({error.strerror})", valid) from error
@@ -45,20 +45,20 @@ def writer_of(out: Path) -> Iterator[Callable[[Cluster], None]]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """A curve stands on one line."""
+    """Dumper that writes a curve on one line."""
 
 
 _Dumper.add_representer(
     tuple,
     lambda dumper, values: dumper.represent_sequence(
-        # Points and curves are floats and tuples; a level's links are mappings, a line each.
+        # Points and curves consist of floats and tuples; a level's links are mappings, written on separate lines.
         "tag:yaml.org,2002:seq", values, flow_style=all(type(value) in (tuple, float) for value in values)
     ),
 )  # fmt: skip
 
 
 def as_dict(cluster: Cluster, out: Path) -> dict[str, object]:
-    """For `--json`."""
+    """Return the cluster for `--json`."""
     return {"out": str(out), "cluster": cluster.model_dump(mode="json", by_alias=True)}
 
 
@@ -92,7 +92,7 @@ def _table(backend: str, links: Links) -> Table:
     title = f"{backend}: {level.latency_seconds * 1e6:,.0f} us + bytes / {rate:.2f} GB/s; "
     title += f"{links.overlaps:.0%} of a sum is hidden under computation"
     payloads = [size for size, _ in links.measured[0].points]
-    # Every k-th, so that the smallest and the largest regimes are both in a table of four columns.
+    # Every k-th payload, so that four columns cover small and large payloads.
     shown = payloads[:: -(-len(payloads) // _COLUMNS)]
     table = Table("verb", "ranks", *(Column(f"{_size(size)}, us", justify="right") for size in shown), title=title)
     for row in links.measured:
@@ -102,7 +102,7 @@ def _table(backend: str, links: Links) -> Table:
 
 
 def _size(num_bytes: float) -> str:
-    """`64 KiB`."""
+    """Format a size as `64 KiB`."""
     value, units = num_bytes, ["B", "KiB", "MiB", "GiB"]
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]

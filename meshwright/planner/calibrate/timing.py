@@ -1,4 +1,4 @@
-"""Time calls, within a budget."""
+"""Timing of calls within a budget."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from meshwright.ranks.comm import Comm
 from meshwright.ranks.launch import StopRequest
 
 SAMPLE_SECONDS = 1e-3
-"""The least seconds of a sample: shorter calls are timed several at a time."""
+"""Minimum seconds of a sample: shorter calls are timed several at a time."""
 
 LEAST_SAMPLES = 5
-"""However long a call takes: in some of them the heap grows, which costs a call that makes large tensors ten times
-what it takes."""
+"""Minimum number of samples, even of slow calls. In some samples the heap grows, which makes a call with large tensors
+ten times slower."""
 
 WARM_UPS = 2
-"""Calls before timing: libraries choose kernels at the first, and the heap still grows at the second."""
+"""Calls before timing: libraries choose kernels in the first call, and the heap still grows in the second."""
 
 CPU_BATCH_FLOPS = 2**22
 """Flops of the batch in which small products are timed on a CPU."""
@@ -33,29 +33,38 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Effort:
-    """Points to measure, with `point_seconds` for each. `sides`: of products; `dtype_side`: of products in the other
-    dtypes; `batch_flops`: of the batch in which smaller products are timed, beside which a launch is nothing;
-    `lengths`, `attended` (samples, heads), `widths`: of the attention's sequences; `stream_bytes`: that a kernel
-    touches; `special_elements`: of a kernel of exponentials; `copy_bytes`: to the host and to the disk; `payloads`:
-    bytes sent; `overlap_bytes`: of the sum beside which products run; `cold_bytes`: more than caches hold."""
+    """The points to measure."""
 
     point_seconds: float
+    """Time budget of a point."""
     sides: Sequence[int]
+    """Sides of products."""
     dtype_side: int
+    """Side of products in the other dtypes."""
     lengths: Sequence[int]
+    """Sequence lengths of attention."""
     stream_bytes: Sequence[int]
+    """Bytes that an element-wise kernel reads and writes."""
     copy_bytes: int
+    """Bytes of copies to the host and to the disk."""
     payloads: Sequence[int]
+    """Bytes to send."""
     overlap_bytes: int
+    """Bytes of the all-reduce that products overlap with."""
     cold_bytes: int = 2**26
+    """More bytes than the caches hold."""
     batch_flops: int = CPU_BATCH_FLOPS
+    """Flops of a batch of small products, large enough that the launch is negligible."""
     attended: Sequence[int] = (8, 8)
+    """Samples and heads of attention."""
     widths: Sequence[int] = (32, 64)
+    """Head widths of attention."""
     special_elements: int = 2**18
+    """Elements of a kernel of exponentials."""
 
 
 def effort_of(kind: str, *, quick: bool) -> Effort:
-    """The effort for a `kind` of device, cpu or cuda."""
+    """Return the effort for a `kind` of device, cpu or cuda."""
     if quick:
         effort = Effort(
             point_seconds=0.02,
@@ -80,8 +89,8 @@ def effort_of(kind: str, *, quick: bool) -> Effort:
         )
     if kind == "cpu":
         return effort
-    # A GPU's host issues a kernel in some 10 us: what is timed is as large as many of them, and as its caches, of 50
-    # MB and more. By kernels of a CPU's sizes an H200 had twice its peak in float64, and an attention of 0.7 %.
+    # A GPU's host takes some 10 us to issue a kernel, so kernels must be much longer, and larger than caches of 50 MB
+    # and more. With a CPU's sizes an H200 was measured at twice the peak in float64, and at 0.7 % in attention.
     return replace(
         effort,
         sides=tuple(side * 8 for side in effort.sides if side < 2048),
@@ -98,11 +107,11 @@ def effort_of(kind: str, *, quick: bool) -> Effort:
 
 @dataclass(frozen=True)
 class CallTimer:
-    """Times calls of this rank alone, which compute and do not wait. `meet`: returns when all ranks are there, and ends
-    them if they are to stop.
+    """Timer of calls that compute on this rank without waiting for others. `meet`: waits for all ranks, and ends all if
+    a stop was requested.
 
-    On a CPU it counts the rank's own processor time, not what another process takes of its core: by wall time, float32
-    products lost half their rate on a busy machine.
+    On a CPU the timer counts the rank's own processor time, without the time that other processes take on the core. By
+    wall time, float32 products had half the rate on a busy machine.
     """
 
     device: torch.device
@@ -111,11 +120,12 @@ class CallTimer:
     cold_bytes: int
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Seconds of an undisturbed call, while the other ranks do the same. The first calls are not counted."""
+        """Return the seconds of an undisturbed call, while all other ranks do the same. The first calls are not
+        counted."""
         self.meet()
         for _ in range(WARM_UPS):
             call()
-        # A clock's own call, and its steps, must not show in a sample.
+        # Long samples make the clock's own cost and resolution negligible.
         repeats = math.ceil(SAMPLE_SECONDS / self._sample(call, 1))
         samples: list[float] = []
         end = time.perf_counter() + self.point_seconds
@@ -124,8 +134,10 @@ class CallTimer:
         return lower_quartile(samples)
 
     def cold_seconds(self, operand_bytes: int, make: Callable[[], Callable[[], object]]) -> float:
-        """Seconds of a call that finds its operands in memory, since as many calls as fill the caches take turns.
-        `make`: a call with operands of its own, of `operand_bytes`."""
+        """Return the seconds of a call with operands in memory instead of caches.
+
+        `make` returns a call with its own operands of `operand_bytes`. Enough calls take turns to exceed the caches.
+        """
         calls = cycle([make() for _ in range(max(1, math.ceil(self.cold_bytes / operand_bytes)))])
 
         def call() -> None:
@@ -134,7 +146,7 @@ class CallTimer:
         return self.seconds(call)
 
     def _sample(self, call: Callable[[], object], repeats: int) -> float:
-        # A GPU works beside its host, whose processor time says nothing of the device.
+        # A GPU runs asynchronously, so the host's processor time does not measure the device.
         clock = time.perf_counter if self.device.type == "cuda" else time.thread_time
         wait_for_device(self.device)
         start = clock()
@@ -145,21 +157,21 @@ class CallTimer:
 
 
 def lower_quartile(samples: Sequence[float]) -> float:
-    """The lower quartile: other work on the machine only adds time, to some samples more than to others."""
+    """Return the lower quartile: other work on the machine only adds time, to some samples more than to others."""
     return sorted(samples)[len(samples) // 4]
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Return when the device has finished its work."""
+    """Wait until the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def meeting(comm: Comm, device: torch.device, stop: StopRequest) -> Callable[[], None]:
-    """A function in which all ranks wait for each other; where any of them was asked to stop, all leave the job."""
+    """Return a function that waits for all ranks; if a stop was requested on any rank, the function exits on all."""
 
     def meet() -> None:
-        # A rank that left alone would leave others waiting in a collective.
+        # If a single rank exited, the others would wait for it in a collective.
         asked = torch.tensor([float(stop.requested)], device=device)
         comm.all_reduce(asked)
         if asked.item():
