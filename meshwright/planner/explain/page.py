@@ -1,9 +1,9 @@
 """A run's layout as an interactive page: one HTML file (page.html, a Jinja2 template) that loads nothing from a
 network.
 
-The page shows each rank's place in the grid, the blocks of every weight in the colours of the owners, each collective
-as arrows with byte counts, and a step on the virtual clock. The page computes the step again when sliders move
-(clock.js). All other numbers are equal to the tables' (tables.py).
+The page shows each rank's place in the grid, and the blocks of every weight in the colours of the owners. Collectives
+are arrows with byte counts. A step on the virtual clock is computed again by the page when sliders move (clock.js). All
+other numbers are equal to the tables' (tables.py).
 """
 
 from __future__ import annotations

@@ -97,9 +97,9 @@ class Forecast:
 def explain(config: Config, trace: Path | None = None) -> Explained:
     """Print the tables of a run's layout.
 
-    `trace`: write the trace of a pipeline's step on the virtual clock to this file, and a picture of all schedules to
-    the same name with .png. Raises ConfigError if there is no pipeline to trace, and as `compose`; PictureError without
-    matplotlib.
+    `trace`: the file for the trace of a pipeline's step on the virtual clock. A picture of all schedules is written
+    next to this file, with the suffix .png. Raises ConfigError if there is no pipeline to trace, and as `compose`;
+    PictureError without matplotlib.
     """
     stages = config.layout.pipeline.size
     if trace is not None and stages == 1:

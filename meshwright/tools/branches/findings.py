@@ -188,7 +188,7 @@ def findings_of(model: TracedModel, grids: Sequence[int]) -> Findings:
 
 
 def unnumbered(path: str) -> str:
-    """`blocks.3.attention` -> `blocks.*.attention`."""
+    """Replace layer numbers: `blocks.3.attention` -> `blocks.*.attention`."""
     return _NUMBER.sub("*", path)
 
 

@@ -42,8 +42,7 @@ _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 def trace(module: nn.Module, *inputs: Any) -> OperatorGraph:
     """Return the graph of module(*inputs). The inputs are the batch: tensors, in lists and dicts, and plain numbers.
 
-    An operator is the first on activations if it reads a floating-point input, or combines a weight with ids or with
-    images of an integer type.
+    The first operators on activations read a floating-point input, or combine a weight with ids or integer images.
     """
     with torch.no_grad():
         program = torch.export.export(module.eval(), inputs, strict=False)

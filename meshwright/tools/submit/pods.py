@@ -150,8 +150,8 @@ class PodSettings(Engine):
     def _resources(self, submission: Submission) -> dict[str, Any]:
         """Return the requests and limits of a pod.
 
-        Cores are requested without a limit: a limit is a quota per tenth of a second, and the kernel suspends all
-        threads of the node's ranks when the quota is used up. Devices and memory have a limit equal to the request.
+        Cores are requested without a limit. A limit would be a quota per tenth of a second, after which the kernel
+        suspends all threads of the node's ranks. Devices and memory have a limit equal to the request.
         """
         both: dict[str, Any] = {}
         if self.memory:

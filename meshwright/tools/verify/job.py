@@ -1,5 +1,5 @@
 """`meshwright verify`: runs the same steps on the run's layout and on one device by the reference (reference.py), then
-compares. Layout and reference run as separate jobs, one after the other, and write records to files."""
+compares. Layout and reference run as separate jobs, one after the other, and write records."""
 
 from __future__ import annotations
 
@@ -269,10 +269,14 @@ def leave_layout(
 ) -> None:
     """Run some steps on one rank and write the rank's record.
 
-    The record has losses and norms. Of this rank's part of each parameter, the record has the weights before the first
-    step and after the last, and the gradients of the first step that did not overflow. Optimizer states are recorded
-    after the last step; with a tolerance of `states_early`, after the first step that did not overflow. With `traced`
-    the record also has the outputs of all modules in the first step.
+    | recorded                                 | when                                                      |
+    |------------------------------------------|-----------------------------------------------------------|
+    | losses, norms                            | each step, on rank 0                                      |
+    | this rank's part of the weights          | before the first step, after the last                     |
+    | this rank's part of the gradients        | the first step that did not overflow                      |
+    | this rank's part of the optimizer states | after the last step; with a tolerance of `states_early`,  |
+    |                                          | after the first step that did not overflow                |
+    | outputs of all modules, with `traced`    | the first step                                            |
     """
     recording, known = StepRecording(), dict[str, Any]()
     _keep_places(parts, recording, known, "initial", 0)

@@ -1,8 +1,8 @@
 """A run on one device in plain torch: the reference for every layout in `verify`, also for a layout of a single rank.
 
 The model files are the run's own; no other code of the package computes here (a test checks the imports). Layers are
-torch's functions on whole tensors, gradients are autograd's, the optimizer is torch's on whole parameters, and a step
-uses all rows of the global batch. So even a mistake in all layouts (in buckets, the norm, the learning rate, the
+torch's functions on whole tensors, and gradients are autograd's. The optimizer is torch's on whole parameters, and a
+step uses all rows of the global batch. So even a mistake in all layouts (in buckets, the norm, the learning rate, the
 package's cross entropy) is detected. O1 is torch.autocast; O2 casts float32 weights in each pass, and sums gradients of
 microbatches in float32.
 """

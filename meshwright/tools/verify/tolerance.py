@@ -15,9 +15,9 @@ from meshwright.config import Config
 class Tolerance:
     """Largest allowed relative errors.
 
-    `together`: Adam divides a gradient by its own size. An element with a gradient of pure rounding (the bias of a key
-    has gradient zero) therefore moves by the whole learning rate, in either direction. So in half precision a bias with
-    initial value zero can differ by a fifth between two correct programs.
+    `together`: Adam divides a gradient by its size. So an element with a gradient of pure rounding, such as a key's
+    bias with true gradient zero, moves by the whole learning rate in either direction. In half precision a bias with
+    initial value zero can then differ by a fifth between two correct programs.
 
     `states_early`: weights that differ by such a step flip the sign of some ReLU inputs and so change gradients. Later
     moments then do not show which program is correct.
