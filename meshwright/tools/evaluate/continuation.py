@@ -1,7 +1,7 @@
 """Greedy continuations of many prompts at once, for requests of lm-evaluation-harness (tools/harness.py).
 
 Prompts of equal length form a batch, so that no row is padded and every continuation is the same as without batching.
-A row that has ended is removed from the batch. A prompt is continued separately by generate.py if tokens are drawn at
+A row that has ended is removed from the batch. generate.py continues a prompt separately if tokens are drawn at
 random, or if the continuation may not fit into the context, which then slides.
 """
 

@@ -80,16 +80,8 @@ class PodSettings(Engine):
         place: NodePlace | None = None,
         head: bool = False,
     ) -> dict[str, Any]:
-        """Return a pod's template.
-
-        Args:
-            submission: The run.
-            name: The container's name.
-            shell: The container's program; None: the image's own.
-            restart_policy: The pod's; None: left out.
-            place: The node's place, for probes; None: no probes.
-            head: Whether the pod is Ray's head, which runs no ranks.
-        """
+        """Return a pod's template. `shell`: the container's program; None: the image's own. `place`: the node's place
+        in the job, for probes; None: no probes. `head`: whether the pod is Ray's head, which runs no ranks."""
         port = metrics_port(submission) if not head else None
         container = {
             "name": name,

@@ -15,9 +15,9 @@ from meshwright.config import Config
 class Tolerance:
     """Largest allowed relative errors.
 
-    `together`: Adam divides a gradient by its size. So an element with a gradient of pure rounding, such as a key's
-    bias with true gradient zero, moves by the whole learning rate in either direction. In half precision a bias with
-    initial value zero can then differ by a fifth between two correct programs.
+    `together`: Adam divides a gradient by its size. So an element with a gradient of pure rounding moves by the whole
+    learning rate in either direction; a key's bias, with true gradient zero, is an example. In half precision a bias
+    with initial value zero can then differ by a fifth between two correct programs.
 
     `states_early`: weights that differ by such a step flip the sign of some ReLU inputs and so change gradients. Later
     moments then do not show which program is correct.
@@ -25,15 +25,15 @@ class Tolerance:
 
     loss: float
     norm: float
-    """Of a step's gradient norm."""
+    """Error of a step's gradient norm."""
     gradient: float
-    """Of a parameter's gradient."""
+    """Error of a parameter's gradient."""
     weight: float
-    """Of a parameter's weight before the first step and after the last."""
+    """Error of a parameter's weight before the first step and after the last."""
     together: bool = False
     """Whether the last weights of all parameters are compared as one tensor, and so the states of a kind."""
     state: float = 0.0
-    """Of the optimizer's states; 0: as of a weight."""
+    """Error of the optimizer's states; 0: as for a weight."""
 
     @property
     def states_early(self) -> bool:
