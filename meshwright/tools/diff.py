@@ -1,4 +1,4 @@
-"""`meshwright diff RUN RUN`: the first step, parameter and box in which two runs differ, to the bit.
+"""`meshwright diff RUN RUN`: finds the first step, parameter and box with different bits in two runs.
 
 The runs' metrics.jsonl files are compared for the first step with another loss, norm or root. Then the checkpoints of
 equal steps that both runs still have are compared: every byte is read, checked against the recorded digest, and

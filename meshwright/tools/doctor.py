@@ -46,7 +46,7 @@ _DEVELOPERS = ("dev", "site")
 _MIN_SHARED_BYTES = 64 * 2**20
 """The default size of /dev/shm in a Docker container: too small for torch's and MPI's shared memory in a real run."""
 _MIN_OPEN_FILES = 1024
-"""A rank opens a socket or two for each other rank, and a descriptor for each file of its corpus and checkpoint."""
+"""A rank opens one or two sockets for each other rank, and a descriptor for each file of corpus and checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Diagnosis:
 
 
 def examine(working_folder: Path | None = None) -> Diagnosis:
-    """Examine this interpreter and machine. `working_folder`: where runs will be written (default: the current one)."""
+    """Examine this interpreter and machine. `working_folder`: the folder for runs (default: the current folder)."""
     libraries = []
     for name, package in required_libraries().items():
         version = _version(name)

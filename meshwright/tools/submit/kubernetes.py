@@ -1,9 +1,9 @@
 """A job for Kubernetes: one pod per node, and the run file in a ConfigMap.
 
-| kind       | API                           | a pod's node number   | a stopped run ends with, is started again by |
+| kind       | API                           | a pod's identity      | a stopped run ends with, is started again by |
 |------------|-------------------------------|-----------------------|----------------------------------------------|
 | jobset     | jobset.x-k8s.io/v1alpha2      | JOB_COMPLETION_INDEX  | 75: podFailurePolicy, failurePolicy          |
-| trainjob   | trainer.kubeflow.org/v1alpha1 | as of its JobSet      | the same as a JobSet                         |
+| trainjob   | trainer.kubeflow.org/v1alpha1 | as for a JobSet       | as for a JobSet                              |
 | rayjob     | ray.io/v1                     | a bundle of resources | 75: backoffLimit, on a new cluster           |
 | pytorchjob | kubeflow.org/v1, legacy       | RANK, MASTER_ADDR     | 138, "retryable": restartPolicy ExitCode     |
 """
