@@ -1,14 +1,14 @@
-"""A run checks its own memory: numbers stay finite, and replicas hold the same bits.
+"""Checks of a run's own memory: numbers stay finite, and replicas hold equal bits.
 
-Numbers: nothing is looked through while all is well. A step knows by the norm and the loss, a checkpoint looks before
-it is written. Every rank says in the same words which parameter is the first that is bad, and on which rank, since all
-ranks tell each other what they found.
+Numbers: a step is checked by the norm and the loss alone, so a good step reads no tensor again. All saved tensors are
+checked before a checkpoint is written. Ranks exchange their findings, so every rank reports the same first bad
+parameter, and its rank.
 
-Replicas: a bit that flips in one replica's memory makes no error and no NaN: the run goes on, wrong. But every other
-replica still has the right one. Each rank hashes its weights as its backward pass has read them; that is before the
-optimizer writes and before owners publish, so that a flip under ZeRO-1 or a parameter server is seen before it is
-overwritten. The hashes travel in the step report. Of three replicas and more the odd one out is named, of two both.
-Where nothing is held twice (one replica that is cut everywhere) there is nothing to compare.
+Replicas: a flipped bit in one replica's memory makes no error and no NaN, and the run continues with a wrong weight.
+The other replicas still hold the right bit. Each rank hashes its weights as read by the backward pass, before the
+optimizer writes and before owners publish. So a flip under ZeRO-1 or a parameter server is found before it is
+overwritten. The hashes are sent in the step report. Of three or more replicas the odd one is named, of two both. If no
+tensor is held twice (one replica, sharded everywhere), there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ CopyAxes = tuple[str, ...]
 
 
 def copy_sets(grid: Grid) -> list[CopyAxes]:
-    """Every set of axes along which ranks may hold the same; axes of one rank are left out."""
+    """List every set of axes along which ranks may hold equal values; axes of size 1 are left out."""
     names = [*(name for name, size in grid.axes if size > 1 and name != PIPE), *grid.stand_ins]
     return [some for count in range(1, len(names) + 1) for some in combinations(names, count)]
 
 
 def hashes_due(parts: Parts, step: int) -> Tensor:
-    """Hash the weights in the steps in which `check.every` compares them, counted from 0; else empty."""
+    """Hash the weights if `check.every` compares them after step `step`, counted from 0; else return an empty
+    tensor."""
     every = parts.config.check.every
     if not every or (step + 1) % every:
         return torch.empty(0, dtype=torch.int64, device=parts.mesh.device)
@@ -49,8 +50,8 @@ def hashes_due(parts: Parts, step: int) -> Tensor:
 
 
 def root_due(parts: Parts, step: int) -> Tensor:
-    """This rank's part of the root of the weights that the step has read, in the steps in which `check.root_every`
-    wants one, counted from 0; else empty."""
+    """Return this rank's part of the root of the weights read by the step, if `check.root_every` asks for a root after
+    step `step`, counted from 0; else an empty tensor."""
     every = parts.config.check.root_every
     if not every or (step + 1) % every:
         return torch.empty(0, dtype=torch.int64, device=parts.mesh.device)
@@ -61,7 +62,7 @@ def root_due(parts: Parts, step: int) -> Tensor:
 
 
 def saved(parts: Parts) -> Iterator[FlatWeights]:
-    """All that a checkpoint holds: weights, masters and moments."""
+    """Yield all tensors of a checkpoint: weights, master weights and moments."""
     yield from parts.strategy.weights
     for slot, states in parts.stored():
         for state in states:
@@ -75,15 +76,15 @@ def copy_hashes(parts: Parts, memory: Iterable[FlatWeights]) -> Tensor:
     hashes = dict.fromkeys(copy_sets(grid), zero)
     known = set[str]().union(*hashes)
     for flat in memory:
-        # The one of the sets that the axes are.
+        # The set that equals the tensor's axes.
         if axes := grid.ordered(known.intersection(flat.copy_axes)):
-            # A product of odd factors in between: two buckets that were exchanged give another number.
+            # The factor (odd) makes the hash depend on the order of buckets.
             hashes[axes] = hashes[axes] * FACTOR + hash_bits(flat.values).to(device)
     return torch.stack([*hashes.values(), zero])[:-1]
 
 
 def gathered_hashes(parts: Parts, memory: Iterable[FlatWeights]) -> list[list[int]]:
-    """Hash the memory as `copy_hashes` does; every rank's hashes, in rank order."""
+    """Hash the memory by `copy_hashes`; return every rank's hashes, in rank order."""
     hashes, world = copy_hashes(parts, memory), parts.mesh.world
     if not len(hashes):
         return [[] for _ in range(world.size)]
@@ -93,7 +94,8 @@ def gathered_hashes(parts: Parts, memory: Iterable[FlatWeights]) -> list[list[in
 
 @dataclass(frozen=True)
 class Difference:
-    """Ranks that should hold the same along `axes` and do not. `odd`: those that the majority is against, or all."""
+    """A group of ranks along `axes` with unequal replicas. `odd`: ranks that differ from the majority, or all ranks if
+    there is no majority."""
 
     axes: CopyAxes
     group: tuple[int, ...]
@@ -101,7 +103,7 @@ class Difference:
 
     @property
     def text(self) -> str:
-        """A sentence on who differs from whom."""
+        """Name the ranks that differ and the ranks that agree, in a sentence."""
         others = [rank for rank in self.group if rank not in self.odd]
         if not others:
             return (
@@ -112,14 +114,14 @@ class Difference:
 
 
 def differences(grid: Grid, hashes: Sequence[Sequence[int]]) -> list[Difference]:
-    """The groups in which somebody is odd, by every rank's hashes, in rank order."""
+    """List the groups with unequal hashes. `hashes`: every rank's, in rank order."""
     odd_groups = []
     for index, axes in enumerate(copy_sets(grid)):
         for group in grid.groups(*axes):
             values = Counter(hashes[rank][index] for rank in group)
             ((usual, count),) = values.most_common(1)
             if len(values) > 1:
-                # Without a majority nobody can tell who is wrong: of two replicas both are named.
+                # Without a majority the wrong rank is unknown: of two replicas both are named.
                 majority = 2 * count > len(group)
                 odd = tuple(rank for rank in group if not majority or hashes[rank][index] != usual)
                 odd_groups.append(Difference(axes, group, odd))
@@ -127,7 +129,7 @@ def differences(grid: Grid, hashes: Sequence[Sequence[int]]) -> list[Difference]
 
 
 def require_equal_replicas(parts: Parts, step: int, hashes: Sequence[Sequence[int]]) -> None:
-    """Raise CorruptionError where the hashes say that replicas differ. All ranks have the same hashes, and call it."""
+    """Raise CorruptionError if the hashes of replicas differ. Collective: all ranks call, with the same hashes."""
     odd_groups = differences(parts.mesh.grid, hashes)
     if not odd_groups:
         return
@@ -141,7 +143,7 @@ def require_equal_replicas(parts: Parts, step: int, hashes: Sequence[Sequence[in
 
 
 def _differing_parameters(parts: Parts, difference: Difference) -> str:
-    """The first parameter in which the group differs now, and how many there are; '' where none does."""
+    """Name the first parameter that differs in the group now, and count the others; '' if none differs."""
     mesh = parts.mesh
     names: set[str] = set()
     if mesh.rank in difference.group:
@@ -157,9 +159,9 @@ def _differing_parameters(parts: Parts, difference: Difference) -> str:
 
 
 def _first_named(parts: Parts, names: Collection[str]) -> list[list[int]]:
-    """Every rank tells the index, in the model's order, of the first parameter that it names, and how many it names.
+    """Gather each rank's index (in the model's order) of the first parameter in `names`, and the count of names.
 
-    A rank that names none tells the number of parameters. Sends 16 bytes.
+    A rank without names sends the number of parameters as its index. Sends 16 bytes.
     """
     order = [index for index, name in enumerate(parts.specs) if name in names]
     mine = torch.tensor([min(order, default=len(parts.specs)), len(order)])
@@ -168,14 +170,14 @@ def _first_named(parts: Parts, names: Collection[str]) -> list[list[int]]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """`rank 1`, `ranks 0, 2 and 3`."""
+    """Format ranks as `rank 1` or `ranks 0, 2 and 3`."""
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
 def require_finite_weights(parts: Parts, step: int) -> None:
-    """Raise DivergedError where a weight or a state of the optimizer is not finite, or too large to be squared."""
-    # What diverges passes the square root of float32's end before it is infinite: Adam squares it.
+    """Raise DivergedError if a weight or an optimizer state is not finite, or too large to be squared."""
+    # Diverging numbers pass the square root of float32's maximum before they are infinite, and Adam squares gradients.
     limit = math.sqrt(torch.finfo(torch.float32).max)
     if bad := first_bad(parts, saved(parts), limit):
         raise DivergedError(
@@ -184,13 +186,13 @@ def require_finite_weights(parts: Parts, step: int) -> None:
 
 
 def diagnosed(parts: Parts, everyones: Sequence[float], error: DivergedError) -> DivergedError:
-    """The error of a step whose gradient is not finite, with what is known of it. Called by all ranks."""
+    """Return the error of a step with an infinite or NaN gradient, with all findings. Collective: all ranks call."""
     slots = parts.strategy.slots
     gradients = [FlatWeights(slot.parameter.grad, slot.places, ()) for slot in slots if slot.parameter.grad is not None]
     findings = [str(error)]
     if bad := first_bad(parts, gradients):
         findings.append(f"the gradient of {bad} is not finite")
-    # Slots that stream were stepped as their gradients came, before the norm of all was known.
+    # Streamed slots were updated as soon as their gradients were reduced, before the whole norm was known.
     if parts.optimizer.streams:
         findings.append("the weights have taken the step already, and are not saved")
     else:
@@ -202,8 +204,8 @@ def diagnosed(parts: Parts, everyones: Sequence[float], error: DivergedError) ->
 
 
 def first_bad(parts: Parts, memory: Iterable[FlatWeights], limit: float = math.inf) -> str:
-    """The model's first parameter that reaches `limit` or is not a number on some rank, that rank, and how many such
-    parameters a rank found; empty without one."""
+    """Name the model's first parameter that reaches `limit` or is NaN on a rank, that rank, and the most such
+    parameters found by a rank; '' if there is none. Collective: all ranks call."""
     bad = {
         place.name
         for flat in memory
@@ -220,7 +222,7 @@ def first_bad(parts: Parts, memory: Iterable[FlatWeights], limit: float = math.i
 
 
 def _largest(x: Tensor) -> float:
-    """The largest magnitude; not a number where one is not."""
+    """Return the largest magnitude; NaN if an element is NaN."""
     if not x.numel():
         return 0.0
     low, high = torch.aminmax(x.detach())
@@ -228,6 +230,6 @@ def _largest(x: Tensor) -> float:
 
 
 def bad_losses(losses: Sequence[float]) -> str:
-    """`the loss is not finite on rank 1`; empty where all are finite."""
+    """Return `the loss is not finite on rank 1`, or '' if all losses are finite."""
     ranks = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
     return f"the loss is not finite on {_ranks(ranks)}" if ranks else ""

@@ -1,4 +1,4 @@
-"""A run's display: a progress bar on a terminal, a line now and then elsewhere."""
+"""A run's display: a progress bar on a terminal; on other outputs a line every SECONDS_BETWEEN_LINES or more."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ SECONDS_BETWEEN_STRAGGLERS = 300.0
 
 
 class RunDisplay:
-    """Steps and losses, shown while its `bar` is entered; only rank 0's speaks. `live`: a terminal gets one.
+    """A display of steps and losses, with a bar while `bar` is entered.
 
-    `level`: what is less important is not said (config/schema.py's Logging).
+    Args:
+        speaks: print at all; true on rank 0 only.
+        live: draw the bar if the output is a terminal.
+        level: the least important level that is printed (config/schema.py's Logging).
     """
 
     def __init__(self, first_step: int, steps: int, *, speaks: bool, live: bool, level: LogLevel = "info") -> None:
@@ -29,7 +32,7 @@ class RunDisplay:
         self.console = terminal.console(quiet=not speaks)
         self.steps = steps
         self._first_shown: tuple[int, float] | None = None
-        """The first step that was shown, and when: from there the time left is reckoned."""
+        """The first step shown, and the time of showing it; both are the base for the time left."""
         self._last_line = 0.0
         self._last_straggler = -SECONDS_BETWEEN_STRAGGLERS
         self._draws = live and self.console.is_terminal and level == "info"
@@ -44,7 +47,7 @@ class RunDisplay:
         self._task = self.bar.add_task("training", total=steps, completed=first_step, facts="")
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """Show a step that was made, by its metrics."""
+        """Show a finished step's metrics."""
         facts = f"loss {line['loss']:.4f}  gradient norm {line['grad_norm']:.3f}  rate {line['learning_rate']:.2e}"
         facts += f"  {line['peak_memory_bytes'] / 2**20:,.0f} MiB  {line['tokens_per_second']:,.0f} tokens/s"
         if line["mfu"] is not None:  # else the device's peak is unknown
@@ -67,20 +70,20 @@ class RunDisplay:
             self.say(f"step {line['step']}: {Straggler(**line['straggler'])}", level="warning")
 
     def _seconds_left(self, step: int) -> float | None:
-        """Seconds until the last step, at the pace since the first step shown, with what came between the steps (a
-        checkpoint, a validation). None for that step, which has no pace yet, and for the last."""
+        """Estimate the seconds until the last step by the pace since the first step shown, including work between the
+        steps (checkpoints, validation). None for the first step shown, which has no pace yet, and for the last."""
         now = time.monotonic()
         first, since = self._first_shown = self._first_shown or (step, now)
         return (now - since) / (step - first) * (self.steps - step) if first < step < self.steps else None
 
     def say(self, *lines: str, level: LogLevel = "info") -> None:
-        """Print lines of a level beside the bar."""
+        """Print lines of a level without disturbing the bar."""
         for line in lines if LEVELS.index(level) >= self._least else ():
             self.console.print(line, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:
-    """`0:41`, `2:05:00`: minutes and seconds, hours where there are some."""
+    """Format seconds as minutes and seconds (`0:41`), from one hour on with hours (`2:05:00`)."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,8 +1,9 @@
-"""A run's steps for who follows it: read from its metrics.jsonl, while it goes on or when it is over; or told, as they
-are made, to a function of the process that started it: `mw.train(config, out, each=f)`.
+"""Readers of a run's steps: from metrics.jsonl, during or after the run, or by a callback as steps are made.
 
-Rank 0 writes each step's metrics as a line to a named pipe, and a thread here reads them: it sleeps until one is there.
-What the function answers goes back as a file beside the pipe, at which rank 0 looks once a step.
+The callback belongs to the process that started the run: `mw.train(config, out, each=f)`. Rank 0 writes each step's
+metrics as a line to a named pipe. A thread of the starting process reads the lines, and sleeps until the next line.
+If the callback returns a true value, the thread creates a file next to the pipe; rank 0 checks for the file once a
+step.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from meshwright.ranks.foreign import parse_json, read_text
 from meshwright.ranks.launch.session import temporary_folder
 
 Each = Callable[[dict[str, Any]], object]
-"""Called with a step's numbers, as metrics.jsonl has them; a true answer ends the run a step or two later, with
-a checkpoint."""
+"""Callback that gets a step's numbers, by their names in metrics.jsonl. A true result ends the run a step or two
+later, with a checkpoint."""
 
 METRICS = "metrics.jsonl"
 
 _NOT_FINITE = {str(value): value for value in (math.inf, -math.inf, math.nan)}
-"""JSON has no word for them, so that a text stands in the file."""
+"""Numbers without a JSON literal, by the text that files contain instead."""
 
 _PIPE, _STOP = "steps", "stop"
 _END = "end\n"
-"""The line behind the last step."""
+"""The line after the last step."""
 
 
 @contextmanager
 def followed(each: Each | None) -> Iterator[Path | None]:
-    """The folder in which rank 0 tells its steps while the context is entered; None where nobody asks.
+    """Yield the folder of the named pipe that gets rank 0's steps; None without a callback.
 
-    `each` is called in a thread, one step after another; one that is slower than the steps holds the run up. What it
-    raises ends the run like a true answer, and is raised at the end.
+    A thread calls `each` for one step after another; a callback slower than the steps delays the run. An exception from
+    `each` ends the run like a true result, and is raised at the end.
     """
     if each is None:
         yield None
@@ -49,7 +50,7 @@ def followed(each: Each | None) -> Iterator[Path | None]:
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder())
         os.mkfifo(folder / _PIPE)
-        # Open for both, so that there is a writer before rank 0 comes, and when it is started again.
+        # Open for reading and writing: the pipe has a writer before rank 0 opens it, and while rank 0 restarts.
         descriptor = os.open(folder / _PIPE, os.O_RDWR)
         reader = threading.Thread(target=_read, args=(folder, each, raised), name="each", daemon=True)
         reader.start()
@@ -67,28 +68,28 @@ def _read(folder: Path, each: Each, raised: list[BaseException]) -> None:
     with (folder / _PIPE).open(encoding="utf-8") as lines:
         for line in iter(lines.readline, _END):
             if raised:
-                continue  # until the run is over: rank 0 must not wait for a reader
+                continue  # read until the run is over: rank 0 must not wait for a reader
             try:
                 numbers = json.loads(line)
-            except ValueError:  # what stands between two lines, or half of one: rank 0 was killed, and tells it again
+            except ValueError:  # an empty line, or half of one: a killed rank 0 writes the step again
                 continue
             try:
                 if each(numbers):
                     (folder / _STOP).touch()
-            except BaseException as error:  # the caller's own: it is the caller who hears of it
+            except BaseException as error:  # from the caller's function: raised to the caller by `followed`
                 raised.append(error)
                 (folder / _STOP).touch()
 
 
 @dataclass(frozen=True)
 class StepTeller:
-    """Rank 0's end. Without a folder nobody is told, and nobody asks to stop."""
+    """Rank 0's end of the pipe. Without a folder nothing is written, and no stop is asked for."""
 
     folder: Path | None
 
     def tell(self, line: Mapping[str, Any]) -> bool:
-        """Write a step's metrics, as a run that is read later would be; returns whether the reader asks to stop. Waits
-        while the reader is behind."""
+        """Write a step's metrics as a line of JSON; return whether the callback asks to stop. Blocks while the pipe is
+        full."""
         if self.folder is None:
             return False
         with (self.folder / _PIPE).open("w", encoding="utf-8") as pipe:
@@ -97,7 +98,7 @@ class StepTeller:
 
 
 def named_as_now(line: dict[str, Any]) -> dict[str, Any]:
-    """A step's numbers with today's names: earlier files call the passes `pipeline`, and what is not known a text."""
+    """Convert a step's numbers to current names: earlier files have `pipeline` for `passes`, "unknown" for None."""
     known = {key: None if value == "unknown" else value for key, value in line.items()}
     if isinstance(shares := known.get("utilisation"), list):
         known["utilisation"] = [None if share == "unknown" else share for share in shares]
@@ -107,10 +108,12 @@ def named_as_now(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_history(metrics_file: Path) -> list[dict[str, Any]]:
-    """The numbers of each step, in order. A step that is there twice (the run was resumed) counts as written last; a
-    last line that is being written is left out.
+    """Read the numbers of each step, in order of steps.
 
-    Raises DataError where the file cannot be read, or a line of it is no step with a loss.
+    If a resumed run wrote a step twice, the later line counts. An incomplete last line is skipped.
+
+    Raises:
+        DataError: the file cannot be read, or a line is not a step with a loss.
     """
     try:
         lines = read_text(metrics_file).splitlines(keepends=True)
@@ -124,6 +127,6 @@ def read_history(metrics_file: Path) -> list[dict[str, Any]]:
             steps[int(record["step"])] = record | {"loss": float(record["loss"])}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if number == len(lines) and not line.endswith("\n"):
-                break  # it is being written, or its writer was killed in the middle of it
+                break  # still being written, or cut off when the writer was killed
             raise DataError(f"{metrics_file}, line {number} is not a step with a loss: {line.strip()[:80]}") from error
     return [steps[step] for step in sorted(steps)]

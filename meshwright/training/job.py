@@ -1,7 +1,7 @@
-"""`meshwright train`: what the launcher does before its ranks start. What they do: worker.py.
+"""`meshwright train`: the launcher's work before the ranks start. The ranks' work is in worker.py.
 
-Nothing here imports torch, but for a run that goes on, stages whose layers or limit are `auto`, or a strategy of
-another package, whose sums are checked first. The ranks' own imports begin before all that (`prepare`).
+Nothing here imports torch, with three exceptions: a resumed run, stages with `auto` layers or limit, and the check of
+sums for a strategy of another package. The ranks' own imports begin before these (`prepare`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def train(
     progress: Any = silent,
     each: Each | None = None,
 ) -> None:
-    """Run a whole job into `out`, with a trace of the steps `trace`. `each`: is told every step (follow.py).
+    """Run a whole job into `out`, with a trace of the steps `trace`. `each`: called with every step (follow.py).
 
-    `resume`: go on from the newest checkpoint there, or from that of the step `resume_from`; `accept_changes`: also
-    where the config differs in what a run must keep. Raises ConfigError, DataError, CheckpointError, LaunchError,
-    Interrupted.
+    `resume`: continue from the newest checkpoint in `out`, or from the checkpoint of step `resume_from`.
+    `accept_changes`: continue even if the config differs in fields that a run must keep. Raises ConfigError, DataError,
+    CheckpointError, LaunchError, Interrupted.
     """
     out = out.absolute()
     machine = this_machine()
@@ -58,12 +58,12 @@ def train(
     if config.restarts.shrink and machine.joined and machine.world_size < config.layout.world_size:
         # torchrun --nnodes=1:N starts the nodes that are left; a number of ranks that does not fit is refused below.
         config = with_fewer_replicas(config, machine.world_size) or config
-    resolved = resolve_process(config, machine)  # what cannot run here is said before anything is written
+    resolved = resolve_process(config, machine)  # refuses an impossible run before anything is written
     prepare(TRAIN_WORKER, resolved.config.ranks())
     with ExitStack() as stack:
         notes = stack.enter_context(folder.locked(out)) if read_environment().rank == 0 else []
         before = config
-        if not machine.joined:  # else it is known when the ranks have met whether this is a restart (worker.py)
+        if not machine.joined:  # else the ranks find out whether this is a restart (worker.py)
             if resume:
                 from meshwright.training.resume import decided_before, go_on
 
@@ -91,10 +91,10 @@ def train(
 
 
 def notes_of_sums(config: Config) -> list[str]:
-    """Follow the sums of a run that has a strategy of another package, or asks for it; a note. Raises SumError."""
+    """Check sums if a strategy is of another package or `check.sums` is always; return notes. Raises SumError."""
     if config.check.sums == "never" or not (config.check.sums == "always" or brought(config)):
         return []
-    from meshwright.training.typed.check import checked  # torch, which this process has no other use for
+    from meshwright.training.typed.check import checked  # imports torch, otherwise unused in this process
 
     return checked(config)
 
@@ -102,7 +102,7 @@ def notes_of_sums(config: Config) -> list[str]:
 def _with_fewer(
     config: Config, machine: Machine, arguments: Mapping[str, Any], most: int
 ) -> tuple[Ranks, dict[str, Any]] | None:
-    """The ranks, at most so many, and the arguments with which a job that lost one goes on; None: with as many."""
+    """Return at most `most` ranks and the arguments for a job that lost a rank; None: restart with the same number."""
     smaller = with_fewer_replicas(config, most) if config.restarts.shrink else None
     if smaller is None:
         return None

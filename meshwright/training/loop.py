@@ -1,9 +1,9 @@
 """The training loop: one step after another until the last, a stop request, or an error.
 
-A step is step.py's. Beside it the next batch is loaded, and ranks tell each other of this step, or on a GPU of the step
-before, whose numbers are there (record.py): what comes between two steps (validation, a checkpoint) flushes first.
+step.py computes a step. During a step the loop loads the next batch, and ranks exchange reports: of this step on a CPU,
+of the previous step on a GPU (record.py). Validation and checkpoints, between two steps, therefore flush first.
 
-`validate` measures the held-out split: the mean loss, and how often the likeliest answer is right.
+`validate` measures the held-out split: the mean loss, and the share of likeliest answers that are right.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from meshwright.training.step import ReplicaBatch, begin_step, publish, replica_
 from meshwright.training.step_report import Lap, RankClock, StepReports, StragglerWatch, all_metrics
 
 StepLine = dict[str, object]
-"""The metrics of a step, as metrics.jsonl has them."""
+"""The metrics of a step, by their names in metrics.jsonl."""
 
 
 @torch.no_grad()
 def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, float]:
     """Measure the loss over the first `num_batches` global batches of a split, and the accuracy of the first label.
 
-    The loss of a model of several is the sum of their means.
+    If the model has several losses, the sum of their means is returned.
     """
     config, mesh, model, names = parts.config, parts.mesh, parts.model, parts.model.labels
     model.eval()
@@ -58,15 +58,15 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
                 right = model.num_correct(rows, portion)
             if parts.portions is not None:
                 losses = [rounded_loss(loss, SUMMED_LOSS) for loss in losses]
-            if model.chunk.last:  # other stages have a part of the head at most, and the same numbers of it
-                valid = [(portion[name] != IGNORED).sum() for name in names]  # added on the device, and not waited for
+            if model.chunk.last:  # other stages have at most a part of the head, and the same numbers
+                valid = [(portion[name] != IGNORED).sum() for name in names]  # added on the device, without a wait
                 sums.add_(torch.stack([torch.stack(numbers).double() for numbers in (losses, valid, right)]))
 
     with parts.strategy.whole_weights():
         for index in range(num_batches):
             rows = held_out.held_out(index * config.batch.global_ + mine, config.replica_batch)
             parts.pipeline.evaluate(parts.microbatches(to_device(rows, mesh.device)), add)
-    # Sums and counts travel, and are divided once: a mean of ranks' means would weigh unequal counts alike.
+    # Sums and counts are reduced, then divided once: a mean of ranks' means would weigh unequal counts equally.
     mesh.comm(*config.layout.batch_axes, PIPE).all_reduce(sums)
     losses, counts, right = sums
     loss, accuracy = torch.stack(((losses / counts).sum(), right[0] / counts[0])).cpu().tolist()
@@ -74,12 +74,13 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
 
 
 class Trainer:
-    """Steps of a rank's parts on a stream of batches. `step` counts steps begun."""
+    """A rank's steps over a stream of batches. `step`: number of steps begun."""
 
     def __init__(
         self, parts: Parts, train: Samples, *, step: int = 0, samples: int = 0, late: bool | None = None
     ) -> None:
-        """`samples`: the data cursor. `late`: a step's numbers are read in the step after; by default on GPUs."""
+        """Load the first batch, at the data cursor `samples`. `late`: read a step's numbers in the next step (default:
+        on GPUs)."""
         self.parts = parts
         self.train = train
         self.step = step
@@ -88,31 +89,30 @@ class Trainer:
         self._last: StepRecord | None = None
         """The step begun last."""
         self._unread: StepRecord | None = None
-        """The step whose numbers have not been read."""
+        """The step with unread numbers."""
         self._table = all_metrics()
         self._clock = RankClock(mesh.device, mesh.recorder)
         self._stragglers = StragglerWatch(mesh.grid)
         self._sent: dict[str, int] = {}
         self._work = work_of(parts.config, mesh.device)
         self._read_seconds = 0.0
-        """When the last line's numbers were there."""
+        """Time of reading the last line's numbers."""
         self._before: Moment | None = None
-        """On a GPU the end of the step before; None where something else than a step has come in between."""
+        """End of the previous step on a GPU; None after `flush`, since other work may follow that step."""
         first = self._load(samples)
         counts = torch.tensor(first.counts, dtype=torch.float64)
         mesh.comm(*parts.config.layout.data.token_axes).all_reduce(counts)
         self.batch = replace(first, counts=[int(count) for count in counts])
-        """The next step's; its `samples` are the data cursor: how many the run has trained on."""
+        """The next step's batch; `batch.samples` is the data cursor: the number of samples that the run trained on."""
 
     def turn(self, stop: StopRequest | None, observe: Callable[[], None] | None = None) -> tuple[list[StepLine], bool]:
-        """Make one step; returns the metrics that are there (all of them on rank 0), a step's each, and whether some
-        rank has asked to stop.
+        """Make one step; return the known steps' metrics (complete on rank 0), and whether any rank asks to stop.
 
-        On a CPU they are this step's; on a GPU those of the step before, and `flush` has this one's. `observe` is
-        called when the slots hold the whole gradient, before it is clipped and applied.
+        On a CPU the metrics are this step's. On a GPU they are the previous step's, and `flush` returns this step's.
+        `observe` is called when the slots hold the whole gradient, before clipping and the update.
         """
         mesh, batch, late, unread = self.parts.mesh, self.batch, self._late, self._unread
-        # Late: what travels in this step is the step before, whose numbers the device has written by now.
+        # Late: this step sends the report of the previous step, since the device has written that step's numbers.
         following, told = batch, unread
 
         def beside(record: StepRecord) -> Callable[[], None]:
@@ -120,12 +120,12 @@ class Trainer:
             following = self._load(batch.samples + self.parts.config.batch.global_)
             before, self._sent = self._sent, mesh.ledger.sent_bytes()
             sent = tuple(self._sent.get(axes, 0) - before.get(axes, 0) for axes in mesh.grid.axis_sets)
-            record.lap = Lap(*self._clock.lap(), sent)  # since the last step's
+            record.lap = Lap(*self._clock.lap(), sent)  # since the last step's lap
             record.again = partial(self._again, batch.counts, batch.samples) if late else None
             record.measured = {
                 name: metric.measure(record) for name, metric in self._table.items() if callable(metric.measure)
             }
-            told = told or record  # what the host knows without a wait
+            told = told or record  # the step that the host knows without a wait
             told.tell(self._table, following.counts, stop is not None and stop.requested)
             return told.settle
 
@@ -134,7 +134,7 @@ class Trainer:
         assert told is not None
         assert told.reports is not None
         self._unread = record if late else None
-        counts = told.reports["next_counts"]  # of each label's valid elements: those of all replicas make a batch's
+        counts = told.reports["next_counts"]  # of each label's valid elements: all replicas' sum is a batch's
         replicas = (counts[rank] for rank in mesh.grid.group(mesh.rank, *DATA_AXES))
         self.batch = replace(following, counts=[sum(column) for column in zip(*replicas, strict=True)])
         self.step += 1
@@ -144,7 +144,7 @@ class Trainer:
         return [] if done is None else [self._line(done, told.reports)], bool(told.reports.reduced("stop"))
 
     def flush(self) -> list[StepLine]:
-        """The line of a step whose numbers have not been read: waits for the device. Called by all ranks together."""
+        """Wait for the device, and return the line of the step with unread numbers. Collective over the world."""
         record, self._unread = self._unread, None
         if record is None:
             return []
@@ -155,13 +155,13 @@ class Trainer:
         return [line]
 
     def _again(self, counts: list[int], samples: int) -> None:
-        """Compute the gradients of a step again, which was skipped: they were cleared, or are the next step's."""
+        """Recompute a skipped step's gradients for diagnosis; the originals were cleared or are the next step's."""
         publish(self.parts)
         replica_backward(self.parts, self._load(samples).rows, counts, samples)
         self.parts.strategy.finish()
 
     def require_good_state(self) -> None:
-        """Raise DivergedError or CorruptionError unless what a checkpoint holds is finite and alike on replicas."""
+        """Raise DivergedError unless a checkpoint's tensors are finite, CorruptionError unless replicas are equal."""
         parts, config = self.parts, self.parts.config
         if self.step == config.steps and parts.optimizer.steps_taken == 0:
             raise DivergedError(f"step {self.step}: every step overflowed and was skipped; {REMEDY}")
@@ -171,12 +171,12 @@ class Trainer:
 
     @property
     def spans(self) -> list[Span]:
-        """This rank's last step: when it did each task, and the phases after them."""
+        """Return the times of this rank's tasks in the last step, and of the phases after the tasks."""
         assert self._last is not None, "no step was made"
         return [*self.parts.pipeline.spans, *self._last.phases.spans(self.parts.mesh.index(PIPE))]
 
     def _load(self, samples: int) -> ReplicaBatch:
-        """This replica's rows of the batch that begins at a sample, with the counts of their own labels alone."""
+        """Load this replica's rows of the batch that begins at a sample, with the counts of these rows' labels only."""
         self.parts.mesh.recorder.enter("data")
         rows = self.parts.strategy.share(
             lambda first, count: self.train.samples(samples + first, count), self.parts.config.replica_batch
@@ -184,7 +184,7 @@ class Trainer:
         return ReplicaBatch(to_device(rows, self.parts.mesh.device), counts_of(rows, self.parts.model.labels), samples)
 
     def _line(self, record: StepRecord, reports: StepReports) -> StepLine:
-        """The metrics of a step that was concluded, of all ranks' reports of it."""
+        """Return the metrics of a concluded step, from all ranks' reports."""
         result, mesh = record.conclude(), self.parts.mesh
         line: StepLine = {
             "step": record.number + 1, "loss": reports.reduced("loss"), "learning_rate": result.learning_rate,
@@ -192,7 +192,7 @@ class Trainer:
             "phase_seconds": record.phases.seconds(),
         }  # fmt: skip
         if record.late:
-            # Not by when the host reads: it waits for two steps at once where a line is flushed.
+            # Device times: the host's do not separate steps, since a flush waits for two steps at once.
             step_seconds = record.phases.seconds_since(self._before)
             self._before = record.phases.ended
         else:

@@ -1,12 +1,12 @@
-"""A record of a step that was begun: facts that are known, and those that its device has yet to tell.
+"""A record of a step that was begun: facts known to the host, and numbers that the device has yet to compute.
 
-A GPU does a step while its host gives it the next one. What only the device knows of a step (loss, norm, hashes of
-replicas, when it did what) is copied behind the step to pinned memory, and read in the step after: the host waits for
-the device once a step, when that has the next step's passes to do already. On a CPU a step is done when the call
-returns, and its numbers are read at once.
+A GPU computes a step while the host launches the next. The device's numbers of a step (loss, norm, hashes of replicas,
+times) are copied to pinned memory after the step, and read in the next step. So the host waits for the device once a
+step, when the device already has the next step's passes to compute. On a CPU a step is done when the call returns, and
+the numbers are read at once.
 
-Either way a step's numbers are settled before the next step writes: all ranks have told each other of it (`tell`), and
-`settle` has held against each other what they told.
+In both cases a step is settled before the next step writes weights: all ranks have sent each other their numbers
+(`tell`), and `settle` has compared these numbers.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from meshwright.training.step_report import Lap, StepReports
 
 @dataclass
 class StepRecord:
-    """A step of a rank. `number`: from 0. `late`: the device's numbers are read in the step after.
+    """A rank's record of a step. `number`: from 0. `late`: the device's numbers are read in the next step.
 
-    `loss`: this rank's share, a float64 scalar on the device. `measured`: what this rank tells of the step, by the
-    names of metric.py's table; tensors lie on the device until `fetch`. `reports`: what all ranks have told.
-    `again`: computes the gradients of a late step once more, which were cleared, or are the next step's by then.
+    `loss`: this rank's share, a float64 scalar on the device. `measured`: this rank's numbers, by the names in
+    step_report.py's table; tensors are on the device until `fetch`. `reports`: all ranks' numbers.
+    `again`: recomputes a late step's gradients, since the originals were cleared or are the next step's.
     """
 
     parts: Parts
@@ -60,7 +60,7 @@ class StepRecord:
     _copied: torch.cuda.Event | None = None
 
     def fetch(self) -> None:
-        """Let the device copy its numbers to the host when it has done the step. Waits for nothing."""
+        """Start copies of the device's numbers to the host, done after the step. Does not wait."""
         assert self.pending is not None, "the optimizer comes before its norm"
         tensors = {name: value for name, value in self.measured.items() if isinstance(value, Tensor)}
         self.measured |= {name: value.to("cpu", non_blocking=True) for name, value in tensors.items()}
@@ -69,8 +69,8 @@ class StepRecord:
             self._copied = torch.cuda.current_stream(self.phases.device).record_event()
 
     def tell(self, table: Mapping[str, Metric], next_counts: list[int], stop: bool) -> StepReports:
-        """Begin to tell all ranks of this step, and what is next as well. Waits for the device to have done the step,
-        not for what it was given behind it; of a late step that is under way no number is known yet, and none told."""
+        """Start to send this step's numbers, `next_counts` and `stop` to all ranks. Waits until the device has done the
+        step, not for later work. For a late step still in progress no measured numbers are known or sent."""
         told: dict[str, Any] = {"stop": stop, "next_counts": next_counts}
         if self.pending is not None or not self.late:
             if self._copied is not None:
@@ -82,25 +82,25 @@ class StepRecord:
         return self.reports
 
     def settle(self) -> None:
-        """Wait for all ranks' reports of this step, and raise where these say that replicas differ (CorruptionError)
-        or, of a step that the optimizer has begun, that its numbers are bad (DivergedError).
+        """Wait for all ranks' reports of this step. Raises CorruptionError if replicas differ, DivergedError if the
+        optimizer has begun the step and the step's numbers are bad.
 
-        So a step of weights that are wrong is not taken (but for slots that stream, and on a GPU), and the first that
-        differs can still be named: later all do.
+        So wrong weights are found before the update (except for streamed slots, and on a GPU), when the first
+        parameter that differs can still be named: later all parameters differ.
         """
         reports = self.reports
         if reports is not None and "hashes" in reports.places and (self.late or self.pending is None):
             hashes = reports["hashes"]
-            if hashes[0]:  # else it is not their turn
+            if hashes[0]:  # empty if no comparison is due
                 require_equal_replicas(self.parts, self.number + 1, hashes)
         if self.pending is not None and self.conclude().applied and reports is not None:
-            losses = bad_losses(reports["loss"])  # one may be no number although the gradient's norm is one
+            losses = bad_losses(reports["loss"])  # may be NaN although the gradient's norm is finite
             if losses:
                 raise DivergedError(f"step {self.number + 1}: {losses}, although the gradient is finite; {REMEDY}")
 
     def conclude(self) -> StepResult:
-        """The step's result, for which its norm is waited. Raises where the norm is bad and no smaller loss scale can
-        help: CorruptionError where a flipped bit in a replica is the cause, else DivergedError with all that is known.
+        """Wait for the gradient's norm, and return the step's result. If the norm is bad and no smaller loss scale can
+        help, raises CorruptionError for a flipped bit in a replica, else DivergedError with all known findings.
         """
         if self.result is not None:
             return self.result
@@ -116,15 +116,15 @@ class StepRecord:
             failure = error
         if failure and self.again and not parts.optimizer.streams:
             self.again()
-        # A flipped bit may be why a gradient is not finite. Before a step writes its reports have compared the
-        # weights, if it was their turn; a late step's weights have been written since. Streamed ones have, too.
+        # A flipped bit may have made the gradient infinite or NaN. The reports have compared the weights before the
+        # update if hashes were due, but a late step's weights have been written since, and streamed weights too.
         compared = self.reports is not None and len(self.measured["hashes"]) and not self.late
         if parts.config.check.every and not compared and not parts.optimizer.streams:
             require_equal_replicas(parts, self.number + 1, gathered_hashes(parts, parts.strategy.weights))
         if failure:
             losses = all_rows(self.loss.cpu(), parts.mesh.world).tolist()
             raise diagnosed(parts, losses, failure) from failure
-        if bad := first_bad(parts, parts.strategy.weights):  # which no smaller loss scale can mend
+        if bad := first_bad(parts, parts.strategy.weights):  # a smaller loss scale cannot repair weights
             raise DivergedError(
                 f"step {self.number + 1}: the step overflowed: the weights of {bad} are not finite; {REMEDY}"
             )

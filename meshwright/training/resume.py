@@ -1,4 +1,4 @@
-"""Going on with a run: from its own newest checkpoint, or an older one, with what it had decided then."""
+"""Resuming a run from its newest checkpoint, or an older one, with the values that the run had decided then."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.training.decisions import as_before
 from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY, begin, identity_of, write_identity, write_whole
 
 _DECISIVE = ("seed", "model.", "data.", "batch.global")
-"""A resumed run shares these fields with the run that it goes on with, unless --accept-changes."""
+"""Fields that must not change in a resumed run, unless --accept-changes is given."""
 _FREE = ("model.dropout", "model.frozen")
 _OF_THE_SOURCE = (
     "data.source",
@@ -32,14 +32,21 @@ _OF_THE_SOURCE = (
     "data.begin",
     "data.end",
 )
-"""They say where tokens come from: free where the prepared tokens are the same ones."""
+"""Fields of the tokens' source: free to change if the prepared tokens are equal."""
 
 
 def go_on(out: Path, config: Config, data: str, step: int | None, *, accept_changes: bool) -> list[str]:
-    """Make the folder ready for a run that goes on, from the newest checkpoint or that of `step`; what is to be said.
+    """Prepare the folder for a resumed run, from the newest checkpoint or the checkpoint of `step`.
 
-    `data`: the fingerprint of the prepared data. Raises ConfigError where the config differs in what a run must keep;
-    CheckpointError where the checkpoint is damaged or another run's.
+    Args:
+        data: the fingerprint of the prepared data.
+
+    Returns:
+        Notes to print.
+
+    Raises:
+        ConfigError: the config differs in fields that a run must keep.
+        CheckpointError: the checkpoint is damaged or another run's.
     """
     folder = out / CHECKPOINTS
     known = [str(step) for step, _ in steps_in(folder)]
@@ -53,16 +60,16 @@ def go_on(out: Path, config: Config, data: str, step: int | None, *, accept_chan
     notes = _differences(checkpoint, config, data, accept_changes=accept_changes)
     for newer, later in steps_in(folder):
         if newer > checkpoint.manifest.progress.step:
-            # Renamed and not removed: a restart of this run must not meet it, and a person may still want it.
+            # Renamed, so that a restart does not resume from this checkpoint. Not removed: a person may still want it.
             aside = later.with_name(f"set-aside-{later.name}")
             later.rename(aside)
             notes.append(f"{later.name} is set aside as {aside}")
     write_identity(out, run, config.steps)
-    # A config.yaml that says something else is kept under the step until which it held.
+    # A config.yaml with other content is kept under the last step of that config.
     path, text, until = out / CONFIG, run_text(config), checkpoint.manifest.progress.step
     kept = out / f"config-{until}.yaml"
     said = read_text(path) if path.is_file() else text
-    # Comments say nothing of the run: where its schema lies, another installation says otherwise.
+    # Comments are ignored: one holds the schema's path, which differs between installations.
     old, new = ([line for line in each.splitlines() if not line.startswith("#")] for each in (said, text))
     if old != new and not kept.exists():
         path.rename(kept)
@@ -72,14 +79,14 @@ def go_on(out: Path, config: Config, data: str, step: int | None, *, accept_chan
 
 
 def checkpoint_of_run(out: Path) -> tuple[str, int | None]:
-    """The run's identity, and the step that it goes on from; a new run's is 0 where it starts from weights. Raises as
-    `go_on`."""
+    """Return the run's identity and the step to resume from; 0 for a new run that starts from weights, None for other
+    new runs. Raises as `go_on`."""
     run, checkpoint = _newest(out, None)
     return run, None if checkpoint is None else checkpoint.manifest.progress.step
 
 
 def decided_before(config: Config, out: Path) -> Config:
-    """The config with what the run had decided when it wrote the checkpoint that it goes on from, if there is one."""
+    """Return the config with the decided values of the checkpoint to resume from; unchanged without a checkpoint."""
     checkpoint = _newest(out, None)[1]
     if checkpoint is None:
         return config
@@ -88,7 +95,7 @@ def decided_before(config: Config, out: Path) -> Config:
 
 
 def with_offer(error: DamagedError, folder: Path, step: int) -> DamagedError:
-    """The error, with the newest checkpoint that the run could go on from instead."""
+    """Add the newest undamaged checkpoint before `step` to an error's text."""
     older = newest_whole(folder, before=step)
     offer = "no older one is whole: begin a new run in another folder"
     if older is not None:
@@ -99,10 +106,10 @@ def with_offer(error: DamagedError, folder: Path, step: int) -> DamagedError:
 
 
 def _newest(out: Path, step: int | None) -> tuple[str, Checkpoint | None]:
-    """The run's identity, and its newest checkpoint or that of `step`.
+    """Return the run's identity, and the newest checkpoint or the checkpoint of `step`.
 
-    A folder without an identity takes its newest checkpoint's. One that names no run, an import or one of version
-    0.1.0, is anybody's.
+    A folder without an identity takes the checkpoint's. A checkpoint that names no run (an import, or version 0.1.0)
+    is accepted in any folder.
     """
     folder = out / CHECKPOINTS
     path = newest_step(folder) if step is None else folder / f"step-{step}"
@@ -126,11 +133,11 @@ def _newest(out: Path, step: int | None) -> tuple[str, Checkpoint | None]:
 
 
 def _differences(checkpoint: Checkpoint, config: Config, data: str, *, accept_changes: bool) -> list[str]:
-    """Lines on the fields that differ between a checkpoint and the run. Raises ConfigError for one that may not."""
+    """Describe fields that differ between a checkpoint and the run. Raises ConfigError for a field that must not."""
     folder, origin, progress = checkpoint.folder, checkpoint.manifest.origin, checkpoint.manifest.progress
     before, wanted = (leaves_of(each.model_dump(mode="json", by_alias=True)) for each in (checkpoint.config, config))
     changed = [key for key in wanted | before if before.get(key) != wanted.get(key)]
-    if not origin.run and progress.samples == 0:  # an import says what the model is, and nothing else
+    if not origin.run and progress.samples == 0:  # an import fixes the model only
         changed = [key for key in changed if key.startswith("model.")]
     # By the fingerprint of tokens: a moved folder passes, an edited text does not.
     same_data = origin.data == data

@@ -1,7 +1,7 @@
-"""`meshwright train --status OUT`: where each rank of a run is, from the records that it leaves while it lives.
+"""`meshwright train --status OUT`: the step and phase of each rank, from records that live ranks write to the folder.
 
-Whether a run lives is seen by whether its records are renewed: that needs no process to ask, and works from any host
-that sees the run's folder, whatever its clock says.
+A run is alive if its records are renewed. This test asks no process, does not depend on clocks, and works on any host
+with access to the run's folder.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from meshwright.ranks.hang import Record, explain_hang, read_records
 from meshwright.training.folder import steps_of
 
 STATUS = "status"
-"""The folder in a run's in which its ranks leave where they are."""
+"""Subfolder of a run's folder with the ranks' records."""
 
 LOOK_SECONDS = 0.2
 PATIENCE_SECONDS = 4.0
-"""A rank that lives leaves several records in this time."""
+"""A live rank writes several records in this time."""
 
 LONG_SECONDS = 5.0
-"""A wait of which somebody who asks for the status wants to know the cause."""
+"""The cause of a longer wait is shown."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """`renewed`: the ranks that have left a new record while we looked. `waits`: who keeps whom waiting, if anybody."""
+    """The state of a run. `renewed`: ranks with a new record during the look. `waits`: who waits for whom, if known."""
 
     state: Literal["alive", "hung", "ended", "dead", "none"]
     out: Path
@@ -41,7 +41,7 @@ class RunStatus:
     renewed: frozenset[int]
     waits: str | None
     steps: int | None = None
-    """The run's number of steps; None where its folder does not say it."""
+    """The run's number of steps; None if not in the run's folder."""
 
     @property
     def summary(self) -> str:
@@ -59,7 +59,7 @@ class RunStatus:
 
 
 def status_of(out: Path) -> RunStatus:
-    """Look at a run's records for as long as it takes to see whether it lives: some seconds at most."""
+    """Read a run's records until all running ranks have renewed theirs, at most PATIENCE_SECONDS."""
     before = {record.rank: record for record in read_records(out / STATUS)}
     end = time.monotonic() + PATIENCE_SECONDS
     while True:
@@ -76,7 +76,7 @@ def status_of(out: Path) -> RunStatus:
     waiting = [wait.seconds for record in records if record.rank in renewed for wait in record.where.waiting[:1]]
     waits = None
     if not renewed or max(waiting, default=0.0) >= LONG_SECONDS:
-        # The message that the ranks would leave if they gave up now.
+        # The message of ranks that would give up now.
         as_hung = [replace(record, state="hung") if record.rank in renewed else record for record in records]
         waits = explain_hang(as_hung)
     return RunStatus(_state(records, renewed), out, tuple(records), frozenset(renewed), waits, steps_of(out))
@@ -99,7 +99,7 @@ def as_dict(status: RunStatus) -> dict[str, Any]:
 
 
 def render(status: RunStatus) -> None:
-    """The table of ranks, and what there is to say."""
+    """Print the summary, the table of ranks, and the cause of waits."""
     console = terminal.console()
     console.print(status.summary, soft_wrap=True)
     if status.records:
@@ -107,7 +107,7 @@ def render(status: RunStatus) -> None:
         for record in status.records:
             where = record.where
             wait = where.waiting[0] if where.waiting else None
-            # On its own host a record's age is counted by the clock that never jumps.
+            # On the record's own host the age is measured with the monotonic clock.
             here = record.host == socket.gethostname()
             age = time.monotonic() - record.seconds if here else time.time() - record.time
             table.add_row(

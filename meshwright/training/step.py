@@ -3,7 +3,7 @@
     for batch in batches:
         result = train_step(parts, batch)  # on every rank, with the same global batch
 
-The training loop (loop.py) takes the same step, `begin_step`, and loads, reports and checks beside it.
+The training loop (loop.py) calls `begin_step` too, and loads the next batch, reports and checks during the step.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PASSES, PhaseCl
 from meshwright.training.record import StepRecord
 
 Beside = Callable[[StepRecord], Callable[[], object]]
-"""beside(step): what a caller does while a step's last sums travel. Returns what must have been done when they have
-come, before the optimizer writes."""
+"""Hook called after the step's last gradient reductions have started. The hook returns a function, which is called
+after these reductions have finished and before the optimizer updates weights."""
 
 
 @dataclass(frozen=True)
 class ReplicaBatch:
-    """A replica's rows of a global batch, on its device. `counts`: how many elements of each label are valid in the
-    global batch; `samples`: how many the run has seen before it, of which dropout's random numbers are made."""
+    """A replica's rows of a global batch, on the rank's device. `counts`: valid elements of each label in the global
+    batch. `samples`: number of samples that the run has seen before this batch; dropout's seeds are made from it."""
 
     rows: Batch
     counts: list[int]
@@ -41,7 +41,7 @@ class ReplicaBatch:
 
 @dataclass(frozen=True)
 class TrainStep(StepResult):
-    """A step's result, which all ranks know, with its mean loss over the global batch."""
+    """A step's result, equal on all ranks, and the mean loss over the global batch."""
 
     loss: float
 
@@ -54,12 +54,12 @@ def train_step(
     observe: Callable[[], None] | None = None,
     wait: bool = True,
 ) -> TrainStep:
-    """One step on a global batch, which every rank has. Collective over the world.
+    """Train one step on a global batch, which is equal on every rank. Collective over the world.
 
-    `step`: its number, from 0, for the learning rate and dropout; by default how many were applied before. `observe` is
-    called when the slots hold the whole gradient, times the loss scale, before it is clipped and applied. `wait=False`:
-    weights that other ranks have stepped arrive under the next forward pass; until then the model's may be old. Raises
-    DivergedError where the gradient is not finite and no smaller loss scale can help.
+    `step`: number from 0, for the learning rate and dropout; default: the number of steps applied before. `observe` is
+    called when the slots hold the whole gradient, times the loss scale, before clipping and the update. `wait=False`:
+    other ranks' updated weights are received during the next forward pass; until then some weights may be old. Raises
+    DivergedError if the gradient is not finite and no smaller loss scale can help.
     """
     number = parts.optimizer.steps_taken if step is None else step
     record = begin_step(
@@ -81,39 +81,39 @@ def begin_step(
     late: bool = False,
     wait: bool = False,
 ) -> StepRecord:
-    """Give the device the step `number`, from 0: passes, sums, the optimizer, publishing. Returns its record.
+    """Start the step `number`, from 0: passes, gradient sums, the optimizer, publishing. Returns the step's record.
 
-    `late`: nothing is waited for that the device computes; what it tells is settled in the step after. Otherwise the
-    step is settled when this returns. `observe`, `wait`: as for train_step. Raises as StepRecord.settle.
+    `late`: the host does not wait for the device's numbers; the next step settles this one. Otherwise the step is
+    settled when this function returns. `observe`, `wait`: as in train_step. Raises as StepRecord.settle.
     """
     strategy, optimizer, started = parts.strategy, parts.optimizer, time.perf_counter()
     phases = PhaseClock(parts.mesh.device, parts.mesh.recorder)
     phases.begin(PASSES)
-    # Full buckets leave in the last microbatch's backward pass, as their gradients become whole.
+    # A bucket's reduction starts during the last microbatch's backward pass, when the bucket's gradients are complete.
     loss = replica_backward(parts, batch.rows, batch.counts, batch.samples)
     record = StepRecord(parts, number, loss, optimizer.scaler.scale, started, phases, late)
     phases.begin(DATA_PARALLEL)
-    arriving = strategy.arrivals()  # the last buckets leave here: what `beside` sends comes behind, on every rank
+    arriving = strategy.arrivals()  # starts the last reductions: on every rank, sends of `beside` follow
     phases.begin(None)
     before_write = beside(record)
 
     def arrivals() -> Iterator[int]:
         yield from arriving
-        # All ranks had to come for the last sum, so nobody waits long now. Weights that differ between replicas, or a
-        # step before this one that was bad, must be known before this step overwrites what shows it.
+        # The last reduction needed every rank, so this wait is short. Weights that differ between replicas, or a bad
+        # step before this one, must be found before this step overwrites the evidence.
         before_write()
 
     whole: Iterable[int] = phases.waiting(arrivals())
     if observe is not None:
-        whole = list(whole)  # else slots that stream would be stepped before the last gradient is there
+        whole = list(whole)  # else streamed slots would be updated before the last gradient is reduced
         observe()
     phases.begin(OPTIMIZER)
     record.pending = optimizer.begin(number, whole, late=late)
     if late:
         record.fetch()
     else:
-        record.settle()  # before owners publish: a bad weight that is overwritten could not be named any more
-    publish(parts, wait=wait)  # travels under the next forward pass, in which each part waits for its own
+        record.settle()  # before owners publish: an overwritten bad weight could no longer be named
+    publish(parts, wait=wait)  # sent during the next forward pass: each part of the model waits for its own
     phases.begin(None)
     if late and optimizer.scaler.dynamic:
         record.conclude()  # the next step's loss scale depends on this step's norm
@@ -121,7 +121,7 @@ def begin_step(
 
 
 def replica_batch(parts: Parts, batch: Batch, number: int) -> ReplicaBatch:
-    """This rank's rows of a global batch, which every rank has, as the batch of the step `number`."""
+    """Select this rank's rows of a global batch, which is equal on every rank, as the batch of the step `number`."""
     config = parts.config
     share = parts.strategy.share(lambda first, count: rows_of(batch, slice(first, first + count)), config.replica_batch)
     rows = to_device(share, parts.mesh.device)
@@ -129,23 +129,23 @@ def replica_batch(parts: Parts, batch: Batch, number: int) -> ReplicaBatch:
 
 
 def backward(parts: Parts, batch: Batch, step: int = 0) -> Tensor:
-    """The forward and backward passes of a step on a global batch; this rank's share of its mean loss, a scalar.
+    """Run a step's passes on a global batch; return this rank's share of the mean loss, a scalar.
 
-    The gradients' sums are under way then: `parts.strategy.arrivals` or `finish` waits for them.
+    The gradient reductions are then still running: `parts.strategy.arrivals` or `finish` waits for the sums.
     """
     mine = replica_batch(parts, batch, step)
     return replica_backward(parts, mine.rows, mine.counts, mine.samples)
 
 
 def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int) -> Tensor:
-    """Run a replica's rows forward and backward; returns this rank's share of the mean loss, a float64 scalar on its
-    device. `counts`, `samples`: as in ReplicaBatch."""
+    """Run a replica's rows forward and backward; return this rank's share of the mean loss, a float64 scalar on the
+    rank's device. `counts`, `samples`: as in ReplicaBatch."""
     config, mesh = parts.config, parts.mesh
     parts.model.train()
     scale = parts.optimizer.scaler.scale
-    # Each loss is divided by the global batch's count: gradients are then only ever summed, and never averaged.
+    # Each loss is divided by the global batch's count, so gradients are only summed and never averaged.
     scales = scales_of(parts.model.labels, counts, scale, config.batch.global_)
-    # Ranks that compute the same draw the same dropout, whatever the layout; those that hold other parts draw others.
+    # In every layout ranks with the same computation draw the same dropout; ranks with other parts draw other numbers.
     split = (DATA_AXES, (PIPE,), *((axis,) for axis in (*config.layout.context.token_axes, *parts.kit.split_axes)))
     place = "/".join(str(mesh.index(*axes)) for axes in split)
 
@@ -162,12 +162,12 @@ def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int)
         with counted_loads(parts.model, mesh, config.batch.global_), parts.strategy.whole_weights():
             parts.pipeline.preview(microbatches, scales, seed)
     loss = parts.pipeline.train(microbatches, scales, seed) / scale
-    # A replica's ranks hold the same loss, but for its stages, of which only the last has one: it is counted once.
+    # Only a replica's last stage has a loss, and ranks along `copies` hold the same loss: one rank returns it.
     copies = (axis for axis in mesh.grid.names if axis not in (PIPE, *config.layout.batch_axes))
     return loss if mesh.index(*copies) == 0 else torch.zeros_like(loss)
 
 
 def publish(parts: Parts, *, wait: bool = True) -> None:
-    """End a step: every rank gets the stepped weights (Synchroniser.publish), and gradients are cleared."""
+    """End a step: send the updated weights to every rank (Synchroniser.publish), and clear gradients."""
     parts.strategy.publish(wait=wait)
     parts.kit.kept.clear()

@@ -1,14 +1,15 @@
-"""The step report: the one small collective a step, in which ranks tell each other what all must know.
+"""The step report: one small all-gather a step, with the numbers that all ranks must know.
 
-It leaves when the backward pass is over, and is read when the last gradient is summed, for which all had to come:
-nobody waits for it, and the optimizer has not written yet when it says that a rank's weights are wrong. On a GPU it is
-of the step before (record.py), whose numbers the host knows by then. TABLE declares its numbers, each once.
+The report is sent after the backward pass, and read after the last gradient reduction. That reduction needs all ranks,
+so reading the report costs no further wait. The optimizer has not written yet when the report shows wrong weights on a
+rank. On a GPU the report is about the previous step (record.py), since the host knows only that step's numbers. TABLE
+declares each number once.
 
-Stragglers: ranks whose own work takes longer than that of others who do the same, step after step.
+A straggler is a rank that needs more seconds for its own work, step after step, than other ranks need for equal work.
 
-A rank's own seconds are those in which it did not wait for others (the flight recorder counts its waits). Ranks of a
-stage do the same work on as many tokens; those of different stages need not. One slow step says nothing. On GPUs the
-host seldom waits, so that nobody is flagged there.
+A rank's own seconds exclude waits for others (the flight recorder counts waits). Ranks of a stage do equal work on
+equal numbers of tokens; ranks of different stages may not. One slow step proves nothing. On GPUs the host seldom
+waits, so no rank is flagged.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from meshwright.training.phases import PASSES
 
 TABLE: Mapping[str, Metric] = {
     "loss": Metric("sum", lambda step: step.loss, shown=False),  # a rank's share; the sum is in the line of every rank
-    "stop": Metric("any", dtype="bool", shown=False),  # one rank was asked to stop, and all must stop together
+    "stop": Metric("any", dtype="bool", shown=False),  # one rank was asked to stop: all must stop together
     "next_counts": Metric("each", dtype="int64", shown=False),  # valid elements of each label in the next step's rows
     "busy_seconds": Metric("each", lambda step: step.lap.busy_seconds, shown=False),
     "own_seconds": Metric("each", lambda step: step.lap.own_seconds),
@@ -56,12 +57,13 @@ TABLE: Mapping[str, Metric] = {
     "root": Metric("each", lambda step: root_due(step.parts, step.number), "int64", shown=False),
     "hashes": Metric("each", lambda step: hashes_due(step.parts, step.number), "int64", shown=False),
 }
-"""All that the ranks tell each other of a step. A number more is a line here, or another package's (docs/extending.md),
-and metrics.jsonl has it. Sums are added up in rank order."""
+"""All numbers of the step report. A further number is a line here, or another package's entry (docs/extending.md), and
+is written to metrics.jsonl. Sums are computed in rank order."""
 
 
 def all_metrics() -> dict[str, Metric]:
-    """The table with other packages' metrics. Raises PluginError where one has the name of ours or of a line's key."""
+    """Return TABLE and other packages' metrics. Raises PluginError if a metric has the name of ours or of a line's
+    key."""
     others = entries("metrics")
     if taken := sorted(others.keys() & (KEYS | TABLE.keys())):
         raise PluginError(f"the metric {taken[0]} of another package has the name of a number that a step has already")
@@ -70,13 +72,13 @@ def all_metrics() -> dict[str, Metric]:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this rank has held: the allocator's on a GPU, the process's resident set on a CPU."""
+    """Return this rank's peak memory: the allocator's on a GPU, the process's resident set on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 @dataclass(frozen=True)
 class Lap:
-    """A rank's work since its last report. `own_seconds`: without its waits for others; `sent_bytes`: over each of
+    """A rank's work since the rank's last report. `own_seconds`: without waits for others. `sent_bytes`: over each of
     the grid's sets of axes."""
 
     busy_seconds: float = 0.0
@@ -85,21 +87,22 @@ class Lap:
 
 
 def task_seconds(tasks: Sequence[tuple[Task, Moment, Moment]]) -> float:
-    """Seconds of a rank's forward and backward passes, without the waits between them."""
+    """Sum the seconds of a rank's forward and backward passes, without the waits between tasks."""
     return sum(end() - start() for _, start, end in tasks)
 
 
 class StepReports:
-    """Every rank's report of a step, on its way to all: a row of int64 by rank, in which a float lies as its bits.
+    """All ranks' reports of a step, still in an all-gather: one row of int64 a rank, floats stored as bits.
 
-    What all must know is read by name, a column at a time: a thousand ranks that all made objects of a thousand
-    reports would spend more on them than on the step's own host work.
+    Numbers are read by name, one column at a time. With 1,000 ranks, objects for 1,000 reports on each rank would cost
+    more than the step's other host work.
     """
 
     def __init__(self, table: Mapping[str, Metric], values: Mapping[str, Any], rows: Tensor, work: Work) -> None:
-        """`values`: this rank's, whose lengths all ranks' have. `rows` [ranks, numbers] are there when `work` ends.
+        """Compute the columns of each number from this rank's `values`, which have equal lengths on all ranks.
 
-        `places`: by name, where its columns begin and end, and whether it is a single number.
+        `rows` [ranks, numbers] are complete when `work` ends. `places`: by name, the first column, the column after the
+        last, and whether the value is a single number.
         """
         self.table = table
         self._rows, self._work = rows, work
@@ -112,13 +115,13 @@ class StepReports:
 
     @classmethod
     def begin(cls, mesh: Mesh, table: Mapping[str, Metric], values: Mapping[str, Any]) -> StepReports:
-        """Send this rank's numbers to all others, without waiting for theirs."""
+        """Send this rank's numbers to all ranks, without a wait for the other ranks' numbers."""
         mine = row_of(table, values)
         rows = mine.new_empty(mesh.world.size, mine.numel())
         return cls(table, values, rows, mesh.world.all_gather(rows, mine, wait=False))
 
     def __getitem__(self, name: str) -> list[Any]:
-        """Each rank's number, or list of numbers, in rank order. Waits for all ranks."""
+        """Wait for all ranks; return each rank's number, or list of numbers, in rank order."""
         work, self._work = self._work, DONE
         work.wait()
         start, stop, single = self.places[name]
@@ -129,12 +132,12 @@ class StepReports:
         return values
 
     def reduced(self, name: str) -> Any:
-        """One value of all ranks', as the table says."""
+        """Reduce all ranks' values to one, as the table declares."""
         return self.table[name].reduced(self[name])
 
 
 def row_of(table: Mapping[str, Metric], values: Mapping[str, Any]) -> Tensor:
-    """A rank's numbers as a row of int64, in which a float lies as its bits."""
+    """Pack a rank's numbers in a row of int64, floats as bits."""
     form, numbers = "=", list[Any]()
     for name, value in values.items():
         some = value if isinstance(value, Sequence) else (value,)
@@ -179,14 +182,14 @@ class RankClock:
         if self._driver:
             try:
                 busy = wall * torch.cuda.utilization(self.device) / 100
-            except Exception:  # NVML's errors are classes of a package that need not be there: none is worth the run
+            except Exception:  # NVML's error classes are in an optional package; no such error should end the run
                 self._driver = False
         return busy, max(0.0, wall - waited)
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that is `factor` times as slow as its peers, which costs `seconds` a step; medians."""
+    """A rank `factor` times as slow as the rank's peers, at a cost of `seconds` a step; both are medians."""
 
     rank: int
     factor: float
@@ -200,7 +203,7 @@ class Straggler:
 
 
 class StragglerWatch:
-    """A judge of stragglers, told every rank's own seconds step by step."""
+    """A detector of stragglers, from every rank's own seconds in each step."""
 
     def __init__(self, grid: Grid) -> None:
         self._stages: list[list[int]] = [[] for _ in range(grid.size(PIPE))]
@@ -209,7 +212,7 @@ class StragglerWatch:
         self._steps: deque[list[tuple[float, float]]] = deque(maxlen=STEPS)
 
     def step(self, own_seconds: Sequence[float]) -> Straggler | None:
-        """The worst straggler as of this step, if there is one."""
+        """Add a step's seconds; return the worst straggler of the last steps, or None."""
         self._steps.append(self.beside_peers(own_seconds))
         if len(self._steps) < STEPS:
             return None
@@ -227,14 +230,14 @@ class StragglerWatch:
         return max(found, key=lambda straggler: straggler.seconds, default=None)
 
     def beside_peers(self, own_seconds: Sequence[float]) -> list[tuple[float, float]]:
-        """Each rank's own seconds and the median of its stage's others; infinity where there are none.
+        """Return each rank's own seconds and the median of the other ranks of the stage (infinity if there are none).
 
-        A stage is sorted once for all of its ranks: one by one they would take most of a second at 1,000 ranks.
+        A stage is sorted once for all ranks: one sort a rank would take most of a second at 1,000 ranks.
         """
         pairs = [(seconds, math.inf) for seconds in own_seconds]
         for ranks in self._stages:
             ordered = sorted(own_seconds[rank] for rank in ranks)
-            lower, upper = (len(ranks) - 2) // 2, (len(ranks) - 1) // 2  # the middle of the others, when one is out
+            lower, upper = (len(ranks) - 2) // 2, (len(ranks) - 1) // 2  # the middle without one rank
             for rank in ranks if len(ranks) > 1 else ():
                 place = bisect_left(ordered, own_seconds[rank])
                 middle = ordered[lower + (lower >= place)], ordered[upper + (upper >= place)]

@@ -1,4 +1,4 @@
-"""One rank of `meshwright train`: meets the others, builds its parts, and trains from a checkpoint or the beginning."""
+"""One rank of `meshwright train`: compares facts with all ranks, builds parts, and trains from a checkpoint or anew."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def train_rank(
     notes: Sequence[str] = (),
     follow: Path | None = None,
 ) -> None:
-    """One rank of a training job.
+    """Run one rank of a training job.
 
-    `config`: resolved by our launcher; `asked`: as the user wrote it. `notes`: what is to be said when the run begins.
-    `follow`: where rank 0 tells its steps (follow.py).
-    Inside another launcher rank 0 makes the folder ready here, when it knows whether some node has counted a restart.
+    `config`: resolved by our launcher; `asked`: as written by the user. `notes`: printed when the run begins.
+    `follow`: the folder of the named pipe that gets rank 0's steps (follow.py).
+    Inside another launcher rank 0 prepares the run's folder here, after all nodes' counts of restarts are known.
     """
     mesh, environment = rank.mesh, rank.environment
     meet(mesh, facts_of(asked, data, resume=resume, trace=list(trace)))
@@ -79,7 +79,7 @@ def train_rank(
             begin(out, asked)
     resume = resume or attempt > 0
     name, found = checkpoint_of_run(out) if mesh.rank == 0 else ("", None)
-    # Rank 0's finding for all: ranks may see a shared folder's checkpoints at different times.
+    # Rank 0's step is broadcast: ranks may see a shared folder's checkpoints at different times.
     told = torch.tensor([-1 if found is None else found], dtype=torch.int64)
     mesh.world.broadcast(told, 0)
     step = None if int(told) < 0 else int(told)
@@ -96,7 +96,7 @@ def train_rank(
 
 
 def _resolve_together(mesh: Mesh, settings: Config, asked: Config, out: Path, *, resume: bool) -> Resolved:
-    """Inside another launcher, rank 0 decides for all ranks, with the memory of the one that has the least."""
+    """Resolve the config inside another launcher: rank 0 decides for all ranks, by the least memory of any rank."""
     if mesh.device_type == "cuda":
         memory = torch.cuda.mem_get_info(mesh.device)[0]
     else:
@@ -115,7 +115,7 @@ def _resolve_together(mesh: Mesh, settings: Config, asked: Config, out: Path, *,
 
 @dataclass(frozen=True)
 class _Run:
-    """A rank's training run: the trainer, and around it checkpoints, validation, metrics and the display."""
+    """A rank's training run: the trainer with checkpoints, validation, metrics and the display."""
 
     parts: Parts
     data: Opened
@@ -127,7 +127,7 @@ class _Run:
     def train(self, stop: StopRequest, step: int | None, *, resume: bool, attempt: int, live: bool) -> None:
         """Train from the checkpoint of `step`, or the beginning, to the last step or a stop request.
 
-        `live`: under our own launcher, a terminal gets a bar. mpirun gives its ranks a terminal that is none.
+        `live`: draw a bar on a terminal; true only under our own launcher, since mpirun's ranks get a false terminal.
         """
         parts, config, mesh = self.parts, self.parts.config, self.parts.mesh
         checkpoints = self.out / CHECKPOINTS
@@ -171,7 +171,7 @@ class _Run:
                             stop.request()
                 last = stopping or watch.over or trainer.step == config.steps
                 if last or (due and lines[-1]["applied"]):
-                    due = False  # of a skipped step's: it would hold the older weights under a later step's name
+                    due = False  # else still due: a skipped step's would hold older weights under a later name
                     trainer.require_good_state()
                     mesh.recorder.enter("checkpoint")
                     display.say(*self._save(trainer, writer, watch.best), level="warning")
@@ -180,20 +180,20 @@ class _Run:
             if metrics is not None:
                 metrics.close()
                 self._farewell(display, trainer.step, watch)
-            if stopping:  # srun and mpirun end a job with the first rank that leaves with a code: leave together
+            if stopping:  # srun and mpirun end a job when the first rank exits with a code: exit together
                 stop.request()
                 mesh.world.barrier()
 
     def _save(self, trainer: Trainer, writer: CheckpointWriter, best: Best | None) -> list[str]:
-        """Begin to write the checkpoint of the step that was made; returns the writer's notes."""
+        """Start to write the checkpoint of the last step; return the writer's notes."""
         root, samples = None, trainer.batch.samples
-        if self.parts.mesh.rank == 0:  # alone reads the sample behind the cursor, by which the order of data is known
+        if self.parts.mesh.rank == 0:  # reads the sample after the cursor, which identifies the order of data
             following = self.data.train.samples(samples, 1)
             root = order_root(self.origin.data, self.parts.config.seed, samples, following)
         return writer.save(progress_of(self.parts, trainer.step, samples, best), pieces_of(self.parts), root)
 
     def _beside(self) -> dict[str, str]:
-        """The files that rank 0 writes into each checkpoint: the tokenizer, and the settings that the run keeps."""
+        """Return the files that rank 0 adds to each checkpoint: the tokenizer, and the settings kept by the run."""
         if self.parts.mesh.rank:
             return {}
         texts, tokenizer = read_published(self.out / SOURCE), self.data.tokenizer
@@ -204,8 +204,8 @@ class _Run:
         return {TOKENIZER_FILE: tokenizer.to_json(), **texts}
 
     def _step(self, trainer: Trainer, stop: StopRequest, *, saves: bool) -> tuple[list[StepLine], bool]:
-        """Make a step, trace it where that was asked for, and validate where that is due. `saves`: a checkpoint may
-        follow. The lines of the steps that are known; this step's is the last of them where something follows."""
+        """Make a step; trace and validate if due. `saves`: a checkpoint may follow. Returns the lines of the known
+        steps, and whether to stop. If validation, a checkpoint or the end follows, the last line is this step's."""
         parts, config, held_out, number = self.parts, self.parts.config, self.data.held_out, trainer.step + 1
         if held_out is not None and number % config.validation.every and number < config.steps:
             held_out = None  # validation is not due
@@ -215,7 +215,7 @@ class _Run:
             if saves or stopping or held_out is not None or number == config.steps:
                 lines += trainer.flush()
         except Exception as error:
-            error.add_note(f"in step {number}")  # so that the launcher knows one that recurs
+            error.add_note(f"in step {number}")  # lets the launcher recognise an error that recurs
             raise
         if number in self.traced:
             from meshwright.training.pictures import write_step  # matplotlib: only a traced step needs it
@@ -236,7 +236,7 @@ class _Run:
         facts = Facts(
             tokens=None if tokenizer is None else tokenizer.vocabulary_size,
             samples=len(self.data.train),
-            cores=None if machine.joined else machine.cores,  # another launcher may have given each rank its own
+            cores=None if machine.joined else machine.cores,  # another launcher may assign cores to each rank
             local_ranks=machine.ranks_here(config.layout.world_size),
             padding=None if config.weights is None else resting_token(config.weights),
         )
@@ -244,20 +244,20 @@ class _Run:
         display.say(*absent_sinks(config.metrics).values(), level="warning")
         display.say(*(f"removed a checkpoint that was never finished: {name}" for name in unfinished))
         if attempt:
-            # Another launcher's count is not ours.
+            # Another launcher has its own limit.
             display.say(f"restart {attempt}" + (f" of {config.restarts.times}" if config.restarts.times else ""))
         for name in (*self.parts.strategy.make_replicas_equal(), *self.parts.optimizer.make_replicas_equal()):
             display.say(f"warning: {name} differed between replicas; rank 0's was given to all", level="warning")
 
     def _farewell(self, display: RunDisplay, step: int, watch: BestWatch) -> None:
-        """Draw the losses, and say how the run has ended."""
+        """Draw the losses, and print how the run ended."""
         from meshwright.training.pictures import draw_loss  # matplotlib: a second that the first step need not wait for
 
         written = [str(self.out / CHECKPOINTS / f"step-{step}"), "metrics.jsonl"]
         try:
             draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
             written.append("loss.png")
-        except OSError as error:  # the run has all that matters: its last checkpoint is written
+        except OSError as error:  # not fatal: the last checkpoint is written
             display.say(f"warning: loss.png could not be drawn: {error.strerror}", level="warning")
         except PictureError as error:
             display.say(f"loss.png is not drawn: {error}")
