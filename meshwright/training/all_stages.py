@@ -32,14 +32,14 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
     specs: dict[str, ShardSpec] = {}
     models: list[tuple[Kit, Chain]] = []
     for stage in range(settings.size):
-        # The rank of that stage with this rank's other coordinates, with which it exchanges messages.
+        # The rank of that stage with this rank's other coordinates. Messages are sent between these ranks.
         fellow = mesh.grid.rank(mesh.grid.coordinates(mesh.rank) | {PIPE: stage})
         there = planned_mesh(mesh.grid, fellow, mesh.token_axes)
         kit = build_kit(config, there)
         model = build_model(config, kit, there, Chunk.union(stages.of(stage)))
         model.run_groups([Group(chunk.layers, wrapped=False) for chunk in stages.of(stage)], at_once)
-        # On the meta device the form [B, A, T, E] of a result is enough: computed step by step in Python it took five
-        # sixths of the plan of stages where heads attend by runs.
+        # On the meta device a result's shape [B, A, T, E] is enough. If heads attend by runs, step-by-step attention
+        # in Python took five sixths of the plan of stages.
         model.run_attention_by(lambda _, query, key, value, *more: query.new_empty(*query.shape[:-1], value.shape[-1]))
         # A name of an earlier stage again: a tied table, or the head's table cut over stages.
         own = shard_specs(model).items()

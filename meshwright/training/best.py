@@ -20,10 +20,10 @@ PREFIX = "validation_"
 
 
 class BestWatch:
-    """Compares each validation with the best so far (`best`, which a checkpoint holds)."""
+    """A watch that compares each validation with the best so far (`best`, stored in checkpoints)."""
 
     def __init__(self, config: Config, mesh: Mesh, before: Best | None) -> None:
-        """`before`: the best validation in the checkpoint that the run resumes from; ignored if its metric differs."""
+        """Start from `before`, the best validation in the checkpoint to resume from; ignored if the metric differs."""
         self._metric, self._patience, self._keeps = (
             config.validation.metric, config.validation.patience, config.checkpoint.best,
         )  # fmt: skip
@@ -32,12 +32,12 @@ class BestWatch:
 
     @property
     def over(self) -> bool:
-        """Whether `validation.patience` validations in a row were no better than the best."""
+        """Return whether `validation.patience` validations in a row were no better than the best."""
         return bool(self._patience) and self.best is not None and self.best.worse >= self._patience
 
     def judge(self, step: int, line: Mapping[str, object]) -> bool:
-        """Whether the checkpoint of the step with these metrics is to be kept as the best. A collective call."""
-        # A skipped step is never the best: its checkpoint would hold the weights of the step before.
+        """Return whether the checkpoint of the step with these metrics must be kept as the best. A collective call."""
+        # A skipped step is never the best: its checkpoint would hold the previous step's weights.
         if not (self._keeps or self._patience) or PREFIX + self._metric not in line or not line["applied"]:
             return False
         value = torch.tensor([line[PREFIX + self._metric]], dtype=torch.float64)
@@ -47,8 +47,8 @@ class BestWatch:
 
 
 def best_after(best: Best | None, step: int, metric: str, value: float) -> Best | None:
-    """The new best if `value` is finite and strictly better (lower loss, higher accuracy); else `best` with its count
-    of worse validations raised by one."""
+    """Return the new best if `value` is finite and strictly better (lower loss, higher accuracy); else `best` with the
+    count of worse validations raised by one."""
     better = best is None or (value < best.value if metric == "loss" else value > best.value)
     if better and math.isfinite(value):
         return Best(step, metric, value)

@@ -1,12 +1,12 @@
-"""A run's folder: one run at a time writes it. What a run goes on from: resume.py. No torch: the launcher starts here.
+"""A run's folder, written by one run at a time. Resuming is in resume.py. No torch: the launcher starts here.
 
-| in the folder | what it is |
+| in the folder | content |
 |---|---|
-| run.lock | locked by the kernel (flock) while a run writes here, so it falls with its holder; says who that is |
-| run.json | the run's identity, which checkpoints name and restarts and resumes keep; its number of steps |
-| config.yaml | the config; config-STEP.yaml is the one that it replaced when the run was resumed at STEP |
-| source | the settings that weights and tokenizer came with, which an export writes back (data/published.py) |
-| checkpoints | step folders; set-aside-step-N: newer than the one that --resume-from asked for |
+| run.lock | flock held while a run writes here, released by the kernel if the run dies; names the holder |
+| run.json | the run's identity, named in checkpoints and kept by restarts and resumes; the number of steps |
+| config.yaml | the config; config-STEP.yaml: the config before a resume at STEP |
+| source | settings published with the weights and tokenizer, which an export writes back (data/published.py) |
+| checkpoints | step folders; set-aside-step-N: newer than the step of --resume-from |
 """
 
 from __future__ import annotations
@@ -32,22 +32,24 @@ from meshwright.ranks.foreign import open_to_write, parse_json, plain_folder, re
 
 LOCK, IDENTITY, CONFIG, CHECKPOINTS = "run.lock", "run.json", "config.yaml", "checkpoints"
 OF_TRACKERS = ("wandb", "tensorboard", "mlruns", "mlartifacts")
-"""Folders of trackers in a run's: W&B keeps links there, and Meshwright opens no file of them."""
+"""Trackers' folders in a run's folder. W&B keeps links in its folder; Meshwright opens no file in these folders."""
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 TOUCH_SECONDS = 4.0
-"""Between two signs of life of the run that holds a folder."""
+"""Seconds between two updates of the lock's times by the run that holds a folder."""
 WATCH_SECONDS = 3 * TOUCH_SECONDS
 
 
 @contextmanager
 def locked(out: Path) -> Iterator[list[str]]:
-    """Hold the right to write the folder, which is made; yields what a user should know.
+    """Create the folder, and hold its lock; yield notes to the user.
 
-    Raises ConfigError at once where another run holds it, where it cannot be written to, and where it has a link, by
-    which a folder of somebody else would have other files written. Where the lock itself says
-    little (Lustre's and NFS's may hold on one host only, or be none at all), a run that has not ended in order is
-    watched for some seconds: if it still touches its lock, it lives.
+    On Lustre and NFS a lock may hold on one host only, or not at all. There a lock of a run that has not ended in order
+    is watched for WATCH_SECONDS: if the lock's times still change, that run is alive.
+
+    Raises:
+        ConfigError: another run holds the folder; the folder is not writable; or the folder has a link, which somebody
+            else's folder could use to have other files written.
     """
     notes = []
     try:
@@ -58,7 +60,7 @@ def locked(out: Path) -> Iterator[list[str]]:
         raise not_writable(out, error) from error
     over = threading.Event()
     try:
-        # Whether the lock, once taken, says that nobody else writes here.
+        # excludes: a lock that was taken proves that no other run writes here.
         excludes, taken = True, False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,8 +72,7 @@ def locked(out: Path) -> Iterator[list[str]]:
             excludes = False
             notes.append(f"warning: {out} cannot be locked ({error.strerror}): start no second run that writes there")
         before = _facts_in(descriptor)
-        # On this host a lock that could be taken is proof; a holder on another host may be one that the lock does not
-        # see.
+        # On this host a taken lock is proof. A holder on another host may be invisible to the lock.
         watched = before and not (excludes and before["host"] == socket.gethostname())
         if taken or (watched and _is_touched(descriptor)):
             who = f": process {before['pid']} on {before['host']}, since {before['since']}" if before else ""
@@ -92,7 +93,7 @@ def locked(out: Path) -> Iterator[list[str]]:
             over.set()
             toucher.join(TOUCH_SECONDS)
             with suppress(OSError):
-                os.ftruncate(descriptor, 0)  # ended in order: nobody need watch it
+                os.ftruncate(descriptor, 0)  # ended in order: the next run need not watch the lock
     finally:
         os.close(descriptor)
 
@@ -104,8 +105,8 @@ def _touch(descriptor: int, over: threading.Event) -> None:
 
 
 def _is_touched(descriptor: int) -> bool:
-    """Whether somebody gives the lock signs of life: its times change. How old they are says nothing: two hosts' clocks
-    may be hours apart."""
+    """Return whether the lock's times change, within WATCH_SECONDS. Their age proves nothing: hosts' clocks may differ
+    by hours."""
     first = os.fstat(descriptor).st_mtime_ns
     end = time.monotonic() + WATCH_SECONDS
     while time.monotonic() < end:
@@ -116,8 +117,8 @@ def _is_touched(descriptor: int) -> bool:
 
 
 def _facts_in(descriptor: int) -> dict[str, Any]:
-    """The facts that the last holder wrote into the lock; nothing where it ended in order."""
-    with suppress(OSError, ValueError):  # it may be writing this very file
+    """Read the last holder's facts from the lock; empty if the holder ended in order."""
+    with suppress(OSError, ValueError):  # the holder may be writing the file now
         facts = parse_json(os.pread(descriptor, 4096, 0))
         return facts if isinstance(facts, dict) and {"host", "pid", "since"} <= facts.keys() else {}
     return {}
@@ -128,7 +129,7 @@ def not_writable(out: Path, error: OSError) -> ConfigError:
 
 
 def refuse_used(out: Path) -> None:
-    """Raises ConfigError where a fresh run would mix with what another has left."""
+    """Raise ConfigError if the folder has metrics or checkpoints of another run."""
     for path in (out / "metrics.jsonl", *sorted((out / CHECKPOINTS).glob("step-*"))):
         if path.exists():
             rule = f"holds a run already ({path.relative_to(out)})"
@@ -136,9 +137,11 @@ def refuse_used(out: Path) -> None:
 
 
 def begin(out: Path, config: Config) -> None:
-    """Make the folder a fresh run's; the weights that it starts from become its step 0, and their settings are kept.
+    """Prepare the folder for a fresh run. Initial weights become the checkpoint of step 0, with their settings kept.
 
-    Raises CheckpointError, and DataError where a file of settings cannot be read.
+    Raises:
+        CheckpointError: the weights cannot be imported, or the folder not written.
+        DataError: a file of settings cannot be read.
     """
     weights = None
     if config.weights is not None:
@@ -157,19 +160,19 @@ def begin(out: Path, config: Config) -> None:
 
 
 def write_identity(out: Path, run: str, steps: int) -> None:
-    """Write run.json: the run's name for itself, and the last step that it is to make."""
+    """Write run.json: the run's identity, and its number of steps."""
     write_whole(out, IDENTITY, json.dumps({"run": run, "steps": steps}) + "\n")
 
 
 def steps_of(out: Path) -> int | None:
-    """The number of steps that the run in a folder is to make; None where its run.json does not say so."""
+    """Read the run's number of steps from run.json; None if run.json does not have it."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return int(read_json(out / IDENTITY)["steps"])
     return None
 
 
 def identity_of(out: Path) -> str:
-    """The run's name for itself; of a folder without one a new name."""
+    """Read the run's identity from run.json; a new identity if there is no run.json."""
     try:
         return str(read_json(out / IDENTITY)["run"])
     except FileNotFoundError:
@@ -181,7 +184,7 @@ def identity_of(out: Path) -> str:
 
 
 def write_whole(out: Path, name: str, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file whole or not at all, by a rename."""
     try:
         partial = out / f".{name}.partial"
         write_fresh(partial, text)

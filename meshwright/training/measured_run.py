@@ -1,17 +1,17 @@
-"""One run of one layout: a launched job that makes the steps of `meshwright train`.
+"""One measured run of one layout: a launched job with the steps of `meshwright train`.
 
-Left in its folder: metrics.jsonl, with a line a step as train writes it; rank-R.json, a rank's facts. No checkpoints
-and no validation, so that only steps are timed.
+The job writes metrics.jsonl, one line a step in train's form, and rank-R.json, a rank's facts. The job makes no
+checkpoints and no validation, so that only steps are timed.
 
-What one rank holds and sends is counted on the rank:
+Each rank counts its own bytes:
 
-| part | what is counted |
+| part | counted bytes |
 |---|---|
-| weights, gradients | the flat memory of the buckets, padding too |
-| states | the optimizer's tensors that are no weights; master weights of half-precision ones |
+| weights, gradients | flat memory of the buckets, padding included |
+| states | the optimizer's tensors other than weights; master weights of half-precision weights |
 
-The states of an offloaded optimizer are what passes through the device: its staging (memory/staging.py), without the
-one number that counts its steps.
+For an offloaded optimizer, states are the staging memory on the device (memory/staging.py), without the number that
+counts steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from meshwright.training.step_report import peak_memory_bytes
 
 @dataclass(frozen=True)
 class SentCalls:
-    """Calls of a verb along an axis, and their bytes, in one step."""
+    """Number of calls of a verb along an axis in one step, and the bytes sent."""
 
     axis: str
     verb: str
@@ -50,8 +50,8 @@ class SentCalls:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """`held`: bytes of weights, gradients and states between two steps; `peak_bytes`: the most memory that the rank
-    ever had; `sent`: what it sends in a step."""
+    """One rank's measured facts. `held`: bytes of weights, gradients and states between two steps. `peak_bytes`: the
+    rank's peak memory. `sent`: calls and bytes sent in a step."""
 
     rank: int
     stage: int
@@ -61,7 +61,7 @@ class RankFacts:
 
     @property
     def sent_bytes(self) -> dict[str, int]:
-        """Bytes sent in a step, by axis."""
+        """Sum the bytes sent in a step by axis."""
         totals: dict[str, int] = {}
         for sent in self.sent:
             totals[sent.axis] = totals.get(sent.axis, 0) + sent.bytes
@@ -70,7 +70,7 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One run, read from its folder. `seconds`, `losses`, `phases`: of every step, in order; `phases` are rank 0's."""
+    """One run's results. `losses`, `seconds`, `phases`: one entry a step, in order; `phases` are rank 0's."""
 
     losses: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -79,15 +79,15 @@ class MeasuredRun:
 
 
 def measure_run(config: Config, data: Path, folder: Path, steps: int) -> MeasuredRun:
-    """Make `steps` steps of a layout from its first weights on, in a new folder, and read what they left.
+    """Make `steps` steps of a layout from initial weights, in a new folder, and read the results.
 
-    Raises LaunchError and Interrupted as the launcher does.
+    Raises LaunchError and Interrupted, as the launcher.
     """
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(run_text(config), encoding="utf-8")
     config = resolve(config, this_machine()).config
     ranks = config.ranks(name="compare")
-    # Resolved before ranks start, by the launcher's own view of the machine, as train does.
+    # As in train, the config was resolved before ranks start, by the launcher's view of the machine.
     facts = run(run_on_rank, ranks, config=config, data=data, folder=folder.absolute(), steps=steps)
     lines = [parse_json(line) for line in read_text(folder / "metrics.jsonl").splitlines()]
     return MeasuredRun(
@@ -99,7 +99,7 @@ def measure_run(config: Config, data: Path, folder: Path, steps: int) -> Measure
 
 
 def run_on_rank(rank: Rank, config: Config, data: Path, folder: Path, steps: int) -> dict[str, Any] | None:
-    """One rank's run, and its facts; None where it was asked to stop."""
+    """Run one rank, and return the rank's facts; None if a stop was requested."""
     mesh = rank.mesh
     parts = build(config, mesh, folder)
     train = config.data.open(config, data).train
@@ -107,7 +107,7 @@ def run_on_rank(rank: Rank, config: Config, data: Path, folder: Path, steps: int
     metrics = MetricsWriter(folder, 0) if mesh.rank == 0 else None
     for _ in range(steps):
         lines, stopping = trainer.turn(rank.stop)
-        # A GPU's step is settled during the next one: the last has no record.
+        # A GPU's step is settled during the next step; the last step has no next one.
         lines += trainer.flush() if trainer.step == steps else ()
         if metrics is not None:
             for line in lines:
@@ -123,8 +123,8 @@ def run_on_rank(rank: Rank, config: Config, data: Path, folder: Path, steps: int
 
 
 def resident_bytes(parts: Parts) -> dict[str, int]:
-    """Bytes of weights, gradients and states on a rank that has made a step."""
-    slots = parts.strategy.slots  # views of whole buckets, also where only a part of one is stepped
+    """Count bytes of weights, gradients and states on a rank that has made a step."""
+    slots = parts.strategy.slots  # views of whole buckets, even if the rank steps only a part of one
     frozen = [one.slot for one in parts.strategy.frozen]
     weights = storages(slot.parameter.detach() for slot in (*slots, *frozen))
     gradients = storages(slot.parameter.grad for slot in slots if slot.parameter.grad is not None)
@@ -137,16 +137,16 @@ def resident_bytes(parts: Parts) -> dict[str, int]:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The storages behind some tensors, each once: bytes by address."""
+    """Return the size in bytes of each distinct storage of some tensors, by address."""
     pieces = (tensor.untyped_storage() for tensor in tensors)
     return {piece.data_ptr(): piece.nbytes() for piece in pieces if piece.nbytes()}
 
 
 def count_sent(parts: Parts, train: Samples, samples: int) -> tuple[SentCalls, ...]:
-    """This rank's sends in one step: passes, the gradients' sums, the weights' publishing. Not the norm and the step
-    report, which a plan does not count either (plan/predict.py).
+    """Count this rank's sends in one step: passes, gradient reductions, publishing of weights. The norm and the step
+    report are left out, as in a plan (plan/predict.py).
 
-    It makes these parts of a step once more, and leaves the gradients as they then are: call it last.
+    Runs these parts of a step again, and changes the gradients: call this function last.
     """
     config, ledger = parts.config, parts.mesh.ledger
     before = {key: (entry.calls, entry.sent_bytes) for key, entry in ledger.traffic.items()}
@@ -156,7 +156,7 @@ def count_sent(parts: Parts, train: Samples, samples: int) -> tuple[SentCalls, .
     sent = []
     for (axis, verb), entry in sorted(ledger.traffic.items()):
         calls, sent_bytes = before.get((axis, verb), (0, 0))
-        # An axis that only the norm and the report use has sent nothing here.
+        # An axis used only by the norm and the report has no new calls.
         if entry.calls > calls:
             sent.append(SentCalls(axis, verb, entry.calls - calls, entry.sent_bytes - sent_bytes))
     return tuple(sent)

@@ -1,13 +1,13 @@
-"""The check before anything is built that all ranks have the same config, code and data; else none trains.
+"""The check, before anything is built, that all ranks have equal config, code and data; otherwise no rank trains.
 
-Ranks with another learning rate, or another corpus under the same path, would not fail: they would silently train a
-mixture. So all ranks compare their facts:
+Ranks with unequal learning rates, or unequal corpora under one path, would not fail but silently train a mixture. So
+all ranks compare facts:
 
     all-gather of a hash of the facts        the only collective if all ranks agree
     all-gathers of length and text           else: the same error on every rank, naming rank and facts
 
-On several hosts the ranks also check that all see the run's folder: a host that does not would write its shards of a
-checkpoint to a folder of its own.
+On several hosts the ranks also check that all see the same run folder. A host with a separate folder would write
+shards of checkpoints there.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _HOST = "host"
 """The one fact that may differ."""
 
 _PATIENCE_SECONDS = 10.0
-"""How long a network's file system may take to show a new file."""
+"""Time for a network file system to show a new file."""
 _LOOK_SECONDS = 0.05
 
 _MOST_SHOWN = 3
-"""Differences of a rank in a sentence."""
+"""The most differences of a rank that an error names."""
 
 
 def facts_of(config: Config, data: Path, **options: object) -> dict[str, str]:
-    """The facts that must be the same on every rank, by the config key, option or component to change."""
+    """Collect the facts that must be equal on every rank, by the config key, option or component to change."""
     facts = {key: str(value) for key, value in leaves_of(config.model_dump(mode="json", by_alias=True)).items()}
     facts |= {f"--{name}": str(value) for name, value in options.items()}
-    # The code by names and contents of its files: two checkouts may have one version number.
+    # The code is identified by file names and contents: two checkouts may have one version number.
     package, digest = PACKAGE, hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)} {path.stat().st_size}\n".encode() + path.read_bytes())
@@ -60,7 +60,7 @@ def facts_of(config: Config, data: Path, **options: object) -> dict[str, str]:
 
 
 def meet(mesh: Mesh, facts: Mapping[str, str]) -> None:
-    """Raise LaunchError on all ranks, naming the first rank that differs from rank 0, unless all facts are the same."""
+    """Raise LaunchError on all ranks unless all facts are equal; the error names the first rank unlike rank 0."""
     text = json.dumps(dict(facts), sort_keys=True)
     if same_everywhere(torch.tensor(list(text.encode()), dtype=torch.uint8), mesh.world):
         return
@@ -79,9 +79,9 @@ def meet(mesh: Mesh, facts: Mapping[str, str]) -> None:
 
 
 def ranks_without(mesh: Mesh, folder: Path) -> list[str]:
-    """The ranks that do not see what rank 0 leaves in the folder, and their hosts; the same list on every rank.
+    """List ranks, with hosts, that do not see a file written by rank 0 to the folder; the list is equal on all ranks.
 
-    The name is new each time: a network's file system may remember for seconds that a name was not there.
+    The file's name is new each time: a network file system may remember for seconds that a name was absent.
     """
     token = folder / f".seen-by-all-{secrets.token_hex(8)}"
     if mesh.rank == 0:
@@ -97,7 +97,7 @@ def ranks_without(mesh: Mesh, folder: Path) -> list[str]:
 
 
 def placement_notes(mesh: Mesh) -> list[str]:
-    """A warning where ranks that follow each other are not beside each other, as `srun -m cyclic` places them."""
+    """Warn if consecutive ranks are spread over hosts in turn, as `srun -m cyclic` does; an empty list otherwise."""
     hosts = all_texts(socket.gethostname(), mesh.world)
     blocks = [host for host, before in zip(hosts, ["", *hosts], strict=False) if host != before]
     if len(blocks) == len(set(hosts)):

@@ -1,4 +1,4 @@
-"""One line of JSON a step, and the same numbers for trackers (sinks.py). Rank 0 writes, whatever the layout."""
+"""Metrics: one line of JSON a step, and the same numbers for trackers (sinks.py). Rank 0 writes in every layout."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ PEAK_FLOPS = {
 
 
 def peak_flops(setting: float | str, device: torch.device, precision: Precision) -> float | None:
-    """The configured peak of one device, or the data sheet's for products as the run multiplies; None where neither is
-    known."""
+    """Return the configured peak of one device, or the data sheet's peak for the run's dtype of products; None if
+    neither is known."""
     if not isinstance(setting, str):
         return setting
     if device.type != "cuda":
@@ -59,16 +59,16 @@ def peak_flops(setting: float | str, device: torch.device, precision: Precision)
 
 
 def paper_flops(products: Costs) -> float:
-    """Floating-point operations of a sample's step as AxoNN counts them (Singh and Bhatele 2022), after Narayanan 2021.
+    """Count floating-point operations of one sample's step as in AxoNN (Singh and Bhatele 2022), after Narayanan 2021.
 
-    Layers run forward twice, since activations are recomputed, whether the run does so or not: 8 a multiplication of
-    their forward pass; the rest 6. For GPT-2 that is 96 s l h² (1 + s/(6h) + V/(16 l h)) of s tokens.
+    Layers count with recomputed activations, in every run: 8 operations for each multiplication of the forward pass.
+    Embedding and head count 6. For GPT-2 with s tokens the sum is 96 s l h² (1 + s/(6h) + V/(16 l h)).
     """
     return 8 * sum(products.layers) + 6 * (products.embedding + products.head)
 
 
 def release_free_memory(device: torch.device) -> None:
-    """Give the allocator's free memory back: CUDA's cache, or glibc's heap on a CPU. Costs time in the next step."""
+    """Release the allocator's free memory: CUDA's cache, or glibc's heap on a CPU. Costs time in the next step."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     else:
@@ -77,9 +77,9 @@ def release_free_memory(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class StepWork:
-    """The work of every step of a run. `flops`: the model's; `paper_flops`: as the paper counts them.
+    """The work of every step of a run. `flops`: the model's; `paper_flops`: counted by `paper_flops`.
 
-    `droppable_pairs`: of a token and an expert, in all layers and on all ranks that have the token; those over a
+    `droppable_pairs`: pairs of a token and an expert, in all layers and on all ranks that have the token; pairs over a
     capacity are dropped.
     """
 
@@ -87,12 +87,12 @@ class StepWork:
     flops: float
     paper_flops: float
     peak_flops: float | None
-    """One device's."""
+    """The peak of one device."""
     droppable_pairs: int = 0
 
 
 def work_of(config: Config, device: torch.device) -> StepWork:
-    """The work of a step, over all ranks."""
+    """Compute the work of a step, over all ranks."""
     samples, chain = config.batch.global_, chain_of(config)
     copies = math.prod(size for _, size in config.layout.tensor.axes)
     return StepWork(
@@ -105,10 +105,10 @@ def work_of(config: Config, device: torch.device) -> StepWork:
 
 
 def metrics_line(step_seconds: float, work: StepWork, reports: StepReports, grid: Grid) -> dict[str, Any]:
-    """The metrics of a step that are of all ranks' reports, for rank 0. mfu is None without a known peak.
+    """Compute a step's metrics from all ranks' reports, for rank 0. mfu is None without a known peak.
 
-    sent_bytes: over each axis, and over those sets of axes (`data+depth`) that were used; the sender's that sent most.
-    dropped_share: of pairs of a token and an expert those over the capacity, where there is one.
+    sent_bytes: over each axis, and over each used set of axes (`data+depth`); the largest of any rank.
+    dropped_share: the share of pairs of a token and an expert over the capacity, if there is a capacity.
     """
     sent = dict(zip(grid.axis_sets, reports.reduced("sent_bytes"), strict=True))
     rate, pairs = work.flops / step_seconds, work.droppable_pairs
@@ -137,13 +137,13 @@ def metrics_line(step_seconds: float, work: StepWork, reports: StepReports, grid
 
 
 class MetricsWriter:
-    """A log that appends lines to metrics.jsonl, and gives their numbers to trackers.
+    """A log that appends lines to metrics.jsonl, and sends the numbers to trackers.
 
-    A full disk or a folder that was removed costs lines, never the run: what is lost is returned as a warning.
+    A full disk or a removed folder costs lines, never the run: a warning names the lost lines.
     """
 
     def __init__(self, folder: Path, first_step: int, trackers: Mapping[str, Tracker] | None = None) -> None:
-        """Lines of steps after `first_step` are dropped: a resumed run writes them again."""
+        """Open the log, without the lines of steps after `first_step`, which a resumed run writes again."""
         self.path = folder / METRICS
         _drop_after(self.path, first_step)
         self._descriptor: int | None = None
@@ -152,9 +152,9 @@ class MetricsWriter:
         self._trackers = dict(trackers or {})
 
     def write(self, line: Mapping[str, Any]) -> list[str]:
-        """Append a step's line; returns notes to the user: the first of several losses, their end, a file made anew."""
+        """Append a step's line; return notes to the user: the first lost line, the end of losses, a new file."""
         notes = []
-        # JSON has no word for the numbers of an overflow or a diverged run: "inf", "nan".
+        # JSON has no literals for infinity and NaN (an overflow, a diverged run): "inf", "nan".
         odd = {key: str(value) for key, value in line.items() if isinstance(value, float) and not math.isfinite(value)}
         try:
             if not self._in_place():
@@ -177,11 +177,11 @@ class MetricsWriter:
         if self._descriptor is not None:
             os.close(self._descriptor)
         for tracker in self._trackers.values():
-            with suppress(Exception):  # its last numbers, on a full disk or without a network
+            with suppress(Exception):  # a tracker's last numbers may fail: a full disk, no network
                 tracker.close()
 
     def _in_place(self) -> bool:
-        """Whether the open file is the one at the path. Another is opened where it is not. Raises OSError."""
+        """Return whether the open file is still the file at the path; if not, open a new file. Raises OSError."""
         with suppress(FileNotFoundError):
             if self._descriptor is not None and os.path.samestat(os.fstat(self._descriptor), self.path.stat()):
                 return True
@@ -190,10 +190,10 @@ class MetricsWriter:
             self._descriptor = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = open_to_write(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        return self._losing  # it was said before
+        return self._losing  # a loss was reported before
 
     def _append(self, content: bytes) -> None:
-        """Write all of it or nothing: half a line is taken back. Raises OSError."""
+        """Write the whole content or nothing: half a line is removed again. Raises OSError."""
         assert self._descriptor is not None, "an open file is in place"
         before = os.fstat(self._descriptor).st_size
         written = os.write(self._descriptor, content)
@@ -202,13 +202,13 @@ class MetricsWriter:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _show(self, line: Mapping[str, Any]) -> list[str]:
-        """Give the line's numbers to each tracker; one that fails gets no more."""
+        """Send the line's numbers to each tracker; drop a tracker that fails."""
         notes, step = [], line["step"]
         numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
         for name, tracker in list(self._trackers.items()):
             try:
                 tracker.write(step, numbers)
-            except Exception as error:  # somebody else's code: whatever it raises, the run goes on without it
+            except Exception as error:  # another package's code: on any error the run goes on without this tracker
                 del self._trackers[name]
                 cause = " ".join(str(error).split()) or type(error).__name__
                 notes.append(f"warning: {name} cannot be written: {cause}; it ends before step {step}")
@@ -216,9 +216,10 @@ class MetricsWriter:
 
 
 def _drop_after(path: Path, step: int) -> None:
-    """Keep the lines up to a step. A last line that a kill cut short is dropped too.
+    """Drop the lines after a step, and a last line cut short by a kill.
 
-    Raises MeshwrightError where an earlier line is damaged: what a run has measured is not dropped in silence.
+    Raises:
+        MeshwrightError: an earlier line is damaged; measured numbers are not dropped in silence.
     """
     if not path.exists():
         return

@@ -1,15 +1,15 @@
-"""Meta tensors that do what a device's do: its attention, its dropout, its GELU, its autocast.
+"""Meta tensors with a device's operators: attention, dropout, GELU and autocast as on that device.
 
-| attention     | what stands between the linears                                                                   |
+| attention     | operators between the linears                                                                     |
 |---------------|---------------------------------------------------------------------------------------------------|
 | fused         | one kernel forward, one backward; nothing of [B, A, T, S] in memory                               |
 | fused-softmax | Q Kᵀ, one kernel that scales, masks and takes the softmax, dropout, the product with V, in the    |
 |               | run's dtype: Megatron-LM's kernels (Narayanan et al., SC 2021, section 4.2)                       |
-| steps         | the same, but scaling, masking and softmax are kernels of their own                               |
+| steps         | as fused-softmax, with separate kernels for scaling, masking and softmax                          |
 | torch         | the steps of F.scaled_dot_product_attention without a fused kernel, in float32 for half precision |
 
-All but the fused kernel multiply all of a causal attention's scores, and keep 5 bytes of each where there is dropout in
-half precision: the softmax, the mask of the dropout, its product.
+All but the fused kernel compute every score of a causal attention. With dropout in half precision they keep 5 bytes of
+each score: the softmax, the mask of the dropout, the dropout's product.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOWERED = frozenset([
     "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "linear", "conv1d",
     "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention",
 ])  # fmt: skip
-"""Functions whose tensors autocast narrows (torch's page on AMP, "Autocast Op Reference")."""
+"""Functions that autocast runs on narrowed tensors (torch's page on AMP, "Autocast Op Reference")."""
 _LOSSES = frozenset(["cross_entropy", "nll_loss", "mse_loss", "kl_div", "binary_cross_entropy_with_logits", "prod"])
 WIDENED = {
     "cpu": _LOSSES,
@@ -43,19 +43,27 @@ WIDENED = {
         "expm1", "log", "log1p", "pow", "__pow__", "__rpow__", "rsqrt", "reciprocal", "__rdiv__", "softplus",
     ]),
 }  # fmt: skip
-"""Functions whose tensors autocast widens to float32, by type of device. Our models call no others that it casts."""
+"""Functions that autocast runs in float32, by type of device. Our models call no other function that is cast."""
 
 _OURS = frozenset([F.scaled_dot_product_attention, attend_widened, kernel_of, F.dropout, F.rms_norm, F.gelu])
-"""Functions that devices do in other ways than meta tensors."""
+"""Functions that devices compute by other operators than meta tensors."""
 
 
 class AsOnDevice(TorchFunctionMode):
-    """While entered, F.scaled_dot_product_attention is the `attention` of a device of that type (a fused kernel where
-    it fits, as the function would choose), dropout on a GPU is one kernel, and on a CPU GELU is our own.
-    `gelu_in_steps`: kernel by kernel, as a program of torch's operators has it; `heads_apart`: each attended by kernels
-    of its own; `norms_in_steps`: RMS norm on a GPU too, which torch has a kernel for since 2.9. Under autocast tensors
-    are cast before they are used, so that autograd keeps what it would on the device; of our layers' weights each is
-    cast where it is used, once a pass."""
+    """A mode in which meta tensors run a device's operators.
+
+    F.scaled_dot_product_attention runs the device's `attention` (a fused kernel if the inputs allow, as torch would
+    choose). Dropout on a GPU is one kernel, and GELU on a CPU is our own. Under autocast tensors are cast before use,
+    so that autograd saves the same tensors as on the device. Each weight of our layers is cast at each use, once a
+    pass.
+
+    Args:
+        device_type: the simulated device.
+        attention: a row of the module's table.
+        gelu_in_steps: GELU as separate operators, as in a program of torch's operators.
+        heads_apart: separate attention kernels for each head.
+        norms_in_steps: RMS norm on a GPU as separate operators; torch has a kernel since 2.9.
+    """
 
     def __init__(
         self,
@@ -74,10 +82,10 @@ class AsOnDevice(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         casts = torch.is_autocast_enabled("cpu")
-        # Most calls are looks at a tensor's shape: half a million in a search.
+        # Most calls only read a tensor's shape: half a million in a search.
         if not casts and function not in _OURS:
             return function(*args, **(kwargs or {}))
-        # torch's autocast goes by a tensor's device, so meta tensors pass it by.
+        # torch's autocast depends on a tensor's device, and ignores meta tensors.
         if casts and (dtype := self._autocast_dtype(function, kwargs or {})) is not None:
 
             def cast(x: Any) -> Any:
@@ -85,18 +93,18 @@ class AsOnDevice(TorchFunctionMode):
                 return x.to(dtype) if is_cast else x
 
             args, kwargs = tree_map(cast, (args, kwargs))
-        if function is attend_widened and self.attention != "fused":  # whose backward pass has no kernel to widen
+        if function is attend_widened and self.attention != "fused":  # without a fused kernel there is nothing to widen
             function = F.scaled_dot_product_attention
         if function is F.scaled_dot_product_attention and self.attention != "torch":
             return self._attend(*args, **(kwargs or {}))
         if function is kernel_of and self.attention != "fused":
-            return Kernel()  # what gives a ring its sums, too
+            return Kernel()  # a kernel that returns a ring's sums too
         if function is kernel_of:
-            return kernel_of(*args[:4], self.device_type)  # meta tensors are of no device
+            return kernel_of(*args[:4], self.device_type)  # meta tensors do not name the device
         if function is F.dropout and self.device_type == "cuda":
             return self._drop(*args, **(kwargs or {}))
         if function is F.rms_norm and self.device_type == "cuda" and not self.norms_in_steps:
-            # Meta tensors take torch's steps where a GPU has one kernel each way; layer norm's move the same bytes.
+            # For RMS norm a GPU has one kernel each way, meta tensors run steps; layer norm's kernels move equal bytes.
             given = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | dict(kwargs or {})
             return F.layer_norm(given["input"], given["normalized_shape"], given.get("weight"))
         if (
@@ -111,8 +119,8 @@ class AsOnDevice(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def _autocast_dtype(self, function: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:
-        """The dtype that autocast gives to a function's tensors; None where it leaves them. One that is told where to
-        write, or in which dtype, is left alone."""
+        """Return the dtype that autocast casts a function's tensors to; None if nothing is cast. Calls with `out` or
+        `dtype` are not cast."""
         if "out" in kwargs or kwargs.get("dtype") is not None:
             return None
         if function.__name__ in LOWERED:
@@ -136,7 +144,7 @@ class AsOnDevice(TorchFunctionMode):
             each = zip(*heads, masks, strict=True)
             return torch.cat([self._attend(q, k, v, mask, dropout_p, is_causal, scale) for q, k, v, mask in each], 1)
         if enable_gqa and (self.attention != "fused" or self.device_type != "cpu"):
-            # These take a key a query; FlashAttention, which a GPU has, would not ask for it.
+            # These kernels need one key a query head; a GPU's FlashAttention would not.
             groups = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
         if self.attention != "fused":
@@ -146,13 +154,13 @@ class AsOnDevice(TorchFunctionMode):
                 apart=self.attention == "steps", on_gpu=self.device_type == "cuda",
             )  # fmt: skip
         learns_mask = attn_mask is not None and attn_mask.requires_grad
-        # The fused kernels give a mask no gradient, and the CPU's knows no dropout: torch would take its steps.
+        # Fused kernels compute no gradient of a mask, and the CPU's has no dropout: torch would run its steps.
         if learns_mask or (self.device_type == "cpu" and dropout_p > 0):
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            # As torch does in front of these kernels; the addend is memory, too.
+            # torch does the same before these kernels; the addend takes memory, too.
             attn_mask = torch.where(attn_mask, 0.0, -math.inf).to(query.dtype)
         if self.device_type == "cpu":
             attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -170,12 +178,12 @@ def _attend_in_steps(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, masked: bool, *, apart: bool,
     on_gpu: bool,
 ) -> Tensor:  # fmt: skip
-    """Scores and probabilities [B·A, T, S] in the queries' dtype; the scale is an argument of the first product.
-    `apart`: scaling and masking are kernels of their own."""
+    """Attend with scores and probabilities [B·A, T, S] in the queries' dtype; the first product applies the scale.
+    `apart`: scaling and masking are separate kernels."""
     heads = query.shape[:2]
     scores = torch.bmm(_HeadsInRow.apply(query), _HeadsInRow.apply(key).mT).unflatten(0, heads)
     if apart:
-        # Any factor: the kernel counts, not its numbers, which meta tensors do not have.
+        # Any factor: only the kernel is counted, since meta tensors have no numbers.
         scores = scores * 1.0
         if masked:
             hidden = torch.empty((), dtype=torch.bool, device=scores.device).expand(scores.shape[-2:])
@@ -189,14 +197,14 @@ def _attend_in_steps(
 
 
 def _dropout(x: Tensor, share: float, *, on_gpu: bool) -> Tensor:
-    """On a GPU one kernel, which keeps a mask of bytes; elsewhere, as on meta tensors, three, with a mask in x's
+    """Drop elements: on a GPU by one kernel, which keeps a mask of bytes; elsewhere by three, with a mask in x's
     dtype."""
     return torch.native_dropout(x, share, True)[0] if on_gpu else torch.dropout(x, share, True)
 
 
 class _HeadsInRow(torch.autograd.Function):
-    """[B, A, T, E] -> [B·A, T, E] without a copy: a batched product takes operands with strides, and on meta tensors
-    those of sequences before samples ([T, B, A, E], as Megatron-LM lays activations out) stand for any."""
+    """A reshape [B, A, T, E] -> [B·A, T, E] without a copy. A batched product accepts operands with strides. On meta
+    tensors one set of strides represents all: Megatron-LM's layout of sequences before samples, [T, B, A, E]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -3,11 +3,11 @@
 | phase | from | to |
 |---|---|---|
 | passes | the first microbatch's forward pass | the last task of the last backward pass |
-| data_parallel | then, waits for the gradients' sums | until all are there |
+| data_parallel | the first wait for gradient sums | all sums are received |
 | optimizer | norm, clipping, the step | the new parameters are published |
 
-An optimizer that steps some parameters while it waits for the others' gradients is in two phases in turn. Between the
-phases the next batch is loaded, and the ranks tell each other how they fare.
+An optimizer that steps some parameters while other gradients are still reduced alternates between two phases. Between
+the phases the next batch is loaded, and the ranks exchange the step report.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BETWEEN = "between phases"
 
 
 class PhaseClock:
-    """A clock of one step's phases, by the device's time, which tells the flight recorder of each."""
+    """A clock of one step's phases in the device's time. Each phase is also entered in the flight recorder."""
 
     def __init__(self, device: torch.device, recorder: FlightRecorder) -> None:
         self.device = device
@@ -39,7 +39,7 @@ class PhaseClock:
         """The end of the step's last phase."""
 
     def begin(self, phase: str | None) -> None:
-        """End the phase that the step is in, and begin this one; None: it is in none then."""
+        """End the current phase, and begin `phase`; None: no phase begins."""
         now = self._watch.now()
         if self._running is not None:
             self._ended.append((*self._running, now))
@@ -48,7 +48,7 @@ class PhaseClock:
         self._recorder.enter(BETWEEN if phase is None else PHASE_WORDS.get(phase, phase))
 
     def waiting(self, arrivals: Iterable[int]) -> Iterator[int]:
-        """Pass on the arrivals. Waits for them are the data-parallel phase, the time between is the optimizer's."""
+        """Yield the arrivals. Waits for an arrival count as data_parallel, the time between waits as optimizer."""
         rest = iter(arrivals)
         while True:
             self.begin(DATA_PARALLEL)
@@ -59,16 +59,16 @@ class PhaseClock:
             yield index
 
     def seconds_since(self, before: Moment | None) -> float:
-        """Seconds from `before`, the end of the step before, to the end of this one. None: from its own beginning."""
+        """Return seconds from `before`, the previous step's end, to this step's end; None: from this step's start."""
         return seconds_between(self._ended[0][1] if before is None else before, self.ended)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds that the step was in each phase."""
+        """Return the seconds of each phase."""
         totals = dict.fromkeys(PHASES, 0.0)
         for phase, start, end in self._ended:
             totals[phase] += end() - start()
         return totals
 
     def spans(self, stage: int) -> list[Span]:
-        """Every time that the step was in a phase, but for the passes, which the pipeline's tasks show."""
+        """Return the spans of all phases except passes, which the pipeline's tasks show."""
         return [Span(stage, phase, phase, start(), end()) for phase, start, end in self._ended if phase != PASSES]

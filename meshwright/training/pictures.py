@@ -1,14 +1,14 @@
-"""Pictures of a run: its losses by step, and what the stages of its pipeline did in a step.
+"""Pictures of a run: losses by step, and timelines of the pipeline's stages in a step.
 
-A loss curve is read from a metrics.jsonl. A line of the file is one step: `step` and `loss`, now and then
-`validation_loss`; other fields are not read here. A last line that was cut short by a kill is left out; any other line
-that is no step is an error.
+A loss curve is read from a metrics.jsonl. A line of the file is one step: `step` and `loss`, in some lines
+`validation_loss`; other fields are not read here. A last line cut short by a kill is skipped; any other line that is
+not a step is an error.
 
-A timeline has one row a stage and one box a task; those of one picture share their time axis. A box's colour is its
-category (forward, backward, weight, or a phase of the step); the number in it, where it fits, its microbatch. What is
-white is idle. A traced step is also written as JSON (pipeline/trace.py): each rank sends its spans along its pipe axis,
-at the traced steps only, and rank 0 writes those of the first replica. Stages on different machines are shown as their
-clocks are set.
+A timeline has one row a stage and one box a task; all timelines of a picture share one time axis. A box's colour is the
+category (forward, backward, weight, or a phase of the step). The number in a box, if there is room, is the microbatch.
+White is idle time. A traced step is also written as JSON (pipeline/trace.py): each rank sends the step's spans along
+the pipe axis, at traced steps only, and rank 0 writes the first replica's spans. Times of stages on different machines
+are not corrected for differences between clocks.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 _INK, _GRID, _IDLE = "#333333", "#e4e4e4", "#f4f4f4"
 _TRAIN, _VALIDATION = "#2b6cb0", "#d9480f"
 _SMOOTHED_FROM = 60
-"""Runs of fewer points are drawn as they are."""
+"""Curves of fewer points are not smoothed."""
 
 
 _LATER_CHUNKS = 0.6
-"""How opaque the tasks of a stage's chunks after its first are."""
+"""Opacity of tasks of a stage's second and later chunks."""
 _TASKS = {"forward": "#4c8bd0", "backward": "#e8833a", "weight": "#58a868"}
 _TITLES = {"weight": "weight gradient"}
 _PHASES = ("#9c7ac7", "#c9a227", "#5f9ea0", "#b5651d", "#8a8d91")
@@ -51,16 +51,17 @@ _WIDTH_INCHES, _ROW_INCHES, _HEAD_INCHES, _DIGIT_INCHES = 13.0, 0.24, 0.42, 0.06
 
 @dataclass(frozen=True)
 class LossCurve:
-    """The losses of one run, in nats per token, by step. Validation was measured at some of the steps."""
+    """The losses of one run, in nats per token, by step. `validation` has only the validated steps."""
 
     losses: dict[int, float]
     validation: dict[int, float]
 
 
 def read_curve(metrics_file: Path) -> LossCurve:
-    """Read a metrics.jsonl. A step that is there twice (the run was resumed) counts as written last.
+    """Read a metrics.jsonl. If a resumed run wrote a step twice, the later line counts.
 
-    Raises DataError where the file is missing, damaged or without a step.
+    Raises:
+        DataError: the file is missing, damaged or without a step.
     """
     steps = read_history(metrics_file)
     if not steps:
@@ -70,11 +71,13 @@ def read_curve(metrics_file: Path) -> LossCurve:
 
 
 def draw_loss(metrics_file: Path, picture: Path) -> None:
-    """Draw a run's training loss (thin as it is, thick smoothed where the run is long), validation points, last values.
+    """Draw a run's training loss (a thin line; a thick smoothed one for long runs), validation points and last values.
 
     The title is the name of the run's folder.
 
-    Raises DataError as read_curve does, and PictureError without matplotlib.
+    Raises:
+        DataError: as read_curve.
+        PictureError: matplotlib is not installed.
     """
     curve = read_curve(metrics_file)
     steps, losses = list(curve.losses), list(curve.losses.values())
@@ -97,7 +100,7 @@ def draw_loss(metrics_file: Path, picture: Path) -> None:
     trend = smoothed(losses)
     if len(steps) >= _SMOOTHED_FROM:
         axes.plot(steps, losses, color=_TRAIN, alpha=0.28, linewidth=0.8)
-    marker = "o" if len(steps) <= 20 else ""  # one point is nothing but its mark
+    marker = "o" if len(steps) <= 20 else ""  # without a marker a single point would be invisible
     axes.plot(steps, trend, color=_TRAIN, linewidth=2, label="training", marker=marker, markersize=5)
     ends = [(steps[-1], float(trend[-1]), _TRAIN)]
     if curve.validation:
@@ -112,10 +115,10 @@ def draw_loss(metrics_file: Path, picture: Path) -> None:
 
 
 def smoothed(losses: Sequence[float]) -> np.ndarray:
-    """The value at each step of a line fitted to the steps around it, a fortieth of the run to either side.
+    """Smooth losses: fit a line to each step's window, a fortieth of the run to either side, and return its values.
 
-    A line, unlike a mean, is neither above a falling curve nor, at the run's two ends, beside it. Values that are not
-    finite (an overflow's step) are passed over; NaN where a window has no other.
+    A mean would be above a falling curve, and wrong at the run's two ends; a line is not. Values that are not finite
+    (steps that overflowed) are ignored; a window without finite values gives NaN.
     """
     values = np.asarray(losses, dtype=np.float64)
     if len(values) < _SMOOTHED_FROM:
@@ -128,7 +131,7 @@ def smoothed(losses: Sequence[float]) -> np.ndarray:
         sums = np.concatenate(([0.0], np.cumsum(np.where(finite, terms, 0.0))))
         return sums[after] - sums[first]
 
-    # Least squares by running sums: a window costs two look-ups, however long it is.
+    # Least squares by running sums: a window of any length costs two look-ups.
     number = np.maximum(window_sum(np.ones_like(values)), 1e-300)
     middle, mean = window_sum(steps) / number, window_sum(values) / number
     spread = window_sum(steps**2) - number * middle**2
@@ -137,7 +140,7 @@ def smoothed(losses: Sequence[float]) -> np.ndarray:
 
 
 def _set_limits(axes: Axes, curve: LossCurve) -> None:
-    """Leave room for the last values at the right, and let a single spike not flatten all the rest."""
+    """Set the axes' limits: some margin, and a vertical range that a single spike does not widen."""
     first, last = min(curve.losses), max(curve.losses)
     axes.set_xlim(first - 0.01 * (last - first) - 0.5, last + 0.01 * (last - first) + 0.5)
     values = np.asarray([*curve.losses.values(), *curve.validation.values()])
@@ -145,7 +148,7 @@ def _set_limits(axes: Axes, curve: LossCurve) -> None:
     if not len(finite):
         return
     low, high, start = float(finite.min()), float(finite.max()), curve.losses[first]
-    # The first loss stays in the picture: a run is read from where it began.
+    # The first loss stays in the picture, since a reader compares later losses with it.
     usual = max(float(np.percentile(finite, 99)), start if math.isfinite(start) else low)
     high = min(high, usual + 0.5 * (usual - low)) if usual > low else high
     margin = 0.06 * (high - low) or 0.5
@@ -153,7 +156,7 @@ def _set_limits(axes: Axes, curve: LossCurve) -> None:
 
 
 def _annotate(axes: Axes, ends: Sequence[tuple[float, float, str]]) -> None:
-    """Write the last values, (step, value, colour), to the right of the frame; those that would overlap, apart."""
+    """Write the last values, (step, value, colour), to the right of the frame, moved so that texts do not overlap."""
     low, high = axes.get_ylim()
     gap = 0.055 * (high - low)
     previous = -math.inf
@@ -174,9 +177,16 @@ def _annotate(axes: Axes, ends: Sequence[tuple[float, float, str]]) -> None:
 
 
 def draw_timelines(timelines: Mapping[str, Timeline], picture: Path, seconds_name: str = "seconds") -> None:
-    """Draw {title: timeline} as a PNG. `seconds_name` is what one second of the time axis stands for.
+    """Draw timelines as a PNG.
 
-    Raises DataError where there is nothing to draw, PictureError without matplotlib.
+    Args:
+        timelines: each timeline by title.
+        picture: the path of the PNG.
+        seconds_name: the unit of the time axis.
+
+    Raises:
+        DataError: there is nothing to draw.
+        PictureError: matplotlib is not installed.
     """
     empty = [title for title, timeline in timelines.items() if not timeline.spans]
     if empty or not timelines:
@@ -200,13 +210,13 @@ def draw_timelines(timelines: Mapping[str, Timeline], picture: Path, seconds_nam
 
 
 def _ends(timeline: Timeline) -> tuple[float, float]:
-    """The begin of the first span and the end of the last, phases too."""
+    """Return the start of the first span and the end of the last, phases included."""
     begins, ends = zip(*((span.start_seconds, span.end_seconds) for span in timeline.spans), strict=True)
     return min(begins), max(ends)
 
 
 def _colours(timeline: Timeline) -> dict[str, str]:
-    """The colour of each category that is there: tasks in the order F, B, W, then phases by name."""
+    """Return the colour of each category in the timeline: tasks in the order F, B, W, then phases by name."""
     there = {span.category for span in timeline.spans}
     phases = sorted(there - set(_TASKS))
     tasks = {name: colour for name, colour in _TASKS.items() if name in there}
@@ -214,7 +224,7 @@ def _colours(timeline: Timeline) -> dict[str, str]:
 
 
 def _panel(axes: Axes, title: str, timeline: Timeline, end: float) -> None:
-    """One timeline. Phases lie below tasks of the same time in narrower boxes, for they may run under them."""
+    """Draw one timeline. Phases may overlap tasks in time, and are drawn underneath, in narrower boxes."""
     from matplotlib.colors import to_rgba
 
     colours, (begin, _) = _colours(timeline), _ends(timeline)
@@ -238,13 +248,13 @@ def _panel(axes: Axes, title: str, timeline: Timeline, end: float) -> None:
     digit = _DIGIT_INCHES * end / (_WIDTH_INCHES - 1.0)  # the seconds that a digit covers
     for span in timeline.spans:
         text = "" if span.microbatch is None else str(span.microbatch)
-        if text and span.seconds > 1.15 * digit * len(text):  # where it fits
+        if text and span.seconds > 1.15 * digit * len(text):  # if there is room
             middle = (span.start_seconds + span.end_seconds) / 2 - begin
             axes.text(middle, span.stage, text, ha="center", va="center", color="white", fontsize=6.5, zorder=3)
 
 
 def write_step(spans: Sequence[Span], mesh: Mesh, step: int, folder: Path) -> None:
-    """Gather the spans that every rank has of a step; rank 0 writes trace-step-N.json and trace-step-N.png."""
+    """Gather every rank's spans of a step; rank 0 writes trace-step-N.json and trace-step-N.png."""
     texts = all_texts(json.dumps(spans), mesh.comm(PIPE))
     if mesh.rank == 0:
         timeline = Timeline(mesh.size(PIPE), tuple(Span(*fields) for text in texts for fields in json.loads(text)))

@@ -1,6 +1,6 @@
-"""Where a step's numbers go besides metrics.jsonl: TensorBoard and trackers of experiments. No torch here.
+"""Sinks of a step's numbers in addition to metrics.jsonl: TensorBoard and experiment trackers. No torch here.
 
-| sink        | a run is            | `metrics.offline: true` keeps it in           | a run that goes on           |
+| sink        | a run is            | with `metrics.offline: true` stored in        | a resumed run                |
 |-------------|---------------------|-----------------------------------------------|------------------------------|
 | tensorboard | a folder of events  | OUT/tensorboard, as always                    | purges steps made again      |
 | wandb       | a run of a project  | OUT/wandb, which `wandb sync` sends later     | has the same id              |
@@ -8,11 +8,11 @@
 | trackio     | a run of a project  | trackio's own folder, as always               | has the same name            |
 | prometheus  | a page, /metrics    | memory, until the run ends                    | is a new page                |
 
-wandb 0.31, mlflow 3.17, trackio 0.43 and prometheus-client 0.26 are held by tests/training/test_sinks.py where they
-are installed.
+If installed, wandb 0.31, mlflow 3.17, trackio 0.43 and prometheus-client 0.26 are tested by
+tests/training/test_sinks.py.
 
-One is added by a `Sink` and its line in the registry. A tracker that cannot begin ends the run before its first step;
-one that fails later is given up with a warning, since the run and metrics.jsonl do not need it.
+A new sink is a `Sink` and a line in the registry. A tracker that cannot begin ends the run before the first step. A
+tracker that fails later is dropped with a warning, since the run and metrics.jsonl do not depend on trackers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as trackers know it. `name`: its identity, which resumes keep; `settings`: its config as a tree."""
+    """A run's description for trackers. `name`: the run's identity, kept by resumes; `settings`: the config's tree."""
 
     folder: Path
     name: str
@@ -52,7 +52,7 @@ class TrackedRun:
 
 @dataclass(frozen=True)
 class Tracker:
-    """Takes the numbers of each step, by two calls of a package's own."""
+    """A receiver of each step's numbers, by two functions of a package."""
 
     write: Callable[[int, Mapping[str, float]], object]
     close: Callable[[], object]
@@ -60,12 +60,12 @@ class Tracker:
 
 @dataclass(frozen=True)
 class Sink:
-    """A tracker that a run may name in `metrics.sinks`. `package`: the module that must be installed. `extra`: that of
-    Meshwright which installs it; empty: of the same name.
+    """A tracker that a run may name in `metrics.sinks`. `package`: the module that must be installed. `extra`:
+    Meshwright's extra that installs the package; empty: named like the package.
 
-    `remote`: it can send what it gets elsewhere, so that `metrics.project` and `metrics.offline` are read.
-    `optional`: runs name it by default, so that one without its package goes on, with a warning, instead of being
-    refused. `answers`: it is asked at `metrics.address` and `metrics.port`.
+    `projects`: reads `metrics.project`. `remote`: can send numbers to another machine, so reads `metrics.offline`.
+    `optional`: named by default, so a run without the package gets a warning and is not refused. `answers`: serves
+    numbers at `metrics.address` and `metrics.port`.
     """
 
     open: Callable[[TrackedRun], Tracker]
@@ -78,14 +78,14 @@ class Sink:
 
     @property
     def remedy(self) -> str:
-        """The command that installs its package."""
+        """Return the command that installs the package."""
         return f'pip install "meshwright[{self.extra or self.package}]"'
 
 
 def open_tensorboard(run: TrackedRun) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    # Steps that a resumed run makes again are purged, else the curve would go back and forth.
+    # Steps that a resumed run makes again are purged, else the curve would jump back.
     board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.first_step + 1)
 
     def write(step: int, scalars: Mapping[str, float]) -> None:
@@ -141,12 +141,12 @@ def open_prometheus(run: TrackedRun) -> Tracker:
     """
     from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-    registry = CollectorRegistry()  # the run's numbers alone: none of Python's or the process's
+    registry = CollectorRegistry()  # only the run's numbers, not Python's or the process's
     labels = {"run": run.name, "folder": run.folder.name}
     gauges: dict[str, Any] = {}
     try:
         server, thread = start_http_server(run.port, addr=run.address, registry=registry)
-    except OSError as error:  # a taken port, a host's name that nobody knows
+    except OSError as error:  # a taken port, an unknown host name
         place = f"{run.address}:{run.port}"
         rule = f"cannot be listened at for prometheus, as {place}: {error.strerror or error}"
         raise ConfigError.of("metrics.port", run.port, rule, "a free port, or metrics.address of this host") from error
@@ -179,7 +179,7 @@ PROMETHEUS = Sink(open_prometheus, "prometheus_client", projects=False, remote=F
 
 
 def require_sinks(metrics: Metrics) -> None:
-    """Raise ConfigError where the package of a sink that is not optional is not installed."""
+    """Raise ConfigError if a sink that is not optional lacks its package."""
     for name in metrics.sinks:
         sink = entries("sinks")[name]
         package = sink.package
@@ -189,7 +189,7 @@ def require_sinks(metrics: Metrics) -> None:
 
 
 def absent_sinks(metrics: Metrics) -> dict[str, str]:
-    """{sink: a warning with the extra to install} of the optional sinks that the run names and this machine lacks."""
+    """Return {sink: a warning with the extra to install} for optional sinks of the run without an installed package."""
     absent = {}
     for name in metrics.sinks:
         package = entries("sinks")[name].package
@@ -199,7 +199,7 @@ def absent_sinks(metrics: Metrics) -> dict[str, str]:
 
 
 def open_sinks(metrics: Metrics, run: TrackedRun) -> dict[str, Tracker]:
-    """The tracker of each sink that is not absent, by name. Raises MeshwrightError where one cannot begin."""
+    """Open the tracker of each sink that is not absent, by name. Raises MeshwrightError if a tracker cannot begin."""
     opened: dict[str, Tracker] = {}
     for name in (name for name in dict.fromkeys(metrics.sinks) if name not in absent_sinks(metrics)):
         try:

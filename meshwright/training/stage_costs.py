@@ -1,11 +1,11 @@
-"""Costs and memory of a layout's stages, counted on the meta device or timed; `resolve` decides by them.
+"""Costs and memory of a layout's stages, counted on the meta device or timed, for decisions of `resolve`.
 
 | question                  | answer                                                                                 |
 |---------------------------|----------------------------------------------------------------------------------------|
 | work of each part         | products of a forward pass, and the work on parameters in the same unit (`shared_work`)|
 | seconds of each part      | forward and backward of one microbatch on one device, with partition: measured         |
-| memory that is taken      | weights and gradients with their buckets' padding, the optimizer's states              |
-| memory of a microbatch    | what is alive of it after F, and after B until W, under the recomputation that is set  |
+| fixed memory              | weights and gradients with padding of buckets, the optimizer's states                  |
+| memory of a microbatch    | live tensors after F, and after B until W, with the configured recomputation           |
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ from meshwright.training.parts import Parts, build
 from meshwright.training.rank_model import build_kit, build_model, empty_batch
 
 PRODUCTS_PER_PARAMETER = {"cpu": 200, "cuda": 2000}
-"""Multiplications in the time of a step's work on a parameter: its gradient written, AdamW, some 40 bytes in all. Of a
-GPU by data sheets: 1,650 of an A100's in bf16, 3,500 of an H100's."""
+"""Multiplications in the time of a step's work on one parameter (gradient written, AdamW: some 40 bytes in all). By
+data sheets in bf16: 1,650 on an A100, 3,500 on an H100."""
 
 TIMED_ROUNDS = 5
 
 
 def first_ranks(config: Config) -> list[PlannedMesh]:
-    """The mesh of each stage's first rank, on the meta device. Where ranks of a stage differ, it holds the most."""
+    """Return the mesh of each stage's first rank, on the meta device. If ranks of a stage differ, the first holds the
+    most."""
     grid = config.grid
     origin = grid.coordinates(0)
     ranks = [grid.rank(origin | {PIPE: stage}) for stage in range(config.layout.pipeline.size)]
@@ -63,7 +64,7 @@ def first_ranks(config: Config) -> list[PlannedMesh]:
 
 @dataclass
 class BuiltStages:
-    """Answers by building each stage's first rank on the meta device."""
+    """Answers from each stage's first rank, built on the meta device."""
 
     _built: dict[Config, list[Parts]] = field(default_factory=dict)
 
@@ -75,7 +76,7 @@ class BuiltStages:
     def partition(self, config: Config) -> tuple[int, ...]:
         timed = config.layout.pipeline.partition == "measured"
         costs = measured_costs(config) if timed else counted_costs(config)
-        if config.layout.pipeline.head == "spread":  # equal parts of it make no stage longer than another
+        if config.layout.pipeline.head == "spread":  # all stages have equal parts of the head
             costs = replace(costs, head=0.0)
         return fastest(costs, placement_of(config), rule_of(config), config.num_microbatches)
 
@@ -96,12 +97,12 @@ class BuiltStages:
 
 
 def microbatch_bytes(config: Config, device: str, attention: Attention) -> list[int]:
-    """The most bytes that a microbatch in flight holds between two tasks, by stage, as the run recomputes; in the chunk
-    that holds most.
+    """Return the most bytes that a microbatch in flight holds between two tasks, by stage, with the run's
+    recomputation. Of a stage's chunks the one with most bytes counts.
 
-    After F it holds what autograd and recomputed groups keep; after B, while W waits, the inputs and the gradients of
-    products, which recomputation has computed again. The last chunk goes backward as soon as it has gone forward, so
-    only the latter adds up there. `device`, `attention`: as AsOnDevice has them.
+    After F a microbatch holds tensors saved by autograd and by recomputed groups. After B, until W, a microbatch holds
+    the products' inputs (recomputed if configured) and gradients. In the last chunk B follows F at once, so only the
+    bytes after B accumulate. `device`, `attention`: as in AsOnDevice.
     """
     meshes = first_ranks(config)
     stages = plan_stages(config, meshes[0])
@@ -120,7 +121,7 @@ def microbatch_bytes(config: Config, device: str, attention: Attention) -> list[
             stage = Stage(model, gradients, autocasts=autocasts_of(config, mesh))
             batch = empty_batch(config, kit, model, mesh.device)
             with AsOnDevice(device, attention):
-                held_bytes(stage, 0, batch, stages.ends(position))  # which gathers what the later ones find
+                held_bytes(stage, 0, batch, stages.ends(position))  # first run: gathers values that later runs reuse
                 after_forward, after_backward = held_bytes(stage, 1, batch, stages.ends(position))
             known[key] = after_backward if chunk.last else max(after_forward, after_backward)
         holder = stages.placement.stage_of[position]
@@ -131,18 +132,18 @@ def microbatch_bytes(config: Config, device: str, attention: Attention) -> list[
 def held_bytes(
     stage: Stage, index: int, batch: Batch, ends: tuple[tuple[TensorMeta, ...], tuple[TensorMeta, ...]]
 ) -> tuple[int, int]:
-    """Run F and B of a microbatch; the bytes that are alive because of it after each. `ends`: as Stages has them."""
+    """Run F and B of a microbatch; return the microbatch's live bytes after each. `ends`: as in Stages."""
     device = next(iter(batch.values())).device
     with LiveBytes() as live:
         given, coming = (
             tuple(torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in forms) for forms in ends
         )
-        # The gradient from after has its memory while F runs here, and not in a run.
+        # Here the gradient from the next stage is allocated during F; in a run it is not.
         waiting = sum(map(size_bytes, coming))
         stage.forward(index, given, batch, dict.fromkeys((*stage.model.labels, SAMPLES), 1.0))
         after_forward = live.live - waiting
         stage.backward(index, coming, defers=True)
-        # Messages go when B is done: what stays alive is W's.
+        # Messages are freed after B; tensors that stay alive are W's.
         del given, coming
         return after_forward, live.live
 
@@ -158,7 +159,7 @@ def check_frozen(config: Config) -> None:
 
 
 def counted_costs(config: Config) -> Costs:
-    """The work of each part of the chain, `shared_work` of its parameters."""
+    """Count the work of each part of the chain (`shared_work`)."""
     mesh = first_ranks(config)[0]
     kit = build_kit(config, mesh)
     specs = (shard_specs(build_model(config, kit, mesh, chunk)) for chunk in links(config.model.num_blocks))
@@ -166,10 +167,11 @@ def counted_costs(config: Config) -> Costs:
 
 
 def shared_work(config: Config, parameters: Costs, device: str) -> Costs:
-    """A microbatch forward and backward and its share of the work on parameters, in products of a forward pass."""
+    """Return the work of a microbatch's passes and of its share of the parameters' updates, in products of a forward
+    pass."""
     products, samples = chain_of(config).products(config), config.micro
-    # By 3, since the unit is a product of a forward pass and the others go forward and back; a step's work on
-    # parameters is shared by its microbatches.
+    # Divided by 3, since the unit is a product of a forward pass, and a microbatch runs three (forward and backward).
+    # A step's microbatches share the work on parameters.
     weight = PRODUCTS_PER_PARAMETER["cuda" if device == "cuda" else "cpu"] / 3 / config.num_microbatches
     return Costs(
         samples * products.embedding + weight * parameters.embedding,
@@ -181,8 +183,8 @@ def shared_work(config: Config, parameters: Costs, device: str) -> Costs:
 
 
 def measured_costs(config: Config) -> Costs:
-    """Seconds of each part of the chain, timed in a process of its own, as ranks run: this one may start no threads."""
-    # Inside another launcher this process is a rank already, with threads of its own.
+    """Time each part of the chain, in seconds, in a separate process like a rank: this process may start no threads."""
+    # Inside another launcher this process already is a rank, and may have threads.
     if joined():
         begin, *layers, end = time_links(config, torch.device("cuda" if config.device == "cuda" else "cpu"))
     else:
@@ -198,9 +200,9 @@ def time_links_on(rank: Rank, config: Config) -> list[float]:
 
 
 def time_links(config: Config, device: torch.device) -> list[float]:
-    """Seconds of a microbatch forward and backward in each part of the chain, whole, on one device.
+    """Time a microbatch forward and backward, in seconds, in each whole part of the chain on one device.
 
-    Only their ratios count. Of layers that are alike, in what they read and in their parameters, the first is timed.
+    Only ratios of these times are used. Of layers with equal shapes of inputs and parameters the first is timed.
     """
     kit = SerialKit(solo_mesh(device))
     begin, layers, end = links(config.model.num_blocks)
@@ -210,10 +212,10 @@ def time_links(config: Config, device: torch.device) -> list[float]:
     for link in (begin, *(Chunk(range(layer, layer + 1), False, False) for layer in layers.layers), end):
         model: Chain = make_chain(config, kit, link)
         for parameter in model.parameters():
-            # Numbers of usual size: what the memory held may be denormals, with which a CPU is slow.
+            # Numbers of usual size: uninitialised memory may hold denormals, and these slow a CPU down.
             nn.init.normal_(parameter, std=0.02)
         for module in model.modules():
-            if isinstance(module, Router):  # what a pass before has counted of the batch
+            if isinstance(module, Router):  # in place of counts from an earlier pass
                 module.balance_by(torch.ones(module.shape.count, device=device))
         batch = empty_batch(config, kit, model, device)
         shapes = tuple(x.shape for x in (*hidden, *model.parameters()))
@@ -227,9 +229,9 @@ def time_links(config: Config, device: torch.device) -> list[float]:
                 if learned:
                     torch.autograd.backward(learned, [torch.ones_like(x) for x in learned])
                 if device.type == "cuda":
-                    torch.cuda.synchronize(device)  # a GPU has only been given the work until here
+                    torch.cuda.synchronize(device)  # until here the GPU's work is only queued
                 rounds.append(time.perf_counter() - started)
-            known[shapes] = statistics.median(rounds)  # other programs only ever add, now and then
+            known[shapes] = statistics.median(rounds)  # other programs can only add time, in some rounds
         seconds.append(known[shapes])
         with torch.no_grad():
             hidden = model.hidden_states(batch, hidden)
@@ -237,7 +239,8 @@ def time_links(config: Config, device: torch.device) -> list[float]:
 
 
 def free_gpu_bytes(num_gpus: int) -> int:
-    """Free memory of the fullest of this node's first GPUs; asked in a process whose contexts on them go with it."""
+    """Return the least free memory of this node's first GPUs, in bytes. A separate process asks, so that CUDA contexts
+    end with that process."""
     free: int = run(ask_gpus, 1, num_gpus=num_gpus)[0]
     return free
 

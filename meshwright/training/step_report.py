@@ -147,22 +147,22 @@ def row_of(table: Mapping[str, Metric], values: Mapping[str, Any]) -> Tensor:
 
 
 STEPS = 10
-"""Steps that are looked at together."""
+"""Number of last steps that a straggler is judged by."""
 
 SLOW_STEPS = 8
-"""How many of them must be slow."""
+"""Number of these steps that must be slow."""
 
 _FACTOR = 1.5
 LEAST_SECONDS = 0.02
-"""The least that a straggler costs in a step; below, rank 0's writing of metrics would count."""
+"""The least cost of a straggler in a step, in seconds; a lower bound would flag rank 0 for writing metrics."""
 
 
 class RankClock:
-    """How long this rank has worked since the last call: its device, and the rank without its waits for others.
+    """A clock of this rank's work since the last call: busy seconds of the device, and own seconds without waits.
 
-    Busy on a CPU: the process's CPU time over its threads; a rank that spins while it waits (MPI) counts as busy. On a
-    GPU: the driver's utilisation, sampled once a step; not a number where nvidia-ml-py, through which torch asks the
-    driver, is not installed, and from the first question on that the driver does not answer (MIG, a lost permission).
+    Busy seconds on a CPU: the process's CPU time over the number of threads; a rank that spins in a wait (MPI) counts
+    as busy. On a GPU: from the driver's utilisation, sampled once a step. NaN without nvidia-ml-py, which torch uses to
+    ask the driver, and after the first question without an answer (MIG, a lost permission).
     """
 
     def __init__(self, device: torch.device, recorder: FlightRecorder) -> None:
@@ -172,7 +172,7 @@ class RankClock:
         self._last = (time.process_time(), time.perf_counter(), recorder.waited_seconds)
 
     def lap(self) -> tuple[float, float]:
-        """(busy seconds, own seconds) since the last call."""
+        """Return (busy seconds, own seconds) since the last call."""
         now = (time.process_time(), time.perf_counter(), self._recorder.waited_seconds)
         cpu, wall, waited = (new - old for new, old in zip(now, self._last, strict=True))
         self._last = now
