@@ -1,11 +1,11 @@
 """Checkpoints independent of layouts: safetensors shards and one JSON manifest, without pickle.
 
-    step-N/manifest.json          what wrote it, progress, each file's SHA-256, each tensor's runs: box, dtype, files
-    step-N/rank-R.safetensors     the parts that rank R wrote, and a hash of every block of them
-    step-N/tokenizer.json         so that text goes in and comes out of a checkpoint alone
-    step-N/config.json, ...       the settings that weights and tokenizer came with (data/published.py), for an export
+    step-N/manifest.json          the run, progress, each file's SHA-256, each tensor's runs: box, dtype, files
+    step-N/rank-R.safetensors     the parts written by rank R, and a hash of every block
+    step-N/tokenizer.json         so that a checkpoint alone suffices to read and generate text
+    step-N/config.json, ...       settings published with weights and tokenizer (data/published.py), for an export
 
-A step folder exists only whole: it is written under a temporary name, synced, and renamed.
+A step folder exists only whole: files are written under a temporary name, synced, and the folder is renamed.
 """
 
 from meshwright.training.checkpoint.reader import Checkpoint, find_checkpoint, newest_step, newest_whole

@@ -1,10 +1,10 @@
 """A checkpoint's manifest.json: a typed model that refuses inconsistent entries, and a checksum.
 
-Its size grows with parameters, not with parameters times ranks: a `StoredRun` says in one line how a thousand ranks
-share a parameter. Each shard's header lists its own bytes (shard.py).
+The manifest's size grows with parameters, not with parameters times ranks: one line, a `StoredRun`, describes how a
+thousand ranks share a parameter. Each shard's header lists the shard's own bytes (shard.py).
 
-A manifest is untrusted input: file names are plain names inside the folder, every part lies in a listed file, and a
-tensor's runs are disjoint and cover it, so that every number read has been written and checked.
+A manifest is untrusted input. File names must be plain names inside the folder, every part must be in a listed file,
+and a tensor's runs must be disjoint and cover the tensor. So every number read has been written and checked.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from meshwright.ranks.foreign import open_plain, parse_json, read_text
 from meshwright.version import __version__
 
 FORMAT_VERSION = 4
-"""4: hashes of blocks in the shards, which add up to the root. 3 had SHA-256 digests of blocks; 2 an entry for every
-box of every rank, and no run; 1 (version 0.1.0) listed shards only. All are still read."""
+"""Format 4 has hashes of blocks in the shards, which sum to the root. Format 3 had SHA-256 digests of blocks; format 2
+an entry for every box of every rank, and no run; format 1 (version 0.1.0) listed shards only. All can be read."""
 MANIFEST = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
 GET_ANOTHER = "take another checkpoint, or restore this one from a copy"
@@ -43,7 +43,7 @@ content: a number's `e` could become `E` unseen.)"""
 
 NonNegative = Annotated[int, Field(ge=0, lt=2**62)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=255)]
-"""A name without separators: nothing outside of the checkpoint's folder."""
+"""A name without separators, so that the file is inside the checkpoint's folder."""
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Root = Annotated[str, Field(pattern=rf"^({VERSION})?[0-9a-f]{{16}}$")]
 DType = Annotated[str, Field(pattern=r"^(float64|float32|bfloat16|float16)$")]
@@ -51,11 +51,11 @@ DType = Annotated[str, Field(pattern=r"^(float64|float32|bfloat16|float16)$")]
 
 @dataclass(frozen=True, config=_CLOSED)
 class StoredRun:
-    """A `kind` (weight, exp_avg, ...) of a `box` of a parameter, in equal slices that lie in the files of a group.
+    """A `kind` (weight, exp_avg, ...) of a `box` of a parameter, in equal slices stored in the files of a group.
 
-    The box's elements, row by row, have the numbers start, start + 1, ... of flat memory, of which the group's i-th
-    file holds i·length .. (i + 1)·length: those of the box that are among them under `key`. The format knows boxes and
-    slices alone, no layouts, so any layout can read it.
+    The box's elements, row by row, have the numbers start, start + 1, ... in flat memory. The group's i-th file holds
+    the box's elements with numbers i·length to (i + 1)·length, under `key`. The format has boxes and slices only, no
+    layouts, so any layout can read a checkpoint.
     """
 
     parameter: str
@@ -83,7 +83,7 @@ class StoredRun:
         return dtype
 
     def bounds(self, part: int) -> tuple[int, int]:
-        """The first of the box's elements in a file, and the first behind them."""
+        """Return the number of the box's first element in a file, and the number after the last."""
         first, last = part * self.length, (part + 1) * self.length
         return max(first, self.start) - self.start, min(last, self.stop) - self.start
 
@@ -104,7 +104,8 @@ class StoredPart:
 
 @dataclass(frozen=True, config=_CLOSED)
 class StoredFile:
-    """A file's name, size, and the SHA-256 of its first `header_bytes`, in which a shard has the rest's; or of all."""
+    """A file's name, size and SHA-256. For a shard the digest covers the first `header_bytes`, which hold the hashes of
+    the rest; for other files (None) it covers the whole file."""
 
     file: FileName
     size_bytes: NonNegative
@@ -119,7 +120,8 @@ numbers."""
 
 @dataclass(frozen=True, config=_CLOSED)
 class Listing:
-    """A rank's file, and the runs that it is the first rank of. `root`: the sum of its elements' hashes."""
+    """A rank's file, and the runs listed by this rank as the first of their group. `root`: the sum of the file's
+    hashes."""
 
     file: StoredFile
     groups: Groups
@@ -129,7 +131,7 @@ class Listing:
 
 @dataclass(frozen=True, config=_CLOSED)
 class Best:
-    """A run's best validation: its step and value; `worse`: validations since then that were no better."""
+    """A run's best validation: step and value; `worse`: number of later validations that were no better."""
 
     step: NonNegative
     metric: Annotated[str, Field(pattern=r"^[a-z_]+$")]
@@ -141,7 +143,7 @@ class Best:
 class Progress:
     """A run's progress: steps done, samples seen (the data cursor), optimizer steps applied, loss scaling, the best.
 
-    Random numbers need no state: every microbatch's generator is seeded by the run's seed, the step and its place.
+    Random numbers need no state: every microbatch's generator is seeded by the run's seed, the step and the place.
     """
 
     step: NonNegative = 0
@@ -154,22 +156,22 @@ class Progress:
 
 @dataclass(frozen=True, config=_CLOSED)
 class Origin:
-    """The run that wrote a checkpoint. `run`: its random identity, kept through resumes; an import has none."""
+    """The run that wrote a checkpoint. `run`: the run's random identity, kept by resumes; '' for an import."""
 
     config: dict[str, Any]
     run: Annotated[str, Field(pattern=r"^[0-9a-f]*$")] = ""
     data: Annotated[str, Field(pattern=r"^[0-9a-f]*$")] = ""
     """The fingerprint of the prepared data (data/section.py)."""
     resolved: dict[str, Any] = Field(default_factory=dict)
-    """Values decided for `auto` fields, where another decision could change the run's bits."""
+    """Values decided for `auto` fields, if another decision could change the run's bits."""
     version: str = __version__
     torch: str = str(torch.__version__)
 
 
 @dataclass(frozen=True, config=_CLOSED)
 class Roots:
-    """Hashes that do not depend on the layout that wrote a checkpoint (parameters/root.py): of all its tensors, and of
-    the order of data behind its cursor. None: the checkpoint's writer had no roots, or an import no data."""
+    """Hashes of a checkpoint that do not depend on the layout (parameters/root.py): of all tensors, and of the order of
+    data after the cursor. None: the checkpoint's writer had no roots, or an import no data."""
 
     state: Root | None = None
     data: Root | None = None
@@ -177,7 +179,7 @@ class Roots:
 
 @dataclass(frozen=True, config=_CLOSED)
 class Manifest:
-    """A checkpoint's description: everything except its tensors."""
+    """A checkpoint's description: everything except the tensors."""
 
     progress: Progress
     origin: Origin
@@ -198,7 +200,7 @@ class Manifest:
 
     @cached_property
     def parts(self) -> dict[tuple[str, str], list[StoredRun]]:
-        """The runs by parameter and kind."""
+        """Group the runs by parameter and kind."""
         parts: defaultdict[tuple[str, str], list[StoredRun]] = defaultdict(list)
         for run in self.runs:
             parts[run.parameter, run.kind].append(run)
@@ -206,16 +208,17 @@ class Manifest:
 
 
 def stored_file(path: Path) -> StoredFile:
-    """The entry of an existing file, with its size and SHA-256."""
+    """Return the entry of an existing file, with size and SHA-256."""
     with open_plain(path) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     return StoredFile(path.name, path.stat().st_size, digest)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder.
+    """Read and check the manifest of a checkpoint folder.
 
-    Raises CheckpointError where it is missing, damaged, of another format, or does not hold together.
+    Raises:
+        CheckpointError: the manifest is missing, damaged, of another format, or inconsistent.
     """
     path = folder / MANIFEST
     try:
@@ -228,7 +231,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(body, dict) or "checksum" not in body or "format" not in body:
         raise DamagedError(f"{path} is damaged: it has no checksum or no format; {GET_ANOTHER}")
     version, checksum = body.pop("format"), body.pop("checksum")
-    # The checksum before parsing: damaged bytes may parse to anything.
+    # The checksum is checked before the content is used: damaged bytes may parse to anything.
     if version in (2, 3, FORMAT_VERSION):
         right = text == _with_checksum(text.rpartition(_CHECKSUM)[0])
     elif version == 1:
@@ -240,8 +243,8 @@ def read_manifest(folder: Path) -> Manifest:
     if not right:
         raise DamagedError(f"{path} is damaged: its checksum does not match its content; {GET_ANOTHER}")
     try:
-        # Upgraded format by format, so that each step knows one older format.
-        if version == 1:  # of 0.1.0, which named neither the run, nor its data or tokenizer
+        # Upgraded format by format, so that each step handles one older format.
+        if version == 1:  # version 0.1.0 named no run, data or tokenizer
             rest = {key: value for key, value in body.items() if key not in ("seed", "config", "shards")}
             origin = {"config": body.get("config"), "version": "0.1.0", "torch": "unknown"}
             body = {**rest, "origin": origin, "files": body.get("shards")}
@@ -262,7 +265,7 @@ _ENTRIES = TypeAdapter(tuple[StoredPart, ...])
 
 
 def _of_format_2(body: dict[str, Any]) -> dict[str, Any]:
-    """A manifest with an entry for every box in every file: each is a run of one file."""
+    """Upgrade a manifest of format 2: each entry (a box in a file) becomes a run of one file."""
     rest = {key: value for key, value in body.items() if key != "entries"}
     files = TypeAdapter(tuple[StoredFile, ...]).validate_json(json.dumps(body.get("files")))
     group = {file.file: index for index, file in enumerate(files)}
@@ -279,19 +282,19 @@ def _of_format_2(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(manifest: Manifest) -> None:
-    """Raises ValueError unless files are named once and are as large as their parts, and every tensor is whole."""
+    """Raise ValueError unless files are named once and large enough for their parts, and every tensor is whole."""
     if len({file.file for file in manifest.files}) < len(manifest.files):
         raise ValueError("it lists a file twice")
     for group in manifest.groups:
         if len(set(group)) < len(group) or any(index >= len(manifest.files) for index in group):
             raise ValueError("a group names a file twice, or one that is not among its files")
-    # Else a short file would only be noticed when it is read, perhaps hours into a job.
+    # Otherwise a short file would only be noticed when read, perhaps hours into a job.
     left = [file.size_bytes for file in manifest.files]
     for index, taken in _bytes_in_files(manifest).items():
         if taken > left[index]:
             raise ValueError(f"{manifest.files[index].file} is smaller than the parts that lie in it")
     for (parameter, kind), runs in manifest.parts.items():
-        shape = runs[0].shape  # an optimizer's states may have others than the weight
+        shape = runs[0].shape  # shapes of an optimizer's states may differ from the weight's
         if any(run.shape != shape for run in runs):
             raise ValueError(f"the parts of {parameter} ({kind}) disagree on its shape")
         if any(run.dtype != runs[0].dtype for run in runs):
@@ -301,13 +304,13 @@ def _check(manifest: Manifest) -> None:
 
 
 def _bytes_in_files(manifest: Manifest) -> dict[int, int]:
-    """The bytes that runs have in each file. Raises ValueError for a run that is longer than its group.
+    """Count the bytes of runs in each file. Raises ValueError for a run that is longer than the run's group.
 
-    A run's slices are those of everything up to its end without those up to its start. Up to element x every file but
-    the last of them is full: so a run adds to two places, and files are gone through once, not once a run.
+    A run's bytes are the bytes up to the run's end minus the bytes up to its start. Elements up to x fill every file
+    but the last one. So a run changes two entries, and one pass over the files counts all runs.
     """
     full = [[0] * (len(group) + 1) for group in manifest.groups]
-    """By group and position: bytes that each file before it has."""
+    """By group and position: bytes in each file before that position."""
     ends = [[0] * (len(group) + 1) for group in manifest.groups]
     for run in manifest.runs:
         name = f"{run.parameter} ({run.kind})"
@@ -329,7 +332,7 @@ def _bytes_in_files(manifest: Manifest) -> dict[int, int]:
 
 
 def _uncovered(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
-    """Why boxes do not cover each element of a tensor of `shape` once; None if they do."""
+    """Say why boxes do not cover each element of a tensor of `shape` once; None if each is covered once."""
     for box in boxes:
         if not len(box.offsets) == len(box.lengths) == len(shape):
             return "have another number of dims than its shape"
@@ -340,8 +343,8 @@ def _uncovered(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
         return "do not cover it"
     if not shape:
         return "overlap" if len(filled) > 1 else None
-    # There are as many elements as there should be, so boxes that are disjoint also cover. A sweep along the dim with
-    # the most cuts compares a box with those that have begun before it and not ended: n log n for slices, n^1.5 for
+    # The boxes have the right number of elements, so disjoint boxes also cover the tensor. A sweep along the dim with
+    # the most cuts compares a box with the boxes that began before and have not ended: n log n for slices, n^1.5 for
     # blocks. Comparing all pairs took quadratic time for a thousand ranks.
     dim = max(range(len(shape)), key=lambda dim: len({box.offsets[dim] for box in filled}))
     begun: list[Box] = []
@@ -354,5 +357,6 @@ def _uncovered(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
 
 
 def _with_checksum(content: str) -> str:
-    """The file's text: a JSON object without its closing brace, then the checksum of that text."""
+    """Return the file's text: `content` (a JSON object without the closing brace), the checksum of `content`, and the
+    brace."""
     return f'{content}{_CHECKSUM}{hashlib.sha256(content.encode()).hexdigest()}"\n}}'

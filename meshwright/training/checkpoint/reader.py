@@ -1,4 +1,4 @@
-"""Reading a checkpoint: any box of any tensor, whatever the layout that wrote it."""
+"""Reading a checkpoint written by any layout: any box of any tensor."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ STEP = re.compile(r"step-(\d+)")
 
 
 class Checkpoint:
-    """An open checkpoint folder. Bytes are checked before they are used; nothing else is hashed.
+    """An open checkpoint folder. Bytes are checked before use; no other bytes are hashed.
 
-    `bad`: a list that collects blocks that are not those written; by default the first one is raised.
+    `bad`: a list that collects damaged blocks; by default the first damaged block raises DamagedError.
     """
 
     def __init__(self, folder: Path, bad: list[BadBlock] | None = None) -> None:
@@ -42,7 +42,7 @@ class Checkpoint:
         self._bad = bad
         self.manifest = read_manifest(folder)
         self.shards: dict[str, StoredShard] = {}
-        """Those read from so far, by file."""
+        """The opened shards, by file."""
         self.shapes = {run.parameter: run.shape for run in self.manifest.runs if run.kind == "weight"}
         """The global shape of every parameter."""
         self._runs: dict[int, list[StoredRun]] = defaultdict(list)
@@ -50,7 +50,7 @@ class Checkpoint:
         for run in self.manifest.runs:
             self._runs[run.group].append(run)
         self._places: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        """By file: the groups that the file is in, and its number in each."""
+        """By file: (group, position of the file in the group)."""
         for number, group in enumerate(self.manifest.groups):
             for part, index in enumerate(group):
                 self._places[self.manifest.files[index].file].append((number, part))
@@ -60,16 +60,16 @@ class Checkpoint:
                 size = path.stat().st_size
             except OSError as error:
                 raise DamagedError(f"{path} is missing; {GET_ANOTHER}") from error
-            # File sizes now, which costs nothing; contents when they are read.
+            # File sizes are checked now, at no cost; contents when read.
             if size != file.size_bytes:
                 raise DamagedError(f"{path} is damaged: {size} bytes, not {file.size_bytes}; {GET_ANOTHER}")
 
     @property
     def config(self) -> Config:
-        """The config of the run that wrote it. Raises CheckpointError where this version has other fields."""
+        """Return the writing run's config. Raises CheckpointError if this version has other fields."""
         origin = self.manifest.origin
         try:
-            return Config.model_validate(origin.config)  # the data's files may be gone: only a new run needs them
+            return Config.model_validate(origin.config)  # data files may be missing: only a new run needs them
         except ValidationError as error:
             first = problems_of(error, model_names())[0]
             raise CheckpointError(
@@ -78,14 +78,14 @@ class Checkpoint:
             ) from error
 
     def dtype_of(self, parameter: str) -> str:
-        """The dtype in which a parameter's weight is stored. Raises CheckpointError where there is none."""
+        """Return the dtype of a parameter's stored weight. Raises CheckpointError if there is no such weight."""
         runs = self.manifest.parts.get((parameter, "weight"))
         if runs is None:
             raise CheckpointError(f"{self.folder} has no weight of {parameter}")
         return runs[0].dtype
 
     def read(self, parameter: str, kind: str, box: Box) -> Tensor:
-        """A box of a parameter's tensor in its stored dtype, assembled from the parts that overlap it."""
+        """Read a box of a parameter's tensor in the stored dtype, from all parts that overlap the box."""
         runs = self.manifest.parts.get((parameter, kind))
         if runs is None:
             known = sorted({kind for name, kind in self.manifest.parts if name == parameter})
@@ -100,9 +100,9 @@ class Checkpoint:
         return result
 
     def file(self, name: str) -> Path | None:
-        """The path of a file beside the shards, once it is known to be whole; None where there is none.
+        """Check a file other than the shards, and return its path; None if there is no such file.
 
-        A file that the manifest does not list was put there by the user, who was asked to (an import's tokenizer).
+        A file not in the manifest was added by the user on request (an import's tokenizer), and is not checked.
         """
         for file in self.manifest.files:
             if file.file == name:
@@ -115,7 +115,7 @@ class Checkpoint:
             self._check(file)
 
     def damage_besides(self) -> Iterator[DamagedError]:
-        """Check the bytes that a `read` of every tensor leaves out: other files, and tensors that no run names."""
+        """Check the bytes that are skipped by a `read` of every tensor: other files, and tensors that no run names."""
         for file in self.manifest.files:
             try:
                 if file.header_bytes is None:
@@ -126,8 +126,8 @@ class Checkpoint:
                 yield error
 
     def check_frames(self, part: int, of: int) -> None:
-        """Check what `read` may skip in every `of`-th file from `part` on: a shard's header, all of another file.
-        (Nobody reads from replicas' shards, which hold no tensor.) Raises DamagedError."""
+        """Check the parts that `read` may skip of every `of`-th file from `part` on: a shard's header, all of another
+        file. (Replicas' shards hold no tensor, and no rank reads one.) Raises DamagedError."""
         for file in self.manifest.files[part::of]:
             if file.header_bytes is None:
                 self._check(file)
@@ -137,11 +137,11 @@ class Checkpoint:
     def _read_run(self, run: StoredRun, box: Box, out: Tensor) -> None:
         """Fill `out` with a box of a run; `box` is relative to the corner of the run's box."""
         whole = Box(tuple(0 for _ in run.lengths), run.lengths)
-        # The numbers of the box's first and last element in the run's, row by row; between them lie its rows and gaps.
+        # The row-by-row numbers, in the run's box, of the first and last element. In between are rows and gaps.
         begin = last = 0
         for cut, length in zip(box.slices, run.lengths, strict=True):
             begin, last = begin * length + cut.start, last * length + cut.stop - 1
-        # Elements without gaps are read into their place.
+        # Elements without gaps are read directly into `out`.
         flat = out.view(-1) if out.is_contiguous() and last + 1 - begin == out.numel() else None
         # The group's files that hold these elements, by position.
         for part in range((run.start + begin) // run.length, (run.start + last) // run.length + 1):
@@ -151,7 +151,7 @@ class Checkpoint:
             into = None if flat is None else flat[first - begin : end - begin]
             for offset, values in shard.elements(run, part, first - start, end - start, into):
                 if into is not None and 0 <= values.data_ptr() - into.data_ptr() < into.nbytes:
-                    continue  # read there
+                    continue  # already read into `out`
                 position = 0
                 # A slice of flat memory is up to three boxes: part of a row, whole rows, part of a row.
                 for rows in whole.flat_parts(start + offset, start + offset + values.numel()):
@@ -166,7 +166,7 @@ class Checkpoint:
         return self.shards[file.file]
 
     def _parts_in(self, file: StoredFile) -> Iterator[tuple[StoredRun, int]]:
-        """The runs that have a part in a file, and the part's number."""
+        """Yield the runs with a part in a file, and the part's number."""
         for group, part in self._places[file.file]:
             yield from ((run, part) for run in self._runs[group])
 
@@ -184,19 +184,19 @@ class Checkpoint:
 
 
 def steps_in(folder: Path) -> list[tuple[int, Path]]:
-    """The complete checkpoints in a folder, oldest first."""
+    """List the complete checkpoints in a folder, oldest first."""
     steps = [(int(match[1]), path) for path in folder.glob("step-*") if (match := STEP.fullmatch(path.name))]
     return sorted((step, path) for step, path in steps if (path / MANIFEST).is_file())
 
 
 def newest_step(folder: Path) -> Path | None:
-    """The newest complete checkpoint in a folder of step folders, or None."""
+    """Return the newest complete checkpoint in a folder of step folders, or None."""
     steps = steps_in(folder)
     return steps[-1][1] if steps else None
 
 
 def newest_whole(folder: Path, before: int) -> Path | None:
-    """The newest undamaged checkpoint before step `before`."""
+    """Return the newest undamaged checkpoint before step `before`, or None."""
     for step, path in reversed(steps_in(folder)):
         if step < before:
             try:
@@ -208,14 +208,16 @@ def newest_whole(folder: Path, before: int) -> Path | None:
 
 
 BEST = "best"
-"""The name, in a run's folder or in its `checkpoints`, of the checkpoint of its best validation."""
+"""The name, in a run's folder or in `checkpoints`, of the checkpoint with the best validation."""
 
 
 def find_checkpoint(path: Path) -> Path:
-    """A checkpoint by its own folder, by the run's, or by the run's `checkpoints` folder (then the newest); or by
-    the name `best` in one of the latter, which the newest one's progress tells.
+    """Find a checkpoint by the step's folder, or the newest by the run's folder or `checkpoints` folder.
 
-    Raises CheckpointError with what was looked for.
+    The name `best` in one of the latter two is the best checkpoint, which is named in the newest one's progress.
+
+    Raises:
+        CheckpointError: nothing was found; the error names the expected files.
     """
     if (path / MANIFEST).is_file():
         return plain_folder(path)

@@ -1,4 +1,4 @@
-"""The pieces that each rank writes into a checkpoint, and loading one, whatever layout wrote it."""
+"""The pieces that each rank writes into a checkpoint, and loading of a checkpoint written by any layout."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from meshwright.training.parts import Parts
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's elements of a `kind` (weight, exp_avg, ...) of a box of a parameter, which `place` names; flat.
+    """This rank's elements, flat, of a `kind` (weight, exp_avg, ...) of a parameter's box, which `place` names.
 
-    `first`: the number of the first of them in the box, row by row. `slices`: how ranks share the flat memory in which
-    the place lies. The first of them also has pieces without an element, so that it can tell of all.
+    `first`: the number in the box, row by row, of the first element. `slices`: how ranks share the place's flat memory.
+    The first of these ranks also has pieces without elements, so that this rank can list all pieces.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Piece:
 
 
 def pieces_of(parts: Parts) -> Iterator[Piece]:
-    """Yield this rank's slices of weights and optimizer states; of ranks with equal slices the first writes them."""
+    """Yield this rank's slices of weights and optimizer states. Of ranks with equal slices only the first has any."""
     for slot, states in parts.stored():
         for state in states if parts.mesh.index(*slot.copy_axes) == 0 else ():
             slices, values = state.slices, state.values
@@ -50,17 +50,20 @@ def pieces_of(parts: Parts) -> Iterator[Piece]:
 
 
 def progress_of(parts: Parts, step: int, samples: int, best: Best | None = None) -> Progress:
-    """The run's progress after `step` steps. `best`: its best validation."""
+    """Return the run's progress after `step` steps. `best`: the run's best validation."""
     optimizer = parts.optimizer
     return Progress(step, samples, optimizer.steps_taken, optimizer.scaler.scale, optimizer.scaler.good_steps, best)
 
 
 def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
-    """Load weights, optimizer states and loss scaling; the data cursor is in the result.
+    """Load weights, optimizer states and loss scaling; return the progress, with the data cursor.
 
-    Raises CheckpointError where it is damaged, or of another model or optimizer. Tables may be padded otherwise.
+    Tables may have other padding.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or of another model or optimizer.
     """
-    checkpoint.check_frames(parts.mesh.rank, parts.mesh.grid.world_size)  # the tensors are checked as they are read
+    checkpoint.check_frames(parts.mesh.rank, parts.mesh.grid.world_size)  # tensors are checked when read
     _check_shapes(parts.specs, checkpoint, parts.config.model)
     stored, wanted = checkpoint.config.optimizer.name, parts.config.optimizer.name
     kinds = {kind for _, kind in checkpoint.manifest.parts}
@@ -73,7 +76,7 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
     optimizer = parts.optimizer
     optimizer.prepare_states(progress.steps_taken)
     for state in (state for _, states in parts.stored() for state in states):
-        # Without a step that did not overflow there are no states yet: they are zero.
+        # If every step so far overflowed, there are no stored states: states are zero.
         for place in state.places if state.kind in kinds else ():
             if (place.name, state.kind) not in checkpoint.manifest.parts:
                 name = place.name
@@ -86,7 +89,7 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
             state.values[place.start : place.stop] = values.flatten().to(state.values)
     if optimizer.scaler.dynamic and checkpoint.config.precision.dtype == "fp16":
         optimizer.scaler.resume(progress.loss_scale, progress.good_steps)
-    # Half-precision weights are cast again from the masters read, then sent to the ranks that step other slices.
+    # Half-precision weights are cast from the loaded master weights, then sent to the ranks that step other slices.
     optimizer.held.refresh()
     parts.strategy.publish()
     parts.strategy.publish_frozen()
@@ -95,7 +98,7 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, checkpoint: Checkpoint) -> None:
-    """Fill a model's parameters, without an optimizer."""
+    """Load a model's parameters, without an optimizer."""
     _check_shapes(specs, checkpoint, checkpoint.config.model)
     for name, parameter in model.named_parameters():
         stored = _read(checkpoint, name, "weight", specs[name].box(mesh.grid, mesh.rank))
@@ -103,7 +106,7 @@ def load_weights(model: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, chec
 
 
 def _read(checkpoint: Checkpoint, name: str, kind: str, box: Box) -> Tensor:
-    """The box of a parameter's tensor, with zeros in rows of padding that the checkpoint lacks."""
+    """Read the box of a parameter's tensor, with zeros in padding rows that are not in the checkpoint."""
     runs = checkpoint.manifest.parts.get((name, kind))
     shape = runs[0].shape if runs else checkpoint.shapes[name]
     if not shape or box.offsets[0] + box.lengths[0] <= shape[0]:
@@ -114,14 +117,14 @@ def _read(checkpoint: Checkpoint, name: str, kind: str, box: Box) -> Tensor:
 
 
 def misfit_of(config: Config, checkpoint: Checkpoint) -> str:
-    """A sentence on the first parameter that differs between the checkpoint and the run's model; empty if none does."""
+    """Describe the first parameter that differs between the checkpoint and the run's model; '' if none differs."""
     whole = make_chain(config, SerialKit(solo_mesh(torch.device("meta"))))
     return _misfit(shard_specs(whole), checkpoint, config.model)
 
 
 def stateless_of(config: Config, checkpoint: Checkpoint) -> str:
-    """The first parameter that the run trains and of which the checkpoint of a trained run has no states; empty if it
-    has all."""
+    """Name the first parameter that the run trains and a trained run's checkpoint has no states for; '' if there is
+    none."""
     kinds, parts = {kind for _, kind in checkpoint.manifest.parts}, checkpoint.manifest.parts
     update = config.optimizer.update
     whole = make_chain(config, SerialKit(solo_mesh(torch.device("meta"))))
@@ -139,8 +142,8 @@ def _check_shapes(specs: dict[str, ShardSpec], checkpoint: Checkpoint, model: Mo
 
 def _misfit(specs: dict[str, ShardSpec], checkpoint: Checkpoint, model: Model) -> str:
     shapes = checkpoint.shapes
-    # Of a model that is this one but for the padding of its tables, rows that it has more, or less, are padding (older
-    # versions had none in positions). Under another dropout, and frozen or not, weights mean the same.
+    # If the models differ only in padding of tables, dropout or frozen parameters, a difference in rows is padding
+    # (older versions had no padding in positions), and weights have the same meaning.
     free = dict.fromkeys(("vocabulary_multiple", "dropout", "frozen"))
     for name, spec in specs.items():
         there = shapes.get(name)

@@ -1,10 +1,10 @@
-"""A rank's shard: a safetensors file whose header has a hash of every block of its tensors.
+"""A rank's shard: a safetensors file with a hash of every block of every tensor in the header.
 
-A block's hash (parameters/root.py) is of its elements and their places in the whole tensor, so that the hashes of all
-shards add up to the checkpoint's root: one pass serves both. The header's own SHA-256 is in the manifest. So a reader
-checks only the header and the blocks it reads: a rank that reads a thousandth of a checkpoint hashes about as much.
-Each block is read once, into memory, so that the checked bytes are the used ones. Shards of format 3 have a SHA-256 of
-every 256 KiB. Those of formats 1 and 2 have no hashes of blocks; they are hashed whole before the first byte is used.
+A block's hash (parameters/root.py) covers the elements and their places in the whole tensor. The hashes of all shards
+sum to the checkpoint's root, so one pass computes both. The header's own SHA-256 is in the manifest. A reader checks
+only the header and the blocks that it reads: a rank that reads a thousandth of a checkpoint hashes about a thousandth.
+Each block is read once, into memory, so that the checked bytes are the used bytes. Shards of format 3 have a SHA-256 of
+every 256 KiB. Shards of formats 1 and 2 have no hashes of blocks, and are hashed whole before the first byte is used.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from meshwright.ranks.foreign import open_plain, open_unbuffered, parse_json
 from meshwright.training.checkpoint.manifest import GET_ANOTHER, MANIFEST, StoredFile, StoredRun, stored_file
 
 READ_BYTES = 2**24
-"""Bytes of a part, which is hashed at once while a thread reads the next one. Handing over a part takes as long as
-reading a MiB, so parts are long."""
+"""Bytes of a part. A part is hashed while a thread reads the next part. Parts are long, since the hand-over between
+threads takes as long as reading 1 MiB."""
 _HASHES, _DIGESTS = "hashes", "sha256"
 """The metadata keys of hashes and of format 3's digests: by tensor, hexadecimal, concatenated."""
 _DIGEST_BYTES = 2**18
-"""Bytes that a digest of format 3 is of."""
+"""Bytes covered by a digest of format 3."""
 _DIGITS, _HEXADECIMAL = 16, "{:016x}"
 """Hexadecimal digits of a block's hash, and its text."""
 _LENGTH_BYTES = 8
@@ -45,8 +45,8 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "
 
 @dataclass(frozen=True)
 class Stored:
-    """A contiguous tensor on the host, to be written under `key`: the elements from number `first` on, row by row, of
-    a box of a tensor `name` (`weight of NAME`) that has the shape `shape`."""
+    """A contiguous tensor on the host, to be written under `key`: elements of a box, row by row from number `first` on.
+    The box is part of a tensor `name` (`weight of NAME`) with the shape `shape`."""
 
     key: str
     name: str
@@ -57,24 +57,24 @@ class Stored:
 
     @property
     def bounds(self) -> list[int]:
-        """The numbers of the first elements of its blocks, and of its elements."""
+        """Return the number of each block's first element, and the number of elements."""
         return block_bounds(self.shape, self.box, self.first, self.tensor.numel(), self.tensor.element_size())
 
     def hashes(self) -> list[int]:
-        """The hashes of the blocks."""
-        # Of a single element torch keeps any stride, and then refuses to read its bytes.
+        """Compute the blocks' hashes."""
+        # A tensor of one element may have any stride, and torch then refuses to read the bytes.
         flat = self.tensor.as_strided((self.tensor.numel(),), (1,))
         return block_hashes(self.name, self.shape, self.box, self.first, flat)
 
 
 def write_shard(path: Path, parts: Sequence[Stored]) -> tuple[StoredFile, int]:
-    """Write tensors; returns the file's entry for the manifest, and the sum of their hashes.
+    """Write tensors; return the file's entry for the manifest, and the sum of the tensors' hashes.
 
-    The header is written with zeros for hashes, which are computed meanwhile and then take their place.
+    The header is first written with zeros. The hashes are computed meanwhile, and then written over the zeros.
     """
     zeros = {part.key: "0" * _DIGITS * (len(part.bounds) - 1) for part in parts}
     assert len(zeros) == len(parts), f"{path} would hold a tensor twice"
-    # Of one metadata key: safetensors orders several at random.
+    # One metadata key, since safetensors orders several at random.
     metadata = {_HASHES: json.dumps(zeros)}
     with ThreadPoolExecutor(1) as pool:
         written = pool.submit(save_file, {part.key: part.tensor for part in parts}, path, metadata=metadata)
@@ -96,7 +96,7 @@ def write_shard(path: Path, parts: Sequence[Stored]) -> tuple[StoredFile, int]:
 
 @dataclass(frozen=True)
 class BadBlock:
-    """Bytes first..last of a shard's tensor `key` that have not the hash that was written."""
+    """Bytes first..last of a shard's tensor `key`, with another hash than the written one."""
 
     path: Path
     key: str
@@ -106,8 +106,8 @@ class BadBlock:
 
 @dataclass(frozen=True)
 class _Checks:
-    """The blocks of a stored tensor: their first bytes, then its size, and `hashes(first, content)`: of the blocks from
-    number `first` on that content holds. `written`: the right ones, in the header."""
+    """The blocks of a stored tensor. `bounds`: each block's first byte, then the tensor's size. `hashes(first,
+    content)`: the hashes of the blocks in `content`, from block `first` on. `written`: the header's hashes."""
 
     bounds: Sequence[int]
     hashes: Callable[[int, memoryview], list[str]]
@@ -115,10 +115,10 @@ class _Checks:
 
 
 class StoredShard:
-    """An open shard with a checked header. Methods raise DamagedError if bytes are not those written.
+    """An open shard with a checked header. Methods raise DamagedError if bytes differ from the written bytes.
 
-    `held`: the runs that have a part in the file, and the part's number. `bad`: a list that collects bad blocks
-    instead, for a reader that names damage and goes on (formats 1 and 2 have no hashes of blocks, and still raise).
+    `held`: the runs with a part in the file, and the part's number. `bad`: a list that collects bad blocks in place of
+    raising, for a reader that lists all damage (formats 1 and 2 have no hashes of blocks, and still raise).
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class StoredShard:
                 raise DamagedError(damaged)
             with open_plain(path) as stream:
                 start = stream.read(_LENGTH_BYTES)
-                # A damaged length could ask for more memory than there is.
+                # A damaged length could exceed the available memory.
                 length = min(int.from_bytes(start, "little"), file.size_bytes)
                 header = stream.read(length if file.header_bytes is None else file.header_bytes - _LENGTH_BYTES)
         except OSError as error:
@@ -155,7 +155,7 @@ class StoredShard:
             raise DamagedError(f"{path} holds no header that can be read: {error}; {GET_ANOTHER}") from error
 
     def check(self, known: Collection[str] = ()) -> None:
-        """Check every byte, except of the tensors whose keys are `known`."""
+        """Check every byte, except of tensors with keys in `known`."""
         for key in (key for key in self._header if key not in known):
             begin, end, _ = self._place(key)
             for _ in self._read(key, begin, 0, end - begin, self._blocks(key, *self._held.get(key, ()))):
@@ -164,8 +164,10 @@ class StoredShard:
     def elements(
         self, run: StoredRun, part: int, begin: int, end: int, out: Tensor | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Elements begin..end of this file's part of a run: (first element, values) of the blocks that hold them.
-        Values are valid until the next ones are asked for. `out` [end - begin]: blocks inside of it are read into it.
+        """Yield (first element, values) of each block with elements begin..end of this file's part of a run.
+
+        Values are valid until the next block is requested. `out` [end - begin]: blocks inside of begin..end are read
+        directly into `out`.
         """
         blocks, size = self._blocks(run.key, run, part), run.torch_dtype.itemsize
         first, _, _ = self._place(run.key)
@@ -174,7 +176,7 @@ class StoredShard:
             yield start // size, torch.frombuffer(content, dtype=run.torch_dtype)
 
     def _blocks(self, key: str, run: StoredRun | None = None, part: int = 0) -> _Checks:
-        """The blocks of a tensor, which is the `part` of a run."""
+        """Return the blocks of a tensor, which is the `part` of a run."""
         begin, end, dtype = self._place(key)
         size, wanted = end - begin, range(0) if run is None else range(*run.bounds(part))
         if run and (dtype != run.torch_dtype or size != len(wanted) * run.torch_dtype.itemsize):
@@ -208,7 +210,7 @@ class StoredShard:
         )
 
     def _place(self, key: str) -> tuple[int, int, torch.dtype | str]:
-        """A tensor's first byte after the header, its end, and its dtype."""
+        """Return a tensor's first byte after the header, the byte after the last, and the dtype."""
         try:
             entry = self._header[key]
             first, last = entry["data_offsets"]
@@ -221,8 +223,8 @@ class StoredShard:
     def _read(
         self, key: str, first: int, begin: int, end: int, blocks: _Checks, into: memoryview | None = None
     ) -> Iterator[tuple[int, memoryview]]:
-        """Bytes begin..end of the tensor at `first`, in whole blocks that were checked: in `into`, the memory for these
-        bytes, or in memory that is used again for the part behind the next one."""
+        """Yield bytes begin..end of the tensor at `first`, in whole checked blocks. `into`: memory for exactly these
+        bytes; blocks that do not fit in it use two buffers in turn, so a part is valid until the next but one."""
         bounds, last = blocks.bounds, bisect_left(blocks.bounds, end)
         starts = [bisect_right(bounds, begin) - 1]
         while starts[-1] < last:
@@ -250,7 +252,8 @@ class StoredShard:
 
 
 def read_parts(path: Path, key: str, starts: Sequence[int], memory: Sequence[memoryview]) -> Iterator[memoryview]:
-    """A file's bytes from each start on, in its memory. Raises DamagedError where they are not there; `key`: whose."""
+    """Read a file's bytes from each start into the memory for that start. Raises DamagedError, naming the tensor `key`,
+    if the file ends early."""
     with open_unbuffered(path) as stream:
         for start, content in zip(starts, memory, strict=True):
             try:
@@ -264,7 +267,7 @@ def read_parts(path: Path, key: str, starts: Sequence[int], memory: Sequence[mem
 
 
 def ahead(values: Iterator[memoryview]) -> Iterator[memoryview]:
-    """The values, each made by a thread while the one before is used."""
+    """Yield the values; a thread computes each value while the caller uses the previous one."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, values, None)
         while (value := coming.result()) is not None:

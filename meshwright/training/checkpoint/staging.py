@@ -15,7 +15,7 @@ from meshwright.ranks.comm import size_bytes
 from meshwright.strategies.memory.store import ELEMENT_BYTES, HostStore
 
 ALIGNED_BYTES = 64
-"""Copies begin at multiples of this number of bytes, where dtypes of all widths can be viewed."""
+"""Copies begin at multiples of this number of bytes, which suit views of every dtype."""
 
 
 class Staging:

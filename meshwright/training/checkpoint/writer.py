@@ -1,9 +1,9 @@
-"""Write a checkpoint while the run goes on: the step waits only for the copy, and on a GPU not for that (staging.py).
+"""Writing of a checkpoint during training: a step waits only for the copy, and on a GPU for nothing (staging.py).
 
-A thread of every rank writes its shard and leaves a note for rank 0 on a board (ranks/board.py): the shard's listing,
-or nothing if writing failed. Rank 0's thread waits for all notes and publishes the folder by a rename. All ranks must
-see one file system, as for loading under another layout. Between steps the ranks agree, in a small collective, on why
-the last checkpoint was not written: a full disk could not hold a file with the cause.
+A thread of every rank writes the rank's shard and posts a note for rank 0 on a board (ranks/board.py): the shard's
+listing, or an empty note if writing failed. Rank 0's thread waits for all notes and publishes the folder by a rename.
+All ranks must see one file system, as for loading with another layout. Between steps the ranks exchange the cause of a
+failed checkpoint in a small collective, since a full disk could not hold a file with the cause.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ VISIBLE_SECONDS = 10.0
 TEXT_LENGTH = 500
 """The most characters of a failure's text exchanged between ranks."""
 ABANDONED = "\1"
-"""The text of a failure that only follows from another rank's."""
+"""The text of a failure that is only a consequence of another rank's failure."""
 ENTRY_BYTES = 1000
-"""Upper bound of a tensor's bytes in a shard's header and the manifest, without its blocks' hashes."""
+"""Upper bound of a tensor's bytes in a shard's header and the manifest, without hashes of blocks."""
 
 _LISTING = TypeAdapter(Listing)
 
 
 class CheckpointWriter:
-    """Writes step folders into `folder`; of those that this run wrote it keeps the newest `keep`, and the best one as
-    the progress says it (training/best.py). All ranks open it together.
+    """A writer of step folders in `folder`. Keeps this run's newest `keep` checkpoints, and the best one (named in the
+    progress, training/best.py). Collective: all ranks construct it together.
 
-    A checkpoint that cannot be written costs the run that checkpoint and nothing else: the older ones stay. Only
-    `wait`, behind the last one, raises. `unfinished` (on rank 0): the checkpoints in which an earlier run was killed,
-    now removed. `beside`: the texts of further files of a step folder, by file name; rank 0's are written.
+    If a checkpoint cannot be written, the run goes on, and older checkpoints stay. Only `wait`, after the last
+    checkpoint, raises. `unfinished` (on rank 0): checkpoints left incomplete by a killed run, now removed. `beside`:
+    texts of further files of a step folder, by file name; rank 0's are written.
     """
 
     def __init__(self, folder: Path, mesh: Mesh, keep: int, origin: Origin, beside: Mapping[str, str]) -> None:
@@ -76,7 +76,7 @@ class CheckpointWriter:
         before = list(self._written_before()) if mesh.rank == 0 else []
         self._own = {progress.step for progress in before}
         self._best = before[-1].best if before else None
-        # A name unique to this writer, so that an earlier attempt's files are not taken for this one's.
+        # A name unique to this writer, so that an earlier attempt's files are not mistaken for new files.
         token = torch.tensor([secrets.randbits(40)], dtype=torch.int64)
         mesh.world.broadcast(token, 0)
         self._token = f"{PARTIAL}{int(token):x}"
@@ -85,15 +85,16 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._step = 0
         self._failure = ""
-        """Why this rank could not do its part of the last checkpoint."""
+        """The cause of this rank's failure in the last checkpoint; '' without a failure."""
         self._failing = False
 
     def save(self, progress: Progress, pieces: Iterable[Piece], data_root: str | None = None) -> list[str]:
-        """Copy the pieces, then write them in the background; first wait for the checkpoint before. `data_root`: of
-        the order of data (parameters/root.py), as rank 0 knows it.
+        """Wait for the previous checkpoint, copy the pieces, and start to write the copies in the background.
 
-        Returns notes to the user on that one and on this one: the first of several failures, and their end; on rank 0
-        also that the folder had to be made again.
+        `data_root`: the hash of the order of data (parameters/root.py), given on rank 0.
+
+        Returns notes to the user on the previous checkpoint and this one: the first of several failures, the end of
+        failures, and on rank 0 that a removed folder was made again.
         """
         notes = self._notes(self._outcome())
         listed = list(pieces)
@@ -109,7 +110,7 @@ class CheckpointWriter:
                 f"warning: {self.folder} was removed during the run, and every checkpoint in it: it is made again"
             )
         self._failure = self._begin(partial, int(total)) if self.mesh.rank == 0 else ""
-        # Agreed before any thread begins: all ranks write this checkpoint, or none.
+        # The ranks agree before any thread starts: all ranks write this checkpoint, or none.
         if problem := self._agree(self._failure):
             self._failure = self._failure or ABANDONED
             return notes + self._notes(problem)
@@ -119,14 +120,14 @@ class CheckpointWriter:
         return notes
 
     def wait(self) -> None:
-        """Return when nothing is being written. Raises CheckpointError, on all ranks, where the last write failed."""
+        """Wait until nothing is being written. Raises CheckpointError, on all ranks, if the last write failed."""
         if failure := self._outcome():
             newest = newest_step(self.folder)
             rest = f"the newest complete one is {newest}" if newest else "there is no complete one"
             raise CheckpointError(f"a checkpoint could not be written to {self.folder}: {failure}; {rest}")
 
     def _outcome(self) -> str:
-        """Why the last checkpoint was not written, agreed on by all ranks; empty where it was."""
+        """Wait for the thread; return the cause of a failed last checkpoint, equal on all ranks; '' if it succeeded."""
         if self._thread is not None:
             with self.mesh.transport.aside():
                 self._thread.join()
@@ -134,7 +135,7 @@ class CheckpointWriter:
         return self._agree(self._failure)
 
     def _agree(self, failure: str) -> str:
-        """The first rank's failure that is a cause and not a consequence."""
+        """Return the first rank's failure that is a cause and not a consequence, equal on all ranks."""
         texts = all_texts(failure[:TEXT_LENGTH], self.mesh.world)
         if cause := next((text for text in texts if text and text != ABANDONED), ""):
             return cause
@@ -142,19 +143,19 @@ class CheckpointWriter:
         return "its folder was removed while it was written" if ABANDONED in texts else ""
 
     def _notes(self, failure: str) -> list[str]:
-        """Notes for the user: when checkpoints begin to fail, and when they succeed again."""
+        """Return a note to the user when checkpoints begin to fail, and when checkpoints succeed again."""
         was, self._failing = self._failing, bool(failure)
         if failure and not was:
             return [f"warning: no checkpoint of step {self._step}: {failure}; training goes on with the older ones"]
         return ["checkpoints are written again"] if was and not failure else []
 
     def _begin(self, partial: Path, needed: int) -> str:
-        """Make the folder to write into where there is room for the checkpoint; returns why it cannot be written."""
+        """Create the temporary folder if there is room for the checkpoint; return the cause if not, else ''."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if shutil.disk_usage(self.folder).free < needed:
-                # The new one needs room beside the newest, which is never removed before another is complete: a kill
-                # in between would lose the run. So keep=1 takes room for two.
+                # The newest checkpoint is never removed before the next is complete, since a kill in between would
+                # lose the run. So keep=1 needs room for two.
                 self._prune(max(1, self.keep - 1))
             if (room := shutil.disk_usage(self.folder).free) < needed:
                 stay = "; the newest stays until the next is complete" if self.keep == 1 else ""
@@ -165,16 +166,16 @@ class CheckpointWriter:
         return ""
 
     def _written_before(self) -> Iterator[Progress]:
-        """The complete checkpoints that this run wrote before it was resumed, oldest first. The run's random identity
-        is asked, not its name: another run's checkpoints, or an import, are nobody's to prune."""
+        """Yield the complete checkpoints that this run wrote before the resume, oldest first. The test is the run's
+        random identity, not a name: another run's checkpoints, and imports, are never pruned."""
         for _, path in steps_in(self.folder):
-            with suppress(CheckpointError):  # a damaged one is kept: a person may want to look at it
+            with suppress(CheckpointError):  # a damaged checkpoint is kept for inspection
                 manifest = read_manifest(path)
                 if self.origin.run and manifest.origin.run == self.origin.run:
                     yield manifest.progress
 
     def _prune(self, keep: int) -> None:
-        """Remove this run's oldest checkpoints, all but `keep` and the best."""
+        """Remove this run's checkpoints except the newest `keep` and the best."""
         own = [(step, path) for step, path in steps_in(self.folder) if step in self._own]
         for step, path in own[:-keep]:
             if self._best is None or step != self._best.step:
@@ -196,7 +197,7 @@ class CheckpointWriter:
         data_root: str | None,
     ) -> None:  # fmt: skip
         note = f"{partial.name}/rank-{self.mesh.rank}.json"
-        """The board's key of this rank's note on its shard."""
+        """The board's key of this rank's note on the shard."""
         try:
             await_path(partial, VISIBLE_SECONDS)
             await_copies()
@@ -210,7 +211,7 @@ class CheckpointWriter:
                 self._failure = ABANDONED
         except Exception as error:  # any exception: the step that waits for this thread must learn of it
             removed = not partial.exists() and not (self.folder / f"step-{progress.step}").exists()
-            ours = isinstance(error, OSError | SafetensorError | MeshwrightError)  # whose words say enough
+            ours = isinstance(error, OSError | SafetensorError | MeshwrightError)  # with texts that need no class name
             text = str(error) if ours else f"{type(error).__name__}: {error}"
             self._failure = ABANDONED if removed else f"rank {self.mesh.rank}: {text}"
             with suppress(OSError):
@@ -219,7 +220,7 @@ class CheckpointWriter:
                 self._remove(partial)  # half a checkpoint is useless, and the disk may be full
 
     def _remove(self, path: Path) -> None:
-        """Rename a folder, then remove it, so that nobody sees it half removed, even ranks that still write to it."""
+        """Rename a folder, then remove it, so that no process sees half a folder, even ranks that still write files."""
         shutil.rmtree(path.rename(self.folder / f"{self._token}-gone-{self.mesh.rank}"))
 
     def _publish(self, partial: Path, progress: Progress, data_root: str | None) -> bool:
@@ -235,7 +236,7 @@ class CheckpointWriter:
         for text in texts:
             listing = _LISTING.validate_json(text)
             hashes.append(listing.root)
-            files.append(listing.file)  # in rank order, so that a group of ranks is one of files
+            files.append(listing.file)  # in rank order, so that a group of ranks is a group of files
             runs += (replace(run, group=run.group + len(groups)) for run in listing.runs)
             groups += listing.groups
         for name, text in self.beside.items():
@@ -246,7 +247,8 @@ class CheckpointWriter:
         roots = Roots(root_text(hashes), data_root)
         sync(Manifest(progress, self.origin, tuple(files), tuple(groups), tuple(runs), roots).write(partial))
         sync(partial)
-        # Files before the folder, the folder before its name: after a power cut the step is there whole or not at all.
+        # Files are synced before the folder, and the folder before the rename: after a power cut the step is whole or
+        # absent.
         target = self.folder / f"step-{progress.step}"
         if target.exists():
             self._remove(target)
@@ -259,21 +261,22 @@ class CheckpointWriter:
 
 
 def key_of(piece: Piece) -> str:
-    """A piece's name in a shard: a rank has one box of a parameter at most."""
+    """Return a piece's key in a shard, unique since a rank has at most one box of a parameter."""
     return f"{piece.kind}/{piece.place.name}"
 
 
 def stored_of(piece: Piece, values: Tensor) -> Stored:
-    """A piece as a shard has it, with its values on the host: in the shape of its box where it is all of that."""
+    """Convert a piece, with values on the host, for a shard: in the box's shape if the piece is the whole box, else
+    flat."""
     place, whole = piece.place, values.numel() == piece.place.box.num_elements
     held = values.view(place.box.lengths) if whole else values
     return Stored(key_of(piece), f"{piece.kind} of {place.name}", place.shape, place.box, held, piece.first)
 
 
 def runs_of(pieces: Iterable[Piece], mesh: Mesh) -> tuple[Groups, tuple[StoredRun, ...]]:
-    """A rank lists runs: the first of those that share a place lists its run, and the others nothing.
+    """List this rank's groups and runs. Of the ranks that share a place only the first lists the run.
 
-    So a thousand ranks list no more than one would, and rank 0 has no more to read.
+    So a thousand ranks list no more runs than one rank would, and rank 0 reads no more.
     """
     groups: dict[tuple[int, ...], int] = {}
     runs = []
