@@ -32,7 +32,7 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
     specs: dict[str, ShardSpec] = {}
     models: list[tuple[Kit, Chain]] = []
     for stage in range(settings.size):
-        # The rank of that stage with this rank's other coordinates. Messages are sent between these ranks.
+        # The rank of that stage with this rank's other coordinates, which exchanges messages with this rank.
         fellow = mesh.grid.rank(mesh.grid.coordinates(mesh.rank) | {PIPE: stage})
         there = planned_mesh(mesh.grid, fellow, mesh.token_axes)
         kit = build_kit(config, there)

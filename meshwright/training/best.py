@@ -1,4 +1,4 @@
-"""The best validation of a run: its checkpoint is kept, and a run whose validations stop improving may end early.
+"""The best validation of a run: the best checkpoint is kept, and a run may end early if validations stop improving.
 
 Every checkpoint holds the best validation so far, so a resumed run keeps the same checkpoint and ends at the same step.
 All ranks judge rank 0's number, so that all end at the same step.

@@ -1,6 +1,6 @@
 """Checks of a run's own memory: numbers stay finite, and replicas hold equal bits.
 
-Numbers: a step is checked by the norm and the loss alone, so a good step reads no tensor again. All saved tensors are
+Numbers: a step is checked only by the norm and the loss, so a good step reads no tensor again. All saved tensors are
 checked before a checkpoint is written. Ranks exchange their findings, so every rank reports the same first bad
 parameter, and its rank.
 
@@ -50,8 +50,8 @@ def hashes_due(parts: Parts, step: int) -> Tensor:
 
 
 def root_due(parts: Parts, step: int) -> Tensor:
-    """Return this rank's part of the root of the weights read by the step, if `check.root_every` asks for a root after
-    step `step`, counted from 0; else an empty tensor."""
+    """Hash this rank's part of the weights read by the step, for the root, if `check.root_every` asks for one after
+    step `step` (from 0); else return an empty tensor."""
     every = parts.config.check.root_every
     if not every or (step + 1) % every:
         return torch.empty(0, dtype=torch.int64, device=parts.mesh.device)

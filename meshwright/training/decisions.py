@@ -1,20 +1,20 @@
-"""`resolve(config, machine)`: every `auto` of a run becomes a value, once, before any of its processes starts.
+"""`resolve(config, machine)`: every `auto` of a run becomes a value, once, before any of the run's processes starts.
 
 | field                     | is decided by                                                                           |
 |---------------------------|-----------------------------------------------------------------------------------------|
-| device, threads           | the machine: GPUs where each rank here has one; its cores, shared by the ranks           |
-| compile                   | on a GPU that Triton is installed for; on CPUs it pays for one island (islands.py)      |
-| steps, of epochs          | the prepared data, once its samples can be counted (`in_steps`)                         |
+| device, threads           | the machine: GPUs if each rank here has one; the cores, shared by the ranks             |
+| compile                   | on for GPUs if Triton is installed; on CPUs compiling pays for one island (islands.py)  |
+| steps, of epochs          | the prepared data, when samples can be counted (`in_steps`)                             |
 | batch.micro               | the layout (config/schema.py)                                                           |
-| layout.transport          | MPI on CPUs where it is installed and can carry the strategy, else torch.distributed    |
+| layout.transport          | MPI on CPUs if installed and able to carry the strategy, else torch.distributed         |
 | layout.pipeline.partition | auto: counted costs; measured: a microbatch timed on one rank (stage_costs.py)          |
-| precision.products        | float32 where this CPU multiplies halves at less than half of float32's rate, timed     |
+| precision.products        | float32 if this CPU multiplies halves at less than half of float32's rate, timed        |
 | memory.summa              | the stage with the least free memory: see `affordable_products`                         |
 | layout.pipeline.limit     | the stage that can hold the fewest microbatches in half of its free memory              |
 
 Ranks receive the result and decide nothing again, and the planner calls the same functions: a planned run is the run.
-Inside another launcher (torchrun, srun, mpirun) no process of ours comes first: each rank resolves the fields by which
-ranks meet (`resolve_process`), and rank 0 resolves the others for all (`resolve_layout`).
+Inside another launcher (torchrun, srun, mpirun) no process of ours runs before the ranks. Each rank then resolves the
+fields needed to connect ranks (`resolve_process`), and rank 0 resolves the other fields for all (`resolve_layout`).
 
 A run resumed on the same layout keeps its decisions (`as_before`): the order of sums depends on them, and a sum's last
 bits must not depend on how full the machine is at the resume.
@@ -46,10 +46,10 @@ from meshwright.ranks.transports import TRANSPORTS
 PARTITION, LIMIT, SUMMA = "layout.pipeline.partition", "layout.pipeline.limit", "memory.summa"
 WIDENING = "precision.products"
 FIELDS = (PARTITION, LIMIT, SUMMA, WIDENING)
-"""Fields whose decision changes the order of sums; checkpoints keep them."""
+"""Fields with decisions that change the order of sums; checkpoints store these decisions."""
 
 SECTIONS = ("model", "batch", "layout", "precision", "memory")
-"""Sections that decisions depend on. A run resumed with a change in one of them decides again."""
+"""Sections that decisions depend on. A run resumed with a changed section decides again."""
 
 COMPILED = ("blocks", "islands")
 """Values of `compile` that need a compiler."""
@@ -61,25 +61,25 @@ PRODUCTS = ("gather", "whole", "stream")
 class StageSizes(Protocol):
     """Sizes by stage, each of the stage's first rank, which holds the most.
 
-    A run builds its stages on the meta device (stage_costs.py); the planner has recordings of them (planner/plan).
+    A run builds stages on the meta device (stage_costs.py); the planner has recordings of stages (planner/plan).
     """
 
     def partition(self, config: Config) -> tuple[int, ...]:
-        """Number of layers of each stage, for `layout.pipeline.partition` auto or measured."""
+        """Return the number of layers of each stage, for `layout.pipeline.partition` auto or measured."""
 
     def fixed_bytes(self, config: Config) -> Sequence[int]:
-        """Bytes of weights, gradients and the optimizer's states on the device."""
+        """Return the bytes of weights, gradients and the optimizer's states on the device."""
 
     def block_bytes(self, config: Config) -> Sequence[Sequence[int]]:
-        """Bytes of the rank's block of each weight in 2-D products."""
+        """Return the bytes of the rank's block of each weight in 2-D products."""
 
     def microbatch_bytes(self, config: Config) -> Sequence[int]:
-        """Most bytes that a microbatch in flight holds between two of its tasks, under the run's recomputation."""
+        """Return the most bytes of a microbatch in flight between two tasks, under the run's recomputation."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """`config`: without `auto`. `notes`: a line for each decision, for the user."""
+    """A decided run. `config`: without `auto`. `notes`: a line for each decision, for the user."""
 
     config: Config
     notes: tuple[str, ...] = ()
@@ -90,26 +90,26 @@ class Resolved:
 
 
 def this_machine() -> Machine:
-    """The machine that this process runs on."""
+    """Describe the machine of this process."""
     machine = Machine.here()
     if not has_gpu_driver():
         return machine
-    import torch  # takes two seconds, so only where there is a driver
+    import torch  # takes two seconds, so only if there is a driver
 
     return replace(machine, gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
 def resolve(config: Config, machine: Machine) -> Resolved:
-    """The config of ranks on `machine`. Raises ConfigError where the machine lacks a device, rank or library."""
+    """Decide every `auto` of a run on `machine`. Raises ConfigError if the machine lacks a device, rank or library."""
     process = resolve_process(config, machine)
     layout = resolve_layout(process.config, machine)
     return Resolved(layout.config, process.notes + layout.notes)
 
 
 def resolve_process(config: Config, machine: Machine) -> Resolved:
-    """Decide the fields by which ranks meet: device, threads, transport; and compile and the microbatch."""
+    """Decide the fields needed to connect ranks (device, threads, transport), and compile and the microbatch."""
     local = machine.ranks_here(config.layout.world_size)
-    # A launcher may have shown each of this node's ranks one GPU, its own (srun --gpus-per-task=1).
+    # A launcher may have made one separate GPU visible to each rank of this node (srun --gpus-per-task=1).
     own_gpu = machine.gpus == 1 and machine.launcher in ("slurm", "mpi")
     enough = machine.gpus >= _gpus_needed(config, local) or own_gpu
     device = config.device if config.device != "auto" else ("cuda" if machine.gpus and enough else "cpu")
@@ -125,14 +125,14 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
         )
     if config.restarts.shrink and not (machine.joined or config.restarts.times):
         notes.append("restarts.shrink=true does nothing with restarts.times=0: this launcher starts no job again")
-    # Ranks of a node share its cores.
+    # Ranks of a node share the cores.
     threads = config.threads if config.threads != "auto" else max(1, machine.cores // local)
     # On a CPU torch.compile needs a C++ compiler. Checked before any rank starts.
     if config.compile in COMPILED and device == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         rule = "needs a C++ compiler, and none is here (apt-get install g++)"
         raise ConfigError.of("compile", config.compile, rule, "none, auto")
     if config.compile == "islands" and device == "cpu" and config.memory.policy.recorded:
-        # A CPU's GELU is an island; a GPU's islands are in the loss, which is not computed again.
+        # A CPU's GELU is an island; a GPU's islands are in the loss, which is not recomputed.
         rule = f"compiles operations on CPUs that memory.recompute={config.memory.recompute} keeps one by one"
         raise ConfigError.of("compile", "islands", rule, "none, auto")
     if config.bits.layout_free:  # threads share an operation's elements in whole vectors if they are 1, 2, 4, ...
@@ -169,9 +169,9 @@ def compiled_on(config: Config, device: str) -> str:
 
 
 def with_fewer_replicas(config: Config, most: int) -> Config | None:
-    """The config with fewer replicas: the largest number that is legal on at most `most` ranks.
+    """Return the config with the largest smaller number of replicas that is legal on at most `most` ranks.
 
-    Under `bits: layout-free` the run's bits stay the same; else they differ in the last digits. None where no smaller
+    Under `bits: layout-free` the run's bits stay equal; else results differ in the last digits. None if no smaller
     number of replicas divides the batch into whole microbatches.
     """
     config = with_field(config, "restarts.shrink", False)
@@ -185,8 +185,8 @@ def with_fewer_replicas(config: Config, most: int) -> Config | None:
 def in_steps(config: Config, folder: Path) -> Resolved:
     """Set `steps` to the batches in `epochs` passes over the prepared data in `folder`, rounded up.
 
-    A config without epochs keeps its steps. A warm-up that is longer than the run is cut to it. Ranks of another
-    launcher open the same folder and get the same number. Raises ConfigError where the data has no size.
+    A config without epochs keeps `steps`. A warm-up longer than the run is cut to the run's length. Ranks of another
+    launcher open the same folder and get the same number. Raises ConfigError if the data has no size.
     """
     if config.epochs is None:
         return _with_warmup(Resolved(config))
@@ -201,7 +201,7 @@ def in_steps(config: Config, folder: Path) -> Resolved:
 
 
 def _with_warmup(counted: Resolved) -> Resolved:
-    """The run with a warm-up of no more steps than it has: a short trial of a run file is a run."""
+    """Cut the warm-up to the run's steps, so that a short trial of a run file is legal."""
     config, warmup = counted.config, counted.config.optimizer.schedule.warmup
     if warmup <= config.steps:
         return counted
@@ -210,7 +210,7 @@ def _with_warmup(counted: Resolved) -> Resolved:
 
 
 def _gpus_needed(config: Config, local: int) -> int:
-    """GPUs for `local` ranks on one host: one each, or one for all where ranks are threads of one process."""
+    """Count the GPUs for `local` ranks on one host: one each, or one for all if ranks are threads of one process."""
     transport = config.layout.transport
     return 1 if transport != "auto" and TRANSPORTS[transport].in_process else local
 
@@ -234,13 +234,13 @@ def _check_ranks(config: Config, machine: Machine, device: str, enough_gpus: boo
 
 
 def _transport(config: Config, machine: Machine, device: str) -> tuple[str, list[str]]:
-    """The transport, and a note where `auto` would have taken MPI but cannot."""
+    """Decide the transport; add a note if `auto` would take MPI but cannot."""
     asked = config.layout.transport
     if asked != "auto":
         if TRANSPORTS[asked].by_mpiexec and machine.launcher == "torchrun":
             raise ConfigError.of("layout.transport", asked, "cannot join a job of torchrun", "torch, or use mpirun")
         return asked, []
-    # Our MPI transport moves host memory only, and nothing before it is waited for.
+    # Our MPI transport sends host memory only, and does not wait for a device's work.
     if device != "cpu" or not config.layout.data.strategy.over_mpi or config.layout.world_size == 1:
         return "torch", []
     if not machine.has_mpi:
@@ -251,7 +251,7 @@ def _transport(config: Config, machine: Machine, device: str) -> tuple[str, list
 
 
 def resolve_layout(config: Config, machine: Machine, sizes: StageSizes | None = None) -> Resolved:
-    """Decide partition, 2-D products and limit, by the memory that the stages leave free.
+    """Decide partition, 2-D products and limit, by the free memory of stages.
 
     `sizes`: the planner's recordings; None: stages are built on the meta device.
     """
@@ -279,7 +279,7 @@ def resolve_layout(config: Config, machine: Machine, sizes: StageSizes | None = 
             rank_bytes = free_gpu_bytes(gpus) // (local // gpus)
         free = [max(0, rank_bytes - fixed) for fixed in sizes.fixed_bytes(resolved.config)]
         if decides_products(config):
-            # One way for all stages, the one that the fullest stage affords: all ranks run the same program.
+            # All ranks run the same program, so the fullest stage decides for all stages.
             q, blocks = dict(resolved.config.layout.axes)["row"], sizes.block_bytes(resolved.config)
             ways = [affordable_products(own, q, bytes_left) for own, bytes_left in zip(blocks, free, strict=True)]
             if config.bits.layout_free:  # equal bits need products of whole weights
@@ -293,7 +293,7 @@ def resolve_layout(config: Config, machine: Machine, sizes: StageSizes | None = 
 
 
 def _resolve_widening(resolved: Resolved, machine: Machine) -> Resolved:
-    """Decide how CPUs multiply half precision, by timing this one; ranks on other CPUs take its decision."""
+    """Decide how CPUs multiply half precision, by timing this CPU; ranks on other CPUs use the same decision."""
     precision = resolved.config.precision
     if precision.products != "auto" or precision.dtype not in ("bf16", "fp16"):
         return resolved
@@ -316,20 +316,20 @@ def decides_products(config: Config) -> bool:
 
 
 def affordable_products(block_bytes: Sequence[int], q: int, free_bytes: int) -> str:
-    """`gather` if all gathered weights take at most 1/4 of the free bytes, else `whole` if the largest takes at most
-    1/8, else `stream`. `block_bytes`: a rank's block of each weight, 1/q of the gathered weight."""
+    """Return `gather` if all gathered weights take at most 1/4 of the free bytes, else `whole` if the largest takes at
+    most 1/8, else `stream`. `block_bytes`: a rank's block of each weight, 1/q of the gathered weight."""
     if q * sum(block_bytes) <= free_bytes // 4:
         return "gather"
     return "stream" if q * max(block_bytes, default=0) > free_bytes // 8 else "whole"
 
 
 def _resolve_limit(resolved: Resolved, microbatch_bytes: Sequence[int], free: Sequence[int]) -> Resolved:
-    """Limit microbatches in flight to what the fullest stage holds in half of its free memory, at least one a chunk:
-    with fewer no microbatch could pass through all chunks."""
+    """Limit microbatches in flight to the number that fits in half of the fullest stage's free memory. The minimum is
+    one a chunk: with fewer no microbatch could pass through all chunks."""
     chunks = resolved.config.layout.pipeline.chunks
     count = resolved.config.num_microbatches * chunks
     pairs = zip(microbatch_bytes, free, strict=True)
-    # Half, since counted bytes leave out workspaces and what torch caches.
+    # Half, since counted bytes leave out workspaces and torch's cached memory.
     limits = [max(chunks, min(count, free_bytes // 2 // max(1, each))) for each, free_bytes in pairs]
     stage = min(range(len(limits)), key=lambda stage: (limits[stage], free[stage]))
     limit = limits[stage]
@@ -342,14 +342,14 @@ def _size(num_bytes: int) -> str:
 
 
 def resolved_fields(asked: Config, resolved: Config) -> dict[str, Any]:
-    """The decisions among FIELDS, by field, as JSON values for a checkpoint."""
+    """Collect the decisions among FIELDS, by field, as JSON values for a checkpoint."""
     changed = [field for field in FIELDS if field_of(asked, field) != field_of(resolved, field)]
     return {field: field_of(resolved.model_dump(mode="json", by_alias=True), field) for field in changed}
 
 
 def as_before(config: Config, dump: Mapping[str, Any], resolved: Mapping[str, Any]) -> Config:
-    """The config of a resumed run with the decisions in `resolved`, unless a section of SECTIONS differs from `dump`,
-    the config of the run before. Raises CheckpointError where a decision is not a legal value.
+    """Return a resumed run's config with the decisions in `resolved`, unless a section of SECTIONS differs from `dump`,
+    the earlier config. Raises CheckpointError if a decision is not a legal value.
     """
     own = config.model_dump(mode="json", by_alias=True)
     if any(own[section] != dump.get(section) for section in SECTIONS):

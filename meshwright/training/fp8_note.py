@@ -39,7 +39,7 @@ def fp8_note(config: Config) -> str:
 
 
 def check_gpus(capabilities: list[tuple[int, int]]) -> None:
-    """Check that GPUs multiply in FP8. Raises ConfigError where one does not."""
+    """Check that GPUs multiply in FP8. Raises ConfigError if one does not."""
     if lacking := [each for each in capabilities if each < CAPABILITY]:
         (major, minor), least = lacking[0], ".".join(map(str, CAPABILITY))
         rule = f"needs GPUs of compute capability {least} (Ada, Hopper), and one here has {major}.{minor}"

@@ -3,7 +3,7 @@
 | reduce | value in metrics.jsonl                  |
 |--------|-----------------------------------------|
 | each   | the ranks' numbers, in rank order       |
-| sum    | their sum, added up in rank order       |
+| sum    | the sum, added up in rank order         |
 | any    | whether any rank's is true              |
 | max    | the largest                             |
 
@@ -28,8 +28,8 @@ is called once the device has finished the step. Called after the last gradient 
 class Metric:
     """A number per rank and step, or a row of numbers of the same length on all ranks.
 
-    `measure`: a Measure or its `module:attribute`; None: Trainer.turn passes the number. `shown`: the reduced number is
-    in metrics.jsonl under the metric's name; if False, it only serves to compute other keys.
+    `measure`: a Measure or a `module:attribute`; None: Trainer.turn passes the number. `shown`: the reduced number is
+    in metrics.jsonl under the metric's name; if False, the number only serves to compute other keys.
     """
 
     reduce: Literal["each", "sum", "any", "max"]

@@ -8,8 +8,8 @@
 | steps         | as fused-softmax, with separate kernels for scaling, masking and softmax                          |
 | torch         | the steps of F.scaled_dot_product_attention without a fused kernel, in float32 for half precision |
 
-All but the fused kernel compute every score of a causal attention. With dropout in half precision they keep 5 bytes of
-each score: the softmax, the mask of the dropout, the dropout's product.
+All rows but `fused` compute every score of a causal attention. With dropout in half precision these rows keep 5 bytes
+of each score: the softmax, the mask of the dropout, the dropout's product.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ class AsOnDevice(TorchFunctionMode):
 
     F.scaled_dot_product_attention runs the device's `attention` (a fused kernel if the inputs allow, as torch would
     choose). Dropout on a GPU is one kernel, and GELU on a CPU is our own. Under autocast tensors are cast before use,
-    so that autograd saves the same tensors as on the device. Each weight of our layers is cast at each use, once a
-    pass.
+    so that autograd saves the same tensors as on the device. A weight of our layers is cast at its use, once a pass.
 
     Args:
         device_type: the simulated device.

@@ -10,7 +10,7 @@ these passes in order:
 | memory.apply_policy     | groups of layers that a backward pass runs again          | memory.recompute        |
 | COMPILERS               | compiled layers, or functions                             | compile: blocks, islands|
 | data_parallel.assembly  | parameters in buckets; parts that wait for new values     | always                  |
-| parameters.shard        | one place where all layers add up gradients               | always                  |
+| parameters.shard        | one `Gradients` that all layers add to                    | always                  |
 | bits.assembly           | masks and losses that no layout changes                   | bits: layout-free       |
 
 Later passes wrap earlier ones: equal bits seed the parts of the chain that a strategy runs.
@@ -53,7 +53,7 @@ from meshwright.training.all_stages import plan_stages
 from meshwright.training.rank_model import build_kit, build_model, parts_using, rank_part, tables_of_both_ends
 
 LAYOUT_FREE = "meshwright.compute.bits.assembly:layout_free"
-"""The entry of the room of equal bits, which a run without `bits: layout-free` does not import."""
+"""The entry of the room of equal bits, imported only by runs with `bits: layout-free`."""
 
 COMPILERS = {"blocks": "meshwright.compute.models.compiled:apply", "islands": "meshwright.compute.tensor.islands:apply"}
 """The entries of compiled code, by `compile`. They load torch's compiler, which takes 2 s a rank."""
@@ -82,22 +82,22 @@ class Parts:
     pipeline: Pipeline
     optimizer: Optimizer
     portions: Portions | None = None
-    """The portions in which a microbatch is computed (`bits: layout-free`); None: at once."""
+    """The portions of a microbatch that are computed one by one (`bits: layout-free`); None: the whole at once."""
 
     @property
     def specs(self) -> dict[str, ShardSpec]:
-        """The specs of all stages' parameters."""
+        """Return the specs of all stages' parameters."""
         return self.stages.specs
 
     def stored(self) -> Iterator[tuple[Slot, list[StoredState]]]:
-        """Yield the slots with their weights and states, as checkpoints hold them; then frozen weights."""
+        """Yield each slot with its weights and states, as stored in checkpoints; then frozen weights."""
         for index, slot in enumerate(self.strategy.slots):
             yield slot, list(self.optimizer.stored(index))
         for slot in (one.slot for one in self.strategy.frozen):
             yield slot, [StoredState("weight", slot.parameter.detach(), slot.places, slot.slices)]
 
     def microbatches(self, batch: Batch) -> list[Batch]:
-        """This rank's part of each microbatch of a replica's batch."""
+        """Slice a replica's batch into this rank's part of each microbatch."""
         micro = self.config.micro
         return [
             rank_part(rows_of(batch, slice(start, start + micro)), self.kit, self.model)
@@ -106,8 +106,14 @@ class Parts:
 
 
 def build(config: Config, mesh: Mesh, folder: Path = Path(), *, drawn: bool = True) -> Parts:
-    """Build one rank's parts of a run. `config`: resolved; `folder`: the run's, for optimizer states on disk; `drawn`:
-    whether initial values are drawn, which a checkpoint's would replace (checkpoint/restore.py)."""
+    """Build one rank's parts of a run.
+
+    Args:
+        config: the resolved config.
+        mesh: this rank's mesh.
+        folder: the run's folder, for optimizer states on disk.
+        drawn: draw initial values; False if a checkpoint's values follow (checkpoint/restore.py).
+    """
     precision.choose_kernels(config, mesh.device)
     stages = plan_stages(config, mesh)
     chunks = stages.of(mesh.index(PIPE))
@@ -123,11 +129,11 @@ def build(config: Config, mesh: Mesh, folder: Path = Path(), *, drawn: bool = Tr
     fixed, portions = (None, None) if exact is None else (exact.fixed, exact.portions)
     using = partial(parts_using, config, mesh, model.chunk)
     strategy = build_strategy(config, mesh, model, stages.specs, chunks, using, fixed, drawn=drawn)
-    # After the strategy, whose buckets the layers write gradients into.
+    # After the strategy, since layers write gradients into the strategy's buckets.
     use_gradients(model, strategy.gradients)
     if exact is not None:
         exact.apply(config, mesh, model, stages.specs)
-    states = STATES["none" if planned else config.memory.offload.to]  # a plan has nothing to keep
+    states = STATES["none" if planned else config.memory.offload.to]  # a plan has no states to store
     optimizer = Optimizer(config, strategy.slots, mesh, states(mesh, folder), fixed)
     models: Sequence[Model] = [model] if len(chunks) == 1 else [ChainPart(model, chunk) for chunk in chunks]
     there = planned_mesh(mesh.grid, mesh.rank, mesh.token_axes)
@@ -142,7 +148,7 @@ def build(config: Config, mesh: Mesh, folder: Path = Path(), *, drawn: bool = Tr
 
 
 def spread_heads(model: Chain, stages: Stages, mesh: Mesh) -> Sequence[Model]:
-    """Return what this stage runs in turn if the head is cut over stages; nothing otherwise, nor in a plan."""
+    """Return the models that this stage runs in turn if the head is cut over stages; empty otherwise, and in a plan."""
     if stages.states is None or mesh.device.type == "meta":
         return ()
     like = torch.empty(stages.states.shape, dtype=stages.states.dtype, device="meta")

@@ -31,7 +31,7 @@ NARROW = "meshwright.compute.tensor.fp8:narrow"
 
 
 def build_kit(config: Config, mesh: Mesh) -> Kit:
-    """Return this rank's kit, by which a model builds layers."""
+    """Return this rank's kit, which models use to build layers."""
     # A CPU casts to FP8, and multiplies all else as float32: few CPUs have fast products of halves.
     widens = config.precision.in_fp8 and mesh.device_type == "cpu"
     products = load_entry(PRODUCTS["float32" if widens else config.precision.products])

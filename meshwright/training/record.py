@@ -1,12 +1,12 @@
 """A record of a step that was begun: facts known to the host, and numbers that the device has yet to compute.
 
-A GPU computes a step while the host launches the next. The device's numbers of a step (loss, norm, hashes of replicas,
-times) are copied to pinned memory after the step, and read in the next step. So the host waits for the device once a
-step, when the device already has the next step's passes to compute. On a CPU a step is done when the call returns, and
-the numbers are read at once.
+A GPU computes a step while the host launches the next. A step's numbers on the device are the loss, the norm, hashes of
+replicas and times. After the step they are copied to pinned memory; the host reads the copies in the next step. So the
+host waits once a step, when the device already has the next passes to compute. On a CPU a step is done when the call
+returns, and the numbers are read at once.
 
-In both cases a step is settled before the next step writes weights: all ranks have sent each other their numbers
-(`tell`), and `settle` has compared these numbers.
+In both cases a step is settled before the next step writes weights: all ranks have exchanged the step's numbers
+(`tell`), and `settle` has compared the numbers.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class StepRecord:
         """Wait for all ranks' reports of this step. Raises CorruptionError if replicas differ, DivergedError if the
         optimizer has begun the step and the step's numbers are bad.
 
-        So wrong weights are found before the update (except for streamed slots, and on a GPU), when the first
-        parameter that differs can still be named: later all parameters differ.
+        So wrong weights are found before the update, except for streamed slots, and on a GPU. The first parameter that
+        differs can then still be named: later all parameters differ.
         """
         reports = self.reports
         if reports is not None and "hashes" in reports.places and (self.late or self.pending is None):
@@ -99,8 +99,8 @@ class StepRecord:
                 raise DivergedError(f"step {self.number + 1}: {losses}, although the gradient is finite; {REMEDY}")
 
     def conclude(self) -> StepResult:
-        """Wait for the gradient's norm, and return the step's result. If the norm is bad and no smaller loss scale can
-        help, raises CorruptionError for a flipped bit in a replica, else DivergedError with all known findings.
+        """Wait for the gradient's norm, and return the step's result. Raises if the norm is bad and no smaller loss
+        scale can help: CorruptionError for a flipped bit in a replica, else DivergedError with all known findings.
         """
         if self.result is not None:
             return self.result

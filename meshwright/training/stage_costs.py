@@ -76,7 +76,7 @@ class BuiltStages:
     def partition(self, config: Config) -> tuple[int, ...]:
         timed = config.layout.pipeline.partition == "measured"
         costs = measured_costs(config) if timed else counted_costs(config)
-        if config.layout.pipeline.head == "spread":  # all stages have equal parts of the head
+        if config.layout.pipeline.head == "spread":  # all stages have equal parts of it
             costs = replace(costs, head=0.0)
         return fastest(costs, placement_of(config), rule_of(config), config.num_microbatches)
 

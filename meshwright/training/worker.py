@@ -71,7 +71,7 @@ def train_rank(
     opened = config.data.open(config, data)
     if not environment.launched and mesh.rank == 0:
         if resume or attempt:
-            step_asked = None if attempt else resume_from  # a restart goes on from what this job has written
+            step_asked = None if attempt else resume_from  # a restart uses this job's own checkpoints
             changes = accept_changes or attempt > 0
             notes = [*notes, *go_on(out, asked, config.data.fingerprint(data), step_asked, accept_changes=changes)]
         else:

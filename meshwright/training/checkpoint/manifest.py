@@ -3,8 +3,8 @@
 The manifest's size grows with parameters, not with parameters times ranks: one line, a `StoredRun`, describes how a
 thousand ranks share a parameter. Each shard's header lists the shard's own bytes (shard.py).
 
-A manifest is untrusted input. File names must be plain names inside the folder, every part must be in a listed file,
-and a tensor's runs must be disjoint and cover the tensor. So every number read has been written and checked.
+A manifest is untrusted input. File names must be plain names inside the folder, and every part must be in a listed
+file. A tensor's runs must be disjoint and cover the tensor. So every number read has been written and checked.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class StoredFile:
 
 
 Groups = tuple[tuple[NonNegative, ...], ...]
-"""Groups of files over which runs are sliced, as indices into the list of files; in a rank's listing, as rank
+"""Groups of files that share the slices of a run, as indices into the list of files; in a rank's listing, as rank
 numbers."""
 
 

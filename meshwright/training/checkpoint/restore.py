@@ -67,7 +67,7 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
     _check_shapes(parts.specs, checkpoint, parts.config.model)
     stored, wanted = checkpoint.config.optimizer.name, parts.config.optimizer.name
     kinds = {kind for _, kind in checkpoint.manifest.parts}
-    if stored != wanted and kinds != {"weight"}:  # weights alone suit every optimizer
+    if stored != wanted and kinds != {"weight"}:  # a checkpoint of weights only suits every optimizer
         raise CheckpointError(
             f"{checkpoint.folder} holds the states of another optimizer: optimizer.name={wanted} cannot go on from "
             f"those of {stored}; keep optimizer.name={stored}, or begin a new run"

@@ -117,8 +117,8 @@ class _Checks:
 class StoredShard:
     """An open shard with a checked header. Methods raise DamagedError if bytes differ from the written bytes.
 
-    `held`: the runs with a part in the file, and the part's number. `bad`: a list that collects bad blocks in place of
-    raising, for a reader that lists all damage (formats 1 and 2 have no hashes of blocks, and still raise).
+    `held`: the runs with a part in the file, and the part's number. `bad`: a list that collects bad blocks, for a
+    reader that lists all damage; None: raise. Formats 1 and 2 have no hashes of blocks, and always raise.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Staging of a checkpoint: copies in host memory, which a thread writes while later steps change the weights.
 
-A CPU copies at once. A GPU copies into pinned memory, between two steps and while the host goes on: the thread waits
-for the copies, the step for nothing. Pinning takes longer than a copy, so the memory is kept for the next checkpoint.
+On a CPU the copies are made at once. A GPU copies into pinned memory, between two steps, while the host continues: only
+the writing thread waits for the copies. Pinning takes longer than a copy, so the memory is kept for the next
+checkpoint.
 """
 
 from __future__ import annotations

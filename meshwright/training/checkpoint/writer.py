@@ -2,8 +2,8 @@
 
 A thread of every rank writes the rank's shard and posts a note for rank 0 on a board (ranks/board.py): the shard's
 listing, or an empty note if writing failed. Rank 0's thread waits for all notes and publishes the folder by a rename.
-All ranks must see one file system, as for loading with another layout. Between steps the ranks exchange the cause of a
-failed checkpoint in a small collective, since a full disk could not hold a file with the cause.
+All ranks must see one file system, as for loading with another layout. Between steps a small collective exchanges the
+cause of a failed checkpoint: a full disk could not hold a file with the cause.
 """
 
 from __future__ import annotations

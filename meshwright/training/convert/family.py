@@ -1,8 +1,8 @@
-"""Hugging Face's form of a family of models: settings, tensor names, files beside the weights.
+"""Hugging Face's form of a family of models: settings, tensor names, and files other than weights.
 
-A `TensorPair` maps one of our tensors to Hugging Face's: query, key and value are three tensors there and one here,
-linears may be [out, in] there and are [in, out] here, tables here have rows of padding. A family's module holds the
-table of names, from which `Family` makes pairs, settings and models.
+A `TensorPair` maps one of our tensors to Hugging Face's tensors. Query, key and value are three tensors there and one
+here; linears may be [out, in] there and are [in, out] here; tables here have rows of padding. A family's module holds
+the table of names; `Family` makes pairs, settings and models from the table.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TensorPair:
     name: str
     shape: TensorShape
     theirs: Mapping[str, TensorShape]
-    """Shapes of Hugging Face's tensors by name, in the order in which `to_ours` takes and `to_theirs` returns them."""
+    """Shapes of Hugging Face's tensors by name, in the order of `to_ours`'s arguments and `to_theirs`'s results."""
     to_ours: Callable[..., Tensor] = lambda x: x
     """Hugging Face's tensors to ours without the padding, in any shape of the same element order."""
     to_theirs: Callable[[Tensor], Sequence[Tensor]] = lambda x: [x]
@@ -52,14 +52,14 @@ class TensorPair:
     """(dim, start, stop): our tensor is this slice of Hugging Face's one tensor; pairs of one tensor follow each other
     in the order of their slices. None: the whole tensor."""
     single: bool = False
-    """Whether an export writes float32, whatever the dtype of the other tensors."""
+    """Whether an export writes float32, independently of the other tensors' dtype."""
     drawn: ShardSpec | None = None
     """The spec of a parameter that the folder lacks and an import draws at random; None: the import reads it."""
 
 
 def grouped(name: str, shape: TensorShape, theirs: Sequence[str]) -> TensorPair:
-    """The pair of our weight [in, G, out] with G linears [out, in] of Hugging Face; of a bias [G, out] with G of
-    [out]."""
+    """Return the pair of our weight [in, G, out] and Hugging Face's G linears [out, in]. For biases: ours [G, out], and
+    G of [out]."""
     groups = len(shape) - 2  # the dim of size G
     each = (shape[-1], *shape[:groups])
     assert shape[groups] == len(theirs), f"{name} {shape} is not {theirs}"
@@ -73,10 +73,14 @@ def grouped(name: str, shape: TensorShape, theirs: Sequence[str]) -> TensorPair:
 def in_blocks(
     table: Names, count: int, theirs: str, first: int = 0, ours: str = "blocks"
 ) -> dict[str, str | Sequence[str]]:
-    """Names of the layers of `count` blocks.
+    """Return Hugging Face's names of layers in `count` blocks, by our names.
 
-    `table`: names inside a block; `theirs`: Hugging Face's name of a block, in which N is the number from 0; `ours`:
-    our name of the list of blocks, numbered from `first`.
+    Args:
+        table: names inside a block.
+        count: number of blocks.
+        theirs: Hugging Face's name of a block, with N for the number from 0.
+        first: our number of the first block.
+        ours: our name of the list of blocks.
     """
     names: dict[str, str | Sequence[str]] = {}
     for number in range(count):
@@ -90,24 +94,24 @@ def in_blocks(
 
 
 def as_text(content: Mapping[str, object]) -> str:
-    """A JSON file's text."""
+    """Format a JSON file's text."""
     return json.dumps(content, indent=2) + "\n"
 
 
 def with_tokens(text: str, ids: Mapping[str, int], template: processors.PostProcessor) -> str:
-    """A tokenizer.json's text with the model's special tokens `ids` (by name) appended, and with their template.
+    """Append the model's special tokens `ids` (by name), and their template, to a tokenizer.json's text.
 
-    A text that has all of these tokens is returned unchanged. Raises DataError where the appended ids would differ.
+    A text that has all of these tokens is returned unchanged. Raises DataError if the appended ids would differ.
     """
     library = tokenizers.Tokenizer.from_str(text)
     if all(library.token_to_id(name) is not None for name in ids):
         return text
     library.add_special_tokens(list(ids))
-    # add_special_tokens takes the next free ids, which in a vocabulary with holes are not the model's rows.
+    # add_special_tokens uses the next free ids; in a vocabulary with holes these are not the model's rows.
     appended, wanted = [library.token_to_id(name) for name in ids], list(ids.values())
     if appended != wanted:
         raise DataError(f"the tokenizer gives {', '.join(ids)} the ids {appended}, and the model has them as {wanted}")
-    # Only where tokens were appended: a file that had them keeps its owner's template.
+    # Only if tokens were appended: a file that had all tokens keeps the owner's template.
     library.post_processor = template
     return str(library.to_str(pretty=True)) + "\n"
 
@@ -128,12 +132,12 @@ class Family(ABC):
     model_types: ClassVar[tuple[str, ...]]
     """The family's names in config.json."""
     told_by: ClassVar[str] = "model_type"
-    """A key of config.json that identifies the family where model_type is missing."""
+    """A key of config.json that identifies the family if model_type is missing."""
     section: ClassVar[type[Transformer]]
     fields: ClassVar[Mapping[str, str]]
-    """Keys of config.json by our field; `inner`, the feed-forward's width, may be a property instead of a field."""
+    """Keys of config.json by our field; `inner`, the feed-forward's width, may be a property and not a field."""
     required: ClassVar[tuple[str, ...]]
-    """Fields whose key config.json must have."""
+    """Fields with a key that config.json must have."""
     fixed: ClassVar[Mapping[str, object]]
     """Keys that change the mathematics, with the one value that our model computes; a missing key means this value."""
     dropouts: ClassVar[tuple[str, ...]] = ()
@@ -141,17 +145,17 @@ class Family(ABC):
     dropout: ClassVar[float] = 0.1
     """The dropout rate that a missing key means."""
     outside: ClassVar[Names] = {}
-    """Hugging Face's layer, or layers, by the name of our layer, of those outside of blocks."""
+    """Hugging Face's layer, or layers, by the name of our layer, for layers outside of blocks."""
     inside: ClassVar[Names] = {}
-    """Hugging Face's layers within a block, by the name of ours, where all blocks are alike."""
+    """Hugging Face's layers within a block, by the name of our layer, if all blocks are equal."""
     block: ClassVar[str] = ""
-    """Hugging Face's name of a block, in which N is the number from 0."""
+    """Hugging Face's name of a block, with N for the number from 0."""
     rows: ClassVar[Mapping[str, str | int]] = {}
-    """Our tables that are padded: the field that holds the rows that Hugging Face stores, or their number."""
+    """Our padded tables: the field with the number of rows that Hugging Face stores, or the number."""
     copied: ClassVar[Mapping[str, str]] = {}
-    """Tensors that a folder may hold twice, each with the one that it must equal: what `copies` returns."""
+    """Duplicate tensors that a folder may hold, each with the tensor that it must equal: the default of `copies`."""
     renamed: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Patterns in names of older folders, and what stands there in `names`."""
+    """Patterns in names of older folders, and the replacements that give the names in `names`."""
     may_lack: ClassVar[tuple[str, ...]] = ()
     """Our layers outside of blocks that a folder may lack, which are initialised at random, as in a new run."""
     stores_out_in: ClassVar[bool] = True
@@ -164,46 +168,46 @@ class Family(ABC):
     rests_padding: ClassVar[bool] = False
     """Whether transformers' class leaves the padding token's row of the embedding without a gradient."""
     architecture: ClassVar[str] = ""
-    """The end of the class's name in transformers, where several families share a `model_type`."""
+    """The end of the class's name in transformers, if several families share a `model_type`."""
 
     @property
     def name(self) -> str:
-        """The section's `model.family`."""
+        """Return the section's `model.family`."""
         (name,) = get_args(self.section.model_fields["family"].annotation)
         return str(name)
 
     @abstractmethod
     def further_settings(self, model: Any) -> dict[str, object]:
-        """Settings of config.json beyond `fields`, `fixed` and `dropouts`."""
+        """Return settings of config.json beyond `fields`, `fixed` and `dropouts`."""
 
     def with_tokenizer(self, model: Any, text: str, tokenizer: Tokenizer) -> WithTokens:
-        """An export's files with the model's special tokens. `text`: the tokenizer.json of `tokenizer`."""
+        """Add the model's special tokens to an export. `text`: the tokenizer.json of `tokenizer`."""
         return WithTokens(text, {}, {})
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
-        """The section's fields beyond `fields`. Raises CheckpointError where a setting is of no model that we have."""
+        """Return the section's fields beyond `fields`. Raises CheckpointError for settings of a model that we lack."""
         return {}
 
     def names(self, model: Any) -> Names:
-        """Hugging Face's layer, or layers, by the name of our layer."""
+        """Return Hugging Face's layer, or layers, by the name of our layer."""
         return {**self.outside, **in_blocks(self.inside, model.layers, self.block)}
 
     def full_name(self, stored: str) -> str:
-        """The name in `names` of a stored tensor; older folders have other names."""
+        """Return the name, as in `names`, of a stored tensor; older folders have other names."""
         for theirs, ours in self.renamed:
             stored = re.sub(theirs, ours, stored)
         return stored
 
     def copies(self, model: Any) -> dict[str, str]:
-        """Duplicates that a folder may hold: the tensor's name -> the name of the tensor that it must equal."""
+        """Return duplicates that a folder may hold: a tensor's name -> the name of the tensor that it must equal."""
         return dict(self.copied)
 
     def read(self, settings: Settings, stored: Set[str]) -> Model:
-        """The model of a config.json, given the names of the stored tensors. Raises CheckpointError."""
+        """Read the model of a config.json, given the names of stored tensors. Raises CheckpointError."""
         if missing := [self.fields[field] for field in self.required if self.fields[field] not in settings.values]:
             raise CheckpointError(f"{settings.path} lacks {', '.join(missing)}")
         more = self.further(settings, stored)
-        # Only keys that change the mathematics are checked: an unknown but harmless key would refuse most published
+        # Only keys that change the mathematics are checked: a check of all unknown keys would refuse most published
         # folders.
         for key, ours in self.fixed.items():
             settings.only(key, ours)
@@ -212,7 +216,7 @@ class Family(ABC):
         return settings.section(self.section, self.fields, family=self.name, **more)
 
     def settings(self, model: Any) -> dict[str, Any]:
-        """The settings of config.json that describe the model."""
+        """Return the settings of config.json that describe the model."""
         # `inner` is a key of config.json in every family, and a property of the section in some.
         values = model.model_dump() | {"inner": model.inner}
         settings = {key: values[field] for field, key in self.fields.items()}
@@ -220,28 +224,36 @@ class Family(ABC):
         return settings | {"model_type": self.model_types[0]} | self.further_settings(model)
 
     def further_files(self, model: Any) -> dict[str, str]:
-        """Texts of further files beside the weights, by file name; the tokenizer's files are not among them."""
+        """Return texts of further files, by file name, without the tokenizer's files."""
         return {}
 
     def specs(self, model: Any) -> dict[str, ShardSpec]:
-        """The spec of every parameter of a model, which is built on the meta device."""
-        # A list of shapes kept here would drift from the model.
+        """Return the spec of every parameter of a model, which is built on the meta device."""
+        # A list of shapes written here could differ from the model after a change.
         return shard_specs(load_entry(model.chain)(model, SerialKit(solo_mesh(torch.device("meta")))))
 
     def pairs(self, model: Any) -> list[TensorPair]:
-        """The pairs of all parameters of a model."""
+        """Return the pairs of all parameters of a model."""
         names, specs = self.names(model), self.specs(model)
         rows = {layer: n if isinstance(n, int) else int(getattr(model, n)) for layer, n in self.rows.items()}
         return [self.pair(name, spec.shape, model, names, rows) for name, spec in specs.items()]
 
     def pair(self, name: str, shape: TensorShape, model: Any, names: Names, rows: Mapping[str, int]) -> TensorPair:
-        """The pair of one parameter. `names`: as the method of this name returns; `rows`: numbers of rows."""
+        """Return the pair of one parameter.
+
+        Args:
+            name: our name.
+            shape: our shape, with padding.
+            model: the model's section.
+            names: result of the method `names`.
+            rows: number of rows that Hugging Face stores, by layer.
+        """
         layer, _, kind = name.rpartition(".")
         assert layer in names, f"{name} has no counterpart in Hugging Face's {self.title}"
         theirs = names[layer]
         if not isinstance(theirs, str):
             return grouped(name, shape, [f"{one}.{kind}" for one in theirs])
-        # Tables and vectors are stored alike on both sides; only linears are transposed.
+        # Tables and vectors have equal layouts on both sides; only linears are transposed.
         if layer in rows or layer in self.tables or len(shape) == 1:
             unpadded = rows.get(layer, shape[0])
             # An import fills the padding rows with zeros, and an export leaves them out.

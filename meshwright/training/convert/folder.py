@@ -1,4 +1,4 @@
-"""Reads a Hugging Face folder: config.json, and tensors from one safetensors file or several with an index.
+"""A reader of Hugging Face folders: config.json, and tensors from one safetensors file or several with an index.
 
 Folders are untrusted: settings that our models cannot compute are refused by name, and pickles are never opened.
 """
@@ -33,12 +33,12 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def folder_of(source: str) -> Path:
-    """The folder at a path, or the download of a model by its name on the Hugging Face Hub, cached by the Hub's client.
+    """Return the folder at a path, or download a model by name from the Hugging Face Hub, with the client's cache.
 
-    Raises CheckpointError where the download fails.
+    Raises CheckpointError if the download fails.
     """
     path = Path(source).expanduser()
-    # A local folder wins over a model of the same name on the Hub.
+    # A local folder has priority over a model of the same name on the Hub.
     if path.is_dir() or not _HUB_NAME.fullmatch(source):
         return path
     from huggingface_hub import snapshot_download  # the import takes 0.5 s, which a local folder does not need
@@ -55,8 +55,8 @@ class Settings:
     """The settings of a JSON file of a folder, such as config.json."""
 
     def __init__(self, path: Path, values: dict[str, Any] | None = None) -> None:
-        """`values`: the file's content; None: read it. Raises CheckpointError where the file is missing or holds no
-        JSON object."""
+        """Take the file's content from `values`, or read the file (None). Raises CheckpointError if the file is missing
+        or holds no JSON object."""
         self.path = path
         if values is not None:
             self.values = values
@@ -75,14 +75,14 @@ class Settings:
         return CheckpointError(f"{self.path}: {why}")
 
     def only(self, key: str, *valid: object) -> None:
-        """Raises CheckpointError unless the key has one of the valid values; a missing key means the first."""
+        """Raise CheckpointError unless the key has one of the valid values; a missing key means the first."""
         value = self.values.get(key, valid[0])
         if value not in valid:
             raise self.refused(f"{key}={shown(value)} is not supported; valid: {', '.join(map(shown, valid))}")
 
     def one_number(self, keys: Sequence[str], default: float) -> float:
-        """The value that several keys share, for which our model has one number. Raises CheckpointError where they
-        differ."""
+        """Return the common value of several keys, since our model has one number for all. Raises CheckpointError if
+        the values differ."""
         values = {key: self.values.get(key, default) for key in keys}
         for key, value in values.items():
             if not isinstance(value, int | float):
@@ -93,10 +93,13 @@ class Settings:
         return values[keys[0]]
 
     def section(self, kind: type[AnyTransformer], names: Mapping[str, str], **fields: object) -> AnyTransformer:
-        """A model section from the settings. `names`: keys by field, where a missing key leaves the field's default;
-        `fields`: further fields. Raises CheckpointError.
+        """Build a model section from the settings. Raises CheckpointError.
 
-        `inner` is a property of the section, 4 x hidden, with which the key must agree.
+        Args:
+            kind: the section's class.
+            names: keys by field; a missing key leaves the field's default. The key of `inner` must equal the section's
+                property, 4 x hidden.
+            fields: further fields.
         """
         read = {field: self.values[key] for field, key in names.items() if key in self.values and field != "inner"}
         try:
@@ -119,26 +122,26 @@ class Source:
     """The tensors of a folder, by full name (Family.full_name)."""
 
     def __init__(self, folder: Path, full_name: Callable[[str], str]) -> None:
-        """Raises CheckpointError where the folder holds no safetensors, or its index does not fit."""
+        """Find the folder's tensors. Raises CheckpointError if there is no safetensors file, or the index is wrong."""
         self.folder = folder
-        if (folder / SINGLE).is_file():  # a single file wins over an index, as in transformers
+        if (folder / SINGLE).is_file():  # a single file has priority over an index, as in transformers
             files = _names_in(folder / SINGLE)
         elif (folder / INDEX).is_file():
             files = _indexed(folder)
         elif pickles := sorted(file.name for file in folder.glob("pytorch_model*.bin")):
-            # A folder of pickles has another remedy than an empty one.
+            # A folder of pickles needs another remedy than an empty folder.
             remedy = "convert it to safetensors first, with transformers' save_pretrained in a place you trust"
             raise CheckpointError(f"{folder} holds only {pickles[0]}, a pickle, which could run any code: {remedy}")
         else:
             raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}")
         self._places = {full_name(stored): (path, stored) for stored, path in files.items()}
         self.names = frozenset(self._places)
-        # Of a tensor under its old and its new name, chance would choose which is read.
+        # If a tensor had an old and a new name, chance would decide which one is read.
         if len(self.names) != len(files):
             raise CheckpointError(f"{folder} holds a tensor twice, under an old and a new name")
 
     def read(self, name: str) -> Tensor:
-        """A tensor by its full name."""
+        """Read a tensor by its full name."""
         if name not in self._places:
             raise CheckpointError(f"{self.folder} has no tensor {name}")
         path, stored = self._places[name]
@@ -150,8 +153,8 @@ class Source:
         return tensor
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor by its full name. Raises CheckpointError unless it has the shape, a dtype of weights, and finite
-        values."""
+        """Read a tensor by its full name. Raises CheckpointError for another shape, a dtype that is not one of weights,
+        or values that are not finite."""
         tensor = self.read(name)
         if tuple(tensor.shape) != shape:
             was, wanted = list(tensor.shape), list(shape)
@@ -160,8 +163,8 @@ class Source:
             valid = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
             stored = f"is stored as {tensor.dtype}, which holds no weights"
             raise CheckpointError(f"{self.folder}: {name} {stored}; valid: {valid}")
-        # A single NaN would make every later loss NaN, with no trace of its file and tensor.
-        # The extremes in one pass, which a NaN is both of; counted only if they tell of a number.
+        # A single NaN would make every later loss NaN, without a trace of the file and tensor.
+        # One pass finds both extremes, and a NaN is both. Bad numbers are counted only if an extreme is not finite.
         if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
             wrong = int((~tensor.isfinite()).sum())
             numbers = "1 number that is" if wrong == 1 else f"{wrong:,} numbers that are"
@@ -184,7 +187,7 @@ def _indexed(folder: Path) -> dict[str, Path]:
             raise CheckpointError(f"{path} names {file!r}, which is not a file of this folder")
         if not (folder / file).is_file():
             raise CheckpointError(f"{folder / file} is missing, and {INDEX} lists it")
-        # Once a file, not once a tensor.
+        # One read a file, not one a tensor.
         names[file] = set(_names_in(folder / file))
     for name, file in files.items():
         if name not in names[file]:
@@ -198,7 +201,7 @@ def _names_in(path: Path) -> dict[str, Path]:
             return dict.fromkeys(file.keys(), path)
     except (OSError, SafetensorError) as error:
         with open_plain(path) as file:
-            # A clone without git-lfs has pointers of about 100 bytes instead of weights.
+            # A clone without git-lfs has pointers of about 100 bytes in place of weights.
             if file.read(len(_POINTER)) == _POINTER:
                 raise CheckpointError(
                     f"{path} is git-lfs's pointer to the weights: fetch them with git lfs pull"

@@ -31,13 +31,13 @@ _ROPE_KEYS = {
     "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim",
 }
-"""Our fields of a rotation by transformers' keys."""
+"""Our fields of a rotation, by transformers' keys."""
 _SAME = {"default": "plain", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 """Our kinds of rotation by transformers' rope_type."""
 _NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
 """Keys that transformers requires, by rope_type."""
 _THETA = {"mixtral": 1e6}
-"""Default rope_theta by model_type, where the class's default is not 10,000."""
+"""Default rope_theta by model_type, if the class's default is not 10,000."""
 
 
 class RotaryFamily(Family):
@@ -57,7 +57,7 @@ class RotaryFamily(Family):
 
 
 def pair_of_experts(name: str, shape: TensorShape, linears: str | Sequence[str]) -> TensorPair:
-    """The pair of our tensor of all n experts, [n, in, ..., out], with Hugging Face's linears [out, in]."""
+    """Return the pair of our tensor of all n experts, [n, in, ..., out], and Hugging Face's linears [out, in]."""
     theirs = {f"{linear}.weight": (shape[-1], shape[1]) for linear in linears}
     return TensorPair(
         name, shape, theirs,
@@ -67,7 +67,7 @@ def pair_of_experts(name: str, shape: TensorShape, linears: str | Sequence[str])
 
 
 def rope_settings(rope: PlainRope) -> dict[str, object]:
-    """transformers' settings of a rotation: `rope_parameters`, and `rope_theta` and `rope_scaling` of older
+    """Return transformers' settings of a rotation: `rope_parameters`, and `rope_theta` and `rope_scaling` of older
     versions."""
     theirs = {ours: key for key, ours in _ROPE_KEYS.items()}
     values = {theirs[field]: value for field, value in rope.model_dump(exclude_none=True, exclude={"kind"}).items()}
@@ -80,10 +80,10 @@ def rope_settings(rope: PlainRope) -> dict[str, object]:
 
 
 def rope_fields(settings: Settings) -> dict[str, object]:
-    """Our fields of a rotation, from `rope_parameters`, or from `rope_theta` and `rope_scaling` of older versions.
+    """Read our fields of a rotation from `rope_parameters`, or from `rope_theta` and `rope_scaling` of older versions.
 
-    As in transformers, `rope_scaling` wins over `rope_parameters`, and original positions outside of the section over
-    those inside. Raises CheckpointError for a rope_type or a key that our rotations do not have.
+    As in transformers, `rope_scaling` has priority over `rope_parameters`, and original positions outside of the
+    section over positions inside. Raises CheckpointError for a rope_type or a key that our rotations do not have.
     """
     values = settings.values
     where = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
@@ -102,7 +102,7 @@ def rope_fields(settings: Settings) -> dict[str, object]:
         theirs[_ORIGINAL] = values.get(_ORIGINAL, inside)
     if lacking := [key for key in _NEEDED.get(kind, ()) if key not in theirs]:
         raise settings.refused(f"{where}: rope_type={kind} lacks {', '.join(lacking)}")
-    # Some folders write it with the value that changes nothing.
+    # Some folders have this key with the value that changes nothing.
     if theirs.get("partial_rotary_factor") == 1.0:
         del theirs["partial_rotary_factor"]
     known = {key: ours for key, ours in _ROPE_KEYS.items() if ours in ROPES[_SAME[kind]].model_fields}

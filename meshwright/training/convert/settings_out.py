@@ -1,8 +1,8 @@
-"""The JSON files beside exported weights: the published files, changed where the model or its special tokens have
-changed, or new files for a model trained from random weights.
+"""The JSON files of an export: published files, with changes if the model or the special tokens have changed, or new
+files for a model trained from random weights.
 
-Of the published config.json only keys whose meaning has changed are rewritten. Tokens at which generation must stop are
-added to `eos_token_id`: the end token (data.end), and the token with which a chat template closes an answer.
+Only keys of the published config.json with a changed meaning are rewritten. Tokens that end generation are added to
+`eos_token_id`: the end token (data.end), and the token that closes an answer in the chat template.
 """
 
 from __future__ import annotations
@@ -42,21 +42,27 @@ def settings_texts(
     same_family: bool,
     names: Set[str],
 ) -> dict[str, str]:
-    """Texts by file name.
+    """Return the texts of an export's JSON files, by file name.
 
-    `published`: texts of the files that the weights were imported with; `same_family`: whether they are of a model of
-    this family; `names`: the exported tensors; `dtype`: torch's name of the weights' dtype.
+    Args:
+        family: the exported form.
+        model: the model's section.
+        published: texts of the files imported with the weights.
+        tokenizer: the checkpoint's tokenizer, if any.
+        dtype: torch's name of the weights' dtype.
+        same_family: whether the published files are of a model of this family.
+        names: the exported tensors.
     """
     kept = parse_json(published[MODEL]) if MODEL in published else None
     settings = family.settings(model)
     if kept is not None:
-        # Settings are compared as we write them, for the published model and for the run's. A key on which both agree
-        # keeps its published value, and so does every key that we do not write.
+        # Our form of the settings is compared for the published model and for the run's. Keys with equal values keep
+        # the published value, and so do all keys that we do not write.
         before = family.settings(family.read(Settings(Path("the published config.json"), dict(kept)), names))
         changed = {key: value for key, value in settings.items() if key not in before or before[key] != value}
         other_class = {} if same_family else {key: settings[key] for key in _OF_A_CLASS if key in settings}
         settings = {**kept, **changed, **other_class}
-    # A new file takes the older key, which every version of transformers reads.
+    # A new file has the older key, which every version of transformers reads.
     key = next((name for name in DTYPE_KEYS if name in settings), DTYPE_KEYS[1])
     settings[key] = dtype
     texts = family.further_files(model) | dict(published)
@@ -78,8 +84,8 @@ def settings_texts(
 def _with_ends(
     settings: dict[str, Any], texts: dict[str, str], tokenizer: TokenizerOut
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """config.json's settings and the files' texts with every `eos_token_id` that transformers' generate needs in order
-    to stop where `generate` here does."""
+    """Add to config.json's settings and the files' texts every `eos_token_id` that transformers' generate needs to stop
+    at the same tokens as `generate` here."""
     generation, end = parse_json(texts[GENERATION]) if GENERATION in texts else None, tokenizer.tokenizer.end
     # Generation stops at these ids, the end token first.
     ends = [end, *sorted(tokenizer.tokenizer.marks.stops.union(tokenizer.closing) - {end})]
@@ -89,18 +95,18 @@ def _with_ends(
     texts = texts | {GENERATION: texts[GENERATION]}
     if ended := _ended(generation, tokenizer, ends):
         texts[GENERATION] = as_text(generation | ended)
-    # config.json then needs the end token alone: generate does not read it.
+    # config.json then needs only the end token, since generate does not read config.json.
     return settings | _ended(settings, tokenizer, [end]), texts
 
 
 def _ended(settings: Mapping[str, Any], tokenizer: TokenizerOut, wanted: Sequence[int]) -> dict[str, Any]:
-    """A new `eos_token_id` that holds the `wanted` ids; {} where the settings hold them already."""
+    """Return a new `eos_token_id` with the `wanted` ids; {} if the settings have all of these already."""
     stored = ids_of(settings.get(_EOS))
     if set(wanted) <= set(stored):
         return {}
     special = tokenizer.tokenizer.special_tokens
-    # transformers writes its class's default (LlamaConfig: 2) into every config.json: a stored id stays only where it
-    # is a special token of the tokenizer.
+    # transformers writes the class's default (LlamaConfig: 2) into every config.json: a stored id is kept only if the
+    # tokenizer has a special token with that id.
     kept = [token for token in stored if tokenizer.tokenizer.name_of(token) in special]
     ids = list(dict.fromkeys([*kept, *wanted]))
     return {_EOS: ids[0] if len(ids) == 1 else ids}

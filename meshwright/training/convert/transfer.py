@@ -1,10 +1,10 @@
-"""Converts Hugging Face folders to checkpoints and back.
+"""Conversion of Hugging Face folders to checkpoints and back.
 
 An import writes a checkpoint of step 0, without optimizer state. A run with `model: {from: FOLDER}` imports the folder
-as its first checkpoint, which any layout can load.
+as the first checkpoint, which any layout can load.
 
-An export writes a Hugging Face folder: config.json, safetensors, and the files that the family adds. Both write the new
-folder whole or not at all, and never over another one.
+An export writes a Hugging Face folder: config.json, safetensors, and the family's further files. Import and export
+write the new folder whole or not at all, and never over another folder.
 
 Tensors are converted one by one into files of at most SHARD_BYTES (or one larger tensor); no more is ever in memory.
 """
@@ -58,7 +58,7 @@ from meshwright.training.convert.settings_out import DTYPE_KEYS, TokenizerOut, s
 
 
 def families() -> dict[str, Family]:
-    """The registered families by `model.family`. Raises PluginError where a plug-in's entry is named wrongly."""
+    """Return the registered families by `model.family`. Raises PluginError if a plug-in's entry is named wrongly."""
     known: dict[str, Family] = {name: family() for name, family in entries("convert").items()}
     for name, family in known.items():
         if family.name != name:
@@ -67,9 +67,11 @@ def families() -> dict[str, Family]:
 
 
 def family_of(settings: Settings, wanted: str | None = None) -> Family:
-    """The family of a config.json: `wanted`, where it reads this model_type; None: the one that the file names.
+    """Find the family of a config.json. `wanted`: return this family, which must read the file's model_type; None: the
+    family that the file names.
 
-    Raises CheckpointError, with the valid names, where there is none.
+    Raises:
+        CheckpointError: there is no such family; the error lists the valid names.
     """
     every = families().values()
     known = list(dict.fromkeys(kind for family in every for kind in family.model_types))
@@ -89,22 +91,22 @@ def family_of(settings: Settings, wanted: str | None = None) -> Family:
         names = ", ".join(family.name for family in suitable)
         raise settings.refused(f"model_type={kind} is no model.family={wanted}; valid: {names}")
     ends = str(named[0]) if isinstance(named, list) else ""
-    # Families that share a model_type (BERT's tasks) differ by the class's name; the first is pretraining.
+    # Families with an equal model_type (BERT's tasks) differ by the class's name; the first is pretraining.
     of_class = (family for family in suitable if family.architecture and ends.endswith(family.architecture))
     return next(of_class, suitable[0])
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `out` at the end. Raises CheckpointError where `out` holds files already."""
+    """Yield a temporary folder that becomes `out` at the end. Raises CheckpointError if `out` already holds files."""
     try:
-        # The lock keeps two conversions from mixing their files; staging leaves no half-written folder after a kill.
+        # The lock prevents a mix of two conversions' files; staging leaves no half-written folder after a kill.
         with folder_lock(out.absolute(), silent):
             if out.exists() and (out.is_file() or any(out.iterdir())):
                 raise CheckpointError(f"{out} exists; give another folder, such as {free_path(out)}")
             with staged_folder(out.absolute()) as folder:
                 yield folder
-    except (OSError, SafetensorError) as error:  # no right to write there, a full disk
+    except (OSError, SafetensorError) as error:  # no right to write, a full disk
         raise CheckpointError(f"{out} could not be written: {error}") from error
 
 
@@ -113,7 +115,8 @@ SHARD_BYTES = 2**31
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import. `parameters`: their number; `has_tokenizer`: whether the folder had a tokenizer.json."""
+    """The result of an import. `parameters`: the number of parameters; `has_tokenizer`: whether the folder had a
+    tokenizer.json."""
 
     model: Model
     parameters: int
@@ -123,16 +126,16 @@ class Imported:
 
 @dataclass(frozen=True)
 class Found:
-    """A folder's model, as the section's fields, and its tokenizer.json if there is one."""
+    """A folder's model, as the section's fields, and the tokenizer.json if there is one."""
 
     model: dict[str, object]
     tokenizer: Path | None
 
 
 def read_folder(source: str, wanted: str | None = None) -> Found:
-    """The model of a Hugging Face folder, given by its path or its name on the Hub.
+    """Read the model of a Hugging Face folder, given by path or by name on the Hub.
 
-    `wanted`: read it as this family, which may add another head to the same trunk. Raises CheckpointError as
+    `wanted`: read the folder as this family, which may add another head to the trunk. Raises CheckpointError as
     `import_folder`.
     """
     folder = folder_of(source)
@@ -144,8 +147,8 @@ def read_folder(source: str, wanted: str | None = None) -> Found:
 
 
 def resting_token(source: str) -> int | None:
-    """The padding token of a folder, if transformers' class of its model leaves the token's row of the embedding
-    without a gradient (`Embedding(padding_idx=...)`). Raises CheckpointError as `read_folder`."""
+    """Return a folder's padding token, if transformers' class of the model computes no gradient for the token's row of
+    the embedding (`Embedding(padding_idx=...)`); else None. Raises CheckpointError as `read_folder`."""
     settings = Settings(folder_of(source) / "config.json")
     token = settings.values.get("pad_token_id")
     return token if isinstance(token, int) and family_of(settings).rests_padding else None
@@ -159,12 +162,20 @@ def import_folder(
     wanted: Model | None = None,
     seed: int = 1,
 ) -> Imported:
-    """Write the checkpoint `out` from a Hugging Face folder, with the weights in their stored dtype.
+    """Write the checkpoint `out` from a Hugging Face folder, with the weights in the stored dtype.
 
-    `wanted`: the run's model, which may differ in padding and dropout, or add a task's head, initialised from `seed`;
-    None: the folder's model.
-    Raises CheckpointError where the folder is incomplete, of another architecture, or holds only a pickle; where its
-    tokenizer has more tokens than the table has rows; where `out` exists; DataError where its tokenizer cannot be used.
+    Args:
+        source: the Hugging Face folder.
+        out: the new checkpoint's folder.
+        report: called with the progress.
+        shard_bytes: the largest size of a file.
+        wanted: the run's model, which may differ in padding and dropout, or add a task's head; None: the folder's.
+        seed: of the initial values of an added head.
+
+    Raises:
+        CheckpointError: the folder is incomplete, of another architecture, or holds only a pickle; the tokenizer has
+            more tokens than the table has rows; or `out` exists.
+        DataError: the folder's tokenizer cannot be used.
     """
     settings = Settings(source / "config.json")
     family = family_of(settings, None if wanted is None else wanted.family)
@@ -198,7 +209,7 @@ def import_folder(
                     dim, start, stop = pair.part
                     theirs = [theirs[0].narrow(dim, start, stop - start)]
                 rows = pair.to_ours(*theirs).reshape(pair.shape[0] - pair.padding, *pair.shape[1:])
-                if pair.padding:  # zeros will do: the softmax masks padding rows, and no look-up reads them
+                if pair.padding:  # zeros suffice: the softmax masks padding rows, and no look-up reads these rows
                     rows = torch.cat([rows, rows.new_zeros(pair.padding, *pair.shape[1:])])
                 yield pair.name, rows.contiguous()
 
@@ -207,23 +218,23 @@ def import_folder(
 
 
 _OF_TRAINING = ("balance", "balance_over", "router_z", "capacity")
-"""Fields of experts that affect training alone, not the meaning of a weight."""
+"""Fields of experts that affect only training, not the meaning of a weight."""
 _FREE = ("dropout", "frozen", "vocabulary_multiple", "positions", "later_weight")
-"""Fields in which a run may differ from the folder of its weights; positions only without a table of positions."""
+"""Fields that may differ between a run and the folder of weights; positions only without a table of positions."""
 _HEAD_FIELDS = ("classes", "choices")
-"""Fields in which a task's run may differ where the folder has no head of that task."""
+"""Fields that may differ in a task's run if the folder has no head of that task."""
 
 
 def _refuse_other(source: Path, model: Model, wanted: Model, stored: Set[str]) -> None:
-    """Raises CheckpointError where the run's model would compute another function of the folder's weights."""
+    """Raise CheckpointError if the run's model would compute another function of the folder's weights."""
     tabled = [field.removeprefix("model.") for field, _ in model.tables]
     theirs, ours = model.model_dump(), wanted.model_dump()
     for fields in (theirs, ours):
         if isinstance(experts := fields.get("experts"), dict):
-            # The folder decides whether routers have biases, the run their rate.
+            # The folder decides whether routers have biases, and the run decides the biases' rate.
             kept = {field: value for field, value in experts.items() if field not in _OF_TRAINING}
             fields["experts"] = kept | {"bias_rate": experts.get("bias_rate") is not None}
-    # A head that the folder lacks is initialised at random, so the run chooses its size.
+    # A head that the folder lacks is initialised at random, so the run chooses the head's size.
     if not any(name.startswith("classifier.") for name in stored):
         theirs |= {field: ours[field] for field in _HEAD_FIELDS if field in theirs}
     for field in theirs | ours:
@@ -235,7 +246,7 @@ def _refuse_other(source: Path, model: Model, wanted: Model, stored: Set[str]) -
 def in_shards(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
     """Group tensors into shards of at most `most_bytes` bytes; a larger tensor is a shard of its own.
 
-    The caller clears each shard before asking for the next, or both are in memory.
+    The caller must clear each shard before requesting the next; otherwise both are in memory.
     """
     shard: dict[str, Tensor] = {}
     filled = 0
@@ -250,9 +261,9 @@ def in_shards(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterato
 
 
 def _pairs(settings: Settings, family: Family, model: Model, stored: Set[str]) -> list[TensorPair]:
-    """The pairs of all parameters; those of heads that the folder may lack and lacks are marked to be drawn.
+    """Return the pairs of all parameters. Heads that the folder may lack, and does lack, are marked to be drawn.
 
-    Raises CheckpointError where the settings are of no model that the folder could hold.
+    Raises CheckpointError if the folder could not hold a model with these settings.
     """
     if model.num_blocks > len(stored):  # before blocks are built: a forged number of layers would take all memory
         has = f"the folder holds {len(stored)} tensors"
@@ -261,18 +272,18 @@ def _pairs(settings: Settings, family: Family, model: Model, stored: Set[str]) -
         pairs = family.pairs(model)
     except RuntimeError as error:  # torch: more elements than an int64 counts
         raise settings.refused(f"its sizes cannot be those of a model: {error}") from error
-    # A head that is stored in part is not drawn: `_check_names` refuses it.
+    # A head that is stored in part is not drawn: `_check_names` refuses the folder.
     drawn = {
         pair.name
         for pair in pairs
         if pair.name.partition(".")[0] in family.may_lack and not stored & pair.theirs.keys()
     }
-    specs = family.specs(model) if drawn else {}  # which builds the model a second time
+    specs = family.specs(model) if drawn else {}  # builds the model a second time
     return [replace(pair, theirs={}, drawn=specs[pair.name]) if pair.name in drawn else pair for pair in pairs]
 
 
 def _check_names(stored: Source, family: Family, pairs: list[TensorPair], copies: dict[str, str]) -> None:
-    """Raises CheckpointError unless the folder holds every tensor of the pairs and no unknown one."""
+    """Raise CheckpointError unless the folder holds every tensor of the pairs and no unknown tensor."""
     wanted = {name for pair in pairs for name in pair.theirs}
     # An unknown tensor that is ignored could be a bias that changes every output.
     extra = {name for name in stored.names - wanted if not family.passed_over.fullmatch(name)}
@@ -288,8 +299,8 @@ def _check_names(stored: Source, family: Family, pairs: list[TensorPair], copies
 
 
 def _write(folder: Path, shards: Iterator[dict[str, Tensor]], model: Model) -> None:
-    """Write a checkpoint of step 0. Its config describes the weights alone; data and training are placeholders that a
-    fine-tuning run replaces."""
+    """Write a checkpoint of step 0. The checkpoint's config describes only the weights; data and training are
+    placeholders that a fine-tuning run replaces."""
     files: list[StoredFile] = []
     runs: list[StoredRun] = []
     hashes: list[int] = []
@@ -303,11 +314,11 @@ def _write(folder: Path, shards: Iterator[dict[str, Tensor]], model: Model) -> N
             place = (part.shape, box.offsets, box.lengths, dtype, part.key, group, 0, box.num_elements)
             runs.append(StoredRun(name, "weight", *place))
         file, root = write_shard(folder / f"rank-{group}.safetensors", parts)
-        # Their sum equals the root that a run under any layout computes of these weights (parameters/root.py).
+        # The hashes' sum equals the root of these weights that a run with any layout computes (parameters/root.py).
         hashes.append(root)
         files.append(file)
         tensors.clear()  # frees the shard before the next is read
-    # O0 in float32 holds every stored dtype without loss, but for float64.
+    # O0 in float32 holds every stored dtype except float64 without loss.
     double = all(run.dtype == "float64" for run in runs)
     precision = Precision(level="O0", dtype="float64" if double else "float32")
     data = data_for(model, **({"sequence": model.longest} if model.longest else {}))
@@ -326,10 +337,20 @@ def export_folder(
     shard_bytes: int = SHARD_BYTES,
     dtype: str | None = None,
 ) -> Path:
-    """Write the Hugging Face folder `out` from a step folder or a run's newest checkpoint; returns the step folder.
+    """Write the Hugging Face folder `out` from a step folder or a run's newest checkpoint; return the step folder.
 
-    `dtype`: of the weights, as in `precision`; None: the published one, else the run's. Padding and optimizer states
-    are left out. Raises CheckpointError (no such model in transformers), DataError (a damaged tokenizer).
+    Padding and optimizer states are left out.
+
+    Args:
+        path: a step folder, or a run's folder.
+        out: the new Hugging Face folder.
+        report: called with the progress.
+        shard_bytes: the largest size of a file.
+        dtype: of the weights, as in `precision`; None: the published dtype, else the run's.
+
+    Raises:
+        CheckpointError: transformers has no such model.
+        DataError: the tokenizer is damaged.
     """
     checkpoint = Checkpoint(find_checkpoint(path))
     model = checkpoint.config.model
@@ -361,7 +382,7 @@ def export_folder(
     )  # fmt: skip
 
     def read() -> Iterator[tuple[str, Tensor]]:
-        parts: dict[str, list[Tensor]] = {}  # slices of Hugging Face's tensors that several of ours make up
+        parts: dict[str, list[Tensor]] = {}  # slices of Hugging Face's tensors that consist of several of our tensors
         for index, pair in enumerate(pairs):
             report("weights", index / len(pairs))
             for name, tensor in _exported(checkpoint, pair).items():
@@ -382,12 +403,12 @@ def export_folder(
 
 
 def _dtype_of(checkpoint: Checkpoint, kept: Settings | None, parameter: str) -> torch.dtype:
-    """The dtype in the published settings; else that of the weights in a checkpoint of step 0; else the run's."""
+    """Return the dtype in the published settings; else the stored weights' dtype if the step is 0; else the run's."""
     named = [] if kept is None else [kept.values.get(key) for key in DTYPE_KEYS]
     for dtype in DTYPES.values():
         if str(dtype).removeprefix("torch.") in named:
             return dtype
-    # The config of an import (step 0) has a placeholder for its precision.
+    # The config of an import (step 0) has a placeholder for the precision.
     if not checkpoint.manifest.progress.step:
         stored: torch.dtype = vars(torch)[checkpoint.dtype_of(parameter)]
         return stored
@@ -395,11 +416,11 @@ def _dtype_of(checkpoint: Checkpoint, kept: Settings | None, parameter: str) -> 
 
 
 def _write_safetensors(folder: Path, shards: Iterator[dict[str, Tensor]]) -> None:
-    """Write model.safetensors, or where there are several shards, numbered files and their index."""
+    """Write model.safetensors, or, for several shards, numbered files and an index."""
     held: list[list[str]] = []
     total = 0
     for number, tensors in enumerate(shards):
-        # The final names hold the number of files, which is known at the end.
+        # The final names contain the number of files, which is known at the end.
         save_file(tensors, folder / f"part-{number}", metadata={"format": "pt"})
         held.append(list(tensors))
         total += sum(tensor.nbytes for tensor in tensors.values())
@@ -417,7 +438,7 @@ def _write_safetensors(folder: Path, shards: Iterator[dict[str, Tensor]]) -> Non
 
 
 def _exported(checkpoint: Checkpoint, pair: TensorPair) -> dict[str, Tensor]:
-    """A pair's tensors by Hugging Face's names and in its shapes, without the padding rows, read from a checkpoint."""
+    """Read a pair's tensors from a checkpoint, by Hugging Face's names and shapes, without padding rows."""
     shape, rows = checkpoint.shapes.get(pair.name), (pair.shape[0] - pair.padding, *pair.shape[1:])
     if shape not in (pair.shape, rows):  # version 0.1.0 did not pad positions
         raise CheckpointError(f"{checkpoint.folder}: {pair.name} is {shape}, and its config makes it {pair.shape}")

@@ -1,12 +1,12 @@
-"""`check_sums(config)` checks a layout's sums before its ranks start and refuses a plug-in's wrong one in a sentence.
+"""`check_sums(config)`: a check of a layout's sums before ranks start, with an error that names a plug-in's wrong sum.
 
-A rank's forward and backward passes run on meta tensors, as in a plan, with the sums of gradients and the publishing of
-new values. A parameter's spec says which axes cut it; over the others the parameter is invariant, and its gradient must
-be whole where the optimizer reads it. Pipeline stages are left out: their messages sum nothing.
+A rank's forward and backward passes run on meta tensors, as in a plan, with gradient reductions and publishing. A
+parameter's spec names the axes that cut the parameter. Over all other axes the parameter is invariant, and the gradient
+must be whole when the optimizer reads it. Pipeline stages are left out, since messages between stages sum nothing.
 
-Found: sums that are missing, made twice or over the wrong axis, where addends meet a whole value, a non-linear function
-or the optimizer. Not found: a wrong factor (a mean for a sum), the wrong part of the right size, wrong data, masks or
-random numbers, and errors behind point-to-point messages.
+Found: missing sums, repeated sums and sums over the wrong axis. The symptom is that addends are combined with a whole
+value, passed to a non-linear function or read by the optimizer. Not found: a wrong factor (a mean for a sum), the wrong
+part of the right size, wrong data, masks or random numbers. Errors after point-to-point messages are not found either.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from meshwright.training.typed.watch import Neighbour, Watch
 
 
 def checked(config: Config) -> list[str]:
-    """Check a resolved run's sums where `check.sums` asks for it; returns a note for the log. Raises SumError."""
+    """Check a resolved run's sums if `check.sums` asks for a check; return a note for the log. Raises SumError."""
     plugins = brought(config)
     if config.check.sums == "never" or (config.check.sums == "plugins" and not plugins):
         return []
@@ -49,7 +49,7 @@ def checked(config: Config) -> list[str]:
 
 
 def check_sums(config: Config) -> None:
-    """Raises SumError, with the module, the axis and a remedy, where a resolved run sums wrongly."""
+    """Raise SumError, with the module, the axis and a remedy, if a resolved run has a wrong sum."""
     config = reduced(config)
     grid = config.grid
     axes = [name for name, size in grid.axes if size > 1]
@@ -62,7 +62,8 @@ def check_sums(config: Config) -> None:
 
 
 def reduced(config: Config) -> Config:
-    """The run as it is checked: one stage, two microbatches at most, no recomputation, no offload, in float32."""
+    """Return the config that is checked: one stage, no recomputation, no offload, float32. (`step` runs at most two
+    microbatches.)"""
     layout = config.layout
     layout = layout.model_copy(update={"pipeline": PipelineSection()})
     changes = {"layout": layout, "memory": MemorySection(), "precision": Precision(level="O0", dtype="float32")}
@@ -70,7 +71,7 @@ def reduced(config: Config) -> Config:
 
 
 def step(config: Config, grid: Grid, rank: int, watch: Watch) -> None:
-    """A rank's step on the meta device, followed by `watch`."""
+    """Run a rank's step on the meta device, followed by `watch`."""
     mesh = typed_mesh(grid, rank, config.layout.token_axes, watch)
     parts = build(config, mesh)
     strategy = parts.strategy
@@ -99,7 +100,7 @@ def step(config: Config, grid: Grid, rank: int, watch: Watch) -> None:
 
 
 def invariant_kind(spec: ShardSpec, parameter: nn.Parameter, grid: Grid) -> Kind:
-    """The kind that a parameter's spec says: cut by its axes, whole over all others."""
+    """Return the kind declared by a parameter's spec: cut by the spec's axes, whole over all others."""
     kind = Kind(uncut(parameter.shape))
     cuts = {axis: shard.dim for axis, shard in spec.placements.items()}
     cuts |= {spec.owner[0]: 0} if spec.owner else {}
@@ -121,7 +122,7 @@ def refused() -> Iterator[None]:
 
 
 def check_gradients(parts: Parts, strategy: Synchroniser, watch: Watch) -> None:
-    """Raises SumError unless every gradient that the optimizer reads is whole over the axes that do not cut it."""
+    """Raise SumError unless every gradient read by the optimizer is whole over axes that do not cut the parameter."""
     for one in strategy.sums:
         for place in one.slot.places:
             kind, axes = watch.kind(one.total[place.start : place.stop]), parts.specs[place.name].axes
@@ -129,8 +130,8 @@ def check_gradients(parts: Parts, strategy: Synchroniser, watch: Watch) -> None:
 
 
 def check_kind(name: str, cut: Collection[str], kind: Kind, grid: Grid, sliced: Collection[str] = ()) -> None:
-    """Raises SumError where ranks that hold the same parameter read different gradients. `cut`: the axes that cut the
-    parameter; `sliced`: the axes over which the optimizer's step is sharded."""
+    """Raise SumError if ranks with the same parameter read different gradients. `cut`: the axes that cut the parameter;
+    `sliced`: the axes that shard the optimizer's step."""
     for axis in grid.names:
         word = kind.word(axis)
         wrong = ("partial",) if axis in sliced else ("partial", "own", "cut")

@@ -1,18 +1,18 @@
-"""Kinds: how a rank's tensor is part of the value that all ranks of an axis hold together.
+"""Kinds: the relation of a rank's tensor to the value that all ranks of an axis hold together.
 
 | word     | ranks of the axis hold                                     | a sum over the axis gives             |
 |----------|------------------------------------------------------------|---------------------------------------|
-| whole    | the same                                                   | n times the value: refused            |
+| whole    | equal values                                               | n times the value: refused            |
 | cut      | parts along a dim, one after the other                     | a sum of different parts: refused     |
 | partial  | addends: their sum is the value                            | the value, whole                      |
-| own      | different values, of which no rule says more               | taken for the value                   |
+| own      | different values without a known relation                  | taken for the value                   |
 | unknown  | values received point to point                             | taken for the value                   |
 
 A tensor filled with numbers (zeros, a mask) is `constant` and fits every word. A parameter that an axis does not cut is
-*invariant* over the axis: whole, and its gradient must be whole as well when the optimizer reads it.
+*invariant* over the axis: whole, and the gradient must be whole as well when the optimizer reads it.
 
-A dim is a row of factors, the outermost first. Flattening [B, A], where `data` cuts B and `tensor` cuts A, gives one
-dim [B·A] of two factors, which a later reshape takes apart again.
+A dim is a row of factors, the outermost first. If `data` cuts B and `tensor` cuts A, flattening [B, A] gives one dim
+[B·A] of two factors, and a later reshape can separate the factors again.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Axes = frozenset[str]
 NONE: Axes = frozenset()
 
 Factor = tuple[int, Axes]
-"""A part of a dim: its length on this rank, and the axes that cut it."""
+"""A part of a dim: the length on this rank, and the axes that cut this part."""
 
 Dim = tuple[Factor, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How the ranks of each axis hold a tensor; an axis in none of the fields holds it whole."""
+    """A tensor's relation to each axis; over an axis in none of the fields the tensor is whole."""
 
     dims: tuple[Dim, ...]
     partial: Axes = NONE
@@ -40,19 +40,19 @@ class Kind:
     unknown: Axes = NONE
     constant: bool = False
     since: str = field(default="", compare=False)
-    """The module in which it became partial."""
+    """The module that made the tensor partial."""
 
     @property
     def cut(self) -> Axes:
         return axes_of(*self.dims)
 
     def word(self, axis: str) -> str:
-        """The table's word for an axis."""
+        """Return the table's word for an axis."""
         sets = {"partial": self.partial, "own": self.own, "unknown": self.unknown, "cut": self.cut}
         return next((word for word, axes in sets.items() if axis in axes), "whole")
 
     def loosened(self, axes: Iterable[str]) -> Kind:
-        """The kind with these axes `own`; axes that are `unknown` stay so."""
+        """Return the kind with these axes `own`; axes that are `unknown` stay so."""
         gone = frozenset(axes)
         if not gone:
             return self
@@ -62,7 +62,7 @@ class Kind:
         )
 
     def settled(self, axes: Iterable[str]) -> Kind:
-        """The kind with these axes whole."""
+        """Return the kind with these axes whole."""
         if self.constant:
             return self
         gone = frozenset(axes)
@@ -70,7 +70,7 @@ class Kind:
         return replace(loose, own=loose.own - gone, unknown=loose.unknown - gone)
 
     def shaped(self, shape: Sequence[int]) -> Kind:
-        """The kind of another shape; axes that cut a dim become `own`."""
+        """Return the kind with another shape; axes that cut a dim become `own`."""
         return replace(self.loosened(self.cut), dims=uncut(shape))
 
 
@@ -79,7 +79,7 @@ def uncut(shape: Sequence[int]) -> tuple[Dim, ...]:
 
 
 def axes_of(*dims: Dim) -> Axes:
-    """The axes that cut any of the dims."""
+    """Return the axes that cut any of the dims."""
     return NONE.union(*(axes for dim in dims for _, axes in dim))
 
 
@@ -88,7 +88,7 @@ def length(dim: Dim) -> int:
 
 
 def cut_at(kind: Kind, position: int, axis: str) -> Kind:
-    """The kind with the dim at `position` cut by `axis` as well."""
+    """Return the kind with the dim at `position` cut by `axis` as well."""
     (size, axes), *inner = kind.dims[position]
     dims = [*kind.dims]
     dims[position] = ((size, axes | {axis}), *inner)
@@ -96,20 +96,20 @@ def cut_at(kind: Kind, position: int, axis: str) -> Kind:
 
 
 def aligned(one: Dim, other: Dim) -> Dim | None:
-    """Two dims of one length, cut by the axes of both; None where their factors do not fit."""
+    """Return a dim cut by the axes of both of two dims of equal length; None if the factors do not match."""
     if not axes_of(one):
         return other
     if not axes_of(other) or one == other:
         return one
     if axes_of(one) == axes_of(other) and 1 in (len(one), len(other)):
-        return max(one, other, key=len)  # the unfactored dim does not say which factor is cut
+        return max(one, other, key=len)  # the unfactored dim does not show which factor is cut
     if [size for size, _ in one] != [size for size, _ in other]:
         return None
     return tuple((size, axes | more) for (size, axes), (_, more) in zip(one, other, strict=True))
 
 
 def reshaped(kind: Kind, shape: Sequence[int]) -> Kind:
-    """The kind of the same elements in another shape.
+    """Return the kind of the same elements in another shape.
 
     Splitting a factor leaves the cut at the outermost part: a rank holds a run of heads, each head whole. A new dim of
     length 1 before a cut factor may be such a run of one head; the axes of that factor become `own`.
@@ -135,12 +135,12 @@ def reshaped(kind: Kind, shape: Sequence[int]) -> Kind:
         if left != 1:
             return kind.shaped(shape)
         dims.append(tuple(taken) or ((size, NONE),))
-    # Dims of length 1 without a place in the shape.
+    # Dims of length 1 that the shape does not have.
     return replace(kind, dims=tuple(dims)).loosened(lost | axes_of(tuple(waiting)))
 
 
 def broadcast(kinds: Sequence[Kind], shape: Sequence[int]) -> tuple[tuple[Dim, ...], Axes]:
-    """The dims of an element-wise operator's result, and the axes along which its inputs are cut differently."""
+    """Return the dims of an element-wise operator's result, and the axes that cut the inputs differently."""
     dims, lost = [], NONE
     for back in range(len(shape), 0, -1):
         result: Dim = ((shape[-back], NONE),)
@@ -162,8 +162,8 @@ def broadcast(kinds: Sequence[Kind], shape: Sequence[int]) -> tuple[tuple[Dim, .
 
 
 def joined(kinds: Sequence[Kind], dims: tuple[Dim, ...], lost: Axes = NONE, partial: Axes = NONE) -> Kind:
-    """The kind of an operator's result with these dims. `partial`: the axes whose ranks hold addends; `lost`: axes that
-    become `own`. Axes that are `own` or `unknown` in an input are so in the result."""
+    """Return the kind of an operator's result with these dims. `partial`: axes with addends on the ranks; `lost`: axes
+    that become `own`. Axes that are `own` or `unknown` in an input are so in the result."""
     own = NONE.union(lost, *(kind.own for kind in kinds))
     unknown = NONE.union(*(kind.unknown for kind in kinds))
     loose = own | unknown

@@ -2,12 +2,12 @@
 
 | operators                   | partial inputs                            | a cut dim that is                  |
 |-----------------------------|-------------------------------------------|------------------------------------|
-| sums, differences           | stay partial; beside a whole one: refused | kept                               |
+| sums, differences           | stay partial; with a whole one: refused   | kept                               |
 | products by elements        | one may be partial, two: refused          | kept                               |
 | other functions of elements | refused: f(a + b) is not f(a) + f(b)      | kept                               |
 | products of matrices, sums  | one may be partial, two: refused          | summed over: the result is partial |
 | maxima, softmax, norms      | refused                                   | reduced over: the result is own    |
-| a function's backward pass  | its incoming gradient may be partial      | as forward                         |
+| a function's backward pass  | the incoming gradient may be partial      | as forward                         |
 | look-ups with whole indices | stay partial                              | looked up in: the result is partial|
 | unlisted operators          | the result is own                         | the result is own                  |
 """
@@ -37,9 +37,8 @@ from meshwright.training.typed.kinds import (
 
 
 class WrongSum(Exception):
-    """A sum over `axis` is missing, or made once too often: the symptom (`shown`) and the remedy. `names`: the
-    parameters whose gradients are summed; `place`, `since`: the modules of the symptom and of the operator that made
-    the sum partial."""
+    """A missing or repeated sum over `axis`: the symptom (`shown`) and the remedy. `names`: the parameters of the
+    summed gradients; `place`, `since`: the modules of the symptom and of the operator that made the sum partial."""
 
     def __init__(self, axis: str, shown: str, remedy: str, names: Sequence[str] = ()) -> None:
         super().__init__(f"{shown} ({axis})")
@@ -52,9 +51,9 @@ SUM_FIRST = "sum it over the axis first (all_reduce, or reduce_scatter where a p
 
 @dataclass
 class Call:
-    """An operator's call: arguments by their names in torch's schema, results, and a look-up of tensors' kinds.
+    """An operator's call: arguments by name in torch's schema, results, and a look-up of tensors' kinds.
 
-    `inputs`: the tensors among the arguments, and their `kinds`; `shape`: of the first result.
+    `inputs`: the tensors among the arguments; `kinds`: the inputs' kinds; `shape`: of the first result.
     """
 
     name: str
@@ -75,7 +74,7 @@ class Call:
         return int(self.given.get(name, default))
 
     def refuse_partial(self, kinds: Iterable[Kind]) -> None:
-        """Raises WrongSum where an input of this non-linear operator is partial; integers and masks are exempt."""
+        """Raise WrongSum if an input of this non-linear operator is partial; integers and masks are exempt."""
         if self.results[0].is_floating_point():
             refuse_partial(kinds, self.name)
 
@@ -84,7 +83,7 @@ Rule = Callable[[Call], Kind | list[Kind]]
 
 
 def kinds_of_results(call: Call) -> list[Kind]:
-    """The kind of every result. Raises WrongSum."""
+    """Return the kind of every result. Raises WrongSum."""
     if rule := RULES.get(call.name) or (function if call.elementwise else None):
         made = rule(call)
         return made if isinstance(made, list) else [made] * len(call.results)
@@ -98,7 +97,7 @@ def of_numbers(call: Call) -> list[Kind]:
 
 
 def _loose(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
-    """The kind of a result of which no rule is known: axes over which an input differs are `own`."""
+    """Return the kind of a result without a known rule: axes with cut or partial inputs become `own`."""
     return joined(kinds, uncut(shape), NONE.union(*(kind.cut | kind.partial for kind in kinds)))
 
 
@@ -116,7 +115,7 @@ def add(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
 
 
 def multiply(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
-    """A product, linear in each of its factors."""
+    """Type a product, which is linear in each factor."""
     partial: Axes = NONE
     loose = NONE.union(*(kind.own | kind.unknown for kind in kinds))
     for kind in kinds:
@@ -136,7 +135,7 @@ def refuse_partial(kinds: Iterable[Kind], name: str) -> None:
 
 
 def function(call: Call) -> Kind:
-    """A function of elements that is not linear."""
+    """Type a non-linear function of elements."""
     kinds = call.kinds
     call.refuse_partial(kinds)
     dims, lost = broadcast(kinds, call.shape)
@@ -159,7 +158,7 @@ def filled(call: Call) -> Kind:
 
 
 def copied(call: Call) -> Kind:
-    """The last input, written over the first, or a number (fill)."""
+    """Type a copy: the last input, or a number (fill), is written over the first input."""
     if len(call.inputs) == 1:
         return Kind(uncut(call.shape), constant=True)
     source = call.kind_of(call.inputs[-1])
@@ -168,8 +167,8 @@ def copied(call: Call) -> Kind:
 
 
 def linear_in_first(call: Call) -> Kind:
-    """Division, or the backward pass of a function of elements: linear in the incoming gradient. A softmax's, along
-    `dim`, as well."""
+    """Type a division, or a backward pass of a function of elements or of a softmax along `dim`: both are linear in
+    the first input."""
     first, *others = call.kinds
     refuse_partial(others, "division" if call.name == "div" else call.name)
     made = multiply([first, *others], call.shape)
@@ -179,7 +178,7 @@ def linear_in_first(call: Call) -> Kind:
 
 
 def product(a: Kind, b: Kind, summed: Sequence[Dim], dims: Sequence[Dim]) -> Kind:
-    """A sum of products over the dims `summed`; `dims`: the result's."""
+    """Type a sum of products over the dims `summed`; `dims`: the result's."""
     over = axes_of(*summed)
     loose = a.own | b.own | a.unknown | b.unknown
     for axis in sorted(a.partial & b.partial - loose):
@@ -193,7 +192,7 @@ def product(a: Kind, b: Kind, summed: Sequence[Dim], dims: Sequence[Dim]) -> Kin
 
 
 def matrices(call: Call) -> Kind:
-    """a @ b; of addmm, addmv and baddbmm, beta * self + a @ b."""
+    """Type a @ b; for addmm, addmv and baddbmm: beta * self + a @ b."""
     *addend, a, b = call.kinds
     if len(a.dims) == 2:
         made = product(a, b, [a.dims[1], b.dims[0]], [a.dims[0], *b.dims[1:]])
@@ -205,7 +204,7 @@ def matrices(call: Call) -> Kind:
 
 
 def without(kind: Kind, reduced: Sequence[int], shape: Sequence[int], partial: Axes, lost: Axes) -> Kind:
-    """The kind without the `reduced` dims, which stay with a length of 1 where the shape has them (keepdim)."""
+    """Return the kind without the `reduced` dims; with keepdim (dims as in `shape`) they stay with length 1."""
     kept = [dim for position, dim in enumerate(kind.dims) if position not in reduced]
     if len(shape) == len(kind.dims):
         kept = [((1, NONE),) if at in reduced else dim for at, dim in enumerate(kind.dims)]
@@ -213,7 +212,7 @@ def without(kind: Kind, reduced: Sequence[int], shape: Sequence[int], partial: A
 
 
 def reduced(call: Call) -> list[Kind]:
-    """A reduction: a sum or a mean; or one that is not linear, as a maximum, a norm, a variance."""
+    """Type a reduction: linear (a sum, a mean) or non-linear (a maximum, a norm, a variance)."""
     kind, dim, linear = call.kinds[0], call.given.get("dim"), call.name in ("sum", "mean")
     if not linear:
         call.refuse_partial([kind])
@@ -226,7 +225,7 @@ def reduced(call: Call) -> list[Kind]:
 
 
 def along(call: Call) -> list[Kind]:
-    """A function of rows along `dim`: softmax, sorting."""
+    """Type a function of rows along `dim`: softmax, sorting."""
     kind = call.kinds[0]
     call.refuse_partial([kind])
     at = call.number("dim", -1) % len(kind.dims)
@@ -236,7 +235,7 @@ def along(call: Call) -> list[Kind]:
 
 
 def _resized(kind: Kind, at: int, size: int) -> Kind:
-    """The kind with another length of the dim `at`, whose factors become one."""
+    """Return the kind with another length of the dim `at`; the dim's factors become one."""
     dims = [*kind.dims]
     dims[at] = ((size, axes_of(dims[at])),)
     return replace(kind, dims=tuple(dims))
@@ -263,14 +262,14 @@ def expanded(call: Call) -> Kind:
 
 
 def inserted(call: Call) -> Kind:
-    """A new dim: unsqueeze, or the gradient of select, zero but at the selected index."""
+    """Type a new dim: unsqueeze, or the gradient of select, which is zero except at the selected index."""
     kind = call.kinds[0]
     at = call.number("dim") % len(call.shape)
     return replace(kind, dims=(*kind.dims[:at], ((call.shape[at], NONE),), *kind.dims[at:]))
 
 
 def selected(call: Call) -> Kind:
-    """One index of a dim (select), or each (unbind): a cut dim has another one on every rank."""
+    """Type one index of a dim (select), or each (unbind). If the dim is cut, every rank has another index."""
     kind = call.kinds[0]
     at = call.number("dim") % len(kind.dims)
     loose = kind.loosened(axes_of(kind.dims[at]))
@@ -278,7 +277,7 @@ def selected(call: Call) -> Kind:
 
 
 def resized(call: Call) -> list[Kind]:
-    """Dims shortened (slice, split) or padded with zeros."""
+    """Type dims shortened (slice, split) or padded with zeros."""
     made, given = [], call.kinds[0]
     for x in call.results:
         kind = given
@@ -289,7 +288,7 @@ def resized(call: Call) -> list[Kind]:
 
 
 def concatenated(call: Call) -> Kind:
-    """Tensors side by side; where addends stand beside whole values, the axis is `own`."""
+    """Type a concatenation; an axis with addends in some tensors and whole values in others becomes `own`."""
     tensors = [x for x in call.inputs if x.dim() == call.inputs[-1].dim()]
     kinds = [call.kind_of(x) for x in tensors]
     if call.name == "stack":
@@ -309,8 +308,8 @@ def concatenated(call: Call) -> Kind:
 
 
 def looked_up(call: Call) -> Kind:
-    """Rows of a table, and the table's gradient. Where an axis cuts the table, each rank looks up its own rows and
-    masks the others."""
+    """Type rows of a table, or the table's gradient. If an axis cuts the table, each rank looks up local rows and masks
+    the others."""
     ids = call.kind("indices")
     if call.name == "embedding":
         table = call.kind("weight")
@@ -334,7 +333,7 @@ def gathered(call: Call) -> Kind:
 
 
 def rows_added(call: Call) -> Kind:
-    """self[index] += source along `dim`: source's rows are summed."""
+    """Type self[index] += source along `dim`: source's rows are summed."""
     source, ids = call.kind("source"), call.kind("index")
     at = call.number("dim") % len(source.dims)
     dims = [*source.dims]
@@ -344,7 +343,7 @@ def rows_added(call: Call) -> Kind:
 
 
 def put(call: Call) -> Kind:
-    """self[indices] = values, or += with `accumulate`."""
+    """Type self[indices] = values, or += with `accumulate`."""
     values = call.kind("values")
     indices = [call.kind_of(x) for x in tensors_in(call.given["indices"])]
     if not call.given.get("accumulate"):
@@ -355,7 +354,7 @@ def put(call: Call) -> Kind:
 
 
 def scattered(call: Call) -> Kind:
-    """Values written over indices of each row along `dim`."""
+    """Type values written over indices of each row along `dim`."""
     at = call.number("dim") % len(call.shape)
     lost = NONE.union(*(axes_of(kind.dims[at]) | kind.partial for kind in call.kinds))
     kinds = [_resized(kind, at, call.shape[at]) for kind in call.kinds]
@@ -364,7 +363,7 @@ def scattered(call: Call) -> Kind:
 
 
 def norm_forward(call: Call) -> list[Kind]:
-    """A layer or group norm, and its statistics."""
+    """Type a layer or group norm, and the statistics."""
     kind = call.kinds[0]
     refuse_partial(call.kinds, call.name)
     cut = axes_of(kind.dims[-1]) if call.name == "native_layer_norm" else axes_of(*kind.dims[2:])
@@ -380,7 +379,7 @@ def norm_forward(call: Call) -> list[Kind]:
 
 
 def norm_backward(call: Call) -> list[Kind]:
-    """Gradients of a norm's input, weight and bias."""
+    """Type the gradients of a norm's input, weight and bias."""
     gradient, x, *others = call.kinds[:2] + [kind for kind in call.kinds[2:] if len(kind.dims) == 1]
     refuse_partial([x, *others], call.name)
     dx = multiply([gradient, x], call.inputs[1].shape)
@@ -392,7 +391,7 @@ def norm_backward(call: Call) -> list[Kind]:
 
 
 def attended(call: Call) -> list[Kind]:
-    """softmax(q kᵀ) v, [B, A, T, E]. Under context parallelism keys and values are gathered before."""
+    """Type softmax(q kᵀ) v, [B, A, T, E]. Under context parallelism keys and values are gathered before."""
     query, key, value = call.kinds[:3]
     refuse_partial([query, key], "attention's softmax")
     lost = _keys_apart(query, key, value)
@@ -402,7 +401,7 @@ def attended(call: Call) -> list[Kind]:
 
 
 def _keys_apart(query: Kind, key: Kind, value: Kind) -> Axes:
-    """The axes that cut keys differently from queries, or inside a head."""
+    """Return the axes that cut keys differently from queries, or inside a head."""
     apart = axes_of(query.dims[3], key.dims[3], key.dims[2], value.dims[2])
     for place in (0, 1):
         held = {axes_of(kind.dims[place]) for kind in (query, key, value)}
@@ -421,7 +420,7 @@ def attended_backward(call: Call) -> list[Kind]:
 
 
 def convolved(call: Call) -> Kind:
-    """[B, C, ...] by [O, C/groups, ...]."""
+    """Type a convolution of [B, C, ...] by [O, C/groups, ...]."""
     x, weight, *bias = call.kinds
     space = axes_of(*x.dims[2:], *weight.dims[2:])
     grouped = call.number("groups", 1) > 1
@@ -445,12 +444,12 @@ def convolved_backward(call: Call) -> list[Kind]:
 
 
 def dropped(call: Call) -> list[Kind]:
-    """Ranks that hold the same values draw the same masks, since the step seeds them."""
+    """Type dropout: ranks with equal values draw equal masks, since the step seeds the generators."""
     return [call.kinds[0], Kind(uncut(call.results[-1].shape), constant=True)][: len(call.results)]
 
 
 def losses(call: Call) -> list[Kind]:
-    """nll_loss of log-probabilities [N, V], and their gradient."""
+    """Type nll_loss of log-probabilities [N, V], or the gradient."""
     kind, labels = call.kind("self"), call.kind("target")
     if call.name == "nll_loss_backward":
         gradient = call.kind("grad_output")

@@ -1,4 +1,4 @@
-"""Typing rules of the verbs between ranks (collectives and messages), over the axes of their group.
+"""Typing rules of the verbs between ranks (collectives and messages), over the axes of the group.
 
 | verb                             | takes                       | gives                                               |
 |----------------------------------|-----------------------------|-----------------------------------------------------|
@@ -29,8 +29,8 @@ from meshwright.training.typed.watch import Watch
 
 
 class TypedComm(SoloComm):
-    """A group whose verbs move nothing and set the kinds of their results. `axes`: the mesh axes of the group;
-    `others`: the other axes."""
+    """A group with verbs that send nothing and set the kinds of results. `axes`: the mesh axes of the group; `others`:
+    the other axes."""
 
     def __init__(self, group: RankGroup, watch: Watch, axes: Axes, others: Axes) -> None:
         super().__init__(group)
@@ -39,8 +39,8 @@ class TypedComm(SoloComm):
         """Kinds of the tensors that this rank has broadcast, by shape."""
 
     def _addends(self, x: Tensor) -> None:
-        """Raises WrongSum where the tensor is whole or cut over an axis of the group."""
-        if not self.axes:  # groups that are no mesh axis (a pipeline's ends, copies of heads): each addend is its own
+        """Raise WrongSum if the tensor is whole or cut over an axis of the group."""
+        if not self.axes:  # groups that are no mesh axis (a pipeline's ends, copies of heads): addends differ
             return
 
         def look(kind: Kind, names: list[str]) -> Kind:
@@ -77,13 +77,13 @@ class TypedComm(SoloComm):
         self._meet("all_gather", x, part)
         kind = self.watch.kind(part)
         row = kind.settled(self.axes)
-        if list(x.shape[1:]) == list(map(length, row.dims)):  # x: [n, *shape], of which each row is of this kind
+        if list(x.shape[1:]) == list(map(length, row.dims)):  # x: [n, *shape], each row of this kind
             dims = ((x.shape[0], frozenset[str]()),), *row.dims
             self.watch.say(x, Kind(dims, row.partial, row.own, row.unknown, row.constant))
         else:
             self.watch.say(x, row.shaped(x.shape))
         if kind.constant:
-            # Parameters whose slices were gathered are of their declared kinds again.
+            # Parameters with gathered slices have the declared kinds again.
             for _, parameter, declared in self.watch.memory(x).declared:
                 self.watch.say(parameter, declared)
         return DONE
@@ -94,8 +94,8 @@ class TypedComm(SoloComm):
             self.watch.change(x, lambda kind, _: kind.settled(self.axes))
             self._given[x.shape] = self.watch.kind(x)
         elif self.size > 1:
-            # The root's tensor is not on this rank. A tensor of the same shape that this rank has broadcast as root is
-            # taken to be alike; without one, an untouched buffer may receive anything.
+            # The root's tensor is not on this rank. Its kind is assumed equal to a tensor of the same shape that this
+            # rank has broadcast as root. Without such a tensor, an untouched buffer may receive any kind.
             kind = self._given.get(x.shape, self.watch.kind(x))
             unseen = Kind(uncut(x.shape), unknown=self.others)
             self.watch.say(x, unseen if kind.constant else kind.settled(self.axes))
@@ -121,7 +121,7 @@ class TypedComm(SoloComm):
         return DONE
 
     def _give(self, verb: str, out: Tensor, x: Tensor) -> Done:
-        """A verb after which each rank of the group holds something else."""
+        """Type a verb that leaves different values on the ranks of the group."""
         self._meet(verb, out, x)
         # A rank without a part, such as a worker's side of a gather, may pass an empty tensor.
         kind = self.watch.kind(x) if x.numel() else Kind(uncut(out.shape), constant=True)
@@ -134,7 +134,7 @@ class TypedComm(SoloComm):
 
 
 def _flat(kind: Kind, like: Tensor) -> Kind:
-    """The kind in the shape of `like`; where the shapes differ, axes that cut a dim become `own`."""
+    """Return the kind in the shape of `like`; if the shapes differ, axes that cut a dim become `own`."""
     return kind if list(map(length, kind.dims)) == list(like.shape) else kind.shaped(like.shape)
 
 
@@ -155,6 +155,6 @@ class TypedTransport(Transport):
 
 
 def typed_mesh(grid: Grid, rank: int, token_axes: tuple[str, ...], watch: Watch) -> Mesh:
-    """A rank's mesh of a job that does not run, whose verbs tell `watch` the kinds of their results."""
+    """Build a rank's mesh of a job that does not run. Verbs on the mesh record kinds of results in `watch`."""
     transport = TypedTransport(watch, grid)
     return Mesh(grid, rank, torch.device("meta"), transport, token_axes, grid.world_size)

@@ -1,11 +1,11 @@
-"""Follows the tensors of a rank's program on the meta device: the kind of each, from operator to operator.
+"""A watch of the tensors in a rank's program on the meta device: the kind of each, from operator to operator.
 
 A kind is stored by a tensor's place in memory (storage, offset, sizes, strides), not by the tensor object: autograd
 returns new objects for saved tensors, and a bucket is read through many views. A region has the kind of its last write.
 
-Python's numbers are not followed: a rank slices its part of a batch by its rank index, which its operators do not show.
-So the program of a neighbour on each axis is recorded first and compared as this rank's runs. A slice that begins
-elsewhere is a cut; a different number makes the result `own`.
+Python's numbers are not followed: a rank slices a batch by the rank index, which operators do not show. So the program
+of a neighbour on each axis is recorded first, and compared while this rank's program runs. A slice with another start
+is a cut; a different number makes the result `own`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from meshwright.training.typed.kinds import NONE, Axes, Kind, axes_of, cut_at, j
 from meshwright.training.typed.operators import Call, WrongSum, kinds_of_results
 
 Shape = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Where a tensor lies in its storage: offset, sizes, strides."""
+"""A tensor's place in the storage: offset, sizes, strides."""
 
 Told = tuple[Any, ...]
 """Arguments: numbers as they are, tensors as Parts."""
 
 Seen = tuple[str, Told, tuple[int, ...]]
-"""An operator or a collective, its arguments, and the numbers of its results' storages."""
+"""An operator or a collective: name, arguments, and the numbers of the results' storages."""
 
 
 class Part(NamedTuple):
-    """A tensor: the number of its storage, its offset there and its sizes."""
+    """A tensor: number of the storage, offset in the storage, and sizes."""
 
     storage: int
     offset: int
@@ -44,14 +44,14 @@ class Part(NamedTuple):
 
 
 PLACE = "meshwright_module"
-"""The key in an autograd node's metadata under which the module that made the node is kept."""
+"""The key, in an autograd node's metadata, of the module that made the node."""
 
 
 EMPTY = frozenset(["empty", "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros", "zero", "ones_like"])
-"""Operators whose results are the same on every rank."""
+"""Operators with equal results on every rank."""
 
 AHEAD = 12
-"""How many of a neighbour's next operators are searched for the one that this rank calls."""
+"""Number of a neighbour's next operators that are searched for the operator called by this rank."""
 
 
 def shape_of(x: Tensor) -> Shape:
@@ -59,7 +59,7 @@ def shape_of(x: Tensor) -> Shape:
 
 
 def region_of(x: Tensor) -> tuple[int, int]:
-    """The elements of the storage that a tensor may touch: the first, and one past the last."""
+    """Return the range of storage elements that a tensor may touch: the first, and one past the last."""
     start = int(x.storage_offset())
     if x.numel() == 0:
         return start, start
@@ -79,14 +79,14 @@ class Memory:
     """Parameters, or their gradients, in this storage: name, view, and the kind from the spec."""
 
     def names(self, start: int, stop: int) -> list[str]:
-        """The parameters that lie in a region."""
+        """List the parameters in a region."""
         return [name for name, x, _ in self.declared if region_of(x)[0] < stop and region_of(x)[1] > start]
 
     def write(self, x: Tensor, kind: Kind, time: int) -> None:
         start, stop = region_of(x)
         if start == stop:  # padding of no rows
             return
-        # Writes that this one covers are dead.
+        # Writes covered by this one are dead.
         self.writes = [w for w in self.writes if w[0] < start or w[1] > stop]
         self.writes.append((start, stop, kind, time))
         self.known[shape_of(x)] = kind, time
@@ -100,7 +100,7 @@ class Memory:
         return together(list(self.held(start, stop)), x.shape)
 
     def held(self, start: int, stop: int) -> Iterator[Kind]:
-        """The kinds of a region's writes that later writes do not cover."""
+        """Yield the kinds of a region's writes that later writes do not cover."""
         open_runs = [(start, stop)]
         for first, last, kind, _ in reversed(self.writes):
             touched = [(a, b) for a, b in open_runs if first < b and last > a]
@@ -111,7 +111,8 @@ class Memory:
 
 
 def together(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
-    """The kind of a tensor read across several writes: partial where all are, `own` where some are."""
+    """Return the kind of a tensor read across several writes: partial over an axis if all writes are, `own` if some
+    are."""
     solid = [kind for kind in kinds if not kind.constant]
     if not solid:
         return Kind(uncut(shape), constant=True)
@@ -129,10 +130,10 @@ def together(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
 
 @dataclass
 class Neighbour:
-    """The recorded program of the next rank on an axis, and this rank's position in it.
+    """The recorded program of the next rank on an axis, and this rank's position in that program.
 
     `stretches`: the operators between two collectives, which both ranks call. `twins`: the neighbour's storage for each
-    of this rank's, by number.
+    storage of this rank, by number.
     """
 
     axis: str
@@ -142,9 +143,9 @@ class Neighbour:
     twins: dict[int, int] = field(default_factory=dict)
 
     def next(self, name: str, results: Sequence[int]) -> Told | None:
-        """The neighbour's arguments of the same operator; None where the neighbour does not call it here."""
+        """Return the neighbour's arguments of the same operator; None if the neighbour does not call it here."""
         events = self.stretches[self.stretch] if self.stretch < len(self.stretches) else []
-        # Programs that differ by an operator (padding, a root's sum) fall into step again within AHEAD operators.
+        # Programs that differ by an operator (padding, a root's sum) are aligned again within AHEAD operators.
         for at in range(self.at, min(self.at + AHEAD, len(events))):
             operator, told, theirs = events[at]
             if operator == name:
@@ -154,7 +155,7 @@ class Neighbour:
         return None
 
     def meet(self, name: str, storages: Sequence[int]) -> Told | None:
-        """Both ranks call a collective, this one with `storages`; returns the neighbour's tensors."""
+        """Advance both programs to a collective, called here with `storages`; return the neighbour's tensors."""
         self.stretch, self.at = self.stretch + 1, 0
         theirs = self.next(name, ())
         for mine, part in zip(storages, theirs or (), strict=False):
@@ -164,7 +165,7 @@ class Neighbour:
 
 @cache
 def names_of(op: Any) -> tuple[str, str, tuple[str, ...], bool, bool]:
-    """(name in the schema, name in RULES, names of arguments, whether element-wise, whether a view)."""
+    """Return (name in the schema, name in RULES, names of arguments, whether element-wise, whether a view)."""
     schema = op._schema
     full = schema.name.removeprefix("aten::")
     arguments = tuple(argument.name for argument in schema.arguments)
@@ -173,8 +174,8 @@ def names_of(op: Any) -> tuple[str, str, tuple[str, ...], bool, bool]:
 
 
 class Watch(TorchDispatchMode):
-    """While entered, follows every operator and compares it with the `neighbours`' programs. `records`: record this
-    program instead, for a neighbour."""
+    """A mode that follows every operator, and compares it with the `neighbours`' programs. `records`: only record this
+    program, for use as a neighbour."""
 
     def __init__(self, neighbours: Sequence[Neighbour] = (), *, records: bool = False) -> None:
         super().__init__()
@@ -189,16 +190,16 @@ class Watch(TorchDispatchMode):
         storage = x.untyped_storage()
         address = storage._cdata
         if address not in self._memories:
-            # Holding the storage keeps its address from being reused.
+            # A reference to the storage prevents reuse of the address.
             self._memories[address] = Memory(len(self._memories), storage)
         return self._memories[address]
 
     def kind(self, x: Tensor) -> Kind:
-        """A tensor's kind; a tensor made before the watch began is constant."""
+        """Return a tensor's kind; a tensor made before the watch began is constant."""
         return self.memory(x).read(x)
 
     def say(self, x: Tensor, kind: Kind, *, view: bool = False) -> None:
-        """Record the kind of what was written into a tensor, or with `view` of memory seen in a new shape."""
+        """Record the kind written into a tensor, or, with `view`, the kind of memory seen in a new shape."""
         if self.records:
             return
         self._time += 1
@@ -208,7 +209,7 @@ class Watch(TorchDispatchMode):
             self.memory(x).write(x, kind, self._time)
 
     def declare(self, name: str, x: Tensor, kind: Kind) -> None:
-        """Set the kind of a parameter, or of its gradient's memory, at the program's start."""
+        """Set the kind of a parameter, or of a gradient's memory, at the program's start."""
         self.memory(x).declared.append((name, x, kind))
         self.say(x, kind)
 
@@ -216,7 +217,7 @@ class Watch(TorchDispatchMode):
         """Give each written region of a tensor's memory the kind `rule(kind, names of parameters)`."""
         memory, (start, stop) = self.memory(x), region_of(x)
         inside = [w for w in memory.writes if w[0] >= start and w[1] <= stop]
-        # A bucket holds many gradients, each of its own kind.
+        # A bucket holds several gradients of different kinds.
         if len(inside) < 2 or len(inside) < sum(w[0] < stop and w[1] > start for w in memory.writes):
             self.say(x, rule(self.kind(x), memory.names(start, stop)))
             return
@@ -225,7 +226,7 @@ class Watch(TorchDispatchMode):
         memory.writes = [w for w in memory.writes if w not in inside] + fresh
 
     def meet(self, verb: str, *tensors: Tensor) -> None:
-        """The rank calls a collective with these tensors."""
+        """Record that the rank calls a collective with these tensors, and compare with the neighbours' tensors."""
         told = tuple(self._told(x) for x in tensors)
         storages = tuple(part.storage for part in told)
         self.stretches.append([(verb, told, storages)])
@@ -238,17 +239,17 @@ class Watch(TorchDispatchMode):
 
     @property
     def place(self) -> str:
-        """The module whose forward or backward pass runs."""
+        """Return the module that runs a forward or backward pass now."""
         node: Any = torch._C._current_autograd_node()  # torch's stubs take `metadata` for a method
         if node is not None and (name := node.metadata.get(PLACE)) is not None:
             self._backward = f"the backward pass of {name}"
-        # Without a current node autograd accumulates gradients: the last node's module stands for the place.
+        # Without a current node autograd accumulates gradients: the last node's module is the place.
         return self._forward[-1] if self._forward else self._backward
 
     @contextmanager
     def placing(self, kinds: Sequence[Kind], written: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Add to a WrongSum raised inside the running module, the module that made one of `kinds` partial, and the
-        parameters in the memory of `written` tensors."""
+        """Add context to a WrongSum raised inside: the running module, the module that made one of `kinds` partial, and
+        the parameters in the memory of `written` tensors."""
         try:
             yield
         except WrongSum as wrong:
@@ -283,7 +284,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def made(self, name: str, x: Tensor, kind: Kind, before: Sequence[Kind], selected: Selected) -> Kind:
-        """The kind of a result, adjusted for differences from the neighbours' calls, with the module where it became
+        """Return a result's kind, adjusted for differences from the neighbours' calls, with the module that made it
         partial."""
         if kind.partial and not kind.since:
             since = (one.since for one in before if one.partial & kind.partial)
@@ -299,11 +300,11 @@ class Watch(TorchDispatchMode):
             return Part(self.memory(value).number, int(value.storage_offset()), tuple(value.shape))
         if isinstance(value, list | tuple):
             return tuple(self._told(one) for one in value)
-        # Objects such as a generator compare by type alone: no object equals one of another rank.
+        # Objects such as generators are compared by type only: objects of two ranks are never equal.
         return value if isinstance(value, int | float | str | None) else type(value).__name__
 
     def compared(self, name: str, mine: Told, results: Sequence[int], given: Mapping[str, Any]) -> Selected:
-        """How the call differs from the neighbours'."""
+        """Compare the call with the neighbours' calls; return the differences."""
         selected = Selected()
         for neighbour in self.neighbours:
             theirs = neighbour.next(name, results)
@@ -323,11 +324,11 @@ class Watch(TorchDispatchMode):
             for inner in zip(value, one, other, strict=True):
                 self._compare_argument(name, argument, inner[0], inner[1:], neighbour, given, selected)
         elif isinstance(one, Part) and isinstance(other, Part):
-            # Storages first seen here existed before the program and are twins; those made apart are `own` already.
+            # Storages first seen here existed before the program, and are twins. Storages made separately are `own`.
             if neighbour.twins.setdefault(one.storage, other.storage) != other.storage or one.sizes != other.sizes:
                 selected.own |= {neighbour.axis}
             elif one.offset != other.offset:
-                # A view that begins elsewhere in the same memory is this rank's part.
+                # A view with another offset in the same memory is this rank's part.
                 selected.parts.append((value, neighbour.axis, other.offset - one.offset))
         elif one != other and name == "slice" and argument in ("start", "end"):
             selected.cuts |= {(neighbour.axis, int(given.get("dim", 0)) % given["self"].dim())}
@@ -337,14 +338,14 @@ class Watch(TorchDispatchMode):
             selected.own |= {neighbour.axis}
 
     def kind_given(self, x: Tensor, selected: Selected) -> Kind:
-        """The kind of an argument, cut where neighbours pass other parts of it."""
+        """Return the kind of an argument, cut if neighbours pass other parts of the same memory."""
         kind = self.kind(x)
         for tensor, axis, distance in selected.parts:
             kind = self._part(x, axis, distance, kind) if tensor is x else kind
         return kind
 
     def _part(self, x: Tensor, axis: str, distance: int, kind: Kind | None = None) -> Kind:
-        """The kind of a view whose counterpart on the axis's next rank lies `distance` elements further on."""
+        """Return the kind of a view; the view of the axis's next rank begins `distance` elements later."""
         kind, dim = kind or self.kind(x), part_dim(x, distance)
         if axis in kind.cut | kind.own | kind.unknown:  # the memory is this rank's part already
             return kind
@@ -352,7 +353,7 @@ class Watch(TorchDispatchMode):
 
     @contextmanager
     def modules(self, model: nn.Module) -> Iterator[None]:
-        """While entered, hooks on a model's modules say in which module an operator runs."""
+        """Install hooks that record, while the context is entered, the module of each operator."""
         hooks = []
         for name, module in model.named_modules():
             hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._forward.append(name)))
@@ -364,12 +365,12 @@ class Watch(TorchDispatchMode):
                 hook.remove()
 
     def leave(self, name: str, out: Any) -> None:
-        """Note the module's name at the autograd nodes that its forward pass made."""
+        """Store the module's name in the autograd nodes made by the module's forward pass."""
         self._forward.pop()
         waiting: list[Any] = [x.grad_fn for x in tensors_in((out,)) if x.grad_fn is not None]
         while waiting:
             node = waiting.pop()
-            # Inner modules have left before and marked their nodes.
+            # Inner modules have ended earlier, and marked their nodes.
             if PLACE not in node.metadata:
                 node.metadata[PLACE] = name
                 waiting += [before for before, _ in node.next_functions if before is not None]
@@ -377,8 +378,8 @@ class Watch(TorchDispatchMode):
 
 @dataclass
 class Selected:
-    """How a call differs from the neighbours': by numbers (`own`: axes), by where a slice begins (`cuts`: axis, dim),
-    by the part of a tensor that an argument is (`parts`: tensor, axis, distance in elements)."""
+    """Differences between a call and the neighbours' calls: numbers (`own`: axes), starts of slices (`cuts`: axis,
+    dim), and arguments that are other parts of a tensor (`parts`: tensor, axis, distance in elements)."""
 
     own: Axes = NONE
     cuts: frozenset[tuple[str, int]] = frozenset()
@@ -386,7 +387,7 @@ class Selected:
 
 
 def part_dim(x: Tensor, distance: int) -> int | None:
-    """The dim along which a view of the same sizes and strides lies `distance` elements further on; None: no dim."""
+    """Return the dim along which a view of equal sizes and strides is `distance` elements further; None: no dim."""
     fits = [
         (stride, x.shape[dim] > 1, -dim)
         for dim, stride in enumerate(x.stride())
