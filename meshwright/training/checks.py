@@ -1,8 +1,8 @@
 """Checks of a run's own memory: numbers stay finite, and replicas hold equal bits.
 
 Numbers: a step is checked only by the norm and the loss, so a good step reads no tensor again. All saved tensors are
-checked before a checkpoint is written. Ranks exchange their findings, so every rank reports the same first bad
-parameter, and its rank.
+checked before a checkpoint is written. Ranks exchange findings, so every rank names the same first bad parameter and
+the same rank.
 
 Replicas: a flipped bit in one replica's memory makes no error and no NaN, and the run continues with a wrong weight.
 The other replicas still hold the right bit. Each rank hashes its weights as read by the backward pass, before the

@@ -42,7 +42,7 @@ WATCH_SECONDS = 3 * TOUCH_SECONDS
 
 @contextmanager
 def locked(out: Path) -> Iterator[list[str]]:
-    """Create the folder, and hold its lock; yield notes to the user.
+    """Create the folder, and hold the folder's lock; yield notes to the user.
 
     On Lustre and NFS a lock may hold on one host only, or not at all. There a lock of a run that has not ended in order
     is watched for WATCH_SECONDS: if the lock's times still change, that run is alive.

@@ -2,8 +2,6 @@
 
 step.py computes a step. During a step the loop loads the next batch, and ranks exchange reports: of this step on a CPU,
 of the previous step on a GPU (record.py). Validation and checkpoints, between two steps, therefore flush first.
-
-`validate` measures the held-out split: the mean loss, and the share of likeliest answers that are right.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ StepLine = dict[str, object]
 
 @torch.no_grad()
 def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, float]:
-    """Measure the loss over the first `num_batches` global batches of a split, and the accuracy of the first label.
+    """Measure the mean loss over the first `num_batches` global batches of a split, and the first label's accuracy.
 
     If the model has several losses, the sum of their means is returned.
     """
@@ -79,8 +77,7 @@ class Trainer:
     def __init__(
         self, parts: Parts, train: Samples, *, step: int = 0, samples: int = 0, late: bool | None = None
     ) -> None:
-        """Load the first batch, at the data cursor `samples`. `late`: read a step's numbers in the next step (default:
-        on GPUs)."""
+        """Load the batch at the data cursor `samples`. `late`: read a step's numbers a step later (default: GPU)."""
         self.parts = parts
         self.train = train
         self.step = step

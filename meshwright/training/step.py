@@ -56,10 +56,13 @@ def train_step(
 ) -> TrainStep:
     """Train one step on a global batch, which is equal on every rank. Collective over the world.
 
-    `step`: number from 0, for the learning rate and dropout; default: the number of steps applied before. `observe` is
-    called when the slots hold the whole gradient, times the loss scale, before clipping and the update. `wait=False`:
-    other ranks' updated weights are received during the next forward pass; until then some weights may be old. Raises
-    DivergedError if the gradient is not finite and no smaller loss scale can help.
+    Args:
+        step: number from 0, for the learning rate and dropout; default: the number of steps applied before.
+        observe: called when the slots hold the whole gradient, times the loss scale, before clipping and the update.
+        wait: if False, other ranks' updated weights are received during the next forward pass; some may be old.
+
+    Raises:
+        DivergedError: the gradient is not finite and no smaller loss scale can help.
     """
     number = parts.optimizer.steps_taken if step is None else step
     record = begin_step(
@@ -145,7 +148,7 @@ def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int)
     scale = parts.optimizer.scaler.scale
     # Each loss is divided by the global batch's count, so gradients are only summed and never averaged.
     scales = scales_of(parts.model.labels, counts, scale, config.batch.global_)
-    # In every layout ranks with the same computation draw the same dropout; ranks with other parts draw other numbers.
+    # In every layout, ranks that compute equal values draw equal dropout, and ranks with other parts draw other masks.
     split = (DATA_AXES, (PIPE,), *((axis,) for axis in (*config.layout.context.token_axes, *parts.kit.split_axes)))
     place = "/".join(str(mesh.index(*axes)) for axes in split)
 

@@ -165,8 +165,6 @@ def import_folder(
     """Write the checkpoint `out` from a Hugging Face folder, with the weights in the stored dtype.
 
     Args:
-        source: the Hugging Face folder.
-        out: the new checkpoint's folder.
         report: called with the progress.
         shard_bytes: the largest size of a file.
         wanted: the run's model, which may differ in padding and dropout, or add a task's head; None: the folder's.
@@ -339,18 +337,8 @@ def export_folder(
 ) -> Path:
     """Write the Hugging Face folder `out` from a step folder or a run's newest checkpoint; return the step folder.
 
-    Padding and optimizer states are left out.
-
-    Args:
-        path: a step folder, or a run's folder.
-        out: the new Hugging Face folder.
-        report: called with the progress.
-        shard_bytes: the largest size of a file.
-        dtype: of the weights, as in `precision`; None: the published dtype, else the run's.
-
-    Raises:
-        CheckpointError: transformers has no such model.
-        DataError: the tokenizer is damaged.
+    `dtype`: of the weights, as in `precision`; None: the published dtype, else the run's. Padding and optimizer states
+    are left out. Raises CheckpointError (no such model in transformers), DataError (a damaged tokenizer).
     """
     checkpoint = Checkpoint(find_checkpoint(path))
     model = checkpoint.config.model
@@ -382,7 +370,7 @@ def export_folder(
     )  # fmt: skip
 
     def read() -> Iterator[tuple[str, Tensor]]:
-        parts: dict[str, list[Tensor]] = {}  # slices of Hugging Face's tensors that consist of several of our tensors
+        parts: dict[str, list[Tensor]] = {}  # slices of a Hugging Face tensor that is several tensors here
         for index, pair in enumerate(pairs):
             report("weights", index / len(pairs))
             for name, tensor in _exported(checkpoint, pair).items():
