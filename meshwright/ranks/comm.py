@@ -1,10 +1,9 @@
 """Comm: the ranks of one group and the verbs between them; one interface over every transport.
 
-torch.distributed (torch_comm.py) and MPI (mpi.py) connect processes; a group of one rank needs neither, and a planned
-one (planned.py) only writes its ledger. Every verb is written to the ledger, by axis, before it is sent: what a run
-moves is counted where it moves.
+torch.distributed (torch_comm.py) and MPI (mpi.py) connect processes. A group of one rank needs neither (`SoloComm`). A
+planned comm (planned.py) only writes its ledger. Every verb is recorded in the ledger, by axis, before data is sent.
 
-Verbs take contiguous tensors. `wait=False` returns at once; the result is there after `work.wait()`.
+Verbs take contiguous tensors. With `wait=False` a verb returns at once; the result is valid after `work.wait()`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from meshwright.ranks.flight_recorder import Call, FlightRecorder
 from meshwright.ranks.ledger import VERBS, Ledger
 
 NAP_SECONDS = 1e-4
-"""Seconds between two polls of pending work, where the transport's own wait would spin."""
+"""Seconds between two polls of pending work, on transports with a spinning wait."""
 
 
 class Work(Protocol):
@@ -54,7 +53,7 @@ DONE = Done()
 
 @dataclass(frozen=True)
 class Later:
-    """Work that runs, wholly or its last part, inside wait(). All ranks must wait for their verbs in the same order."""
+    """Work that runs inside wait(), wholly or in part. All ranks must wait for their verbs in the same order."""
 
     run: Callable[[], object]
 
@@ -63,16 +62,13 @@ class Later:
 
 
 def together(works: Iterable[Work]) -> Work:
-    """Return the work that is done when all of `works` are.
-
-    The works begin now, in their order.
-    """
+    """Begin `works` now, in order; return the work that is done when all are done."""
     begun = list(works)
     return Later(lambda: [work.wait() for work in begun])
 
 
 def size_bytes(x: Tensor) -> int:
-    """The bytes of a tensor's elements."""
+    """Return the bytes of a tensor's elements."""
     return x.numel() * x.element_size()
 
 
@@ -80,9 +76,9 @@ def size_bytes(x: Tensor) -> int:
 class RankGroup:
     """The ranks that a comm or a mailbox connects, seen from the member `index`.
 
-    `axis`: the axes that they span, as the ledger calls them (data+row). `ranks`: of the world, in grid order. `tag`: a
-    number that no other set of the grid's axes has. `ledger`, `recorder`: of the whole rank, shared by its groups.
-    `ring`: in a mailbox the last rank and the first are neighbours.
+    `axis`: the axes spanned by the group, by the ledger's name (data+row). `ranks`: ranks of the world, in grid order.
+    `tag`: a number unique to this set of axes in the grid. `ledger`, `recorder`: shared by all groups of this rank.
+    `ring`: in a mailbox, the last rank and the first rank are neighbours.
     """
 
     axis: str
@@ -103,18 +99,18 @@ class PieceSizes:
 
 
 Sent = Sequence[tuple[Tensor, int]]
-"""Messages between two ranks: each a tensor and the index of the member that it goes to or comes from."""
+"""Messages between two ranks: each a tensor and the index of the receiving or sending member."""
 
 
 class Comm(ABC):
-    """The verbs of one member of a group. This class records every verb; subclasses run it over their transport.
+    """The verbs of one member of a group. This class records every verb; subclasses implement a transport.
 
-    A verb of one root and the same verb of all members (reduce and all_reduce, gather and all_gather) are one method of
-    a transport, whose `root` is None where all members receive.
+    One transport method implements both a rooted verb and its counterpart for all members: `_sum` for reduce and
+    all_reduce, `_collect` for gather and all_gather. `root` is None if all members receive the result.
     """
 
     begins_when_waited_for = False
-    """Whether a verb with `wait=False` begins only in wait()."""
+    """True if a verb with `wait=False` begins only in wait()."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
@@ -122,13 +118,18 @@ class Comm(ABC):
         self.size = len(group.ranks)
 
     def zeros(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros [count] for a buffer that will be summed over the group, in memory readable by all members where they
-        share a node. Collective."""
+        """Allocate zeros [count] for a buffer that will be summed over the group. Collective.
+
+        If the members share a node, a transport may choose memory that all members can read.
+        """
         return torch.zeros(count, dtype=dtype, device=device)
 
     def under_way(self) -> Comm:
-        """A comm over the same ranks whose `wait=False` verbs progress while the rank computes, if the transport has
-        one; else this comm. Worth it where many verbs are waited for one by one (zero2, zero3)."""
+        """Return a comm of the same ranks with `wait=False` verbs that progress while the rank computes.
+
+        Returns this comm if the transport has no such comm. Useful if many verbs are waited for one by one (zero2,
+        zero3).
+        """
         return self
 
     def all_reduce(self, x: Tensor, *, wait: bool = True) -> Work:
@@ -136,55 +137,63 @@ class Comm(ABC):
         return self._collective("all_reduce", size_bytes(x), lambda: self._sum(x, None), wait)
 
     def reduce_scatter(self, part: Tensor, x: Tensor, *, wait: bool = True) -> Work:
-        """Sum x over the group; `part` gets this rank's 1/n of it. `part` may be that slice of x."""
+        """Sum x over the group; write this rank's 1/n of the sum to `part`, which may be that slice of x."""
         assert part.numel() * self.size == x.numel(), f"{part.numel()} x {self.size} != {x.numel()}"
         return self._collective("reduce_scatter", size_bytes(x), lambda: self._reduce_scatter(part, x), wait)
 
     def all_gather(self, x: Tensor, part: Tensor, *, wait: bool = True) -> Work:
-        """x gets every rank's part, in order. `part` may be this rank's slice of x."""
+        """Fill x with every rank's part, in rank order. `part` may be this rank's slice of x."""
         assert part.numel() * self.size == x.numel(), f"{part.numel()} x {self.size} != {x.numel()}"
         return self._collective("all_gather", size_bytes(x), lambda: self._collect(x, part, None), wait)
 
     def all_to_all(self, out: Tensor, x: Tensor, *, pieces: PieceSizes | None = None, wait: bool = True) -> Work:
-        """Piece j of x goes to rank j, where it becomes piece `index` of out. `pieces`: sizes of unequal pieces; the
-        ledger counts their total as equal pieces."""
+        """Send piece j of x to rank j, which receives it as piece `index` of `out`.
+
+        Args:
+            out: the received pieces, in rank order.
+            x: the sent pieces, in rank order.
+            pieces: sizes of unequal pieces; None if all are equal. The ledger counts the total as equal pieces.
+            wait: False to return before the pieces are received.
+        """
         if pieces is not None:
             return self._collective("all_to_all", size_bytes(x), lambda: self._trade(out, x, pieces), wait)
         assert out.numel() == x.numel(), f"{out.numel()} != {x.numel()}"
         return self._collective("all_to_all", size_bytes(x), lambda: self._all_to_all(out, x), wait)
 
     def post_all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes) -> Posted:
-        """An all-to-all that progresses while members compute, over every transport. All members begin it in the same
-        order among their verbs; neither `out` nor x may be touched until it is done."""
+        """Begin an all-to-all that progresses while members compute, over every transport.
+
+        All members must begin their verbs in the same order. Neither `out` nor x may be touched before completion.
+        """
         self._count("all_to_all", size_bytes(x), None)
         return self._trade(out, x, pieces)
 
     def broadcast(self, x: Tensor, root: int, *, wait: bool = True) -> Work:
-        """x of the member `root` becomes everyone's x."""
+        """Copy x of the member `root` to every member's x."""
         return self._collective("broadcast", size_bytes(x), lambda: self._broadcast(x, root), wait, root)
 
     def reduce(self, x: Tensor, root: int, *, wait: bool = True) -> Work:
-        """Sum x over the group into the x of `root`; the others' x is undefined afterwards."""
+        """Sum x over the group into the x of `root`; x of other members is undefined afterwards."""
         return self._collective("reduce", size_bytes(x), lambda: self._sum(x, root), wait, root)
 
     def gather(self, x: Tensor, part: Tensor, root: int, *, wait: bool = True) -> Work:
-        """x of `root` gets every rank's part, in order; elsewhere x is not touched (it may be empty)."""
+        """Fill x of `root` with every rank's part, in order; on other ranks x is not touched and may be empty."""
         payload = self.size * size_bytes(part)
         return self._collective("gather", payload, lambda: self._collect(x, part, root), wait, root)
 
     def scatter(self, part: Tensor, x: Tensor, root: int, *, wait: bool = True) -> Work:
-        """`part` gets piece `index` of the root's x; elsewhere x is not read (it may be empty)."""
+        """Fill `part` with piece `index` of the root's x; on other ranks x is not read and may be empty."""
         payload = self.size * size_bytes(part)
         return self._collective("scatter", payload, lambda: self._scatter(part, x, root), wait, root)
 
     def exchange(self, x: Tensor, to: int, into: Tensor, source: int, *, wait: bool = True) -> Work:
         """Send x to the member `to` while receiving `into` from the member `source`: one step of a ring.
 
-        Several may be under way; all members begin theirs in the same order.
+        Several exchanges may be pending; all members must begin exchanges in the same order.
         """
         self._count("send", size_bytes(x), (to - self.index) % self.size)
         with self._waiting("exchange", size_bytes(x), to, source):
-            # Recorded twice: a transport may wait as it begins, and waits again at the end.
+            # Recorded twice: some transports wait here already, all wait in `finish`.
             work = self._message([(x, to)], [(into, source)])
 
         def finish() -> None:
@@ -197,27 +206,30 @@ class Comm(ABC):
         return DONE
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send x to the member `to`, who calls receive."""
+        """Send x to the member `to`, which must call `receive`."""
         self._count("send", size_bytes(x), (to - self.index) % self.size)
         with self._waiting("send", size_bytes(x), to):
             self._message([(x, to)], []).wait()
 
     def receive(self, x: Tensor, source: int) -> None:
-        """Fill x with what the member `source` sends."""
+        """Fill x with the tensor sent by the member `source`."""
         with self._waiting("receive", size_bytes(x), source):
             self._message([], [(x, source)]).wait()
 
     def barrier(self) -> None:
-        """Return when every member has called it."""
+        """Return after every member has called `barrier`."""
         self._run("barrier", 0, self._barrier, True)
 
     def assemble(self) -> None:
-        """Wait, asleep, until all members are here: before a collective with a long wait on a transport that spins."""
+        """Sleep until all members have called `assemble`.
+
+        For use before a collective with a long wait, since some transports spin while a collective waits.
+        """
         self._run("assemble", 0, lambda: self._barrier(asleep=True), True)
 
     def _count(self, verb: str, payload_bytes: int, peer: int | None) -> None:
-        if self.size > 1:  # alone there is nobody to call
-            # Counted as the bandwidth-optimal form of the verb: transports differ, and a plan must count as a run does.
+        if self.size > 1:
+            # Bytes of the bandwidth-optimal form of the verb, so that a plan and a run over any transport agree.
             sent_bytes = VERBS[verb].sent_bytes(payload_bytes, self.size, peer == self.index)
             self.ledger.record(self.axis, verb, sent_bytes, peer)
 
@@ -228,7 +240,7 @@ class Comm(ABC):
         return self._run(verb, payload_bytes, start, wait)
 
     def _run(self, verb: str, payload_bytes: int, start: Callable[[], Work], wait: bool) -> Work:
-        """Begin a collective, and wait for it if asked."""
+        """Begin a collective; with `wait`, return after completion."""
         work = start()
         if not wait:
             return work
@@ -236,12 +248,12 @@ class Comm(ABC):
         return DONE
 
     def _waiting(self, verb: str, payload_bytes: int, *members: int) -> AbstractContextManager[None]:
-        """The context in which this rank sends to or receives from members of the group."""
+        """Return the context for this rank's messages to or from members of the group."""
         return nullcontext()
 
     @abstractmethod
     def _barrier(self, *, asleep: bool = False) -> Work:
-        """A barrier. `asleep`: it may be left out where every wait of the transport is asleep."""
+        """Begin a barrier. With `asleep`, a transport may skip the barrier if all waits of the transport sleep."""
 
     @abstractmethod
     def _sum(self, x: Tensor, root: int | None, /) -> Work: ...
@@ -258,7 +270,7 @@ class Comm(ABC):
 
     @abstractmethod
     def _trade(self, out: Tensor, x: Tensor, pieces: PieceSizes, /) -> Posted:
-        """An all-to-all of unequal pieces, which progresses while members compute."""
+        """Begin an all-to-all of unequal pieces, which progresses while members compute."""
 
     @abstractmethod
     def _message(self, sent: Sent, received: Sent) -> Work:
@@ -277,7 +289,7 @@ class SoloComm(Comm):
     _broadcast = _sum
 
     def _collect(self, into: Tensor, source: Tensor, _: object = None, /) -> Done:
-        # `part` may be a slice of x: then the value lies where it belongs.
+        # Equal addresses: `part` is a slice of x, so the value is in place already.
         if into.data_ptr() != source.data_ptr():
             into.view(-1).copy_(source.view(-1))
         return DONE
@@ -307,7 +319,7 @@ class RecordedWork:
 
 
 class RecordedComm(Comm):
-    """A comm whose waits for other ranks are recorded by the flight recorder."""
+    """A comm that records its waits for other ranks in the flight recorder."""
 
     def __init__(self, group: RankGroup) -> None:
         super().__init__(group)
@@ -316,7 +328,7 @@ class RecordedComm(Comm):
 
     def _run(self, verb: str, payload_bytes: int, start: Callable[[], Work], wait: bool) -> Work:
         call = Call(self.axis, verb, payload_bytes, self.ranks, next(self._numbers))
-        # A collective that has not begun must not be named among those that this rank has come to.
+        # The recorder lists collectives that this rank has reached: not yet one that begins in wait().
         later = self.begins_when_waited_for and not wait
         if not later:
             self.recorder.begin(call)
@@ -328,6 +340,6 @@ class RecordedComm(Comm):
         return RecordedWork(work, call, self.recorder, later)
 
     def _waiting(self, verb: str, payload_bytes: int, *members: int) -> AbstractContextManager[None]:
-        # No number: messages of two ranks are not counted alike on all members, as collectives are.
+        # No number: unlike collectives, messages between two ranks have different counts on different members.
         ranks = tuple(sorted({self.ranks[member] for member in members}))
         return self.recorder.waiting(Call(self.axis, verb, payload_bytes, ranks))

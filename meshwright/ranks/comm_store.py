@@ -1,18 +1,21 @@
-"""The store at which the ranks of a job meet, before there is a process group: who has come, and who belongs here.
+"""Rendezvous of a job's ranks at one TCPStore, before a process group exists.
 
-    rank 0, or torchrun's agent, opens a TCPStore at (address, port); everybody else connects, from other hosts with
-                   a proof of the job's secret (relay.py)
-    leader         rank 0 says which job this is, and a name of its own, under which the others now come to it
-    NAME/came/R    a rank says that it is here, on which host and at which address; once
-    NAME/all       rank 0, when all have come: who they are
+Rank 0, or torchrun's agent, opens the store at (address, port). All other ranks connect. If rank 0's store serves other
+hosts, each connection begins with a proof of the job's secret (relay.py).
 
-A store may have outlived an attempt at the job, with all that was written there. No count of attempts tells what is
-old: torchrun's agents each count their own failures, so that after one node's the others have another number. A rank
-that followed a dead rank 0 does not find itself among those who came to it, and looks for the next; a rank of another
-job, which was given the same port, is turned away.
+| key         | written by                    | value                                                     |
+|-------------|-------------------------------|-----------------------------------------------------------|
+| leader      | rank 0                        | the job, rank 0's host, number of ranks; NAME, random hex |
+| NAME/came/R | rank R, once                  | the `Peer` of rank R: host, address, device               |
+| NAME/all    | rank 0, after all NAME/came/R | the `Peer` of every rank                                  |
 
-Everything waits as long as it is told to and then raises LaunchError in a sentence. Nothing here catches signals: a
-SIGTERM ends a rank that waits.
+torchrun's store outlives a failed attempt, with its keys. The number of the attempt cannot tell old keys from new: each
+agent counts only local failures, so the numbers of two nodes differ. NAME can. A rank that registered under the NAME of
+a dead rank 0 is missing from the next rank 0's list, and reads `leader` again. A rank of another job that was given the
+same port raises LaunchError.
+
+Waits end after the caller's limit, with a LaunchError of one sentence. Signals are not caught: SIGTERM ends a waiting
+rank.
 """
 
 from __future__ import annotations
@@ -48,26 +51,35 @@ from meshwright.ranks.peers import LOOPBACK, Peer, Peers
 _PAUSE_SECONDS = 0.1
 """Seconds between two attempts to reach a store that is not open yet."""
 _MOST_PAUSE_SECONDS = 0.25
-"""Seconds between two polls for the last rank: a thousand ranks ask one store."""
+"""Largest number of seconds between two polls for the last rank: a thousand ranks may poll one store."""
 _NAMED = re.compile(r"rank (\d+) on ")
 _MOST_BYTES = 2**16
 _DOUBLE_SECONDS = 5.0
-"""Seconds that a rank, finding its number already taken, waits for a rank 0 of its own attempt."""
+"""Seconds that a rank with an already registered number waits for the rank 0 of a new attempt."""
 
 
 def join_job(
     environment: Environment, point: Rendezvous, seconds: float, device: str = "cpu"
 ) -> tuple[dist.Store, Peers]:
-    """The job's store and where its ranks stand, when all have come. Raises LaunchError that names who has not, and who
-    computes on another type of `device`."""
+    """Join the job; return its store and the addresses of all ranks after all have registered.
+
+    Args:
+        environment: this rank, numbered by the launcher.
+        point: address and port of the store.
+        seconds: limit of each wait.
+        device: type of device on which this rank computes.
+
+    Raises:
+        LaunchError: names missing ranks, or a rank on another type of device than rank 0's.
+    """
     try:
-        # Asked first: `connect` would take an unknown name for a host that is not up yet, and wait.
+        # Resolve the name first: `connect` would wait for an unknown host as for one that is not up yet.
         socket.getaddrinfo(point.address, point.port)
     except OSError as error:
         rule = f"MASTER_ADDR={point.address} is not a host that {socket.gethostname()} knows ({error.strerror})"
         raise LaunchError(f"{rule}: set it to the name or address of rank 0's host") from error
     if environment.local_world_size == environment.world_size and not point.hosted:
-        point = replace(point, address=LOOPBACK)  # all ranks are here, and nobody else is to come
+        point = replace(point, address=LOOPBACK)  # all ranks are on this host
     me = _Comer(environment, point, seconds, device)
     if environment.rank == 0 and not point.hosted:
         shared, mine = me.open_store(), Peer.connected(environment.rank, None)
@@ -87,14 +99,14 @@ def join_job(
 
 @dataclass(frozen=True)
 class _Comer:
-    """A rank on its way into its job."""
+    """A rank that is joining its job."""
 
     environment: Environment
     point: Rendezvous
     seconds: float
     device: str
     blind: list[int] = field(default_factory=list)
-    """The gate's descriptor, with ranks that do not see the folder of the job's secret."""
+    """At most one descriptor: the gate writes to it the names of ranks that cannot read the job's secret."""
 
     def __str__(self) -> str:
         return f"rank {self.environment.rank} on {socket.gethostname()}"
@@ -105,19 +117,19 @@ class _Comer:
 
     @property
     def elsewhere(self) -> str:
-        """Where ranks may be that do not come here: under mpirun, `auto` takes MPI on a host without GPUs."""
+        """A hint on missing ranks: under mpirun, `auto` chooses MPI on a host without GPUs. Empty for a CPU rank."""
         if self.device == "cpu" or not starts_mpi():
             return ""
         return ". A rank that finds no GPU waits in MPI instead: set device, and see that every host shows its GPUs"
 
     @property
     def far(self) -> bool:
-        """Whether other hosts come to a store of ours: an agent of torchrun's opens its store itself."""
+        """True if ranks on other hosts connect to a store that rank 0 opens; under torchrun the agent opens a store."""
         return self.environment.local_world_size < self.environment.world_size and not self.point.hosted
 
     @property
     def unshared(self) -> str:
-        """The remedy for ranks without the folder of the job's secret, which is in the run's."""
+        """The remedy for ranks that cannot read the job's secret, a file in the run's folder."""
         out = self.environment.status_folder
         assert out is not None, "a secret without a file is MESHWRIGHT_SECRET's"
         return (
@@ -125,7 +137,7 @@ class _Comer:
         )
 
     def open_store(self) -> dist.Store:
-        """Listen at the address that the other ranks connect to, and at no other one."""
+        """Open the store. It listens only at the address that the other ranks connect to."""
         patience = timedelta(seconds=self.seconds)
         try:
             secret, name = new_secret(self.environment.status_folder) if self.far else (b"", "")
@@ -143,7 +155,10 @@ class _Comer:
             raise LaunchError(text) from error
 
     def connect(self) -> tuple[dist.Store, Peer]:
-        """Connect as soon as something listens there. torch's own wait prints a stack of C++ for each attempt."""
+        """Connect to the store; return the store and this rank's `Peer`.
+
+        Polls the port before torch connects, since torch's own wait prints a C++ stack for each failed attempt.
+        """
         end, shared, blind = time.monotonic() + self.seconds, self.environment.status_folder, False
         guarded, secret = self.far and has_secret(shared), b""
         while True:
@@ -191,11 +206,11 @@ class _Comer:
         return LaunchError(f"{text}: set MASTER_PORT to a free port, the same for all ranks")
 
     def lead(self, shared: dist.Store, mine: Peer) -> tuple[dist.Store, list[Peer]]:
-        """Rank 0's part: all come to it."""
+        """Publish rank 0's NAME, wait until all ranks have registered, and publish the list of all peers."""
         name, ranks = secrets.token_hex(8), range(self.environment.world_size)
         store = dist.PrefixStore(name, shared)
         store.set("came/0", mine.to_json())
-        # The name is published last: whoever reads it can already find rank 0 under it.
+        # Publish the name last, so that a rank that reads the name finds rank 0 registered under it.
         job = {"name": name, "job": self.point.job, "host": socket.gethostname(), "ranks": len(ranks)}
         shared.set("leader", json.dumps(job))
         try:
@@ -207,7 +222,7 @@ class _Comer:
         return store, [Peer.from_json(text) for text in came]
 
     def follow(self, shared: dist.Store, mine: Peer) -> tuple[dist.Store, list[Peer]]:
-        """Other ranks: register with the current rank 0, and each new one, until one lists this attempt's ranks."""
+        """Register with rank 0, and with each later rank 0, until the list of one contains this rank's `Peer`."""
         text, end, pause, rank = mine.to_json(), time.monotonic() + self.seconds, _PAUSE_SECONDS / 4, mine.rank
         name, doubles_until = "", end
         while True:
@@ -216,9 +231,9 @@ class _Comer:
                 store = dist.PrefixStore(name, shared)
                 if store.add(f"times/{rank}", 1) == 1:
                     store.set(f"came/{rank}", text)
-                else:  # of this attempt, or of one whose rank 0 is dead: then another will soon be there
+                else:  # Registered before, in this attempt or in a dead one. The latter gets a new rank 0 soon.
                     doubles_until = min(end, time.monotonic() + _DOUBLE_SECONDS)
-            # A rank that came to a dead rank 0 is not in the list of the one that lives, and goes on looking.
+            # The list of another attempt does not contain this rank's `Peer`: read `leader` again.
             began = store.check(["all"])
             if began and (came := json.loads(store.get("all")))[rank] == text:
                 return store, [Peer.from_json(each) for each in came]
@@ -231,7 +246,7 @@ class _Comer:
             pause = min(2 * pause, _MOST_PAUSE_SECONDS)
 
     def _leader(self, shared: dist.Store) -> dict[str, Any]:
-        """Read rank 0's description of its job. Raises LaunchError where it is another job's."""
+        """Read rank 0's description of its job. Raises LaunchError if the description is another job's."""
         try:
             theirs: dict[str, Any] = json.loads(shared.get("leader"))
         except dist.DistStoreError as error:

@@ -4,8 +4,8 @@
                                                     └─ mpiexec.py   mpiexec: `python -m meshwright.ranks.launch FOLDER`
     inside a worker: worker.py runs the job, function.py opens the mesh and calls function(rank, **arguments)
 
-The launcher and its workers share a private folder: job.json, attempt-K/rank-R.json (a failed rank's last words), and
-the file `stop`, whose existence asks the workers to finish their step and leave. torch is imported only where needed.
+The launcher and the workers share a private folder. job.json holds the job; attempt-K/rank-R.json holds the report of a
+failed rank. A file `stop` asks the workers to finish the step and exit. torch is imported only if needed.
 """
 
 from meshwright.ranks.asked import Ranks

@@ -1,9 +1,9 @@
-"""Why a job died: what failed ranks wrote before they left, and which of them was the first cause.
+"""Failure reports of ranks, and the choice of one first cause for a failed job.
 
-A rank that raises leaves a report with its exception's time. A killed rank leaves none: only its parent knows its exit
-status. Other ranks then often fail too, as their connections break. `explain_failure` names one cause.
+A rank that raises writes a report with the exception's time. A killed rank writes none: only its parent knows the exit
+status. Other ranks often fail afterwards, since connections break. `explain_failure` names one cause.
 
-Out of memory and too many open files are each told in one sentence with a remedy, instead of a traceback.
+Out of memory and too many open files are reported in one sentence with a remedy, instead of a traceback.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _REMEDY = (
 )
 
 _COMPILERS = ("torch._dynamo.", "torch._inductor.")
-"""Packages of errors of torch.compile itself; an error of compiled code keeps its own class."""
+"""Packages that define the errors of torch.compile itself; an error raised by compiled code keeps its own class."""
 
 _OPEN_FILES = 64
 _OPEN_FILES_A_RANK = 8
-"""Open files of a process, and for each rank that it watches or talks to: pipes, sockets of every group."""
+"""Open files of a process, and more per rank of the job: pipes and the sockets of every group."""
 
 
 def memory_sentence(error: BaseException) -> str | None:
-    """A sentence on bytes asked for, bytes free and what to set; None if the exception is no allocation's."""
+    """Describe a failed allocation: bytes asked for, bytes free, settings to change. None for other exceptions."""
     text = str(error)
     if not isinstance(error, MemoryError) and not (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(text)):
         return None
@@ -55,8 +55,8 @@ def memory_sentence(error: BaseException) -> str | None:
 
 
 def free_bytes() -> int:
-    """Bytes that this process can still allocate: the machine's free memory, or less under `ulimit -v`."""
-    # `ulimit -v` limits address space, of which the process's virtual size is taken.
+    """Return the bytes that this process can still allocate: the machine's free memory, or less under `ulimit -v`."""
+    # `ulimit -v` limits the process's virtual size.
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     free = available_memory_bytes()
     if limit != resource.RLIM_INFINITY:
@@ -72,7 +72,7 @@ def _readable(number: float, unit: str) -> str:
 
 
 def open_files_sentence(error: BaseException) -> str | None:
-    """A sentence on what to set; None if the exception is not of too many open files."""
+    """Name the limit on open files to set; None if the exception has another cause."""
     if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
         return None
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -80,7 +80,7 @@ def open_files_sentence(error: BaseException) -> str | None:
 
 
 def allow_open_files(num_ranks: int) -> None:
-    """Raise this process's limit on open files, which workers inherit, to what a job of `num_ranks` needs.
+    """Raise this process's limit on open files, inherited by workers, to the need of a job of `num_ranks` ranks.
 
     Raises LaunchError if the hard limit is lower: a rank would fail later, in a library that names another cause.
     """
@@ -95,24 +95,24 @@ def allow_open_files(num_ranks: int) -> None:
 
 
 LINGER_SECONDS = 0.5
-"""Seconds that a rank lives on after it raised, so that the launcher sees a killed rank before ranks that it took
-along.
+"""Seconds between a rank's report and its exit. The launcher sees a killed rank before the ranks that fail in
+consequence.
 
 Several times the launchers' polling interval.
 """
 
 
 class Interrupted(LaunchError):
-    """The job stopped because somebody asked: by Ctrl-C, SIGTERM, SIGHUP or SIGUSR1, which is `signal`.
+    """A job stopped on request. `signal`: the request, from Ctrl-C, SIGTERM, SIGHUP or SIGUSR1.
 
-    `saved`: every rank finished its step and left by itself.
+    `saved`: every rank finished its step and returned.
     """
 
     def __init__(self, text: str, number: signal.Signals, *, saved: bool = False) -> None:
         self.signal = number
         self.saved = saved
-        # A run that may be queued again says so; else 128 + signal, as shells expect. Ctrl-C is always 130, so that a
-        # script's loop ends as well.
+        # A saved run exits with the code for "queue again"; else with 128 + signal, the shells' convention. Ctrl-C is
+        # always 130, so that a script's loop ends too.
         again = saved and number != signal.SIGINT
         self.exit_code = STOPPED_EXIT_CODE if again else 128 + int(number)
         super().__init__(text)
@@ -120,8 +120,8 @@ class Interrupted(LaunchError):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt failed. `lost`: a process was lost, by no fault of the run; `certain`: another attempt would fail
-    too. `rank`: the lost process is a rank, without which `shrink` goes on."""
+    """The cause of an attempt's failure. `lost`: a process died by no fault of the run. `certain`: another attempt
+    would fail too. `rank`: the lost process is a rank, so that `shrink` can continue with fewer."""
 
     text: str
     lost: bool
@@ -129,16 +129,16 @@ class Failure:
     rank: bool = False
 
     def again(self, before: Failure | None) -> bool:
-        """Whether another attempt may succeed: not if the same exception was raised twice at the same place."""
+        """Return whether another attempt may succeed: not after the same exception at the same place twice."""
         return self.lost or not (self.certain or self == before)
 
 
 @dataclass(frozen=True)
 class Report:
-    """A failed rank's last words. `details`: its traceback; empty for a user's mistake, whose text says all.
+    """A failed rank's report. `details`: the traceback; empty for a user's mistake, since the text is complete.
 
     `nanoseconds`: time of the failure, by the host's monotonic clock. `certain`: a restart would fail again. `host`:
-    named if the job may have several.
+    set if the job may have several hosts.
     """
 
     rank: int
@@ -150,7 +150,7 @@ class Report:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Report:
-        """The report on an exception being handled."""
+        """Make the report on an exception being handled."""
         if isinstance(error, MeshwrightError):
             return cls(rank, time.monotonic_ns(), str(error), "", certain=not error.restartable)
         if limit := memory_sentence(error) or open_files_sentence(error):
@@ -166,7 +166,7 @@ class Report:
         return cls(rank, time.monotonic_ns(), summary, details, certain=compiling)
 
     def write(self, folder: Path, attempt: int) -> None:
-        """Write the report where `read_reports` finds it, whole or not at all."""
+        """Write the report for `read_reports`, atomically."""
         target = attempt_folder(folder, attempt) / f"rank-{self.rank}.json"
         target.parent.mkdir(exist_ok=True)
         partial = target.with_suffix(".partial")
@@ -184,14 +184,14 @@ SERVER = "the fork server that starts the ranks"
 STORE = "the process that holds the ranks' store"
 MPIEXEC = "mpiexec"
 _FIRST = (SERVER, MPIEXEC, STORE)
-"""The order in which dead processes are the cause of other deaths: ranks and store die with their parent."""
+"""Processes in order of cause, first cause first: ranks and store die with their parent."""
 _OWN_FAULTS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP)
-"""Signals that a process brings on itself; all others are sent from outside."""
+"""Signals caused by the process's own fault; all others are sent from outside."""
 
 
 @dataclass(frozen=True)
 class Death:
-    """A process's exit as its parent saw it; a negative `status` is the signal that killed it, None is unknown.
+    """The exit of a process, observed by its parent. `status`: exit code; negative: the fatal signal; None: unknown.
 
     | who | seen by | taken along | another attempt |
     |---|---|---|---|
@@ -204,20 +204,20 @@ class Death:
     who: int | str
     status: int | None
     words: str = ""
-    """The last lines of its standard error."""
+    """The last lines of the process's standard error."""
     host: str = field(default_factory=socket.gethostname)
 
     @property
     def from_outside(self) -> bool:
-        """Whether somebody else ended it: a person, a scheduler, the kernel's out-of-memory killer."""
+        """True if the process was ended from outside: by a person, a scheduler, the kernel's out-of-memory killer."""
         return self.status is None or (self.status < 0 and -self.status not in _OWN_FAULTS)
 
     @property
     def order(self) -> tuple[int, bool, int]:
-        """Sorts the deaths of an attempt: the first is the cause."""
+        """The sort key of an attempt's deaths: the least is the cause."""
         if isinstance(self.who, str):
             return _FIRST.index(self.who), False, 0
-        # Killed ranks before ranks that left by themselves, as their connections broke.
+        # Killed ranks before ranks that exited with an error, perhaps because connections to a killed rank broke.
         return len(_FIRST), self.status is not None and self.status > 0, self.who
 
     def __str__(self) -> str:
@@ -225,7 +225,7 @@ class Death:
         if self.status is None:
             ended = f"{name} has died on {self.host}"
         elif self.status < 0:
-            # The kernel's out-of-memory killer sends SIGKILL, and tells only its log.
+            # The kernel's out-of-memory killer sends SIGKILL, and writes only to the kernel's log.
             memory = -self.status == signal.SIGKILL and isinstance(self.who, int)
             hint = "; if nobody killed it, the machine ran out of memory" if memory else ""
             ended = f"{name} was killed by {signal_name(-self.status)} on {self.host}{hint}"
@@ -239,28 +239,29 @@ LastWords = Callable[[int], str]
 
 
 def read_results(folder: Path, attempt: int, num_ranks: int) -> list[Any]:
-    """The results of a successful attempt, in rank order; None for a rank that left early with code 0."""
+    """Read the results of a successful attempt, in rank order; None for a rank that exited early with code 0."""
     paths = [attempt_folder(folder, attempt) / f"result-{rank}.json" for rank in range(num_ranks)]
     return [json.loads(path.read_text()) if path.exists() else None for path in paths]
 
 
 def read_reports(folder: Path, attempt: int) -> list[Report]:
-    """The reports of an attempt, earliest first."""
+    """Read the reports of an attempt, earliest first."""
     reports = [Report(**json.loads(path.read_text())) for path in attempt_folder(folder, attempt).glob("rank-*.json")]
     return sorted(reports, key=lambda report: report.nanoseconds)
 
 
 def explain_failure(death: Death, reports: list[Report]) -> Failure:
-    """Why a job failed. `death`: the first of those seen, named if it was killed; else the earliest exception is.
+    """Name the first cause of a job's failure: `death` or the earliest report.
 
-    An abort is no cause if another rank has reported: libraries abort on a lost peer.
+    `death` is the first death seen. A process killed from outside is the cause if that rank left no report. Else the
+    earliest report is. An abort is no cause if any rank has reported: libraries abort on a lost peer.
     """
     rank = isinstance(death.who, int)
     reported = any(report.rank == death.who for report in reports)
     aborted = death.status == -signal.SIGABRT
     if reports and (reported or aborted or not (rank or death.from_outside)):
         return Failure(str(reports[0]), lost=False, certain=reports[0].certain)
-    # Whoever ends without a rank's fault may end in the same way twice, and is replaced each time.
+    # A process lost from outside may be lost again, and is replaced each time.
     return Failure(str(death), lost=rank or death.from_outside, rank=rank)
 
 

@@ -1,13 +1,13 @@
 """Local workers for the torch transport: forked from a clean process, watched, and ended together.
 
-Workers are forked from a process that has imported torch and run nothing with it (multiprocessing's fork server): a
-rank starts in a tenth of a second. A rank forked from this process instead could hang in its first parallel operation:
+Workers are forked from multiprocessing's fork server, a process that has imported torch and computed nothing. A rank
+starts in a tenth of a second. A rank forked from the launcher instead could hang in the first parallel operation:
 OpenMP's threads do not survive a fork.
 
-Ranks meet at a store on a port that the kernel picked, in one more process of the server's: this process imports no
-torch, which takes a second of a core and 190 MB. A job whose store or fork server dies ends at once, and another
-attempt has new ones. Ranks see the variables that torchrun would set. (torch's own elastic agent asks the survivors of
-a dead rank to leave by SIGTERM, which ours ignore, and waits half a minute before it ends them.)
+The ranks' store is one more process forked from the server, on a port picked by the kernel. So the launcher imports no
+torch, which would take a second of a core and 190 MB. If the store or the fork server dies, the job ends at once and
+another attempt starts new ones. Ranks get the environment variables of torchrun. (torch's own elastic agent sends
+SIGTERM to the survivors of a dead rank, and SIGKILL half a minute later. Our ranks ignore SIGTERM.)
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ from meshwright.ranks.launch.worker import Job, run_launched
 
 _LOOPBACK = "127.0.0.1"
 _NOBODY_KNOWS = 255
-"""multiprocessing's exit code of a process whose fork server has died."""
+"""multiprocessing's exit code of a process after its fork server has died."""
 _SEEN_SECONDS = 1.0
-"""Seconds within which the death of a process is seen after those of its children, which die with it."""
+"""Seconds to wait for a parent's death after its children's: children die with the parent, and may be seen first."""
 
 
 def start_server(job: Job) -> Path:
-    """Start the fork server if none runs; it imports torch and the job's modules while this process goes on.
+    """Start the fork server if none runs; the server imports torch and the job's modules in parallel.
 
-    Returns the folder for workers' stderr before they are connected to the launcher's. Raises OSError.
+    Returns the folder of early stderr files: each worker's stderr before the connection to the launcher's. Raises
+    OSError.
     """
     modules = ["meshwright.ranks.launch.preload", "torch.distributed", job.entry.rpartition(":")[0], *job.preload]
-    modules = [name for name in modules if not name.endswith(".py")]  # a script is none
+    modules = [name for name in modules if not name.endswith(".py")]  # A script is no importable module.
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     errors = make_fork_server_folder()
     with server_variables(errors, sys.path):
@@ -55,7 +56,7 @@ def start_server(job: Job) -> Path:
 
 
 def run_forked(session: Session, num_ranks: int, threads: int, last_words: LastWords, attempt: int) -> Failure | None:
-    """Run an attempt at the session's job; why it failed, None where it succeeded."""
+    """Run one attempt of the session's job; return the cause of the failure, None after success."""
     context = multiprocessing.get_context("forkserver")
     try:
         errors = start_server(Job.read(session.folder))
@@ -68,9 +69,10 @@ def run_forked(session: Session, num_ranks: int, threads: int, last_words: LastW
     death: Death | None
     try:
         try:
-            # A fork server that dies now is started anew, unasked, by multiprocessing: with the same variables.
+            # multiprocessing restarts a fork server that dies now: the new one needs the same variables.
             with server_variables(errors, sys.path):
-                # A rank imports the script that is run, for the function that it calls; the store needs none of it.
+                # multiprocessing imports the main script in each child. A rank calls the script's function; the store
+                # needs none.
                 main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
                 try:
                     store.start()
@@ -102,9 +104,9 @@ def run_forked(session: Session, num_ranks: int, threads: int, last_words: LastW
 
 
 def _death_of(server: int, seconds: float = _SEEN_SECONDS) -> Death | None:
-    """The fork server's death, as soon as it is seen within `seconds`; None if it lives.
+    """Return the fork server's death as soon as the server ends; None if the server lives after `seconds`.
 
-    Its exit status is left for multiprocessing to take; by then it has started another one.
+    Does not reap the process, since multiprocessing does before a restart. Status None: multiprocessing has restarted.
     """
     end = time.monotonic() + seconds
     while True:
@@ -121,7 +123,7 @@ def _death_of(server: int, seconds: float = _SEEN_SECONDS) -> Death | None:
 
 
 def _hold_store(port: Connection, server: int) -> None:
-    """Tell the launcher the port of a store, or why there is none; hold it open until the launcher is done."""
+    """Open a store; send the launcher its port, or the error's text. Hold the store open until the pipe closes."""
     die_with_parent(server)
     from meshwright.ranks.listening import listening_store  # imports torch, which the fork server has imported
 
@@ -138,7 +140,7 @@ def _hold_store(port: Connection, server: int) -> None:
 def _work(
     rank: int, folder: str, errors: str, num_ranks: int, attempt: int, port: int, threads: int, server: int
 ) -> None:
-    """One rank. Its parent is the fork server, which dies with the launcher."""
+    """Run one rank. The parent process is the fork server, which dies with the launcher."""
     die_with_parent(server)
     launcher = multiprocessing.parent_process()
     assert launcher is not None
@@ -146,15 +148,17 @@ def _work(
         enter_local_rank(rank, num_ranks, attempt, port)
         receive_output(Path(folder, SOCKET), rank)
         os.write(2, take_early_errors(Path(errors), os.getpid()))
-        import torch  # which the fork server has imported
+        import torch  # imported already by the fork server
 
         torch.set_num_threads(threads)
         run_launched(Path(folder))
 
 
 def _watch(workers: list[ForkServerProcess], store: ForkServerProcess, server: int) -> Death | None:
-    """The first cause among the first deaths seen, of ranks, the store, or the fork server; None when all ranks have
-    succeeded."""
+    """Wait for ranks; return the first cause among the first deaths seen (ranks, store, fork server).
+
+    Returns None after all ranks have succeeded.
+    """
     running = {worker.sentinel: rank for rank, worker in enumerate(workers)}
     while running:
         ended, deaths = wait([*running, store.sentinel]), []
@@ -166,7 +170,7 @@ def _watch(workers: list[ForkServerProcess], store: ForkServerProcess, server: i
         if (running or deaths) and store.sentinel in ended:
             store.join()
             deaths.append(Death(STORE, store.exitcode))
-        # Nobody but the fork server knows how its children ended: without it, their status is this number.
+        # Only the fork server knows its children's exit statuses: without the server, multiprocessing reports this.
         if any(death.status == _NOBODY_KNOWS for death in deaths) and (killed := _death_of(server)):
             return killed
         if deaths:
@@ -175,11 +179,11 @@ def _watch(workers: list[ForkServerProcess], store: ForkServerProcess, server: i
 
 
 def _end(workers: list[ForkServerProcess], errors: Path) -> None:
-    """Kill workers that still run: a dead rank leaves them nothing to do, and they ignore SIGTERM."""
+    """Kill workers that still run: none can go on without a dead rank, and workers ignore SIGTERM."""
     started = [worker for worker in workers if worker.pid is not None]
     for worker in started:
         worker.kill()
     for worker in started:
         worker.join()
-        take_early_errors(errors, worker.pid or 0)  # of a worker that was killed before it had the launcher's stderr
+        take_early_errors(errors, worker.pid or 0)  # left if a worker was killed before its connection
         worker.close()

@@ -1,11 +1,11 @@
-"""`run(function, ranks, **arguments)`: call a function on every rank of a layout, and collect the results.
+"""`run(function, ranks, **arguments)`: a call of one function on every rank of a layout.
 
     results = run(function, Ranks((("data", 2),)), steps=3)
     def function(rank, steps): ...     # in every rank: rank.mesh, rank.stop
 
-A function is sent as a name and its arguments as JSON, a Path and a model of pydantic (a Config) with the name of their
-class. Nothing is unpickled, and the same works through mpiexec, torchrun and srun. Train, verify, compare and calibrate
-start their ranks so.
+The function is sent as a name and the arguments as JSON. A Path or a pydantic model (a Config) is tagged with a class
+name. Nothing is unpickled. The same call works through mpiexec, torchrun and srun. Train, verify, compare and calibrate
+start ranks with `run`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Launchable(Protocol):
-    """Something that knows the ranks that it needs: a run's Config."""
+    """An object that describes the ranks it needs: a run's Config."""
 
     def ranks(self) -> Ranks:
         """Describe the ranks to start."""
@@ -50,7 +50,7 @@ class Launchable(Protocol):
 
 @runtime_checkable
 class Model(Protocol):
-    """A model of pydantic, as an argument of the function that ranks call: it can be written as JSON and read again."""
+    """A pydantic model, as an argument of the ranks' function: written as JSON and read again."""
 
     def model_dump(self, *, mode: str, by_alias: bool) -> dict[str, Any]: ...
 
@@ -60,7 +60,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Rank:
-    """A function's first argument: this rank's mesh, and `stop`, which says whether somebody asked the job to end."""
+    """The first argument of the ranks' function: this rank's mesh, and `stop`, the request to end the job."""
 
     mesh: Mesh
     environment: Environment
@@ -75,16 +75,26 @@ def run(
     fewer: Callable[[int], tuple[Ranks, Mapping[str, Any]] | None] | None = None,
     **arguments: Any,
 ) -> list[Any]:
-    """Call function(rank, **arguments) on every rank; the results in rank order, after a round trip through JSON.
+    """Call function(rank, **arguments) on every rank.
 
-    `function`: by itself or by name, `package.module:function`; it must stand in a module that a new process can
-    import, or in the script that is run. `ranks`: a number of them, the layout of a resolved config, or Ranks.
-    `transport`: of a number of ranks. `fewer(most)`: the ranks, at most so many, and the arguments with which a job
-    that lost a rank is started again; None where it cannot do with fewer. Inside another launcher (torchrun, srun,
-    mpirun) this process is one of the ranks, and the list has its result alone. Raises LaunchError with the first cause
-    and its rank, Interrupted where somebody stopped the job.
+    Inside another launcher (torchrun, srun, mpirun) this process is one of the ranks. Over `threads` any function can
+    be called, also a notebook's, and arguments and results are not converted to JSON.
 
-    Over `threads` any function will do, a notebook cell's too, and its arguments and results are passed as they are.
+    Args:
+        function: a function, or its name `package.module:function`, in a module that a new process can import or in
+            the script being run.
+        ranks: number of data-parallel ranks, a resolved config, or Ranks.
+        transport: used if `ranks` is a number.
+        fewer: fewer(most) returns at most `most` ranks, and arguments, for a restart after the loss of a rank; None if
+            the job cannot run on fewer ranks.
+        arguments: keyword arguments of the function.
+
+    Returns:
+        The results in rank order, after a round trip through JSON; only this rank's inside another launcher.
+
+    Raises:
+        LaunchError: the first cause and its rank.
+        Interrupted: a signal stopped the job.
     """
     if isinstance(ranks, int):
         ranks = Ranks((("data", ranks),), transport)
@@ -99,7 +109,7 @@ def run(
         packed = {key: _packed(value) for key, value in arguments.items()}
         status = None if ranks.status is None else str(ranks.status)
         call = {"function": name, "ranks": described, "arguments": packed}
-        # The modules that the function and the ranks' layout need, besides the entry's.
+        # Modules of the function and of the ranks' layout, in addition to the entry's.
         preload = [name.rpartition(":")[0], *ranks.modules]
         return Start(Job(_ENTRY, call, status, preload), ranks.world_size, ranks.threads)
 
@@ -119,18 +129,18 @@ def run(
 def prepare(function: str, ranks: Ranks) -> None:
     """Start the fork server for a later run(function, ranks), if its ranks will be forked.
 
-    The server imports torch and the ranks' modules while this process decides the layout.
+    The server imports torch and the ranks' modules while this process chooses the layout.
     """
     kind = TRANSPORTS[ranks.transport]
     if not (kind.in_process or kind.by_mpiexec or joined()):
         from meshwright.ranks.launch.forked import start_server
 
-        with suppress(OSError):  # run() meets the same error, and reports it
+        with suppress(OSError):  # run() gets the same error, and reports the error
             start_server(Job(_ENTRY, preload=[function.rpartition(":")[0], *ranks.modules]))
 
 
 def _run_here(function: Callable[..., Any], ranks: Ranks, arguments: Mapping[str, Any]) -> list[Any]:
-    """The ranks as threads of this process."""
+    """Run the ranks as threads of this process."""
     from meshwright.ranks.mesh import open_mesh_in
 
     if joined():
@@ -153,7 +163,7 @@ def call_on_rank(
     ranks: Mapping[str, Any],
     arguments: Mapping[str, Any],
 ) -> Any:
-    """The entry function of a rank's process: open the mesh, call the function, check what it returns."""
+    """Open the mesh, call the function, and check that JSON can hold the result. Entry function of a rank's process."""
     layout = Ranks(**{
         **ranks, "axes": tuple((name, size) for name, size in ranks["axes"]), "token_axes": tuple(ranks["token_axes"]),
         "timeout": Timeouts(**ranks["timeout"]),
@@ -175,14 +185,14 @@ def call_on_rank(
 
 @contextmanager
 def open_ranks(ranks: Ranks, environment: Environment, point: Rendezvous | None) -> Iterator[Mesh]:
-    """A context with this rank's mesh. `point`: where ranks meet; None over MPI."""
+    """Open this rank's mesh as a context. `point`: address of the ranks' store; None over MPI."""
     import torch
 
     from meshwright.ranks.mesh import open_mesh
 
     device = torch.device("cpu")
     if ranks.device == "cuda":
-        # A launcher that binds GPUs shows each rank its own GPU alone.
+        # A launcher that binds GPUs makes only one GPU visible to each rank.
         device = torch.device("cuda", environment.local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
     grid = Grid(ranks.axes, ranks.copies, ranks.nesting)
@@ -191,7 +201,7 @@ def open_ranks(ranks: Ranks, environment: Environment, point: Rendezvous | None)
 
 
 def _packed(value: Any) -> dict[str, Any]:
-    """Write an argument as JSON: a model of pydantic and a Path under a key that says so."""
+    """Convert an argument to JSON. Keys tag a pydantic model and a Path."""
     if isinstance(value, Model):
         kind = type(value)
         return {
@@ -204,7 +214,7 @@ def _packed(value: Any) -> dict[str, Any]:
 
 
 def _unpacked(packed: Mapping[str, Any]) -> Any:
-    """Read an argument of `_packed`."""
+    """Convert the JSON of `_packed` back to an argument."""
     if "model" in packed:
         kind: type[Model] = _load(packed["model"])
         return kind.model_validate(packed["fields"])
@@ -212,9 +222,9 @@ def _unpacked(packed: Mapping[str, Any]) -> Any:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name under which another process finds the function. Raises LaunchError where it has none."""
+    """Return the name for other processes to import the function. Raises LaunchError if no process can."""
     module, name = function.__module__, function.__qualname__
-    # Ranks import the script under this name, so code outside of the main guard runs in them as well.
+    # Ranks import the script under this name, so code outside of the main guard runs in every rank.
     if module == SCRIPT:
         rule = 'put what starts ranks under `if __name__ == "__main__":`'
         raise LaunchError(f"the script of {name} starts ranks while it is imported, as every rank imports it: {rule}")
@@ -230,7 +240,10 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def find(name: str) -> None:
-    """Raises LaunchError if the name leads nowhere. Imports no module that this process has not imported."""
+    """Check that the named function exists, or at least its module; raise LaunchError if not.
+
+    Imports no further module except a script.
+    """
     module_name, _, function_name = name.rpartition(":")
     if not module_name or not function_name:
         raise LaunchError(f"{name} is not of the form package.module:function")
@@ -246,7 +259,7 @@ def find(name: str) -> None:
 
 
 def _load(name: str) -> Any:
-    """The function of a name that `find` has found. Raises LaunchError where its module has none of that name."""
+    """Import the named function. Raises LaunchError if the module or the function does not exist."""
     module_name, _, function_name = name.rpartition(":")
     try:
         module = load_script(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)

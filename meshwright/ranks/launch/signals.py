@@ -1,16 +1,15 @@
-"""The launcher's signals: the first Ctrl-C asks the workers to stop softly, the second kills them.
+"""Signals of the launcher, and the stop requests of workers.
 
-SIGTERM may reach the whole process tree at once (Slurm, systemd, docker). Workers and the fork server ignore it, and
-mpiexec has it blocked: only the launcher ends processes, by SIGKILL.
+The first Ctrl-C asks the workers to stop softly: finish the step, write a checkpoint, return. The second kills the
+workers. SIGTERM may reach the whole process tree at once (Slurm, systemd, docker). Workers and the fork server ignore
+SIGTERM, and mpiexec has SIGTERM blocked: only the launcher ends processes, by SIGKILL.
 
-The request to stop softly, as a worker sees it: finish the step, write a checkpoint, return.
+Under our own launcher the request is a file in the launch folder. Unlike a signal, a file cannot be lost and cannot
+kill a worker during imports. mpiexec and torch need no different code. Inside another launcher (torchrun, srun,
+mpirun) the request is a forwarded SIGTERM, SIGINT or SIGUSR1.
 
-Under our own launcher the request is a file in the launch folder. Unlike a signal, a file cannot be lost or kill a
-worker that is still importing, and works alike under mpiexec and torch. Inside somebody else's launcher (torchrun,
-srun, mpirun) the request is SIGTERM, SIGINT or SIGUSR1, which those forward.
-
-A worker listens from its first question on, that is from its first step. Before, there is nothing to save and it may
-wait for ranks that never come: a signal then ends it at once.
+A worker listens from the first query of `StopRequest.requested` on, in the first step. Before that nothing can be
+saved, and the worker may wait for ranks that never start: a signal then ends the worker at once.
 """
 
 from __future__ import annotations
@@ -29,23 +28,24 @@ LISTENING_FILE = "listening"
 JOINED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 STOPPED_EXIT_CODE = os.EX_TEMPFAIL
-"""A run that was asked to stop, finished its step and saved ends with 75: a batch script knows to queue it again."""
+"""Exit code 75 of a run that stopped on request and saved: a batch script can queue the run again."""
 
 ECHO_SECONDS = 1.0
-"""A signal repeated so soon is the same request: torchrun and srun forward signals that workers already have."""
+"""A signal repeated within these seconds is the same request: torchrun and srun forward signals that workers have."""
 
 
 class StopRequest:
-    """Passed to the entry function. Ranks may see the request at different steps, and must agree before acting on it.
+    """A request to stop softly, passed to the entry function.
 
-    The base class is never requested from outside.
+    Ranks may observe the request at different steps, and must agree before stopping. The base class is never requested
+    from outside.
     """
 
     _requested = False
 
     @property
     def requested(self) -> bool:
-        """Whether a stop was requested; stays true. Takes a few microseconds: ask once a step."""
+        """True once a stop was requested, and from then on. Takes a few microseconds: query once a step."""
         return self._requested
 
     def request(self) -> None:
@@ -55,7 +55,7 @@ class StopRequest:
 
 @dataclass
 class FileStop(StopRequest):
-    """Requested by a file in the launch folder. The first query leaves a file that says that this attempt listens."""
+    """A stop request by a file in the launch folder. The first query writes a file: this attempt listens."""
 
     folder: Path
     attempt: int
@@ -74,9 +74,9 @@ class FileStop(StopRequest):
 
 
 class SignalStop(StopRequest):
-    """Requested by the signals of JOINED_SIGNALS, from the first query on. Main thread only.
+    """A stop request by a signal of JOINED_SIGNALS, from the first query on. Main thread only.
 
-    A second signal ends the process at once; so does the first one before the first query.
+    A second signal ends the process at once. So does any signal before the first query.
     """
 
     def __init__(self) -> None:
@@ -103,12 +103,12 @@ class SignalStop(StopRequest):
 
 
 def attempt_folder(folder: Path, attempt: int) -> Path:
-    """The folder in which the ranks of an attempt leave reports and results for the launcher."""
+    """Return the folder of an attempt's reports and results, written by ranks for the launcher."""
     return folder / f"attempt-{attempt}"
 
 
 def listens(folder: Path) -> bool:
-    """Whether the newest attempt of a launch folder's job listens to a stop request."""
+    """Return whether the newest attempt of a launch folder's job listens to a stop request."""
     attempts = sorted(folder.glob("attempt-*"), key=lambda path: int(path.name.removeprefix("attempt-")))
     return bool(attempts) and (attempts[-1] / LISTENING_FILE).exists()
 
@@ -117,22 +117,22 @@ GRACE_SECONDS = 30.0
 """Seconds for workers to finish a step and write a checkpoint before they are killed."""
 
 LAUNCHER_ECHO_SECONDS = 0.2
-"""A signal repeated so soon is the same request: `timeout` signals its child, then the child's group."""
+"""A signal repeated within these seconds is the same request: `timeout` signals its child, then the child's group."""
 
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _NOTICE = b"\nstopping after this step; once more kills the workers at once\n"
 
 
 class KillWorkers(BaseException):
-    """Raised by the launcher's signal handler: end the workers now. No Exception, so that no library swallows it."""
+    """An order to kill the workers, raised by a signal handler. No Exception, so that no library swallows the order."""
 
 
 @dataclass
 class StopSignals:
-    """A context in which the signals of _ASKING create the file that workers' StopRequest sees. Main thread only.
+    """A context that turns the signals of _ASKING into the file read by the workers' StopRequest. Main thread only.
 
-    KillWorkers is raised in the main thread by a signal before the job's first step, when there is nothing to save; by
-    a second signal; and after GRACE_SECONDS. A signal that was ignored before (nohup) stays ignored.
+    KillWorkers is raised in the main thread by a signal before the job's first step, since nothing can be saved; by a
+    second signal; and GRACE_SECONDS after the first. A signal that was ignored before (nohup) stays ignored.
     """
 
     folder: Path
@@ -155,7 +155,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGALRM:  # the time of grace is over
+        if number == signal.SIGALRM:  # GRACE_SECONDS are over
             raise KillWorkers
         if self.received is not None:
             if time.monotonic() - self._received_at < LAUNCHER_ECHO_SECONDS:
@@ -166,6 +166,6 @@ class StopSignals:
         (self.folder / STOP_FILE).touch()
         if not listens(self.folder):
             raise KillWorkers
-        with suppress(OSError):  # nobody reads our stderr any more
+        with suppress(OSError):  # our stderr is closed
             os.write(2, _NOTICE)  # print is not re-entrant
         signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS)

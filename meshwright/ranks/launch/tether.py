@@ -1,8 +1,8 @@
 """Kill a process when its parent dies, so that a launcher killed by `kill -9` leaves no orphans (Linux).
 
-Runs as a script as well, without importing meshwright: `python -I -S tether.py PARENT FILE COMMAND...` writes its id
-to FILE and becomes COMMAND, which is killed when PARENT dies, and which no request to stop reaches: those are blocked,
-not ignored, since mpiexec has handlers of its own, and unblocks everything for the ranks that it starts.
+Also a script that does not import meshwright: `python -I -S tether.py PARENT FILE COMMAND...` writes the process id to
+FILE and executes COMMAND. COMMAND is killed when PARENT dies. Signals that request a stop are blocked, not ignored,
+since mpiexec installs handlers of its own, and unblocks all signals for the ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def die_with_parent(parent: int | None) -> None:
-    """Ask the kernel for SIGKILL when the parent process dies; survives exec. Does nothing outside of Linux.
+    """Ask the kernel for SIGKILL when the parent process dies, also after exec. Does nothing outside of Linux.
 
-    `parent`: the expected parent's id; this process ends if that one has died already. None: any parent.
+    `parent`: the expected parent's id; this process ends if the parent is another one, since the expected one is dead.
+    None: any parent.
     """
     if sys.platform != "linux":
         return
@@ -32,14 +33,14 @@ def die_with_parent(parent: int | None) -> None:
 
 
 def die_with_starter(file: Path) -> None:
-    """Die with the parent, as `die_with_parent`; end at once if the process whose id is in `file` is dead.
+    """Call `die_with_parent`; end this process at once if the process with the id in `file` is dead.
 
-    A rank that mpiexec has just started may lose mpiexec before the rank has asked the kernel: it would wait for ever.
+    mpiexec may die after the start of a rank and before the rank's call to the kernel: the rank would wait for ever.
     """
     die_with_parent(None)
     if sys.platform == "linux":
         try:
-            # The name stands in brackets before the state, and may hold spaces and brackets itself.
+            # The process's name precedes the state, in brackets, and may contain spaces and brackets.
             state = Path(f"/proc/{file.read_text()}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             state = ""

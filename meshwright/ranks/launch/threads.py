@@ -1,7 +1,7 @@
-"""Ranks as threads of this process: one runs at a time (ranks/thread_world.py).
+"""Ranks as threads of this process, one running at a time (ranks/thread_world.py).
 
-Functions need no importable name and results no JSON: a notebook's function works, and a breakpoint in one rank stops
-the others. Ranks share the process: one killed rank ends all.
+Functions need no importable name and results no JSON, so a notebook's function can be run. A breakpoint in one rank
+stops the others. All ranks share the process: none can be killed alone.
 """
 
 from __future__ import annotations
@@ -21,17 +21,24 @@ if TYPE_CHECKING:
     from meshwright.ranks.thread_world import ThreadWorld
 
 _LOOK_SECONDS = 0.2
-"""Seconds of the starting thread's naps: Python runs signal handlers when it wakes."""
+"""Seconds between two wake-ups of the starting thread: Python runs signal handlers at a wake-up."""
 
 
 def run_threads(
     work: Callable[[Environment, ThreadWorld], Any], num_ranks: int, threads: int, device: str = "cpu"
 ) -> list[Any]:
-    """Call work(environment, world) in a thread for each rank, with `threads` CPU threads of torch's; what each
-    returned, in rank order. `device`: of all ranks; cuda: the process's current GPU.
+    """Call work(environment, world) in one thread per rank; return the results in rank order.
 
-    Raises LaunchError for the first rank that raised, from its exception. An exception in the caller's wait (Ctrl-C)
-    ends ranks at their next wait for each other.
+    An exception in the caller's wait (Ctrl-C) ends ranks when they next wait for each other.
+
+    Args:
+        work: the function that every rank calls.
+        num_ranks: number of ranks.
+        threads: torch's CPU threads of each rank.
+        device: device of all ranks; cuda is the process's current GPU.
+
+    Raises:
+        LaunchError: the first rank that raised an exception, and from that exception.
     """
     import torch
 
@@ -45,11 +52,11 @@ def run_threads(
     def live(rank: int) -> None:
         torch.set_num_threads(threads)
         try:
-            # Backward passes stay in their rank's thread: torch has one thread for all passes of a GPU, and a rank that
-            # waited there for another would keep that rank's pass from starting.
+            # GPU backward passes run in the rank's own thread. torch has one thread for all passes of a GPU: a rank
+            # that waited in that thread would block the awaited rank's pass.
             with world.turn(rank), torch.autograd.set_multithreading_enabled(device == "cpu"):
                 results[rank] = work(Environment(rank, num_ranks, rank, num_ranks, 0, "none", launched=True), world)
-        except BaseException:  # the world keeps the exception for the starting thread
+        except BaseException:  # `world` keeps the exception for the starting thread
             return
 
     ranks = [threading.Thread(target=live, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(num_ranks)]
@@ -57,7 +64,7 @@ def run_threads(
         thread.start()
     try:
         for thread in ranks:
-            # Short joins: a signal handler runs only when this thread wakes.
+            # Short joins, since a signal handler runs only when this thread wakes.
             while thread.is_alive():
                 thread.join(_LOOK_SECONDS)
     except BaseException as error:
@@ -76,9 +83,9 @@ def run_threads(
 def launch_threads(
     work: Callable[[Environment, ThreadWorld, StopRequest], Any], num_ranks: int, threads: int, device: str = "cpu"
 ) -> list[Any]:
-    """`run_threads` of a job that may be asked to stop: by the launcher's signals, in the main thread.
+    """Call `run_threads` for a job that the launcher's signals can stop. Outside the main thread no signal can.
 
-    Raises Interrupted if it was.
+    Raises Interrupted after a stop by a signal.
     """
     if threading.current_thread() is not threading.main_thread():
         return run_threads(

@@ -1,6 +1,6 @@
-"""One rank's process: calls the job's entry function, listens to stop requests, reports an exception, and exits.
+"""One rank's process, which calls the job's entry function, listens to stop requests, and reports an exception.
 
-The job is a function's name and arguments, in the launch folder as JSON (no pickle).
+The job is a function's name and arguments, stored in the launch folder as JSON (no pickle).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from meshwright.ranks.machine import keep_freed_memory
 from meshwright.ranks.streams import flush, say
 
 Entry = Callable[..., object]
-"""Called as entry(environment, stop, **arguments); its return value is the rank's result, and must be JSON."""
+"""A function entry(environment, stop, **arguments). The return value is the rank's result, and must be JSON."""
 
 _FILE = "job.json"
 
 
 @dataclass(frozen=True)
 class Job:
-    """`entry`: `package.module:function`; `arguments`: its keyword arguments, as JSON.
+    """A function for ranks to call. `entry`: `package.module:function`. `arguments`: keyword arguments, as JSON.
 
-    `status`: the folder of ranks' records (hang.py). None: the launch folder, which is removed with the launcher.
-    `preload`: modules that the ranks will import, beside the entry's: once for all where they are forked.
+    `status`: the folder of ranks' records (hang.py). None: the launch folder, which the launcher removes at the end.
+    `preload`: modules imported by the ranks in addition to the entry's; forked ranks share one import in the server.
     """
 
     entry: str
@@ -45,7 +45,7 @@ class Job:
     preload: Sequence[str] = ()
 
     def resolve(self) -> Entry:
-        """Import the entry function. Raises LaunchError if there is none of that name."""
+        """Import the entry function. Raises LaunchError if the module has no such function."""
         module_name, _, name = self.entry.partition(":")
         if not module_name or not name:
             raise LaunchError(f"entry {self.entry} is not of the form package.module:function")
@@ -56,35 +56,35 @@ class Job:
         return entry
 
     def write(self, folder: Path) -> None:
-        """Write the job into a launch folder, for its workers."""
+        """Write the job into a launch folder, for the workers."""
         (folder / _FILE).write_text(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> Job:
-        """The job that the launcher left in `folder`."""
+        """Read the job that the launcher wrote into `folder`."""
         return cls(**json.loads((folder / _FILE).read_text()))
 
 
 def joined() -> bool:
-    """Whether another launcher (torchrun, srun, mpirun) started this process as one rank of a job."""
+    """Return whether another launcher (torchrun, srun, mpirun) started this process as one rank of a job."""
     return read_environment().launcher != "none"
 
 
 def run_worker(job: Job, threads: int) -> Any:
-    """Run `job` as this very process, which another launcher started: the counterpart of `launch` where `joined()`.
+    """Run `job` in this process, which another launcher started, and return this rank's result.
 
-    Returns this rank's result.
+    The counterpart of `launch` if `joined()`. SIGTERM, SIGINT and SIGUSR1 ask for a soft stop. The process then exits
+    with STOPPED_EXIT_CODE, since Slurm would take 0 for a job that is done. Under torchrun's agent it returns instead
+    and ends with 0, since the agent would restart a rank with another code.
 
-    SIGTERM, SIGINT and SIGUSR1 ask for a soft stop, after which the process exits with STOPPED_EXIT_CODE: Slurm would
-    take 0 for a job that is done. Under torchrun's agent with 0, since that would start a failed rank again. An
-    exception is printed once, with its rank, and ends the process with code 1 without waiting for its peers (MPI's
-    exit handler would), so that the outer launcher ends the job.
+    An exception is printed once, with the rank, and ends the process with code 1, so that the outer launcher ends the
+    job. The exit does not wait for peers, as MPI's exit handler would.
     """
     import torch
 
     torch.set_num_threads(threads)
     keep_freed_memory()
-    if has_agent():  # else a rank whose agent alone was killed would train on, and occupy its node
+    if has_agent():  # else a rank would train on, and occupy the node, after a kill of the agent alone
         die_with_parent(None)
     environment = replace(read_environment(), status_folder=None if job.status is None else Path(job.status))
     stop = SignalStop()
@@ -105,14 +105,14 @@ def run_worker(job: Job, threads: int) -> Any:
 
 
 def run_launched(folder: Path) -> None:
-    """Run the job in `folder`, for our launcher, which waits for this process."""
+    """Run the job in `folder` for our own launcher, which waits for this process."""
     ignore_stop_signals()
     keep_freed_memory()
     job = Job.read(folder)
     environment = replace(read_environment(), status_folder=Path(job.status or folder), launched=True)
     try:
         result = job.resolve()(environment, FileStop(folder, environment.attempt), **job.arguments)
-        # As `read_results` reads it.
+        # The file is read by `read_results`.
         target = attempt_folder(folder, environment.attempt) / f"result-{environment.rank}.json"
         target.parent.mkdir(exist_ok=True)
         target.write_text(json.dumps(result))
@@ -122,7 +122,7 @@ def run_launched(folder: Path) -> None:
             return
         Report.of(environment.rank, error).write(folder, environment.attempt)
         flush(sys.stdout, sys.stderr)
-        # A lone rank need not linger: no other rank's death should be seen first.
+        # The only rank of a job need not linger: no other rank's death can precede.
         if environment.world_size > 1:
             time.sleep(LINGER_SECONDS)
         os._exit(1)
@@ -131,8 +131,8 @@ def run_launched(folder: Path) -> None:
 def ignore_stop_signals() -> None:
     """Ignore signals that ask a job to stop, under our own launcher.
 
-    A terminal sends Ctrl-C and hang-up to the whole process group; Slurm, systemd and docker send SIGTERM to all
-    processes of a job. The launcher turns them into a soft stop, and ends workers by SIGKILL.
+    A terminal sends Ctrl-C and hang-up to the whole process group. Slurm, systemd and docker send SIGTERM to all
+    processes of a job. The launcher turns these signals into a soft stop, and ends workers by SIGKILL.
     """
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
