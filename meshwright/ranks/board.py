@@ -1,13 +1,13 @@
-"""A board: notes that ranks leave for one rank from background threads, independent of all collectives.
+"""Board: notes from background threads of all ranks to one rank, independent of collectives.
 
 Collectives belong to the step's thread: neither a process group nor MPI may be used from a second thread.
 
-| transport        | a note is               | who collects notes                                                     |
-|------------------|-------------------------|------------------------------------------------------------------------|
-| torch            | a key of the job's store | sleeps in one request, which the store answers when the last has come |
-| MPI, one process | a file in a folder      | looks for each rank's, in rank order                                   |
+| transport        | a note is                | the collecting rank                                                |
+|------------------|--------------------------|--------------------------------------------------------------------|
+| torch            | a key of the job's store | sleeps in one request, answered by the store after the last note   |
+| MPI, one process | a file in a folder       | polls for the note of each rank, in rank order                     |
 
-A store's client is a socket behind a lock, so a board opens its own client. Each note is collected once.
+A store's client is a socket behind a lock, so a board opens a client of its own. Each note is collected once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Protocol
 import torch.distributed as dist
 
 _MOST_PAUSE_SECONDS = 0.25
-"""Seconds between two looks at a folder, which a thousand ranks may poll."""
+"""Largest number of seconds between two polls of a folder, which a thousand ranks may poll."""
 
 
 class Board(Protocol):
-    """Notes by name. Raises OSError if a note cannot be written, or does not come within `seconds`."""
+    """Notes by name. Raises OSError if a note cannot be written, or is missing after `seconds`."""
 
     def post(self, name: str, text: str) -> None: ...
 
@@ -35,7 +35,7 @@ class Board(Protocol):
 
 @dataclass(frozen=True)
 class StoreBoard:
-    """Notes in the job's store, through a client that nobody else uses."""
+    """Notes in the job's store, through a client for this board alone."""
 
     store: dist.Store
 
@@ -48,8 +48,7 @@ class StoreBoard:
     def collect(self, names: Sequence[str], seconds: float) -> list[str]:
         names = list(names)
         try:
-            # One request that the store answers when the last note has come: a thousand ranks that asked in turn would
-            # load it.
+            # One request, answered after the last note: repeated requests about a thousand ranks would load the store.
             self.store.wait(names, timedelta(seconds=seconds))
             texts = [note.decode() for note in self.store.multi_get(names)]
             for name in names:
@@ -64,7 +63,7 @@ class StoreBoard:
 
 @dataclass(frozen=True)
 class FolderBoard:
-    """Notes as files in a folder that all ranks see."""
+    """Notes as files in a folder that all ranks can read."""
 
     folder: Path
 
@@ -72,7 +71,7 @@ class FolderBoard:
         path = self.folder / name
         draft = path.with_suffix(".draft")
         draft.write_text(text, encoding="utf-8")
-        # A rename is one step: nobody reads half a note.
+        # A rename is atomic, so that no rank reads half a note.
         draft.rename(path)
 
     def collect(self, names: Sequence[str], seconds: float) -> list[str]:
@@ -86,11 +85,11 @@ class FolderBoard:
 
 
 def await_path(path: Path, seconds: float) -> None:
-    """Return when another rank has made `path`. Raises TimeoutError after `seconds`, or if its folder is gone."""
+    """Return when another rank has made `path`. Raises TimeoutError after `seconds`, or if the folder is gone."""
     deadline, pause = time.monotonic() + seconds, 0.005
     while not path.exists():
         if time.monotonic() > deadline or not path.parent.exists():
             raise TimeoutError(f"{path} was never finished")
         time.sleep(pause)
-        # Short pauses first, since the note usually comes at once; longer ones while a slow disk is waited for.
+        # Short pauses first, since the note is usually there soon; longer pauses for a slow disk.
         pause = min(2 * pause, _MOST_PAUSE_SECONDS)

@@ -1,4 +1,4 @@
-"""The mistakes a user can make, as exceptions whose text says what, where and what to do."""
+"""Exceptions for a user's mistakes. Each text names the mistake, the place and the remedy."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ NOTHING = "nothing"
 
 
 class MeshwrightError(Exception):
-    """Base of every error that is the user's to mend: the command line prints its text, not a traceback."""
+    """Base of every error that the user can mend: the command line prints the text, not a traceback."""
 
     restartable: ClassVar[bool] = False
-    """Whether the same run, started again from its newest checkpoint, may succeed: then `restarts` apply.
+    """True if the same run, started again from the newest checkpoint, may succeed: then `restarts` apply.
 
-    False for most: a wrong config, a damaged file or a diverging run is the same the next time."""
+    False for most: a wrong config, a damaged file or a diverging run would fail again."""
 
     exit_code = 1
-    """The exit code of the command that raises it."""
+    """The exit code of a command that raises the error."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake in a config: the field, what it holds, the rule it breaks, and what would work.
+    """One mistake in a config: the field, the value, the broken rule, and valid values.
 
-    `reads`: further fields that it rests on. Where one of them is mistaken itself, it is not reported. `mend`: its
-    remedies, if the text of `valid` has them for people alone; `remedies.of_problem` has all.
+    `reads`: further fields that the rule reads; a problem of one of these hides this problem. `mend`: remedies that
+    `valid` states only as text for people; `remedies.of_problem` returns all remedies.
     """
 
     field: str
@@ -48,31 +48,31 @@ class Problem:
 
 
 class ConfigError(MeshwrightError):
-    """A run that cannot start: every mistake found, one a line."""
+    """A config with mistakes, so that the run cannot start: every mistake found, one a line."""
 
     exit_code = 2
-    """A command with a wrong option ends with the same: nothing was begun."""
+    """The same code as for a wrong command-line option: nothing was begun."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
-        """Exceptions are made again from their message, by default, which another process would take for problems."""
+        """Pickle the problems. By default an exception is rebuilt from its message, which is no list of problems."""
         return type(self), (self.problems,)
 
     @classmethod
     def of(cls, field: str, value: object, rule: str, valid: str = "") -> ConfigError:
-        """A config error with a single problem."""
+        """Make a config error with a single problem."""
         return cls([Problem(field, value, rule, valid)])
 
 
 class PluginError(MeshwrightError):
-    """A strategy of another package that cannot be used: names the package, its entry point and the cause."""
+    """A strategy of another package that cannot be used: names the package, the entry point and the cause."""
 
 
 class SumError(MeshwrightError):
-    """A layout whose sums cannot be right: names the module, the axis and what would mend it, before ranks start."""
+    """A layout with wrong sums, found before ranks start: names the module, the axis and the remedy."""
 
 
 class DataError(MeshwrightError):
@@ -84,7 +84,7 @@ class CheckpointError(MeshwrightError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose files are not what was written, or do not hold together."""
+    """A checkpoint with files that differ from the written ones, or that contradict each other."""
 
 
 class LaunchError(MeshwrightError):
@@ -92,35 +92,35 @@ class LaunchError(MeshwrightError):
 
 
 class LostRankError(LaunchError):
-    """A rank that others were connected to is gone: names it and its host. A restart goes on without a mistake of its
-    own."""
+    """A lost rank that others were connected to: names the rank and the host. A restart may succeed, since the run
+    itself made no mistake."""
 
     restartable: ClassVar[bool] = True
 
 
 class DivergedError(MeshwrightError):
-    """A run whose numbers are no numbers any more: names the first parameter that is not finite, and its rank."""
+    """A run with values that are not finite: names the first such parameter, and the rank."""
 
 
 class CorruptionError(MeshwrightError):
-    """Ranks that must hold the same bits do not: names the odd one. A restart goes on from a checkpoint before it."""
+    """Different bits on ranks that must hold equal bits: names the odd rank. A restart uses an earlier checkpoint."""
 
     restartable: ClassVar[bool] = True
 
 
 class MismatchError(MeshwrightError):
-    """A layout that does not compute what one device computes."""
+    """A layout with results that differ from one device's."""
 
 
 class UndecidedError(MeshwrightError):
-    """A comparison without a difference that does not show that two runs are equal: says what was not there."""
+    """A comparison without a difference, but incomplete, so that equality is not shown: names the missing parts."""
 
     exit_code = 3
     """Neither equal (0) nor different (1), and no wrong option (2)."""
 
 
 class ParityError(MeshwrightError):
-    """A check of parity that cannot be carried out: says what the two programs lack for it."""
+    """A parity check that cannot be carried out: names the parts that the two programs lack."""
 
 
 class ZeroGradientError(MeshwrightError):

@@ -1,7 +1,7 @@
-"""Ranks' records, and the one message on a job in which a rank has waited too long for another.
+"""Records of ranks, and one message on a job in which a rank has waited too long for another.
 
-Blamed are the ranks that others wait for and that wait for nobody themselves: they compute, are stopped, have ended, or
-were never there. Where every rank waits, ranks have begun different collectives under one number, or wait in a circle.
+The message blames awaited ranks that wait for no other rank. Such ranks compute, are stopped, have ended, or never
+started. If every rank waits, ranks have begun different collectives under one number, or wait in a circle.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ State = Literal["running", "hung", "ended"]
 
 @dataclass(frozen=True)
 class Record:
-    """A rank's record. `seconds`: when it was written, by the host's monotonic clock; `time`: by the time of day.
+    """A rank's record. `seconds`: time of writing, by the host's monotonic clock; `time`: by the time of day.
 
     `limit_seconds`: the rank's timeout. A rank that gave up adds `stacks` (by thread name) and `stopped`: the ranks of
-    its host that a signal has stopped.
+    the same host that a signal has stopped.
     """
 
     rank: int
@@ -43,11 +43,11 @@ class Record:
     stopped: list[int] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
-        """Replace the rank's record; readers see the old one or the new one."""
+        """Replace the rank's record atomically: readers get the old record or the new one."""
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"rank-{self.rank}.partial"
         write_fresh(partial, json.dumps(asdict(self)))
-        # A rename is one step on one file system, so that no reader meets half a record.
+        # A rename is atomic on one file system, so that no reader gets half a record.
         partial.rename(partial.with_suffix(".json"))
 
     @classmethod
@@ -60,27 +60,29 @@ class Record:
 
 
 def read_records(folder: Path, attempt: int | None = None) -> list[Record]:
-    """The records of an attempt in the order of ranks; by default of the newest attempt that left any."""
+    """Read the records of an attempt in rank order; by default of the newest attempt with records."""
     records = []
     for path in folder.glob("rank-*.json"):
-        with suppress(FileNotFoundError):  # a new run has cleared the folder meanwhile
+        with suppress(FileNotFoundError):  # a new run has cleared the folder
             records.append(Record.read(path))
     chosen = max((record.attempt for record in records), default=0) if attempt is None else attempt
     return sorted((record for record in records if record.attempt == chosen), key=lambda record: record.rank)
 
 
 def process_state(pid: int) -> str:
-    """A process's state as Linux writes it: R runs, S sleeps, T and t are stopped by SIGSTOP or a debugger, Z has ended
-    and nobody has waited for it. Empty where there is no such process, or no Linux."""
+    """Return Linux's letter for a process's state; empty if there is no such process, or no Linux.
+
+    R runs, S sleeps, T and t are stopped by SIGSTOP or a debugger, Z has ended and was not reaped.
+    """
     try:
-        # The name stands in brackets before the state, and may hold spaces and brackets itself.
+        # The process's name precedes the state, in brackets, and may contain spaces and brackets.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
 
 
 def clear_records(folder: Path) -> None:
-    """Remove what an earlier job left."""
+    """Remove the records and marks of an earlier job."""
     for path in (*folder.glob("rank-*.json"), *folder.glob("rank-*.partial"), *folder.glob("hung-*")):
         path.unlink(missing_ok=True)
 
@@ -92,44 +94,44 @@ _FAILED_TO = {
     "exchange": "exchanged nothing",
     DEVICE: "gives the devices of others nothing to go on with,",
 }
-"""The late rank's failure, by the verb in which another rank waits for it; all other verbs are collectives."""
+"""The late rank's failure, by the verb of the rank that waits; all other verbs are collectives."""
 
 MOST_LINES = 16
-"""The most ranks that a message names, so that one about a thousand ranks is readable."""
+"""Largest number of ranks named in a message, so that a message about a thousand ranks is readable."""
 
 
 def names_of(ranks: Sequence[Any], text: Callable[[Any], str] = str) -> str:
-    """The first ranks, or hosts, by name: 0, 1, 2, ..."""
+    """List the first MOST_LINES ranks or hosts by name: 0, 1, 2, ..."""
     return ", ".join(map(text, ranks[:MOST_LINES])) + (", ..." if len(ranks) > MOST_LINES else "")
 
 
 def absent(missing: Collection[int], world_size: int, seconds: float) -> str:
-    """The message on ranks that have not come to the start of the job."""
+    """Write the message on ranks that are missing at the start of the job."""
     came = f"{world_size - len(missing)} of {world_size} ranks came to the start within {seconds:g} s (timeout.join)"
     return f"{came}; missing: rank {names_of(sorted(missing))}"
 
 
 def explain_hang(records: Sequence[Record]) -> str | None:
-    """The message on a job in which a rank has given up; None where none has."""
+    """Write the message on a job in which a rank has given up; None if no rank has."""
     hung = [record for record in records if record.state == "hung"]
     if not hung:
         return None
     known = {record.rank: record for record in records}
     missed: defaultdict[int, list[Record]] = defaultdict(list)
-    """By awaited rank: the records of the ranks whose longest wait is for it."""
+    """By awaited rank: the records of ranks with a longest wait for that rank."""
     for record in hung:
-        # Only the longest wait: it is what holds the rank up.
+        # Only the longest wait, which delays the rank.
         for wait in record.where.waiting[:1]:
             for rank in wait.ranks:
                 if rank != record.rank and not _has_come(known.get(rank), wait):
                     missed[rank].append(record)
-    # An awaited rank that waits itself is held up by another rank, and is not the cause.
+    # An awaited rank that waits is delayed by another rank, and is not the cause.
     held_up = {record.rank for record in hung if record.where.waiting}
     causes = [rank for rank in sorted(missed) if rank not in held_up]
-    # Devices that all wait say nothing of who is late: hosts do not see inside of them.
+    # If all ranks wait for devices, no rank can be blamed: hosts cannot observe kernels.
     on_devices = all(wait.verb == DEVICE for record in hung for wait in record.where.waiting[:1])
     blamed = causes or ([] if on_devices else sorted(missed))
-    # Only where all wait: a rank that computes or is gone explains a hang by itself.
+    # Only if all ranks wait: a rank that computes or is gone explains a hang.
     parted = "" if causes else _parted(hung)
     if on_devices and not causes:
         parted = "all hosts wait for their devices, in which a kernel does not end: between them nothing is carried"
@@ -141,7 +143,7 @@ def explain_hang(records: Sequence[Record]) -> str | None:
         late += f": the network between {names_of(hosts)} carries nothing, or was too slow"
     why = f" (timeout: {limit:g} s)" if limit else ""
     first = f"no progress: {lines[0]}{why}" if lines else late
-    # The blamed first: a reader of a thousand lines sees the first sixteen.
+    # Blamed ranks first, since only the first MOST_LINES are printed.
     others = [record.rank for record in hung if record.rank not in blamed]
     details = [f"  {_where(rank, known.get(rank), hung)}" for rank in [*blamed, *others]]
     left_out = [f"  and {len(details) - MOST_LINES} more ranks"] if len(details) > MOST_LINES else []
@@ -154,7 +156,7 @@ def explain_hang(records: Sequence[Record]) -> str | None:
 
 
 def _has_come(record: Record | None, wait: Waiting) -> bool:
-    """Whether a rank has begun the collective that another rank waits in. Always False for messages (number 0)."""
+    """Return whether a rank has begun the collective awaited by another rank. False for messages (number 0)."""
     if record is None or not wait.number:
         return False
     begun = record.where.begun.get(wait.axis, ())
@@ -164,7 +166,7 @@ def _has_come(record: Record | None, wait: Waiting) -> bool:
 
 
 def _parted(hung: Sequence[Record]) -> str:
-    """A sentence on the first number under which ranks have begun different collectives; empty if none."""
+    """Write a sentence on the first number under which ranks have begun different collectives; empty if none."""
     for record, wait in ((waiter, wait) for waiter in hung for wait in waiter.where.waiting[:1]):
         for other in hung:
             for number, verb, size in other.where.begun.get(wait.axis, ()):
@@ -176,7 +178,7 @@ def _parted(hung: Sequence[Record]) -> str:
 
 
 def _accusation(rank: int, waiting: Sequence[Record], known: dict[int, Record]) -> str:
-    """A line on a rank that others wait for, and who they are."""
+    """Write a line on an awaited rank and the waiting ranks."""
     host = f" ({known[rank].host})" if rank in known else ""
     wait = max((record.where.waiting[0] for record in waiting), key=lambda wait: wait.seconds)
     failed = f"{_FAILED_TO[wait.verb]} on axis {wait.axis}" if wait.verb in _FAILED_TO else f"did not come to {wait}"
@@ -186,7 +188,7 @@ def _accusation(rank: int, waiting: Sequence[Record], known: dict[int, Record]) 
 
 
 def _where(rank: int, record: Record | None, hung: Sequence[Record]) -> str:
-    """A line on one rank: what it is doing, or was doing when last heard of."""
+    """Write a line on one rank's current or last known activity."""
     if record is None:
         return f"rank {rank} has left no record: it never started, or its host cannot write to the status folder"
     name = f"rank {rank} ({record.host}, process {record.pid})"
@@ -195,7 +197,7 @@ def _where(rank: int, record: Record | None, hung: Sequence[Record]) -> str:
     if record.state == "running":
         stopped = any(rank in other.stopped for other in hung)
         state = "; its process was stopped (SIGSTOP)" if stopped else ""
-        # Monotonic clocks compare on one host only; of a rank on another host only its silence is known.
+        # Monotonic clocks compare on one host only, so the age of another host's record is unknown.
         ages = [other.seconds - record.seconds for other in hung if other.host == record.host]
         age = f"was last heard of {max(ages):.0f} s ago" if ages else "gave no answer; it was last heard of"
         return f"{name} {age} in {record.where}{state}"
@@ -206,5 +208,5 @@ def _where(rank: int, record: Record | None, hung: Sequence[Record]) -> str:
 
 
 def _since(wait: Waiting) -> str:
-    """Empty below one second: ranks that are threads detect a deadlock at once."""
+    """Write a wait's seconds; empty below one second, since ranks that are threads detect a deadlock at once."""
     return f" for {wait.seconds:.0f} s" if wait.seconds >= 1 else ""

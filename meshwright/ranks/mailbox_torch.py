@@ -1,17 +1,17 @@
 """Mailboxes over torch.distributed: gloo between hosts, NCCL between GPUs.
 
-Each link has one process group per direction, so that no message waits behind one of the other direction.
+Each link has one process group per direction, so that no message waits for one of the other direction.
 
 gloo reports a message only to a waiting call: one thread per link and direction waits, and fills the inbox.
 
-An NCCL receive that is enqueued before its message exists spins on the GPU until then, and enough of them, on streams
-that share a hardware queue with what they wait for, never end. So the host knows first:
+An NCCL receive that is enqueued before the message exists spins on the GPU. Several such receives can deadlock, if
+their streams share a hardware queue with the awaited kernels. So a header from host to host announces each message:
 
-    sender      packs on its device ── when that is done: enqueues the send, and the header goes to the other host
-    receiver    has the header ── enqueues the receive ── when that is done: the message has come
+    sender      packs on the device ── after the packing: enqueues the send, and sends the header to the other host
+    receiver    has the header ── enqueues the receive ── after the receive: the message has arrived
 
-Both ends enqueue a link's transfers in the order of the sender's headers, and each finds its partner there or nearly.
-What came first is as true as between hosts: a header leaves when its tensors exist.
+Both ends enqueue a link's transfers in the order of the sender's headers, so no transfer waits long for the other end.
+The order of arrival means the same as between hosts: a header is sent after the tensors exist.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ JOIN_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Channel:
-    """The link to a neighbour: one process group of the two ranks per direction; the neighbour is `peer` in both."""
+    """A link to a neighbour: two process groups of the two ranks, one per direction. `peer`: the neighbour's index."""
 
     peer: int
     outgoing: dist.ProcessGroup
     incoming: dist.ProcessGroup
 
     def send(self, buffer: Tensor, *, batched: bool = False) -> Work:
-        """`batched`: as a batch of one, which uses the group's communicator; a plain isend would make another one."""
+        """Begin to send. `batched`: as a batch of one, over the group's communicator; isend would make another one."""
         if batched:
             batch = [dist.P2POp(dist.isend, buffer, group=self.outgoing, group_peer=self.peer)]
             return dist.batch_isend_irecv(batch)[0]
@@ -54,7 +54,7 @@ class Channel:
         return work
 
     def receive(self, buffer: Tensor, *, batched: bool = False) -> Work:
-        """`batched`: as a batch of one, as the neighbour sends it."""
+        """Begin to receive. `batched`: as a batch of one, if the neighbour sends a batch."""
         if batched:
             batch = [dist.P2POp(dist.irecv, buffer, group=self.incoming, group_peer=self.peer)]
             return dist.batch_isend_irecv(batch)[0]
@@ -64,8 +64,8 @@ class Channel:
 
 
 class Waiter:
-    """A thread that waits for `works` in turn; calls `done` with each work's buffer, `failed` with an exception. None
-    among the works ends it."""
+    """A thread that waits for `works` in turn. Calls `done` with each work's buffer, or `failed` with the exception.
+    None among the works ends the thread."""
 
     def __init__(self, name: str, done: Callable[[Tensor], None], failed: Callable[[Exception], None]) -> None:
         self.done = done
@@ -80,12 +80,12 @@ class Waiter:
             try:
                 work.wait()
                 self.done(buffer)
-            # All exceptions: one raised in a thread would only be printed, and the rank would wait for ever.
+            # All exceptions: Python only prints one raised in a thread, and the rank would wait for ever.
             except Exception as error:
                 self.failed(error)
             finally:
                 self.works.task_done()
-            del entry, work, buffer  # else the last message would live until the next one
+            del entry, work, buffer  # else the last message's memory is kept until the next message
 
 
 class GlooMailbox(PackedMailbox):
@@ -115,7 +115,7 @@ class GlooMailbox(PackedMailbox):
         return Waiter(f"{self.axis} {what} {side}", done, failed)
 
     def _post(self, side: Side) -> None:
-        # Between devices the header alone comes from host to host.
+        # Between devices only the header is sent from host to host.
         buffer = self.new_buffer(side) if self.header_bytes else torch.empty(2, dtype=torch.int64)
         self._receivers[side].works.put((self.channels[side].receive(buffer), buffer))
 
@@ -124,7 +124,7 @@ class GlooMailbox(PackedMailbox):
 
     def _arrived(self) -> list[Packet]:
         arrivals = []
-        while not self._inbox.empty():  # nobody else takes out of it
+        while not self._inbox.empty():  # only this thread takes packets
             arrivals.append(self._checked(self._inbox.get()))
         return arrivals
 
@@ -139,7 +139,7 @@ class GlooMailbox(PackedMailbox):
 
     def _flush(self) -> None:
         for sender in self._senders.values():
-            # queue.join counts task_done calls, so a failed work ends it as well.
+            # queue.join counts task_done calls, which failed works make too.
             sender.works.join()
         if self._failures:
             self._checked(None)
@@ -149,26 +149,26 @@ class GlooMailbox(PackedMailbox):
         for waiter in waiters:
             waiter.works.put(None)
         for waiter in waiters:
-            # With a limit: a failed neighbour's message never comes, and its thread is left as a daemon.
+            # With a limit: a thread that waits for a failed neighbour's message never ends, and remains as a daemon.
             waiter.thread.join(JOIN_SECONDS)
 
 
 class NcclLinks:
-    """NCCL's sends and receives: per link and direction one stream and one communicator. Each returns at once, with its
-    end as an event.
+    """NCCL's sends and receives, with one stream and one communicator per link and direction.
 
-    They are batches of one: an isend by itself would need another communicator, which is born at its first use.
+    Each call returns at once, with an event for the end of the transfer. Transfers are batches of one: a plain isend
+    would need another communicator, created at the first use.
     """
 
     def __init__(self, channels: Mapping[Side, Channel], device: torch.device) -> None:
         self.channels = channels
         self.device = device
-        # Of high priority, as NCCL's own (`carry_messages_first`).
+        # High priority, as NCCL's own streams (`carry_messages_first`).
         self._in_streams = {side: torch.cuda.Stream(device, priority=-1) for side in channels}
         self._out_streams = {side: torch.cuda.Stream(device, priority=-1) for side in channels}
 
     def mark(self) -> Event:
-        """The event after all work enqueued so far."""
+        """Record an event after all work enqueued so far."""
         return torch.cuda.current_stream(self.device).record_event()
 
     def send(self, to: Side, buffer: Tensor) -> Event:
@@ -179,15 +179,15 @@ class NcclLinks:
     def receive(self, side: Side, new_buffer: Callable[[], Tensor]) -> tuple[Event, Tensor]:
         compute = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self._in_streams[side]):
-            buffer = new_buffer()  # from this stream's memory: the other stream's might be in use by its kernels
-            # Without this, memory freed while the compute stream still reads would go to the next message.
+            buffer = new_buffer()  # from this stream's memory: kernels may use the compute stream's
+            # Without this, the next message could overwrite freed memory that the compute stream still reads.
             buffer.record_stream(compute)
             self.channels[side].receive(buffer, batched=True).wait()
             return self.mark(), buffer
 
 
 class DeviceMailbox(GlooMailbox):
-    """Tensors go from device to device, behind headers that go from host to host."""
+    """A mailbox that sends headers from host to host, and tensors from device to device."""
 
     header_bytes = 0
 
@@ -201,16 +201,16 @@ class DeviceMailbox(GlooMailbox):
         self._coming: dict[Side, deque[tuple[Event, Packet]]] = {side: deque() for side in channels}
 
     def _dispatch(self, to: Side, header: Tensor, buffer: Tensor) -> None:
-        # Not sent yet: the header promises that the tensors exist, so it leaves when the device has passed here.
+        # Not sent yet: the header announces existing tensors, so the header waits until the device has packed them.
         self._packed[to].append((self.links.mark(), header, buffer))
         self._move()
 
     def _move(self) -> None:
-        """Begin transfers whose tensors exist (here, or at the sender), and release finished sends."""
+        """Begin sends of packed tensors and receives of announced tensors, and release finished sends."""
         for side, packed in self._packed.items():
             while packed and packed[0][0].query():
                 _, header, buffer = packed.popleft()
-                # The send is enqueued before its header leaves, in the order in which the receiver will enqueue.
+                # Enqueue the send before sending its header, in the order in which the receiver enqueues receives.
                 self._leaving[side].append((self.links.send(side, buffer), buffer))
                 super()._dispatch(side, header, header)
             _take_past(self._leaving[side])
@@ -223,7 +223,7 @@ class DeviceMailbox(GlooMailbox):
         return [packet for coming in self._coming.values() for packet in _take_past(coming)]
 
     def _next_arrivals(self) -> list[Packet]:
-        return PackedMailbox._next_arrivals(self)  # what is packed must leave meanwhile
+        return PackedMailbox._next_arrivals(self)  # this loop also sends packed messages
 
     def _flush(self) -> None:
         while any(self._packed.values()) or any(self._leaving.values()):
@@ -233,7 +233,7 @@ class DeviceMailbox(GlooMailbox):
 
 
 def _take_past(transfers: deque[tuple[Event, Any]]) -> list[Any]:
-    """Remove and return the finished ones: they finish in the order in which they began."""
+    """Remove and return the finished transfers, which finish in the order of their start."""
     past = []
     while transfers and transfers[0][0].query():
         past.append(transfers.popleft()[1])

@@ -1,8 +1,8 @@
-"""Peers: each rank's host, and the address from which it reached the job's store.
+"""Peers: each rank's host, and the address from which the rank reached the job's store.
 
-gloo resolves its own host's name and tells the others to connect to that address. Debian's installer writes `127.0.1.1
-HOST` into /etc/hosts, so every host would name itself, and ranks of different hosts never meet. All ranks have just
-reached the store, so gloo is given the interface of that connection.
+By default gloo resolves the host's own name and publishes that address to the other ranks. Debian's installer writes
+`127.0.1.1 HOST` into /etc/hosts: every host would publish a loopback address, and ranks of different hosts could not
+connect. All ranks have just reached the store, so gloo gets the interface of that connection.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.ranks.hang import names_of
 LOOPBACK = "127.0.0.1"
 
 _SIOCGIFADDR = 0x8915
-"""Linux's question for an interface's IPv4 address."""
+"""Linux's ioctl request for an interface's IPv4 address."""
 
 _GLOO_PEER = re.compile(r"gloo.*?\[([\da-fA-F.:]+)\]:\d+", re.DOTALL)
 _CAUSE = re.compile(r"(Connection \w+(?: by peer)?|Broken pipe|No route to host|timed out|Network is unreachable)")
@@ -33,10 +33,10 @@ _CAUSE = re.compile(r"(Connection \w+(?: by peer)?|Broken pipe|No route to host|
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank as registered at the store. `address`: its own end of that connection, `reached`: the store's.
+    """A rank as registered at the store. `address`: the rank's end of that connection; `reached`: the store's end.
 
-    Both are empty for the rank that opened the store. `device`: the type of what it computes on. `attempt`: the
-    restarts that its own launcher has counted. `process`: tells it from the same rank of another attempt.
+    Both are empty for the rank that opened the store. `device`: type of the rank's device. `attempt`: restarts counted
+    by the rank's own launcher. `process`: random, and different for the same rank of another attempt.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class Peer:
 
     @classmethod
     def connected(cls, rank: int, connection: socket.socket | None) -> Peer:
-        """This process, by its connection to the store (None: it opened the store)."""
+        """Describe this process by a connection to the store; None if this process opened the store."""
         if connection is None:
             return cls(rank, socket.gethostname())
         own, other = connection.getsockname()[0], connection.getpeername()[0]
@@ -57,7 +57,7 @@ class Peer:
 
     @property
     def far(self) -> bool:
-        """Whether the rank came over a network: other hosts can reach its address."""
+        """True if the rank connected over a network, so that other hosts can reach the address."""
         return bool(self.address) and not ip_address(self.address.partition("%")[0]).is_loopback
 
     def to_json(self) -> str:
@@ -70,41 +70,43 @@ class Peer:
 
 @dataclass(frozen=True)
 class Peers:
-    """All ranks of the job in order, as rank `me` sees them."""
+    """All ranks of the job in order, and this rank's number `me`."""
 
     ranks: Sequence[Peer]
     me: int
 
     @property
     def attempt(self) -> int:
-        """A number that grows with each start of the job: the sum of the ranks' counts. torchrun's agents each count
-        failures of their own node, so neither a single count nor the greatest need grow."""
+        """The sum of the ranks' counts of restarts, which grows with each start of the job.
+
+        Each agent of torchrun counts failures of one node, so neither a single count nor the greatest need grow.
+        """
         return sum(peer.attempt for peer in self.ranks)
 
     @property
     def address(self) -> str:
-        """The address at which the others reach this rank; empty where all are on one host.
+        """The address at which other ranks reach this rank; empty if all ranks are on one host.
 
-        A rank on the store's host came by loopback: others reach that host at the store's address.
+        A rank on the store's host connected over loopback: others reach that host at the store's address.
         """
         far = [peer for peer in self.ranks if peer.far]
         mine = self.ranks[self.me]
         if not far:
             return ""
-        # A loopback address is useless to other hosts; an address that one of them has reached serves all.
+        # Other hosts cannot use a loopback address; an address reached by one of them serves all.
         return mine.address if mine.far else far[0].reached
 
     @contextmanager
     def named_when_lost(self) -> Iterator[None]:
-        """A context that turns gloo's error on a broken connection into one that names the lost rank."""
+        """Turn gloo's error on a broken connection, inside the context, into an error that names the lost rank."""
         try:
             yield
         except RuntimeError as error:
-            # gloo raises nothing narrower. Other errors have no peer's address in their text.
+            # gloo raises no narrower class. Texts of other errors contain no peer's address.
             found, cause = _GLOO_PEER.search(str(error)), _CAUSE.search(str(error))
             if found is None:
                 raise
-            # A rank on the store's host has the host's address; several ranks may share one.
+            # A rank on the store's host has that host's address; several ranks may share an address.
             at = {peer.rank: peer.address if peer.far else Peers(self.ranks, peer.rank).address for peer in self.ranks}
             there = [peer for peer in self.ranks if at[peer.rank] == found[1] and peer.rank != self.me]
             who = names_of([peer.rank for peer in there], lambda rank: f"rank {rank} on {self.ranks[rank].host}")
@@ -115,9 +117,9 @@ class Peers:
 
 
 def interface_at(address: str) -> str | None:
-    """The name of this host's interface that has the address; None where none has, as behind a NAT."""
+    """Return the name of this host's interface with the address; None if there is none, as behind a NAT."""
     if ":" in address:
-        # The kernel's table writes an address as 32 digits without colons, and `%interface` is no part of it.
+        # The kernel's table writes an address as 32 digits without colons and without `%interface`.
         wanted = f"{int(ip_address(address.partition('%')[0])):032x}"
         with suppress(OSError):
             rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]

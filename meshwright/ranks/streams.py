@@ -1,4 +1,4 @@
-"""This process's standard streams, which may be closed from the start or break at any time."""
+"""Standard streams of this process, which may be closed from the start or break at any time."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import sys
 from typing import TextIO
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Control characters but tab and line feed; of Unicode's those that end a line or turn the direction of a text."""
+"""Control characters except tab and line feed; Unicode characters that end a line or change a text's direction."""
 
 
 def visible(text: str) -> str:
-    """Write control characters as escapes: a file's name or a learned text moves no cursor and hides no letter."""
+    """Replace control characters by escapes, so that a file's name or a learned text cannot move the cursor."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def say(*words: object, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
-    """Print words that may be somebody else's: with `visible` control characters, to a stream that may break."""
+    """Print words from any source: control characters made `visible`, to a stream that may break."""
     text = " ".join(map(str, words))
     print(visible(text), file=PatientStream(sys.stdout if file is None else file), end=end, flush=flush)
 
 
 class PatientStream(io.TextIOBase):
-    """A stream that outlives its reader: when it breaks (`| head`, a full disk, a lost terminal) it falls silent.
+    """A stream that is muted, without an error, when it breaks (`| head`, a full disk, a lost terminal).
 
-    A character that the stream's encoding lacks is written as its escape.
+    Characters missing from the stream's encoding are written as escapes.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -43,7 +43,7 @@ class PatientStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """The stream's encoding: rich draws its boxes of letters where the encoding has no lines."""
+        """The stream's encoding: rich draws boxes with letters if the encoding has no lines."""
         return self._stream.encoding
 
     def flush(self) -> None:
@@ -57,7 +57,7 @@ class PatientStream(io.TextIOBase):
 
 
 def flush(*streams: TextIO) -> None:
-    """Flush the streams; one that cannot be written to any more falls silent."""
+    """Flush the streams; mute a stream that can no longer be written to."""
     for stream in streams:
         try:
             stream.flush()
@@ -66,28 +66,32 @@ def flush(*streams: TextIO) -> None:
 
 
 def mute(stream: TextIO) -> None:
-    """Send what the stream still holds, and all that follows, nowhere; or Python fails at the process's end."""
+    """Discard the stream's buffered and later output. Without this Python fails at the process's end."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    # Under the same descriptor, so that what Python and C still hold for it goes nowhere, too.
+    # Under the same descriptor, so that the buffers of Python and C are discarded too.
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def escape_unknown_characters() -> None:
-    """Have stdout and stderr write a character that their encoding lacks as its escape, instead of ending the process:
-    a path, or a text that a model has learned, may hold any character."""
+    """Make stdout and stderr write escapes for characters missing from the encoding, instead of raising.
+
+    A path, or a text learned by a model, may contain any character.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def open_closed_streams() -> None:
-    """Give this process silent streams for those that it was started without (`>&-`): else the next file that anything
-    opens gets a stream's number, and receives what is printed."""
+    """Open null streams in place of standard streams closed at the start (`>&-`).
+
+    Else the next opened file gets a standard stream's descriptor, and receives printed output.
+    """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)

@@ -1,9 +1,8 @@
-"""The verbs and the mailbox of ranks that are threads of one process (thread_world.py): copies in its memory,
-or in the memory of its GPU.
+"""Verbs and mailbox of ranks that are threads of one process (thread_world.py): copies in host or GPU memory.
 
-Each rank hands its tensors to its group's next call; the last member to come moves and adds for all. A sum adds values
-in the members' order, half precision in float32, whatever the order of arrival. Messages are copied into a queue when
-sent.
+Each rank passes tensors to the group's next call. The last calling member moves and adds the data of all members. A sum
+adds values in member order, whatever the order of arrival; half precision is added in float32. Messages are copied into
+a queue when sent.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _OPPOSITE: dict[Side, Side] = {"before": "after", "after": "before"}
 
 
 def _flat(x: Tensor) -> Tensor:
-    """The tensor's memory as a flat tensor without autograd, as a library would receive into it."""
+    """View the tensor's memory as a flat tensor without autograd, as a library would receive data."""
     return x.data.view(-1)
 
 
@@ -40,7 +39,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Arrival:
-    """Work that is done when all members have come to the call."""
+    """Work that is done when all members have called."""
 
     world: ThreadWorld
     rank: int
@@ -55,7 +54,7 @@ class _Arrival:
 
 
 class ThreadComm(RecordedComm):
-    """`name`: the group's, unique in its world."""
+    """The verbs of a group of threads. `name`: the group's name, unique in the world."""
 
     def __init__(self, group: RankGroup, world: ThreadWorld, name: object) -> None:
         super().__init__(group)
@@ -76,7 +75,7 @@ class ThreadComm(RecordedComm):
 
     def _sum(self, x: Tensor, root: int | None) -> Work:
         def act(everyones: Sequence[Tensor]) -> None:
-            # Summed in the first receiver's memory; the other receivers get a copy of its bits.
+            # Summed in the first receiver's memory; the sum is copied to the other receivers.
             total = everyones[root or 0]
             add_up(everyones, total)
             for own in everyones if root is None else ():
@@ -131,10 +130,10 @@ class ThreadComm(RecordedComm):
     def _message(self, sent: Sent, received: Sent) -> Work:
         letters = self.world.letters
         for x, to in sent:
-            # A copy: the sender may change its tensor before the receiver's turn comes.
+            # A copy, since the sender may change the tensor before the receiver's turn.
             letters[self._name, self.index, to, next(self._sent[to])] = _flat(x).clone()
             self.world.wake([self.ranks[to]])
-        # Numbered here: several may be under way, and each is of the source's next tensor that nobody awaits yet.
+        # Numbered now, not in wait(): of several pending receives, each takes the source's next tensor.
         awaited = [(into, (self._name, source, self.index, next(self._received[source]))) for into, source in received]
 
         def receive() -> None:
@@ -146,9 +145,9 @@ class ThreadComm(RecordedComm):
 
 
 class ThreadMailbox(PackedMailbox):
-    """Messages lie in a queue of the receiving rank. `name`: the axis's, unique in its world."""
+    """A mailbox with one queue per receiving rank. `name`: the axis's name, unique in the world."""
 
-    # Beside the buffer: reading a header out of GPU memory would make the host wait for the device.
+    # No header in the buffer: reading one from GPU memory would make the host wait for the device.
     header_bytes = 0
 
     def __init__(self, group: RankGroup, world: ThreadWorld, name: object) -> None:
@@ -162,8 +161,8 @@ class ThreadMailbox(PackedMailbox):
         self.world.wake([self.neighbours[to]])
 
     def _arrived(self) -> list[Packet]:
-        # A queue needs no receives, but their number limits how many messages may be taken: a neighbour may be an epoch
-        # ahead, whose messages must wait.
+        # A queue needs no posted receives. Their number still limits the messages taken: a neighbour may be an epoch
+        # ahead, and messages of the next epoch must wait.
         may_come, taken, left = dict(self._posted), [], []
         for packet in self._inbox:
             if may_come[packet.side]:

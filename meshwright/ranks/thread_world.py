@@ -1,9 +1,10 @@
-"""The world of ranks that are threads of one process, of which one runs at a time.
+"""World of ranks that are threads of one process, one running at a time.
 
-A rank holds the world's turn until it waits for another rank. So a breakpoint stops all ranks, each rank has its own
-torch random state and default dtype (which a process has once), and a run does not depend on scheduling. When every
-rank waits for another, the world detects it at once, without a timeout, and ends all ranks with a message that names
-who waits in which call. A rank that raises ends the others at their next wait.
+A rank holds the world's turn, a lock, until the rank waits for another. So a breakpoint stops all ranks, and a run does
+not depend on scheduling. torch's random state and default dtype exist once per process: the world saves and restores a
+copy for each rank. If every rank waits for another, the world detects the deadlock at once, without a timeout. All
+ranks then end with a message that names each waiting rank and its call. A rank that raises ends the others when they
+next wait.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.ranks.hang import Record, explain_hang
 
 Act = Callable[[Sequence[Any]], None]
-"""The data movement of a collective: called by the last member to come, with all members' arguments in member order."""
+"""Data movement of a collective, called by the last member that calls, with all members' arguments in member order."""
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """torch's process-wide settings that a rank may change, saved while it does not have the turn.
+    """torch's process-wide settings of one rank, saved while another rank has the turn.
 
-    `on_device`: the random state of `device`, the ranks' GPU (None on the host); `random`: the host's.
+    `random`: the host's random state. `on_device`: the random state of `device`, the ranks' GPU; None on the host.
     """
 
     device: torch.device
@@ -55,9 +56,10 @@ class _Settings:
 
 @dataclass
 class Meeting:
-    """The collectives of one group: the n-th calls of all members are one collective. `ended`: how many are over.
+    """The collectives of one group: the n-th calls of all members are one collective.
 
-    `waiting`: of those that are not, by number: the verb, and what each member that has come gave.
+    `ended`: number of complete collectives. `waiting`: the incomplete ones by number: the verb, and the arguments by
+    member index of the members that have called.
     """
 
     size: int
@@ -65,9 +67,20 @@ class Meeting:
     waiting: dict[int, tuple[str, dict[int, Any]]] = field(default_factory=dict)
 
     def come(self, number: int, verb: str, index: int, given: object, act: Act) -> bool:
-        """Member `index` comes to call `number`. True if it is the last, which completes the call.
+        """Record the call `number` of one member; the last member's call moves the data.
 
-        Raises LaunchError where another member is in another verb there.
+        Args:
+            number: index of the collective in the group.
+            verb: the member's verb.
+            index: the member.
+            given: the member's arguments for `act`.
+            act: the data movement.
+
+        Returns:
+            True if all members have called.
+
+        Raises:
+            LaunchError: another member called another verb under this number.
         """
         called, gifts = self.waiting.setdefault(number, (verb, {}))
         if called != verb:
@@ -75,9 +88,9 @@ class Meeting:
         gifts[index] = given
         if len(gifts) < self.size:
             return False
-        # Deleted before the movement, which may raise: no other rank may then come to the call.
+        # Deleted before the movement, so that after an exception no other rank can join the call.
         del self.waiting[number]
-        # no_grad: the movement runs in the last member's thread, whose autograd must not record other ranks' tensors.
+        # no_grad: the movement runs in the last member's thread, and its autograd must not record other ranks' tensors.
         with torch.no_grad():
             act([gifts[member] for member in range(self.size)])
         self.ended += 1
@@ -85,11 +98,11 @@ class Meeting:
 
 
 class ThreadWorld:
-    """`size` ranks, each a thread that lives inside `turn`. `device`: the one device of all of them. On a GPU they
-    compute in one stream, so that what a rank enqueues comes after what the ranks before it have enqueued. `failure`:
-    the first rank that raised, and what it raised; rank -1: all of them, who wait for each other.
+    """`size` ranks, each a thread inside `turn`. `device`: the device of all ranks.
 
-    All else is called by the rank whose turn it is.
+    On a GPU all ranks compute in one stream: kernels run in the order in which the ranks enqueue them. `failure`: the
+    first rank that raised, and the exception; rank -1: a deadlock of all ranks, or `stop`. Only the rank with the turn
+    may call methods, except `stop`.
     """
 
     def __init__(self, size: int, device: torch.device = torch.device("cpu")) -> None:
@@ -101,19 +114,22 @@ class ThreadWorld:
         self._turn = threading.Lock()
         self._woken = [threading.Condition(self._turn) for _ in range(size)]
         self._ready: dict[int, Callable[[], bool]] = {}
-        """By waiting rank: a function that says whether it may go on."""
+        """By waiting rank: a function that returns True if the rank can continue."""
         self._aside: set[int] = set()
         self._left: set[int] = set()
         self.meetings: dict[object, Meeting] = {}
-        """By group, shared by its members."""
+        """By group name; members of a group share one."""
         self.queues: defaultdict[object, deque[Any]] = defaultdict(deque)
-        """Messages not yet taken, by axis and receiver."""
+        """Unread messages, by axis and receiver."""
         self.letters: dict[object, Tensor] = {}
-        """Tensors sent and not yet received, by group, sender, receiver and number."""
+        """Sent tensors until their receipt, by group, sender, receiver and number."""
 
     @contextmanager
     def turn(self, rank: int) -> Iterator[None]:
-        """A rank's life: entered when no other runs, with the settings of the world's maker, restored at its end."""
+        """Run a rank as a context: enter when no other rank runs, with torch's settings at the world's creation.
+
+        Restores the settings at the end.
+        """
         with self._turn:
             self._settings.put_back()
             try:
@@ -132,7 +148,7 @@ class ThreadWorld:
             own = _Settings.now(self.device)
             self._ready[rank] = ready
             self._end_if_all_wait()
-            # A woken rank may find that another rank has already taken what it was woken for.
+            # Check again after a wake-up: another rank may have taken the awaited message first.
             while self.failure is None and not ready():
                 self._woken[rank].wait()
             del self._ready[rank]
@@ -142,15 +158,15 @@ class ThreadWorld:
             raise LostRankError(f"rank {failed} failed: {error}" if failed >= 0 else str(error)) from error
 
     def wake(self, ranks: Sequence[int]) -> None:
-        """Let these waiting ranks check whether they may go on."""
+        """Let waiting ranks check their conditions again."""
         for rank in ranks:
             self._woken[rank].notify()
 
     @contextmanager
     def aside(self, rank: int) -> Iterator[None]:
-        """A context in which other ranks run while this one waits for a thread that is no rank."""
+        """Release the turn inside the context, so that other ranks run while this one waits for a thread of its own."""
         own = _Settings.now(self.device)
-        # Counted separately: while a rank is set aside, it is no deadlock that all others wait.
+        # Counted separately: while a rank is aside, waits of all others are no deadlock.
         self._aside.add(rank)
         self._turn.release()
         try:
@@ -161,7 +177,7 @@ class ThreadWorld:
             own.put_back()
 
     def stop(self, error: BaseException) -> None:
-        """End all ranks at their next wait. Called by a thread that is no rank."""
+        """End every rank at the rank's next wait. Called by a thread that is no rank."""
         with self._turn:
             self._fail(-1, error)
 
@@ -171,9 +187,9 @@ class ThreadWorld:
             self.wake(range(self.size))
 
     def _end_if_all_wait(self) -> None:
-        """A rank that is set aside or has not begun may still wake another rank."""
+        """End all ranks if all live ranks wait. A rank that is aside or has not begun may still wake another rank."""
         alive = self.size - len(self._left)
-        # Exact: only a running rank can make another one ready, and none runs.
+        # No false alarm: only a running rank can make another rank ready, and none runs.
         if 0 < len(self._ready) == alive and not self._aside and not any(ready() for ready in self._ready.values()):
             host, here = socket.gethostname(), os.getpid()
             records = [

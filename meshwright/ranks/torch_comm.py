@@ -1,14 +1,15 @@
-"""torch.distributed: its verbs, its process groups, and how the ranks of a job open it. gloo on CPUs, NCCL on GPUs.
+"""Transport over torch.distributed: verbs, process groups, and the start of a job. gloo on CPUs, NCCL on GPUs.
 
-Under NCCL every group has a gloo half as well: tensors on the host go over gloo, those on the device over NCCL. What
-hosts tell each other (headers, decisions, reports, barriers) lies on the host, and waits for no device.
+Under NCCL every group also has a gloo backend: host tensors are sent over gloo, device tensors over NCCL. Headers,
+decisions, reports and barriers are host tensors, and wait for no device.
 
-gloo sends through sockets, in threads that take a core from the ranks that compute. So ranks of one node whose tensors
-lie on the host share a window (window_comm.py); several nodes, and ranks that may not share memory, use gloo's verbs.
+gloo sends through sockets, in threads that take a core from computing ranks. So ranks of one node with tensors on the
+host share a window (window_comm.py). Several nodes, and ranks that may not share memory, use gloo's verbs.
 
-An NCCL communicator is born at its first use, on the host, by all of its members together: one that met another first
-would wait for ever. So each is born where its group is made, which its members do together, by one small sum; and what
-two of them send each other is a batch, which takes the group's communicator instead of one for the pair.
+NCCL creates a communicator at the first use, in a call on the host that waits for all members. Members that first use
+two communicators in different orders would wait for ever. So one small sum creates a communicator together with its
+group, in an order that all members share. Messages of two members are batches, which use the group's communicator
+instead of one for the pair.
 """
 
 from __future__ import annotations
@@ -41,17 +42,19 @@ from meshwright.ranks.window_comm import WindowComm
 
 try:
     from torch.distributed import all_gather_single, reduce_scatter_single
-except ImportError:  # before torch 2.13 these had other names
+except ImportError:  # names before torch 2.13
     from torch.distributed import all_gather_into_tensor as all_gather_single
     from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
 
 TORCH_MARGIN_SECONDS = 60.0
-"""By how much torch's timeouts exceed the watchdog's, whose message says more."""
+"""Seconds by which torch's timeouts exceed the watchdog's, since the watchdog's message says more."""
 
 
 class TorchComm(RecordedComm):
-    """A group's verbs over a process group of the same ranks in the same order. Begun verbs progress in gloo's threads,
-    or in NCCL's stream."""
+    """A group's verbs over a process group of the same ranks in the same order.
+
+    Verbs progress in gloo's threads, or in NCCL's stream.
+    """
 
     def __init__(self, group: RankGroup, process_group: dist.ProcessGroup) -> None:
         super().__init__(group)
@@ -77,9 +80,10 @@ class TorchComm(RecordedComm):
         return dist.gather(part.view(-1), parts, group_dst=root, group=self.process_group, async_op=True)
 
     def _sum_own_piece(self, part: Tensor, pieces: Tensor) -> Work:
-        """A reduce-scatter in which each rank sends the others their pieces [n, k], and sums its own in a fixed order.
+        """Reduce-scatter `pieces` [n, k]: send piece j to rank j, and sum the received pieces in a fixed order.
 
-        gloo's is its all-reduce on a copy: twice the bytes, and 2 to 3 times the seconds of this at 2 and 4 ranks.
+        gloo's own reduce-scatter is an all-reduce on a copy: twice the bytes, and 2 to 3 times the seconds of this one
+        at 2 and 4 ranks.
         """
         received = pieces.new_empty(self.size - 1, part.numel())
         others = [(self.index + step) % self.size for step in range(1, self.size)]
@@ -127,7 +131,7 @@ class TorchWindowComm(WindowComm, TorchComm):
         TorchComm.__init__(self, group, process_group)
         self._use(window)
         self._under_way = TorchComm(group, process_group)
-        self._under_way._numbers = self._numbers  # one axis's calls are counted together
+        self._under_way._numbers = self._numbers  # one count for all calls of an axis
 
     def under_way(self) -> TorchComm:
         return self._under_way
@@ -135,9 +139,9 @@ class TorchWindowComm(WindowComm, TorchComm):
 
 @dataclass(frozen=True)
 class TorchTransport(Transport):
-    """Groups of a process that has joined its job's process group. `timeout`: torch's own, for every group.
+    """The groups of a process that has joined the job's process group. `timeout`: torch's own, for every group.
 
-    `device`: of the tensors that ranks send each other. `births`: whether to make communicators with groups.
+    `device`: device of the sent tensors. `births`: True to create NCCL communicators together with groups.
     """
 
     timeout: timedelta
@@ -154,14 +158,14 @@ class TorchTransport(Transport):
         return self._comm(group, self._process_group(group.axis, group.ranks, group.index))
 
     def _comm(self, group: RankGroup, process_group: dist.ProcessGroup) -> TorchComm:
-        """Over a window where tensors are on hosts and the ranks share a node; else gloo's or NCCL's verbs."""
+        """Make a comm over a window if tensors are on the host and the ranks share a node; else over gloo or NCCL."""
         if self.births:
             return TorchComm(group, process_group)
-        # Opening a window sends texts that are no part of training, so not in the ledger.
+        # Texts sent to open a window are no part of training, and not recorded in the ledger.
         uncounted = TorchComm(replace(group, ledger=Ledger(), recorder=FlightRecorder()), process_group)
         try:
             window = open_window(group, lambda text: all_texts(text, uncounted))
-        except LaunchError:  # on every member alike
+        except LaunchError:  # on every member
             window = None
         return TorchComm(group, process_group) if window is None else TorchWindowComm(group, process_group, window)
 
@@ -174,8 +178,10 @@ class TorchTransport(Transport):
         return GlooMailbox(group, channels)
 
     def _channels(self, group: RankGroup) -> dict[Side, Channel]:
-        """The channels to the neighbours. The rank before is connected first, so that all along the axis can; in a ring
-        the first connects to the last after all others have."""
+        """Open the channels to the neighbours: the rank before first, so that ranks do not wait in a circle.
+
+        In a ring the first and the last rank open their common channel last.
+        """
         channels: dict[Side, Channel] = {}
         places = neighbours_of(group)
         for side in sorted(places, key=lambda side: (side == "before") == (places[side] > group.index)):
@@ -191,21 +197,25 @@ class TorchTransport(Transport):
 
     def board(self, folder: Path) -> Board:
         c10d: Any = dist.distributed_c10d
-        # A clone is a connection of its own: the store's client has a lock, behind which a long wait would hold up
-        # others.
+        # A clone has a connection of its own: a long wait holds the lock of the store's client.
         return StoreBoard(c10d._get_default_store().clone())
 
     def born(self, process_group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The group, its communicator made by a first collective, in which all members meet."""
+        """Create the group's communicator by a first collective of all members; return the group."""
         if self.births:
             dist.all_reduce(torch.zeros(1, device=self.device), group=process_group)
         return process_group
 
     def _process_group(self, name: str, ranks: tuple[int, ...], index: int) -> dist.ProcessGroup:
-        """A process group made by its members alone, under `name`: stages may ask for different groups.
+        """Make a process group with a call of the members alone, since stages may need different groups.
 
-        `dist.new_group(use_local_synchronization=True)` names a group by the number of groups its maker has, so ranks
-        that have asked for different axes before would wait under different names.
+        `dist.new_group(use_local_synchronization=True)` names a group by the calling rank's number of groups. Ranks
+        with different earlier groups would wait under different names.
+
+        Args:
+            name: part of the group's key in the store, with the ranks.
+            ranks: the members, in order.
+            index: this rank's index among the members.
         """
         c10d: Any = dist.distributed_c10d
         backend, store = dist.Backend(dist.get_backend()), c10d._get_default_store()
@@ -213,7 +223,7 @@ class TorchTransport(Transport):
         group, _ = c10d._new_process_group_helper(
             len(ranks), index, list(ranks), backend, store, met_as, timeout=self.timeout
         )
-        # `group_peer` and `group_dst` are looked up here, which new_group would have filled in.
+        # torch looks up `group_peer` and `group_dst` here; new_group would have filled this in.
         c10d._world.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
         assert isinstance(group, dist.ProcessGroup), f"rank {ranks[index]} is not in its own group {met_as}"
         return self.born(group)
@@ -228,14 +238,18 @@ class TorchTransport(Transport):
 def open_torch(
     environment: Environment, device: torch.device, point: Rendezvous, recorder: FlightRecorder, timeout: Timeouts
 ) -> TorchTransport:
-    """Join the job's store at `point`, and its process group. Raises LaunchError that names missing ranks, and
-    LostRankError for a rank that came and cannot be reached."""
-    # Longer than the watchdog's, which names the missing rank; torch's own message names a healthy one.
+    """Join the job's store at `point`, and the job's process group.
+
+    Raises:
+        LaunchError: names ranks that did not join.
+        LostRankError: names a rank that joined and cannot be reached.
+    """
+    # Longer than the watchdog's timeout: the watchdog names the missing rank, torch's own message a healthy one.
     patience = timedelta(seconds=timeout.wait + TORCH_MARGIN_SECONDS)
     store, peers = comm_store.join_job(environment, point, timeout.join, device.type)
-    # Ranks of one host talk over loopback, at which no other host can connect.
+    # Ranks of one host connect over loopback, so that no other host can connect.
     if interface := interface_at(peers.address or LOOPBACK):
-        # Before the process group exists: gloo and NCCL read it as they connect.
+        # Before the process group exists, since gloo and NCCL read the interface when they connect.
         use_interface(interface, local=not peers.address)
     if device.type == "cuda":
         carry_messages_first()
@@ -246,5 +260,5 @@ def open_torch(
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=patience,
-        )  # no device_id: with one, NCCL makes groups by splitting the world, which needs every rank of it
+        )  # no device_id: with one, NCCL makes groups by splitting the world, which needs every rank
     return TorchTransport(patience, device, births=device.type == "cuda", peers=peers)

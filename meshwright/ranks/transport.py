@@ -1,4 +1,4 @@
-"""Transport: makes a rank's comms and mailboxes."""
+"""Transport: the maker of a rank's comms, mailboxes and board."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from meshwright.ranks.mailbox import Mailbox
 
 
 class Transport:
-    """Makes the comm over a group of ranks, the mailbox along an axis, a board for all ranks. Each is called by the
-    group's ranks alone. This class is a single process's, whose groups all have one rank.
+    """The maker of comms over groups of ranks, mailboxes along axes, and a board for all ranks.
 
-    TorchTransport (gloo, NCCL), MpiTransport and ThreadTransport connect ranks; LedgerTransport is a planned job's.
+    Only the ranks of a group call the methods for that group. This class serves a single process, in which every group
+    has one rank. TorchTransport (gloo, NCCL), MpiTransport and ThreadTransport connect ranks; LedgerTransport serves a
+    planned job.
     """
 
     def comm(self, group: RankGroup) -> Comm:
@@ -28,30 +29,32 @@ class Transport:
         return Mailbox(group.axis)
 
     def board(self, folder: Path) -> Board:
-        """Notes between background threads. `folder`: one that all ranks see, for transports without a store."""
-        # MPI and a single process have no store, but always a folder that all ranks see.
+        """Make a board for background threads. `folder`: readable by all ranks, for transports without a store."""
+        # MPI and a single process have no store, but always a folder that all ranks can read.
         return FolderBoard(folder)
 
     def host_copy(self, payload_bytes: int, *, to_host: bool) -> Work:
-        """Announce a copy between this rank's device and its host's memory, which a plan counts.
+        """Announce a copy between device and host memory of this rank, so that a plan counts the copy.
 
         Args:
-            payload_bytes: of the copy.
+            payload_bytes: bytes of the copy.
             to_host: True from the device, False to the device.
         """
         return DONE
 
     def named_when_lost(self) -> AbstractContextManager[None]:
-        """A context in which the library's error on a broken connection becomes one that names the rank."""
+        """Make a context that turns the library's error on a broken connection into one that names the rank."""
         return nullcontext()
 
     def aside(self) -> AbstractContextManager[None]:
-        """A context in which this rank waits for its own thread and calls no verb: ranks of its process run
-        meanwhile."""
+        """Make a context in which this rank waits for a thread of its own and calls no verb.
+
+        Other ranks of the process run meanwhile.
+        """
         return nullcontext()
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
-        """Poll `ready` with sleeps in between: for events that come by several ways."""
+        """Poll `ready` with sleeps in between, for events from several sources."""
         while not ready():
             time.sleep(NAP_SECONDS)
 

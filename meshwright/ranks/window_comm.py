@@ -1,22 +1,23 @@
-"""The verbs of ranks that share a window (window.py): everyone writes, all meet, everyone reads.
+"""Verbs of ranks that share a window (window.py): every member writes, all meet, every member reads.
 
-| verb                         | a rank writes | meetings | then it reads                                           |
-|------------------------------|---------------|----------|---------------------------------------------------------|
-| all-reduce, reduce: small    | all           | 1        | all of everybody's, and adds it up (reduce: the root)   |
-| all-reduce, reduce           | all           | 2        | its piece of everybody's; then all sums (or: the root)  |
-| reduce-scatter, all-to-all   | all           | 1        | its piece of everybody's                                |
-| all-gather, gather           | its part      | 1        | everybody's (gather: the root)                          |
-| broadcast, scatter: the root | all           | 1        | all; its piece                                          |
-| all-reduce, in shared memory | nothing       | 3        | its piece of everybody's; then all sums                 |
-| reduce-scatter, likewise     | nothing       | 2        | its piece of everybody's                                |
+| verb                         | a rank writes | meetings | then reads                                               |
+|------------------------------|---------------|----------|----------------------------------------------------------|
+| all-reduce, reduce: small    | all           | 1        | all of every member, and adds (reduce: only the root)    |
+| all-reduce, reduce           | all           | 2        | own piece of every member; then all sums (reduce: root)  |
+| reduce-scatter, all-to-all   | all           | 1        | own piece of every member                                |
+| all-gather, gather           | own part      | 1        | all parts (gather: only the root)                        |
+| broadcast, scatter: the root | all           | 1        | all; own piece                                           |
+| all-reduce, in shared memory | nothing       | 3        | own piece of every member; then all sums                 |
+| reduce-scatter, likewise     | nothing       | 2        | own piece of every member                                |
 
-Sums in shared memory (`Comm.zeros`) that every member has begun by the first meeting share the meetings: with more
-ranks than cores a meeting costs the turn of the last rank, and a step's buckets would each pay three.
+Several sums in shared memory (`Comm.zeros`) share the meetings, as far as every member has begun the sums by the first
+meeting. With more ranks than cores a meeting waits for the last rank's turn on a core, and each bucket of a step would
+otherwise need three meetings.
 
-A sum adds the members' values in their order, whoever came first: its bits are the same on all of them and in every
-run. Half precision is added in float32. Payloads beyond a slot go in pieces, one behind the other.
+A sum adds values in member order, whatever the order of arrival: all members and all runs get equal bits. Half
+precision is added in float32. Payloads larger than a slot are sent in pieces, one after another.
 
-What two ranks send each other, and all-to-alls of unequal pieces, stay the transport's own.
+Messages of two ranks, and all-to-alls with unequal pieces, use the transport's own verbs.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from meshwright.ranks.window import SLOT_BYTES, SharedWindow
 HALF = (torch.float16, torch.bfloat16)
 
 SMALL_BYTES = 2**16
-"""Up to so many bytes each rank sums everything itself: a second meeting costs more than the sum."""
+"""Largest bytes of a payload that each rank sums whole, since a second meeting would cost more than the sum."""
 
 CALLS = ("barrier", "assemble", *VERBS)
-"""Verbs by number: a meeting's members must be in the same one."""
+"""Verbs by number: all members of a meeting must run the same verb."""
 
 ADDED_AT_ONCE = 2**14
 """Elements summed at once, so that the sum stays in a core's cache."""
@@ -46,8 +47,8 @@ ADDED_AT_ONCE = 2**14
 
 @dataclass(frozen=True, eq=False)
 class SumInPlace:
-    """A sum of tensors in memory that all members can read. `everyones`: the tensors; `out`: where this rank's piece of
-    the sum goes. `returns`: the other members' pieces come back into this rank's tensor (all-reduce)."""
+    """A sum of tensors in memory that all members can read. `everyones`: each member's tensor. `out`: receives this
+    rank's piece of the sum. `returns`: other members' pieces are copied into this rank's tensor (all-reduce)."""
 
     everyones: list[Tensor]
     out: Tensor
@@ -55,7 +56,7 @@ class SumInPlace:
 
 
 class WindowComm(RecordedComm):
-    """`window`: this group's. A subclass runs the remaining verbs over its transport."""
+    """The verbs over a group's window. A subclass runs the remaining verbs over a transport."""
 
     begins_when_waited_for = True
     window: SharedWindow
@@ -73,14 +74,14 @@ class WindowComm(RecordedComm):
         return everyones[self.index]
 
     def _everyones(self, x: Tensor) -> list[Tensor] | None:
-        """Every member's x, if x was allocated by `zeros`."""
+        """Return every member's x if x was allocated by `zeros`, else None."""
         return next(
             (all_ for own, all_ in self._shared if own.data_ptr() == x.data_ptr() and own.shape == x.shape), None
         )
 
     def _meet(self, verb: str, payload: Tensor | None = None) -> None:
-        """Meet the members, who must run the same verb on as many bytes."""
-        # Verb and bytes in one number, which members compare; 48 bits hold any payload.
+        """Meet the members, which must run the same verb on payloads of equal size."""
+        # Members compare one number: verb and bytes; 48 bits hold any payload.
         self.window.meet(CALLS.index(verb) << 48 | (0 if payload is None else size_bytes(payload)))
 
     def _barrier(self, *, asleep: bool = False) -> Work:
@@ -96,11 +97,11 @@ class WindowComm(RecordedComm):
         return Later(finish)
 
     def _sum_begun(self) -> None:
-        """Do as many of the first begun sums as every member has begun."""
+        """Run the first n begun sums, with n the smallest number of begun sums of any member."""
         counts, first = self._written(torch.tensor([len(self._begun)])), self._begun[0]
         verb, own = "all_reduce" if first.returns else "reduce_scatter", first.everyones[self.index]
         self._meet(verb, own)
-        # A member still in its backward pass has begun fewer; all do the smallest number.
+        # A member still in the backward pass has begun fewer sums; all members run the smallest number.
         together = min(int(count[0]) for count in counts)
         sums, self._begun = self._begun[:together], self._begun[together:]
         for each in sums:
@@ -111,16 +112,16 @@ class WindowComm(RecordedComm):
         for each in sums:
             if each.returns:
                 self._fetch(each.everyones[self.index], each.everyones)
-        self._meet(verb, own)  # then the next backward pass may write there
+        self._meet(verb, own)  # after it, the next backward pass may write there
 
     def _split(self, x: Tensor) -> list[Tensor]:
-        """x [n] in one piece per member."""
+        """Split x [n] into one piece per member."""
         # Bounds by division: pieces differ by one element at most, whatever the size.
         bounds = [x.numel() * member // self.size for member in range(self.size + 1)]
         return [x[start:stop] for start, stop in pairwise(bounds)]
 
     def _fetch(self, x: Tensor, everyones: Sequence[Tensor]) -> None:
-        """Fill x with each member's piece of its own tensor."""
+        """Fill x with each member's piece, read from that member's tensor."""
         for member, (piece, values) in enumerate(zip(self._split(x), map(self._split, everyones), strict=True)):
             if values[member].data_ptr() != piece.data_ptr():
                 piece.copy_(values[member])
@@ -139,7 +140,7 @@ class WindowComm(RecordedComm):
                 piece = flat[start:stop]
                 everyones = [slot[: stop - start] for slot in self._written(piece)]
                 self._meet(verb, piece)
-                # The sum lies in this rank's slot, from which the others fetch it after the second meeting.
+                # This rank's slot holds the sum of its piece; the others copy the sum after the second meeting.
                 if size_bytes(piece) > SMALL_BYTES:
                     own = [self._split(values)[self.index] for values in everyones]
                     add_up(own, own[self.index])
@@ -164,7 +165,7 @@ class WindowComm(RecordedComm):
         return Later(run)
 
     def _traded(self, verb: str, pieces: Tensor) -> list[Tensor]:
-        """This rank's piece of every member's pieces [n, k]."""
+        """Exchange pieces [n, k] of every member; return this rank's piece of each."""
         slots = self._written(pieces)
         self._meet(verb, pieces)
         return [slot[: pieces.numel()].view_as(pieces)[self.index] for slot in slots]
@@ -214,19 +215,19 @@ class WindowComm(RecordedComm):
         return Later(run)
 
     def _from_root(self, verb: str, sent: Tensor, root: int) -> Tensor:
-        """The root's slot, which holds its `sent`."""
+        """Write the root's `sent` to the root's slot; return that slot."""
         slot = self._written(sent)[root] if self.index == root else self.window.slots(sent.dtype)[root]
         self._meet(verb)
         return slot
 
     def _written(self, x: Tensor) -> list[Tensor]:
-        """All members' slots, this rank's beginning with x; readable after the next meeting."""
+        """Write x to the start of this rank's slot; return all members' slots, readable after the next meeting."""
         slots = self.window.slots(x.dtype)
         slots[self.index][: x.numel()].view(x.shape).copy_(x)
         return slots
 
     def _pieces(self, count: int, width: int) -> Iterator[tuple[int, int]]:
-        """start, stop of runs of `count` things of `width` bytes that fit a slot."""
+        """Yield (start, stop) of runs of `count` elements of `width` bytes; each run fits a slot."""
         step = SLOT_BYTES // width
         assert step, f"axis {self.axis}: {width} bytes do not fit a slot"
         for start in range(0, count, step):
