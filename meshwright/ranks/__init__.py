@@ -1,1 +1,1 @@
-"""Ranks: their grid, the verbs and mailboxes between them, and the watch over who waits for whom."""
+"""Ranks of a job: grid, verbs, mailboxes, launchers, and the watchdog for ranks that wait too long."""

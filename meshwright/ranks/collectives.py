@@ -54,28 +54,28 @@ def here(x: Tensor) -> Moving:
 
 
 def start_all_reduce(x: Tensor, comm: Comm) -> Moving:
-    """The sum of every rank's x, in place."""
+    """Begin to sum every rank's x, in place."""
     return Moving(comm.all_reduce(x, wait=False), lambda: x)
 
 
 def start_all_gather(x: Tensor, comm: Comm, dim: int) -> Moving:
-    """Every rank's x side by side along `dim`."""
+    """Begin to concatenate every rank's x along `dim`."""
     dim %= x.dim()
-    # A gather fills [n, ...]; the parts are placed side by side after the wait, when the result is asked for.
+    # An all-gather fills [n, ...]; the parts are concatenated after the wait.
     panels = x.new_empty(comm.size, *x.shape)
     work = comm.all_gather(panels, x.contiguous(), wait=False)
     return Moving(work, lambda: panels.movedim(0, dim).flatten(dim, dim + 1))
 
 
 def start_reduce_scatter(x: Tensor, comm: Comm, dim: int) -> Moving:
-    """This rank's part along `dim` of the sum of every rank's x."""
+    """Begin to sum every rank's x; each rank gets a part of the sum along `dim`."""
     panels = x.unflatten(dim, (comm.size, -1)).movedim(dim % x.dim(), 0).contiguous()
     part = torch.empty_like(panels[0])
     return Moving(comm.reduce_scatter(part, panels, wait=False), lambda: part)
 
 
 def start_all_to_all(x: Tensor, comm: Comm, gather_dim: int, scatter_dim: int) -> Moving:
-    """Every rank's x side by side along `gather_dim`, of which this rank gets its part along `scatter_dim`."""
+    """Begin to split every rank's x along `scatter_dim`, and to concatenate this rank's parts along `gather_dim`."""
     gather_dim %= x.dim()
     panels = x.unflatten(scatter_dim, (comm.size, -1)).movedim(scatter_dim % x.dim(), 0).contiguous()
     received = torch.empty_like(panels)
@@ -96,14 +96,14 @@ class _Cross(torch.autograd.Function):
 
 
 _crosses: list[Callable[[Tensor, Start, Start], Tensor]] = [_Cross.apply]
-"""The function that crosses ranks, and as compilers see it."""
+"""The autograd function that crosses ranks; after `hide_from_compilers` also the form for compiled code."""
 
 
 def hide_from_compilers(hidden: Callable[[Any], Any]) -> None:
-    """Let compilers run collectives as they are, from now on.
+    """Make compilers call collectives as opaque functions, from now on.
 
     Args:
-        hidden: hidden(function) returns the function for use in what is compiled.
+        hidden: hidden(function) returns the function for use in compiled code.
     """
     if len(_crosses) == 1:
         _crosses.append(hidden(_crosses[0]))
@@ -115,11 +115,11 @@ def cross(x: Tensor, there: Start, back: Start) -> Tensor:
 
 
 def gather(x: Tensor, mesh: Mesh, axis: str, root: int = 0) -> Tensor:
-    """The root's rows [n·B, ...], every rank's x [B, ...] in order; elsewhere [0, ...]. Backward: scatter."""
+    """Gather every rank's x [B, ...] in order: [n·B, ...] on the root, [0, ...] on other ranks. Backward: scatter."""
     comm, shape = mesh.comm(axis), x.shape
 
     def to_root(x: Tensor) -> Moving:
-        # Other ranks go on with no rows, whose gradient is empty as well.
+        # Other ranks continue with no rows, and an empty gradient.
         whole = x.new_empty(shape[0] * comm.size if comm.index == root else 0, *shape[1:])
         return Moving(comm.gather(whole, x.contiguous(), root), lambda: whole)
 
@@ -131,34 +131,36 @@ def gather(x: Tensor, mesh: Mesh, axis: str, root: int = 0) -> Tensor:
 
 
 def all_reduce_gradient(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
-    """x itself, for ranks that each compute a different part from it. Backward: all-reduce."""
+    """Return x, for ranks that each compute a different part from x. Backward: all-reduce."""
     comm = mesh.comm(axis)
-    # A view: a Function that returns its input itself is no node of the graph.
+    # A view, since a Function that returns the input itself adds no node to the graph.
     return cross(x, lambda x: here(x.view_as(x)), lambda gradient: start_all_reduce(gradient.contiguous(), comm))
 
 
 def all_reduce(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
-    """The sum of every rank's x. Backward: identity, as all ranks go on with the same."""
+    """Sum every rank's x. Backward: identity, since all ranks continue with equal values."""
     comm = mesh.comm(axis)
     # The sum is in place; the operation that produced x may need x in its backward pass.
     return cross(x, lambda x: start_all_reduce(x.clone(), comm), here)
 
 
 def all_gather(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
-    """Every rank's x side by side along `dim`. Backward: reduce-scatter."""
+    """Concatenate every rank's x along `dim`. Backward: reduce-scatter."""
     where = mesh.comm(axis), dim
     return cross(x, lambda x: start_all_gather(x, *where), lambda gradient: start_reduce_scatter(gradient, *where))
 
 
 def reduce_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
-    """This rank's part along `dim` of the sum of every rank's x. Backward: all-gather."""
+    """Sum every rank's x, and return this rank's part along `dim`. Backward: all-gather."""
     where = mesh.comm(axis), dim
     return cross(x, lambda x: start_reduce_scatter(x, *where), lambda gradient: start_all_gather(gradient, *where))
 
 
 def all_to_all(x: Tensor, mesh: Mesh, axis: str, gather_dim: int, scatter_dim: int) -> Tensor:
-    """Every rank's x side by side along `gather_dim`, of which this rank gets its part along `scatter_dim`. Backward:
-    all-to-all, the dims exchanged."""
+    """Split every rank's x along `scatter_dim`, and concatenate this rank's parts along `gather_dim`.
+
+    Backward: all-to-all, the dims exchanged.
+    """
     comm = mesh.comm(axis)
     return cross(
         x,
@@ -168,13 +170,15 @@ def all_to_all(x: Tensor, mesh: Mesh, axis: str, gather_dim: int, scatter_dim: i
 
 
 def trade_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
-    """Rows [sum(received), ...] from all ranks, in rank order. The first sent[0] rows of x [sum(sent), ...] go to rank
-    0, the next sent[1] to rank 1, and so on. Backward: the reverse all-to-all."""
+    """Send the first sent[0] rows of x [sum(sent), ...] to rank 0, the next sent[1] rows to rank 1, and so on.
+
+    Returns the rows [sum(received), ...] from all ranks, in rank order. Backward: the reverse all-to-all.
+    """
     comm = mesh.comm(axis)
 
     def trade(x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Moving:
         out, width = x.new_empty(sum(received), *x.shape[1:]), math.prod(x.shape[1:])
-        # Comms count elements, and know nothing of rows.
+        # Comms count elements, not rows.
         by_rank = (tuple(count * width for count in counts) for counts in (received, sent))
         return Moving(comm.all_to_all(out, x, pieces=PieceSizes(*by_rank)), lambda: out)
 

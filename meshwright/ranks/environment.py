@@ -1,8 +1,8 @@
-"""The one place that reads environment variables: who started this process, where its peers meet, where caches lie.
+"""Environment variables, read only here: this process's launcher, the address of the job's store, the cache folder.
 
-Every function takes the variables as a mapping, so that a test hands in a dict. Nothing here imports torch.
+Every function takes the variables as a mapping, so that a test can pass a dict. This module imports no torch.
 
-A launcher is recognised by its variables (launchers.py has the table). Without any, a process is alone.
+A launcher is recognised by variables (table in launchers.py). Without any of them a process is alone.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from meshwright.ranks.errors import LaunchError
 from meshwright.ranks.launchers import ATTEMPT, Environment, number_of, place_of, text_of
 
 EARLY_ERRORS = "MESHWRIGHT_EARLY_ERRORS"
-"""Our own launcher says in it where workers of its fork server leave their first errors."""
+"""The folder of workers' early stderr files, set by our own launcher for the fork server."""
 OWN_PATH = "MESHWRIGHT_OWN_PYTHONPATH"
-"""Our own launcher keeps the user's PYTHONPATH in it while a rank starts; a rank puts the value back."""
+"""The user's PYTHONPATH, kept by our own launcher while a rank starts; the rank restores the value."""
 SECRET = "MESHWRIGHT_SECRET"
-"""The user says in it, the same on all hosts, what a process must know to reach a job's store."""
+"""The secret for connections to a job's store, set by the user to the same value on all hosts."""
 ENTRIES = "MESHWRIGHT_ENTRIES"
-"""The strategies that a script has registered, as JSON: all processes that it starts inherit it."""
+"""The strategies that a script has registered, as JSON, inherited by all processes that the script starts."""
 
 _LOOPBACK = "127.0.0.1"
 _SECRET_LENGTH = 16
 _DERIVED_PORTS = range(20000, 32000)
-"""Below Linux's ephemeral ports, so that an outgoing connection does not happen to hold the port."""
+"""Below Linux's ephemeral ports, so that no outgoing connection can hold the port."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a job meet. `hosted`: a store already listens there, so rank 0 must not open one.
+    """The address of a job's store. `hosted`: a store already listens there, so rank 0 must not open one.
 
-    Port 0 (a lone process only): any free port. `job`: what tells this job from others that are given the same port.
+    Port 0 (only for a single process): any free port. `job`: distinguishes this job from others with the same port.
     """
 
     address: str
@@ -48,7 +48,7 @@ class Rendezvous:
 
 
 def read_environment(variables: Mapping[str, str] = os.environ, *, terminal: bool | None = None) -> Environment:
-    """This process's rank and launcher. `terminal`: whether a person types to this process; None: asks stdin.
+    """Read this process's rank and launcher. `terminal`: True if stdin is a terminal; None: ask the system.
 
     Raises LaunchError on a variable that is missing, no number, or contradicts another one.
     """
@@ -56,10 +56,11 @@ def read_environment(variables: Mapping[str, str] = os.environ, *, terminal: boo
 
 
 def rendezvous(variables: Mapping[str, str] = os.environ, job: str = "") -> Rendezvous:
-    """Where the ranks of this job, called `job`, meet: MASTER_ADDR and MASTER_PORT where set, else derived.
+    """Return the address of the store of the job `job`: MASTER_ADDR and MASTER_PORT if set, else derived.
 
-    Without them, the ranks of one host meet on loopback and a Slurm step over several on its first host, at a port made
-    of the job's name. Raises LaunchError for an mpirun over several hosts, which names none of them.
+    The derived address is loopback for the ranks of one host, and the first host of a Slurm step over several. The
+    derived port is a hash of the launcher's job id. Raises LaunchError for an mpirun over several hosts, which names no
+    host.
     """
     environment = read_environment(variables)
     if environment.launcher == "none":
@@ -67,7 +68,7 @@ def rendezvous(variables: Mapping[str, str] = os.environ, job: str = "") -> Rend
     hosted = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = variables.get("MASTER_ADDR", "")
     if not address and environment.local_world_size == environment.world_size:
-        address = _LOOPBACK  # all ranks are here, and no other host can reach them
+        address = _LOOPBACK  # all ranks are on this host, and no other host can connect
     elif not address and environment.launcher == "slurm":
         address = first_host(text_of(variables, "SLURM_STEP_NODELIST"))
     elif not address:
@@ -80,12 +81,12 @@ def rendezvous(variables: Mapping[str, str] = os.environ, job: str = "") -> Rend
             )
         return Rendezvous(address, port, hosted, job)
     if environment.world_size == 1:
-        return Rendezvous(_LOOPBACK, 0, hosted=False, job=job)  # nobody else needs to know the port
+        return Rendezvous(_LOOPBACK, 0, hosted=False, job=job)  # no other process needs the port
     return Rendezvous(address, _derived_port(environment, variables), hosted, job)
 
 
 def job_secret(variables: Mapping[str, str] = os.environ) -> str:
-    """The secret of MESHWRIGHT_SECRET; empty without one. Raises LaunchError for one that can be guessed."""
+    """Read MESHWRIGHT_SECRET; empty if not set. Raises LaunchError for a short secret, or one of several lines."""
     secret = variables.get(SECRET, "")
     if 0 < len(secret) < _SECRET_LENGTH or "\n" in secret:
         rule = f"{SECRET} has {len(secret)} characters, or several lines: give {_SECRET_LENGTH} or more on one"
@@ -94,14 +95,16 @@ def job_secret(variables: Mapping[str, str] = os.environ) -> str:
 
 
 def starts_mpi(variables: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher that started this process has made it a rank of MPI's: plain srun has not."""
+    """Return whether the launcher has started this process as a rank of MPI: plain srun has not."""
     launcher = read_environment(variables).launcher
     return launcher == "mpi" or (launcher == "slurm" and ("PMIX_RANK" in variables or "PMI_RANK" in variables))
 
 
 def registered(variables: Mapping[str, str] = os.environ) -> list[tuple[str, str, str, str]]:
-    """The strategies that a script or notebook has registered, in this process or one that has started it: group, name,
-    `module:attribute`, the folder that the module is imported from."""
+    """Read the strategies that a script or notebook has registered, in this process or a parent process.
+
+    Each has a group, a name, `module:attribute`, and the folder from which the module is imported.
+    """
     entries: list[list[str]] = json.loads(variables.get(ENTRIES, "[]"))
     return [(group, name, value, folder) for group, name, value, folder in entries]
 
@@ -109,12 +112,12 @@ def registered(variables: Mapping[str, str] = os.environ) -> list[tuple[str, str
 def remember_registered(
     entries: Sequence[tuple[str, str, str, str]], variables: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Let this process, and every one that it starts from now on, know these strategies."""
+    """Register these strategies for this process and for every process started from now on."""
     variables[ENTRIES] = json.dumps(entries)
 
 
 def cache_folder(variables: Mapping[str, str] = os.environ) -> Path:
-    """Where derived data may be kept: $MESHWRIGHT_CACHE, else $XDG_CACHE_HOME/meshwright, else ~/.cache/meshwright."""
+    """Return the folder for derived data: $MESHWRIGHT_CACHE, $XDG_CACHE_HOME/meshwright, or ~/.cache/meshwright."""
     if variables.get("MESHWRIGHT_CACHE"):
         return Path(variables["MESHWRIGHT_CACHE"]).expanduser()
     if variables.get("XDG_CACHE_HOME"):
@@ -123,18 +126,18 @@ def cache_folder(variables: Mapping[str, str] = os.environ) -> Path:
 
 
 def import_variables(path: Sequence[str], variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables with which a new Python imports from `path`, and never from the folder that it is started in.
+    """Return variables that make a new Python import from `path`, and never from the current folder.
 
     PYTHONSAFEPATH keeps `python -c` and `python -m` from putting the current folder first. Processes that a rank starts
-    inherit PYTHONSAFEPATH; PYTHONPATH is the user's again as soon as `restore_python_path` is called.
+    inherit PYTHONSAFEPATH. `restore_python_path` restores the user's PYTHONPATH.
     """
-    # The list has the launcher's standard library: another Python, started by a rank, must not import from there.
+    # `path` contains the launcher's standard library, which another Python, started by a rank, must not import.
     own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(entry or os.curdir for entry in path)}
     return own | {OWN_PATH: variables.get("PYTHONPATH", "")}
 
 
 def restore_python_path(variables: MutableMapping[str, str] = os.environ) -> None:
-    """Give this process, which was started with `import_variables`, the PYTHONPATH of the launcher's user."""
+    """Restore the user's PYTHONPATH in this process, which was started with `import_variables`."""
     if OWN_PATH in variables:
         if own := variables.pop(OWN_PATH):
             variables["PYTHONPATH"] = own
@@ -146,8 +149,10 @@ def restore_python_path(variables: MutableMapping[str, str] = os.environ) -> Non
 def server_variables(
     folder: Path, path: Sequence[str], variables: MutableMapping[str, str] = os.environ
 ) -> Iterator[None]:
-    """A context in which a fork server is started: the server imports from `path`, and workers of the server leave in
-    `folder` their errors of the time before they have our stderr."""
+    """Set the variables for the start of a fork server inside the context.
+
+    The server imports from `path`. Workers write stderr to files in `folder` until they receive the launcher's stderr.
+    """
     own = {**import_variables(path, variables), EARLY_ERRORS: str(folder)}
     before = {name: variables.get(name) for name in own}
     variables.update(own)
@@ -162,14 +167,14 @@ def server_variables(
 
 
 def early_errors_folder(variables: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder of `server_variables`; None in a process that was not told."""
+    """Return the folder of `server_variables`; None in a process without the variable."""
     return Path(variables[EARLY_ERRORS]) if EARLY_ERRORS in variables else None
 
 
 def enter_local_rank(
     rank: int, num_ranks: int, attempt: int, port: int, variables: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Make this process a rank of a local job, as torchrun would, whose ranks meet at a store on loopback's `port`."""
+    """Make this process a rank of a local job, as torchrun would, with the job's store at `port` on loopback."""
     variables.update(
         {
             "RANK": str(rank),
@@ -185,48 +190,57 @@ def enter_local_rank(
 
 
 def rank_variables(own: Mapping[str, str], variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment of a rank that this process starts: its own with the rank's variables, and such that the
-    rank does not search the current folder for modules."""
+    """Return the environment of a rank started by this process: this environment with the rank's variables `own`.
+
+    The rank does not search the current folder for modules.
+    """
     places, here = variables.get("PYTHONPATH", "").split(os.pathsep), Path.cwd().resolve()
     kept = [place for place in places if place and Path(place).resolve() != here]
     return {**variables, **own, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(kept)}
 
 
 def use_interface(name: str, local: bool, variables: MutableMapping[str, str] = os.environ) -> None:
-    """Have gloo talk over the interface, unless the user has named one.
+    """Make gloo use the interface, unless the user has named one.
 
-    `local`: all ranks are of this host. Over several hosts NCCL finds its interface itself; here it would listen on one
-    that other hosts reach, so that loopback must be named.
+    `local`: all ranks are on this host. NCCL then gets the interface too: by default NCCL would listen on one that
+    other hosts can reach. Over several hosts NCCL's own choice is used.
     """
     variables.setdefault("GLOO_SOCKET_IFNAME", name)
     if local:
-        variables.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without `=`, all whose names begin so
+        variables.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without `=`: all names with this prefix
 
 
 def use_cublas_workspace(size: str, variables: MutableMapping[str, str] = os.environ) -> None:
-    """Have cuBLAS work in workspaces of a fixed size from its first product on, unless the user has said which."""
+    """Make cuBLAS use workspaces of a fixed size from the first product on, unless the user has set a size."""
     variables.setdefault("CUBLAS_WORKSPACE_CONFIG", size)
 
 
 def carry_messages_first(variables: MutableMapping[str, str] = os.environ) -> None:
-    """Have NCCL's kernels run in streams of high priority, unless the user has chosen: else one that carries a message
-    begins when a product that fills the GPU has ended."""
+    """Make NCCL's kernels run in streams of high priority, unless the user has chosen.
+
+    Else a message's kernel begins only after a matrix product that fills the GPU has ended.
+    """
     variables.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
 
 
 def fuse_multiply_adds(variables: MutableMapping[str, str] = os.environ) -> None:
-    """Have Triton make one operation of a product and a sum, unless the user has chosen: Triton 3.9 does so with a
-    warning in each rank, and later releases do not."""
+    """Make Triton fuse a product and a sum into one operation, unless the user has chosen.
+
+    Triton 3.9 does so by default with a warning in each rank; later releases do not fuse.
+    """
     variables.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 def chosen_interface(variables: Mapping[str, str] = os.environ) -> str:
-    """The interface that gloo talks over; empty where it takes that of the host's name."""
+    """Return the interface chosen for gloo; empty if gloo uses the interface of the host's name."""
     return variables.get("GLOO_SOCKET_IFNAME", "")
 
 
 def has_agent(variables: Mapping[str, str] = os.environ) -> bool:
-    """Whether an agent of torchrun's started this process and watches it: others set RANK and WORLD_SIZE as well."""
+    """Return whether an agent of torchrun started this process and watches it.
+
+    RANK and WORLD_SIZE are no proof, since other launchers set both too.
+    """
     return "TORCHELASTIC_RUN_ID" in variables
 
 
@@ -238,11 +252,15 @@ def mpi_worker_variables(
     temporary: Path,
     variables: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """The environment of an mpiexec that runs local workers, which inherit it.
+    """Return the environment of an mpiexec for local workers, which inherit the variables.
 
-    `threads`: CPU threads a rank, read by OpenMP when torch is imported. `port`: a free one on loopback, for a torch
-    process group inside an MPI job. `import_path`: the launcher's sys.path, so that workers import the same code.
-    `temporary`: where Open MPI may leave files.
+    Args:
+        attempt: number of restarts so far.
+        threads: CPU threads per rank, read by OpenMP when torch is imported.
+        port: a free port on loopback, for a torch process group inside an MPI job.
+        import_path: the launcher's sys.path, so that workers import the same code.
+        temporary: folder for Open MPI's files.
+        variables: this process's environment.
     """
     own = {
         ATTEMPT: str(attempt),
@@ -259,18 +277,18 @@ def mpi_worker_variables(
 
 
 def _derived_port(environment: Environment, variables: Mapping[str, str]) -> int:
-    """A port that all ranks of a job agree on and that two jobs on a host seldom share."""
+    """Derive a port from the launcher's job id: equal on all ranks of a job, seldom equal for two jobs on a host."""
     if environment.launcher == "slurm":
         job = f"{text_of(variables, 'SLURM_JOB_ID')}.{text_of(variables, 'SLURM_STEP_ID')}"
     elif "PMIX_NAMESPACE" in variables:
         job = variables["PMIX_NAMESPACE"]
     else:
         raise LaunchError("MASTER_PORT is not set: set it to a port that is free on rank 0's host")
-    # Python's own hash() differs from process to process; ranks that have said nothing to each other must agree.
+    # Not Python's hash(), which differs between processes: ranks must agree before they communicate.
     return _DERIVED_PORTS[crc32(job.encode()) % len(_DERIVED_PORTS)]
 
 
 def first_host(node_list: str) -> str:
-    """The first host of a Slurm node list: `node[07-09,12]-ib,gpu1` -> `node07-ib`."""
+    """Return the first host of a Slurm node list: `node[07-09,12]-ib,gpu1` -> `node07-ib`."""
     first = re.split(r",(?![^\[]*\])", node_list)[0]
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)

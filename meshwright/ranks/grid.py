@@ -1,7 +1,7 @@
-"""Grid: named axes over ranks. Arithmetic only, so a laptop can plan a cluster with it.
+"""Grid: named axes over ranks. Arithmetic only, so that a laptop can plan a cluster.
 
-Axes are listed outermost first; ranks number the grid in row-major order, so ranks that differ in the last
-axis only are neighbours and share a node first. An axis may be split into parts that lie apart: of row 4 x col 4,
+Axes are listed outermost first. Ranks number the grid in row-major order: ranks that differ only on the last axis are
+neighbours and share a node first. An axis may be split into parts that alternate with other axes: with row 4 x col 4
 nested as row 2, col 2, row 2, col 2, each four neighbours are a block of 2 x 2.
 """
 
@@ -23,7 +23,7 @@ Ranks between them form groups of one."""
 
 HEAD_COPIES = "copies"
 """In a group's axes, HEAD_COPIES means the ranks that hold the same key-value heads: neighbours on the axis that cuts
-heads, where its ranks outnumber the key-value heads (tensor/copies.py)."""
+heads, if the axis has more ranks than the model has key-value heads (tensor/copies.py)."""
 
 REPLICATE, DATA, EXPERT = "replicate", "data", "expert"
 DATA_AXES = (REPLICATE, DATA, EXPERT)
@@ -53,7 +53,7 @@ class Grid:
         names = tuple(name for name, _ in self.axes)
         assert len(set(names)) == len(names), f"axis named twice: {names}"
         assert all(size >= 1 for _, size in self.axes), f"axis of no ranks: {self.axes}"
-        # Past `frozen`: a nesting is filled in, so that equal grids compare equal; the others follow from the axes.
+        # Set in spite of `frozen`. A default nesting is filled in, so that equal grids compare equal.
         size = math.prod(size for _, size in self.axes)
         self.__dict__.update(names=names, world_size=size, nesting=self.nesting or self.axes)
         assert {name: len(steps) for name, steps in self._steps.items()} == dict(self.axes), f"{self} leaves ranks out"
@@ -62,27 +62,27 @@ class Grid:
     def axis_sets(self) -> tuple[str, ...]:
         """Every set of axes that a group may span: `data`, `row`, `data+row`, ...; single axes first.
 
-        With stages also `data+ends` and others of the kind: a tied table's gradient goes over the pipe axis's ends.
+        With stages also sets such as `data+ends`, for a tied table's gradient: the first and last stage hold copies.
         """
         names = (*self.names, *self.stand_ins)
         chosen = (some for count in range(1, len(names) + 1) for some in combinations(names, count))
         of = {ENDS: PIPE} | ({HEAD_COPIES: self.copies[0]} if self.copies else {})
-        # An axis beside its own stand-in would be a group within a group.
+        # An axis together with its stand-in would be a group within a group.
         return tuple("+".join(some) for some in chosen if all(of.get(name) not in some for name in some))
 
     @property
     def stand_ins(self) -> tuple[str, ...]:
-        """HEAD_COPIES and ENDS, as far as this grid has them: names of groups that are parts of an axis."""
+        """HEAD_COPIES and ENDS, if this grid has such groups: names of groups that are parts of an axis."""
         ends = (ENDS,) if dict(self.axes).get(PIPE, 1) > 1 else ()
         return (*((HEAD_COPIES,) if self.copies else ()), *ends)
 
     def size(self, *names: str) -> int:
-        """The number of ranks that the named axes span together (1 for no axis)."""
+        """Count the ranks that the named axes span together (1 for no axis)."""
         sizes = dict(self.axes)
         return math.prod(sizes[name] for name in names)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank's index on every axis."""
+        """Return the rank's index on every axis."""
         assert 0 <= rank < self.world_size, f"rank {rank} outside of {self}"
         indices, inner = dict.fromkeys(self.names, 0), dict.fromkeys(self.names, 1)
         for name, size in reversed(self.nesting):
@@ -93,12 +93,12 @@ class Grid:
         return indices
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at the given index of every axis."""
+        """Return the rank at the given index of every axis."""
         return sum(self._steps[name][coordinates[name]] for name in self.names)
 
     @cached_property
     def _steps(self) -> dict[str, list[int]]:
-        """By axis and index: the offset of the rank there from the axis's first rank."""
+        """By axis and index: the offset of that rank from the axis's first rank."""
         steps: dict[str, list[int]] = {}
         stride = 1
         for name, size in reversed(self.nesting):
@@ -107,12 +107,14 @@ class Grid:
         return steps
 
     def index(self, rank: int, *names: str) -> int:
-        """The rank's position in its group over the named axes."""
+        """Return the rank's position in the rank's group over the named axes."""
         return self.group(rank, *names).index(rank)
 
     def group(self, rank: int, *names: str) -> tuple[int, ...]:
-        """The ranks that agree with `rank` on every axis but the named ones, ascending. ENDS and HEAD_COPIES may be
-        named."""
+        """List the ranks that agree with `rank` on every axis except the named ones, ascending.
+
+        ENDS and HEAD_COPIES may be named.
+        """
         here, ranks = self.coordinates(rank), [0]
         for name, size in self.axes:
             index, steps = here[name], self._steps[name]
@@ -129,11 +131,11 @@ class Grid:
         return tuple(sorted(ranks))
 
     def groups(self, *names: str) -> list[tuple[int, ...]]:
-        """All groups over the named axes: every rank is in exactly one."""
+        """List all groups over the named axes. Every rank is in exactly one."""
         return sorted({self.group(rank, *names) for rank in range(self.world_size)})
 
     def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The given axis names in grid order, each once; HEAD_COPIES and ENDS come last."""
+        """Sort the given axis names in grid order, each once, HEAD_COPIES and ENDS last."""
         chosen = set(names)
         known = (*self.names, *((HEAD_COPIES,) if self.copies else ()), ENDS)
         assert chosen <= set(known), f"unknown axes {chosen - set(known)} in {self}"

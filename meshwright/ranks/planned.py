@@ -1,6 +1,6 @@
-"""A planned job seen from one of its ranks: meta tensors, a ledger, messages that arrive at once.
+"""Planned job, reduced to one rank: meta tensors, a ledger, messages that arrive at once.
 
-The planner runs one rank of a layout this way: sent bytes are exact, and an observer sees every collective.
+The planner runs one rank of a layout this way: sent bytes are exact, and an observer is called with every collective.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.transport import Transport
 
 Observer = Callable[[str, str, int, int | None], Work]
-"""observer(axes, verb, payload_bytes, root): called with every collective that a planned rank begins, and the bytes of
-its whole payload. The returned Work is waited for where the rank would wait. `root`: of a rooted verb; for a send the
-receiver's distance in the group."""
+"""A function observer(axes, verb, payload_bytes, root), called with every collective that a planned rank begins.
+
+`payload_bytes`: the whole payload. `root`: the root of a rooted verb; for a send the receiver's distance in the group.
+The returned Work's wait is called when the rank would wait."""
 
 
 def unobserved(axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
-    """An observer that records nothing."""
+    """Record nothing."""
     return DONE
 
 
 class LedgerComm(SoloComm):
-    """A planned group of any size. Tensors are on the meta device, so nothing moves; every verb goes to the ledger and
-    the observer."""
+    """A planned group of any size. Tensors are on the meta device, so nothing is sent; every verb is reported to the
+    ledger and the observer."""
 
     def __init__(self, group: RankGroup, observer: Observer = unobserved) -> None:
         super().__init__(group)
@@ -40,14 +41,14 @@ class LedgerComm(SoloComm):
     def _collective(
         self, verb: str, payload_bytes: int, start: Callable[[], Work], wait: bool, root: int | None = None
     ) -> Work:
-        # The ledger as in a run; the observer in place of the transport.
+        # Records in the ledger as in a run; calls the observer in place of the transport.
         return super()._collective(verb, payload_bytes, lambda: self._begun(verb, payload_bytes, root), wait, root)
 
     def _begun(self, verb: str, payload_bytes: int, root: int | None) -> Work:
         return self._observer(self.axis, verb, payload_bytes, root) if self.size > 1 else DONE
 
     def all_to_all(self, out: Tensor, x: Tensor, *, pieces: PieceSizes | None = None, wait: bool = True) -> Work:
-        """A rank that receives more rows than it sends (imbalance) takes as long as if it sent as many."""
+        """Report the larger of sent and received bytes: with imbalance a rank may receive more rows than it sends."""
         payload = max(size_bytes(out), size_bytes(x))
         return self._collective("all_to_all", payload, lambda: DONE, wait)
 
@@ -57,8 +58,11 @@ class LedgerComm(SoloComm):
 
 
 class PlannedMailbox(Mailbox):
-    """Messages of meta tensors. All activations arrive at once, and a gradient for each activation sent; sends only
-    write the ledger. An epoch in which both come from one side is a training step's."""
+    """A mailbox of meta tensors: all activations arrive at once, sends only write the ledger.
+
+    In a training step each activation sent is answered by a gradient. A side with a positive count of messages answers;
+    an evaluation expects no gradients, so the count there is 0.
+    """
 
     device = "meta"
 
@@ -79,7 +83,7 @@ class PlannedMailbox(Mailbox):
             for side, subjects in meta.items()
             for subject, forms in subjects.items()
             if forms.inward
-            # `counts` cover all subjects, each with one message a microbatch.
+            # `counts` are sums over all subjects, each with one message a microbatch.
             for index in range(counts[side] // len(subjects))
         ]
 
@@ -91,7 +95,7 @@ class PlannedMailbox(Mailbox):
     def send(self, to: Side, index: int, tensors: Sequence[Tensor], subject: int = 0) -> None:
         size = sum(size_bytes(x) for x in tensors)
         self.ledger.record(self.axis, MESSAGE, size, self._places[to] - self._index)
-        # Each activation sent comes back as its gradient, except in an evaluation.
+        # Each activation sent is answered by a gradient, except in an evaluation.
         if self._answers[to] and not self._meta[to][subject].inward:
             self._come.append(self._message(to, index, subject))
 
@@ -106,7 +110,7 @@ class PlannedMailbox(Mailbox):
 
 @dataclass(frozen=True)
 class LedgerTransport(Transport):
-    """The transport of a planned job, of which only this rank exists: its sends go to the ledger."""
+    """The transport of a planned job, reduced to this rank: sends are only recorded in the ledger."""
 
     observer: Observer = unobserved
 
@@ -122,14 +126,14 @@ class LedgerTransport(Transport):
 
 @dataclass(frozen=True)
 class PlannedMesh(Mesh):
-    """A rank's mesh of a job that does not run. Its tensors are meta tensors, its comms only write the ledger."""
+    """A rank's mesh in a job that does not run. Tensors are meta tensors, comms only write the ledger."""
 
     stands_for: str = "cpu"
     """The type of device that the job is planned for."""
     imbalance: float = 1.0
     """Rows that this rank's experts receive, over the rows of an even router."""
     whole_logits: bool = False
-    """Whether the program holds all logits of a microbatch at once."""
+    """True if the program holds all logits of a microbatch at once."""
     of_capability: tuple[int, int] | None = None
     """The compute capability of the GPU that the job is planned for."""
 
@@ -148,7 +152,7 @@ def planned_mesh(
     grid: Grid, rank: int, token_axes: tuple[str, ...], stands_for: str = "cpu", observer: Observer = unobserved,
     imbalance: float = 1.0, *, whole_logits: bool = False, capability: tuple[int, int] | None = None,
 ) -> PlannedMesh:  # fmt: skip
-    """Make a planned rank's mesh. `observer`: is called with every collective; the others: as PlannedMesh has them."""
+    """Make a planned rank's mesh. `observer`: called with every collective; other arguments: fields of PlannedMesh."""
     transport = LedgerTransport(observer)
     return PlannedMesh(
         grid, rank, torch.device("meta"), transport, token_axes, grid.world_size, stands_for=stands_for,

@@ -1,4 +1,4 @@
-"""The transports that may carry the messages of ranks: facts, known before any process starts.
+"""Facts about the transports between ranks, known before any process starts.
 
 | transport | moves            | ranks meet at                | ranks are started by                |
 |-----------|------------------|------------------------------|-------------------------------------|
@@ -6,8 +6,8 @@
 | mpi       | host memory      | MPI's own world              | mpiexec, or srun with --mpi         |
 | threads   | host, GPU memory | memory (thread_world.py)     | threads of the process that asks    |
 
-A new transport adds its facts here and its comm and mailbox in this folder (mesh.py opens it); decisions.py says when
-`layout.transport=auto` takes it.
+A new transport adds facts here, and a comm and a mailbox in this folder (opened by mesh.py). decisions.py decides when
+`layout.transport=auto` chooses a transport.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ TransportName = Literal["torch", "mpi", "threads"]
 
 @dataclass(frozen=True)
 class TransportFacts:
-    """`module`: the Python module that must be installed. `devices`: the types of device whose memory it moves.
+    """Facts about a transport. `module`: the Python module that must be installed. `devices`: supported device types.
 
-    `by_mpiexec`: its ranks are started by an MPI launcher, which also brings them together. `in_process`: its ranks are
-    threads of one process, on one device.
-    `moves_alone`: a verb that nobody waits for yet makes progress.
+    `by_mpiexec`: an MPI launcher starts and connects the ranks. `in_process`: ranks are threads of one process, on one
+    device. `moves_alone`: a begun verb makes progress before the rank waits.
     """
 
     module: str
@@ -37,7 +36,7 @@ class TransportFacts:
 
 TRANSPORTS: Mapping[str, TransportFacts] = {
     "torch": TransportFacts("torch", ("cpu", "cuda")),
-    # GPU-aware MPI was never at hand.
+    # GPU-aware MPI was never available for tests.
     "mpi": TransportFacts("mpi4py", ("cpu",), by_mpiexec=True, moves_alone=False),
     "threads": TransportFacts("torch", ("cpu", "cuda"), in_process=True),
 }

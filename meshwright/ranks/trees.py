@@ -1,7 +1,7 @@
 """Sums in the order of a balanced tree over a power of two of addends: equal bits, whichever rank holds which addend.
 
-Two neighbours are added, then two of their sums, and so on. A rank that holds an aligned run of addends adds its own
-first; the ranks' sums are the leaves of the tree that is left. Bytes are those of a ring's reduce-scatter.
+Two neighbours are added, then two neighbouring sums, and so on. A rank with an aligned run of addends adds that run
+first; the ranks' sums are the leaves of the remaining tree. A tree sends the bytes of a ring's reduce-scatter.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from meshwright.ranks.comm import Comm
 
 
 def tree_sum(addends: Iterable[Tensor]) -> Tensor:
-    """The sum of a power of two of tensors in the order of a balanced tree: two neighbours, then two of their sums, and
-    so on. The first tensors of each sum are overwritten."""
-    waiting: list[tuple[int, Tensor]] = []  # as many as a binary counter has ones
+    """Sum a power of two of tensors in the order of a balanced tree: two neighbours, then two sums, and so on.
+
+    The first tensor of each addition is overwritten.
+    """
+    waiting: list[tuple[int, Tensor]] = []  # one sum for each 1 in the binary number of addends so far
     for addend in addends:
         height, total = 0, addend
         while waiting and waiting[-1][0] == height:
@@ -30,7 +32,7 @@ def tree_sum(addends: Iterable[Tensor]) -> Tensor:
 
 
 def start_tree_all_reduce(x: Tensor, comm: Comm) -> Moving:
-    """The sum of every rank's x [..., H] in the order of a balanced tree, contiguous. Sends the bytes of a ring."""
+    """Begin to sum every rank's contiguous x [..., H] in the order of a balanced tree. Sends the bytes of a ring."""
     if comm.size == 1:
         return here(x)
     if comm.size == 2:
@@ -47,14 +49,14 @@ def start_tree_all_reduce(x: Tensor, comm: Comm) -> Moving:
 
 
 def start_tree_reduce(x: Tensor, comm: Comm) -> Moving:
-    """The sum of every rank's x in the order of a balanced tree, at the first; elsewhere x, which is overwritten."""
+    """Begin to sum every rank's x in the order of a balanced tree, on the first rank; other ranks get x back."""
     received = x.new_empty(comm.size if comm.index == 0 else 0, *x.shape)
     work = comm.gather(received, x, 0, wait=False)
     return Moving(work, lambda: tree_sum(received.unbind()) if comm.index == 0 else x)
 
 
 def start_tree_reduce_scatter(x: Tensor, comm: Comm, dim: int) -> Moving:
-    """This rank's part along `dim` of the sum of every rank's x in the order of a balanced tree."""
+    """Begin to sum every rank's x in the order of a balanced tree; each rank gets a part along `dim`."""
     if comm.size <= 2:
         return start_reduce_scatter(x, comm, dim)
     panels = x.unflatten(dim, (comm.size, -1)).movedim(dim % x.dim(), 0).contiguous()
