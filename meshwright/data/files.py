@@ -66,7 +66,7 @@ Inspect = Callable[[str, int, bytes], str | None]
 
 @contextmanager
 def folder_lock(out: Path, progress: ShowProgress) -> Iterator[None]:
-    """Hold the right to write `out`. Waits while another process holds it."""
+    """Hold the lock for writing `out`. Waits while another process holds the lock."""
     out.parent.mkdir(parents=True, exist_ok=True)
     path = out.parent / f".{out.name}.lock"
     while True:
@@ -77,7 +77,7 @@ def folder_lock(out: Path, progress: ShowProgress) -> Iterator[None]:
             progress(f"waiting for another process that prepares {out}", None)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         with suppress(FileNotFoundError):
-            # Whoever waited may hold the lock of a file that its holder has unlinked: only the one under the name
+            # After a wait, the locked file may have been unlinked by the earlier holder: only the file with the name
             # counts.
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 break
@@ -85,13 +85,13 @@ def folder_lock(out: Path, progress: ShowProgress) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while the lock is held: who waits for it sees a file that is gone, and retries
+        path.unlink(missing_ok=True)  # while locked: a waiting process then finds no file, and retries
         os.close(descriptor)
 
 
 @contextmanager
 def staged_folder(out: Path) -> Iterator[Path]:
-    """A folder to write in, renamed to `out` if the block ends well and removed if not. Call under `folder_lock`."""
+    """Make a folder for writing, renamed to `out` after success, removed after failure. Call under `folder_lock`."""
     partial = out.parent / f".{out.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -117,7 +117,7 @@ def sync(path: Path) -> None:
 
 @dataclass
 class FileSum:
-    """The SHA-256 of a file's bytes as they pass by, and a CRC-32 of every region of REGION_BYTES."""
+    """The running SHA-256 of a file's bytes, and a CRC-32 of every region of REGION_BYTES."""
 
     _sum: Any = field(default_factory=hashlib.sha256)
     _regions: list[str] = field(default_factory=list)
@@ -146,7 +146,7 @@ class FileSum:
 
 
 def file_sha256(path: Path) -> str:
-    """The file's checksum in hexadecimal."""
+    """Return the file's SHA-256 in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -158,14 +158,14 @@ def check_once(
     cache: Path,
     inspect: Inspect = lambda *_: None,
 ) -> None:
-    """Compare files with their checksums, unless an earlier check passed and they have not been touched since.
+    """Compare files with checksums, unless an earlier check passed and the file is unchanged since.
 
-    Raises DataError naming the file and, where `regions` has it, the bytes.
+    Raises DataError, which names the file and, if `regions` has the file, the bytes.
     """
     for name, wanted in sorted(sums.items()):
         path = folder / name
         about = path.stat()
-        # ctime as well: a program may set a file's mtime back, but not that.
+        # ctime too: a program can set a file's mtime back, but not the ctime.
         facts = [wanted, about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
         key = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:24]
         stamp = cache / "checked" / f"{key}.json"
@@ -175,14 +175,14 @@ def check_once(
         check_file(path, wanted, regions.get(name, ()), inspect)
         with suppress(OSError):  # a cache that cannot be written costs the next run another check
             stamp.parent.mkdir(parents=True, exist_ok=True)
-            # A name of this process' own, as several may check the same file.
+            # A name with this process's id, since several processes may check the same file.
             partial = stamp.with_suffix(f".{os.getpid()}")
             partial.write_text(json.dumps(facts))
             partial.rename(stamp)
 
 
 def check_file(path: Path, wanted: str, regions: Sequence[str], inspect: Inspect = lambda *_: None) -> None:
-    """Compare a file with its checksum. Raises DataError as `check_once`."""
+    """Compare a file with a checksum. Raises DataError as `check_once`."""
     total, wrong, complaint = FileSum(), [], None
     try:
         with path.open("rb") as file:

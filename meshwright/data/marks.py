@@ -1,19 +1,20 @@
-"""The tokens that stand in front of a document and behind it, and those at which a text that is generated ends.
+"""Marks: the tokens before and after each document, and the tokens that end generation.
 
-A run says them (`data.begin`, `data.end`), or a tokenizer's own files do (`auto`). Each line is asked in turn:
+The config names the marks (`data.begin`, `data.end`), or the tokenizer's files do (`auto`). For `auto`, the first
+source with an answer decides, in this order:
 
-| of    | asked                                                                                                      |
+| mark  | sources in order                                                                                           |
 |-------|------------------------------------------------------------------------------------------------------------|
-| end   | `eos_token` of tokenizer_config.json, of special_tokens_map.json; the first special token that is          |
-|       | `eos_token_id` of generation_config.json, of config.json; `END`, which tokenizers made here have, their    |
-|       | BERT's as well; the token at which the template of tokenizer.json's post-processor ends; the first of      |
-|       | `SPELLINGS` that the vocabulary has                                                                        |
-| begin | none where `add_bos_token` of tokenizer_config.json is false; where it is true `bos_token` of that file or |
-|       | of special_tokens_map.json; else the token with which the post-processor's template begins, or none        |
-| stops | `end`, and every `eos_token_id` of generation_config.json, or of config.json where that has none           |
+| end   | `eos_token` of tokenizer_config.json, of special_tokens_map.json; the first special token of               |
+|       | `eos_token_id` of generation_config.json, of config.json; `END`, in the vocabulary of all tokenizers made  |
+|       | here; the last token of the template of tokenizer.json's post-processor; the first of `SPELLINGS` in the   |
+|       | vocabulary                                                                                                 |
+| begin | none if `add_bos_token` of tokenizer_config.json is false; if true `bos_token` of that file or of          |
+|       | special_tokens_map.json; else the first token of the post-processor's template, or none                    |
+| stops | `end`, and every `eos_token_id` of generation_config.json, or of config.json if the former has none        |
 
-`eos_token_id` is believed where it is a special token alone: transformers writes its class' default into config.json,
-which may be any word of a small vocabulary.
+`eos_token_id` counts only if the id is a special token: transformers writes a class default into config.json, which may
+be any word of a small vocabulary.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from meshwright.ranks.errors import DataError
 SETTINGS, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 GENERATION, MODEL = "generation_config.json", "config.json"
 BESIDE = (SETTINGS, SPECIAL_TOKENS, GENERATION, MODEL)
-"""The files beside a tokenizer.json that say which tokens are special."""
+"""The files next to a tokenizer.json that name special tokens."""
 
 SPELLINGS = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
-"""The end of a text as published tokenizers spell it, for a tokenizer.json with nothing beside it that says so."""
+"""Spellings of the end token in published tokenizers, for a tokenizer.json without other files that name the token."""
 
 Beside = Mapping[str, Mapping[str, Any]]
-"""The contents of the files beside a tokenizer.json, by file name."""
+"""The contents of the files next to a tokenizer.json, by file name."""
 
 
 class Marks(NamedTuple):
-    """Ids. `begin`: None where nothing stands in front of a document; `stops`: where generating ends, `end` among
-    them."""
+    """Ids of the marks. `begin`: None if no token precedes a document. `stops`: the ids that end generation, including
+    `end`."""
 
     begin: int | None
     end: int
@@ -49,25 +50,34 @@ class Marks(NamedTuple):
 
 
 UNASKED = Marks(None, 0, frozenset())
-"""The marks of a tokenizer of which no text is asked, but its words."""
+"""The marks of a tokenizer that is loaded only for its vocabulary."""
 
 
 def spelling(token: object) -> str | None:
-    """A special token's text, which may stand in a table of its properties."""
+    """Return a special token's text, given as text or as `content` in a table; None if neither."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
 def ids_of(value: object) -> list[int]:
-    """The ids of an `eos_token_id`: a number, several, or none."""
+    """List the ids of an `eos_token_id`: a number, a list, or none."""
     values = value if isinstance(value, list) else [value]
-    # True is an int to Python, and no id.
+    # True is an int in Python, and no id.
     return [one for one in values if isinstance(one, int) and not isinstance(one, bool)]
 
 
 def marks_of(library: tokenizers.Tokenizer, where: str, beside: Beside, asked: AskedMarks = AskedMarks()) -> Marks:
-    """The marks of a tokenizer. `where`: its file. Raises DataError where a file or the run names a token that it does
-    not have, and where nothing names an end."""
+    """Find the marks of a tokenizer.
+
+    Args:
+        library: the tokenizer.
+        where: the tokenizer's file, for messages.
+        beside: contents of the files next to the tokenizer's.
+        asked: the config's marks.
+
+    Raises:
+        DataError: a file or the config names a token missing from the vocabulary, or no source names an end.
+    """
 
     def known(name: str, source: str) -> int:
         token: int | None = library.token_to_id(name)
@@ -76,9 +86,9 @@ def marks_of(library: tokenizers.Tokenizer, where: str, beside: Beside, asked: A
         return token
 
     opening, closing = _template(library)
-    # An `eos_token_id` that is a word of the vocabulary is a default that nobody has set.
+    # An `eos_token_id` that is an ordinary word of the vocabulary is an unchanged default.
     special = {number for number, token in library.get_added_tokens_decoder().items() if token.special}
-    # transformers ends a text at its generation settings' ids, or where these are silent at the model's.
+    # transformers ends generation at the ids of generation_config.json, or without these at config.json's.
     listed = (ids_of(beside.get(file, {}).get("eos_token_id")) for file in (GENERATION, MODEL))
     stops = [token for token in next(filter(None, listed), []) if token in special]
     if asked.end not in (AUTO, NONE):
@@ -105,7 +115,7 @@ def marks_of(library: tokenizers.Tokenizer, where: str, beside: Beside, asked: A
 
 
 def _named(beside: Beside, key: str) -> tuple[str, str] | None:
-    """A token's spelling, and the file that has it."""
+    """Return a token's spelling, and the key and file with that spelling; None if no file has one."""
     for file in (SETTINGS, SPECIAL_TOKENS):
         if (text := spelling(beside.get(file, {}).get(key))) is not None:
             return text, f"{key} of {file}"
@@ -113,10 +123,10 @@ def _named(beside: Beside, key: str) -> tuple[str, str] | None:
 
 
 def _template(library: tokenizers.Tokenizer) -> tuple[int | None, int | None]:
-    """The special tokens with which the post-processor's template of one text begins and ends."""
+    """Return the first and the last special token of the post-processor's template for one text."""
     if library.post_processor is None:
         return None, None
-    for one in _processors(json.loads(library.post_processor.__getstate__())):  # its JSON alone: a vocabulary is long
+    for one in _processors(json.loads(library.post_processor.__getstate__())):  # without the long vocabulary
         if one["type"] == "TemplateProcessing":
             single = one["single"]
             ids = {name: token["ids"] for name, token in one["special_tokens"].items()}
@@ -129,7 +139,7 @@ def _template(library: tokenizers.Tokenizer) -> tuple[int | None, int | None]:
 
 
 def _processors(processor: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """A post-processor, or those of a sequence of them."""
+    """Yield a post-processor, or each post-processor of a sequence."""
     if processor["type"] != "Sequence":
         yield processor
         return

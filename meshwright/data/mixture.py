@@ -1,11 +1,12 @@
-"""A mixture of sources by weight: which sample comes from which, as a pure function of the sample's number.
+"""Mixture of sources by weight: a pure function from a sample's number to its source.
 
-Each source is packed once, by itself, with one tokenizer for all: `bpe:SIZE` is trained on all their train splits. A
-mixture's folder holds mixture.json alone, which names the packed folders.
+Each source is packed once, separately, with a common tokenizer: `bpe:SIZE` is trained on the train splits of all
+sources. A mixture's folder contains only mixture.json, which names the packed folders.
 
-Weights become shares of BLOCK. Of every BLOCK samples in a row source k has exactly share k, in a seeded order, another
-one in each block (a Permutation). So the number of a sample gives its source, and how many of that source came before,
-without a count: resuming and layouts need nothing else, and each source goes through epochs of its own.
+Weights are rounded to shares of BLOCK. Every block of BLOCK samples has exactly share k from source k, in a seeded
+order that differs between blocks (a Permutation). So a sample's number determines the source, and the number of earlier
+samples from that source, without stored counts. Resuming and layouts need only the number. Each source has epochs of
+its own.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ if TYPE_CHECKING:  # the launcher needs no torch
 
 @dataclass(frozen=True)
 class MixturePart:
-    """A packed source, and its share of every BLOCK samples."""
+    """A packed source, and the source's share of every BLOCK samples."""
 
     packed: PackedCorpus
     share: int
 
 
 def mixture_for(data: MixedSection, cache: Path, progress: ShowProgress) -> Path:
-    """The folder of the mixture that a config asks for; its sources are packed, or found packed. Raises DataError."""
+    """Prepare the config's mixture, packing sources that are not packed; return its folder. Raises DataError."""
     tokenizer = _common_tokenizer(data, cache, progress)
     packs = [
         corpus_for(data.model_copy(update={"source": source, "tokenizer": tokenizer, "mixture": ()}), cache, progress)
@@ -61,7 +62,7 @@ def mixture_for(data: MixedSection, cache: Path, progress: ShowProgress) -> Path
     shares = shares_of(data.weights)
     parts = [
         {
-            # By its name beside the mixture, by its path elsewhere.
+            # A name if the packed folder is next to the mixture's, else a path.
             "folder": packed.folder.name if packed.folder.parent == cache else str(packed.folder.absolute()),
             "share": share,
             "sha256": packed.header.sha256,

@@ -1,8 +1,8 @@
-"""From a corpus to a prepared folder: plan the split, make the tokenizer, write the token files, publish the folder.
+"""Preparation of a corpus: plan the split, make the tokenizer, write the token files, publish the folder.
 
-The same corpus, tokenizer and share give the same bytes in every file, on every machine. Of pairs a source and its
-target are written in turn, each as a document, and one tokenizer is trained on both sides of the train split together.
-Of dialogues the tokens are flagged (messages.py), and no end token is added: the template ends them.
+The same corpus, tokenizer and share give the same bytes in every file, on every machine. For pairs, source and target
+are written alternately, each as a document, and one tokenizer is trained on both sides of the train split. For
+dialogues, tokens are flagged (messages.py), and no end token is added: the template ends a dialogue.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from meshwright.output.outputs import free_path
 from meshwright.ranks.environment import cache_folder
 from meshwright.ranks.errors import DataError
 
-# Characters encoded by one call of the library: enough to keep all cores busy, little enough to hold in memory.
+# Characters encoded by one call of the library: enough for all cores, and small in memory.
 _BATCH_CHARACTERS = 2**20
 
 
@@ -61,12 +61,19 @@ def pack(
     progress: ShowProgress = silent,
     asked: AskedMarks = AskedMarks(),
 ) -> PackedCorpus:
-    """Tokenize a corpus into the folder `out`; a folder that already holds just this is used as it is.
+    """Tokenize a corpus into the folder `out`, or reuse `out` if the folder holds the same already.
 
-    `tokenizer`: bytes, bpe:SIZE (trained on the train split), or a tokenizer.json file. `validation`: the share of the
-    characters that is held out, in whole records where that is possible. `asked`: the marks of documents; pairs have no
-    beginning. Raises DataError if the source or tokenizer
-    cannot be read, if the corpus is too small for two splits, or if `out` holds something else.
+    Args:
+        corpus: the documents, pairs or dialogues.
+        tokenizer: bytes, bpe:SIZE (trained on the train split), or a tokenizer.json file.
+        out: the folder.
+        validation: the held-out share of the characters, in whole records if possible.
+        progress: shows progress.
+        asked: the marks of documents; pairs have no begin mark.
+
+    Raises:
+        DataError: the source or tokenizer cannot be read, the corpus is too small for two splits, or `out` holds
+            something else.
     """
     if not 0 <= validation < 1:
         raise DataError(f"validation={validation}: is no share; valid: 0, or a number below 1, such as 0.05")
@@ -79,15 +86,15 @@ def pack(
             if is_prepared(out):
                 return _reuse(out, corpus.where, tokenizer, validation, plan, asked)
             with staged_folder(out) as folder:
-                # The tokenizer learns the train split alone: held-out text must be as new to it as to the model.
+                # Train the tokenizer on the train split only: held-out text must be new to tokenizer and model.
                 records = split_records(corpus, plan)
-                # Of dialogues the second text is where the assistant speaks, as JSON, and no text to learn.
+                # For dialogues the second text is JSON, the spans of the assistant's text, and not for training.
                 sides = 1 if corpus.kind == "messages" else 2
                 learned = (text for split, texts in records if split == "train" for text in texts[:sides])
                 trained = make_tokenizer(tokenizer, learned, progress, asked, plan.num_characters)
                 facts = {"tokenizer": kind, "validation_share": validation, "ends": asked.end != NONE}
                 header = _write(folder, corpus, trained, plan, facts, progress)
-                # What version 0.1.0 did not know is left out where it says what was so then.
+                # Fields unknown to version 0.1.0 are left out if equal to that version's behaviour.
                 was_so = {"begin": header.begin is None, "ends": header.ends, "ignored": not header.ignored}
                 old = {name for name, same in was_so.items() if same}
                 text = header.model_dump_json(indent=2, exclude=old) + "\n"
@@ -99,7 +106,7 @@ def pack(
 
 
 def prepare_corpus(data: TokenSection, config: Config, progress: ShowProgress) -> Path:
-    """The packed corpus of a run, which its model and its samples fit. Raises DataError, ConfigError."""
+    """Pack a run's corpus in the cache, and check that model and samples fit. Raises DataError, ConfigError."""
     corpus = corpus_for(data, cache_folder(), progress)
     corpus.check_vocabulary(config.model.num_tokens)
     data.open(config, corpus.folder)
@@ -107,17 +114,17 @@ def prepare_corpus(data: TokenSection, config: Config, progress: ShowProgress) -
 
 
 def pack_corpus(data: TokenSection, config: Config, out: Path, progress: ShowProgress) -> Path:
-    """The packed corpus of a run in the folder `out`. Raises DataError, ConfigError."""
+    """Pack a run's corpus into the folder `out`. Raises DataError, ConfigError."""
     packed = pack(data.corpus(), data.tokenizer, out, data.validation, progress, data.asked)
     packed.check_vocabulary(config.model.num_tokens)
     return packed.folder
 
 
 def corpus_for(data: TokenSection, cache: Path, progress: ShowProgress = silent) -> PackedCorpus:
-    """The packed corpus that a config asks for: a prepared folder is opened, anything else is prepared once in `cache`.
+    """Open the config's packed corpus: a prepared folder as is; any other source is prepared once in `cache`.
 
-    Raises DataError if a prepared folder is damaged, of another kind, or has another tokenizer or share than
-    the config names.
+    Raises DataError if a prepared folder is damaged, of another kind, or has another tokenizer, share or marks than
+    the config.
     """
     source = Path(data.source).expanduser()
     if is_prepared(source):
@@ -137,7 +144,7 @@ def corpus_for(data: TokenSection, cache: Path, progress: ShowProgress = silent)
         corpus, kind = data.corpus(), tokenizer_kind(data.tokenizer)
         tokenizer = [kind, file_sha256(Path(data.tokenizer).expanduser())] if kind == "file" else [kind]
         # The name changes with all that the prepared files depend on, and is known without reading the corpus.
-        # Marks are left out where they are those of version 0.1.0, whose folders keep their names.
+        # Marks equal to version 0.1.0's are left out, so that folders of that version keep their names.
         marks = _marks(data.tokenizer, data.asked)
         told: list[object] = [] if data.asked.end != NONE else ["no end"]
         told += [] if marks is None else [marks.begin, marks.end]
@@ -150,13 +157,13 @@ def corpus_for(data: TokenSection, cache: Path, progress: ShowProgress = silent)
 
 
 class SplitWriter:
-    """One split's token file: texts in, little-endian ids out, each text between the tokenizer's marks.
+    """Writer of one split's token file: little-endian ids, each text between the tokenizer's marks.
 
     Counts and checksums are complete after the last `flush`.
     """
 
     def __init__(self, file: BinaryIO, tokenizer: Tokenizer, dtype: np.dtype, rate: Rate, *, ends: bool) -> None:
-        """`ends`: whether the end token is written. `rate`: counts the texts."""
+        """Write to `file`. `ends`: True to write the end token after a text. `rate`: counts the texts."""
         self._rate = rate
         self.sum = FileSum()
         self._file, self._tokenizer, self._dtype = file, tokenizer, dtype
@@ -170,7 +177,7 @@ class SplitWriter:
         is_first = True
         for part, following in pairwise(chain(pieces(text, self._tokenizer.piece_characters), [None])):
             assert part is not None
-            self._words += len(part.split())  # exact: pieces are cut in front of a space
+            self._words += len(part.split())  # exact: pieces are cut before a space
             self._batch.append((self._rate.counted(part), is_first, following is None))
             is_first = False
             self._batch_characters += len(part)
@@ -179,7 +186,7 @@ class SplitWriter:
         self._documents += 1
 
     def add_dialogue(self, text: str, spans: str) -> None:
-        """Append one dialogue; `spans`: of what the assistant says, as JSON."""
+        """Append one dialogue. `spans`: the spans of the assistant's text, as JSON."""
         data = flagged(self._tokenizer, text, json.loads(spans)).astype(self._dtype).tobytes()
         self._file.write(data)
         self.sum.update(data)
@@ -192,7 +199,7 @@ class SplitWriter:
         return SplitFacts(tokens=self._tokens, documents=self._documents, words=self._words)
 
     def flush(self) -> None:
-        """Encode and write what has been added since the last call."""
+        """Encode and write the documents added since the last call."""
         encoded = self._tokenizer.encode_batch(part for part, *_ in self._batch)
         for inside, (_, is_first, is_last) in zip(encoded, self._batch, strict=True):
             ids = [*(self._tokenizer.opening if is_first else ()), *inside, *(self._behind if is_last else ())]
@@ -206,10 +213,10 @@ class SplitWriter:
 def _write(
     folder: Path, corpus: Corpus, tokenizer: Tokenizer, plan: SplitPlan, facts: dict[str, Any], progress: ShowProgress
 ) -> Header:
-    """Write the tokenizer and both token files; returns the header that describes them, with `facts` in it."""
+    """Write the tokenizer and both token files; return the header, including `facts`."""
     tokenizer.save(folder / TOKENIZER)
     flags = corpus.kind == "messages"
-    # Two bytes a token where they do: the file is read at random places, and half as large. Flags need the upper bits.
+    # Two bytes a token if the vocabulary fits, for half the file size. Flags need the upper bits of four bytes.
     dtype = np.dtype("<u2" if tokenizer.vocabulary_size <= 2**16 and not flags else "<u4")
     with ExitStack() as stack:
         files = {split: stack.enter_context((folder / TOKEN_FILES[split]).open("wb")) for split in SPLITS}
@@ -246,7 +253,7 @@ def _write(
 def _reuse(
     out: Path, source: str, tokenizer: str, validation: float, plan: SplitPlan, asked: AskedMarks
 ) -> PackedCorpus:
-    """The folder that is already there. Raises DataError where it does not hold what is asked for."""
+    """Open the existing folder. Raises DataError if the content differs from the request."""
     packed, remedy = open_packed(out, verify=True), f"give another folder, such as {free_path(out)}"
     header = packed.header
     if header.corpus_sha256 != plan.corpus_sha256:
@@ -262,21 +269,23 @@ def _reuse(
 
 
 def _marks(tokenizer: str, asked: AskedMarks) -> Marks | None:
-    """The marks that a config asks for; None where they are those that tokenizers made here always have."""
+    """Return the config's marks for a tokenizer.json file; None for tokenizers made here, which have fixed marks."""
     path = Path(tokenizer).expanduser()
     return load_tokenizer(path, asked).marks if tokenizer_kind(tokenizer) == "file" else None
 
 
 def _same_tokenizer(asked: str, kind: str, tokenizer: Tokenizer) -> bool:
-    """Whether a config asks for the tokenizer that a folder was prepared with; `kind`: what was asked for then."""
+    """Return whether a folder was prepared with the config's tokenizer. `kind`: the folder's tokenizer setting."""
     if tokenizer_kind(asked) != "file":
         return kind == tokenizer_kind(asked)
     return load_tokenizer(Path(asked).expanduser(), UNASKED).to_json() == tokenizer.to_json()
 
 
 def check_agrees(data: TokenSection, kind: str, tokenizer: Tokenizer, share: float) -> None:
-    """Raise DataError where a config names another tokenizer or share than a prepared folder has: it would have no
-    effect. `kind`: the tokenizer that was asked for when the folder was prepared."""
+    """Raise DataError if a config names another tokenizer or share than a prepared folder's, without any effect.
+
+    `kind`: the tokenizer setting of the folder's preparation.
+    """
     again = "or prepare it again"
     defaults = {name: field.default for name, field in TokenSection.model_fields.items()}
     if data.tokenizer != defaults["tokenizer"] and not _same_tokenizer(data.tokenizer, kind, tokenizer):

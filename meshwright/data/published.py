@@ -1,4 +1,4 @@
-"""The settings that weights and a tokenizer come with: a run keeps them beside its own, and an export writes them back.
+"""Published settings of weights and a tokenizer. A run keeps a copy, and an export writes the copy.
 
 | file                    | says                                                        | from the folder of |
 |-------------------------|-------------------------------------------------------------|--------------------|
@@ -8,7 +8,7 @@
 | special_tokens_map.json | the spellings of special tokens                             | the tokenizer      |
 | chat_template.jinja     | the chat template; a run's own (`data.template`) goes first | the tokenizer      |
 
-No torch here: the launcher writes them into the run's folder, and rank 0 into every checkpoint.
+This module imports no torch. The launcher writes the files into the run's folder, and rank 0 into every checkpoint.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ FILES = (MODEL, GENERATION, SETTINGS, SPECIAL_TOKENS, TEMPLATE)
 _OF_TOKENIZER = (SETTINGS, SPECIAL_TOKENS, TEMPLATE)
 
 SOURCE = "source"
-"""The folder that holds them in a run's folder."""
+"""The folder of the published files in a run's folder."""
 
 
 def read_published(folder: Path) -> dict[str, str]:
-    """The texts of those that a folder has, by file name. Raises DataError where one cannot be read."""
+    """Read the published files of a folder, by file name. Raises DataError if a file cannot be read."""
     texts = {}
     for name in FILES:
         path = folder / name
@@ -44,22 +44,22 @@ def read_published(folder: Path) -> dict[str, str]:
 
 
 def published_for(data: DataSection, weights: Path | None) -> dict[str, str]:
-    """The texts that a run keeps. `weights`: the folder that its weights come from. Raises DataError."""
+    """Read the files that a run keeps. `weights`: the folder of initial weights, if any. Raises DataError."""
     texts = {} if weights is None else read_published(weights)
     tokenizer = Path(data.tokenizer).expanduser() if isinstance(data, TokenSection) else None
-    # A tokenizer of its own brings its own settings; those of the weights' tokenizer would be wrong beside it.
+    # A tokenizer from another folder has other settings than the weights' tokenizer.
     if tokenizer is not None and tokenizer.is_file() and (weights is None or not weights.samefile(tokenizer.parent)):
         of_weights = {name: text for name, text in texts.items() if name not in _OF_TOKENIZER}
         beside = read_published(tokenizer.parent)
         texts = of_weights | {name: text for name, text in beside.items() if name in _OF_TOKENIZER}
     template = None
-    with suppress(DataError):  # of a prepared folder, which needs none any more
+    with suppress(DataError):  # a prepared folder needs no template any more
         template = data.chat_template()
     return texts if template is None else with_template(texts, template.text)
 
 
 def with_template(texts: dict[str, str], template: str) -> dict[str, str]:
-    """The texts with another chat template, which is in them once."""
+    """Replace the chat template in the texts, so that only one file contains a template."""
     settings = parse_json(texts.get(SETTINGS, "{}"))
     named = settings.get("chat_template")
     if texts.get(TEMPLATE, named) == template or (TEMPLATE not in texts and isinstance(named, list)):

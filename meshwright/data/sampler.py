@@ -1,11 +1,11 @@
-"""The order of samples, and windows of tokens as samples. Without state: a sample's number is its whole cursor.
+"""Order of samples, and windows of tokens as samples. Without state: the number of a sample determines the sample.
 
-A window is `sequence + 1` tokens, window w beginning at token w * sequence; its first `sequence` tokens are the inputs,
-its last `sequence` the labels, so every token but the first is a label once an epoch. (Less than one window of tokens
-at the file's end is never seen.) An epoch is a seeded permutation of the windows, another one each time.
+A window is `sequence + 1` tokens; window w begins at token w * sequence. The first `sequence` tokens are the inputs,
+the last `sequence` the labels, so every token except the first is a label once an epoch. (Less than one window of
+tokens at the file's end is not used.) An epoch is a seeded permutation of the windows, different in each epoch.
 
-A step takes the next B samples (B: sequences in the global batch). A replica asks for its rows of them: all layouts see
-the same global batch, and resuming needs the number of samples seen, nothing else.
+A step takes the next B samples (B: sequences in the global batch), and a replica reads some rows of the batch. All
+layouts have the same global batch, and resuming needs only the number of samples so far.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _NUM_ROUNDS = 4
 class Permutation:
     """The permutation number `stream` of 0 ... size - 1 under `seed`, computed and not stored.
 
-    A Feistel network of four rounds is a bijection on [0, 4^h), whatever its round function; values that fall outside
-    [0, size) are sent through again until they fall inside (cycle walking), which leaves a bijection on [0, size). The
-    domain is less than 4 size, so four passes are expected. A lookup costs the same for 10^3 and 10^12 elements, needs
-    no memory, and, being integer arithmetic of our own, gives the same order under every version of numpy.
+    A Feistel network of four rounds is a bijection on [0, 4^h) for any round function. Values outside of [0, size) pass
+    through the network again until they are inside (cycle walking), which is a bijection on [0, size). The domain is
+    smaller than 4 size, so at most four passes are expected. A lookup has the same cost for 10^3 and 10^12 elements and
+    needs no memory. The integer arithmetic is our own, so the order is the same under every version of numpy.
     """
 
     def __init__(self, size: int, seed: int, stream: int) -> None:
@@ -47,7 +47,7 @@ class Permutation:
         self._keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Elements [n] (int64) at the given positions [n], each in 0..size-1."""
+        """Return the elements [n] (int64) at the given positions [n], each in 0..size-1."""
         values = self._network(positions.astype(np.uint64))
         outside = values >= self.size
         while outside.any():
@@ -58,72 +58,72 @@ class Permutation:
     def _network(self, values: np.ndarray) -> np.ndarray:
         left, right = values >> self._half_bits, values & self._mask
         for key in self._keys:
-            # The finaliser of splitmix64, a hash: every bit of its input moves every bit of its output.
+            # The finaliser of splitmix64, a hash: every input bit affects every output bit.
             hashed = right ^ key
             hashed = (hashed ^ (hashed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             hashed = (hashed ^ (hashed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             hashed ^= hashed >> np.uint64(31)
-            # Each round is undone by the same round: a bijection whatever the hash of the other half is.
+            # The same round inverts this one, so a round is a bijection for any hash of the other half.
             left, right = right, left ^ (hashed & self._mask)
         return (left << self._half_bits) | right
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """The order of things that are numbered 0 ... size - 1: sample number -> thing, shuffled anew in each epoch."""
+    """A map from sample numbers to things numbered 0 ... size - 1, shuffled anew in each epoch."""
 
     size: int
     seed: int
 
     def rows(self, start: int, count: int) -> np.ndarray:
-        """Things [count] (int64) of the samples start, start + 1, ..., over as many epochs as these touch."""
+        """Return the things [count] (int64) of the samples start, start + 1, ..., across epochs if needed."""
         return self.at(np.arange(start, start + count, dtype=np.int64))
 
     def at(self, samples: np.ndarray) -> np.ndarray:
-        """Things [n] (int64) of the samples of these numbers [n]."""
+        """Return the things [n] (int64) of the samples with these numbers [n]."""
         epochs, positions = np.divmod(samples, self.size)
         rows = np.empty_like(samples)
         for epoch in np.unique(epochs).tolist():
             of_epoch = epochs == epoch
-            # Samples of one batch may lie in two epochs, which have orders of their own.
+            # Samples of one batch may be in two epochs with different orders.
             rows[of_epoch] = Permutation(self.size, self.seed, epoch)(positions[of_epoch])
         return rows
 
 
 class ShuffledSamples:
-    """Samples that are things of one split, each once an epoch; a subclass reads them.
+    """Samples of one split, each thing once an epoch. A subclass reads the things.
 
-    All that is random about one comes from the seed and the name of its draws: every layout sees the same samples, and
-    an epoch draws others than the one before.
+    Random draws of a sample depend only on the seed and the name of the draws. So every layout has the same samples,
+    and each epoch has new draws.
     """
 
     def __init__(self, size: int, seed: int) -> None:
         self.order = Sampler(size, seed)
 
     def __len__(self) -> int:
-        """Samples an epoch."""
+        """Count the samples of an epoch."""
         return self.order.size
 
     def samples(self, first: int, count: int) -> Batch:
-        """Samples first ... first + count - 1 of the run: a replica asks for its rows of a global batch."""
+        """Read the samples first ... first + count - 1 of the run: a replica's rows of a global batch."""
         draws = [f"sample/{number}" for number in range(first, first + count)]
         return self.read(self.order.rows(first, count), draws)
 
     def held_out(self, first: int, count: int) -> Batch:
-        """Things first ... first + count - 1 in the file's order, each time the same."""
+        """Read the things first ... first + count - 1 in the file's order, equal at each call."""
         assert 0 <= first <= first + count <= len(self), (first, count, len(self))
         rows = np.arange(first, first + count, dtype=np.int64)
         return self.read(rows, [f"held out/{row}" for row in rows.tolist()])
 
     def read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
-        """The batch of things [count], whose random draws have these names."""
+        """Read a batch of things [count]. `draws`: the name of each thing's random draws."""
         raise NotImplementedError
 
 
 def document_entries(begins: np.ndarray) -> Batch:
-    """The entries of a batch by which a decoder keeps documents apart (models/decoder.py), both int64 [B, T].
+    """Make the batch entries that separate documents in a decoder (models/decoder.py), both int64 [B, T].
 
-    `begins` [B, T]: where a document does. A row's beginning, a document's rest as well, is one.
+    `begins` [B, T]: True at the first token of a document. A row's first token counts too, also inside a document.
     """
     import torch
 
@@ -135,14 +135,14 @@ def document_entries(begins: np.ndarray) -> Batch:
 class TokenBatches(ShuffledSamples):
     """Windows of one split of a packed corpus: `tokens` and `labels`, both int64 [B, T].
 
-    Where documents are kept apart each ends with its end token, which predicts nothing, and batches have
-    `document_entries`: they follow from the window's own tokens, so every rank knows them.
+    If documents are separated, each ends with an end token, which has no label, and batches have `document_entries`.
+    The entries follow from the window's tokens, so every rank can compute them.
     """
 
     def __init__(
         self, corpus: PackedCorpus, split: Split, sequence: int, seed: int, separated_by: int | None = None
     ) -> None:
-        """`sequence`: tokens a row. `separated_by`: the end token of documents that are kept apart.
+        """Map the token file. `sequence`: tokens a row. `separated_by`: the end token, if documents are separated.
 
         Raises DataError if the split is shorter than one window.
         """
@@ -170,12 +170,12 @@ class TokenBatches(ShuffledSamples):
         ends = tokens == self._end
         labels[ends] = IGNORED
         begins = np.zeros_like(ends)
-        # A document begins behind an end token; what a row begins with is one as well (`document_entries`).
+        # A document begins after an end token, and at a row's first token (`document_entries`).
         begins[:, 1:] = ends[:, :-1]
         return batch | document_entries(begins)
 
 
 def token_samples(data: TextData, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
-    """The windows of a split of a run's corpus. Raises DataError where there are none."""
+    """Make the windows of a split of a run's corpus. Raises DataError if the split is shorter than one window."""
     end = packed.header.end if data.separate else None
     return TokenBatches(packed, split, data.sequence, config.seed, end), ""

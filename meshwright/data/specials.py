@@ -1,8 +1,8 @@
-"""Special tokens: a tokenizer's own, or ids behind its vocabulary.
+"""Special tokens: a tokenizer's own, or ids after the end of the vocabulary.
 
-A published vocabulary (a tokenizer.json with their names) has them. To any other (bytes, bpe:SIZE) those that it lacks
-are appended in the order of their names, so a model over it needs as many tokens more. A text that spells one out is
-still text.
+A published vocabulary (tokenizer.json) may contain the tokens' names. Tokens missing from a vocabulary (bytes,
+bpe:SIZE) are appended in the order of `names`; the model's vocabulary grows by one id per appended token. A document
+that spells out a special token is still text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from meshwright.data.tokenizer import Tokenizer
 
 
 def ids_of(tokenizer: Tokenizer, names: Sequence[str]) -> tuple[list[int], int]:
-    """The ids of special tokens, and the size of the vocabulary with them."""
+    """Return the ids of special tokens, and the size of the vocabulary including appended ones."""
     size, ids = tokenizer.vocabulary_size, []
     for name in names:
         known = tokenizer.id_of(name)

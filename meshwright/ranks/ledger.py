@@ -1,8 +1,8 @@
-"""The ledger: a rank's calls and sent bytes, by axis and verb. Arithmetic only: planned ranks keep one too.
+"""Ledger: a rank's calls and sent bytes, by axis and verb. Arithmetic only: planned ranks have a ledger too.
 
-VERBS gives each verb's receivers and message sizes. Comms count with it, the planner derives from it which messages
-stay on a node (planner/plan/network.py), and a cluster file's verbs are its keys. A library's collective is counted as
-its bandwidth-optimal form sends it, S being the whole payload:
+VERBS gives each verb's receivers and message sizes. Comms count with VERBS, the planner derives the messages that stay
+on a node from VERBS (planner/plan/network.py), and a cluster file uses the keys of VERBS. A collective is counted in
+the bandwidth-optimal form, whatever the library sends; S is the whole payload, n the number of ranks:
 
 | verb                                   | a rank sends                              |
 |----------------------------------------|-------------------------------------------|
@@ -26,15 +26,15 @@ Direction = Literal["to each", "from root", "to root", "to one"]
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb's messages. `parts`: whether a message holds 1/n of the payload, or all of it. `passes`: messages to each
-    receiver."""
+    """A verb's messages. `parts`: True if a message holds 1/n of the payload, False for all. `passes`: messages to
+    each receiver."""
 
     direction: Direction
     parts: bool = False
     passes: int = 1
 
     def sent_bytes(self, payload_bytes: int, size: int, is_root: bool) -> int:
-        """Bytes that a rank of a group of `size` sends in a call, rounded down."""
+        """Return the bytes that a rank of a group of `size` sends in a call, rounded down."""
         # A root receives a gather and sends a broadcast; the others do the opposite.
         if self.direction == ("to root" if is_root else "from root"):
             return 0
@@ -47,7 +47,7 @@ MESSAGE = "message"
 """The verb of a mailbox: a pipeline's message to a neighbour."""
 
 HOST, TO_HOST, FROM_HOST = "host", "copy to host", "copy from host"
-"""In place of axes and verbs, a planned rank's copies between its device and its host's memory. Nothing is sent."""
+"""Names in place of axes and verbs for a planned rank's copies between device and host memory. Nothing is sent."""
 
 VERBS: dict[str, Verb] = {
     "all_reduce": Verb("to each", parts=True, passes=2),  # a reduce-scatter and an all-gather
@@ -75,7 +75,7 @@ class Traffic:
     by_peer: defaultdict[int, Traffic] = field(default_factory=lambda: defaultdict(Traffic))
 
     def scaled(self, times: int) -> Traffic:
-        """This traffic times `times`, `by_peer` included."""
+        """Return this traffic times `times`, including `by_peer`."""
         peers = {peer: part.scaled(times) for peer, part in self.by_peer.items()}
         return Traffic(times * self.calls, times * self.sent_bytes, defaultdict(Traffic, peers))
 
@@ -104,7 +104,7 @@ class Ledger:
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
-        """Inside the context each call counts `times` times, so that a plan runs one of many equal passes."""
+        """Count each call `times` times inside the context, so that a plan runs one of many equal passes."""
         # Multiplied, since contexts nest: microbatches within steps.
         before, self.times = self.times, self.times * times
         try:
@@ -113,7 +113,7 @@ class Ledger:
             self.times = before
 
     def sent_bytes(self) -> dict[str, int]:
-        """Bytes sent so far, by axis."""
+        """Return the bytes sent so far, by axis."""
         totals: defaultdict[str, int] = defaultdict(int)
         for (axis, _), entry in self.traffic.items():
             totals[axis] += entry.sent_bytes
