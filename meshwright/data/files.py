@@ -1,14 +1,14 @@
-"""Folders that appear whole or not at all, and checksums by which damage in them is noticed and located.
+"""Folders published atomically, and checksums that detect and locate damaged bytes.
 
-A folder is written beside its place under a lock, synced to disk, then renamed. A process that is killed leaves a
-hidden `.NAME.partial` behind, which nobody reads; the next one to hold the lock removes it. The lock is the kernel's
-(flock), so it falls with its holder. (filelock's would leave its file beside the user's folder.)
+A folder is written under a temporary name in the same parent folder, with a lock held, synced to disk, then renamed. A
+killed process leaves a hidden `.NAME.partial`, which is never read; the next holder of the lock removes the folder. The
+kernel frees the lock (flock) when the holder dies. (The package filelock would leave a file in the parent folder.)
 
-Checksums are checked once, not at every start: a check's result is kept in the cache under the file's path, with its
-size, times and inode, so the second run on the same files costs nothing. A disk that changes bits without touching the
-file's times is met at the next check only: remove the cache's `checked` folder to ask for one.
+Checksums are checked once, not at every start. The cache stores a passed check by the file's path, with size, times and
+inode, so a second run on the same files costs nothing. A disk that changes bits but no times is detected only at the
+next check: remove the cache's `checked` folder to force one.
 
-`ShowProgress` is how long work reports: a text, and the share done (0 to 1, None where unknown). The caller draws it.
+Long work reports through `ShowProgress`: a text, and the share done (0 to 1, None if unknown), for the caller to show.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ ShowProgress = Callable[[str, float | None], None]
 
 
 def silent(text: str, done: float | None) -> None:
-    """Reports nothing."""
+    """Report nothing."""
 
 
 class Rate:
-    """Reports work on texts: characters done, and characters a second. `total`: of all texts, if known."""
+    """A reporter of work on texts: characters done, and characters a second. `total`: all characters, if known."""
 
     def __init__(self, progress: ShowProgress, text: str, total: int | None = None) -> None:
         self._progress, self._text = progress, text
@@ -61,7 +61,7 @@ REGION_BYTES = 2**20
 DAMAGE_REMEDY = "move the folder aside and prepare it again"
 
 Inspect = Callable[[str, int, bytes], str | None]
-"""inspect(file, offset, bytes of a region): what is wrong with them, or None."""
+"""A function inspect(file, offset, bytes of a region) that returns a complaint about the bytes, or None."""
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def mixture_for(data: MixedSection, cache: Path, progress: ShowProgress) -> Path
 
 
 def _common_tokenizer(data: MixedSection, cache: Path, progress: ShowProgress) -> str:
-    """The tokenizer of all sources; one that is trained becomes a file of the cache."""
+    """Return the tokenizer of all sources; a trained one is stored as a file in the cache."""
     corpora = [text_corpus(source, data.picks) for source in data.weights if not is_prepared(Path(source).expanduser())]
     if not data.tokenizer.startswith(BPE_PREFIX) or not corpora:
         return data.tokenizer
@@ -88,7 +88,7 @@ def _common_tokenizer(data: MixedSection, cache: Path, progress: ShowProgress) -
     with folder_lock(folder, progress):
         if not (folder / TOKENIZER).is_file():
             with staged_folder(folder) as partial:
-                # Held-out text must be as new to the tokenizer as to the model, so that each source is split first.
+                # Split each source first: held-out text must be new to the tokenizer and to the model.
                 planned = ((corpus, plan_split(corpus, data.validation, progress)) for corpus in corpora)
                 records = (record for corpus, plan in planned for record in split_records(corpus, plan))
                 texts = (text for split, record in records if split == "train" for text in record)
@@ -97,7 +97,7 @@ def _common_tokenizer(data: MixedSection, cache: Path, progress: ShowProgress) -
 
 
 def open_mixture(folder: Path) -> list[MixturePart]:
-    """The parts of a mixture's folder. Raises DataError where one is not what it was when they were mixed."""
+    """Open the parts of a mixture's folder. Raises DataError if a part has changed since the mixing."""
     parts = []
     for part in read_json(folder / MIXTURE)["parts"]:
         packed = open_packed(folder.parent / part["folder"])
@@ -108,7 +108,10 @@ def open_mixture(folder: Path) -> list[MixturePart]:
 
 
 def prepare_sources(data: MixedSection, config: Config, progress: ShowProgress) -> Path:
-    """The folder of a run's mixture, or of its one source; the model fits it. Raises DataError, ConfigError."""
+    """Prepare a run's mixture, or the only source, and check the model's vocabulary; return the folder.
+
+    Raises DataError, ConfigError.
+    """
     if not data.mixture:
         return prepare_corpus(data, config, progress)
     folder = mixture_for(data, cache_folder(), progress)
@@ -118,7 +121,7 @@ def prepare_sources(data: MixedSection, config: Config, progress: ShowProgress) 
 
 
 def open_sources(data: MixedSection, config: Config, folder: Path) -> Opened:
-    """The splits of a mixture, or of the one source. Raises DataError where they are too small."""
+    """Open the splits of a mixture, or of the only source. Raises DataError if a split is too small."""
     if not data.mixture:
         return open_corpus(data, config, folder)
     parts = open_mixture(folder)
@@ -143,7 +146,7 @@ def open_sources(data: MixedSection, config: Config, folder: Path) -> Opened:
 
 
 class MixedSamples:
-    """Samples of several splits, each in its own shuffled order, taken in turns by their shares."""
+    """Samples of several sources, interleaved by share, each source in a shuffled order of its own."""
 
     def __init__(self, parts: Sequence[ShuffledSamples], shares: Sequence[int], seed: int) -> None:
         assert sum(shares) == BLOCK, shares

@@ -1,11 +1,11 @@
-"""Facts that a group's ranks exchange: rows of int64, texts, and whether a tensor has the same bits on all.
+"""Facts exchanged by a group's ranks: rows of int64, texts, and equality of a tensor's bits on all ranks.
 
-Facts are host tensors and go over gloo (torch_comm.py), so no exchange waits for a GPU.
+Facts are host tensors and are sent over gloo (torch_comm.py), so no exchange waits for a GPU.
 
-A hash (`hash_bits`) is 64 bits: sum over words w[r, c] of 8 bytes of w[r, c] · (row[r] + column[c]) modulo 2^64. Rows'
-factors are even, columns' odd: a factor is odd, so that any flipped bit changes the sum; a word in another's place
-changes it too. It is computed where the tensor lies, by two sums over blocks that stay in a cache: SHA-256 of 7 B
-parameters took a CPU's thread 40 seconds, and copied a GPU's weights to the host.
+A hash (`hash_bits`) has 64 bits: the sum over 8-byte words w[r, c] of w[r, c] · (row[r] + column[c]) modulo 2^64. Row
+factors are even and column factors odd, so each word's factor is odd, and any flipped bit changes the sum. Exchanged
+words change the sum too. The hash is computed on the tensor's device, by two sums over blocks that stay in a cache:
+SHA-256 of 7 B parameters took a CPU thread 40 seconds, and copied a GPU's weights to the host.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ ratio, which gives neighbouring words distant factors. One constant for both gav
 
 
 def all_rows(row: Tensor, comm: Comm) -> Tensor:
-    """Every member's row, in order: [n, *row]."""
+    """Gather every member's row, in order: [n, *row]."""
     rows = row.new_empty(comm.size, *row.shape)
     comm.all_gather(rows, row)
     return rows
 
 
 def all_texts(text: str, comm: Comm) -> list[str]:
-    """Every member's text, in order. Sends the lengths, then the texts as bytes; only the lengths if all are empty."""
+    """Gather every member's text, in order. Sends the lengths, then the texts as bytes, unless all are empty."""
     content = text.encode(errors="surrogatepass")  # a file's name may hold bytes that are no text
     lengths = all_rows(torch.tensor([len(content)]), comm).flatten().tolist()
     if not any(lengths):
         return [""] * comm.size
-    # Gathers are of equal rows: each text is padded to the longest, and cut again by its length.
+    # All rows of an all-gather have equal size: pad each text to the longest, and cut the received rows by length.
     padded = torch.frombuffer(bytearray(content.ljust(max(lengths))), dtype=torch.uint8)
     rows = all_rows(padded, comm).tolist()
     return [bytes(row[:length]).decode(errors="surrogatepass") for row, length in zip(rows, lengths, strict=True)]
 
 
 def text_of_root(text: str, comm: Comm, root: int = 0) -> str:
-    """The text of the member `root`, on every member."""
+    """Broadcast the text of the member `root` to every member."""
     content = text.encode(errors="surrogatepass")
     length = torch.tensor([len(content)])
     comm.broadcast(length, root)
@@ -55,7 +55,7 @@ def text_of_root(text: str, comm: Comm, root: int = 0) -> str:
 
 
 def hash_bits(x: Tensor) -> Tensor:
-    """The hash of the bits of x [n], contiguous: an int64 scalar on its device."""
+    """Hash the bits of x [n], contiguous, to an int64 scalar on x's device."""
     words, last = _words(x)
     whole = words.numel() // COLUMNS * COLUMNS
     blocks = words[:whole].view(-1, COLUMNS).split(BLOCK_ROWS[x.device.type])
@@ -65,15 +65,14 @@ def hash_bits(x: Tensor) -> Tensor:
     columns = torch.stack([down for _, down in sums]).sum(0) if whole else words.new_zeros(COLUMNS)
     # The last, shorter row has the columns that it fills.
     columns[: rest.numel()] += rest
-    # Times 2 makes rows' factors even, | 1 columns' odd: a word's factor, their sum, is odd, so that no changed bit is
-    # lost.
+    # Times 2 makes row factors even, | 1 column factors odd: a word's factor, the sum of both, is odd.
     row_factors = torch.arange(1, rows.numel() + 1, device=x.device) * ROW_FACTOR * 2
     column_factors = torch.arange(COLUMNS, device=x.device) * FACTOR | 1
     return (rows * row_factors).sum() + (columns * column_factors).sum()
 
 
 def _words(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x's memory as int64: the whole words, and the last bytes with zeros behind them, where there are some."""
+    """View x's memory as int64: the whole words, and the remaining bytes padded with zeros, if any."""
     # A view as int64 must begin at a multiple of 8 bytes.
     if x.storage_offset() * x.element_size() % 8:
         x = x.clone()
@@ -85,7 +84,7 @@ def _words(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def same_everywhere(x: Tensor, comm: Comm) -> bool:
-    """Whether all members hold the same bits of x, by a hash computed on x's device. Sends 16 bytes a member.
+    """Return whether all members hold the same bits of x, by a hash computed on x's device. Sends 16 bytes a member.
 
     The hash is blind to words that end in zeros (2,048 ones in float64 hash like zeros), so the sum of the words' upper
     halves, which overflows for no tensor, is compared as well.
@@ -99,7 +98,7 @@ def same_everywhere(x: Tensor, comm: Comm) -> bool:
 
 
 def make_equal(x: Tensor, comm: Comm) -> bool:
-    """Copy the first member's x to all members. True if any member's x had other bits."""
+    """Copy the first member's x to all members if any bits differ. Returns True if any member's bits differed."""
     differed = not same_everywhere(x, comm)
     if differed:
         comm.broadcast(x.detach(), 0)

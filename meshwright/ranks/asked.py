@@ -13,12 +13,12 @@ from meshwright.ranks.transports import TransportName
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a job. `axes`: their grid, outermost axis first; `threads`: CPU threads of each.
+    """The ranks of a job. `axes`: the grid, outermost axis first. `threads`: CPU threads of each rank.
 
-    `restarts`: how often a job that loses a rank is started again. `status`: the folder of the ranks' records
-    (hang.py); by default one that is removed with the job. `name`: by which the job's ranks recognise each other at the
-    rendezvous. `copies`: (axis, c): c neighbours on the axis hold the same key-value heads. `nesting`: `axes` with some
-    split into parts (ranks/grid.py). `modules`: imported once for all ranks of this machine, before they are forked.
+    `restarts`: most restarts of a job that loses a rank. `status`: the folder of the ranks' records (hang.py); by
+    default a folder that is removed with the job. `name`: identifies the job at the rendezvous. `copies`: (axis, c): c
+    neighbours on the axis hold the same key-value heads. `nesting`: `axes` with some split into parts (ranks/grid.py).
+    `modules`: imported once for all ranks of this machine, before the ranks are forked.
     """
 
     axes: tuple[tuple[str, int], ...]

@@ -1,8 +1,8 @@
-"""The flight recorder: a rank's step, phase, task and pending calls, readable while it waits. (torch's is for NCCL.)
+"""Flight recorder: a rank's step, phase, task and pending calls, readable while the rank waits. (torch's is for NCCL.)
 
-Comms and mailboxes record each call when it begins and while the rank waits for it, the train loop its step and phase,
-a pipeline its task. The watchdog (watchdog.py) reads it from another thread, even while the rank is blocked inside a
-library; so every record is a single assignment, which needs no lock.
+Comms and mailboxes record the begin of each call and each wait; the train loop records step and phase, a pipeline the
+task. The watchdog (watchdog.py) reads the recorder from another thread, even while the rank is blocked inside a
+library. So every record is a single assignment, which needs no lock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEVICE = "the end of a step on the device"
 """The verb recorded while a host waits for its device, which may wait in turn: NCCL's kernels wait for other ranks'."""
 
 REMEMBERED = 8
-"""How many of an axis's last collectives a rank remembers."""
+"""Number of an axis's last collectives that a rank remembers."""
 
 
 @dataclass(eq=False, slots=True)  # not frozen: a frozen one takes a microsecond more to make, in every collective
@@ -40,7 +40,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A call that a rank is waiting in, and for how many seconds so far."""
+    """A call that a rank is waiting in, and the seconds waited so far."""
 
     axis: str
     verb: str
@@ -101,18 +101,18 @@ class FlightRecorder:
     _begun: dict[str, deque[Call]] = field(default_factory=dict)
 
     def enter(self, phase: str) -> None:
-        """The rank enters a phase, outside of any task."""
+        """Enter a phase, outside of any task."""
         self.phase, self.task = phase, ""
 
     def begin(self, call: Call) -> None:
-        """A collective begins on this rank."""
+        """Record the begin of a collective on this rank."""
         # Not a defaultdict: another thread reads the mapping, and a look must not add to it.
         if call.axis not in self._begun:
             self._begun[call.axis] = deque(maxlen=REMEMBERED)
         self._begun[call.axis].append(call)
 
     def waiting(self, call: Call) -> _Wait:
-        """A context around the calling thread's wait for the call."""
+        """Make a context for the calling thread's wait for the call."""
         return _Wait(self, call)
 
     def await_device(self, event: DeviceEvent, num_ranks: int) -> None:
@@ -125,7 +125,7 @@ class FlightRecorder:
             event.synchronize()
 
     def longest_wait(self) -> tuple[Call, float] | None:
-        """The call that is waited for longest, and for how many seconds."""
+        """Return the call with the longest wait, and the seconds waited; None without a wait."""
         waits = list(self._waiting.items())
         if not waits:
             return None
@@ -133,7 +133,7 @@ class FlightRecorder:
         return call, self.clock() - since
 
     def whereabouts(self) -> Whereabouts:
-        """A snapshot of this rank, from any thread."""
+        """Take a snapshot of this rank, from any thread."""
         now = self.clock()
         waits = sorted(list(self._waiting.items()), key=lambda wait: wait[1])  # noqa: C414 - a copy, made in one go
         return Whereabouts(
@@ -163,7 +163,7 @@ class _Wait:
     def __exit__(self, *_: object) -> None:
         recorder, call = self._recorder, self._call
         seconds = recorder.clock() - recorder._waiting.pop(call)
-        if call.verb != DEVICE:  # of which the most is this rank's own work
+        if call.verb != DEVICE:  # mostly this rank's own work
             recorder.waited_seconds += seconds
 
 

@@ -1,4 +1,4 @@
-"""Processes of ours import nothing from the folder that they are started in.
+"""Import paths of our processes, without the folder in which a process is started.
 
 | start                       | first entry of sys.path by Python's rule | here                                  |
 |-----------------------------|------------------------------------------|---------------------------------------|
@@ -6,7 +6,7 @@
 | `python -m meshwright ...`  | the current folder                       | removed before our modules are imported |
 | fork server, `-c` of ours   | the current folder                       | -P, or PYTHONSAFEPATH (environment.py)  |
 
-A folder with a `random.py` of its own, downloaded or not, changes nothing then.
+So a folder with a file such as `random.py`, downloaded or not, has no effect.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import sys
 
 
 def python_words(*words: str) -> list[str]:
-    """The command of this Python with `words`, for a process that imports nothing from the current folder (-P)."""
+    """Return a command of this Python with `words`, for a process that imports nothing from the current folder (-P)."""
     return [sys.executable, "-P", *words]
 
 
 def leave_current_folder(package: str) -> None:
-    """Remove the current folder from sys.path if `python -m PACKAGE` has put it there, first.
+    """Remove the current folder from sys.path if `python -m PACKAGE` has put the folder first.
 
     Called at the top of a package, before the package imports anything else. An entry that PYTHONPATH names stays: that
     folder was named by the user. Nothing is changed when another program imports the package.
@@ -32,6 +32,6 @@ def leave_current_folder(package: str) -> None:
 
 
 def leave_unnamed_folder() -> None:
-    """Remove the current folder from sys.path if `python -c` has put it there: as an empty text, first."""
+    """Remove the current folder from sys.path if `python -c` has put the folder first, as an empty text."""
     if sys.path[:1] == [""]:
         del sys.path[0]

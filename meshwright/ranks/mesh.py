@@ -27,10 +27,11 @@ DEFAULT_TIMEOUT = Timeouts()
 
 @dataclass(frozen=True)
 class Mesh:
-    """`token_axes`: the axes that split the batch's tokens, over which gradients of uncut parameters are summed.
+    """The grid of one rank. `token_axes`: the axes that split the batch's tokens; gradients of unsharded parameters are
+    summed over these axes.
 
-    `ranks_here`: the ranks that share this node's memory. `empty`: layers declare parameters as meta tensors, which get
-    memory and values in buckets (bucket.py).
+    `ranks_here`: number of ranks that share this node's memory. `empty`: layers declare parameters as meta tensors,
+    which get memory and values in buckets (bucket.py).
     """
 
     grid: Grid
@@ -47,22 +48,24 @@ class Mesh:
     _mailboxes: dict[str, Mailbox] = field(default_factory=dict)
 
     def comm(self, *axes: str) -> Comm:
-        """The comm over the given axes together.
+        """Return the comm over the given axes together.
 
-        The first call for a set of axes is collective over the group (not the world): ranks that share two groups must
-        first ask for them in the same order.
+        The first call for a set of axes is collective over the group (not the world). Ranks that share two groups must
+        make the first calls in the same order.
         """
         axes = self.grid.ordered(axes)
         if axes not in self._comms:
             group = self._group(axes)
-            # Connecting waits for every member; recorded, so that a missing one is named as in any other wait.
+            # Connecting waits for every member; recorded, so that a missing member is named as in any other wait.
             with self.recorder.waiting(Call(group.axis, CONNECT, 0, group.ranks)):
                 self._comms[axes] = self.transport.comm(group)
         return self._comms[axes]
 
     def mailbox(self, axis: str, *, ring: bool = False) -> Mailbox:
-        """Messages to and from the neighbours on the axis; in a ring the axis's ends are neighbours as well. The first
-        call is collective over the axis's ranks."""
+        """Return the mailbox of an axis; in a ring the first and the last rank are neighbours too.
+
+        The first call is collective over the axis's ranks.
+        """
         if axis not in self._mailboxes:
             group = replace(self._group((axis,)), ring=ring)
             with self.recorder.waiting(Call(axis, CONNECT, 0, group.ranks)):
@@ -71,7 +74,7 @@ class Mesh:
 
     def _group(self, axes: tuple[str, ...]) -> RankGroup:
         ranks = self.grid.group(self.rank, *axes)
-        # One bit an axis, so that groups of equal ranks over different axes have different tags.
+        # One bit per axis, so that groups of equal ranks over different axes have different tags.
         tag = sum(1 << (*self.grid.names, ENDS, HEAD_COPIES).index(name) for name in axes)
         return RankGroup("+".join(axes), ranks, ranks.index(self.rank), tag, self.ledger, self.recorder)
 
@@ -87,14 +90,14 @@ class Mesh:
 
     @property
     def world(self) -> Comm:
-        """All ranks."""
+        """The comm over all ranks."""
         return self.comm(*self.grid.names)
 
     def size(self, *axes: str) -> int:
         return self.grid.size(*axes)
 
     def index(self, *axes: str) -> int:
-        """This rank's position on the given axes."""
+        """Return this rank's position on the given axes."""
         return self.grid.index(self.rank, *axes)
 
     def close(self) -> None:
@@ -105,7 +108,7 @@ class Mesh:
 
 
 def solo_mesh(device: torch.device, names: tuple[str, ...] = ("data", "pipe")) -> Mesh:
-    """A mesh of one rank, whose axes all have size 1."""
+    """Make a mesh of one rank; all axes have size 1."""
     return Mesh(Grid(tuple((name, 1) for name in names)), 0, device, Transport())
 
 
@@ -171,7 +174,7 @@ def open_mesh(
 def open_mesh_in(
     world: ThreadWorld, grid: Grid, environment: Environment, token_axes: tuple[str, ...] = ("data",)
 ) -> Iterator[Mesh]:
-    """The mesh of a rank that is a thread of this process. No watchdog: the thread world detects a deadlock at once."""
+    """Open the mesh of a rank that is a thread of this process. No watchdog: `world` detects a deadlock at once."""
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)  # of this thread
     recorder = world.recorders[environment.rank] = FlightRecorder()
