@@ -154,21 +154,21 @@ class MixedSamples:
         self._ends = np.cumsum(self._shares)
 
     def __len__(self) -> int:
-        """Samples after which every source has been seen whole at least once."""
-        # A source of n samples has `share` of every BLOCK: it is seen whole after n * BLOCK / share samples.
+        """Count the samples until every source has finished at least one epoch."""
+        # A source of n samples with `share` samples in every BLOCK finishes an epoch after n * BLOCK / share samples.
         return max(-(-len(part) * BLOCK // int(share)) for part, share in zip(self._parts, self._shares, strict=True))
 
     def places(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The source [count] of each sample, and how many of its samples came before [count]."""
+        """Return the source [count] of each sample, and the number [count] of earlier samples of that source."""
         numbers = np.arange(first, first + count, dtype=np.int64)
         blocks, slots = np.divmod(numbers, BLOCK)
         for block in np.unique(blocks).tolist():
             of_block = blocks == block
-            # Where a sample lies in its block's seeded order says whose it is: source k has the places ends[k-1] to
-            # ends[k].
+            # The sample's place in the block's seeded order gives the source: places ends[k-1] to ends[k] are source
+            # k's.
             slots[of_block] = Permutation(BLOCK, self._seed, block)(slots[of_block])
         sources = np.searchsorted(self._ends, slots, side="right")
-        # Whole blocks before this one have an exact share each, so nothing has to be counted.
+        # Each earlier block has exactly `share` samples of the source, so no count is needed.
         return sources, blocks * self._shares[sources] + slots - (self._ends - self._shares)[sources]
 
     def samples(self, first: int, count: int) -> Batch:
@@ -180,7 +180,10 @@ class MixedSamples:
     def _batch(
         self, first: int, count: int, draw: str, rows_of: Callable[[ShuffledSamples, np.ndarray], np.ndarray]
     ) -> Batch:
-        """`count` samples from number `first` on. `rows_of`: a source's rows for its n-th samples of the mixture."""
+        """Read `count` samples from number `first` on.
+
+        `rows_of`: rows_of(part, earlier) returns the rows of a source for the given numbers of earlier samples.
+        """
         import torch
 
         sources, earlier = self.places(first, count)
@@ -189,7 +192,7 @@ class MixedSamples:
             places, part = np.flatnonzero(sources == source), self._parts[source]
             draws = [f"{draw}/{first + place}" for place in places.tolist()]
             for name, x in part.read(rows_of(part, earlier[places]), draws).items():
-                # Sources of one kind give the same entries and shapes: rows are put where their samples stand.
+                # Sources of one kind have equal entries and shapes: write each row to the place of its sample.
                 whole = batch.setdefault(name, x.new_empty(count, *x.shape[1:]))
                 whole[torch.from_numpy(places)] = x
         return batch

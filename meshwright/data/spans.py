@@ -1,9 +1,9 @@
-"""Finds the parts of a rendered dialogue that the assistant says, in the one text that is trained on.
+"""Spans of the assistant's text in a rendered dialogue, within the one text for training.
 
 Published templates write a message differently if others follow it (Qwen3 adds an empty thought to the last answer
 alone), so no span can be measured by rendering shorter dialogues. The dialogue is rendered a second time, with a
 placeholder, a private code point, for each text of a message. Placeholders show the place of each message. Renders
-that end in front of an answer, or behind an answer, show how much around the answer is the template's.
+that end before an answer, or after an answer, show the template's own text around the answer.
 
 | part of the text     | learned                                                                           |
 |----------------------|-----------------------------------------------------------------------------------|
@@ -37,7 +37,7 @@ _WORDS = re.compile(f"{PLACEHOLDER}.|<[^<>\\s]{{1,64}}>|\\[/?[A-Z_]+\\]|\\w+|.",
 
 @dataclass(frozen=True)
 class Reading:
-    """The facts of a template that its dialogues are read by."""
+    """The facts of a template that are needed to read dialogues."""
 
     where: str
     """The template's file."""
@@ -48,7 +48,7 @@ class Reading:
 
 
 def read_dialogue(ask: Ask, dialogue: Dialogue, reading: Reading) -> tuple[str, Spans]:
-    """The dialogue's text and the span of each answer that is learned.
+    """Return the dialogue's text and the span of each answer that is learned.
 
     Args:
         ask: renders texts.
@@ -98,7 +98,7 @@ _REMEDY = f"mark what the {SPEAKER} says by {{% generation %}} in a template of 
 def _by_prefixes(
     before: str | Refusal, through: str | Refusal, text: str, at: int, place: str, where: str
 ) -> tuple[int, int]:
-    """The span that a message appends to the text of a shorter dialogue. Raises DataError."""
+    """Return the span that a message appends to the text of a shorter dialogue. Raises DataError."""
     for one in (before, through):
         if isinstance(one, Refusal):
             raise DataError(f"{place}: {where} does not take it: {one.why}")
