@@ -36,21 +36,12 @@ def launch(
     restarts: int = 0,
     fewer: Callable[[int], Start | None] = lambda most: None,
 ) -> list[Any]:
-    """Start a job's ranks and wait for their end. Call from the main thread, which receives signals.
+    """Start a job's ranks and wait for their end; return their results, in rank order.
 
-    A job that loses a process (table: `Death`) is restarted. So is a job that ends with an unforeseen exception, unless
-    the previous attempt ended with the same exception. Other errors are the run's own and end the job at once.
-
-    Args:
-        job: the function that ranks call.
-        num_ranks: number of ranks to start.
-        transport: chooses mpiexec or the fork server.
-        threads: CPU threads of each rank.
-        restarts: most restarts of the job.
-        fewer: fewer(ranks left) returns the attempt after the loss of a rank; None: the same attempt again.
-
-    Returns:
-        The ranks' results, in rank order.
+    Call from the main thread, which receives signals. A job that loses a process (table: `Death`) is restarted at most
+    `restarts` times: after the loss of a rank as `fewer(ranks left)` returns, or unchanged if that is None. So is a job
+    that ends with an unforeseen exception, unless the previous attempt ended with the same one. Other errors are the
+    run's own and end the job at once.
 
     Raises:
         LaunchError: the first cause and its rank.
