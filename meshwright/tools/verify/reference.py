@@ -132,10 +132,7 @@ class Reference:
         return cast(Tensor, loss)
 
     def update(self, step: int, norm: float) -> None:
-        """Make the optimizer's step number `step` (from 0), with clipping; skip the step if a gradient overflowed.
-
-        `norm`: the global gradient norm.
-        """
+        """Make step `step` (from 0), clipped by the global gradient norm `norm`; none if a gradient overflowed."""
         settings = self.config.optimizer
         if settings.clip:
             stepped = [self.parameters[name] for name in self.gradients if name not in self.nudged]
@@ -151,11 +148,8 @@ class Reference:
 
 
 def initial_values(label: str, shape: tuple[int, ...], initial: Initial) -> Tensor:
-    """Draw a whole parameter's initial values. `label`: "seed/name".
-
-    Values are drawn in blocks of whole rows, about 2^20 elements each. A block's generator is seeded by a hash of
-    "seed/name/block". Ranks of a layout draw equal blocks and cut out a part.
-    """
+    """Draw a whole parameter's initial values in blocks of whole rows, about 2^20 elements each; a block's generator is
+    seeded by a hash of "seed/name/block". Ranks draw equal blocks and cut out a part. `label`: "seed/name"."""
     if initial.std == 0:
         return torch.full(shape, initial.mean)
     rows, blocks = max(1, 2**20 // math.prod(shape[1:])), []

@@ -26,16 +26,9 @@ _Shape = tuple[int, ...]
 class Layer(nn.Module):
     """A layer that computes `function(*inputs, weight, bias)` with whole parameters, named as in all kits.
 
-    Args:
-        function: Called with the inputs, weight and bias.
-        weight: The weight's shape; None: no weight.
-        initial: The weight's initial values.
-        bias: The bias' shape; None: no bias.
-        decays: Whether weight decay acts on the weight.
-        wide: Whether the parameters stay float32 under O2.
-        table: Whether the weight is an embedding or output table, and no hidden layer's.
-        tied: A layer that shares its weight with this one.
-        nudged: Whether a step moves the bias by the signs of the gradient; the bias is then float32 under O2.
+    `decays`: weight decay acts on the weight. `table`: the weight is an embedding or output table. `wide`: float32
+    under O2. `tied`: a layer that shares its weight with this one. `nudged`: a step moves the bias by the signs of the
+    gradient, and the bias is float32 under O2.
     """
 
     def __init__(self, function: Callable[..., Tensor], weight: _Shape | None, initial: Initial,
@@ -133,10 +126,7 @@ class ReferenceKit:
 
 
 class Experts(nn.Module):
-    """Mixture of experts in which every expert computes every token.
-
-    A token's output is the gated sum over the chosen experts with capacity left.
-    """
+    """Experts that compute every token each; a token's output is the gated sum over chosen experts with capacity."""
 
     def __init__(self, shape: ExpertsShape) -> None:
         super().__init__()
