@@ -27,7 +27,7 @@ class Parameters:
 
     @staticmethod
     def of(
-        argnames: str | Sequence[str], argvalues: Iterable[Any], ids: Sequence[Any] | Callable[..., Any] | None = None,
+        argnames: str | Sequence[str], argvalues: Iterable[Any], ids: Iterable[Any] | Callable[..., Any] | None = None,
         indirect: Any = False, scope: Any = None,
     ) -> Parameters:  # fmt: skip
         """Parameters as pytest takes them.
@@ -35,30 +35,35 @@ class Parameters:
         Args:
             argnames: Names, or one text of them with commas.
             argvalues: A value for each case, or a row of values where there are several names; also `pytest.param`.
-            ids: A word for each case, or a function of a value; None: made of the values.
+            ids: A word for each case (None for one: made of its values), or a function of a value.
             indirect: Must be False: values for fixtures.
             scope: Has no effect: values are made by each rank's import.
 
         Raises:
-            ConfigError: A row has another number of values than there are names, a case has marks of pytest's, or
-                values are for fixtures.
+            ConfigError: A row has another number of values than there are names, `ids` another number of words than
+                there are cases, a case has marks of pytest's, or values are for fixtures.
         """
         if indirect:
             raise ConfigError.of("parametrize", "indirect", "needs fixtures, which ranks do not have", "values")
         names = argnames.split(",") if isinstance(argnames, str) else argnames
         named = tuple(name.strip() for name in names)
-        given = list(ids) if isinstance(ids, Sequence) else None
+        values, by_value = list(argvalues), ids if callable(ids) else None
+        given = [None] * len(values) if ids is None or callable(ids) else list(ids)
+        if len(given) != len(values):
+            raise ConfigError.of("parametrize", f"{len(given)} ids", f"are no word for each of {len(values)} cases",
+                                 f"{len(values)} ids")  # fmt: skip
         rows = []
-        for number, value in enumerate(argvalues):
-            told = getattr(value, "id", None)
-            if getattr(value, "marks", ()):
-                raise ConfigError.of("parametrize", named, "has a case with marks of pytest's", "a case without marks")
-            row = value.values if hasattr(value, "marks") else value if len(named) > 1 else (value,)
+        for number, (value, told) in enumerate(zip(values, given, strict=True)):
+            row, word = value if len(named) > 1 else (value,), told
+            if isinstance(value, tuple) and getattr(value, "_fields", ()) == ("values", "marks", "id"):  # pytest.param
+                row, marks, word = value[0], value[1], value[2] or told
+                if marks:
+                    rule = "has a case with marks of pytest's"
+                    raise ConfigError.of("parametrize", named, rule, "a case without marks")
             if len(row) != len(named):
                 raise ConfigError.of("parametrize", row, f"has no value for each of {', '.join(named)}", "one each")
-            by_value = ids if callable(ids) else None
             words = [word_of(x, f"{name}{number}", by_value) for name, x in zip(named, row, strict=True)]
-            rows.append((str(told or (given[number] if given else "-".join(words))), tuple(row)))
+            rows.append((str(word or "-".join(words)), tuple(row)))
         return Parameters(named, tuple(rows))
 
 

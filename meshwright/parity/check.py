@@ -166,7 +166,7 @@ class CheckMark:
 
     def parametrize(
         self, names: str | Sequence[str], values: Iterable[Any],
-        ids: Sequence[Any] | Callable[..., Any] | None = None,
+        ids: Iterable[Any] | Callable[..., Any] | None = None,
     ) -> CheckMark:  # fmt: skip
         """The same mark, for a check of each row of values; `names`, `values` and `ids` are pytest's. Several follow
         each other, the first outermost. Raises ConfigError as `Parameters.of`."""

@@ -135,25 +135,26 @@ def _before_clipping(
     A wrong gradient changes the norm, and with it all others by one factor a rank. That of most of them is the norm's;
     a gradient that has another factor, or none, was wrong before. Nothing is known where most have no factor.
     """
-    factors: dict[int, dict[str, float | None]] = {rank: {} for rank in range(len(evidence.ranks))}
+    factors: dict[int, list[tuple[str, float | None, float]]] = {}  # by rank: name, factor, how exact it is
     for name in evidence.trained(seen.step):
-        allowed = near(evidence.allowed("gradient", seen.step, name))
+        exact = max(1e-6, evidence.allowed("gradient", seen.step, name))
+        raw = evidence.reference.get("raw-gradient", seen.step, name)
         for rank, part, ours, theirs in evidence.pieces(seen.kind, seen.step, name):
-            factor = None if ours is None else factor_of(ours, theirs, allowed)
-            raw = evidence.reference.get("raw-gradient", seen.step, name)
+            allowed = near(evidence.allowed("gradient", seen.step, name))
             if ours is not None and raw is not None and relative_error(ours, part.take(raw)) <= allowed:
                 return [], {}  # not clipped: no consequence of a norm
-            factors[rank][name] = factor if factors[rank].get(name, factor) == factor else None
+            factor = None if ours is None else factor_of(ours, theirs, allowed)
+            factors.setdefault(rank, []).append((name, factor, exact))
     scales: dict[int, float] = {}
     causes = set[str]()
     for rank, known in factors.items():
-        found = sorted(f for f in known.values() if f is not None and f > 0)
-        groups = [[g for g in found if abs(g - f) <= 1e-6 * f] for f in found]
+        found = [(f, exact) for _, f, exact in known if f is not None and f > 0]
+        groups = [[g for g, other in found if abs(g - f) <= max(exact, other) * f] for f, exact in found]
         largest = max(groups, key=len, default=[])
         if not largest or 2 * len(largest) < len(found):
             return [], {}
-        scales[rank] = largest[0]
-        causes |= {name for name, f in known.items() if f is None or abs(f - largest[0]) > 1e-6 * largest[0]}
+        scales[rank] = norm = sorted(largest)[len(largest) // 2]
+        causes |= {name for name, f, exact in known if f is None or abs(f - norm) > 2 * exact * norm}
     return [name for name in wrong if name in causes], scales
 
 
@@ -164,17 +165,18 @@ def _thawed(evidence: Evidence, seen: GradientStep, scales: Mapping[int, float])
     """
     facts = evidence.reference.facts
     clip, norm = facts.clip, facts.norms[seen.step - 1]
-    if not scales or clip is None or norm <= clip or any(abs(scales[0] - f) > 1e-6 * f for f in scales.values()):
+    if not scales or clip is None or norm <= clip or max(scales.values()) - min(scales.values()) > 1e-6:
         return None
+    scale = next(iter(scales.values()))
     entered = {}
     for name in facts.frozen:
         first: dict[Part, float] = {}
         for _, part, ours, _ in evidence.pieces(seen.kind, seen.step, name):
             first.setdefault(part, 0.0 if ours is None else float(ours.square().sum()))
         # As large as before clipping: what is kept was multiplied by clip / norm, as the others were.
-        entered[name] = sum(first.values()) * (norm / (clip * scales[0])) ** 2
+        entered[name] = sum(first.values()) * (norm / (clip * scale)) ** 2
     total = math.sqrt(norm**2 + sum(entered.values()))
-    if not any(entered.values()) or not math.isclose(norm / total, scales[0], rel_tol=1e-3):
+    if not any(entered.values()) or not math.isclose(norm / total, scale, rel_tol=1e-3):
         return None
     name = max(entered, key=lambda name: entered[name])
     text = f"{name} is frozen on the reference, and its gradient enters the norm by which all others are clipped"
@@ -256,7 +258,7 @@ def hypothesis_of(
         theirs = part.take(torch.zeros_like(evidence.weight(name)) if whole is None else whole)
         if theirs.numel():
             ours = evidence.ranks[rank].get(kind, step, own)
-            pieces.append((rank, part, ours if ours is None or not scales else ours / scales[rank], theirs))
+            pieces.append((rank, part, ours if ours is None or not scales else ours / scales.get(rank, 1.0), theirs))
     allowed = near(evidence.allowed("gradient", step, name))
     # Absent and zero gradients count alike: wrappers that clear gradients leave either.
     if all(ours is None or not ours.any() for _, _, ours, _ in pieces):

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from meshwright.parity.norm_rules import NormFinding, judged
 from meshwright.parity.norm_sums import Clip, Mark, Part, RankStep
 from meshwright.parity.sampling import sampled, strides_of
+from meshwright.parity.tensors import bytes_of
 from meshwright.parity.trace import clean_names
 from meshwright.ranks.dtensor import box_of, from_all_ranks, gradient_of, joined_place, local_of, whole_of
 from meshwright.ranks.errors import ParityError
@@ -67,6 +68,8 @@ class Watched:
 
 def watch(wrapper: Any, tell: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
     """Call `tell` with the arguments of each call of a function of clip_grad; the result ends it."""
+    if wrapper is None or len(wrapper.__closure__ or ()) != 1:
+        raise ParityError(f"torch {torch.__version__} makes clipping functions in another form than norm_probe watches")
     (cell,) = wrapper.__closure__
     watched = cell.cell_contents
     if not isinstance(watched, Watched):
@@ -89,7 +92,7 @@ def place_of(parameter: Tensor) -> tuple[str, bool]:
     """The shape, place and values of this rank's part as a text, and whether all values are one."""
     local = local_of(parameter)
     values = sampled(local, strides_of(local.shape, HASHED))
-    words = hashlib.sha256(values.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    words = hashlib.sha256(bytes_of(values.cpu())).hexdigest()
     constant = not values.numel() or bool((values == values.reshape(-1)[0]).all())
     return f"{tuple(local.shape)} {box_of(parameter)} {words}", constant
 
@@ -114,8 +117,8 @@ class NormProbe:
         self._order, self._tolerance = 2.0, 0.0
         self._stack = ExitStack()
         self._stack.callback(optimizers[0].register_step_pre_hook(self.before_step).remove)
-        self._stack.callback(watch(clip_grad._get_total_norm, self.norm_taken))
-        self._stack.callback(watch(clip_grad._clip_grads_with_norm_, self.clipped))
+        self._stack.callback(watch(vars(clip_grad).get("_get_total_norm"), self.norm_taken))
+        self._stack.callback(watch(vars(clip_grad).get("_clip_grads_with_norm_"), self.clipped))
 
     def check(self) -> None:
         """Raise ParityError if something is wrong, or if nothing could be judged."""

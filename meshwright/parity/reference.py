@@ -151,7 +151,7 @@ class Uses(TorchFunctionMode):
         transposes = [vars(torch._C.TensorBase)[attribute].__get__ for attribute in ("T", "mT")]
         writes = name.endswith("_") and not name.endswith("__")
         if torch.is_grad_enabled() and not writes and (name not in ("__get__", "__set__") or function in transposes):
-            arguments = tree_map(self._view, arguments)
+            arguments, keywords = tree_map(self._view, (arguments, keywords))
         return function(*arguments, **(keywords or {}))
 
 

@@ -20,19 +20,26 @@ def weights_of(ours: Tensor, theirs: Tensor, terms: Sequence[Tensor], allowed: f
     All tensors have one shape. A term that `ours` has once too often counts 2, one that it lacks counts 0.
     """
     off = (ours - theirs).flatten()
-    matrix = torch.stack([x.flatten() for x in terms], 1)
-    # With as many terms as elements any tensor is a sum of them.
-    if matrix.shape[0] < 2 * matrix.shape[1] or not bool(torch.isfinite(off).all()):
+    rows = torch.stack([x.flatten() for x in terms])  # [terms, elements]
+    # With a term for every element or two any tensor is a sum of terms.
+    if rows.shape[1] < 2 * len(rows) or not bool(torch.isfinite(off).all()):
         return None
+    sizes = torch.linalg.vector_norm(rows, dim=1)
+    if not bool(sizes.all()):
+        return None
+    rows = rows / sizes[:, None]
+    gram = rows @ rows.T  # [terms, terms]: a table of millions of elements is not decomposed itself
     # Equal or dependent terms have no weights of their own.
-    sizes = torch.linalg.vector_norm(matrix, dim=0)
-    if not bool(sizes.all()) or float(torch.linalg.cond(matrix / sizes)) > 1e4:
+    if float(torch.linalg.eigvalsh(gram)[0]) < 1e-8:
         return None
-    solved = torch.linalg.lstsq(matrix, off[:, None]).solution
-    rest = relative_error((matrix @ solved)[:, 0] + theirs.flatten(), ours.flatten())
-    if rest > min(allowed, 0.05 * relative_error(ours, theirs)):
+    weights, rest = torch.zeros(len(rows), dtype=rows.dtype), off
+    for _ in range(3):  # the Gram matrix has squared the rounding: each turn takes up the rest of the last
+        weights = weights + torch.linalg.solve(gram, rows @ rest)
+        rest = off - weights @ rows
+    size = float(torch.linalg.vector_norm(ours))
+    if float(torch.linalg.vector_norm(rest)) > min(allowed, 0.05 * relative_error(ours, theirs)) * size:
         return None
-    return [1 + float(w) for w in solved[:, 0]]
+    return [1 + float(w) for w in weights / sizes]
 
 
 def lost_words(weights: Sequence[float], names: Sequence[str]) -> tuple[str, str] | None:

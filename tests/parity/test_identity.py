@@ -69,6 +69,12 @@ FORMS = {
         "def a(job, wrong, x): program(job, wrong)\n",
         ["a"] * 6,
     ),
+    "values with an id and no word": (
+        "class Case:\n    def __init__(self, wrong): self.id, self.marks, self.wrong = 'mine', ['x'], wrong\n"
+        "@mark.parametrize('case', [Case(False), Case(True)], ids=iter([None, 'bad']))\n"
+        "def a(job, case): program(job, case.wrong)\n",
+        ["a", "a"],
+    ),
     "a parametrized factory": (
         "for w in (False, True):\n    mark.parametrize('x', [1, 2])(lambda job, x, w=w: program(job, w))\n",
         ["lambda", "lambda", "lambda-2", "lambda-2"],
@@ -151,6 +157,7 @@ def test_cases_are_judged_each_with_its_values(tmp_path: Path) -> None:
     "body, words",
     [
         ("@mark.parametrize('a, b', [(1, 2), (3,)])\ndef a(job, a, b): pass\n", r"has no value for each of a, b"),
+        ("@mark.parametrize('x', [1, 2], ids=['1'])\ndef a(job, x): pass\n", r"1 ids are no word for each of 2 cases"),
         ("@mark.parametrize('x', [1])\ndef a(job): pass\n", r"a\(job\) is called with the job alone and x"),
         ("import pytest\n@mark.parametrize('x', [pytest.param(1, marks=pytest.mark.skip)])\ndef a(job, x): pass\n",
          r"has a case with marks of pytest's"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.parity.batches import ReferenceRecipe
+from meshwright.parity.gradients import near
 from meshwright.parity.reference import gradient_alone, gradients_by_use, unmoved
 from meshwright.parity.terms import lost_words, rounded_sum, weights_of
 
@@ -30,6 +32,25 @@ def test_terms_that_are_lost_or_repeated_are_named(weights: tuple[int, ...], kin
     assert found is not None
     assert found == pytest.approx(weights, abs=1e-9)
     assert lost_words(found, NAMES) == (kind, words)
+
+
+@pytest.mark.parametrize("shape", [(50257, 64), (7,)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(3))
+def test_drawn_sums_of_terms_have_their_weights(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
+    """Tables of a real vocabulary and tiny biases, terms of sizes a thousand times apart, each as its dtype has it."""
+    generator = torch.Generator().manual_seed(seed)
+    count = 3 if len(shape) == 1 else 8
+    draw = lambda: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    sizes = 10 ** (torch.rand(count, generator=generator, dtype=torch.float64) * (3 if dtype == torch.float64 else 0))
+    terms = [size * draw() for size in sizes]
+    weights = torch.randint(0, 3, (count,), generator=generator).tolist()
+    weights[0] = 1 if weights[1] != 1 else 0
+    whole, ours = (sum((w * x for w, x in zip(each, terms, strict=True)), torch.zeros(shape)) for each in
+                   ([1] * count, weights))  # fmt: skip
+    found = weights_of(ours.to(dtype).double(), whole, terms, near(8 * torch.finfo(dtype).eps))
+    assert found is not None
+    assert [round(w) for w in found] == weights
 
 
 def test_what_no_terms_explain_has_no_weights() -> None:
@@ -64,7 +85,7 @@ class Moving(nn.Module):
         self.counts += 1
         self.mean = self.mean + 2
         self.extra += torch.rand(4)
-        return (x @ self.weight) @ self.weight.T + x * self.weight[0]
+        return F.linear(x, weight=self.weight) @ self.weight.T + x * self.weight[0]
 
 
 def test_a_probe_puts_back_all_that_moves() -> None:

@@ -161,7 +161,7 @@ def measure_turns(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
         comm.all_reduce(x)
 
     comm.barrier()
-    own = 1.0  # unused placeholder on ranks beyond the number of cores
+    own = 1.0  # only the first ranks, one a core, time themselves; no result of another rank is read
     if mesh.index(PIPE) < usable_cores():
         own = lower_quartile([work(products) for _ in range(TURNS_ROUNDS)])
     comm.barrier()

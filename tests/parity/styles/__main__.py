@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -55,16 +56,17 @@ def marks_of(result: ParityResult, plant: Plant) -> tuple[bool, bool, bool]:
     return not result.holds, names_it(result.finding.module, plant), result.finding.kind in plant.kinds
 
 
-def try_cases(chosen: list[Style], only: str) -> dict[str, ParityResult | str]:
-    """Every case's result, or the error that ended its ranks."""
+def try_cases(chosen: list[Style], only: str, precision: str = "") -> dict[str, ParityResult | str]:
+    """Every case's result, or the error that ended its ranks. `precision`: instead of each style's own."""
     results: dict[str, ParityResult | str] = {}
     with TemporaryDirectory() as text:
         folder = Path(text)
-        for one in chosen:
+        for style in chosen:
+            one = replace(style, precision=precision or style.precision)
             wrongs = [w for w in ("", *(plant.wrong for plant in one.plants)) if only in f"{one.name}:{w}"]
             names = [f"{one.name}:{wrong}" for wrong in wrongs]
             try:
-                run(run_styles, Ranks(one.axes), names=names, out=folder, precision="")
+                run(run_styles, Ranks(one.axes), names=names, out=folder, precision=precision)
             except MeshwrightError as error:
                 print(f"{one.name}: {str(error)[-1500:]}")
             for name, wrong in zip(names, wrongs, strict=True):
@@ -104,8 +106,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--styles", nargs="+", default=list(STYLES), choices=list(STYLES))
     parser.add_argument("--only", default="", help="cases with this in their name, as gqa:twice")
+    parser.add_argument("--precision", default="", choices=("float64", "float32", "bf16"), help="instead of each's own")
     arguments = parser.parse_args()
-    report(try_cases([STYLES[name] for name in arguments.styles], arguments.only))
+    report(try_cases([STYLES[name] for name in arguments.styles], arguments.only, arguments.precision))
 
 
 if __name__ == "__main__":

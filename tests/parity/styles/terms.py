@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,22 @@ def averaged(parameters: Any, group: Any, but: Tensor | None = None) -> None:
             p.grad = sum_over(p.grad, group) / dist.get_world_size(group)
 
 
+def stepping(
+    optimizer: torch.optim.Optimizer, reduce: Callable[[], object], group: Any = None, loss: Any = square_loss
+) -> Callable[[Any, Any], Tensor]:
+    """A step: forward, backward, `reduce`, the optimizer; the mean of the two ranks' losses."""
+
+    def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        value = loss(model, batch)
+        value.backward()
+        reduce()
+        optimizer.step()
+        optimizer.zero_grad()
+        return sum_over(value, group) / 2
+
+    return step
+
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its package makes scripts, which torch deprecates
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -48,15 +65,7 @@ def owners(job: ParityJob, wrong: str) -> None:
     job.reference(network(), square_loss, rows_of, optimizer=adamw)
     model = job.copy() if wrong else DistributedDataParallel(job.copy())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-
-    def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        loss = square_loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return sum_over(loss, None) / 2
-
-    job.parallel(model, step=step, batch=job.rows("data"))
+    job.parallel(model, step=stepping(optimizer, lambda: None), batch=job.rows("data"))
 
 
 class Momentum(torch.optim.Optimizer):
@@ -83,16 +92,7 @@ def momentum_by_owners(job: ParityJob, wrong: str) -> None:
     """Each parameter has one owner, who steps it by hand and broadcasts it."""
     job.reference(network(), square_loss, rows_of, optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9))
     model, group = job.copy(), job.device_mesh.get_group("data")
-    optimizer = Momentum(list(model.parameters()), group, wrong)
-
-    def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        loss = square_loss(model, batch)
-        loss.backward()
-        averaged(model.parameters(), group)
-        optimizer.step()
-        optimizer.zero_grad()
-        return sum_over(loss, group) / 2
-
+    step = stepping(Momentum(list(model.parameters()), group, wrong), lambda: averaged(model.parameters(), group))
     job.parallel(model, step=step, batch=job.rows("data"))
 
 
@@ -111,59 +111,16 @@ def clipped(job: ParityJob, wrong: str) -> None:
     model, group = job.copy(), job.device_mesh.get_group("data")
     if wrong == "thawed":
         model[0].bias.requires_grad_(True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        loss = square_loss(model, batch)
-        loss.backward()
+    def reduce() -> None:
         averaged(model.parameters(), group, model[0].weight if wrong == "local" else None)
         if wrong == "scaled":
             model[2].bias.grad *= 2
-        if wrong == "norm_local":
-            nn.utils.clip_grad_norm_(model[2].parameters(), 0.1)
-        else:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        return sum_over(loss, group) / 2
+        counted = model[2] if wrong == "norm_local" else model
+        nn.utils.clip_grad_norm_(counted.parameters(), 0.1)
 
+    step = stepping(torch.optim.SGD(model.parameters(), lr=0.1), reduce)
     job.parallel(model, step=step, batch=job.rows("data"))
-
-
-class Pair(nn.Module):
-    """A linear cut by its outputs and one cut by its inputs, whose product is added up over a group."""
-
-    def __init__(self, whole: nn.Sequential, group: Any, wrong: str) -> None:
-        super().__init__()
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        width = whole[0].out_features // size
-        own = slice(rank * width, (rank + 1) * width)
-        self.up, self.act, self.down = nn.Linear(6, width), nn.GELU(), nn.Linear(width, 4)
-        self.group, self.wrong, self.rank = group, wrong, rank
-        self.own = own
-        with torch.no_grad():
-            self.up.weight.copy_(whole[0].weight[own])
-            self.up.bias.copy_(whole[0].bias[own])
-            self.down.weight.copy_(whole[2].weight[:, own])
-            self.down.bias.copy_(whole[2].bias)
-        bias = self.down.bias
-
-        def forward(x: Tensor) -> Tensor:
-            y = x @ self.down.weight.T
-            if wrong == "lost":
-                y = y * (rank > 0)
-            if wrong == "twice":
-                y = y * (2 if rank == 1 else 1)
-            if wrong == "detached" and rank == 2:
-                y = y.detach()
-            if wrong == "rounded":
-                y = y.bfloat16().to(y)
-            return leave(y, group) + bias
-
-        self.down.forward = forward  # type: ignore[method-assign]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(enter(x, self.group))))
 
 
 class Named(nn.Module):
@@ -175,6 +132,37 @@ class Named(nn.Module):
         return self.down(self.act(self.up(x)))
 
 
+class RowParallel(nn.Module):
+    """A linear of some inputs, whose product is added up over a group."""
+
+    def __init__(self, whole: nn.Linear, own: slice, group: Any, wrong: str) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(whole.weight[:, own].clone()), nn.Parameter(whole.bias.clone())
+        self.group, self.wrong = group, wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank, y = dist.get_rank(self.group), x @ self.weight.T
+        times = {("lost", 0): 0, ("twice", 1): 2}.get((self.wrong, rank), 1)
+        y = y.detach() if (self.wrong, rank) == ("detached", 2) else y * times
+        y = y.bfloat16().to(y) if self.wrong == "rounded" else y
+        return leave(y, self.group) + self.bias
+
+
+class Pair(nn.Module):
+    """A linear cut by its outputs and one cut by its inputs."""
+
+    def __init__(self, whole: Named, group: Any, wrong: str) -> None:
+        super().__init__()
+        rank, width = dist.get_rank(group), whole.up.out_features // dist.get_world_size(group)
+        own = slice(rank * width, (rank + 1) * width)
+        self.up, self.act, self.group = nn.Linear(6, width), nn.GELU(), group
+        self.up.weight, self.up.bias = (nn.Parameter(p[own].clone()) for p in (whole.up.weight, whole.up.bias))
+        self.down = RowParallel(whole.down, own, group, wrong)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(enter(x, self.group))))
+
+
 @style(
     FOUR,
     ("lost", "down", "incomplete sum"),
@@ -184,12 +172,8 @@ class Named(nn.Module):
 )
 def row_parallel(job: ParityJob, wrong: str) -> None:
     """A sum over four ranks of products of one linear's inputs."""
-    whole = Named()
-    job.reference(whole, square_loss, rows_of)
-    group = job.device_mesh.get_group("tp")
-    copied = job.copy()
-    model = Pair(nn.Sequential(copied.up, copied.act, copied.down), group, wrong)
-    job.parallel(model)
+    job.reference(Named(), square_loss, rows_of)
+    job.parallel(Pair(job.copy(), job.device_mesh.get_group("tp"), wrong))
 
 
 @style(
@@ -219,15 +203,7 @@ def policy(job: ParityJob, wrong: str) -> None:
         return (x * (r - mean) / deviation).mean()
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        value = share_loss(model, batch)
-        value.backward()
-        averaged(model.parameters(), group)
-        optimizer.step()
-        optimizer.zero_grad()
-        return sum_over(value, group) / 2
-
+    step = stepping(optimizer, lambda: averaged(model.parameters(), group), loss=share_loss)
     job.parallel(model, step=step, batch=job.rows("data"))
 
 
@@ -246,19 +222,13 @@ class Gained(nn.Module):
 def top_level(job: ParityJob, wrong: str) -> None:
     job.reference(Gained(), square_loss, rows_of)
     model, group = job.copy(), job.device_mesh.get_group("data")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        loss = square_loss(model, batch)
-        loss.backward()
+    def reduce() -> None:
         averaged(model.parameters(), group, model.gain if wrong == "local" else None)
         if wrong == "twice":
             model.gain.grad *= 2
-        optimizer.step()
-        optimizer.zero_grad()
-        return sum_over(loss, group) / 2
 
-    job.parallel(model, step=step, batch=job.rows("data"))
+    job.parallel(model, step=stepping(torch.optim.SGD(model.parameters(), lr=0.1), reduce), batch=job.rows("data"))
 
 
 class Routed(nn.Module):
@@ -269,7 +239,6 @@ class Routed(nn.Module):
         self.router = nn.Linear(16, 2, bias=False)
         self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
         self.register_buffer("bias", torch.zeros(2))
-        self.scale = 1.0
         self.group: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -279,7 +248,7 @@ class Routed(nn.Module):
         if self.group is not None:
             counts = sum_over(counts, self.group)
         self.bias += 5.0 * (counts.mean() - counts).sign()
-        mixed = chosen * scores.sigmoid() * self.scale
+        mixed = chosen * scores.sigmoid()
         return sum(expert(x) * mixed[..., e : e + 1] for e, expert in enumerate(self.experts))  # type: ignore[return-value]
 
 
@@ -308,6 +277,18 @@ def moving_bias(job: ParityJob, wrong: str) -> None:
     job.parallel(model, step=step, batch=job.rows("data"))
 
 
+class Cut(torch.autograd.Function):
+    """The identity, whose gradient is lost."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return torch.zeros_like(gradients[0])
+
+
 class Once(nn.Linear):
     """A linear whose weight may get no gradient in a pass."""
 
@@ -326,18 +307,6 @@ class Positions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.act(self.first(x)))
-
-
-class Cut(torch.autograd.Function):
-    """A detached piece that passes its value."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return torch.zeros_like(gradients[0])
 
 
 def sequence_of(generator: torch.Generator) -> dict[str, Tensor]:
@@ -404,15 +373,7 @@ def used_thrice(job: ParityJob, wrong: str) -> None:
     model, group = job.copy(), job.device_mesh.get_group("data")
     model.lost = {"first": 0, "third": 2}.get(wrong, -1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        value = loss(model, batch)
-        value.backward()
-        averaged(model.parameters(), group)
-        optimizer.step()
-        optimizer.zero_grad()
-        return sum_over(value, group) / 2
-
+    step = stepping(optimizer, lambda: averaged(model.parameters(), group), loss=loss)
     job.parallel(model, step=step, batch=job.rows("data"))
 
 
@@ -421,21 +382,15 @@ def sums_in_transit(job: ParityJob, wrong: str) -> None:
     """Gradients that are rounded for the way, or of which one rank's term is lost."""
     job.reference(network(), square_loss, rows_of)
     model, group = job.copy(), job.device_mesh.get_group("data")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        loss = square_loss(model, batch)
-        loss.backward()
+    def reduce() -> None:
         for p in model.parameters():
             own = p.grad.bfloat16().to(p) if wrong == "bf16" else p.grad
             if wrong == "lost" and p is model[2].weight and job.rank == 1:
                 own = torch.zeros_like(own)
             p.grad = sum_over(own, group) / 2
-        optimizer.step()
-        optimizer.zero_grad()
-        return sum_over(loss, group) / 2
 
-    job.parallel(model, step=step, batch=job.rows("data"))
+    job.parallel(model, step=stepping(torch.optim.SGD(model.parameters(), lr=0.1), reduce), batch=job.rows("data"))
 
 
 @style(
@@ -462,7 +417,7 @@ def contrastive(job: ParityJob, wrong: str) -> None:
     model, group = job.copy(), job.device_mesh.get_group("data")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def gathered(x: Tensor, other: Any) -> Tensor:
+    def gathered(x: Tensor) -> Tensor:
         whole = torch.zeros(2, *x.shape, dtype=x.dtype)
         whole[job.rank] = 1
         return Reduce.apply(whole * x, group, True, True, 1.0).flatten(0, 1)
@@ -471,10 +426,7 @@ def contrastive(job: ParityJob, wrong: str) -> None:
         features = model(batch["x"])
         if wrong == "rounded":
             features = features + (features.bfloat16().to(features) - features).detach()
-        a = gathered(features, group)
-        b = gathered(batch["y"], group)
-        if wrong == "own_features":
-            a, b = features, batch["y"]
+        a, b = (x if wrong == "own_features" else gathered(x) for x in (features, batch["y"]))
         value = F.cross_entropy(a @ b.T, torch.arange(len(a)))
         (value / 2).backward()
         for p in model.parameters():
