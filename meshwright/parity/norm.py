@@ -184,7 +184,7 @@ class NormProbe:
                 before = self._before[name] if name in passed else after
                 parts[name] = Part(place, constant, key in trained, before, after)
         own = RankStep(parts, tuple(self._clips), self._tolerance)
-        self._steps.append(from_all_ranks(own))
+        self._steps.append([RankStep.from_json(text) for text in from_all_ranks(own.as_json())])
         self._clips, self._before, self._order = [], {}, 2.0
         if len(self._steps) == self.num_steps:
             self._judge()

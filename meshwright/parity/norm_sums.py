@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product, zip_longest
 
 import torch
 from torch import Tensor
+
+from meshwright.ranks.foreign import parse_json
 
 Mark = tuple[float, ...]
 """The sum of a gradient, and the norms of its pieces."""
@@ -47,6 +50,21 @@ class RankStep:
     parts: dict[str, Part]
     clips: tuple[Clip, ...]
     tolerance: float
+
+    def as_json(self) -> bytes:
+        """The step as a text for the other ranks."""
+        clips = [asdict(clip) | {"names": sorted(clip.names)} for clip in self.clips]
+        parts = {name: asdict(part) for name, part in self.parts.items()}
+        return json.dumps({"parts": parts, "clips": clips, "tolerance": self.tolerance}).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> RankStep:
+        """The step that another rank has sent."""
+        tree = parse_json(text)
+        parts = {name: Part(**part | {key: tuple(part[key]) for key in ("before", "after")})
+                 for name, part in tree["parts"].items()}  # fmt: skip
+        clips = tuple(Clip(**clip | {"names": frozenset(clip["names"])}) for clip in tree["clips"])
+        return cls(parts, clips, tree["tolerance"])
 
 
 @dataclass(frozen=True)

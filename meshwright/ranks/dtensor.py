@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,6 @@ from meshwright.ranks.peers import LOOPBACK, interface_at
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -101,13 +99,22 @@ def whole_of(x: Tensor) -> Tensor:
     return x.full_tensor() if is_cut(x) else x
 
 
-def from_all_ranks(value: T) -> list[T]:
-    """A value of each rank, in rank order; of one process its own. Collective over torch's default process group."""
+def from_all_ranks(text: bytes) -> list[bytes]:
+    """Gather a text from each rank, in rank order. Collective over torch's default process group, if one was joined.
+
+    torch's own collectives of objects pickle, and a pickle runs code of the sender.
+    """
     if (place := joined_place()) is None or place[1] == 1:
-        return [value]
-    gathered: list[T | None] = [None] * place[1]
-    dist.all_gather_object(gathered, value)
-    return cast(list[T], gathered)
+        return [text]
+    device = "cpu" if "gloo" in dist.get_backend() else torch.accelerator.current_accelerator()
+    lengths = torch.zeros(place[1], dtype=torch.int64, device=device)
+    lengths[place[0]] = len(text)
+    dist.all_reduce(lengths)
+    own = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=device)
+    own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(own)
+    rows = [torch.empty_like(own) for _ in range(place[1])]
+    dist.all_gather(rows, own)
+    return [bytes(row[:length].tolist()) for row, length in zip(rows, lengths.tolist(), strict=True)]
 
 
 def joined_place() -> tuple[int, int] | None:
