@@ -19,6 +19,7 @@ from dataclasses import asdict
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
+from unittest.mock import patch
 
 from benchmarks.contender import Contender
 from benchmarks.worker import forked
@@ -125,14 +126,20 @@ class Team:
 
 
 def _start(contender: Contender, path: Path, log: IO[str]) -> list[Process]:
+    own = {
+        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # Inductor's own pool of processes never answers in a worker
+        "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "benchmarks"),  # else workers' own folder, which is removed
+    }  # fmt: skip
+    # A server of forks inherits the environment at its start; other processes of the caller must not.
+    with patch.dict(os.environ, own):
+        return _started(contender, path, log)
+
+
+def _started(contender: Contender, path: Path, log: IO[str]) -> list[Process]:
     description, port = json.dumps(asdict(contender)), _free_port()
     # One place for the variables that torch workers and MPI workers need alike.
     code = [str(Path(__file__).resolve().parents[1]), *sys.path]
-    os.environ.update(
-        OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
-        TORCHINDUCTOR_COMPILE_THREADS="1",  # Inductor's own pool of processes never answers in a worker
-        TORCHINDUCTOR_CACHE_DIR=str(cache_folder() / "benchmarks"),  # else workers' own folder, which is removed
-    )  # fmt: skip
     common = mpi_worker_variables(0, 1, port, code, path.parent)
     if contender.launcher == "mpi":
         mpiexec = find_mpiexec()

@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -95,6 +95,18 @@ def pytest_runtest_setup() -> None:
     """A test computes on one thread, but where it asks for more: beside it other tests have the other cores."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def variables() -> Iterator[None]:
+    """A test leaves the environment as it was: every later test's processes inherit this one."""
+    before = dict(os.environ)
+    yield
+    changed = {name for name, value in before.items() ^ os.environ.items() if not name.startswith("PYTEST_")}
+    for name in changed:
+        os.environ.pop(name, None)
+    os.environ.update({name: before[name] for name in changed & before.keys()})
+    assert not changed, f"the test changed {', '.join(sorted(changed))} for all later tests"
 
 
 def off_diagonals(items: list[pytest.Item]) -> set[str]:

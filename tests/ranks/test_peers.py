@@ -36,8 +36,14 @@ def test_an_interface_is_found_by_its_address() -> None:
 
 def test_the_users_interface_stays() -> None:
     variables = {"GLOO_SOCKET_IFNAME": "ib0"}
-    use_interface("eth0", variables)
+    use_interface("eth0", local=False, variables=variables)
     assert variables == {"GLOO_SOCKET_IFNAME": "ib0"}
+
+
+def test_nccl_gets_the_interface_of_a_job_on_one_host() -> None:
+    variables: dict[str, str] = {}
+    use_interface("lo", local=True, variables=variables)
+    assert variables == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
 BROKEN = "[/gloo/transport/tcp/pair.cc:537] Read error [{}]:61105: Connection reset by peer. This is typically caused"
