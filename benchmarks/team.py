@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import IO, Any
 from unittest.mock import patch
 
+import torch
+
 from benchmarks.contender import Contender
 from benchmarks.worker import forked
 from meshwright.ranks.environment import cache_folder, mpi_worker_variables
@@ -129,7 +131,8 @@ def _start(contender: Contender, path: Path, log: IO[str]) -> list[Process]:
     own = {
         "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # Inductor's own pool of processes never answers in a worker
-        "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "benchmarks"),  # else workers' own folder, which is removed
+        # Else workers' own folder, which is removed. Peers' keys in it have no vector instructions.
+        "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "benchmarks" / torch.backends.cpu.get_cpu_capability()),
     }  # fmt: skip
     # A server of forks inherits the environment at its start; other processes of the caller must not.
     with patch.dict(os.environ, own):

@@ -40,7 +40,7 @@ def start_compiler(device: str) -> Backend:
     """Set Inductor up for this thread; on a CPU begin the work that does not depend on a graph.
 
     Args:
-        device: cpu or cuda.
+        device: cuda, or a config's other values for a CPU.
 
     Returns: the `backend` of torch.compile.
     """
@@ -53,7 +53,7 @@ def start_compiler(device: str) -> Backend:
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     if torch._inductor.config.cpp.vec_isa_ok is None:
         torch._inductor.config.cpp.vec_isa_ok = True
-    if device != "cpu":
+    if device == "cuda":
         return "inductor"
     with _ONE_SEARCH:
         vectors_found()
@@ -62,11 +62,18 @@ def start_compiler(device: str) -> Backend:
 
 def inductor_on_cpu(graph: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None) -> Any:
     """Compile a graph by Inductor as soon as the vector instructions are known: torch's search for them changes the
-    compiler's flags for a while, and two searches at a time would end with different flags."""
+    compiler's flags for a while, and two searches at a time would end with different flags.
+
+    Keys of Inductor's cache have no vector instructions, though a kernel's loops are written for one vector length. A
+    kernel that AVX-512 wrote writes behind its memory on AVX2, and the reverse leaves elements unset. The length as an
+    option is in the key.
+    """
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     vectors_found().result()
-    return compile_fx(graph, inputs, config_patches=options)
+    length = {"cpp.simdlen": pick_vec_isa().bit_width()}
+    return compile_fx(graph, inputs, config_patches=length | (options or {}))
 
 
 @cache

@@ -190,6 +190,22 @@ def test_graphs_are_read_from_disk(tmp_path: Path) -> None:
     assert part[0] != one[0]
 
 
+def on_vectors(mesh: Mesh, config: Config, folder: Path, capability: str) -> tuple[Any, dict[str, int]]:
+    os.environ["ATEN_CPU_CAPABILITY"] = capability
+    return from_disk(mesh, config, folder)
+
+
+@needs_inductor
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="one vector length here")
+def test_a_folder_of_graphs_serves_two_vector_lengths(tmp_path: Path) -> None:
+    """Loops of the other length would leave elements unset, or write behind a tensor."""
+    config = with_blocks(config_for("gpt2", WHOLE, steps=2, batch={"global": 24, "micro": 6}))
+    lengths = ("avx512", "avx2", "avx512")
+    found = [run_ranks(on_vectors, ONE, config, tmp_path, each, forked=True)[0] for each in lengths]
+    assert [counts["hit"] for _, counts in found] == [0, 0, 1]
+    check([one for one, _ in found], serial("gpt2"))
+
+
 def vectors(mesh: Mesh, config: Config, ours: bool) -> list[tuple[str, str]]:
     """The vector instructions that Inductor finds on this CPU, by itself or as runs begin to look for them."""
     if ours:
