@@ -18,7 +18,9 @@ from meshwright.cli.app import PROVE, app
     add_help_option=False,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-def parity(words: Annotated[list[str] | None, Argument(metavar="CHECKS.py | record | compare")] = None) -> None:
+def parity(
+    words: Annotated[list[str] | None, Argument(metavar="CHECKS.py | record | compare | register")] = None,
+) -> None:
     """Prove any parallel program equal to one process.
 
     Any model, any framework, on CPU processes; or two recorded runs. Exit code 1 where one is not equal; names the

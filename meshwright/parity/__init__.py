@@ -16,6 +16,7 @@
     recorder.py, sampling.py             a training script as it runs, kept in a folder
     norm.py, norm_sums.py, norm_rules.py the norm that any loop clips by, without a reference
     recorded.py, runs.py                 two such folders, by the same comparison
+    register.py, registered.py           the plans that a library's models carry, a check each
     command.py, report.py, plugin.py     the command line; a table, JSON, a page; pytest
 
 It knows nothing of Meshwright's models, kits and configs.

@@ -63,6 +63,8 @@ class ParityCheck:
     case: int = 0
     words: str = ""
     """The values of the case, as its name says them; empty without parameters."""
+    preload: tuple[str, ...] = ()
+    """Modules that ranks share one import of."""
 
     @property
     def title(self) -> str:
@@ -374,7 +376,7 @@ def _run_once(check: ParityCheck, precision: str) -> ParityResult:
     with temporary_folder() as folder:
         arguments = {"file": str(check.file.resolve()), "name": check.name, "number": check.number, "case": check.case,
                      "axes": check.axes, "out": str(folder)}  # fmt: skip
-        job = Job(CHECK_WORKER, arguments | {"precision": precision})
+        job = Job(CHECK_WORKER, arguments | {"precision": precision}, preload=check.preload)
         try:
             with without_main():
                 launch(job, math.prod(size for _, size in check.axes), "torch", threads=check.threads)

@@ -3,6 +3,7 @@
 parity CHECKS.py                       checks of a file, each a parallel program against one process
 parity record --out FOLDER SCRIPT ...  a training script run as it is, and what its modules gave, in a folder
 parity compare A B                     two such folders
+parity register transformers           the plans that a library's models carry, a check each
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ def run_words(words: Sequence[str]) -> int:
         return record_run(record_parser().parse_args(words[1:]))
     if words[:1] == ["compare"]:
         return compare_folders(compare_parser().parse_args(words[1:]), command_text(words))
+    if words[:1] == ["register"]:
+        # Here: a check needs nothing of it.
+        from meshwright.parity.register import register_parser, register_plans
+
+        return register_plans(register_parser().parse_args(words[1:]), command_text(words))
     return check_file(check_parser().parse_args(words), command_text(words))
 
 
@@ -42,7 +48,8 @@ def check_parser() -> argparse.ArgumentParser:
         prog=PROGRAM,
         description="Prove any parallel program equal to one process.",
         epilog=f"Example: {PROGRAM} checks.py --page parity.html\n"
-        f"Two real runs: {PROGRAM} record --help, {PROGRAM} compare --help",
+        f"Two real runs: {PROGRAM} record --help, {PROGRAM} compare --help\n"
+        f"All plans of a library: {PROGRAM} register --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", type=Path, metavar="CHECKS.py", help="a file with functions under @parity.check")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +21,8 @@ def load_script(path: Path, until: type[BaseException] | None = None) -> ModuleT
     spec = importlib.util.spec_from_file_location(SCRIPT, path)
     assert spec is not None, path
     assert spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
+    # dataclasses and typing look a class's module up by name, for annotations that are text.
+    sys.modules[SCRIPT] = module = importlib.util.module_from_spec(spec)
     with suppress(*([] if until is None else [until])):
         spec.loader.exec_module(module)
     return module

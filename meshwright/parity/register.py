@@ -1,0 +1,191 @@
+"""`parity register transformers`: try every plan that a library's configurations carry, a check each.
+
+A line of JSON is written as each check ends, so that a register that was interrupted goes on. The page has a row for
+each model type and plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from meshwright.parity.check import PROGRAM, ParityCheck, ParityResult, run_check
+from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.foreign import parse_json
+from meshwright.ranks.streams import say
+
+PASSES, FAILS, DOES_NOT_RUN = "passes", "fails", "does not run"
+SHARED = (
+    "transformers.modeling_utils", "transformers.distributed", "transformers.models.auto.modeling_auto",
+    "torch.distributed.tensor.parallel", "torch.distributed.fsdp",
+)  # fmt: skip
+"""Modules that all checks import."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of a register.
+
+    `verdict`: passes, fails or does not run. `module`, `kind`: of the first mistake. `text`: the sentence, or why there
+    is no comparison. `unproved`: parameters whose gradients are zero in the reference.
+    """
+
+    model_type: str
+    plan: str
+    verdict: str
+    module: str
+    kind: str
+    text: str
+    unproved: tuple[str, ...]
+    seconds: float
+    library: str
+    torch: str
+
+    @staticmethod
+    def of(model_type: str, result: ParityResult, library: str) -> Entry:
+        """A check's result as a line."""
+        finding, verdict, module, kind, text = result.finding, PASSES, "", "", ""
+        if result.error:
+            verdict, text = DOES_NOT_RUN, reason_of(result.error)
+        elif finding is not None:
+            verdict, module, kind, text = FAILS, finding.module, finding.kind, finding.text
+        elif result.failed:
+            verdict, text = FAILS, result.verdict
+        return Entry(
+            model_type, result.check.name, verdict, module, kind, text, result.dead, round(result.seconds, 2),
+            f"{library} {version(library)}", version("torch"),
+        )  # fmt: skip
+
+
+def reason_of(error: str) -> str:
+    """The last line of an error that names an exception, without what the launcher says around it."""
+    lines = [line.strip() for line in error.splitlines()]
+    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (raised or lines)[-1][:300]
+
+
+def register_parser() -> argparse.ArgumentParser:
+    """The options of `register`."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} register",
+        description="Prove the parallel plans of a library's models, each on a tiny model with random weights of its "
+        "own class, CPU processes, float32. Exit code 1 if a plan fails.",
+        epilog=f"Example: {PROGRAM} register transformers --plans tensor --only qwen --out register",
+    )
+    parser.add_argument("library", choices=("transformers",), help="the installed library")
+    parser.add_argument(
+        "--plans", nargs="+", default=["tensor"], metavar="PLAN",
+        help="tensor, tensor4, expert, tensor-expert, fsdp, hsdp, tensor-fsdp (tensor)",
+    )  # fmt: skip
+    parser.add_argument("--only", metavar="NAME", help="the model types that have this in their names")
+    parser.add_argument("--out", type=Path, default=Path("register"), metavar="FOLDER", help="of lines and page")
+    return parser
+
+
+def register_plans(arguments: argparse.Namespace, command: str) -> int:
+    """Try the plans that the arguments ask for, and write their page; the exit code.
+
+    Raises:
+        ConfigError: The library is missing, or no plan fits.
+    """
+    if find_spec(arguments.library) is None:
+        raise ConfigError.of("LIBRARY", arguments.library, "is not installed", f"pip install {arguments.library}")
+    checks = list(checks_of(arguments.plans, arguments.only or ""))
+    if not checks:
+        raise ConfigError.of(
+            "--only", arguments.only, "is in no model type with such a plan", "a part of a type's name"
+        )
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    lines = arguments.out / "register.jsonl"
+    done = known_entries(lines, arguments.library)
+    for number, (model_type, check) in enumerate(checks, 1):
+        if (model_type, check.name) in done:
+            continue
+        entry = Entry.of(model_type, run_check(check), arguments.library)
+        done[model_type, check.name] = entry
+        with lines.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(entry)) + "\n")
+        say(f"{number} of {len(checks)}: {model_type}, {entry.plan}: {line_of(entry)}", file=sys.stderr)
+    entries = [done[model_type, check.name] for model_type, check in checks]
+    page = write_register(entries, arguments.out / "register.html", command)
+    for plan, found in counts_of(entries).items():
+        say(f"{plan}: {sum(found.values())} tried, " + ", ".join(f"{n} {verdict}" for verdict, n in found.items()))
+    for entry in entries:
+        if entry.verdict == FAILS:
+            say(f"  {entry.model_type}, {entry.plan}: {line_of(entry)}")
+    say(f"written: {lines}, {page}")
+    return int(any(entry.verdict == FAILS for entry in entries))
+
+
+def checks_of(plans: Sequence[str], only: str) -> Iterator[tuple[str, ParityCheck]]:
+    """A check of each model type that has a plan of the kind.
+
+    Raises:
+        ConfigError: A kind of plan is unknown.
+    """
+    # Here, as it imports transformers.
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from meshwright.parity import registered
+
+    for name in plans:
+        if name not in registered.PLANS:
+            raise ConfigError.of("--plans", name, "is no kind of plan", ", ".join(registered.PLANS))
+        plan, row = registered.PLANS[name], list(registered.PLANS).index(name) * len(registered.TYPES)
+        for case, model_type in enumerate(registered.TYPES):
+            if only in model_type and getattr(CONFIG_MAPPING[model_type], plan.attribute, None):
+                yield model_type, ParityCheck(
+                    name, Path(registered.__file__), tuple(plan.axes.items()), "float32",
+                    case=row + case, words=model_type, preload=SHARED,
+                )  # fmt: skip
+
+
+def known_entries(lines: Path, library: str) -> dict[tuple[str, str], Entry]:
+    """The lines that were written with the installed versions, by model type and plan."""
+    found: dict[tuple[str, str], Entry] = {}
+    if lines.is_file():
+        for line in lines.read_text(encoding="utf-8").splitlines():
+            told = parse_json(line)
+            entry = Entry(**told | {"unproved": tuple(told["unproved"])})
+            if (entry.library, entry.torch) == (f"{library} {version(library)}", version("torch")):
+                found[entry.model_type, entry.plan] = entry
+    return found
+
+
+def line_of(entry: Entry) -> str:
+    """A verdict in one line."""
+    where = f" at {entry.module} ({entry.kind})" if entry.kind else ""
+    return f"{entry.verdict}{where}{f': {entry.text}' if entry.text else ''}"
+
+
+def counts_of(entries: Sequence[Entry]) -> Mapping[str, Counter[str]]:
+    """How many entries have each verdict, by plan."""
+    counts: dict[str, Counter[str]] = {}
+    for entry in entries:
+        counts.setdefault(entry.plan, Counter())[entry.verdict] += 1
+    return counts
+
+
+def write_register(entries: Sequence[Entry], path: Path, command: str) -> Path:
+    """Write a page with a row for each entry; one HTML file that needs nothing else."""
+    # Here: a check in a terminal needs no templates.
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    templates = Environment(
+        loader=PackageLoader(__package__, "."), autoescape=True, trim_blocks=True, undefined=StrictUndefined
+    )
+    order = {FAILS: 0, DOES_NOT_RUN: 1, PASSES: 2}
+    page = templates.get_template("register.html").render(
+        entries=sorted(entries, key=lambda entry: (order[entry.verdict], entry.plan, entry.model_type)),
+        counts=counts_of(entries), command=command, verdicts=tuple(order),
+    )  # fmt: skip
+    path.write_text(page, encoding="utf-8")
+    return path
