@@ -1,7 +1,8 @@
 """Checks of the parallel plans that transformers' configurations carry: one for each model type and kind of plan.
 
-A model is the type's own class, with random weights and small sizes. The reference is read from a saved folder without
-a plan, the parallel model from the same folder with the plan; so both have what saving and reading makes of a model.
+A model is the type's own class, with random weights and small sizes. Both models are read from a saved folder, the
+parallel one with the plan. Without the plan the second folder must give the reference's weights again: else saving and
+reading change the model, and nothing is said of the plan.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import importlib
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -23,6 +26,7 @@ from transformers.utils import logging
 
 import meshwright.parity as parity
 from meshwright.ranks.dtensor import from_all_ranks
+from meshwright.ranks.errors import ParityError
 
 VOCABULARY, LENGTH, ROWS = 64, 12, 4
 SIZES: Mapping[str, Any] = {
@@ -97,9 +101,11 @@ def small_config(kind: type[PretrainedConfig]) -> PretrainedConfig:
     for name, part in kind.sub_configs.items():
         if isinstance(part, type) and part not in (kind, PretrainedConfig) and getattr(default, name, None) is not None:
             given[name] = small_config(part).to_dict()
-    rope = getattr(default, "rope_parameters", None)
-    if isinstance(rope, dict) and "mrope_section" in rope:  # of the halves of a head
-        given["rope_parameters"] = rope | {"mrope_section": [1, 1, 2]}
+    code = find_spec(modeling_of(kind))
+    if has(default, "rope_parameters") and code and "mrope_section" in Path(str(code.origin)).read_text():
+        rope = default.rope_parameters or {}
+        half = int(SIZES["head_dim"] * rope.get("partial_rotary_factor", 1)) // 2
+        given["rope_parameters"] = rope | {"mrope_section": [half // 4, half // 4, half - half // 4 * 2]}
     while True:
         try:
             return kind(**given)
@@ -110,6 +116,11 @@ def small_config(kind: type[PretrainedConfig]) -> PretrainedConfig:
             del given[refused[0]]
 
 
+def modeling_of(kind: type[PretrainedConfig]) -> str:
+    """The name of the module of a configuration's models, if the configuration has its own."""
+    return kind.__module__.replace(".configuration_", ".modeling_")
+
+
 def class_of(model_type: str) -> type[PreTrainedModel]:
     """The class of a type: the causal language model, else the first model whose configuration is the type's.
 
@@ -117,10 +128,10 @@ def class_of(model_type: str) -> type[PreTrainedModel]:
         LookupError: The library has no such class.
     """
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        causal: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[model_type]]  # type: ignore[assignment]
+        causal: type[PreTrainedModel] = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
         return causal
     kind = CONFIG_MAPPING[model_type]
-    module = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
+    module = importlib.import_module(modeling_of(kind))
     classes = [
         value for value in vars(module).values() if isinstance(value, type) and issubclass(value, PreTrainedModel)
     ]
@@ -164,8 +175,10 @@ def registered(job: parity.Job, plan: str, model_type: str) -> None:
         folder = Path(from_all_ranks(own.encode())[0].decode())
         whole = saved_and_read(job, folder / "first", small_model(model_type), options)
         job.reference(whole.train(), loss_of, batch_of)
-        options["distributed_config"] = DistributedConfig(**PLANS[plan].sizes)
-        model = saved_and_read(job, folder / "second", job.copy(), options)
+        same_weights(job.copy(), saved_and_read(job, folder / "second", job.copy(), options))
+        model = type(whole).from_pretrained(
+            folder / "second", distributed_config=DistributedConfig(**PLANS[plan].sizes), **options
+        )
         torch.distributed.barrier()
     job.parallel(model.train(), batch=job.rows("data") if "data" in job.axes else None)
 
@@ -177,3 +190,15 @@ def saved_and_read(job: parity.Job, folder: Path, model: nn.Module, options: Map
         model.save_pretrained(folder)
     torch.distributed.barrier()
     return type(model).from_pretrained(folder, **options)
+
+
+def same_weights(saved: nn.Module, read: nn.Module) -> None:
+    """Compare a model with what is read of its folder.
+
+    Raises:
+        ParityError: A tensor differs.
+    """
+    again = read.state_dict()
+    for name, x in saved.state_dict().items():
+        if name not in again or not torch.equal(x, again[name]):
+            raise ParityError(f"{name} is another after saving and reading, without a plan")

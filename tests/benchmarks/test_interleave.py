@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -97,10 +98,12 @@ def test_ratios_are_taken_within_rounds() -> None:
 
 def test_workers_start_at_once_and_are_told_of_the_allocator(tmp_path: Path) -> None:
     """Two ranks each, forked; every large tensor of a process that was told comes from its heap."""
-    found = {}
+    found, before = {}, dict(os.environ)
     for allocator in ALLOCATORS:
         made = Contender(allocator, "tests.benchmarks.mapped:mapped", ranks=2, allocator=allocator)
         (found[allocator],) = interleave.interleave([made], Plan(rounds=2))
+    # A variable for workers, left in the caller, reached every process that was started later.
+    assert dict(os.environ) == before
     assert found["told"].loss == 0
     assert found["glibc"].loss >= TENSOR_BYTES
     for result in found.values():

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from meshwright.parity import collect, register, run_check
+from meshwright.parity import ParityResult, collect, register, run_check
+from meshwright.parity.check import ParityCheck
 from meshwright.parity.command import run_words
 from meshwright.parity.register import reason_of
-from meshwright.ranks.errors import ConfigError
+from meshwright.parity.registered import same_weights, small_config
+from meshwright.ranks.errors import ConfigError, ParityError
 
 REGISTER = ["register", "transformers"]
 
@@ -23,42 +28,48 @@ def entries(folder: Path) -> dict[str, dict[str, Any]]:
 def test_a_register_of_tensor_plans(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In transformers 5.24 each rank keeps its own gradient of apertus' activation."""
-    words = [*REGISTER, "--only", "ap", "--out", str(tmp_path)]
-    tried = []
+    """In transformers 5.24 each rank keeps its own gradient of apertus' activation, and the norms of Qwen3's heads are
+    summed again in the second of two backward passes."""
+    words = [*REGISTER, "--out", str(tmp_path)]
+    types, tried = ("apertus", "granite", "qwen3"), []
+    checks = [found for found in register.checks_of(["tensor"], "") if found[0] in types]
 
-    def count(check: Any) -> Any:
+    def count(check: ParityCheck) -> ParityResult:
         tried.append(check.words)
         return run_check(check)
 
     monkeypatch.setattr(register, "run_check", count)
-    monkeypatch.setattr(
-        register, "checks_of", lambda *_: [found for found in every if found[0] in ("apertus", "granite")]
-    )
-    every = list(checks_of_tensor())
+    monkeypatch.setattr(register, "checks_of", lambda *_: checks)
     assert run_words(words) == 1
-    assert tried == ["apertus", "granite"]
+    assert tried == [*types]
     found = entries(tmp_path)
     assert (found["granite"]["verdict"], found["granite"]["text"]) == ("passes", "")
-    wrong = found["apertus"]
-    assert (wrong["verdict"], wrong["kind"]) == ("fails", "missing reduction")
-    assert wrong["module"].endswith("mlp.act_fn")
-    said = capsys.readouterr().out
-    assert "tensor: 2 tried, 1 fails, 1 passes" in said
-    page = (tmp_path / "register.html").read_text()
-    assert "missing reduction at model.layers.1.mlp.act_fn" in page
-    # Written lines are not tried again; the last is lost.
+    assert [(found[each]["verdict"], found[each]["kind"]) for each in ("apertus", "qwen3")] == [
+        ("fails", "missing reduction"), ("fails", "accumulation")
+    ]  # fmt: skip
+    assert found["apertus"]["module"].endswith("mlp.act_fn")
+    assert "tensor: 3 tried, 2 fails, 1 passes" in capsys.readouterr().out
+    assert "missing reduction at model.layers.1.mlp.act_fn" in (tmp_path / "register.html").read_text()
+    # The last line is lost, and one is of another version: they are tried again.
     lines = (tmp_path / "register.jsonl").read_text().splitlines()
-    (tmp_path / "register.jsonl").write_text(lines[0] + "\n")
+    other = lines[0].replace(found["apertus"]["library"], "transformers 0.1")
+    (tmp_path / "register.jsonl").write_text(f"{other}\n{lines[1]}\n")
     assert run_words(words) == 1
-    assert tried == ["apertus", "granite", "granite"]
+    assert tried == [*types, "apertus", "qwen3"]
 
 
-checks_of = register.checks_of
+def test_a_folder_that_gives_another_model_is_no_verdict() -> None:
+    model = torch.nn.Linear(3, 2)
+    same_weights(model, copy.deepcopy(model))
+    other = copy.deepcopy(model)
+    other.bias.data += 1
+    with pytest.raises(ParityError, match="bias is another after saving and reading, without a plan"):
+        same_weights(model, other)
 
 
-def checks_of_tensor() -> Any:
-    return checks_of(["tensor"], "")
+def test_sections_of_positions_fit_the_head() -> None:
+    """Text models of Qwen2-VL and GLM-4V cut a head by sections."""
+    assert small_config(CONFIG_MAPPING["qwen2_vl_text"]).rope_parameters["mrope_section"] == [1, 1, 2]
 
 
 def test_expert_plans_are_of_types_with_experts() -> None:
