@@ -15,6 +15,8 @@
     forward.py, gradients.py, later.py, leaks.py    where, and of which kind
     recorder.py, sampling.py             a training script as it runs, kept in a folder
     norm.py, norm_sums.py, norm_rules.py the norm that any loop clips by, without a reference
+    adapters.py, exports.py, probes.py   adapters' gradients, copies and export, without a reference
+    states.py                            packed documents that see each other, without a reference
     recorded.py, runs.py                 two such folders, by the same comparison
     register.py, registered.py           the plans that a library's models carry, a check each
     command.py, report.py, plugin.py     the command line; a table, JSON, a page; pytest
@@ -32,19 +34,26 @@ from meshwright.parity.check import ParityResult, collect, run_check
 from meshwright.parity.check import parity_check as check
 
 if TYPE_CHECKING:
+    from meshwright.parity.adapters import adapter_probe
     from meshwright.parity.job import ParityJob as Job
     from meshwright.parity.norm import norm_probe
     from meshwright.parity.policy import cast_like
     from meshwright.parity.recorder import recording
+    from meshwright.parity.states import state_probe
 
-__all__ = ["Check", "Job", "ParityResult", "cast_like", "check", "collect", "norm_probe", "recording", "run_check"]
+__all__ = [
+    "Check", "Job", "ParityResult", "adapter_probe", "cast_like", "check", "collect", "norm_probe", "recording",
+    "run_check", "state_probe",
+]  # fmt: skip
 
 # Imported lazily: these need torch, which pytest must not import for files without checks.
 _LATE = {
     "Job": ("meshwright.parity.job", "ParityJob"),
+    "adapter_probe": ("meshwright.parity.adapters", "adapter_probe"),
     "cast_like": ("meshwright.parity.policy", "cast_like"),
     "norm_probe": ("meshwright.parity.norm", "norm_probe"),
     "recording": ("meshwright.parity.recorder", "recording"),
+    "state_probe": ("meshwright.parity.states", "state_probe"),
 }
 
 

@@ -117,6 +117,18 @@ def from_all_ranks(text: bytes) -> list[bytes]:
     return [bytes(row[:length].tolist()) for row, length in zip(rows, lengths.tolist(), strict=True)]
 
 
+def from_rank(rank: int, own: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Send one rank's tensor to all ranks, which know its shape and dtype; the result is on the CPU. Collective over
+    torch's default process group."""
+    device = "cpu" if "gloo" in dist.get_backend() else torch.accelerator.current_accelerator()
+    if own is not None and dist.get_rank() == rank:
+        x = own.to(device).contiguous()
+    else:
+        x = torch.empty(shape, dtype=dtype, device=device)
+    dist.broadcast(x, rank)
+    return x.cpu()
+
+
 def joined_place() -> tuple[int, int] | None:
     """(rank, world size) in torch's default process group; None if this process has joined none."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else None
