@@ -28,14 +28,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from meshwright.parity.batches import DROPOUT_STEP
-from meshwright.parity.compare import Row, relative_error
+from meshwright.parity.compare import Row, factor_of, relative_error
 from meshwright.parity.forward import forward_finding
 from meshwright.parity.gradients import ALL, MODEL, MOST, OF_SHARES, GradientStep, Mistake, gradient_finding, owner_of
 from meshwright.parity.judge import Evidence
 from meshwright.parity.later import Case, and_more, later_finding, wrong_weights
 from meshwright.parity.leaks import leak_finding
 from meshwright.parity.parts import Part, missing_places
-from meshwright.parity.record import COARSE
+from meshwright.parity.record import CLIPPED, COARSE
 
 
 def first_finding(evidence: Evidence, rows: Sequence[Row]) -> Mistake | None:
@@ -142,6 +142,12 @@ def wrong_gradient(case: Case) -> Mistake | None:
         return None
     evidence = case.evidence
     found = gradient_finding(evidence, wrong, GradientStep(1, "gradient", evidence.modules))
+    if (CLIPPED, 1) in evidence.reference.recorded:
+        differ = {kind: [evidence.replicas_differ(kind, 1, name) for name in wrong] for kind in ("gradient", CLIPPED)}
+        if all(differ["gradient"]) and not any(differ[CLIPPED]):
+            text = f"the gradient of {wrong[0]}{and_more(wrong)} differs on ranks with the same part before clipping"
+            return Mistake("clipping", found.module, f"{text}, and not behind it: each rank clips its own, then adds")
+        found = replace(found, text=f"{found.text} (before clipping)")
     foreign = foreign_share(evidence)
     vague = (
         found.kind == "token counts"
@@ -151,6 +157,27 @@ def wrong_gradient(case: Case) -> Mistake | None:
     if foreign and (vague or (("loss", 1) in case.failed and found.kind == "wrong values")):
         return Mistake("wrong data", "(data)", f"{foreign}: outputs are right, and losses and gradients are not")
     return found
+
+
+def wrong_clipping(case: Case) -> Mistake | None:
+    """Gradients that are right before they are clipped, and wrong behind it."""
+    evidence = case.evidence
+    if not (wrong := case.wrong(CLIPPED, 1)):
+        return None
+    trained = evidence.trained()
+    where = ALL if len(set(wrong) & set(trained)) >= MOST * len(trained) else owner_of(wrong[0])
+    behind, before = ([(ours, theirs) for _, _, ours, theirs in evidence.pieces(kind, 1, wrong[0])]
+                      for kind in (CLIPPED, "gradient"))  # fmt: skip
+    factors = [None if ours is None else factor_of(ours, theirs) for ours, theirs in behind]
+    known = sorted({f"{f:.6g}" for f in factors if f is not None})
+    text = f"all gradients are right before clipping; behind it that of {wrong[0]}{and_more(wrong)} is"
+    pairs = zip(behind, before, strict=True)
+    if all(x is not None and y is not None and relative_error(x, y) == 0 for (x, _), (y, _) in pairs):
+        return Mistake("clipping", where, f"{text} unchanged: not clipped")
+    if None not in factors:
+        norm = "each clips by a norm of its own" if len(known) > 1 else "clipped by another norm"
+        return Mistake("clipping", where, f"{text} the reference's times {', '.join(known)} on its ranks: {norm}")
+    return Mistake("clipping", where, f"{text} no multiple of the reference's")
 
 
 def hidden_leak(case: Case) -> Mistake | None:
@@ -182,6 +209,7 @@ FIRST_STEP: tuple[Callable[[Case], Mistake | None], ...] = (
     stepped_twice,
     wrong_output,
     wrong_gradient,
+    wrong_clipping,
     reported_loss,
     reported_norm,
     hidden_leak,

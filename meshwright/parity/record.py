@@ -38,6 +38,8 @@ PASSES = {1: "", 2: "@2"}
 """The traced steps, and the mark that the kinds of their trace end with."""
 PROBES = ("@before", "@after")
 """The marks of the two passes of a probe: before and after some samples change."""
+CLIPPED = "clipped"
+"""The kind of a recorded run's gradients behind clipping; `gradient` is then the kind of those before it."""
 STATE = "state:"
 """Kinds of tensors that begin so are an optimizer's: `state:exp_avg`."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from meshwright.parity.record import CLIPPED
 from meshwright.parity.recorder import RunFacts, StepFacts
 from meshwright.parity.sampling import Strides, are_aligned, coarser
 from meshwright.parity.tensors import TensorFile
@@ -22,12 +23,38 @@ Key = tuple[str, int, str]
 """Kind, call (1 for what has none) and the module's or parameter's name."""
 
 
+class RenamedFile:
+    """A file of tensors by other keys. `names`: the file's key by the new one."""
+
+    def __init__(self, file: TensorFile | RenamedFile, names: Mapping[str, str]) -> None:
+        self._file, self._names, self.keys = file, names, set(names)
+
+    def get(self, key: str) -> Tensor:
+        return self._file.get(self._names[key])
+
+
 @dataclass(frozen=True)
 class RecordedStep:
-    """A step of a rank: facts, and its tensors as they were kept."""
+    """A step of a rank: facts, and its tensors as they were kept. `clipped`: gradients are kept before clipping too."""
 
     facts: StepFacts
-    file: TensorFile
+    file: TensorFile | RenamedFile
+
+    @property
+    def clipped(self) -> bool:
+        return any(text.startswith(f"{CLIPPED}|") for text in self.file.keys)
+
+    def as_stepped(self) -> RecordedStep:
+        """The step with the optimizer's gradients as `gradient`, and those before clipping as `raw-gradient`."""
+        kinds = {CLIPPED: "gradient", "gradient": "raw-gradient"} if self.clipped else {}
+
+        def renamed(text: str) -> str:
+            kind, rest = text.split("|", 1)
+            return f"{kinds.get(kind, kind)}|{rest}"
+
+        kept = {renamed(text): x for text, x in self.facts.kept.items()}
+        facts = replace(self.facts, kept=kept, norms={renamed(text): x for text, x in self.facts.norms.items()})
+        return RecordedStep(facts, RenamedFile(self.file, {renamed(text): text for text in self.file.keys}))
 
     def kept(self, key: Key, x: Tensor) -> tuple[tuple[int, ...], Strides]:
         """The shape of the whole tensor, and the strides of its samples."""

@@ -10,7 +10,8 @@ optimizer has stepped and the model is called again.
 
 A folder holds rank-R/run.json, rank-R/first.safetensors (the weights before the first step) and, for each recorded
 step, rank-R/step-N.safetensors and then step-N.json: a step without the latter was not finished. A run that rounding
-has moved lies in perturbed-SEED beside them.
+has moved lies in perturbed-SEED beside them. Gradients are those before clipping, if torch's functions clip them; the
+optimizer's are then kept as `clipped`.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from meshwright.parity.norm import watch
 from meshwright.parity.program import is_compiled
-from meshwright.parity.record import STATE
+from meshwright.parity.record import CLIPPED, STATE
 from meshwright.parity.reference import floating_buffers, rates_of, states_of, without_dropout
 from meshwright.parity.sampling import Strides, sampled, strides_of
 from meshwright.parity.tensors import write_tensors
 from meshwright.parity.trace import Rounding, Trace, all_tensors, clean_names, in_backward
-from meshwright.ranks.dtensor import box_of, gradient_of, joined_place, local_of, write_local
+from meshwright.ranks.dtensor import box_of, gradient_of, joined_place, local_of, whole_of, write_local
 from meshwright.ranks.environment import read_environment
 from meshwright.ranks.errors import ParityError
 from meshwright.ranks.streams import say
@@ -85,7 +88,7 @@ class RunFacts:
 class StepFacts:
     """A rank's record of a step. `norms`: of whole tensors, `kept`: the shape and strides of those of which
     samples are kept, both by key. `passes`: calls of the model. `losses`: all that were differentiated, `stepped`: how
-    often an optimizer stepped, `rates`: its learning rates."""
+    often an optimizer stepped, `rates`: its learning rates. `clips`: the largest norm and the norm of each clipping."""
 
     passes: int = 0
     losses: list[float] = field(default_factory=list)
@@ -95,6 +98,7 @@ class StepFacts:
     kept: dict[str, tuple[tuple[int, ...], Strides]] = field(default_factory=dict)
     stepped: int = 0
     rates: list[float] = field(default_factory=list)
+    clips: list[tuple[float, float]] = field(default_factory=list)
 
 
 def whole_model(module: nn.Module) -> nn.Module:
@@ -116,6 +120,7 @@ class Recorder:
         self.step, self.tensors = StepFacts(), dict[str, Tensor]()
         self._times: Counter[int] = Counter()
         self._buffers: dict[str, Tensor] = {}
+        self._unclipped, self._clips = set[str](), False
         environment = read_environment()
         rank, size = joined_place() or (environment.rank, environment.world_size)
         self.run = RunFacts(rank, size, list(plan.axes) or [("rank", size)], torch.__version__)
@@ -138,6 +143,8 @@ class Recorder:
 
         def differentiated(tensors: Any, *arguments: Any, **keywords: Any) -> None:
             if self._trace is not None:
+                # Gradients that are added to are clipped anew.
+                self._unclipped.clear()
                 self.step.losses += [float(local_of(x)) for x in all_tensors(tensors) if x.numel() == 1]
             backward(tensors, *arguments, **keywords)
 
@@ -151,6 +158,7 @@ class Recorder:
             register_optimizer_step_post_hook(self.after_optimizer),
         ):
             self._stack.callback(handle.remove)
+        self._stack.callback(watch(vars(clip_grad).get("_clip_grads_with_norm_"), self.before_clipping))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -173,8 +181,9 @@ class Recorder:
                             (self.plan.steps[: self.recorded], self.plan.steps[self.recorded :]))  # fmt: skip
             size = sum(file.stat().st_size for file in self.folder.iterdir()) / 1e6
             lacks = f"; the run ended before step {missed}" if missed else ""
+            clips = ", with gradients before clipping" if self._clips else ""
             ranks = f"rank 0 of {self.run.world_size}" if self.run.world_size > 1 else "the one process"
-            say(f"recorded steps {kept} of {ranks} in {self.folder}: {size:.1f} MB{lacks}", file=sys.stderr)
+            say(f"recorded steps {kept} of {ranks} in {self.folder}: {size:.1f} MB{clips}{lacks}", file=sys.stderr)
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
@@ -270,6 +279,21 @@ class Recorder:
             for parameter in model.parameters():
                 write_local(parameter, hooks.rounded(local_of(parameter)))
 
+    def before_clipping(self, arguments: Mapping[str, Any]) -> None:
+        """Before torch scales gradients: the gradients, and the norm that they are scaled by."""
+        if self._trace is None:
+            return
+        given = arguments["parameters"]
+        clipped = {id(p) for p in ([given] if isinstance(given, Tensor) else given)}
+        for name, p in self._parameters().items():
+            gradient = gradient_of(p) if id(p) in clipped and name not in self._unclipped else None
+            if gradient is not None:
+                key = f"gradient|1|{name}"
+                self.tensors[key] = self.keep(key, gradient, self.run.boxes.get(name, ()))
+                self._unclipped.add(name)
+        norm = torch.as_tensor(whole_of(arguments["total_norm"]))
+        self.step.clips.append((float(arguments["max_norm"]), float(norm)))
+
     def before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before an optimizer steps: the gradients that it sees."""
         if self._trace is None:
@@ -278,7 +302,7 @@ class Recorder:
             own = {id(p) for group in optimizer.param_groups for p in group["params"]}
             for name, p in self._parameters().items():
                 if id(p) in own and (gradient := gradient_of(p)) is not None:
-                    key = f"gradient|1|{name}"
+                    key = f"{CLIPPED if name in self._unclipped else 'gradient'}|1|{name}"
                     self.tensors[key] = self.keep(key, gradient, self.run.boxes.get(name, ()))
             self.step.rates = sorted({*self.step.rates, *rates_of(optimizer)})
         self._times[id(optimizer)] += 1
@@ -305,6 +329,7 @@ class Recorder:
                 if name not in self._buffers or not torch.equal(x, self._buffers[name]):
                     self.tensors[f"buffer|1|{name}"] = self.keep(f"buffer|1|{name}", x)
             self.tensors |= {f"{kind}|{call}|{name}": x for (kind, name, call), x in trace.tensors.items()}
+            self._complete_clipped()
             self.step.order, self.step.consumers = trace.order, trace.consumers
             self.step.stepped = max(self._times.values(), default=0)
             with self._writing(f"step {self.number}"):
@@ -312,11 +337,28 @@ class Recorder:
                 # Last: a step that has it is whole.
                 self._write_json(f"step-{self.number}.json", asdict(self.step))
             self.recorded += 1
-        self.step, self.tensors, self._times = StepFacts(), {}, Counter()
+        self.step, self.tensors, self._times, self._unclipped = StepFacts(), {}, Counter(), set()
         self.number, self._stepped = self.number + 1, False
         if self.number > max(self.plan.steps):
             # The rest of the script runs as if nobody had watched: compiled, with dropout, without hooks.
             self._stack.close()
+
+    def _complete_clipped(self) -> None:
+        """In a step with clipping every gradient has both forms; one that no optimizer saw has none."""
+        if not any(key.startswith(f"{CLIPPED}|") for key in self.tensors):
+            return
+        self._clips = True
+        for key in [key for key in self.tensors if key.startswith("gradient|")]:
+            name = key.split("|", 2)[2]
+            seen = f"{CLIPPED}|1|{name}"
+            if seen in self.tensors:
+                continue
+            if name in self._unclipped:
+                del self.tensors[key]
+                continue
+            self.tensors[seen] = self.tensors[key]
+            if key in self.step.kept:
+                self.step.kept[seen], self.step.norms[seen] = self.step.kept[key], self.step.norms[key]
 
     def _write_json(self, name: str, tree: Mapping[str, Any]) -> None:
         unfinished = self.folder / f"{name}.part"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 8
 KINDS = {"loss": "losses", "gradient": "gradients", "weight": "weights", "state": "states", "buffer": "buffers",
-         "copy": "copies", "norm": "norms"}  # fmt: skip
+         "copy": "copies", "norm": "norms", "clipped": "clipped gradients"}  # fmt: skip
 
 
 def as_dict(results: Sequence[ParityResult]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from meshwright.parity.compare import Row, relative_error
 from meshwright.parity.explain import axis_subsets, fit, groups_over
 from meshwright.parity.judge import Evidence
 from meshwright.parity.parts import Part
-from meshwright.parity.record import COARSE, STATE
+from meshwright.parity.record import CLIPPED, COARSE, STATE
 
 
 def compare_all(evidence: Evidence) -> Iterator[Row]:
@@ -27,7 +27,7 @@ def compare_all(evidence: Evidence) -> Iterator[Row]:
         return
     states = sorted({kind for kind, _ in recorded if kind.startswith(STATE)})
     for step in sorted({step for kind, step in recorded if kind in ("gradient", "weight")}):
-        for kind in ("gradient", "weight", *states):
+        for kind in ("gradient", CLIPPED, "weight", *states):
             if (kind, step) in recorded:
                 yield from parameter_rows(evidence, kind, step)
             if kind in ("gradient", "weight") and facts.dtype in COARSE:
@@ -126,7 +126,7 @@ def parameter_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:
     prefix, squares = f"{state} of " if state else "", []
     for name in evidence.names:
         # A program may compute a gradient of a frozen weight, and leave it; that it moves shows in the weight.
-        if name in evidence.reference.facts.frozen and kind == "gradient":
+        if name in evidence.reference.facts.frozen and kind in ("gradient", CLIPPED):
             continue
         whole = evidence.reference.get(kind, step, name)
         # A state that the reference's optimizer has for other parameters only.

@@ -25,7 +25,7 @@ from meshwright.parity.judge import Evidence, explain_modules, one_thread
 from meshwright.parity.kinds import first_finding
 from meshwright.parity.locate import locate
 from meshwright.parity.parts import PADDING, Part, box_part, find_part, is_constant
-from meshwright.parity.record import PARALLEL, REFERENCE, STATE, PartFacts, ReferenceFacts, write_record
+from meshwright.parity.record import CLIPPED, PARALLEL, REFERENCE, STATE, PartFacts, ReferenceFacts, write_record
 from meshwright.parity.recorded import (
     Key,
     RecordedRank,
@@ -102,14 +102,18 @@ class StepComparison:
     unseen: list[tuple[list[str], str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        ours, theirs = ([rank.step(self.number) for rank in run.ranks] for run in (self.second, self.first))
+        having = [self.second, self.first, *(run for run in self.moved if self.number in run.steps)]
+        ours, theirs, *moved = ([rank.step(self.number) for rank in run.ranks] for run in having)
+        # Gradients before clipping are compared first, if all runs keep them: the optimizer's follow from them.
+        clipped = [all(step.clipped for step in steps) for steps in (ours, theirs, *moved)]
+        before, self.explained_by_norm = all(clipped), clipped[1] and not clipped[0]
+        if not before:
+            ours, theirs, *moved = ([step.as_stepped() for step in steps] for steps in (ours, theirs, *moved))
+        self.unclipped = [run.folder for run, kept in zip(having, clipped, strict=True) if any(clipped) and not kept]
         common, lost = common_strides([*ours, *theirs])
-        self.b, self.a = ([at_strides(step, common, lost) for step in steps] for steps in (ours, theirs))
-        self.perturbed = [
-            [at_strides(rank.step(self.number), common, lost) for rank in run.ranks]
-            for run in self.moved
-            if self.number in run.steps
-        ]
+        self.b, self.a, *self.perturbed = (
+            [at_strides(step, common, lost) for step in steps] for steps in (ours, theirs, *moved)
+        )
         if not self.perturbed:
             raise ParityError(
                 f"no run of {self.first.folder} as rounding moves it has step {self.number}: record it too"
@@ -171,6 +175,8 @@ class StepComparison:
             if only := sorted(one - two):
                 more = " ..." if len(only) > 4 else ""
                 yield f"not compared: modules that only {run.folder} calls: {', '.join(only[:4])}{more}"
+        if self.unclipped:
+            yield f"not compared: gradients before clipping, which {self.unclipped[0]} does not keep"
         facts = [rank.facts for run in (self.first, self.second) for rank in run.ranks]
         if any(f.compiled for f in facts):
             yield "compiled modules were recorded as they are written: what the compiler makes of them is not compared"
@@ -279,9 +285,12 @@ class StepComparison:
         samples = {
             kind: list(x.shape) for (kind, _, _), x in whole.items() if kind.startswith("sample:") and x.ndim > 1
         }
+        # Gradients before clipping are compared as such; else a norm explains what the clipped ones are off by.
+        known = self.explained_by_norm and len(steps[0].clips) == 1
+        clip, norms = (steps[0].clips[0][0], [steps[0].clips[0][1]]) if known else (None, [])
         facts = ReferenceFacts(
-            names, [loss] if losses else [], [], run.dtype, moved=moved, order=order, consumers=steps[0].consumers,
-            parents=parents, classes=run.classes, frozen=frozen, rates=[steps[0].rates],
+            names, [loss] if losses else [], norms, run.dtype, clip=clip, moved=moved, order=order,
+            consumers=steps[0].consumers, parents=parents, classes=run.classes, frozen=frozen, rates=[steps[0].rates],
             dead=[name for name in names if name not in frozen and name not in gradients],
             batch=samples if len(self.a) == len(of_first) == 1 else {},
             buffers=sorted({name for kind, _, name in whole if kind == "buffer"}),
@@ -409,7 +418,7 @@ def as_recording(step: RecordedStep) -> StepRecording:
     whole, _ = put_together(step)
     trace = Trace(nn.Module(), tensors={(k, n, c): x for (k, c, n), x in whole.items() if k in TRACED})
     tensors = {(k, c, n): x for (k, c, n), x in whole.items()
-               if k in ("gradient", "weight", "buffer") or k.startswith(STATE)}  # fmt: skip
+               if k in ("gradient", CLIPPED, "weight", "buffer") or k.startswith(STATE)}  # fmt: skip
     return StepRecording([math.fsum(step.facts.losses)], [], tensors, {"": trace})
 
 
