@@ -14,6 +14,7 @@ import runpy
 import shlex
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,9 @@ def check_parser() -> argparse.ArgumentParser:
     parser.add_argument("file", type=Path, metavar="CHECKS.py", help="a file with functions under @parity.check")
     parser.add_argument("--precision", help="float64, float32, bf16 or own, instead of what each check says")
     parser.add_argument("--only", metavar="NAME", help="the checks whose name has this in it")
+    parser.add_argument(
+        "--certificate", type=Path, metavar="FILE.yaml", help="write the proof's facts for a model's page, if all hold"
+    )
     add_report(parser)
     return parser
 
@@ -74,6 +78,8 @@ def check_file(arguments: argparse.Namespace, command: str) -> int:
     precision, only = arguments.precision, arguments.only
     if precision is not None and precision not in CHECK_PRECISIONS:
         raise ConfigError.of("--precision", precision, "is not a precision of a check", ", ".join(CHECK_PRECISIONS))
+    if arguments.certificate is not None and find_spec("yaml") is None:
+        raise ConfigError.of("--certificate", arguments.certificate, "needs PyYAML", "pip install pyyaml")
     found = collect(arguments.file)
     checks = [check for check in found if only is None or only in check.title]
     if not checks:
@@ -84,7 +90,14 @@ def check_file(arguments: argparse.Namespace, command: str) -> int:
             say(f"{number} of {len(checks)}: {check.title}", file=sys.stderr)
         # Every check runs even if another has failed, so that one run reports all mistakes.
         results.append(run_check(check, precision))
-    return tell(results, arguments, report.PageHead(arguments.file.name, command))
+    code = tell(results, arguments, report.PageHead(arguments.file.name, command))
+    if arguments.certificate is not None:
+        # Here: a check without a certificate does not ask for the libraries' versions.
+        from meshwright.parity.certificate import write_certificate
+
+        written = write_certificate(results, arguments.certificate, command)
+        say(f"written: {written}" if written else "no certificate: a check differs", file=sys.stderr)
+    return code
 
 
 def record_parser() -> argparse.ArgumentParser:
