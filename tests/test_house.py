@@ -102,7 +102,6 @@ ROOMS = {
 OTHER_WORDS = {
     ("none", ""),  # of offload, recompute, the launcher: no tensor section
     ("auto", ""),  # of what a run decides
-    ("selective", "planner/plan/foreign.py"),  # other programs' word
     ("offload", "planner/plan/page.py"), ("offload", "tools/verify/job.py"),  # of the optimizer's states
     ("megatron", "families/bert/model.py"), ("megatron", "families/bert/convert.py"),  # where BERT's norms are
     ("tensorboard", "config/schema.py"),  # a field of version 0.1.0

@@ -317,7 +317,8 @@ Facts = Annotated[
 
 
 ForeignFile = Annotated[
-    Path | None, Option("--from", metavar="FILE", help="Instead of a run file: another program's job.")
+    Path | None,
+    Option("--from", metavar="FILE", help="Instead of a run file: another program's job; FILE.py:FUNCTION."),
 ]
 
 
@@ -342,13 +343,15 @@ def plan(
     software: SoftwareName = None,
     facts: Facts = None,
     source: ForeignFile = None,
+    strict: Annotated[bool, Option("--strict", help="With --from: refuse a file with fields left out.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest layouts that fit a cluster.
 
     The run file's layout, microbatch, recomputation and offload are free; a field set by a key=value word stays. The
     corpus and tokenizer may be missing here. Ctrl-C, or SIGTERM, ends the search with the best so far. --from reads a
-    job of torchtitan, Megatron-LM, Accelerate or AutoModel, and answers in the words of that program.
+    job of torchtitan, Megatron-LM, Megatron-Bridge, Accelerate, DeepSpeed, axolotl, AutoModel or nanotron, prints
+    what of it is read, assumed and left out, predicts it as written, and answers in the program's words.
 
     Example: meshwright plan --model llama-3.1-8b --sequence 8192 --batch 512 --cluster dgx-h100 --devices 64
     """
@@ -357,24 +360,23 @@ def plan(
     from meshwright.planner.plan.estimate import Estimates
     from meshwright.planner.plan.page import write_plan_page
     from meshwright.planner.plan.predict import Planner
-    from meshwright.planner.plan.question import NamedRun, asked_run, stopped_by_signals
+    from meshwright.planner.plan.question import NamedRun, as_written, asked_run, stopped_by_signals
     from meshwright.planner.plan.search import search
     from meshwright.planner.plan.software import OWN, load_program, with_imbalance
     from meshwright.planner.plan.space import fixed_fields
 
-    training, described = answer.Training(answer.parse_tokens(tokens), price), load_cluster(cluster)
-    named = NamedRun(model, sequence, batch)
-    config, words, job = asked_run(source, run, named, overrides or (), described)
+    described, named = load_cluster(cluster), NamedRun(model, sequence, batch)
+    training = answer.Training(answer.parse_tokens(tokens), price)
+    config, words, job = asked_run(source, run, named, overrides or (), described, devices, strict=strict)
     out = report.checked_output(out, page, trace)
     program = load_program(software or (job.program if job else OWN), [*(job.facts if job else ()), *(facts or ())])
     models = Estimates(Planner(described := program.on(described), with_imbalance(program.software, config, imbalance)))
     with progress() as show, stopped_by_signals(show) as tell:
-        plans = search(
-            config, described, devices, top, program=program, improved=report.BestSoFar(),
-            fixed=fixed_fields(words), models=models, report=tell, partial=True,
-        )  # fmt: skip
-        changes = () if plans.stopped else answer.changes(plans.predictions[0], models)
-    plans = replace(plans, training=training, changes=changes)
+        plans = search(config, described, devices, top, program=program, improved=report.BestSoFar(),
+                       fixed=fixed_fields(words), models=models, report=tell, partial=True)  # fmt: skip
+    changes = () if plans.stopped else answer.changes(plans.predictions[0], models)
+    own = as_written(job, words, models, devices)
+    plans = replace(plans, training=training, changes=changes, foreign=job, written=own)
     report.write_run(plans.predictions[0], out)
     written = [out] if trace is None else [out, trace, report.write_timeline(plans.predictions[0], trace)]
     if page is not None:

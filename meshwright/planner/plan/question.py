@@ -21,19 +21,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.config import Config
 from meshwright.config.load import DECIDED, ELSEWHERE, RunTree, load_undecided, model_names, parse_run
 from meshwright.config.section import with_field
 from meshwright.configs import shipped
 from meshwright.data.files import ShowProgress, silent
+from meshwright.planner.foreign.job import Asked, ForeignJob
+from meshwright.planner.foreign.reading import read_foreign
 from meshwright.planner.plan.cluster import CALIBRATED, Cluster, load_cluster
-from meshwright.planner.plan.foreign import ForeignJob, read_foreign
 from meshwright.planner.plan.search import search
-from meshwright.planner.plan.space import fixed_fields
+from meshwright.planner.plan.space import fixed_fields, ranks_per_node
 from meshwright.ranks.errors import ConfigError
 from meshwright.training.decisions import this_machine
+
+if TYPE_CHECKING:
+    from meshwright.planner.plan.estimate import Estimates
+    from meshwright.planner.plan.predict import Prediction
 
 
 @dataclass(frozen=True)
@@ -81,17 +86,55 @@ def planned_run(run: Path | None, named: NamedRun, words: Sequence[str], cluster
 
 
 def asked_run(
-    source: Path | None, run: Path | None, named: NamedRun, words: Sequence[str], cluster: Cluster
+    source: Path | None,
+    run: Path | None,
+    named: NamedRun,
+    words: Sequence[str],
+    cluster: Cluster,
+    devices: int = 1,
+    *,
+    strict: bool = False,
 ) -> tuple[Config, list[str], ForeignJob | None]:
-    """The run that is asked about, the `key=value` words, and the job of another program that it is, if `source` is
-    one's file. Raises ConfigError as planned_run, and where both a run file and a job are given."""
+    """The run that is asked about, the `key=value` words, and the job of another program.
+
+    Args:
+        source: Another program's file, in place of a run file.
+        run: The run file, or the first word.
+        named: The options.
+        words: `key=value` words.
+        cluster: The plan's cluster.
+        devices: The plan's devices, which complete a job's degrees.
+        strict: Whether a job with fields that a plan leaves out is refused.
+
+    Raises:
+        ConfigError: As planned_run and read_foreign, if both a run file and a job are given, or `strict` refuses.
+    """
     if source is None:
+        if strict:
+            raise ConfigError.of("--strict", "given", "has no effect without --from", "--from FILE")
         return *planned_run(run, named, words, cluster), None
     if run is not None and "=" not in str(run):
         raise ConfigError.of("--from", source, f"has no effect beside the run file {run}", "one of them")
     words = [*([str(run)] if run is not None else []), *words]
-    job = read_foreign(source, named.model, named.sequence, named.batch)
+    job = read_foreign(source, Asked(named.model, named.sequence, named.batch, devices))
+    if strict and job.account.left_out:
+        left_out = ", ".join(f"{name}={value}" for name, value in job.account.left_out.items())
+        raise ConfigError.of("--from", source, f"has fields that a plan leaves out: {left_out}", "a file without these")
     return parse_run(job.run, words, undecided=DECIDED, unread=ELSEWHERE), words, job
+
+
+def as_written(
+    job: ForeignJob | None, words: Sequence[str], models: Estimates, devices: int
+) -> Prediction | str | None:
+    """The prediction of a job's own layout, or why there is none; None without a job."""
+    if job is None:
+        return None
+    planner = models.planner
+    layout = {**job.run["layout"], "ranks_per_node": ranks_per_node(planner.cluster, devices)}
+    try:
+        return planner.predict(parse_run(job.run | {"layout": layout}, words, unread=ELSEWHERE))
+    except ConfigError as error:
+        return " ".join(str(error).split())
 
 
 @contextmanager

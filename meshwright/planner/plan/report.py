@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -20,6 +21,7 @@ from meshwright.output import terminal
 from meshwright.output.drawing import require_matplotlib
 from meshwright.output.outputs import new_path, refuse_existing
 from meshwright.output.tables import print_table
+from meshwright.planner.foreign.words import foreign_words
 from meshwright.planner.plan.answer import (
     NO_DIFFERENCE,
     Training,
@@ -31,7 +33,6 @@ from meshwright.planner.plan.answer import (
     tight_sentence,
 )
 from meshwright.planner.plan.evaluator import RunnerUp
-from meshwright.planner.plan.foreign import foreign_words
 from meshwright.planner.plan.fp8 import width_sentence
 from meshwright.planner.plan.memory import CONTEXT, bytes_text, missing, verdict
 from meshwright.planner.plan.predict import Prediction
@@ -126,7 +127,8 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
         "words": words_to_paste(best.config, job.run),
         "program": result.program and result.program.name,
         "facts": result.program and result.program.software.model_dump(mode="json"),
-        "words_of_program": foreign_words(result.program, best.config) if result.program else None,
+        "words_of_program": words_of(result),
+        "from": result.foreign and account_of(result),
         "changes": {change.what: change.seconds for change in result.changes},
         "stopped": result.stopped,
         "left_share": result.left_share,
@@ -143,6 +145,14 @@ def render(result: SearchResult) -> None:
     """Print the answer, how sure it is, what would change it; the fastest, and why other strategies lose."""
     console = terminal.console(width=None if sys.stdout.isatty() else _WIDTH)
     best = result.predictions[0]
+    if result.foreign is not None:
+        columns = account_of(result)
+        assumed = [f"{name}: {each['is']} ({each['by']})" for name, each in columns["assumed"].items()]
+        read, left_out = ([f"{name}: {value}" for name, value in columns[key].items()] for key in ("read", "left_out"))
+        table = Table("read", "assumed", "left out", title="the file")
+        for row in zip_longest(read, assumed, left_out, fillvalue=""):
+            table.add_row(*row)
+        print_table(console, table)
     for sentence in plan_sentences(result):
         console.print(sentence)
     console.print()
@@ -153,12 +163,30 @@ def render(result: SearchResult) -> None:
     for kind, problem in result.illegal.items():
         console.print(f"no legal layout of kind {kind}: {problem}")
     console.print(looked_at(result))
-    if result.program and (theirs := foreign_words(result.program, best.config)):
+    if result.program and (theirs := words_of(result)):
         console.print(f"the first, in the words of {result.program.title}:")
         say(theirs)
     if words := words_to_paste(best.config, result.job.run):
         console.print("the first, in words behind any command on this run:")
         say(words)  # on one line, to be pasted
+
+
+def words_of(result: SearchResult) -> str | None:
+    """The best layout in the words of the program that was asked for; None for a program without known words."""
+    form = None if result.foreign is None else result.foreign.form
+    return foreign_words(result.program, result.predictions[0].config, form) if result.program else None
+
+
+def account_of(result: SearchResult) -> dict[str, Any]:
+    """How another program's file was read, and its own layout's figures."""
+    assert result.foreign is not None
+    account, written = result.foreign.account, result.written
+    return {
+        "read": account.read,
+        "assumed": {name: {"is": value, "by": why} for name, (value, why) in account.assumed.items()},
+        "left_out": account.left_out,
+        "written": figures_of(written) if isinstance(written, Prediction) else {"error": written},
+    }
 
 
 def plan_sentences(result: SearchResult) -> list[str]:
@@ -167,6 +195,11 @@ def plan_sentences(result: SearchResult) -> list[str]:
     said = [answer(best, layout_text(best.config), result.training)]
     if result.program is not None and result.program.name != OWN:
         said.append(f"As {result.program.title} runs it: {len(result.program.sources)} facts that are not ours.")
+    if isinstance(result.written, Prediction):
+        own = result.written
+        said.append(f"As the file has it: {answer(own, layout_text(own.config), result.training)}")
+    elif result.written is not None:
+        said.append(f"As the file has it: no prediction: {result.written}")
     if result.stopped:
         said += [STOPPED, f"{result.left_share:.0%} of the families of layouts were not looked at."]
     if result.tight:

@@ -36,6 +36,7 @@ from bisect import insort
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from meshwright.config import Config
 from meshwright.config.registry import entries
@@ -60,6 +61,9 @@ from meshwright.planner.plan.software import Program
 from meshwright.planner.plan.space import SearchJob, as_messages, families, own_layout
 from meshwright.ranks.errors import ConfigError, Problem
 from meshwright.strategies.memory.section import keeping_all
+
+if TYPE_CHECKING:
+    from meshwright.planner.foreign.job import ForeignJob
 
 SIMULATED = 80
 """Most layouts predicted in a round once any fits: estimates let pass many layouts that do not quite fit."""
@@ -101,7 +105,7 @@ class SearchResult:
     predictions within the device's memory. `illegal`: a broken rule by kind of tensor section without a legal layout.
     `nearly_fits`: (estimated seconds, layout, memory) of a layout that would be the fastest if it fitted. `program`:
     another program whose layouts alone were searched. `training`, `changes`: the user's goal, and what would alter
-    it."""
+    it. `foreign`: the job of another program that was asked about."""
 
     job: SearchJob
     predictions: tuple[Prediction, ...]
@@ -117,6 +121,9 @@ class SearchResult:
     training: Training = field(default_factory=Training)
     program: Program | None = None
     changes: tuple[Change, ...] = ()
+    foreign: ForeignJob | None = None
+    written: Prediction | str | None = None
+    """The job's own layout, predicted, or why there is no prediction."""
 
 
 def layout_text(config: Config) -> str:

@@ -135,7 +135,7 @@ OWN_SOFTWARE = Software(compiles=True)
 OWN = "meshwright"
 
 
-JobForm = Literal["toml", "arguments", "accelerate"]
+JobForm = Literal["toml", "flags", "arguments", "accelerate", "automodel", "nanotron", "deepspeed"]
 
 
 class _Fact(BaseModel, extra="forbid", frozen=True):
@@ -157,20 +157,21 @@ class KnownMemory(Section):
 
 class _Preset(BaseModel, extra="forbid", frozen=True):
     """A file of configs/software. `layouts`: values of fields of the layout that the program knows, by dotted name;
-    `form`: of its jobs' files; `syncs`: its words for ours of layout.data.sync."""
+    `form`: of its jobs' files; `syncs`, `contexts`: its words for ours of layout.data.sync and layout.context.kind."""
 
     program: str
     facts: dict[str, _Fact]
     layouts: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
     form: JobForm | None = None
     syncs: dict[str, str] = Field(default_factory=dict)
+    contexts: dict[str, str] = Field(default_factory=dict)
     memory: KnownMemory | None = None
 
 
 @dataclass(frozen=True)
 class Program:
     """Somebody's program by name. `title`: its whole name; `sources`: of each fact that is not as in our own runs;
-    `layouts`, `form`, `syncs`, `memory`: as in its file; no layouts: any."""
+    `layouts`, `form`, `syncs`, `contexts`, `memory`: as in its file; no layouts: any."""
 
     name: str
     title: str
@@ -179,6 +180,7 @@ class Program:
     layouts: dict[str, tuple[Any, ...]]
     form: JobForm | None
     syncs: dict[str, str]
+    contexts: dict[str, str]
     memory: KnownMemory | None = None
 
     def on(self, cluster: Cluster) -> Cluster:
@@ -207,7 +209,17 @@ def load_program(name: str = OWN, facts: Sequence[str] = ()) -> Program:
         raise ConfigError(problems_of(error, [], Software)) from error
     sources = {fact: each.source for fact, each in preset.facts.items()}
     sources |= {word.partition("=")[0]: "--fact" for word in facts}
-    return Program(name, preset.program, software, sources, preset.layouts, preset.form, preset.syncs, preset.memory)
+    return Program(
+        name,
+        preset.program,
+        software,
+        sources,
+        preset.layouts,
+        preset.form,
+        preset.syncs,
+        preset.contexts,
+        preset.memory,
+    )
 
 
 def with_imbalance(software: Software, config: Config, imbalance: float) -> Software:

@@ -44,7 +44,7 @@ from meshwright.config.shorthand import in_words
 from meshwright.planner.plan.cluster import Cluster
 from meshwright.ranks.errors import Problem
 from meshwright.strategies.memory.section import FIELD as RECOMPUTE
-from meshwright.strategies.memory.section import KEEPS_ALL
+from meshwright.strategies.memory.section import KEEPS_ALL, policy_of
 
 LONG = 8192
 """Tokens."""
@@ -425,15 +425,20 @@ CHOICES = (
     ),
     Choice(
         RECOMPUTE,
-        # The candidates, and the policies that a program asks for: each is a third more.
+        # The candidates, and the policies and groups of layers that a program asks for: each is a third more.
         lambda config, job: [
-            name
-            for name, policy in entries("activations").items()
-            if policy.candidate or name in job.known.get(RECOMPUTE, ())
+            *(name for name, policy in entries("activations").items() if policy.candidate),
+            *(each for each in job.known.get(RECOMPUTE, ()) if not candidate_policy(each)),
         ],
     ),
     Choice("layout.order", _orders),
 )
+
+
+def candidate_policy(setting: str | int) -> bool:
+    """Whether a value of memory.recompute is a policy that every search tries."""
+    return policy_of(setting).candidate and isinstance(setting, str)
+
 
 FAMILY = 8
 """The choices that a family of layouts has in common."""

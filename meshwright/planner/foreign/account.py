@@ -1,0 +1,103 @@
+"""The account of a job's file: fields that a plan reads, values that it assumes, fields that it leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+NOTHING: tuple[Any, ...] = (None, "", [], {})
+"""Values of fields that are written and set nothing."""
+
+
+class Account:
+    """A file's fields by dotted name, each of which is read, assumed or left out.
+
+    Attributes:
+        read: The fields that the plan takes, with their values.
+        assumed: The fields that the file lacks, with the value and its source.
+    """
+
+    def __init__(self, tree: Mapping[str, Any], harmless: str = "") -> None:
+        """Take a file's content: nested mappings, or flags by name.
+
+        Args:
+            tree: The content.
+            harmless: Patterns (fnmatch), in words, of fields that change neither a step's seconds nor its memory.
+        """
+        self._fields = dict(fields_of(tree))
+        self._harmless = harmless.split()
+        self.read: dict[str, Any] = {}
+        self.assumed: dict[str, tuple[Any, str]] = {}
+        self._others: dict[str, Any] = {}
+
+    def says(self, name: str) -> bool:
+        """Whether the file sets the field."""
+        return self._fields.get(name) not in NOTHING
+
+    def get(self, *names: str, default: Any = None, why: str = "") -> Any:
+        """The value of the first of these fields that the file sets; else the default.
+
+        Args:
+            names: Names of one field, as versions of the program have it.
+            default: The program's own value.
+            why: The source of the default; with a source the default is listed as assumed.
+        """
+        for name in names:
+            if self.says(name):
+                self.read[name] = self._fields[name]
+                return self.read[name]
+        if why:
+            self.assumed[names[0]] = (default, why)
+        return default
+
+    def number(self, *names: str, default: int = 1, why: str = "") -> int:
+        """The value of a field as a whole number; `none` and `null` as texts are the default.
+
+        Raises:
+            ValueError: The value is no whole number.
+        """
+        value = self.get(*names, default=default, why=why)
+        return default if str(value).lower() in ("none", "null") else int(value)
+
+    def flag(self, *names: str, default: bool = False) -> bool:
+        """The value of a field that is true or false; a text such as `yes` or `False` is read as YAML 1.1 does."""
+        value = self.get(*names, default=default)
+        return value if isinstance(value, bool) else str(value).lower() in ("true", "yes", "on", "1")
+
+    def section(self, prefix: str) -> dict[str, Any]:
+        """All fields below a name, as a flat mapping without the prefix; each counts as read."""
+        found = {name: value for name, value in self._fields.items() if name.startswith(f"{prefix}.")}
+        self.read |= found
+        return {name.removeprefix(f"{prefix}."): value for name, value in found.items()}
+
+    def assume(self, name: str, value: Any, why: str) -> None:
+        """List a value that no field of the file says."""
+        self.assumed[name] = (value, why)
+
+    def merge(self, other: Account, prefix: str) -> None:
+        """Add the account of a second file, with its names behind a prefix."""
+        self.read |= {f"{prefix}{name}": value for name, value in other.read.items()}
+        self.assumed |= {f"{prefix}{name}": value for name, value in other.assumed.items()}
+        self._others |= {f"{prefix}{name}": value for name, value in other.left_out.items()}
+
+    @property
+    def left_out(self) -> dict[str, Any]:
+        """The fields that are set, may change a step, and are not read."""
+        own = {
+            name: value
+            for name, value in self._fields.items()
+            if value not in NOTHING and name not in self.read
+            and not any(fnmatchcase(name, pattern) for pattern in self._harmless)
+        }  # fmt: skip
+        return own | self._others
+
+
+def fields_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings by dotted name."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from fields_of(value, f"{name}.")
+        else:
+            yield name, value

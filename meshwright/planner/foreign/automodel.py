@@ -1,0 +1,91 @@
+"""Jobs of NeMo AutoModel's YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.planner.foreign.account import Account
+from meshwright.planner.foreign.job import Asked, Degrees, ForeignJob, layers_of, model_of, run_of, schedule_of
+from meshwright.ranks.errors import ConfigError
+
+HARMLESS = """
+recipe seed step_scheduler.* dist_env.* checkpoint.* *dataset.* *dataloader.* loss_fn.* *lr* optimizer.*
+clip_grad_norm.* wandb* mlflow* rng* model.torch_dtype model.trust_remote_code model._target_ model.config._target_
+model.config.revision model.output_hidden_states tokenizer* model.config.*token_id distributed.strategy
+distributed.mp_policy.* distributed.pipeline.dtype distributed.pipeline.scale_grads* model.backend._target_
+model.backend.enable_hf* model.backend.fake* packed_sequence* model.backend.attn model.backend.linear
+model.backend.rms_norm model.backend.rope* model.attn_implementation model.config.torch_dtype model.use_* benchmark*
+nsys* launcher* slurm* distributed._target_ distributed.pipeline.round* *.freeze* ci.* timing*
+"""
+"""Fields that change no second and no byte of a step, or none that a plan can say."""
+SIZES = "model.config."
+
+
+def read_automodel(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJob:
+    """The job of a recipe.
+
+    Raises:
+        ConfigError: The file has adapters, a schedule that has none of ours, or says too little.
+    """
+    account = Account(tree, HARMLESS)
+    if "peft" in tree:
+        raise ConfigError.of("peft", "given", "trains no whole weights", "a file without peft")
+    tensor, stages = number(account, "tp_size"), number(account, "pp_size")
+    context, experts = number(account, "cp_size"), number(account, "ep_size")
+    replicas = number(account, "dp_size", 0)
+    hybrid = number(account, "dp_replicate_size")
+    told = str(account.get("distributed.pipeline.pp_schedule", default="1f1b")).lower()
+    model = model_of(asked, account, told_model(account), path)
+    every = account.number("distributed.pipeline.layers_per_stage", default=0)
+    chunks = 1
+    if every and stages > 1 and told.startswith("inter"):
+        chunks = max(1, -(-layers_of(model) // every) // stages)
+    rest = max(1, asked.devices // (tensor * stages * context))
+    degrees = Degrees(
+        tensor=tensor, by_sequence=account.flag("distributed.sequence_parallel"), stages=stages, chunks=chunks,
+        schedule=schedule_of(told, "pp_schedule") if stages > 1 else "1f1b", context=context, experts=experts,
+        sync=sync_of(account, rest // hybrid, stages), shard=rest // hybrid if hybrid > 1 else None,
+        replicas=replicas or None,
+    )  # fmt: skip
+    local = account.number("step_scheduler.local_batch_size")
+    size = account.number("distributed.pipeline.pp_microbatch_size", default=local) if stages > 1 else local
+    run = run_of(
+        asked, account, degrees, model=model,
+        sequence=account.get("dataset.seq_len", "dataset.seq_length", "packed_sequence.packed_sequence_size"),
+        micro=size, global_=account.number("step_scheduler.global_batch_size", default=0) or None,
+        recompute=1 if account.flag("distributed.activation_checkpointing") else "none", precision="bf16", path=path,
+    )  # fmt: skip
+    facts = ["fuses_elements=true"] if account.flag("compile.enabled") else []
+    if account.flag("fp8.enabled"):
+        facts.append("products=fp8")
+    return ForeignJob("automodel", run, account, tuple(facts), "automodel")
+
+
+def number(account: Account, name: str, default: int = 1) -> int:
+    """A size of the section `distributed`; `none` is the default."""
+    return account.number(f"distributed.{name}", default=default)
+
+
+def told_model(account: Account) -> str | Mapping[str, Any] | None:
+    """The Hub's name, or the sizes of `model.config` as a config.json has them."""
+    name = account.get("model.pretrained_model_name_or_path", f"{SIZES}pretrained_model_name_or_path")
+    if name is not None:
+        return str(name)
+    kind = str(account.get(f"{SIZES}_target_", default="")).rpartition(".")[2].removesuffix("Config").lower()
+    sizes = account.section(SIZES.rstrip("."))
+    return sizes | {"model_type": sizes.get("model_type", kind)} if kind else None
+
+
+def sync_of(account: Account, shard: int, stages: int) -> str:
+    """Ours: FSDP2 gathers again in the backward pass unless it is told not to; DDP all-reduces."""
+    if shard == 1 or str(account.get("distributed.strategy", default="fsdp2")) == "ddp":
+        return "allreduce"
+    told = account.get("distributed.reshard_after_forward", "distributed.moe.reshard_after_forward")
+    if told is None:
+        told = stages == 1
+        account.assume(
+            "distributed.reshard_after_forward", told, "FSDP2 in AutoModel gathers again unless there are stages"
+        )
+    return "zero3" if told else "zero2"

@@ -1,0 +1,241 @@
+"""A job of another program as a run of ours: sizes, batch, layout, memory, and how each was known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.config.load import model_names
+from meshwright.planner.foreign.account import Account
+from meshwright.planner.plan.software import JobForm
+from meshwright.ranks.errors import ConfigError, MeshwrightError
+from meshwright.training.convert.folder import Settings
+from meshwright.training.convert.transfer import family_of
+
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of `plan --from` beside the file.
+
+    Attributes:
+        model: A model's name, in place of the file's.
+        sequence: Tokens of a sequence, in place of the file's.
+        batch: Samples a step, in place of the file's.
+        devices: The number of devices of the plan.
+    """
+
+    model: str | None = None
+    sequence: int | None = None
+    batch: int | None = None
+    devices: int = 1
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Sizes of a job's axes as its program names them.
+
+    Attributes:
+        tensor: Ranks that cut a layer's matrices.
+        by_sequence: Whether these ranks cut activations between layers by sequence.
+        stages: Pipeline stages.
+        chunks: Virtual stages of a rank.
+        schedule: Ours, of the pipeline.
+        context: Ranks that cut a sequence.
+        context_kind: `ring` or `ulysses`.
+        experts: Ranks over which experts are cut.
+        sync: Ours, of `layout.data.sync`.
+        shard: Ranks that cut states together; None: all replicas.
+        replicas: The number of replicas that the file says; None: all other devices.
+    """
+
+    tensor: int = 1
+    by_sequence: bool = False
+    stages: int = 1
+    chunks: int = 1
+    schedule: str = "1f1b"
+    context: int = 1
+    context_kind: str = "ring"
+    experts: int = 1
+    sync: str = "allreduce"
+    shard: int | None = None
+    replicas: int | None = None
+
+    def data(self, devices: int) -> int:
+        """Replicas on a number of devices.
+
+        Raises:
+            ConfigError: The other axes do not divide the devices, or the file's degrees are of another number.
+        """
+        others = self.tensor * self.stages * self.context
+        if devices % others:
+            rule = f"does not hold the file's tensor {self.tensor} x stages {self.stages} x context {self.context}"
+            raise ConfigError.of("--devices", devices, rule, f"a multiple of {others}")
+        replicas = devices // others
+        if self.replicas is not None and self.replicas != replicas:
+            rule = f"is not the file's number: its degrees multiply to {self.replicas * others}"
+            raise ConfigError.of("--devices", devices, rule, f"{self.replicas * others}")
+        return replicas
+
+    def layout(self, devices: int) -> Tree:
+        """The section `layout` of a run."""
+        replicas = self.data(devices)
+        layout: Tree = {"data": {"size": replicas, "sync": self.sync}}
+        if self.shard not in (None, replicas):
+            layout["data"]["shard"] = self.shard
+        if self.experts > 1:
+            layout["data"]["expert"] = self.experts
+        if self.tensor > 1:
+            layout["tensor"] = {"kind": "megatron", "size": self.tensor, "sequence_parallel": self.by_sequence}
+        if self.stages > 1:
+            layout["pipeline"] = {"size": self.stages, "schedule": self.schedule, "chunks": self.chunks}
+        if self.context > 1:
+            layout["context"] = {"size": self.context, "kind": self.context_kind}
+        return layout
+
+
+@dataclass(frozen=True)
+class ForeignJob:
+    """A job of a known program.
+
+    Attributes:
+        program: A preset of configs/software.
+        form: The form of the program's words that the file has; None: the preset's.
+        run: The tree of a run file, with the job's own layout.
+        facts: Facts of the software that the file changes, `name=value`.
+        account: The file's fields: read, assumed, left out.
+    """
+
+    program: str
+    run: Tree
+    account: Account
+    facts: tuple[str, ...] = ()
+    form: JobForm | None = None
+
+
+def model_of(asked: Asked, account: Account, told: str | Mapping[str, Any] | None, path: Path) -> Any:
+    """The section `model`: the option's name, the file's sizes, or our model of the file's name.
+
+    Args:
+        asked: The options.
+        account: The file's account, in which a model that is near and not equal is listed as assumed.
+        told: A name (of the Hub, or the program's own), sizes as a Hugging Face config.json has them, or None.
+        path: The file, for the error.
+
+    Raises:
+        ConfigError: Neither option nor file say a model that is known here.
+    """
+    if asked.model is not None:
+        account.assume("model", asked.model, "--model")
+        return asked.model
+    if isinstance(told, Mapping):
+        try:
+            settings = Settings(path, dict(told))
+            return family_of(settings).read(settings, frozenset()).model_dump(mode="json")
+        except MeshwrightError as error:
+            raise ConfigError.of("--model", "nothing", f"is given, and {error}", "--model NAME") from error
+    if told is None:
+        raise ConfigError.of("--model", "nothing", f"is given, and {path} does not say it", "--model NAME")
+    name = known_name(told)
+    if name is None:
+        rule = f"is given, and {path} names {told}, whose sizes are not known here"
+        raise ConfigError.of("--model", "nothing", rule, f"--model NAME: {', '.join(model_names())}")
+    if alike := next((ours for theirs, ours in ALIKE if theirs == plain_name(told)), None):
+        account.assume("model", alike, f"of {told}'s sizes")
+    return name
+
+
+def layers_of(model: str | Mapping[str, Any]) -> int:
+    """Layers of a section `model`, or of a shipped model by name."""
+    if isinstance(model, str):
+        # Here: the whole config is not needed for a file that says its sizes.
+        from meshwright.config import parse_config
+
+        return int(parse_config({"model": model}).model.num_blocks)
+    return int(model["layers"])
+
+
+SCHEDULES = (("gpipe", "gpipe"), ("afab", "gpipe"), ("1f1b", "1f1b"), ("interleaved1f1b", "1f1b"))
+"""Others' schedules in small letters, and ours; an interleaved one has several stages a rank."""
+
+
+def schedule_of(told: str, field: str) -> str:
+    """Ours of another's schedule. Raises ConfigError for a schedule that has none of ours."""
+    found = next((ours for theirs, ours in SCHEDULES if theirs == told.lower()), None)
+    if found is None:
+        raise ConfigError.of(field, told, "has no schedule of ours", ", ".join(theirs for theirs, _ in SCHEDULES))
+    return found
+
+
+ALIKE = (
+    ("llama-3-8b", "llama-3.1-8b"), ("llama-3-70b", "llama-3.1-70b"), ("llama-3-405b", "llama-3.1-405b"),
+    ("gpt2", "gpt2-small"), ("deepseek-v3-671b", "deepseek-v3"),
+)  # fmt: skip
+"""Names of others, and our model of the same sizes."""
+
+
+def plain_name(told: str) -> str:
+    """`NousResearch/Meta-Llama-3.1-8B-Instruct` -> `llama-3.1-8b`."""
+    name = told.rsplit("/", 1)[-1].lower().replace("_", "-").removesuffix(".yaml")
+    return re.sub(r"^llama-?(?=\d)", "llama-", re.sub(r"^meta-|-(instruct|base|hf|chat|v\d+\.\d+)\b", "", name))
+
+
+def known_name(told: str) -> str | None:
+    """Our name of another's model, if the sizes are known here."""
+    name = plain_name(told)
+    names = model_names()
+    candidates = (name, *(ours for theirs, ours in ALIKE if theirs == name))
+    return next((each for each in candidates if each in names), None)
+
+
+def run_of(
+    asked: Asked, account: Account, degrees: Degrees, *, model: Any, sequence: Any, micro: int, global_: int | None,
+    recompute: Any, precision: str, path: Path, accumulation: int = 1, offload: str = "none",
+) -> Tree:  # fmt: skip
+    """The tree of a run file.
+
+    Args:
+        asked: The options, which go before the file.
+        account: The file's account.
+        degrees: The job's axes.
+        model: The section `model`.
+        sequence: Tokens of a sequence; None: the file does not say.
+        micro: Samples of a microbatch on a replica.
+        global_: Samples of a step; None: replicas x `micro` x `accumulation`.
+        recompute: Ours, of `memory.recompute`.
+        precision: bf16, fp16 or float32.
+        path: The file, for errors.
+        accumulation: Microbatches of a step, if the file has no global batch.
+        offload: Ours, of `memory.offload`.
+
+    Raises:
+        ConfigError: The file lacks the sequence's tokens, or the devices do not fit.
+    """
+    if asked.sequence is not None:
+        account.assume("sequence", asked.sequence, "--sequence")
+    sequence = asked.sequence or sequence
+    if not sequence:
+        raise ConfigError.of("--sequence", "nothing", f"is given, and {path} does not say it", "--sequence N")
+    layout = degrees.layout(asked.devices)
+    replicas = layout["data"]["size"]
+    if asked.batch is not None:
+        account.assume("batch.global", asked.batch, "--batch")
+    elif global_ is None:
+        global_ = replicas * micro * accumulation
+        account.assume("batch.global", global_, f"{replicas} replicas x {micro} samples x {accumulation} microbatches")
+    step = asked.batch or global_
+    assert step is not None
+    memory: Tree = {"recompute": recompute}
+    memory["offload"] = offload
+    return {
+        "model": model,
+        "data": {"sequence": int(sequence), "tokenizer": "tokenizer.json"},
+        "batch": {"global": step, "micro": micro},
+        "layout": layout,
+        "memory": memory,
+        "precision": precision,
+    }

@@ -1,0 +1,133 @@
+"""Fields that a function of a Python file sets, read without running the file: a stranger's file may do anything.
+
+    def llama3_8b():                                         training.seq_len = 8192
+        config = base()                                      (and all that base() of the same file sets)
+        config.training = TrainingConfig(seq_len=8192)
+        config.parallelism.tensor_parallel_degree = TWO      parallelism.tensor_parallel_degree = 2
+        return config
+
+A call is the mapping of its keywords; the called name is kept under CALLED, positional values under their numbers.
+Numbers are computed from literals and from the file's constants. Any other expression is a text of its source.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+CALLED = "()"
+"""The key of a called function's name: `training.()` is TrainingConfig."""
+MOST_CALLS = 20
+"""Functions of the file that call each other, at most."""
+
+_OPERATIONS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.truediv,
+}  # fmt: skip
+DIVISIONS = (ast.FloorDiv, ast.Div)
+
+
+def computed(text: str) -> Any:
+    """The value of an expression of numbers, `8 * 4 // 2`; any other text stays."""
+    try:
+        return _Reader({}, {}, {}, 0).value(ast.parse(text.strip(), mode="eval").body)
+    except SyntaxError:
+        return text
+
+
+def functions_of(text: str) -> list[str]:
+    """The names of a file's functions. Raises SyntaxError."""
+    return [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+
+
+def fields_of_function(text: str, name: str) -> dict[str, Any]:
+    """The fields that a function of a file's text sets in the object that it returns, as nested mappings.
+
+    Raises:
+        KeyError: The file has no such function.
+        SyntaxError: The text is no Python.
+    """
+    module = ast.parse(text)
+    functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+    constants: dict[str, Any] = {}
+    for node in module.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            constants |= {target.id: node.value.value for target in targets if isinstance(target, ast.Name)}
+    return _Reader(functions, constants, {}, 0).run(functions[name], {})
+
+
+class _Reader:
+    """Reads one function: `names` are values by local name."""
+
+    def __init__(self, functions: Mapping[str, ast.FunctionDef], constants: dict[str, Any], names: dict[str, Any],
+                 depth: int) -> None:  # fmt: skip
+        self.functions, self.constants, self.names, self.depth = functions, constants, dict(names), depth
+
+    def run(self, function: ast.FunctionDef, given: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = [*function.args.posonlyargs, *function.args.args]
+        plain = function.args.defaults
+        defaults = dict(zip([each.arg for each in arguments[len(arguments) - len(plain) :]], plain, strict=True))
+        keyword = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+        defaults |= {each.arg: value for each, value in keyword if value is not None}
+        self.names |= {name: self.value(node) for name, node in defaults.items()} | dict(given)
+        returned: Any = {}
+        for node in function.body:
+            if isinstance(node, ast.Assign):
+                value = self.value(node.value)
+                for target in node.targets:
+                    self.assign(target, value)
+            elif isinstance(node, ast.AnnAssign) and node.value is not None:
+                self.assign(node.target, self.value(node.value))
+            elif isinstance(node, ast.Return) and node.value is not None:
+                returned = self.value(node.value)
+        return returned if isinstance(returned, dict) else {}
+
+    def assign(self, target: ast.expr, value: Any) -> None:
+        """`config.training.steps = 3` sets a field of the value that `config` is."""
+        if isinstance(target, ast.Name):
+            self.names[target.id] = value
+        elif isinstance(target, ast.Attribute):
+            holder = self.value(target.value, make=True)
+            if isinstance(holder, dict):
+                holder[target.attr] = value
+
+    def value(self, node: ast.expr, make: bool = False) -> Any:
+        """An expression's value; `make`: an attribute that is no mapping becomes an empty one."""
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id, self.constants.get(node.id, node.id))
+        if isinstance(node, ast.Attribute):
+            holder = self.value(node.value, make)
+            if isinstance(holder, dict):
+                if make and not isinstance(holder.get(node.attr), dict):
+                    holder[node.attr] = {}
+                return holder.get(node.attr, ast.unparse(node))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            inner = self.value(node.operand)
+            return -inner if isinstance(inner, int | float) else ast.unparse(node)
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+            left, right = self.value(node.left), self.value(node.right)
+            if isinstance(left, int | float) and isinstance(right, int | float):
+                return _OPERATIONS[type(node.op)](left, right) if right or not isinstance(node.op, DIVISIONS) else 0
+        if isinstance(node, ast.List | ast.Tuple):
+            return [self.value(each) for each in node.elts]
+        if isinstance(node, ast.Call):
+            return self.called(node)
+        return ast.unparse(node)
+
+    def called(self, node: ast.Call) -> dict[str, Any]:
+        """A call's keywords, or the fields that a function of the file returns."""
+        given = {each.arg: self.value(each.value) for each in node.keywords if each.arg}
+        name = ast.unparse(node.func)
+        function = self.functions.get(name)
+        if function is not None and self.depth < MOST_CALLS:
+            positional = zip(function.args.args, node.args, strict=False)
+            given |= {each.arg: self.value(value) for each, value in positional}
+            inside = _Reader(self.functions, self.constants, {}, self.depth + 1)
+            if found := inside.run(function, given):
+                return found
+        return {CALLED: name} | {str(n): self.value(each) for n, each in enumerate(node.args)} | given

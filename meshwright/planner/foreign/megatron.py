@@ -1,0 +1,245 @@
+"""Jobs of Megatron-LM's arguments: a shell script, a line, a YAML file (its own, Primus'), a recipe of Megatron-Bridge.
+
+All of these name one argument alike, `--tensor-model-parallel-size` or `tensor_model_parallel_size`, under whatever
+section: fields are found by the last part of their names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.planner.foreign.account import NOTHING, Account, fields_of
+from meshwright.planner.foreign.job import Asked, Degrees, ForeignJob, Tree, layers_of, model_of, run_of
+from meshwright.planner.foreign.literals import CALLED, fields_of_function, functions_of
+from meshwright.ranks.errors import ConfigError
+
+DEFAULT = "Megatron-LM's default"
+HARMLESS = """
+load *.load *-load *load-* dist-ckpt* *save* log-* *.logger.* *log_* *tensorboard* *wandb* *ckpt* *checkpoint* eval-*
+*eval_* data-path data-cache* dataloader* *dataset* *tokenizer* *vocab_file *merge_file *vocab-file *merge-file split
+*.split seed *.seed *profile* *timing* *timers* *exit* *rerun* *env_vars* *validation.* *trust_remote_code *mock*
+*tiktoken* *reset* *eod* *num-workers *num_workers *blend* work_group user_name exp_name workspace name *.name
+*framework* *config *sft* *manual*gc* *empty*memory* *check*nan* *check-for* *.dataset.* nnodes nproc*
+node*rank master* rdzv* *distributed*timeout* *nccl* *backend-nccl* local-rank lr lr-* *min-lr *.lr *lr_* *min_lr
+*decoupled* *adam*beta* *adam*eps* *weight*decay* *clip*grad* *train*iters* *train*samples* *init*method*
+*norm*epsilon *rotary* *rope* *position*embedding* *optimizer.optimizer *.scheduler.* *attention-softmax-in-fp32
+*apply*layernorm*1p *calculate*per*token* *make*vocab*divisible* *average_in_collective *aux*loss* *z-loss* *z_loss*
+moe-router-l* moe-router-d* moe-router-s* moe-router-g* moe-router-n* moe-router-p* moe-router-e* *moe_router*
+*use-mcore-models *use_mcore_models *group-query-attention *disable*bias*linear *add*bias*linear *add*qkv*bias
+*normalization *fp8*amax* *fp8*margin *fp8*interval *gated_linear_unit *activation_func *share_embeddings*
+*persist_layer_norm *bias*fusion *softmax*fusion *accumulation*fusion *rope*fusion *swiglu*fusion *pipeline_dtype
+*main_grads_dtype *main_params_dtype *exp_avg*dtype *.() () *cuda_graph*steps *attention*dropout *use-flash-attn
+*moe*grouped*gemm *qk*layernorm *permute*fusion *.provider* *load_weights
+"""
+"""Arguments that change no second and no byte of a step, or none that a plan can say."""
+VOCABULARIES = (("gpt2", 50257), ("llama2", 32000), ("llama3", 128256))
+"""Parts of --tokenizer-type, and the tokens of the tokenizer."""
+SIZES = ("num-layers", "hidden-size")
+SHARDS = (("optim_grads_params", "zero3"), ("optim_grads", "zero2"), ("optim", "zero1"))
+"""Megatron-FSDP's --data-parallel-sharding-strategy, and ours."""
+
+
+class Arguments:
+    """Megatron's arguments in an account, by flag."""
+
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        # A flag alone is true; `--no-...` keeps its name.
+        self.account = Account({name: True if value == "" else value for name, value in tree.items()}, HARMLESS)
+        names = [name for name, value in fields_of(tree)]
+        self._full: dict[str, str] = {}
+        for name in names:
+            self._full.setdefault(name.rpartition(".")[2].replace("_", "-"), name)
+
+    def get(self, flag: str, default: Any = None, why: str = "") -> Any:
+        """A flag's value."""
+        value = self.account.get(self._full.get(flag, flag), default=default, why=why)
+        if isinstance(value, str) and "$" in value:
+            raise ConfigError.of(
+                f"--{flag}", value, "is a variable that the script does not set", f"{flag} as a number"
+            )
+        return value
+
+    def number(self, flag: str, default: int = 1, why: str = "") -> int:
+        """A flag's value as a whole number; none is the default."""
+        value = self.get(flag, default, why)
+        if not re.fullmatch(r"\d+", str(value)):
+            raise ConfigError.of(f"--{flag}", value, "is no whole number", "a number in the file")
+        return int(value)
+
+    def on(self, flag: str) -> bool:
+        """Whether a switch is on. The word behind a switch may be the script's name."""
+        value = self.get(flag, False)
+        return value if isinstance(value, bool) else str(value).lower() not in ("false", "0", "no")
+
+
+def is_megatron(tree: Mapping[str, Any]) -> bool:
+    """Whether a file's fields have one of Megatron's own."""
+    last = {name.rpartition(".")[2].replace("_", "-") for name, _ in fields_of(tree)}
+    return bool({"tensor-model-parallel-size", "pipeline-model-parallel-size", *SIZES} & last)
+
+
+def read_recipe(path: Path, function: str | None, asked: Asked) -> ForeignJob:
+    """The job of a function of a Megatron-Bridge recipe, which is read and not run.
+
+    Raises:
+        ConfigError: The file has no such function, or several and none is named.
+    """
+    text = path.read_text(encoding="utf-8")
+    names = [name for name in functions_of(text) if not name.startswith("_")]
+    if function not in names:
+        rule = "names no function" if function is None else f"names {function}, which the file does not have"
+        raise ConfigError.of("--from", path, rule, " or ".join(f"{path}:{name}" for name in names[:8]))
+    return read_arguments(path, asked, fields_of_function(text, function), bridge=True)
+
+
+def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bool = False) -> ForeignJob:
+    """The job of Megatron's arguments.
+
+    Args:
+        path: The file, for errors.
+        asked: The options.
+        tree: The arguments by flag, or nested by section.
+        bridge: Whether Megatron-Bridge fills what is not said: bf16, a distributed optimizer, overlap.
+
+    Raises:
+        ConfigError: The sizes are neither in the file nor an option, or an argument cannot be planned.
+    """
+    given = Arguments(tree)
+    account = given.account
+    model = model_of(asked, account, told_model(given, tree), path)
+    if isinstance(model, dict):
+        model |= {"dropout": float(given.get("hidden-dropout", 0.1, DEFAULT))}
+    stages, tensor = given.number("pipeline-model-parallel-size"), given.number("tensor-model-parallel-size")
+    degrees = Degrees(
+        tensor=tensor, by_sequence=given.on("sequence-parallel") and tensor > 1, stages=stages,
+        chunks=chunks_of(given, stages, model), context=given.number("context-parallel-size"),
+        context_kind="ulysses" if given.get("cp-comm-type") == "a2a" else "ring",
+        experts=given.number("expert-model-parallel-size"), sync=sync_of(given, bridge),
+    )  # fmt: skip
+    if (started := given.number("nnodes", 0) * given.number("nproc-per-node", 0)) and started != asked.devices:
+        account.assume("devices", asked.devices, f"--devices; the script starts {started} processes")
+    step = given.number("global-batch-size", 0)
+    run = run_of(
+        asked, account, degrees, model=model, sequence=given.get("seq-length") or given.get("encoder-seq-length"),
+        micro=given.number("micro-batch-size", 1, DEFAULT), global_=step or None, recompute=recomputed(given),
+        precision=precision_of(given, bridge), path=path,
+        offload="host" if given.on("optimizer-cpu-offload") else "none",
+    )  # fmt: skip
+    return ForeignJob("megatron-core", run, account, facts_of(given, bridge), "arguments")
+
+
+def told_model(given: Arguments, tree: Mapping[str, Any]) -> str | Tree | None:
+    """The model's sizes, or the name of the Hugging Face model that a recipe takes."""
+    called = str(dict(fields_of(tree)).get(f"model.{CALLED}", ""))
+    if named := re.search(r"from_hf_pretrained\(\s*['\"]([^'\"]+)", called):
+        given.account.read[f"model.{CALLED}"] = named[1]
+        return named[1]
+    if any(given.get(flag) in NOTHING for flag in SIZES):
+        return given.get("model")  # Primus names a file of sizes here
+    if given.on("multi-latent-attention"):
+        rule = "is latent attention, whose sizes are read of a known model"
+        raise ConfigError.of(
+            "--multi-latent-attention", "given", rule, "--model deepseek-v3, kimi-k2, moonlight-16b-a3b"
+        )
+    return sizes_of(given)
+
+
+def sizes_of(given: Arguments) -> Tree:
+    """The sizes as a Hugging Face config.json of a GPT-2, Llama or Mixtral has them."""
+    hidden, heads = given.number("hidden-size"), given.number("num-attention-heads")
+    positions = given.number("max-position-embeddings", given.number("seq-length", 0) or 1024)
+    vocabulary = given.number("vocab-size", vocabulary_of(given), "of --tokenizer-type; the file has no --vocab-size")
+    if not (given.on("swiglu") or given.get("gated-linear-unit") is True):
+        if (inner := given.number("ffn-hidden-size", 4 * hidden)) != 4 * hidden:
+            raise ConfigError.of(
+                "--ffn-hidden-size", inner, "is not 4 x hidden in a model without --swiglu", "--model NAME"
+            )
+        return {
+            "model_type": "gpt2", "n_layer": given.number("num-layers"), "n_embd": hidden, "n_head": heads,
+            "n_positions": positions, "vocab_size": vocabulary,
+        }  # fmt: skip
+    inner = given.number("ffn-hidden-size", int(8 * hidden / 3 / 64) * 64, f"{DEFAULT}: 8/3 of hidden, in 64s")
+    sizes: Tree = {
+        "model_type": "llama", "num_hidden_layers": given.number("num-layers"), "hidden_size": hidden,
+        "num_attention_heads": heads, "num_key_value_heads": given.number("num-query-groups", heads),
+        "intermediate_size": inner, "max_position_embeddings": positions, "vocab_size": vocabulary,
+        "head_dim": given.number("kv-channels", hidden // heads), "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "tie_word_embeddings": not (given.on("untie-embeddings-and-output-weights")
+                                    or given.get("share-embeddings-and-output-weights") is False),
+    }  # fmt: skip
+    if given.get("num-experts") is not None:
+        width = given.number("moe-ffn-hidden-size", inner)
+        sizes |= {"model_type": "mixtral", "num_local_experts": given.number("num-experts"),
+                  "num_experts_per_tok": given.number("moe-router-topk", 2, DEFAULT), "intermediate_size": width,
+                  "sliding_window": None, "router_aux_loss_coef": 0.0}  # fmt: skip
+    return sizes
+
+
+def vocabulary_of(given: Arguments) -> int:
+    """Tokens of the tokenizer that --tokenizer-type names; else GPT-2's."""
+    told = str(given.get("tokenizer-type", "")).lower()
+    return next((tokens for part, tokens in VOCABULARIES if part in told), VOCABULARIES[0][1])
+
+
+def chunks_of(given: Arguments, stages: int, model: str | Tree) -> int:
+    """Virtual stages of a rank: said as their number, or as layers of each."""
+    for flag in ("virtual-pipeline-model-parallel-size", "num-virtual-stages-per-pipeline-rank"):
+        if given.get(flag) is not None:
+            return given.number(flag)
+    each = given.number("num-layers-per-virtual-pipeline-stage", 0)
+    if not each or stages == 1:
+        return 1
+    if (layers := layers_of(model)) % (stages * each):
+        rule = f"does not cut {layers} layers over {stages} stages evenly"
+        raise ConfigError.of("--num-layers-per-virtual-pipeline-stage", each, rule, "a divisor of a stage's layers")
+    return layers // stages // each
+
+
+def sync_of(given: Arguments, bridge: bool) -> str:
+    """Ours, of `layout.data.sync`: Megatron-FSDP's strategy, the distributed optimizer, or all-reduce."""
+    strategy = str(given.get("data-parallel-sharding-strategy", "no_shard"))
+    if given.on("use-megatron-fsdp") or given.on("use-torch-fsdp2"):
+        return next((ours for theirs, ours in SHARDS if theirs == strategy), "zero3")
+    if bridge and given.get("use-distributed-optimizer") is None:
+        given.account.assume("ddp.use_distributed_optimizer", True, "Megatron-Bridge's default")
+        return "zero1"
+    return "zero1" if given.on("use-distributed-optimizer") else "allreduce"
+
+
+def recomputed(given: Arguments) -> Any:
+    """Ours, of `memory.recompute`: full recomputation in groups of layers, or that of attention."""
+    granularity = str(given.get("recompute-granularity", default=None))
+    if granularity == "full":
+        # By block: the number of layers is left out.
+        return given.number("recompute-num-layers", 1) if given.get("recompute-method", "uniform") == "uniform" else 1
+    if granularity == "None" and not given.on("recompute-activations"):
+        return "none"
+    modules = given.get("recompute-modules", ATTENTION)
+    return "selective" if ATTENTION in (modules if isinstance(modules, list) else str(modules).split()) else "none"
+
+
+ATTENTION = "core_attn"
+"""Megatron's word, of --recompute-modules, for what its selective recomputation computes again by default."""
+
+
+def precision_of(given: Arguments, bridge: bool) -> str:
+    """bf16, fp16, or float32 without either."""
+    if given.on("bf16") or (bridge and "fp16" not in str(given.get("mixed-precision", "bf16_mixed"))):
+        return "bf16"
+    return "fp16" if given.on("fp16") or bridge else "float32"
+
+
+def facts_of(given: Arguments, bridge: bool) -> tuple[str, ...]:
+    """Facts of the software that the arguments change: FP8, the communication under computation."""
+    facts = []
+    recipe = f"{given.get('mixed-precision', '')} {given.get('fp8-recipe', '')}".lower()
+    if given.get("fp8-format") or given.get("fp8") or "fp8" in recipe:
+        facts.append("products=mxfp8" if "mxfp8" in recipe else "products=fp8")
+    under = [name for flag, name in OVERLAPS if given.on(flag) or (bridge and name != "layers")]
+    return (*facts, f"overlapped={','.join(under) or '[]'}")
+
+
+OVERLAPS = (("overlap-grad-reduce", "sums"), ("overlap-param-gather", "gathers"), ("tp-comm-overlap", "layers"))

@@ -1,0 +1,51 @@
+"""Jobs of nanotron's YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.planner.foreign.account import Account
+from meshwright.planner.foreign.job import Asked, Degrees, ForeignJob, model_of, run_of, schedule_of
+
+HARMLESS = """
+checkpoints.* data_stages* general.* lighteval* logging.* metrics_logging* profiler* tokenizer.*
+optimizer.*learning_rate* optimizer.optimizer_factory.* optimizer.weight_decay* optimizer.clip_grad tokens.limit*
+tokens.train_steps tokens.val_check* model.init_method* model.make_vocab* s3_upload* optimizer.accumulate_grad_in_fp32
+model.ddp_bucket_cap_mb
+"""
+"""Fields that change no second and no byte of a step, or none that a plan can say."""
+
+
+def read_nanotron(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJob:
+    """The job of a run.
+
+    Raises:
+        ConfigError: The engine of the pipeline is none of ours, or the file says too little.
+    """
+    account = Account(tree, HARMLESS)
+    engine = str(account.get("parallelism.pp_engine", default="1f1b"))
+    stages = account.number("parallelism.pp")
+    sizes = account.section("model.model_config")
+    llama = {"model_type": "llama"} if "model_type" not in sizes else {}
+    stage = account.number("optimizer.zero_stage", default=0)
+    degrees = Degrees(
+        tensor=account.number("parallelism.tp"),
+        by_sequence=str(account.get("parallelism.tp_mode", default="ALL_REDUCE")).upper() == "REDUCE_SCATTER",
+        stages=stages, schedule=schedule_of(engine, "pp_engine") if stages > 1 else "1f1b",
+        context=account.number("parallelism.context_parallel_size"),
+        experts=account.number("parallelism.expert_parallel_size"), sync="zero1" if stage else "allreduce",
+        replicas=account.number("parallelism.dp", default=0) or None,
+    )  # fmt: skip
+    tokens = "tokens."
+    again = account.flag("parallelism.recompute_layer")
+    facts = ("overlapped=sums,gathers,layers",) if account.flag("parallelism.tp_linear_async_communication") else ()
+    run = run_of(
+        asked, account, degrees, model=model_of(asked, account, sizes | llama if sizes else None, path),
+        sequence=account.get(f"{tokens}sequence_length"), micro=account.number(f"{tokens}micro_batch_size"),
+        global_=None, accumulation=account.number(f"{tokens}batch_accumulation_per_replica"),
+        recompute=1 if again else "none", path=path,
+        precision="float32" if account.get("model.dtype", default="bfloat16") == "float32" else "bf16",
+    )  # fmt: skip
+    return ForeignJob("nanotron", run, account, facts, "nanotron")

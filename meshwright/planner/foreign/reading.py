@@ -1,0 +1,120 @@
+"""Files of other programs, recognised by their content.
+
+| file                                        | program             |
+|---------------------------------------------|---------------------|
+| config_registry.py:FUNCTION, NAME.toml      | torchtitan          |
+| recipe.py:FUNCTION                          | Megatron-Bridge     |
+| a script or line with --module, --config    | torchtitan          |
+| a script or line with --num-layers ...      | Megatron-LM         |
+| a script or line with --deepspeed FILE.json | DeepSpeed           |
+| a script or line with --config_file FILE    | Accelerate          |
+| YAML with tensor_model_parallel_size ...    | Megatron-LM, Primus |
+| YAML with fsdp_config, distributed_type ... | Accelerate          |
+| YAML with base_model                        | axolotl             |
+| YAML with step_scheduler, distributed       | NeMo AutoModel      |
+| YAML with parallelism, tokens               | nanotron            |
+| NAME.json                                   | DeepSpeed           |
+
+No file is run, and nothing is read but the file and the JSON or YAML that the file names.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from meshwright.config.load import read_yaml
+from meshwright.planner.foreign import automodel, huggingface, megatron, nanotron, titan
+from meshwright.planner.foreign.account import Account
+from meshwright.planner.foreign.job import Asked, ForeignJob
+from meshwright.planner.foreign.shell import read_script
+from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.foreign import parse_json
+
+FORMS = "a job of torchtitan, Megatron-LM or -Bridge, Primus, Accelerate, DeepSpeed, axolotl, AutoModel or nanotron"
+MAX_BYTES = 2**20
+ACCELERATE = {"fsdp_config", "deepspeed_config", "distributed_type", "parallelism_config"}
+
+
+def read_foreign(source: Path, asked: Asked) -> ForeignJob:
+    """The job of a file; options go before the file's own values.
+
+    Args:
+        source: A file, or FILE.py:FUNCTION.
+        asked: The options beside the file.
+
+    Raises:
+        ConfigError: The file is no job of a known program, says too little, or has what no layout of ours is.
+    """
+    path, function = source, None
+    if not source.is_file() and ":" in source.name:
+        path, function = source.with_name(source.name.rpartition(":")[0]), source.name.rpartition(":")[2]
+    if not path.is_file():
+        raise ConfigError.of("--from", path, "is no file", FORMS)
+    if path.stat().st_size > MAX_BYTES:
+        raise ConfigError.of("--from", path, "is larger than 1 MiB", FORMS)
+    try:
+        return read_file(path, function, asked)
+    except (SyntaxError, UnicodeDecodeError, ValueError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError.of("--from", path, f"cannot be read: {error}", FORMS) from error
+
+
+def read_file(path: Path, function: str | None, asked: Asked) -> ForeignJob:
+    """The job of a file by the ending of its name."""
+    ending = path.suffix.lower()
+    if ending == ".toml":
+        return titan.read_toml(path, asked)
+    if ending in (".yaml", ".yml"):
+        return read_mapping(path, asked, read_yaml(path))
+    if ending == ".json":
+        return huggingface.read_deepspeed(path, asked, parse_json(path.read_text(encoding="utf-8")), Account({}))
+    text = path.read_text(encoding="utf-8")
+    if ending == ".py":
+        if "torchtitan" in text:
+            return titan.read_registry(path, function, asked)
+        if re.search(r"\bmegatron\.", text):
+            return megatron.read_recipe(path, function, asked)
+        raise ConfigError.of("--from", path, "is Python of neither torchtitan nor Megatron-Bridge", FORMS)
+    return read_words(path, asked, text)
+
+
+def read_mapping(path: Path, asked: Asked, tree: dict[str, Any]) -> ForeignJob:
+    """The job of a YAML file."""
+    if "base_model" in tree:
+        return huggingface.read_axolotl(path, asked, tree)
+    if "parallelism" in tree and "tokens" in tree:
+        return nanotron.read_nanotron(path, asked, tree)
+    if ACCELERATE & set(tree):
+        return huggingface.read_accelerate(path, asked, tree)
+    if "distributed" in tree or "step_scheduler" in tree:
+        return automodel.read_automodel(path, asked, tree)
+    if megatron.is_megatron(tree):
+        return megatron.read_arguments(path, asked, tree)
+    raise ConfigError.of("--from", path, "has no field that a known program's file has", FORMS)
+
+
+def read_words(path: Path, asked: Asked, text: str) -> ForeignJob:
+    """The job of a launch script, or of a line of flags."""
+    script = read_script(text)
+    flags = script.flags
+    if any(name.startswith(("training.", "parallelism.")) for name in flags) or {"module", "config"} <= set(flags):
+        job = titan.read_flags(path, asked, flags)
+    elif megatron.is_megatron(flags):
+        job = megatron.read_arguments(path, asked, flags)
+    elif str(flags.get("deepspeed", flags.get("deepspeed_config", ""))).endswith(".json"):
+        own = huggingface.json_beside(path, flags.get("deepspeed") or flags["deepspeed_config"])
+        job = huggingface.read_deepspeed(path, asked, own, Account({}), flags)
+    elif (named := flags.get("config_file")) and (path.parent / named).is_file():
+        given = {name: value for name, value in flags.items() if name in huggingface.OF_THE_LINE}
+        job = huggingface.read_accelerate(path, asked, read_yaml(path.parent / named) | given)
+    else:
+        rule = "has no --num-layers and --hidden-size (Megatron-LM), --module and --config (torchtitan) or --deepspeed"
+        raise ConfigError.of("--from", path, rule, FORMS)
+    for condition in script.undecided:
+        job.account.assume(
+            f"if {condition}", "both branches", "the condition hangs on values that the script does not set"
+        )
+    return job

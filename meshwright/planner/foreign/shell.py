@@ -1,0 +1,196 @@
+"""The flags of a launch script, read without running the script.
+
+TP=${TP:-8}                         a variable, its default if the environment sets none
+ARGS=(--num-layers 32 "--fp8-format hybrid")        an array; a quoted word may hold a flag and its value
+ARGS+=(--swiglu)                    appended
+if [[ ... ]]; then ... fi           each branch that cannot be decided by known values is read, and said
+torchrun pretrain.py ${ARGS[@]}     the command
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from meshwright.planner.foreign.literals import computed
+
+MOST_EXPANSIONS = 50
+"""Rounds of expansion: variables may name each other."""
+
+
+@dataclass
+class Script:
+    """The flags, words and unknown conditions of a script.
+
+    Attributes:
+        flags: Values by flag, without the dashes; "" for a flag alone. The last one counts.
+        words: All words of the launch command, expanded.
+        undecided: Conditions whose branches were both read.
+    """
+
+    flags: dict[str, str] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)
+    undecided: list[str] = field(default_factory=list)
+
+
+def read_script(text: str) -> Script:
+    """Read a shell script, or a line of flags. Variables without a value stay as they are written."""
+    script, variables, skipping = Script(), dict[str, list[str]](), list[bool | None]()
+    for line in statements(text):
+        if condition := re.match(r"(?:el)?if\s+(.*?);?\s*(?:then)?$", line):
+            if line.startswith("elif"):
+                before = skipping.pop() if skipping else None
+                # A branch after one that was taken is not read; after an undecided one it is.
+                skipping.append(True if before is False else None)
+                continue
+            truth = decided(condition[1].rstrip("; ").removesuffix("then").strip(), variables)
+            if truth is None:
+                script.undecided.append(condition[1])
+            skipping.append(None if truth is None else not truth)
+        elif line == "else":
+            if skipping and skipping[-1] is not None:
+                skipping[-1] = not skipping[-1]
+        elif line == "fi":
+            if skipping:
+                skipping.pop()
+        elif not any(skipping):
+            take(line, script, variables)
+    return script
+
+
+def statements(text: str) -> Iterator[str]:
+    """A script's lines, with continued lines and arrays of several lines joined, without comments."""
+    whole = re.sub(r"\\\r?\n", " ", text)
+    held, depth = "", 0
+    for line in whole.splitlines():
+        words = without_comment(line)
+        depth += words.count("(") - words.count(")")
+        held = f"{held} {words}".strip()
+        if depth <= 0:
+            if held:
+                yield from (part.strip() for part in split_commands(held))
+            held, depth = "", 0
+    if held:
+        yield held
+
+
+def without_comment(line: str) -> str:
+    """A line up to a `#` that begins a word outside of quotes."""
+    quote = ""
+    for at, letter in enumerate(line):
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        elif letter == "#" and (at == 0 or line[at - 1].isspace()):
+            return line[:at].rstrip()
+    return line.rstrip()
+
+
+def split_commands(line: str) -> Iterator[str]:
+    """The commands of a line that `;` separates outside of quotes and brackets; `if ...; then` stays together."""
+    if re.match(r"(el)?if\b", line):
+        head, _, rest = line.partition("then")
+        yield f"{head}then" if "then" in line else line
+        if rest.strip():
+            yield from split_commands(rest.strip("; "))
+        return
+    for part in re.split(r";(?![^()]*\))(?=(?:[^\"]*\"[^\"]*\")*[^\"]*$)", line):
+        yield from (word for word in re.split(r"^\s*(else|do)\s+", part) if word.strip())
+
+
+def take(line: str, script: Script, variables: dict[str, list[str]]) -> None:
+    """Take an assignment into the variables, or the flags of a command."""
+    line = re.sub(r"^(export|local|declare(\s+-\w+)*)\s+", "", line)
+    if match := re.match(r"(\w+)(\+?)=\((.*)\)\s*$", line):
+        words = expanded_words(match[3], variables)
+        variables[match[1]] = [*(variables.get(match[1], []) if match[2] else []), *words]
+    elif (match := re.match(r"(\w+)(\+?)=(\"[^\"]*\"|'[^']*'|\$\(\(.*\)\)|\S*)\s*$", line)) is not None:
+        text = expanded(match[3].strip("\"'"), variables)
+        before = variables.get(match[1], [""])
+        variables[match[1]] = [f"{' '.join(before)}{text}"] if match[2] else [text]
+    elif "--" in line or "$" in line:
+        words = expanded_words(line, variables)
+        flags = flags_of(words)
+        if flags:
+            script.words += words
+            script.flags |= flags
+
+
+def decided(condition: str, variables: dict[str, list[str]]) -> bool | None:
+    """Whether a condition of known values is true; None: unknown."""
+    if "||" in condition or "&&" in condition:
+        sides = [decided(side.strip(), variables) for side in re.split(r"\|\||&&", condition)]
+        together = any if "||" in condition else all
+        return together(bool(side) for side in sides) if None not in sides else None
+    inner = re.fullmatch(r"\[{1,2}\s*(.*?)\s*\]{1,2}", condition)
+    parts = expanded_words(inner[1], variables) if inner else []
+    if len(parts) == 3 and not any("$" in part for part in parts):
+        left, sign, right = parts
+        if sign in ("==", "=", "-eq"):
+            return left == right
+        if sign in ("!=", "-ne"):
+            return left != right
+        if sign in ("-gt", "-ge", "-lt", "-le") and left.isdigit() and right.isdigit():
+            first, second = int(left), int(right)
+            return {"-gt": first > second, "-ge": first >= second, "-lt": first < second, "-le": first <= second}[sign]
+    if len(parts) == 2 and parts[0] in ("-z", "-n") and "$" not in parts[1]:
+        return (parts[0] == "-n") == bool(parts[1])
+    return None
+
+
+def expanded_words(text: str, variables: dict[str, list[str]]) -> list[str]:
+    """Words of a line, with arrays and variables in place, and quoted words that hold flags cut."""
+    found: list[str] = []
+    for word in split_words(text):
+        whole = re.fullmatch(r"\$\{?(\w+)(\[[@*]\])?\}?", word)
+        if whole and whole[1] in variables:
+            values = variables[whole[1]]
+            found += [part for value in values for part in (split_words(value) if " " in value else [value])]
+        else:
+            told = expanded(word, variables)
+            found += split_words(told) if re.match(r"--[^=\s]+\s", told) else [told]
+    return found
+
+
+def split_words(text: str) -> list[str]:
+    """A shell's words; a text with a lone quote is cut at spaces."""
+    try:
+        return shlex.split(text, comments=False)
+    except ValueError:
+        return text.split()
+
+
+def expanded(text: str, variables: dict[str, list[str]]) -> str:
+    """A text with `$NAME`, `${NAME}`, `${NAME:-default}`, `${1:-default}` and `$((A * B))` in place."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[3]
+        if name in variables:
+            return " ".join(variables[name])
+        return match[2].strip("\"'") if match[2] is not None else match[0]
+
+    def sum_of(match: re.Match[str]) -> str:
+        # Names are variables without a dollar here, and division is of whole numbers.
+        named = re.sub(r"[A-Za-z_]\w*", lambda name: " ".join(variables.get(name[0], ["0"])), match[1])
+        return str(computed(named.replace("/", "//")))
+
+    for _ in range(MOST_EXPANSIONS):
+        new = re.sub(r"\$\{(\w+)(?::?-([^${}]*))?\}|\$(\w+)", value, text)
+        new = re.sub(r"\$\(\(([\w\s*+/()-]+)\)\)", sum_of, new)
+        if new == text:
+            break
+        text = new
+    return text
+
+
+def flags_of(words: list[str]) -> dict[str, str]:
+    """`--micro-batch-size 2 --swiglu --seq-length=4096` by name."""
+    flags: dict[str, str] = {}
+    for word, after in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            flags[name] = value if equals else ("" if after.startswith("--") else after)
+    return flags

@@ -1,0 +1,162 @@
+"""Jobs of torchtitan: its Python registry, its flags, and its TOML files of before February 2026."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.planner.foreign.account import Account
+from meshwright.planner.foreign.job import Asked, Degrees, ForeignJob, known_name, model_of, run_of, schedule_of
+from meshwright.planner.foreign.literals import CALLED, fields_of_function, functions_of
+from meshwright.planner.plan.software import JobForm
+from meshwright.ranks.errors import ConfigError
+
+DEFAULT = "torchtitan's default"
+HARMLESS = """
+hf_assets_path dump_folder job.* profil* metrics.* checkpoint.* validat* dataloader.* lr_scheduler.* optimizer.lr
+optimizer.eps optimizer.beta* optimizer.weight_decay optimizer.implementation training.steps training.dataset*
+training.max_norm training.seed training.gc_* experimental.* debug.* comm.* fault_tolerance.* tokenizer.* *.() *.()*
+optimizer.name lr_scheduler model.tokenizer_path model.print_after_conversion loss.* ()
+activation_checkpoint.selective_ac_option activation_checkpoint.early_stop compile.backend compile.components
+model.hf_assets_path training.mixed_precision_reduce model_spec.* context_parallel.*
+parallelism.context_parallel_load_balancer parallelism.enable_loss_parallel parallelism.disable_loss_parallel
+parallelism.module_fqns_per_model_part float8.* module config parallelism.pipeline_parallel_expert_parallel_overlap
+optimizer.0 checkpoint
+"""
+"""Fields that change no second and no byte of a step, or that are read as a whole."""
+
+
+def read_toml(path: Path, asked: Asked) -> ForeignJob:
+    """The job of a TOML file of torchtitan until February 2026."""
+    tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    return read_fields(path, asked, tree, "toml")
+
+
+def read_registry(path: Path, function: str | None, asked: Asked) -> ForeignJob:
+    """The job of a function in a config_registry.py, which is read and not run.
+
+    Raises:
+        ConfigError: The file has no such function, or several and none is named.
+    """
+    text = path.read_text(encoding="utf-8")
+    names = [name for name in functions_of(text) if not name.startswith("_")]
+    if function not in names:
+        rule = "names no function" if function is None else f"names {function}, which the file does not have"
+        raise ConfigError.of("--from", path, rule, " or ".join(f"{path}:{name}" for name in names[:8]))
+    tree = fields_of_function(text, function)
+    folder = path.resolve().parent.name
+    return read_fields(path, asked, tree | {"module": folder, "config": function}, "flags")
+
+
+def read_flags(path: Path, asked: Asked, flags: Mapping[str, str]) -> ForeignJob:
+    """The job of `--module llama3 --config llama3_8b --training.seq_len 8192 ...`.
+
+    The registry that the words name is torchtitan's own and not here: only flags are read, and the model's name.
+    """
+    tree: dict[str, Any] = {}
+    for flag, value in flags.items():
+        section, dot, name = flag.replace("-", "_").partition(".")
+        if dot:
+            tree.setdefault(section, {})[name] = value if value else True
+        elif section in ("module", "config"):
+            tree[section] = value
+    return read_fields(path, asked, tree, "flags")
+
+
+def read_fields(path: Path, asked: Asked, tree: Mapping[str, Any], form: JobForm) -> ForeignJob:
+    """The job of torchtitan's fields by section."""
+    account = Account(tree, HARMLESS)
+    training, parallelism = "training.", "parallelism."
+    model = model_of(asked, account, model_name(account), path)
+    sequence = account.get(f"{training}seq_len", f"{training}max_context_length")
+    tokens = account.get(f"{training}num_tokens_per_microbatch_per_dp_rank")
+    stages = account.number(f"{parallelism}pipeline_parallel_degree")
+    shard = account.number(f"{parallelism}data_parallel_shard_degree", default=-1, why=f"{DEFAULT}: the rest")
+    replicate = account.number(f"{parallelism}data_parallel_replicate_degree")
+    tensor = account.number(f"{parallelism}tensor_parallel_degree")
+    context = account.number(f"{parallelism}context_parallel_degree")
+    rest = max(1, asked.devices // (tensor * stages * context * replicate)) if shard < 0 else shard
+    told = str(account.get(f"{parallelism}pipeline_parallel_schedule", default="1F1B")) if stages > 1 else "1F1B"
+    reshard = account.get(f"{parallelism}fsdp_reshard_after_forward", default="default")
+    keeps = reshard == "never" or (reshard == "default" and stages > 1)
+    degrees = Degrees(
+        tensor=tensor, by_sequence=account.flag(f"{parallelism}enable_sequence_parallel", default=True), stages=stages,
+        chunks=2 if "interleaved" in told.lower() else 1, context=context,
+        schedule=schedule_of(told, "pipeline_parallel_schedule"),
+        experts=account.number(f"{parallelism}expert_parallel_degree"), shard=rest if replicate > 1 else None,
+        sync=("zero2" if keeps else "zero3") if rest > 1 else "allreduce",
+        replicas=None if shard < 0 else shard * replicate,
+    )  # fmt: skip
+    if "interleaved" in told.lower():
+        account.assume("virtual stages", 2, "torchtitan gives a rank two stages of an interleaved schedule")
+    replicas = degrees.data(asked.devices)
+    if tokens is None:
+        local = account.number(f"{training}local_batch_size", f"{training}batch_size", default=8, why=DEFAULT)
+        whole = account.number(f"{training}global_batch_size", default=-1)
+        size = account.number(f"{parallelism}pipeline_parallel_microbatch_size") if stages > 1 else local
+        micro, step = min(size, local), whole if whole > 0 else local * replicas
+    else:
+        length = int(asked.sequence or sequence or 1)
+        micro = max(1, int(tokens) // length)
+        passes = account.number(f"{parallelism}num_pp_microbatches", default=stages) if stages > 1 else 1
+        whole = account.number(f"{training}num_tokens_per_train_step", default=-1)
+        step = whole // length if whole > 0 else micro * passes * replicas
+    if account.says(f"{training}global_batch_size") is False and asked.batch is None and tokens is None:
+        account.assume(f"{training}global_batch_size", step, "local batch x replicas")
+    run = run_of(
+        asked, account, degrees, model=model, sequence=sequence, micro=micro, global_=step,
+        recompute=recomputed(account), precision=precision_of(account), path=path,
+        offload="host" if account.flag(f"{training}enable_cpu_offload") else "none",
+    )  # fmt: skip
+    compiled = account.flag("compile.enable", f"{training}compile")
+    return ForeignJob("torchtitan" if compiled else "torchtitan-eager", run, account, facts_of(account, tree), form)
+
+
+def model_name(account: Account) -> str | None:
+    """`llama3-70B` of `model.name` and `flavor`, of `model_spec=model_registry("70B")` in a folder llama3, or of a
+    config's name: the first whose sizes are known here."""
+    family = account.get("model.name", "module")
+    flavor = account.get("model.flavor", "model_spec.0", "model_spec.flavor")
+    config = account.get("config")
+    families = (family, str(config).partition("_")[0]) if config else (family,)
+    named = (*(f"{each}-{flavor}" for each in families if each and flavor), config)
+    told = [str(name).replace("_", "-") for name in named if name]
+    return next((name for name in told if known_name(name)), told[0] if told else None)
+
+
+def recomputed(account: Account) -> Any:
+    """Ours, of `memory.recompute`: a policy's class (SelectiveAC.Config), or `mode`."""
+    called = str(account.get(f"activation_checkpoint.{CALLED}", default=""))
+    mode = account.get("activation_checkpoint.mode")
+    if mode is None and "AC" in called:
+        mode = re.sub(r"AC\b.*", "", called.rpartition(".Config")[0].rpartition(".")[2]).lower()
+    if mode is None and called == "":
+        account.assume("activation_checkpoint", "none", "the file has no section")
+    return next((ours for theirs, ours in POLICIES if theirs == str(mode)), "none")
+
+
+POLICIES = (("full", 1), ("selective", "ops"))
+"""torchtitan's modes of activation checkpointing, and ours."""
+
+
+def precision_of(account: Account) -> str:
+    """bf16 unless the file says float32."""
+    told = account.get("training.mixed_precision_param", default="bfloat16")
+    return {"float32": "float32"}.get(str(told), "bf16")
+
+
+def facts_of(account: Account, tree: Mapping[str, Any]) -> tuple[str, ...]:
+    """Facts of the software: FP8 linears, asynchronous tensor parallelism."""
+    facts = []
+    converters = str(account.get("model_converters.converters", "model.converters", default=""))
+    spec = str(tree.get("model_spec", ""))
+    if "float8" in converters.lower() or "Float8" in spec:
+        facts.append("products=fp8")
+    if "mxfp8" in converters.lower() or "MXFP8" in spec:
+        facts.append("products=mxfp8")
+    if account.flag("parallelism.enable_async_tensor_parallel", "compile.enable_async_tensor_parallel"):
+        facts.append("overlapped=sums,gathers,layers")
+    return tuple(facts)

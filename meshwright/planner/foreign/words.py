@@ -1,0 +1,203 @@
+"""Layouts of ours in the words of other programs: a file or flags that the program, and `plan --from`, read again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+
+from meshwright.config import Config
+from meshwright.planner.plan.software import JobForm, Program
+
+
+def foreign_words(program: Program, config: Config, form: JobForm | None = None) -> str | None:
+    """A layout in a program's own words; None for a program whose words are not known.
+
+    Args:
+        program: The preset.
+        config: The run.
+        form: The form of the file that was asked about; None: the preset's.
+    """
+    chosen = form or program.form
+    return None if chosen is None else "\n".join(WORDS[chosen](config, program))
+
+
+def _tensor(config: Config) -> int:
+    return dict(config.layout.axes).get("tensor", 1)
+
+
+def _local(config: Config) -> int:
+    """Samples of a step on a replica."""
+    return config.batch.global_ // config.layout.data.size
+
+
+def _titan_fields(config: Config) -> Iterator[tuple[str, str, object]]:
+    """torchtitan's fields: section, name, value."""
+    layout = config.layout
+    data, stages = layout.data, layout.pipeline.size
+    shard = (data.shard or data.size) if data.strategy.slices else 1
+    yield "training", "local_batch_size", _local(config) if stages > 1 else config.micro
+    yield "training", "global_batch_size", config.batch.global_
+    yield "parallelism", "data_parallel_replicate_degree", data.size // shard
+    yield "parallelism", "data_parallel_shard_degree", shard
+    if data.strategy.slices:
+        yield "parallelism", "fsdp_reshard_after_forward", "always" if data.strategy.gathers else "never"
+    yield "parallelism", "tensor_parallel_degree", _tensor(config)
+    yield "parallelism", "context_parallel_degree", layout.context.size
+    yield "parallelism", "expert_parallel_degree", data.expert
+    yield "parallelism", "pipeline_parallel_degree", stages
+    if stages > 1:
+        yield "parallelism", "pipeline_parallel_schedule", "Interleaved1F1B" if layout.pipeline.chunks > 1 else "1F1B"
+        yield "parallelism", "pipeline_parallel_microbatch_size", config.micro
+
+
+def _recomputed(config: Config, nothing: str, whole: str, operations: str) -> str:
+    """The word of a program for activations that are kept, computed again by layers, or by operations."""
+    policy = config.memory.policy
+    if not policy.recomputes:
+        return nothing
+    return operations if policy.attention or policy.recorded else whole
+
+
+def titan_toml(config: Config, program: Program) -> Iterator[str]:
+    """torchtitan's TOML, of before February 2026."""
+    section = ""
+    for name, field, value in _titan_fields(config):
+        if name != section:
+            section = name
+            yield f"[{name}]"
+        yield f"{field} = {json.dumps(value)}"
+    yield "[activation_checkpoint]"
+    yield f'mode = "{_recomputed(config, "none", "full", "selective")}"'
+
+
+def titan_flags(config: Config, program: Program) -> Iterator[str]:
+    """Flags behind torchtitan's --module and --config."""
+    for name, field, value in _titan_fields(config):
+        yield f"--{name}.{field} {value}"
+    policy = _recomputed(config, "None", "FullAC.Config()", "SelectiveAC.Config()")
+    yield f"# activation_checkpoint={policy} in the config's function"
+
+
+def megatron_words(config: Config, program: Program) -> Iterator[str]:
+    """Megatron-LM's arguments."""
+    layout, tensor = config.layout, _tensor(config)
+    yield f"--micro-batch-size {config.micro} --global-batch-size {config.batch.global_}"
+    yield f"--tensor-model-parallel-size {tensor}"
+    if tensor > 1 and layout.tensor.cuts_sequences:
+        yield "--sequence-parallel"
+    yield f"--pipeline-model-parallel-size {layout.pipeline.size}"
+    if layout.pipeline.chunks > 1:
+        per_chunk = config.model.num_blocks // (layout.pipeline.size * layout.pipeline.chunks)
+        yield f"--num-layers-per-virtual-pipeline-stage {per_chunk}"
+    if layout.context.size > 1:
+        yield f"--context-parallel-size {layout.context.size}"
+        yield f"--cp-comm-type {program.contexts[layout.context.kind]}"
+    if layout.data.expert > 1:
+        yield f"--expert-model-parallel-size {layout.data.expert}"
+    if flag := program.syncs.get(layout.data.sync):
+        yield flag
+    policy = config.memory.policy
+    if policy.attention:
+        yield "--recompute-granularity selective"
+    elif policy.recomputes:
+        group = policy.group_size(config, config.model.num_blocks // (layout.pipeline.size * layout.pipeline.chunks))
+        yield f"--recompute-granularity full --recompute-method uniform --recompute-num-layers {group}"
+    if config.memory.offload.to != "none":
+        yield "--optimizer-cpu-offload"
+
+
+def accelerate_words(config: Config, program: Program) -> Iterator[str]:
+    """A file of `accelerate config`: FSDP of version 2, and a parallelism_config for more than one axis."""
+    layout = config.layout
+    data, tensor = layout.data, _tensor(config)
+    yield f"num_processes: {layout.world_size}"
+    yield f"mixed_precision: {config.precision.dtype}"
+    if data.strategy.slices:
+        yield "distributed_type: FSDP"
+        yield "fsdp_config:"
+        yield "  fsdp_version: 2"
+        yield f"  fsdp_reshard_after_forward: {str(data.strategy.gathers).lower()}"
+        yield f"  fsdp_activation_checkpointing: {str(config.memory.policy.recomputes).lower()}"
+        yield f"  fsdp_offload_params: {str(config.memory.offload.to != 'none').lower()}"
+    else:
+        yield "distributed_type: MULTI_GPU"
+    shard = (data.shard or data.size) if data.strategy.slices else 1
+    if tensor * layout.context.size > 1 or 1 < shard < data.size:
+        yield "parallelism_config:"
+        yield f"  parallelism_config_dp_replicate_size: {data.size // shard}"
+        yield f"  parallelism_config_dp_shard_size: {shard}"
+        yield f"  parallelism_config_tp_size: {tensor}"
+        if layout.context.size > 1:
+            yield f"  parallelism_config_{program.contexts[layout.context.kind]}_size: {layout.context.size}"
+    yield f"# per_device_train_batch_size: {config.micro}, gradient_accumulation_steps: {config.num_microbatches}"
+
+
+def automodel_words(config: Config, program: Program) -> Iterator[str]:
+    """Sections of AutoModel's YAML."""
+    layout = config.layout
+    data, stages = layout.data, layout.pipeline.size
+    yield "step_scheduler:"
+    yield f"  global_batch_size: {config.batch.global_}"
+    yield f"  local_batch_size: {_local(config) if stages > 1 else config.micro}"
+    yield "distributed:"
+    yield f"  strategy: {'fsdp2' if data.strategy.slices else 'ddp'}"
+    yield f"  dp_size: {data.size}"
+    if data.shard and data.shard < data.size:
+        yield f"  dp_replicate_size: {data.size // data.shard}"
+    for name, size in (("tp", _tensor(config)), ("pp", stages), ("cp", layout.context.size), ("ep", data.expert)):
+        yield f"  {name}_size: {size}"
+    yield f"  sequence_parallel: {str(_tensor(config) > 1 and layout.tensor.cuts_sequences).lower()}"
+    yield f"  activation_checkpointing: {str(config.memory.policy.recomputes).lower()}"
+    yield f"  reshard_after_forward: {str(data.strategy.gathers).lower()}"
+    if stages > 1:
+        chunks = layout.pipeline.chunks
+        yield "  pipeline:"
+        yield f"    pp_schedule: {'interleaved1f1b' if chunks > 1 else '1f1b'}"
+        yield f"    pp_microbatch_size: {config.micro}"
+        yield f"    layers_per_stage: {-(-config.model.num_blocks // (stages * chunks))}"
+
+
+def nanotron_words(config: Config, program: Program) -> Iterator[str]:
+    """Sections of nanotron's YAML."""
+    layout = config.layout
+    yield "parallelism:"
+    yield f"  dp: {layout.data.size}"
+    yield f"  pp: {layout.pipeline.size}"
+    yield "  pp_engine: 1f1b"
+    yield f"  tp: {_tensor(config)}"
+    cut = _tensor(config) > 1 and layout.tensor.cuts_sequences
+    yield f"  tp_mode: {'REDUCE_SCATTER' if cut else 'ALL_REDUCE'}"
+    yield f"  recompute_layer: {str(config.memory.policy.recomputes).lower()}"
+    yield "tokens:"
+    yield f"  micro_batch_size: {config.micro}"
+    yield f"  batch_accumulation_per_replica: {config.num_microbatches}"
+    yield f"  sequence_length: {config.data.lengths.source}"
+    yield "optimizer:"
+    yield f"  zero_stage: {int(layout.data.strategy.slices)}"
+
+
+def deepspeed_words(config: Config, program: Program) -> Iterator[str]:
+    """DeepSpeed's JSON."""
+    zero: dict[str, object] = {"stage": int(program.syncs[config.layout.data.sync])}
+    if config.memory.offload.to != "none":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    told = {
+        "train_batch_size": config.batch.global_,
+        "train_micro_batch_size_per_gpu": config.micro,
+        "gradient_accumulation_steps": config.num_microbatches,
+        "zero_optimization": zero,
+        config.precision.dtype: {"enabled": True},
+    }
+    yield from json.dumps(told, indent=2).splitlines()
+
+
+WORDS: Mapping[JobForm, Callable[[Config, Program], Iterator[str]]] = {
+    "toml": titan_toml,
+    "flags": titan_flags,
+    "arguments": megatron_words,
+    "accelerate": accelerate_words,
+    "automodel": automodel_words,
+    "nanotron": nanotron_words,
+    "deepspeed": deepspeed_words,
+}
+"""By the form of a program's jobs."""

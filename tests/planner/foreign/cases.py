@@ -1,0 +1,561 @@
+"""Public jobs: the facts of each file, in the file's form, and the run that the job is, written by hand.
+
+The texts have the facts of the named files (as of August 2026, TOML of January) and not their words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job's files (the first is asked about), the options beside the first, and what must be read.
+
+    Attributes:
+        files: Texts by name.
+        devices: The devices of the plan.
+        program: The preset of the software.
+        expected: Fields of the run by dotted name.
+        facts: Facts of the software that the file says.
+        left_out: The third column's fields.
+        options: Options of `plan --from`.
+        function: The function of a Python file.
+    """
+
+    files: Mapping[str, str]
+    devices: int
+    program: str
+    expected: Mapping[str, Any]
+    facts: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    function: str = ""
+
+
+TITAN = """
+from torchtitan.trainer import Trainer
+
+SEQUENCE = 8192
+
+def llama3_8b():
+    return Trainer.Config(
+        hf_assets_path="./assets", model_spec=model_registry("8B"), metrics=MetricsProcessor.Config(log_freq=1),
+        optimizer=OptimizersContainer.Config(lr=3e-4),
+        training=TrainingConfig(local_batch_size=1, seq_len=SEQUENCE, steps=1000),
+        checkpoint=CheckpointManager.Config(interval=500),
+        activation_checkpoint=ActivationCheckpointConfig(mode="selective"),
+    )
+
+def llama3_405b():
+    return Trainer.Config(
+        model_spec=model_registry("405B"),
+        model_converters=ModelConvertersContainer.Config(
+            converters=[Float8LinearConverter.Config(filter_fqns=["output"])],
+        ),
+        training=TrainingConfig(local_batch_size=2, seq_len=SEQUENCE),
+        parallelism=ParallelismConfig(tensor_parallel_degree=8, enable_async_tensor_parallel=True),
+        activation_checkpoint=FullAC.Config(),
+        compile=CompileConfig(enable=True),
+    )
+
+def llama3_8b_tokens():
+    config = llama3_8b()
+    config.training = TrainingConfig(
+        num_tokens_per_microbatch_per_dp_rank=2 * SEQUENCE, max_context_length=SEQUENCE,
+        num_tokens_per_train_step=64 * SEQUENCE,
+    )
+    config.parallelism.fsdp_reshard_after_forward = "never"
+    return config
+"""
+BRIDGE = """
+from megatron.bridge import AutoBridge
+
+SEQUENCE_16K: int = 16384
+
+def _provider(*, num_layers: int, hidden_size: int, seq_length: int):
+    return GPTModelProvider(
+        num_layers=num_layers, hidden_size=hidden_size, ffn_hidden_size=14336, num_attention_heads=32,
+        num_query_groups=8, vocab_size=128256, seq_length=seq_length, gated_linear_unit=True, hidden_dropout=0.0,
+        share_embeddings_and_output_weights=False,
+    )
+
+def llama3_8b_2gpu():
+    cfg = _pretrain_common()
+    cfg.model = _provider(num_layers=32, hidden_size=4096, seq_length=8192)
+    cfg.model.pipeline_model_parallel_size = 1
+    cfg.model.virtual_pipeline_model_parallel_size = None
+    cfg.model.context_parallel_size = 2
+    cfg.model.sequence_parallel = False
+    cfg.train.global_batch_size = 512
+    cfg.train.micro_batch_size = 1
+    cfg.model.fine_grained_activation_offloading = True
+    cfg.ddp.use_distributed_optimizer = True
+    cfg.ddp.overlap_grad_reduce = True
+    return cfg
+
+def llama3_8b_16gpu_16k():
+    cfg = _pretrain_common()
+    cfg.model = AutoBridge.from_hf_pretrained("meta-llama/Meta-Llama-3-8B").to_megatron_provider(load_weights=False)
+    cfg.model.tensor_model_parallel_size = 4
+    cfg.model.pipeline_model_parallel_size = 2
+    cfg.model.virtual_pipeline_model_parallel_size = 4
+    cfg.model.context_parallel_size = 2
+    cfg.model.sequence_parallel = True
+    cfg.model.seq_length = SEQUENCE_16K
+    cfg.train.global_batch_size = 512
+    cfg.train.micro_batch_size = 1
+    cfg.model.recompute_granularity = "selective"
+    cfg.model.recompute_modules = ["core_attn"]
+    cfg.mixed_precision = "bf16_with_fp8_current_scaling_mixed"
+    return cfg
+
+def llama32_1b_1gpu():
+    cfg = _pretrain_common()
+    cfg.model = AutoBridge.from_hf_pretrained("meta-llama/Llama-3.2-1B").to_megatron_provider(load_weights=False)
+    cfg.model.seq_length = 8192
+    cfg.train.global_batch_size = 512
+    cfg.train.micro_batch_size = 1
+    return cfg
+"""
+MEGATRON_8B = """
+#!/bin/bash
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+GPUS_PER_NODE=8
+NUM_NODES=1
+WORLD_SIZE=$(($GPUS_PER_NODE*$NUM_NODES))
+TOKENIZER_ARG=${3:-"MOCK"}   # a path, or "MOCK"
+TP_SIZE=1
+NUM_LAYERS=32
+DTYPE="fp8"
+SEQ_LENGTH=8192
+LAUNCH=(
+    --nproc_per_node $GPUS_PER_NODE
+    --nnodes $NUM_NODES
+)
+MODEL=(
+    --use-mcore-models --num-layers $NUM_LAYERS --hidden-size 4096 --ffn-hidden-size 14336
+    --num-attention-heads 32 --group-query-attention --num-query-groups 8 --kv-channels 128
+    --seq-length $SEQ_LENGTH --max-position-embeddings $SEQ_LENGTH --position-embedding-type rope
+    --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu --untie-embeddings-and-output-weights
+)
+TRAINING=(
+    --micro-batch-size 1 --global-batch-size 128 --lr 0.00015 --bf16 --grad-reduce-in-bf16   # reduced in half precision
+    --cross-entropy-loss-fusion --clip-grad 1.0
+)
+LOW=()
+if [[ "$DTYPE" == "fp8" ]]; then
+    LOW+=(
+        "--fp8-format hybrid"
+        "--fp8-param-gather"
+    )
+fi
+PARALLEL=(
+    --tensor-model-parallel-size $TP_SIZE
+    --sequence-parallel
+)
+DDP=( --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather )
+TRAINING+=("${DDP[@]}")
+DATA=()
+if [[ "$TOKENIZER_ARG" == "MOCK" ]] || [[ -z "$TOKENIZER_ARG" ]]; then
+    DATA+=( "--mock-data" "--vocab-size 128256" "--split '99,1,0'" )
+else
+    DATA+=( "--vocab-size 32000" )
+fi
+if [ ! -f "$SCRIPT" ]; then
+    echo "not found"
+    exit 1
+fi
+torchrun ${LAUNCH[@]} \\
+    pretrain_gpt.py \\
+    ${MODEL[@]} ${TRAINING[@]} ${LOW[@]} ${PARALLEL[@]} ${DATA[@]}
+"""
+MEGATRON_175B = """
+GPUS_PER_NODE=8
+GPT_MODEL_ARGS=(--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048
+    --max-position-embeddings 2048 --attention-backend auto)
+TRAINING_ARGS=(--micro-batch-size 1 --global-batch-size 1536 --train-iters 500000 --fp16 --lr 6.0e-5
+    --step-batch-size-schedule "0:16 5000:1536")
+MODEL_PARALLEL_ARGS=(
+	--tensor-model-parallel-size 8
+	--pipeline-model-parallel-size 16
+)
+torchrun --nproc_per_node $GPUS_PER_NODE pretrain_gpt.py ${GPT_MODEL_ARGS[@]} \\
+    ${TRAINING_ARGS[@]} ${MODEL_PARALLEL_ARGS[@]}
+"""
+MIXTRAL = """
+MODEL_ARGS=(
+    --use-mcore-models --disable-bias-linear --seq-length 4096 --max-position-embeddings 32768 --num-layers 32
+    --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --swiglu --group-query-attention
+    --num-query-groups 8 --no-position-embedding --untie-embeddings-and-output-weights --hidden-dropout 0.0
+)
+MOE_ARGS=(
+    --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
+    --moe-grouped-gemm --moe-token-dispatcher-type alltoall
+)
+torchrun pretrain_gpt.py ${MODEL_ARGS[@]} ${MOE_ARGS[@]} --tokenizer-type Llama2Tokenizer --micro-batch-size 1 \\
+    --global-batch-size 256 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 \\
+    --num-layers-per-virtual-pipeline-stage 8 --expert-model-parallel-size 8 --use-distributed-optimizer \\
+    --sequence-parallel --bf16 --overlap-grad-reduce
+"""
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+downcast_bf16: 'no'
+fsdp_config:
+  fsdp_activation_checkpointing: false
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_offload_params: false
+  fsdp_reshard_after_forward: true
+  fsdp_version: 2
+mixed_precision: bf16
+num_processes: 8
+"""
+ONE_B = {"model": "llama-3.2-1b", "sequence": 2048, "batch": 32}
+ZERO3 = """
+{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "bf16": {"enabled": true},
+ "zero_optimization": {"stage": 3, "overlap_comm": true, "offload_optimizer": {"device": "cpu", "pin_memory": true}}}
+"""
+JOBS: Mapping[str, Job] = {
+    "torchtitan llama3_8b.toml": Job(
+        {"llama3_8b.toml": """
+[job]
+dump_folder = "./outputs"
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 1
+seq_len = 8192
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+[activation_checkpoint]
+mode = "selective"
+[compile]
+enable = false
+"""},
+        8, "torchtitan-eager",
+        {"model.hidden": 4096, "batch.global_": 8, "micro": 1, "layout.data.size": 8, "layout.data.sync": "zero3",
+         "memory.recompute": "ops"},
+    ),
+    "torchtitan llama3_70b.toml": Job(
+        {"llama3_70b.toml": """
+[model]
+name = "llama3"
+flavor = "70B"
+[training]
+local_batch_size = 8
+seq_len = 8192
+[parallelism]
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 8
+fsdp_reshard_after_forward = "default"
+[activation_checkpoint]
+mode = "full"
+[quantize.linear.float8]
+enable_fsdp_float8_all_gather = true
+"""},
+        64, "torchtitan-eager",
+        {"model.hidden": 8192, "batch.global_": 64, "micro": 8, "layout.data.size": 8, "layout.tensor.size": 8,
+         "layout.data.sync": "zero3", "memory.recompute": 1},
+        left_out=("quantize.linear.float8.enable_fsdp_float8_all_gather",),
+    ),
+    "torchtitan with stages and replicas.toml": Job(
+        {"hybrid.toml": """
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 8
+seq_len = 4096
+[parallelism]
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = 4
+pipeline_parallel_degree = 2
+pipeline_parallel_schedule = "Interleaved1F1B"
+pipeline_parallel_microbatch_size = 2
+[compile]
+enable = true
+"""},
+        16, "torchtitan",
+        {"batch.global_": 64, "micro": 2, "layout.data.size": 8, "layout.data.shard": 4, "layout.data.sync": "zero2",
+         "layout.pipeline.size": 2, "layout.pipeline.chunks": 2, "layout.pipeline.schedule": "1f1b"},
+    ),
+    "torchtitan registry, llama3_8b": Job(
+        {"llama3/config_registry.py": TITAN}, 8, "torchtitan-eager",
+        {"model.hidden": 4096, "batch.global_": 8, "micro": 1, "memory.recompute": "ops", "layout.data.sync": "zero3"},
+        function="llama3_8b",
+    ),
+    "torchtitan registry, llama3_405b": Job(
+        {"llama3/config_registry.py": TITAN}, 512, "torchtitan",
+        {"model.hidden": 16384, "batch.global_": 128, "micro": 2, "memory.recompute": 1, "layout.tensor.size": 8,
+         "layout.data.size": 64},
+        ("products=fp8", "overlapped=sums,gathers,layers"), function="llama3_405b",
+    ),
+    "torchtitan registry, batches in tokens": Job(
+        {"llama3/config_registry.py": TITAN}, 8, "torchtitan-eager",
+        {"batch.global_": 64, "micro": 2, "data.lengths.source": 8192, "layout.data.sync": "zero2"},
+        function="llama3_8b_tokens",
+    ),
+    "torchtitan's launch line": Job(
+        {"run.sh": "NGPU=8\ntorchrun --nproc_per_node=${NGPU} -m torchtitan.train --module llama3 --config llama3_8b "
+                   "--training.seq_len 4096 --training.local-batch-size=2 --parallelism.tensor_parallel_degree 2"},
+        8, "torchtitan-eager",
+        {"model.hidden": 4096, "data.lengths.source": 4096, "batch.global_": 8, "micro": 2, "layout.tensor.size": 2,
+         "layout.data.size": 4},
+    ),
+    "Megatron-LM train_gpt3_175b_distributed.sh": Job(
+        {"train.sh": MEGATRON_175B}, 128, "megatron-core",
+        {"model.family": "gpt2", "model.hidden": 12288, "model.layers": 96, "batch.global_": 1536, "micro": 1,
+         "layout.tensor.size": 8, "layout.pipeline.size": 16, "layout.data.size": 1, "layout.data.sync": "allreduce",
+         "precision.dtype": "fp16", "model.vocabulary": 50257},
+        ("overlapped=[]",), ("attention-backend", "step-batch-size-schedule"),
+    ),
+    "Megatron-LM train_llama3_8b_h100_fp8.sh": Job(
+        {"train.sh": MEGATRON_8B}, 8, "megatron-core",
+        {"model.family": "llama", "model.hidden": 4096, "model.feed_forward": 14336, "model.key_value_heads": 8,
+         "model.vocabulary": 128256, "model.tied": False, "batch.global_": 128, "micro": 1, "layout.data.size": 8,
+         "layout.data.sync": "zero1", "layout.tensor.size": 1},
+        ("products=fp8", "overlapped=sums,gathers"),
+        ("cross-entropy-loss-fusion", "fp8-param-gather", "grad-reduce-in-bf16"),
+    ),
+    "Megatron-LM train_mixtral_8x7b_distributed.sh": Job(
+        {"train.sh": MIXTRAL}, 32, "megatron-core",
+        {"model.experts.count": 8, "model.experts.per_token": 2, "model.vocabulary": 32000, "layout.data.expert": 8,
+         "layout.pipeline.size": 4, "layout.pipeline.chunks": 1, "batch.global_": 256, "layout.data.sync": "zero1"},
+        ("overlapped=sums",), ("moe-token-dispatcher-type",),
+    ),
+    "Megatron-LM's arguments as YAML": Job(
+        {"megatron.yaml": """
+model_parallel: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, sequence_parallel: true}
+language_model: {num_layers: 24, hidden_size: 1024, num_attention_heads: 16}
+micro_batch_size: 4
+global_batch_size: 64
+seq_length: 1024
+max_position_embeddings: 1024
+bf16: true
+use_distributed_optimizer: true
+"""},
+        8, "megatron-core",
+        {"model.family": "gpt2", "model.layers": 24, "layout.tensor.sequence_parallel": True, "layout.data.size": 2,
+         "micro": 4},
+        ("overlapped=[]",),
+    ),
+    "Primus llama3.1_8B-pretrain.yaml": Job(
+        {"llama3.1_8B.yaml": """
+work_group: amd
+modules:
+  pre_trainer:
+    framework: megatron
+    config: pre_trainer.yaml
+    model: llama3.1_8B.yaml
+    overrides:
+      train_iters: 50
+      micro_batch_size: 2
+      global_batch_size: 128
+      seq_length: 8192
+      tensor_model_parallel_size: 1
+      pipeline_model_parallel_size: 1
+      overlap_grad_reduce: true
+      overlap_param_gather: true
+      use_distributed_optimizer: true
+      bf16: true
+      enable_primus_turbo: true
+"""},
+        8, "megatron-core",
+        {"model.hidden": 4096, "batch.global_": 128, "micro": 2, "layout.data.sync": "zero1"},
+        ("overlapped=sums,gathers",), ("modules.pre_trainer.overrides.enable_primus_turbo",),
+    ),
+    "Megatron-Bridge, Llama 3 8B on 2": Job(
+        {"llama3.py": BRIDGE}, 2, "megatron-core",
+        {"model.hidden": 4096, "layout.context.size": 2, "batch.global_": 512, "layout.data.sync": "zero1", "micro": 1},
+        ("overlapped=sums,gathers",), ("model.fine_grained_activation_offloading",), function="llama3_8b_2gpu",
+    ),
+    "Megatron-Bridge, Llama 3 8B, 16k": Job(
+        {"llama3.py": BRIDGE}, 16, "megatron-core",
+        {"model.hidden": 4096, "layout.tensor.size": 4, "layout.pipeline.size": 2, "layout.pipeline.chunks": 4,
+         "layout.context.size": 2, "data.lengths.source": 16384, "memory.recompute": "selective"},
+        ("products=fp8", "overlapped=sums,gathers"), function="llama3_8b_16gpu_16k",
+    ),
+    "Megatron-Bridge, Llama 3.2 1B": Job(
+        {"llama3.py": BRIDGE}, 8, "megatron-core",
+        {"model.hidden": 2048, "layout.data.size": 8, "batch.global_": 512}, ("overlapped=sums,gathers",),
+        function="llama32_1b_1gpu",
+    ),
+    "AutoModel llama3_70b_pretrain.yaml": Job(
+        {"pretrain.yaml": """
+recipe: TrainFinetuneRecipeForNextTokenPrediction
+step_scheduler: {global_batch_size: 128, local_batch_size: 4, max_steps: 60}
+model: {_target_: nemo_automodel.from_pretrained, pretrained_model_name_or_path: meta-llama/Llama-3.1-70B,
+         torch_dtype: float32}
+distributed:
+  strategy: fsdp2
+  dp_size: none
+  tp_size: 4
+  cp_size: 1
+  pp_size: 4
+  sequence_parallel: false
+  activation_checkpointing: true
+  pipeline: {pp_schedule: interleaved1f1b, pp_microbatch_size: 1, layers_per_stage: 4}
+packed_sequence: {packed_sequence_size: 4096}
+"""},
+        64, "automodel",
+        {"model.hidden": 8192, "batch.global_": 128, "micro": 1, "layout.data.size": 4, "layout.data.sync": "zero2",
+         "layout.tensor.size": 4, "layout.pipeline.size": 4, "layout.pipeline.chunks": 5, "memory.recompute": 1,
+         "data.lengths.source": 4096},
+    ),
+    "AutoModel qwen3_moe_30b_a3b": Job(
+        {"qwen3.yaml": """
+step_scheduler: {global_batch_size: 1024, local_batch_size: 1}
+model:
+  _target_: nemo_automodel.from_config
+  config: {_target_: transformers.AutoConfig.from_pretrained, pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B}
+  backend: {attn: te, linear: te, experts: te, dispatcher: hybridep}
+distributed:
+  strategy: fsdp2
+  tp_size: 1
+  ep_size: 16
+  activation_checkpointing: false
+  moe: {reshard_after_forward: false}
+dataset: {seq_length: 4096}
+"""},
+        16, "automodel",
+        {"model.hidden": 2048, "batch.global_": 1024, "layout.data.expert": 16, "layout.data.sync": "zero2"},
+        left_out=("model.backend.dispatcher", "model.backend.experts"),
+    ),
+    "AutoModel megatron_pretrain_gpt2.yaml": Job(
+        {"gpt2.yaml": """
+step_scheduler: {global_batch_size: 512, local_batch_size: 8}
+model:
+  _target_: nemo_automodel.from_config
+  config: {_target_: transformers.GPT2Config, vocab_size: 50258, n_positions: 1024, n_ctx: 1024, n_embd: 768,
+   n_layer: 12,
+           n_head: 12, bos_token_id: 50256}
+distributed: {strategy: ddp, tp_size: 1}
+dataset: {seq_len: 1024}
+"""},
+        8, "automodel",
+        {"model.family": "gpt2", "model.vocabulary": 50258, "batch.global_": 512, "micro": 8,
+         "layout.data.sync": "allreduce"},
+    ),
+    "Accelerate fsdp.yaml": Job(
+        {"fsdp.yaml": """
+distributed_type: FSDP
+fsdp_config: {fsdp_sharding_strategy: 2, fsdp_activation_checkpointing: true, fsdp_backward_prefetch: BACKWARD_PRE}
+num_processes: 2
+mixed_precision: fp16
+"""},
+        2, "fsdp",
+        {"layout.data.size": 2, "layout.data.sync": "zero2", "memory.recompute": 1, "precision.dtype": "fp16"},
+        options=ONE_B,
+    ),
+    "Accelerate tp_hsdp.yaml": Job(
+        {"tp_hsdp.yaml": ACCELERATE + """
+parallelism_config:
+  parallelism_config_cp_size: 1
+  parallelism_config_dp_replicate_size: 2
+  parallelism_config_dp_shard_size: 2
+  parallelism_config_tp_size: 2
+"""},
+        8, "fsdp",
+        {"layout.data.size": 4, "layout.data.shard": 2, "layout.tensor.size": 2, "layout.data.sync": "zero3"},
+        options=ONE_B,
+    ),
+    "Accelerate nd.yaml": Job(
+        {"nd.yaml": ACCELERATE + """
+parallelism_config:
+  parallelism_config_cp_size: 4
+  parallelism_config_dp_replicate_size: 1
+  parallelism_config_dp_shard_size: 2
+"""},
+        8, "fsdp",
+        {"layout.data.size": 2, "layout.context.size": 4, "layout.context.kind": "ring", "layout.data.sync": "zero3"},
+        options=ONE_B,
+    ),
+    "Accelerate with DeepSpeed's JSON": Job(
+        {"accelerate.yaml": """
+distributed_type: DEEPSPEED
+deepspeed_config: {deepspeed_config_file: zero1.json, zero3_init_flag: false}
+num_processes: 2
+""", "zero1.json": '{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 4,'
+         '"fp16": {"enabled": true}}'},
+        2, "deepspeed-trainer",
+        {"layout.data.sync": "zero1", "micro": 4, "precision.dtype": "fp16", "batch.global_": 32}, options=ONE_B,
+    ),
+    "axolotl fft-8b-liger-fsdp.yaml": Job(
+        {"fft.yaml": """
+base_model: NousResearch/Meta-Llama-3.1-8B
+plugins: [axolotl.integrations.liger.LigerPlugin]
+liger_rms_norm: true
+liger_fused_linear_cross_entropy: true
+datasets: [{path: mlabonne/FineTome-100k}]
+sequence_len: 4096
+sample_packing: true
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+optimizer: adamw_torch_fused
+bf16: auto
+gradient_checkpointing: true
+fsdp: [full_shard, auto_wrap]
+fsdp_config: {fsdp_offload_params: true, fsdp_sharding_strategy: FULL_SHARD, fsdp_limit_all_gathers: true}
+"""},
+        8, "fsdp",
+        {"model.hidden": 4096, "data.lengths.source": 4096, "batch.global_": 64, "micro": 2, "memory.recompute": 1,
+         "memory.offload.to": "host", "layout.data.sync": "zero3"},
+        ("logits=slices",), ("liger_rms_norm", "sample_packing"),
+    ),
+    "axolotl 3b-fp8-fsdp2.yaml": Job(
+        {"fp8.yaml": """
+base_model: meta-llama/Llama-3.2-3B
+sequence_len: 512
+torch_compile: true
+gradient_accumulation_steps: 1
+micro_batch_size: 16
+fp8: true
+fp8_enable_fsdp_float8_all_gather: true
+fsdp_config: {fsdp_version: 2, offload_params: false, reshard_after_forward: false, activation_checkpointing: true}
+"""},
+        4, "fsdp",
+        {"batch.global_": 64, "micro": 16, "layout.data.sync": "zero2", "memory.recompute": 1},
+        ("fuses_elements=true", "products=fp8"), ("fp8_enable_fsdp_float8_all_gather",),
+        options={"model": "llama-3.2-1b"},
+    ),
+    "DeepSpeed's JSON beside the Trainer's line": Job(
+        {"run.sh": "deepspeed --num_gpus 8 train.py --deepspeed ds.json \\\n"
+                   "  --model_name_or_path meta-llama/Llama-3.1-8B --per_device_train_batch_size 2 \\\n"
+                   "  --gradient_accumulation_steps 8 --max_seq_length 4096 \\\n"
+                   "  --gradient_checkpointing True --learning_rate 1e-5", "ds.json": ZERO3},
+        8, "deepspeed-trainer",
+        {"model.hidden": 4096, "batch.global_": 128, "micro": 2, "layout.data.sync": "zero3", "memory.recompute": 1,
+         "memory.offload.to": "host"},
+        ("overlapped=sums,gathers",),
+    ),
+    "DeepSpeed's JSON alone": Job(
+        {"ds.json": ZERO3}, 8, "deepspeed-trainer", {"micro": 4, "layout.data.sync": "zero3"},
+        ("overlapped=sums,gathers",),
+        options=ONE_B,
+    ),
+    "nanotron config_tiny_llama.yaml": Job(
+        {"llama.yaml": """
+general: {project: debug, run: tiny, seed: 42}
+model:
+  dtype: bfloat16
+  model_config: {bos_token_id: 1, eos_token_id: 2, hidden_act: silu, hidden_size: 512, initializer_range: 0.02,
+    intermediate_size: 2048, is_llama_config: true, max_position_embeddings: 256, num_attention_heads: 8,
+    num_hidden_layers: 4, num_key_value_heads: 4, pretraining_tp: 1, rms_norm_eps: 1.0e-05, rope_scaling: null,
+    tie_word_embeddings: true, use_cache: true, vocab_size: 256}
+optimizer: {clip_grad: 1.0, zero_stage: 0, weight_decay: 0.01}
+parallelism: {dp: 2, expert_parallel_size: 1, pp: 2, pp_engine: 1f1b, tp: 2, tp_linear_async_communication: true,
+  tp_mode: REDUCE_SCATTER}
+tokens: {batch_accumulation_per_replica: 2, micro_batch_size: 2, sequence_length: 256, train_steps: 15}
+"""},
+        8, "nanotron",
+        {"model.hidden": 512, "model.tied": True, "layout.tensor.size": 2, "layout.tensor.sequence_parallel": True,
+         "layout.pipeline.size": 2, "layout.data.size": 2, "batch.global_": 8, "micro": 2,
+         "layout.data.sync": "allreduce"},
+        ("overlapped=sums,gathers,layers",),
+    ),
+}  # fmt: skip

@@ -1,0 +1,181 @@
+"""Jobs of other programs: read whole, each field accounted for, answered in words that are read back."""
+
+from __future__ import annotations
+
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.config import Config, parse_config
+from meshwright.config.load import ELSEWHERE, parse_run
+from meshwright.planner.foreign.job import Asked, ForeignJob
+from meshwright.planner.foreign.literals import fields_of_function
+from meshwright.planner.foreign.reading import read_foreign
+from meshwright.planner.foreign.shell import read_script
+from meshwright.planner.foreign.words import foreign_words
+from meshwright.planner.plan.cluster import load_cluster
+from meshwright.planner.plan.question import NamedRun, asked_run
+from meshwright.planner.plan.software import load_program
+from meshwright.ranks.errors import ConfigError
+from tests.planner.foreign.cases import JOBS, Job
+
+H100 = load_cluster("dgx-h100")
+
+
+def written(folder: Path, job: Job) -> Path:
+    """The job's files in a folder; the first of them, with its function."""
+    for name, text in job.files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    first = folder / next(iter(job.files))
+    return first.with_name(f"{first.name}:{job.function}") if job.function else first
+
+
+def read(folder: Path, job: Job) -> tuple[ForeignJob, Config]:
+    found = read_foreign(written(folder, job), Asked(devices=job.devices, **job.options))
+    layout = found.run["layout"] | {"ranks_per_node": min(8, job.devices)}
+    return found, parse_run(found.run | {"layout": layout}, [], unread=ELSEWHERE)
+
+
+def value_of(config: Config, name: str) -> Any:
+    if name == "layout.tensor.size":
+        return dict(config.layout.axes).get("tensor", 1)
+    return reduce(getattr, name.split("."), config)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_public_job_is_the_run_that_a_person_reads(name: str, tmp_path: Path) -> None:
+    job = JOBS[name]
+    found, config = read(tmp_path, job)
+    assert {field: value_of(config, field) for field in job.expected} == job.expected
+    assert (found.program, found.facts) == (job.program, job.facts)
+    assert sorted(found.account.left_out) == sorted(job.left_out)
+    assert config.layout.world_size == job.devices
+    load_program(found.program, found.facts)
+
+
+LAYOUT_FIELDS = (
+    "layout.data.size", "layout.data.sync", "layout.data.expert", "layout.tensor.size", "layout.pipeline.size",
+    "layout.pipeline.chunks", "layout.context.size", "batch.global_", "micro", "memory.offload.to",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_answer_is_read_back_to_the_same_layout(name: str, tmp_path: Path) -> None:
+    job = JOBS[name]
+    found, config = read(tmp_path, job)
+    form = found.form
+    words = str(foreign_words(load_program(found.program), config, form))
+    ending = {"toml": ".toml", "deepspeed": ".json", "flags": ".sh", "arguments": ".sh"}.get(str(form), ".yaml")
+    model = job.options.get("model", found.run["model"])
+    named = model if isinstance(model, str) else "llama-3.1-8b"
+    path = tmp_path / f"answer{ending}"
+    path.write_text(words)
+    options = {"model": named, "sequence": found.run["data"]["sequence"], "batch": config.batch.global_}
+    again = read_foreign(path, Asked(devices=job.devices, **options))
+    run = again.run | {"model": found.run["model"]}
+    # Accelerate's file has the Trainer's arguments in a comment, Bridge's words are Megatron-LM's.
+    run["batch"] = run["batch"] | ({"micro": config.micro} if form == "accelerate" else {})
+    run["layout"] = run["layout"] | {"ranks_per_node": min(8, job.devices)}
+    second = parse_run(run, [], unread=ELSEWHERE)
+    assert {field: value_of(second, field) for field in LAYOUT_FIELDS} == {
+        field: value_of(config, field) for field in LAYOUT_FIELDS
+    }
+    assert second.layout.context.kind == config.layout.context.kind or config.layout.context.size == 1
+    assert second.layout.data.shard == config.layout.data.shard
+
+
+def test_accelerate_reads_our_words(tmp_path: Path) -> None:
+    """The program's own parser takes the file, and its ParallelismConfig has the axes."""
+    pytest.importorskip("accelerate")
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    found, config = read(tmp_path, JOBS["Accelerate tp_hsdp.yaml"])
+    path = tmp_path / "answer.yaml"
+    path.write_text(str(foreign_words(load_program("fsdp"), config, found.form)))
+    told = load_config_from_file(str(path))
+    assert (told.num_processes, told.mixed_precision, str(told.distributed_type.value)) == (8, "bf16", "FSDP")
+    assert told.fsdp_config["fsdp_reshard_after_forward"] is True
+    prefix = "parallelism_config_"
+    sizes = {name.removeprefix(prefix): size for name, size in told.parallelism_config.items()}
+    assert sizes == {"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2}
+
+
+def test_a_strict_plan_refuses_fields_that_it_leaves_out(tmp_path: Path) -> None:
+    path = written(tmp_path, JOBS["torchtitan llama3_70b.toml"])
+    with pytest.raises(ConfigError, match=r"leaves out: quantize\.linear\.float8.enable_fsdp_float8_all_gather=True"):
+        asked_run(path, None, NamedRun(), [], H100, 64, strict=True)
+    assert asked_run(path, None, NamedRun(), [], H100, 64)[2] is not None
+    with pytest.raises(ConfigError, match="--strict=given has no effect without --from"):
+        asked_run(None, None, NamedRun(), [], H100, strict=True)
+
+
+def test_every_column_says_where_a_value_is_from(tmp_path: Path) -> None:
+    found, _ = read(tmp_path, JOBS["axolotl fft-8b-liger-fsdp.yaml"])
+    assert found.account.read["gradient_checkpointing"] is True
+    assert found.account.assumed["batch.global"] == (64, "8 replicas x 2 samples x 4 microbatches")
+    assert "datasets" not in found.account.left_out, "data change no second of a step"
+
+
+@pytest.mark.parametrize(
+    "name, text, words",
+    [
+        ("other.yaml", "a: 1", "has no field that a known program's file has"),
+        ("line", "python train.py --layers 3", "has no --num-layers and --hidden-size"),
+        ("job.toml", "[model", "cannot be read"),
+        ("plain.py", "x = 1", "is Python of neither torchtitan nor Megatron-Bridge"),
+        ("titan.py", "import torchtitan\ndef a(): pass\n", r"names no function; valid: .*titan.py:a"),
+        ("a.sh", "train --num-layers $LAYERS --hidden-size 64", r"--num-layers=\$LAYERS is a variable that the script"),
+        ("peft.yaml", "base_model: a/b\nadapter: qlora", "adapter=qlora trains no whole weights"),
+        ("tp.sh", "x --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 "
+         "--tensor-model-parallel-size 3", "--devices=8 does not hold the file's tensor 3"),
+        ("mla.sh", "x --num-layers 4 --hidden-size 64 --multi-latent-attention", "is latent attention"),
+        ("zb.toml", "[model]\nname='llama3'\nflavor='8B'\n[parallelism]\npipeline_parallel_degree=2\n"
+         "pipeline_parallel_schedule='ZBVZeroBubble'",
+         "pipeline_parallel_schedule=ZBVZeroBubble has no schedule of ours"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_planned_is_told(name: str, text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        read_foreign(tmp_path / name, Asked(devices=8))
+    with pytest.raises(ConfigError, match="is no file"):
+        read_foreign(tmp_path / "none", Asked())
+
+
+def test_the_file_and_a_run_file_are_one_question(tmp_path: Path) -> None:
+    path = written(tmp_path, JOBS["torchtitan llama3_8b.toml"])
+    with pytest.raises(ConfigError, match=r"--from=.* has no effect beside the run file run.yaml"):
+        asked_run(path, Path("run.yaml"), NamedRun(), [], H100)
+    config, words, job = asked_run(path, Path("layout.data.sync=zero2"), NamedRun(), [], H100, 8)
+    assert job is not None
+    assert (config.layout.data.sync, words) == ("zero2", ["layout.data.sync=zero2"])
+
+
+def test_a_python_file_is_read_and_not_run(tmp_path: Path) -> None:
+    text = (
+        "import torchtitan\nopen('/nowhere', 'w')\ndef f(n=2 ** 3, *, m=1):\n    c = Config(a=-1, b=n * 2, d=1 // 0)\n"
+    )
+    text += "    c.e.f = [g(1), 'x']\n    return c\n"
+    told = fields_of_function(text, "f")
+    assert (told["a"], told["d"], told["e"]["f"][1]) == (-1, 0, "x")
+    with pytest.raises(KeyError):
+        fields_of_function(text, "none")
+    loop = "def f():\n    return g()\ndef g():\n    return f()\n"
+    assert fields_of_function(loop, "f"), "functions that call each other end"
+
+
+def test_a_shell_script_is_read_as_bash_does() -> None:
+    script = read_script(
+        'A=${A:-4}\nB=$((A * 2 + 1))\nX=(--n $B "--flag two words")\nif [ $A -gt 3 ]; then X+=(--big); fi\n'
+        "if [[ $Z == 1 ]]; then X+=(--maybe 1); else X+=(--maybe 2); fi # a comment (\n"
+        "for i in 1 2; do echo $i; done\nrun ${X[@]} --last='a b' \\\n  --end\n"
+    )
+    assert script.flags == {"n": "9", "flag": "two", "big": "", "maybe": "2", "last": "a b", "end": ""}
+    assert script.undecided == ["[[ $Z == 1 ]]"]
+
+
+def test_a_program_without_words_of_its_own_has_none() -> None:
+    assert foreign_words(load_program("axonn"), parse_config({})) is None
