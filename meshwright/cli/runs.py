@@ -356,6 +356,7 @@ def plan(
     Example: meshwright plan --model llama-3.1-8b --sequence 8192 --batch 512 --cluster dgx-h100 --devices 64
     """
     from meshwright.planner.plan import answer, report
+    from meshwright.planner.plan.choice import answered
     from meshwright.planner.plan.cluster import load_cluster
     from meshwright.planner.plan.estimate import Estimates
     from meshwright.planner.plan.page import write_plan_page
@@ -374,9 +375,8 @@ def plan(
     with progress() as show, stopped_by_signals(show) as tell:
         plans = search(config, described, devices, top, program=program, improved=report.BestSoFar(),
                        fixed=fixed_fields(words), models=models, report=tell, partial=True)  # fmt: skip
-    changes = () if plans.stopped else answer.changes(plans.predictions[0], models)
-    own = as_written(job, words, models, devices)
-    plans = replace(plans, training=training, changes=changes, foreign=job, written=own)
+    plans, own = answered(plans, models, fixed_fields(words)), as_written(job, words, models, devices)
+    plans = replace(plans, training=training, foreign=job, written=own)
     report.write_run(plans.predictions[0], out)
     written = [out] if trace is None else [out, trace, report.write_timeline(plans.predictions[0], trace)]
     if page is not None:

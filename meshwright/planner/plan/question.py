@@ -30,6 +30,7 @@ from meshwright.configs import shipped
 from meshwright.data.files import ShowProgress, silent
 from meshwright.planner.foreign.job import Asked, ForeignJob
 from meshwright.planner.foreign.reading import read_foreign
+from meshwright.planner.plan.choice import simplest_first
 from meshwright.planner.plan.cluster import CALIBRATED, Cluster, load_cluster
 from meshwright.planner.plan.search import search
 from meshwright.planner.plan.space import fixed_fields, ranks_per_node
@@ -180,7 +181,7 @@ def planned_config(run: RunTree, overrides: Sequence[str] = (), report: ShowProg
     cluster = load_cluster(name or str(CALIBRATED))
     # The launcher has placed the ranks already: no layout may assume other nodes.
     fixed = fixed_fields(overrides) | {"layout.ranks_per_node"}
-    return search(config, cluster, devices, 1, fixed=fixed, report=report).predictions[0].config
+    return simplest_first(search(config, cluster, devices, 1, fixed=fixed, report=report)).predictions[0].config
 
 
 def _asked(section: Any) -> dict[str, Any]:

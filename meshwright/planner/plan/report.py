@@ -32,6 +32,7 @@ from meshwright.planner.plan.answer import (
     sureness,
     tight_sentence,
 )
+from meshwright.planner.plan.choice import fastest_of
 from meshwright.planner.plan.evaluator import RunnerUp
 from meshwright.planner.plan.fp8 import width_sentence
 from meshwright.planner.plan.memory import CONTEXT, bytes_text, missing, verdict
@@ -204,6 +205,12 @@ def plan_sentences(result: SearchResult) -> list[str]:
         said += [STOPPED, f"{result.left_share:.0%} of the families of layouts were not looked at."]
     if result.tight:
         said.append(tight_sentence(result.tight[0], best, layout_text(result.tight[0].config)))
+    fastest = fastest_of(result)
+    if fastest.seconds < best.seconds:
+        gain = 1 - fastest.seconds / best.seconds
+        said.append(
+            f"The first is the simplest; the fastest predicted, {layout_text(fastest.config)}, takes {gain:.1%} less."
+        )
     if (alike := alike_sentence(result.predictions)) is not None:
         said.append(alike)
     said.append(sureness(job.cluster, best.config.model.hidden))

@@ -1,0 +1,104 @@
+"""The answer of a search: the simplest of layouts that a prediction cannot tell apart, and sizes that divide better."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from meshwright.config import Config
+from meshwright.config.registry import entries
+from meshwright.config.section import divisors, with_field
+from meshwright.planner.plan.answer import Change, changes, is_difference
+from meshwright.planner.plan.estimate import Estimates
+from meshwright.planner.plan.evaluator import RunnerUp, strategy_of
+from meshwright.planner.plan.memory import verdict
+from meshwright.planner.plan.predict import Prediction
+from meshwright.planner.plan.search import SearchResult, search
+from meshwright.planner.plan.space import is_fixed
+from meshwright.ranks.errors import ConfigError
+
+REPLICAS_ALONE = ("layout.tensor.kind", "layout.pipeline.size", "layout.context.size")
+"""Fields that keep one replica a device, if they keep their first values."""
+
+
+def answered(result: SearchResult, models: Estimates, fixed: Collection[str]) -> SearchResult:
+    """The result with the simplest layout in front, and with changes that alter its seconds.
+
+    Args:
+        result: A search's.
+        models: The search's estimates.
+        fixed: Fields of the run that keep their values.
+    """
+    result = simplest_first(result)
+    if result.stopped:
+        return result
+    return replace(result, changes=(*nearest_sizes(result, models, fixed), *changes(result.predictions[0], models)))
+
+
+def simplest_first(result: SearchResult) -> SearchResult:
+    """The result with the simplest layout in front, of all that fit and that no prediction tells from the fastest.
+
+    Without measured rows on the cluster, differences are taken as predicted: the fastest stays in front.
+    """
+    fastest = result.predictions[0]
+    if fastest.cluster.checked is None:
+        return result
+    others = [each.prediction for each in result.runner_ups if each.prediction is not None]
+    alike = [
+        one
+        for one in (*result.predictions, *others)
+        if verdict(one.fullest, one.cluster) in ("fits", verdict(fastest.fullest, fastest.cluster))
+        and not is_difference(one.seconds / fastest.seconds - 1, one.cluster)
+    ]
+    first = min(alike, key=lambda one: (*complexity(one.config), one.seconds))
+    rest = tuple(one for one in result.predictions if one is not first)
+    ups = tuple(each for each in result.runner_ups if each.prediction is not first)
+    if len(ups) < len(result.runner_ups):
+        ups = (RunnerUp(strategy_of(fastest.config), fastest.config, fastest.fullest, True, fastest), *ups)
+    return replace(result, predictions=(first, *rest)[: len(result.predictions)], runner_ups=ups)
+
+
+def complexity(config: Config) -> tuple[int, int, int]:
+    """How much of a layout a person has to understand, the least first.
+
+    Returns:
+        The number of axes and parts beside replicas (tensor, stages, chunks, context, experts, shards); how much the
+        ranks of a replica set share (the place of the sync in the registry); whether activations are computed again,
+        and states are moved.
+    """
+    layout, memory = config.layout, config.memory
+    sizes = [size for name, size in layout.axes if name not in ("data", "replicate")]
+    extra = (layout.pipeline.chunks > 1, layout.data.expert > 1, layout.data.shard not in (None, layout.data.size))
+    saves = memory.policy.recomputes + (memory.offload.to != "none")
+    return sum(size > 1 for size in sizes) + sum(extra), list(entries("syncs")).index(layout.data.sync), saves
+
+
+def nearest_sizes(result: SearchResult, models: Estimates, fixed: Collection[str]) -> tuple[Change, ...]:
+    """The step's seconds with the nearest global batch, or the nearest fewer devices, of which each device gets as many
+    samples; empty if the devices divide the batch, or if one replica a device does not fit."""
+    best, job = result.predictions[0], result.job
+    batch, devices = best.config.batch.global_, job.devices
+    if batch % devices == 0 or any(is_fixed(field, fixed) for field in (*REPLICAS_ALONE, "layout.data.size")):
+        return ()
+    found = []
+    near = {batch - batch % devices, batch - batch % devices + devices} - {0}
+    for size in sorted(near, key=lambda size: abs(size - batch))[:1]:
+        found.append((f"a batch of {size:,}", size, devices))
+    fewer = max(size for size in divisors(batch) if size <= devices)
+    found.append((f"{fewer} devices" if fewer > 1 else "one device", batch, fewer))
+    others = []
+    for what, size, number in found:
+        run = with_field(job.run, "batch.global_", size)
+        try:
+            other = search(
+                run, job.cluster, number, 1, fixed={*fixed, *REPLICAS_ALONE}, models=models, program=result.program
+            )
+        except ConfigError:
+            continue
+        others.append(Change(what, other.predictions[0].seconds))
+    return tuple(others)
+
+
+def fastest_of(result: SearchResult) -> Prediction:
+    """The fastest prediction of a result, which `simplest_first` may have put behind the first."""
+    return min(result.predictions, key=lambda one: one.seconds)
