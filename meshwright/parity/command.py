@@ -13,7 +13,9 @@ import json
 import runpy
 import shlex
 import sys
+import time
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +26,9 @@ from meshwright.ranks.streams import escape_unknown_characters, say
 
 if TYPE_CHECKING:
     from meshwright.parity.report import PageHead
+
+SETTLED_SECONDS = 0.2
+"""Time for threads that wait for Python's lock: each asks for it every 0.005 s."""
 
 
 def run_words(words: Sequence[str]) -> int:
@@ -141,11 +146,17 @@ def record_run(arguments: argparse.Namespace) -> int:
     sys.argv = [script, *arguments.words]
     # As `python SCRIPT` and `python -m MODULE` have it: the user's program is imported from where the user has it.
     sys.path.insert(0, str(Path.cwd() if arguments.is_module else Path(script).resolve().parent))
-    with Recorder(plan):
-        if arguments.is_module:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(script, run_name="__main__")
+    run = partial(runpy.run_module, alter_sys=True) if arguments.is_module else runpy.run_path
+    recorder = Recorder(plan)
+    try:
+        with recorder:
+            # Held, as the models by the recorder: freed below.
+            held = run(script, run_name="__main__")
+    finally:
+        # torch frees a DDP module while it holds Python's lock and joins gloo's threads, and a thread may be waiting
+        # for that lock (to free what it reduced in the last backward pass): a deadlock. All threads run first.
+        time.sleep(SETTLED_SECONDS)
+    del held
     return 0
 
 

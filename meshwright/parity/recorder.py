@@ -222,6 +222,8 @@ class Recorder:
             if self.number > max(self.plan.steps):
                 if self.plan.stop:
                     raise SystemExit(0)
+                # The script frees its models from here on.
+                self.models, self._inside, self._buffers = [], set(), {}
                 return
         if self._first:
             self._begin_run()

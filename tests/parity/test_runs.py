@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,48 @@ def test_records_without_gradients_before_clipping_compare(
     # By the norm of the reference the cause is found as in a check. An old reference has none.
     known = "0" if not old_first else "(all parameters)"
     assert (found.kind, found.module) == ("missing reduction", known), found
+
+
+ENDING = """
+import pathlib, sys, threading, time, torch
+
+class Freed(torch.nn.Identity):
+    def __del__(self):
+        pathlib.Path(sys.argv[1]).write_text(str(ran.is_set()))
+
+def main():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), Freed())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+    awaited.set()
+
+awaited, ran = threading.Event(), threading.Event()
+threading.Thread(target=lambda: (awaited.wait(), time.sleep(0.02), ran.set())).start()
+main()
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def test_threads_that_wait_run_before_a_script_is_freed(tmp_path: Path) -> None:
+    """torch frees DDP as it joins gloo's threads, which may wait for Python's lock: one run in three never ended."""
+    script, freed = tmp_path / "ending.py", tmp_path / "freed"
+    script.write_text(ENDING)
+    words = [sys.executable, "-m", "meshwright.parity", "record", "--out", str(tmp_path / "out"), str(script)]
+    ran = subprocess.run([*words, str(freed), "3"], cwd=ROOT, timeout=PATIENCE_SECONDS)
+    assert (ran.returncode, freed.read_text()) == (3, "True")
+
+
+def test_a_model_is_freed_as_its_script_frees_it(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer, alive = torch.optim.SGD(model.parameters(), lr=0.1), weakref.ref(model)
+    with parity.recording(tmp_path, steps=(1,)):
+        for _ in range(2):
+            model(torch.ones(3, 2)).sum().backward()
+            optimizer.step()
+        del model
+        assert alive() is None
 
 
 def test_a_killed_run_leaves_what_it_had(tmp_path: Path) -> None:
