@@ -189,7 +189,8 @@ def reported_loss(case: Case) -> Mistake | None:
     """A loss alone is wrong only in what is reported, where the gradients that it gave are right."""
     if ("loss", 1) not in case.failed:
         return None
-    text = "the loss that the program reports is not the reference's, whose outputs and gradients are right"
+    right = "gradients" if ("gradient", 1) in case.evidence.reference.recorded else "weights"
+    text = f"the loss that the program reports is not the reference's, whose outputs and {right} are right"
     return Mistake("scaled", "(loss)", text)
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from meshwright.parity.batches import HALVED_STEP
-from meshwright.parity.compare import relative_error
+from meshwright.parity.compare import factor_of, relative_error
 from meshwright.parity.forward import forward_finding
 from meshwright.parity.gradients import (
     ALL,
@@ -73,6 +76,14 @@ def wrong_weights(case: Case, step: int) -> Mistake | None:
         return Mistake("optimizer", where, f"{text}: the optimizer does not have it")
     # Where no gradient was kept, nothing says whether the optimizer or a reduction before it is wrong.
     kept = any(x is not None for name in wrong for _, _, x, _ in evidence.pieces("gradient", step, name))
+    moves: tuple[list[Tensor], list[Tensor]] = [], []
+    for name in wrong if not kept and where == ALL and step == 1 else ():
+        for _, part, x, y in evidence.pieces("weight", step, name):
+            for side, move in zip(moves, (y if x is None else x, y), strict=True):
+                side.append((move - part.take(evidence.weight(name))).flatten())
+    if moves[0] and (factor := factor_of(torch.cat(moves[0]), torch.cat(moves[1]))) is not None:
+        text = f"all outputs are right, and the updates of all parameters are the reference's times {factor:.4g}"
+        return Mistake("optimizer", ALL, f"{text}: another learning rate, clipping, or scale of the gradients")
     seen = "all gradients are right" if kept else "all outputs are right, and the program keeps no gradients to look at"
     text = f"{seen}, and {wrong[0]}{others} is wrong after step {step}: look at what the optimizer does"
     return Mistake("optimizer", where, text)

@@ -116,6 +116,9 @@ class Recorder:
         self.plan, self.models = plan, list(models)
         self._inside = {id(inner) for model in models for inner in model.modules()}
         self.number, self._stepped, self._first, self.recorded = 1, False, True, 0
+        self._outside: dict[int, nn.Module] = {}
+        self._part: nn.Module | None = None
+        self._whole = False
         self._trace: Trace | None = None
         self.step, self.tensors = StepFacts(), dict[str, Tensor]()
         self._times: Counter[int] = Counter()
@@ -208,22 +211,32 @@ class Recorder:
         """Before any module's forward pass."""
         if in_backward() or not torch.is_grad_enabled():
             return
+        if id(module) in self._outside:
+            return
         if id(module) not in self._inside:
-            if not any(p.requires_grad for p in module.parameters()):
-                return
             model = whole_model(module)
+            if not any(p.requires_grad for p in model.parameters()):
+                self._outside[id(module)] = module
+                return
             # A wrapper of what was called before: the same model.
             self.models = [m for m in self.models if all(m is not inner for inner in model.modules())] + [model]
             self._inside |= {id(inner) for inner in model.modules()}
-        if not any(module is model for model in self.models):
+        if any(module is model for model in self.models):
+            if self._part is not None:
+                self._part, self.step.passes = None, 0
+            self._whole = True
+        elif self._whole or module is not (self._part or module):
             return
+        else:
+            # A container whose own forward pass nobody calls, as Lightning's modules: its first part is called for it.
+            self._part = module
         if self._stepped:
             self._end_step()
             if self.number > max(self.plan.steps):
                 if self.plan.stop:
                     raise SystemExit(0)
                 # The script frees its models from here on.
-                self.models, self._inside, self._buffers = [], set(), {}
+                self.models, self._inside, self._outside, self._buffers = [], set(), {}, {}
                 return
         if self._first:
             self._begin_run()
@@ -238,10 +251,11 @@ class Recorder:
                 keep=lambda key, x: self.keep(f"{key[0]}|{key[2]}|{key[1]}", x),
             )
             self._trace.__enter__()
-            for model in self.models:
+            for model in self.models if self._part is None else [module]:
                 self._trace.handles.append(model.register_forward_hook(self.after_model, with_kwargs=True))
             # torch made its list of this call's hooks before there was a trace.
-            self._trace._before("")(module, arguments, {})
+            raw = {id(m): raw for model in self.models for raw, m in model.named_modules()}[id(module)]
+            self._trace._before(clean_names([raw])[raw])(module, arguments, {})
 
     def after_model(self, module: nn.Module, arguments: Any, keywords: Any, result: Any) -> None:
         """Keep what a model was given: behind its pass, as only then torch tells keywords of a call under way."""

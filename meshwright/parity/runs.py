@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from meshwright.parity.check import ParityCheck, ParityResult
 from meshwright.parity.compare import Row, relative_error
 from meshwright.parity.explain import COPY, CUT, explain_tensors
+from meshwright.parity.gradients import MODEL
 from meshwright.parity.judge import Evidence, explain_modules, one_thread
 from meshwright.parity.kinds import first_finding
 from meshwright.parity.locate import locate
@@ -174,7 +175,12 @@ class StepComparison:
         for one, two, run in ((names[0], names[1], self.first), (names[1], names[0], self.second)):
             if only := sorted(one - two):
                 more = " ..." if len(only) > 4 else ""
-                yield f"not compared: modules that only {run.folder} calls: {', '.join(only[:4])}{more}"
+                words = ", ".join(name or MODEL for name in only[:4])
+                yield f"not compared: modules that only {run.folder} calls: {words}{more}"
+        compared = {row.kind for row in found.rows}
+        for kind, word in (("gradient", "gradients"), ("state", "optimizers' states")):
+            if "weight" in compared and kind not in compared:
+                yield f"not compared: {word}, which no parameter of both runs has as an optimizer steps"
         if self.unclipped:
             yield f"not compared: gradients before clipping, which {self.unclipped[0]} does not keep"
         facts = [rank.facts for run in (self.first, self.second) for rank in run.ranks]
@@ -281,7 +287,9 @@ class StepComparison:
         moved = [(*key, value) for key, value in self._moved(of_first).items()]
         parents = {name: name.rpartition(".")[0] for name in run.classes if name}
         gradients = {name for (kind, _, name), x in whole.items() if kind == "gradient" and bool(x.any())}
-        frozen = [name for name in names if name in run.frozen or ("gradient", 1, name) not in whole]
+        # An optimizer that steps tensors of its own leaves no gradients: nothing says then which are frozen or zero.
+        keeps = any(kind == "gradient" for kind, _, _ in whole)
+        frozen = [name for name in names if name in run.frozen or (keeps and ("gradient", 1, name) not in whole)]
         samples = {
             kind: list(x.shape) for (kind, _, _), x in whole.items() if kind.startswith("sample:") and x.ndim > 1
         }
@@ -291,7 +299,7 @@ class StepComparison:
         facts = ReferenceFacts(
             names, [loss] if losses else [], norms, run.dtype, clip=clip, moved=moved, order=order,
             consumers=steps[0].consumers, parents=parents, classes=run.classes, frozen=frozen, rates=[steps[0].rates],
-            dead=[name for name in names if name not in frozen and name not in gradients],
+            dead=[name for name in names if keeps and name not in frozen and name not in gradients],
             batch=samples if len(self.a) == len(of_first) == 1 else {},
             buffers=sorted({name for kind, _, name in whole if kind == "buffer"}),
         )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright import parity
 from meshwright.parity import recorder
@@ -204,6 +204,77 @@ def test_states_and_buffers_are_recorded(wrong: str, kind: str, module: str, tmp
     found = next(result.finding for result in results if not result.holds)
     assert found is not None
     assert (found.kind, found.module) == (kind, module), [result.verdict for result in results]
+
+
+class Container(nn.Module):
+    """Its parts are called, as Lightning's modules are in one process; or all at once, as they are under DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat, self.body, self.head = nn.Flatten(), nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.flat(x)).relu())
+
+
+def test_a_container_is_recorded_by_its_parts(tmp_path: Path) -> None:
+    for name, seed in (("parts", None), ("parts", 1), ("whole", None), ("wrong", None)):
+        torch.manual_seed(5)
+        model = Container().double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with parity.recording(tmp_path / name, perturb=seed):
+            for _ in range(2):
+                x, y = torch.randn(8, 2, 3, dtype=torch.float64), torch.randint(0, 3, (8,))
+                for micro, labels in zip(x.chunk(2), y.chunk(2), strict=True):
+                    parts = model.forward if name != "whole" else model
+                    loss = nn.functional.cross_entropy(parts(micro), labels) / 2
+                    (loss * (2 if name == "wrong" else 1)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    run = RecordedRun.read(tmp_path / "parts").ranks[0]
+    assert list(run.first) == ["body.weight", "body.bias", "head.weight", "head.bias"]
+    assert run.step(2).facts.passes == 2
+    right = compared(tmp_path, "parts", "whole")
+    assert [result.holds for result in right] == [True, True], [result.verdict for result in right]
+    assert any("only " in note and "calls: (the model)" in note for note in right[0].notes)
+    found = compared(tmp_path, "parts", "wrong")[0].finding
+    assert found is not None
+    assert found.kind == "scaled", found
+
+
+def train_hidden(scale: float, shown: bool) -> None:
+    """As ZeRO's flat copies: the parameters themselves have no gradient as the optimizer steps. `scale`: of these."""
+    torch.manual_seed(6)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    flat = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    optimizer = torch.optim.SGD(list(model.parameters()) if shown else flat, lr=1e-2)
+    for _ in range(2):
+        model(torch.randn(3, 4)).square().mean().backward()
+        for own, p in zip(flat, model.parameters(), strict=True):
+            if not shown:
+                own.grad, p.grad = scale * p.grad, None
+        optimizer.step()
+        optimizer.zero_grad()
+        for own, p in zip(flat, model.parameters(), strict=True):
+            if not shown:
+                p.data.copy_(own.data)
+
+
+def test_an_optimizer_with_tensors_of_its_own_is_compared_by_weights(tmp_path: Path) -> None:
+    """And nothing is said of gradients that nobody has seen."""
+    for name, scale, shown, seed in (("one", 1.0, False, None), ("one", 1.0, False, 1), ("same", 1.0, True, None),
+                                     ("same", 1.0, True, 1), ("wrong", 2.0, False, None)):  # fmt: skip
+        with parity.recording(tmp_path / name, perturb=seed):
+            train_hidden(scale, shown)
+    for first, second in (("one", "one"), ("one", "same"), ("same", "one")):
+        right = compared(tmp_path, first, second)
+        assert all(result.holds for result in right), [result.verdict for result in right]
+        assert any(note.startswith("not compared: gradients, which no param") for note in right[0].notes)
+    for first in ("one", "same"):
+        found = compared(tmp_path, first, "wrong")[0].finding
+        assert found is not None
+        assert (found.kind, found.module) == ("optimizer", "(all parameters)"), found
+        assert "the updates of all parameters are the reference's times 2:" in found.text
 
 
 def step_clipped(rank: int, size: int, wrong: str, clip: float = 0.1) -> None:
