@@ -123,7 +123,7 @@ class Recorder:
         self.step, self.tensors = StepFacts(), dict[str, Tensor]()
         self._times: Counter[int] = Counter()
         self._buffers: dict[str, Tensor] = {}
-        self._unclipped, self._clips = set[str](), False
+        self._unclipped, self._clips, self._differentiated = set[str](), False, False
         environment = read_environment()
         rank, size = joined_place() or (environment.rank, environment.world_size)
         self.run = RunFacts(rank, size, list(plan.axes) or [("rank", size)], torch.__version__)
@@ -148,6 +148,7 @@ class Recorder:
             if self._trace is not None:
                 # Gradients that are added to are clipped anew.
                 self._unclipped.clear()
+                self._differentiated = True
                 self.step.losses += [float(local_of(x)) for x in all_tensors(tensors) if x.numel() == 1]
             backward(tensors, *arguments, **keywords)
 
@@ -315,17 +316,25 @@ class Recorder:
         if self._trace is None:
             return
         if not self._times[id(optimizer)]:
-            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            for name, p in self._parameters().items():
-                if id(p) in own and (gradient := gradient_of(p)) is not None:
-                    key = f"{CLIPPED if name in self._unclipped else 'gradient'}|1|{name}"
-                    self.tensors[key] = self.keep(key, gradient, self.run.boxes.get(name, ()))
+            self._keep_gradients(optimizer)
             self.step.rates = sorted({*self.step.rates, *rates_of(optimizer)})
         self._times[id(optimizer)] += 1
+        self._differentiated = False
+
+    def _keep_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """The gradients of an optimizer's parameters, which its step sees or has seen."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, p in self._parameters().items():
+            if id(p) in own and (gradient := gradient_of(p)) is not None:
+                key = f"{CLIPPED if name in self._unclipped else 'gradient'}|1|{name}"
+                self.tensors[key] = self.keep(key, gradient, self.run.boxes.get(name, ()))
 
     def after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """After an optimizer has stepped: its states; the trace sees no more calls."""
         self._stepped = True
+        if self._trace is not None and self._differentiated and self._times[id(optimizer)] == 1:
+            # A closure made the gradients inside of the step, as Lightning's does.
+            self._keep_gradients(optimizer)
         for name, p in self._parameters().items() if self._trace is not None else ():
             for kind, x in states_of(optimizer, p):
                 key = f"{STATE}{kind}|1|{name}"

@@ -242,6 +242,44 @@ def test_a_container_is_recorded_by_its_parts(tmp_path: Path) -> None:
     assert found.kind == "scaled", found
 
 
+def train_closed(closed: bool, clip: float, scale: float) -> None:
+    """Two steps of two microbatches; `closed`: the last is made by the closure that the optimizer calls, and `clip`."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(4, 3), nn.GELU(), nn.Linear(3, 2)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        for number, part in enumerate(torch.randn(6, 4, dtype=torch.float64).chunk(2)):
+
+            def backward(part: Tensor = part, number: int = number) -> float:
+                loss = model(part).square().mean() * (scale if number else 1.0)
+                loss.backward()
+                if number and clip:
+                    nn.utils.clip_grad_norm_(model.parameters(), clip)
+                return float(loss.detach())
+
+            if not closed or not number:
+                backward()
+        optimizer.step(backward if closed else None)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+def test_gradients_of_a_closure_are_those_of_the_step(clip: float, tmp_path: Path) -> None:
+    for name, closed, limit, scale, seed in (
+        ("open", False, clip, 1.0, None), ("open", False, clip, 1.0, 1), ("closed", True, clip, 1.0, None),
+        ("scaled", True, clip, 3.0, None), ("clipped", True, 0.02, 1.0, None),
+    ):  # fmt: skip
+        with parity.recording(tmp_path / name, perturb=seed):
+            train_closed(closed, limit, scale)
+    right = compared(tmp_path, "open", "closed")
+    assert all(result.holds for result in right), [result.verdict for result in right]
+    assert ({"gradient", "clipped"} if clip else {"gradient"}) <= {row.kind for row in right[0].rows}
+    assert "gradient" in {row.kind for row in compared(tmp_path, "open", "scaled")[0].rows if not row.holds}
+    found = compared(tmp_path, "open", "clipped")[0].finding
+    assert found is not None
+    assert found.kind == "clipping" or not clip, found
+
+
 def train_hidden(scale: float, shown: bool) -> None:
     """As ZeRO's flat copies: the parameters themselves have no gradient as the optimizer steps. `scale`: of these."""
     torch.manual_seed(6)
