@@ -88,7 +88,8 @@ class RunFacts:
 class StepFacts:
     """A rank's record of a step. `norms`: of whole tensors, `kept`: the shape and strides of those of which
     samples are kept, both by key. `passes`: calls of the model. `losses`: all that were differentiated, `stepped`: how
-    often an optimizer stepped, `rates`: its learning rates. `clips`: the largest norm and the norm of each clipping."""
+    often an optimizer stepped, `rates`: its learning rates. `clips`: the largest norm and the norm of each clipping,
+    `added`: backward passes behind one."""
 
     passes: int = 0
     losses: list[float] = field(default_factory=list)
@@ -99,6 +100,7 @@ class StepFacts:
     stepped: int = 0
     rates: list[float] = field(default_factory=list)
     clips: list[tuple[float, float]] = field(default_factory=list)
+    added: int = 0
 
 
 def whole_model(module: nn.Module) -> nn.Module:
@@ -147,6 +149,7 @@ class Recorder:
         def differentiated(tensors: Any, *arguments: Any, **keywords: Any) -> None:
             if self._trace is not None:
                 # Gradients that are added to are clipped anew.
+                self.step.added += bool(self._unclipped)
                 self._unclipped.clear()
                 self._differentiated = True
                 self.step.losses += [float(local_of(x)) for x in all_tensors(tensors) if x.numel() == 1]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from meshwright.parity.check import ParityCheck, ParityResult
 from meshwright.parity.compare import Row, relative_error
 from meshwright.parity.explain import COPY, CUT, explain_tensors
-from meshwright.parity.gradients import MODEL
+from meshwright.parity.gradients import ALL, MODEL, Mistake
 from meshwright.parity.judge import Evidence, explain_modules, one_thread
 from meshwright.parity.kinds import first_finding
 from meshwright.parity.locate import locate
@@ -316,6 +316,17 @@ class StepComparison:
             if len(of_first) == 1:  # of ranks put together nobody knows which norms add up
                 rows += self._norms(evidence, of_first, of_second)
             found = first_finding(evidence, rows)
+            added = {rank: self.b[rank].facts.added for rank in of_second if self.b[rank].facts.added}
+            forward = all(line.output is None or line.output.explained for line in evidence.modules)
+            if added and forward and not any(step.added for step in steps) and any(
+                row.kind == "gradient" and not row.holds for row in rows
+            ):  # fmt: skip
+                rank, passes = next(iter(added.items()))
+                text = (
+                    f"rank {rank} clips the gradients of earlier microbatches, and adds {passes} more to what it has "
+                    "clipped; the reference adds nothing behind clipping"
+                )
+                found = Mistake("clipping", ALL, text)
         check = ParityCheck(f"step {self.number}", self.second.folder, self.second.axes, run.dtype)
         return ParityResult(check, run.dtype, 0.0, tuple(rows), found, tuple(evidence.modules), tuple(facts.dead))
 

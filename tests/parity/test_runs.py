@@ -280,6 +280,25 @@ def test_gradients_of_a_closure_are_those_of_the_step(clip: float, tmp_path: Pat
     assert found.kind == "clipping" or not clip, found
 
 
+def test_clipping_of_each_microbatch_is_named(tmp_path: Path) -> None:
+    for name, each, seed in (("once", False, None), ("once", False, 1), ("each", True, None)):
+        torch.manual_seed(8)
+        model = nn.Sequential(nn.Linear(4, 3), nn.GELU(), nn.Linear(3, 2)).double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with parity.recording(tmp_path / name, perturb=seed):
+            for _ in range(2):
+                for number, part in enumerate(torch.randn(6, 4, dtype=torch.float64).chunk(2)):
+                    model(part).square().mean().backward()
+                    if each or number:
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                optimizer.step()
+                optimizer.zero_grad()
+    found = compared(tmp_path, "once", "each")[0].finding
+    assert found is not None
+    assert (found.kind, found.module) == ("clipping", "(all parameters)"), found
+    assert "adds 1 more to what it has clipped" in found.text
+
+
 def train_hidden(scale: float, shown: bool) -> None:
     """As ZeRO's flat copies: the parameters themselves have no gradient as the optimizer steps. `scale`: of these."""
     torch.manual_seed(6)
