@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parity.check import ParityCheck, ParityResult
-from meshwright.parity.compare import Row, relative_error
+from meshwright.parity.compare import Row, factor_of, relative_error
 from meshwright.parity.explain import COPY, CUT, explain_tensors
 from meshwright.parity.gradients import ALL, MODEL, Mistake
 from meshwright.parity.judge import Evidence, explain_modules, one_thread
@@ -316,6 +316,8 @@ class StepComparison:
             if len(of_first) == 1:  # of ranks put together nobody knows which norms add up
                 rows += self._norms(evidence, of_first, of_second)
             found = first_finding(evidence, rows)
+            if found is not None and found.kind == "wrong values" and len(of_first) == 1 and len(of_second) > 1:
+                found = self._own_means(whole, order, of_second) or found
             added = {rank: self.b[rank].facts.added for rank in of_second if self.b[rank].facts.added}
             forward = all(line.output is None or line.output.explained for line in evidence.modules)
             if added and forward and not any(step.added for step in steps) and any(
@@ -329,6 +331,35 @@ class StepComparison:
                 found = Mistake("clipping", ALL, text)
         check = ParityCheck(f"step {self.number}", self.second.folder, self.second.axes, run.dtype)
         return ParityResult(check, run.dtype, 0.0, tuple(rows), found, tuple(evidence.modules), tuple(facts.dead))
+
+    def _own_means(
+        self, whole: Mapping[Key, Tensor], order: Sequence[tuple[str, int]], of_second: Sequence[int]
+    ) -> Mistake | None:
+        """Whether each rank takes the mean over its own labels: its outputs' gradients are the reference's of its rows
+        times a factor of its own, and the factors' inverses, the ranks' shares of all labels, add up to 1."""
+        held = [put_together(self.b[rank])[0] for rank in of_second]
+        samples = [key for key, x in whole.items() if key[0].startswith("sample:") and x.ndim > 1]
+        last = next((("output-gradient", call, name) for name, call in reversed(order)
+                     if ("output-gradient", call, name) in whole), None)  # fmt: skip
+        factors: list[float] = []
+        if last is None or not samples:
+            return None
+        for tensors in held:
+            ours, theirs = tensors.get(samples[0]), whole[samples[0]]
+            found = None if ours is None or ours.dtype != theirs.dtype else find_part("", ours, theirs)
+            x, y = tensors.get(last), whole[last]
+            if found is None or found.index[0] is None or x is None or len(y) != len(theirs):
+                return None
+            rows = y[list(found.index[0])]
+            factor = factor_of(x, rows, 1e-4) if x.shape == rows.shape else None
+            if factor is None:
+                return None
+            factors.append(factor)
+        if abs(math.fsum(1 / f for f in factors) - 1) > 1e-3 or max(factors) < 1.001 * min(factors):
+            return None
+        shares = ", ".join(f"{1 / f:.4g}" for f in factors)
+        text = f"each rank takes the mean over its own labels, {shares} of all: a mean of means"
+        return Mistake("token counts", "(loss)", text)
 
     def _write_rank(
         self, folder: Path, place: int, rank: int, parts: Mapping[str, Part], lost: Mapping[str, str],

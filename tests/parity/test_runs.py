@@ -299,6 +299,38 @@ def test_clipping_of_each_microbatch_is_named(tmp_path: Path) -> None:
     assert "adds 1 more to what it has clipped" in found.text
 
 
+def record_counted(mesh: Mesh, folder: Path, means: list[str]) -> None:
+    """Two steps of data parallelism with unequal labels. `own`: each rank takes the mean over its own."""
+    size = mesh.comm("data").size
+    for name, seed in ((name, seed) for name in means for seed in ((None, 1) if size == 1 else (None,))):
+        torch.manual_seed(9)
+        model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16)).double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with parity.recording(folder / f"{size}-{name}", axes={"data": size}, perturb=seed):
+            for _ in range(2):
+                x, y = torch.randint(0, 16, (8, 4)), torch.randint(0, 16, (8, 4))
+                y[:3] = -100
+                ids, labels = (rows.chunk(size)[mesh.rank] for rows in (x, y))
+                count = (labels if name == "own" else y).ne(-100).sum() / (1 if name == "own" else size)
+                logits = model(ids).flatten(0, 1)
+                (nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / count).backward()
+                for parameter in model.parameters() if size > 1 else ():
+                    torch.distributed.all_reduce(parameter.grad)
+                    parameter.grad /= size
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_a_mean_of_means_is_named(tmp_path: Path) -> None:
+    for size, means in ((1, ["own"]), (2, ["own", "all"])):
+        run_ranks(record_counted, Grid((("data", size),)), tmp_path, means, transport="torch")
+    assert all(result.holds for result in compared(tmp_path, "1-own", "2-all"))
+    found = compared(tmp_path, "1-own", "2-own")[0].finding
+    assert found is not None
+    assert (found.kind, found.module) == ("token counts", "(loss)"), found
+    assert "over its own labels, 0.2, 0.8 of all" in found.text
+
+
 def train_hidden(scale: float, shown: bool) -> None:
     """As ZeRO's flat copies: the parameters themselves have no gradient as the optimizer steps. `scale`: of these."""
     torch.manual_seed(6)
