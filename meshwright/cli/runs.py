@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -386,6 +387,35 @@ def plan(
 
 
 @app.command(rich_help_panel=PREDICT)
+def answer(
+    cluster: ClusterName,
+    questions: Annotated[
+        Path | None, Argument(metavar="[FILE]", help="Lines of JSON; without it, those of stdin.")
+    ] = None,
+    software: SoftwareName = None,
+    facts: Facts = None,
+) -> None:
+    """Answer questions about plans, a line of JSON each.
+
+    Estimates are kept in between. {"model": NAME, "sequence": N, "batch": N, "devices": N} and {"run": TREE,
+    "devices": N} are questions; "words" has key=value words, "ask": "layout" asks for the figures of the run's own
+    layout. An answer is plan --json's object, or {"error": TEXT}.
+
+    Example: meshwright answer questions.jsonl --cluster dgx-h100
+    """
+    from meshwright.planner.plan.cluster import load_cluster
+    from meshwright.planner.plan.service import PlanService
+    from meshwright.planner.plan.software import OWN, load_program
+
+    service = PlanService(load_cluster(cluster), load_program(software or OWN, facts or ()))
+    if questions is not None and not questions.is_file():
+        raise ConfigError.of("FILE", questions, "is no file", "lines of JSON, or stdin")
+    with nullcontext(sys.stdin) if questions is None else questions.open(encoding="utf-8") as lines:
+        for line in service.serve(lines):
+            print(line, flush=True)
+
+
+@app.command(rich_help_panel=PREDICT)
 def scale(
     run: RunFile,
     cluster: ClusterName,
@@ -446,11 +476,15 @@ def submit(
         Path | None, Option(help="The file to write; must be new. NAME-OF-RUN with the engine's ending, or -2, ....")
     ] = None,
     go: Annotated[bool, Option("--go", help="Hand it to the engine as well, by its own command.")] = False,
+    cluster: Annotated[
+        str | None, Option(metavar="NAME", help="Refuse a run that does not fit its devices; cluster.yaml, if here.")
+    ] = None,
+    anyway: Annotated[bool, Option("--anyway", help="Write it although the run does not fit.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a job file for Slurm, Kubernetes, Ray or SkyPilot.
 
-    A run that the engine stops saves a checkpoint, and is started again.
+    A run that the engine stops saves a checkpoint, and is started again. With a cluster file the run is planned first.
 
     Example: meshwright submit run.yaml device=cuda --on slurm --nodes 2 --set time=04:00:00 --go
     """
@@ -462,10 +496,11 @@ def submit(
         return
     engine = job.engine_of(on, settings or ())
     submission = job.submission_of(engine, run, overrides or (), engine.out_of(out, run), nodes)
+    planned = job.planned_line(submission.config, cluster, anyway)
     file = to or new_path(Path(f"{submission.name}{engine.suffix}"))
     text, command, again = engine.text(submission), engine.command(file, submission.name), engine.command_again(file)
     job.write_script(text, file)
-    notes = [*submission.notes, *engine.prepare()]
+    notes = [*planned, *submission.notes, *engine.prepare()]
     answer = job.submit(command) if go else None
     if as_json:
         print(json.dumps({"written": str(file), "command": command, "answer": answer, "notes": notes}))

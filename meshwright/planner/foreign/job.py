@@ -12,8 +12,6 @@ from meshwright.config.load import model_names
 from meshwright.planner.foreign.account import Account
 from meshwright.planner.plan.software import JobForm
 from meshwright.ranks.errors import ConfigError, MeshwrightError
-from meshwright.training.convert.folder import Settings
-from meshwright.training.convert.transfer import family_of
 
 Tree = dict[str, Any]
 
@@ -133,6 +131,10 @@ def model_of(asked: Asked, account: Account, told: str | Mapping[str, Any] | Non
         account.assume("model", asked.model, "--model")
         return asked.model
     if isinstance(told, Mapping):
+        # Here: a file that names its model needs no reader of sizes.
+        from meshwright.training.convert.folder import Settings
+        from meshwright.training.convert.transfer import family_of
+
         try:
             settings = Settings(path, dict(told))
             return family_of(settings).read(settings, frozenset()).model_dump(mode="json")

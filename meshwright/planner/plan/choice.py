@@ -12,11 +12,12 @@ from meshwright.planner.plan.answer import Change, changes, is_difference
 from meshwright.planner.plan.estimate import Estimates
 from meshwright.planner.plan.evaluator import RunnerUp, strategy_of
 from meshwright.planner.plan.memory import verdict
-from meshwright.planner.plan.predict import Prediction
 from meshwright.planner.plan.search import SearchResult, search
 from meshwright.planner.plan.space import is_fixed
 from meshwright.ranks.errors import ConfigError
 
+WORTH = 0.03
+"""The share of a step that a simpler layout may cost, of what a prediction cannot tell."""
 REPLICAS_ALONE = ("layout.tensor.kind", "layout.pipeline.size", "layout.context.size")
 """Fields that keep one replica a device, if they keep their first values."""
 
@@ -36,7 +37,8 @@ def answered(result: SearchResult, models: Estimates, fixed: Collection[str]) ->
 
 
 def simplest_first(result: SearchResult) -> SearchResult:
-    """The result with the simplest layout in front, of all that fit and that no prediction tells from the fastest.
+    """The result with the simplest layout in front, of all that fit, take at most WORTH longer than the fastest, and
+    differ by less than the cluster's measured error.
 
     Without measured rows on the cluster, differences are taken as predicted: the fastest stays in front.
     """
@@ -48,6 +50,7 @@ def simplest_first(result: SearchResult) -> SearchResult:
         one
         for one in (*result.predictions, *others)
         if verdict(one.fullest, one.cluster) in ("fits", verdict(fastest.fullest, fastest.cluster))
+        and one.seconds <= (1 + WORTH) * fastest.seconds
         and not is_difference(one.seconds / fastest.seconds - 1, one.cluster)
     ]
     first = min(alike, key=lambda one: (*complexity(one.config), one.seconds))
@@ -97,8 +100,3 @@ def nearest_sizes(result: SearchResult, models: Estimates, fixed: Collection[str
             continue
         others.append(Change(what, other.predictions[0].seconds))
     return tuple(others)
-
-
-def fastest_of(result: SearchResult) -> Prediction:
-    """The fastest prediction of a result, which `simplest_first` may have put behind the first."""
-    return min(result.predictions, key=lambda one: one.seconds)

@@ -30,7 +30,6 @@ from meshwright.configs import shipped
 from meshwright.data.files import ShowProgress, silent
 from meshwright.planner.foreign.job import Asked, ForeignJob
 from meshwright.planner.foreign.reading import read_foreign
-from meshwright.planner.plan.choice import simplest_first
 from meshwright.planner.plan.cluster import CALIBRATED, Cluster, load_cluster
 from meshwright.planner.plan.search import search
 from meshwright.planner.plan.space import fixed_fields, ranks_per_node
@@ -166,6 +165,9 @@ _KEYS = ("cluster", "devices")
 
 def planned_config(run: RunTree, overrides: Sequence[str] = (), report: ShowProgress = silent) -> Config:
     """The run with the fastest layout that fits. Raises ConfigError as parse_run and search do."""
+    # Here: a question of `plan` itself chooses later.
+    from meshwright.planner.plan.choice import simplest_first
+
     asked = _asked(run.plan)
     config = parse_run(run.tree, overrides, undecided=DECIDED)
     machine = this_machine()

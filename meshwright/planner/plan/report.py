@@ -32,7 +32,6 @@ from meshwright.planner.plan.answer import (
     sureness,
     tight_sentence,
 )
-from meshwright.planner.plan.choice import fastest_of
 from meshwright.planner.plan.evaluator import RunnerUp
 from meshwright.planner.plan.fp8 import width_sentence
 from meshwright.planner.plan.memory import CONTEXT, bytes_text, missing, verdict
@@ -205,7 +204,7 @@ def plan_sentences(result: SearchResult) -> list[str]:
         said += [STOPPED, f"{result.left_share:.0%} of the families of layouts were not looked at."]
     if result.tight:
         said.append(tight_sentence(result.tight[0], best, layout_text(result.tight[0].config)))
-    fastest = fastest_of(result)
+    fastest = result.fastest
     if fastest.seconds < best.seconds:
         gain = 1 - fastest.seconds / best.seconds
         said.append(

@@ -125,6 +125,11 @@ class SearchResult:
     written: Prediction | str | None = None
     """The job's own layout, predicted, or why there is no prediction."""
 
+    @property
+    def fastest(self) -> Prediction:
+        """The fastest prediction, which a simpler layout may precede."""
+        return min(self.predictions, key=lambda one: one.seconds)
+
 
 def layout_text(config: Config) -> str:
     """`megatron, cut by sequence: data 4 (zero1), pipe 2 (1f1b), tensor 2; micro 4, recompute auto, offload host`.

@@ -130,6 +130,23 @@ class Engine(Section):
         return []
 
 
+def planned_line(config: Config, cluster: str | None, anyway: bool) -> list[str]:
+    """The line of a run's plan on a cluster: the named one, else cluster.yaml of the current folder; none without.
+
+    Raises:
+        ConfigError: The run does not fit, and `anyway` is false; or `anyway` is given without a cluster.
+    """
+    # Here: a submission without a cluster file needs no torch.
+    from meshwright.planner.plan.cluster import CALIBRATED, load_cluster
+    from meshwright.planner.plan.gate import refuse_unfit
+
+    if cluster is None and not CALIBRATED.is_file():
+        if anyway:
+            raise ConfigError.of("--anyway", "given", "has no effect without a cluster", "--cluster NAME")
+        return []
+    return [refuse_unfit(config, load_cluster(cluster or str(CALIBRATED)), anyway)]
+
+
 def engine_class(name: str) -> type[Engine]:
     """Return the class of the engine `name`.
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config import parse_config
-from meshwright.planner.plan.choice import answered, complexity, fastest_of, nearest_sizes, simplest_first
+from meshwright.planner.plan.choice import answered, complexity, nearest_sizes, simplest_first
 from meshwright.planner.plan.cluster import load_cluster
 from meshwright.planner.plan.estimate import Estimates
 from meshwright.planner.plan.evaluator import strategy_of
@@ -53,10 +53,8 @@ def test_the_simplest_of_equals_is_the_answer() -> None:
     first = simplest_first(result)
     assert [one.seconds for one in first.predictions] == [1.002, 1.0, 1.001, 1.5]
     assert first.predictions[0].config.layout.data.sync == "zero1"
-    assert fastest_of(first).seconds == 1.0
-    said = (
-        f"The first is the simplest; the fastest predicted, {layout_text(fastest_of(first).config)}, takes 0.2% less."
-    )
+    assert first.fastest.seconds == 1.0
+    said = f"The first is the simplest; the fastest predicted, {layout_text(first.fastest.config)}, takes 0.2% less."
     assert said in plan_sentences(first)
     assert "Between the first 3" in " ".join(plan_sentences(first))
 
