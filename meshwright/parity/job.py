@@ -33,7 +33,7 @@ from meshwright.parity.batches import (
 )
 from meshwright.parity.compare import NARROW
 from meshwright.parity.locate import locate
-from meshwright.parity.parts import Part, find_part, parts_alike
+from meshwright.parity.parts import Part, box_part, find_part, parts_alike
 from meshwright.parity.program import Model, SteppedProgram, named_models, takes_job
 from meshwright.parity.record import (
     CHUNK,
@@ -68,7 +68,7 @@ from meshwright.parity.reference import (
     without_dropout,
 )
 from meshwright.parity.trace import Trace
-from meshwright.ranks.dtensor import DeviceMesh, device_mesh, local_of
+from meshwright.ranks.dtensor import DeviceMesh, box_of, device_mesh, is_strided, local_of
 from meshwright.ranks.errors import ParityError
 from meshwright.ranks.grid import Grid
 
@@ -287,6 +287,10 @@ class ParityJob:
             step is None and may_accumulate(whole, recipe, recipe.global_batch(HALVED_STEP)),
         )  # fmt: skip
         parts, lost = locate(program.weights(), wholes, self._constants, load, part, axes)
+        # Read now: the steps move weights away from the first values that parts were found by.
+        boxes = {name: box_of(x) for name, x in program.weights().items() if name in parts and not is_strided(x)}
+        said = {name: box_part(parts[name].name, *box, wholes[parts[name].name].shape) for name, box in boxes.items()
+                if box is not None and len(box[0]) == wholes[parts[name].name].ndim}  # fmt: skip
         recording, drops, probed = self._take_steps(program)
         micro = self._keep_alone(recording, parts, program.share if batch else None)
         first = recipe.global_batch(1)
@@ -299,6 +303,7 @@ class ParityJob:
             rows={key: None if p is None else p.as_json() for key, p in found.items()}, micro=micro,
             alike={k: [p.as_json() for p in parts_alike(k, taken[k], wanted[k])] for k, p in found.items() if p},
             counts=[count_labels(program.share(recipe.global_batch(n)), recipe.labels) for n in STEPS], probed=probed,
+            said={name: str(part) for name, part in said.items() if part != parts[name]},
         )  # fmt: skip
         write_record(self._folder, f"{PARALLEL}-{self.rank}", recording.tensors, facts, recording.traces)
 

@@ -119,14 +119,28 @@ def stepped_twice(case: Case) -> Mistake | None:
 def wrong_output(case: Case) -> Mistake | None:
     """The first module whose output is none of the reference's; a leak, or other samples, where these explain it."""
     evidence = case.evidence
-    found = forward_finding(evidence, evidence.modules)
+    lines = evidence.modules
+    if not case.failed:
+        # Losses, gradients and weights are right. A module around a wrong one that gives the right output has dealt it
+        # samples in another arrangement, as experts get those of other ranks.
+        right = {line.name: line.output.explained for line in lines if line.output is not None}
+        around = {name: max((o for o in right if name.startswith(f"{o}.")), key=len, default=name) for name in right}
+        lines = [line for line in lines if line.name not in right or not right[around[line.name]]
+                 or around[line.name] == line.name]  # fmt: skip
+    found = forward_finding(evidence, lines)
     if found is None or found.kind not in ("wrong values", "wrong part"):
         return found
-    first = next((line for line in evidence.modules if line.output is not None and not line.output.explained), None)
+    first = next((line for line in lines if line.output is not None and not line.output.explained), None)
     foreign = foreign_share(evidence)
     # The first module of all reads the samples themselves.
     if foreign and first is not None and first is evidence.modules[0]:
         return Mistake("wrong data", "(data)", f"{foreign}, and {found.text}")
+    for rank, side in enumerate(evidence.ranks):
+        for name, said in side.facts.said.items():
+            if name.startswith(f"{found.module}."):
+                held = next(part for other, own, part in evidence.holders[name] if (other, own) == (rank, name))
+                text = f"rank {rank} holds {held} of {name}, whose placements say {said}: it was loaded otherwise"
+                return Mistake("wrong part", owner_of(name), text)
     leak = leak_finding(evidence)
     if leak is None or first is None:
         return found

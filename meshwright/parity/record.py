@@ -91,7 +91,8 @@ class PartFacts:
     tensor of the global batch it took, and `alike` all parts of the same values. `dropout`: the last step was made with
     it. `halves`: the second was made in two halves of the samples, whose gradients were added up. `counts`: labels of
     its share by step. `stepped`: how often an optimizer stepped in each step, `rates`: its learning rates. `micro`:
-    microbatches in the first. `probed`: whether the probe's passes are there."""
+    microbatches in the first. `probed`: whether the probe's passes are there. `said`: the parts by the placements of
+    DTensors that hold another part."""
 
     losses: list[float | None]
     parts: dict[str, Any]
@@ -107,6 +108,7 @@ class PartFacts:
     rates: list[list[float]] = field(default_factory=list)
     micro: int = 1
     probed: bool = False
+    said: dict[str, str] = field(default_factory=dict)
 
 
 COARSE = ("bfloat16", "float16")

@@ -86,6 +86,11 @@ def box_of(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     return tuple(offsets), tuple(sizes)
 
 
+def is_strided(x: Tensor) -> bool:
+    """Whether a DTensor's rows on a rank are several runs of the whole's, as of a fused gate and up."""
+    return is_cut(x) and any(type(placement).__name__ == "_StridedShard" for placement in x.placements)
+
+
 def write_local(x: Tensor, values: Tensor) -> None:
     """Overwrite this rank's part of a tensor by values of its local shape."""
     with torch.no_grad():
