@@ -22,10 +22,13 @@ from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.foreign import parse_json
 from meshwright.ranks.streams import say
 
-PASSES, FAILS, DOES_NOT_RUN = "passes", "fails", "does not run"
+PASSES, FAILS, DOES_NOT_RUN, RAISES = "passes", "fails", "does not run", "raises"
+PLAIN = "plain"
+RAISED = re.compile(r"raises under the plan: \w+ at (?P<place>[\w.]+:\d+).*")
+"""An error that comes with the plan alone; the file and line of the library."""
 SHARED = (
     "transformers.modeling_utils", "transformers.distributed", "transformers.models.auto.modeling_auto",
-    "torch.distributed.tensor.parallel", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "transformers.trainer",
 )  # fmt: skip
 """Modules that all checks import."""
 
@@ -50,11 +53,15 @@ class Entry:
     torch: str
 
     @staticmethod
-    def of(model_type: str, result: ParityResult, library: str) -> Entry:
-        """A check's result as a line."""
+    def of(model_type: str, result: ParityResult, library: str, refuses: bool = False) -> Entry:
+        """A check's result as a line. `refuses`: an error under the plan is a right refusal."""
         finding, verdict, module, kind, text = result.finding, PASSES, "", "", ""
         if result.error:
             verdict, text = DOES_NOT_RUN, reason_of(result.error)
+            if (raised := RAISED.search(result.error)) is not None:
+                text = raised[0]
+                if not refuses:
+                    verdict, module, kind = FAILS, raised["place"], RAISES
         elif finding is not None:
             verdict, module, kind, text = FAILS, finding.module, finding.kind, finding.text
         elif result.failed:
@@ -83,7 +90,11 @@ def register_parser() -> argparse.ArgumentParser:
     parser.add_argument("library", choices=("transformers",), help="the installed library")
     parser.add_argument(
         "--plans", nargs="+", default=["tensor"], metavar="PLAN",
-        help="tensor, tensor4, expert, tensor-expert, fsdp, hsdp, tensor-fsdp (tensor)",
+        help="tensor, tensor4, tensor4-heads, expert, tensor-expert, fsdp, hsdp, tensor-fsdp (tensor)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--conditions", nargs="+", default=["plain", "accumulated", "clipped"], metavar="CONDITION",
+        help="what a step is: plain, accumulated (microbatches with unequal numbers of labels), clipped (all three)",
     )  # fmt: skip
     parser.add_argument("--only", metavar="NAME", help="the model types that have this in their names")
     parser.add_argument("--out", type=Path, default=Path("register"), metavar="FOLDER", help="of lines and page")
@@ -98,7 +109,7 @@ def register_plans(arguments: argparse.Namespace, command: str) -> int:
     """
     if find_spec(arguments.library) is None:
         raise ConfigError.of("LIBRARY", arguments.library, "is not installed", f"pip install {arguments.library}")
-    checks = list(checks_of(arguments.plans, arguments.only or ""))
+    checks = list(checks_of(arguments.plans, arguments.only or "", arguments.conditions))
     if not checks:
         raise ConfigError.of(
             "--only", arguments.only, "is in no model type with such a plan", "a part of a type's name"
@@ -106,15 +117,18 @@ def register_plans(arguments: argparse.Namespace, command: str) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     lines = arguments.out / "register.jsonl"
     done = known_entries(lines, arguments.library)
-    for number, (model_type, check) in enumerate(checks, 1):
-        if (model_type, check.name) in done:
-            continue
-        entry = Entry.of(model_type, run_check(check), arguments.library)
-        done[model_type, check.name] = entry
-        with lines.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(entry)) + "\n")
-        say(f"{number} of {len(checks)}: {model_type}, {entry.plan}: {line_of(entry)}", file=sys.stderr)
-    entries = [done[model_type, check.name] for model_type, check in checks]
+    entries = list[Entry]()
+    for number, (model_type, check, refuses) in enumerate(checks, 1):
+        plain = done.get((model_type, check.name.partition(",")[0]))
+        if "," in check.name and plain is not None and (plain.verdict == DOES_NOT_RUN or plain.kind == RAISES):
+            continue  # its reason is that of the plain step
+        if (model_type, check.name) not in done:
+            entry = Entry.of(model_type, run_check(check), arguments.library, refuses)
+            done[model_type, check.name] = entry
+            with lines.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(entry)) + "\n")
+            say(f"{number} of {len(checks)}: {model_type}, {entry.plan}: {line_of(entry)}", file=sys.stderr)
+        entries.append(done[model_type, check.name])
     page = write_register(entries, arguments.out / "register.html", command)
     for plan, found in counts_of(entries).items():
         say(f"{plan}: {sum(found.values())} tried, " + ", ".join(f"{n} {verdict}" for verdict, n in found.items()))
@@ -125,27 +139,40 @@ def register_plans(arguments: argparse.Namespace, command: str) -> int:
     return int(any(entry.verdict == FAILS for entry in entries))
 
 
-def checks_of(plans: Sequence[str], only: str) -> Iterator[tuple[str, ParityCheck]]:
-    """A check of each model type that has a plan of the kind.
+def checks_of(
+    plans: Sequence[str], only: str, conditions: Sequence[str] = (PLAIN,)
+) -> Iterator[tuple[str, ParityCheck, bool]]:
+    """A check of each model type that has a plan of the kind, under each condition; whether the plan may refuse.
 
     Raises:
         ConfigError: A kind of plan is unknown.
     """
     # Here, as it imports transformers.
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     from meshwright.parity import registered
 
+    for option, words, known in (
+        ("--plans", plans, registered.PLANS), ("--conditions", conditions, registered.CONDITIONS)
+    ):  # fmt: skip
+        for name in (name for name in words if name not in known):
+            raise ConfigError.of(option, name, "is not known", ", ".join(known))
+    kinds, types = list(registered.PLANS), registered.TYPES
     for name in plans:
-        if name not in registered.PLANS:
-            raise ConfigError.of("--plans", name, "is no kind of plan", ", ".join(registered.PLANS))
-        plan, row = registered.PLANS[name], list(registered.PLANS).index(name) * len(registered.TYPES)
-        for case, model_type in enumerate(registered.TYPES):
-            if only in model_type and getattr(CONFIG_MAPPING[model_type], plan.attribute, None):
-                yield model_type, ParityCheck(
-                    name, Path(registered.__file__), tuple(plan.axes.items()), "float32",
-                    case=row + case, words=model_type, preload=SHARED,
-                )  # fmt: skip
+        plan = registered.PLANS[name]
+        for place, model_type in enumerate(types):
+            if only not in model_type or not registered.has_plan(model_type, plan.attribute):
+                continue
+            for number, condition in enumerate(registered.CONDITIONS):
+                if condition in conditions:
+                    case = (kinds.index(name) * len(registered.CONDITIONS) + number) * len(types) + place
+                    yield model_type, ParityCheck(
+                        name_of(name, condition), Path(registered.__file__), tuple(plan.axes.items()), "float32",
+                        case=case, words=model_type, preload=SHARED,
+                    ), plan.refuses  # fmt: skip
+
+
+def name_of(plan: str, condition: str) -> str:
+    """A kind of plan as the register names it."""
+    return plan if condition == PLAIN else f"{plan}, {condition}"
 
 
 def known_entries(lines: Path, library: str) -> dict[tuple[str, str], Entry]:

@@ -14,11 +14,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from meshwright.parity import ParityResult, collect, register, run_check
 from meshwright.parity.check import ParityCheck
 from meshwright.parity.command import run_words
-from meshwright.parity.register import reason_of
-from meshwright.parity.registered import same_weights, small_config
+from meshwright.parity.register import Entry, reason_of
+from meshwright.parity.registered import same_weights
+from meshwright.parity.tiny import samples_of, small_config, small_model
 from meshwright.ranks.errors import ConfigError, ParityError
 
 REGISTER = ["register", "transformers"]
+CONDITIONS = ("plain", "accumulated", "clipped")
 
 
 def entries(folder: Path) -> dict[str, dict[str, Any]]:
@@ -30,7 +32,7 @@ def test_a_register_of_tensor_plans(
 ) -> None:
     """In transformers 5.24 each rank keeps its own gradient of apertus' activation, and the norms of Qwen3's heads are
     summed again in the second of two backward passes."""
-    words = [*REGISTER, "--out", str(tmp_path)]
+    words = [*REGISTER, "--conditions", "plain", "--out", str(tmp_path)]
     types, tried = ("apertus", "granite", "qwen3"), []
     checks = [found for found in register.checks_of(["tensor"], "") if found[0] in types]
 
@@ -72,15 +74,79 @@ def test_sections_of_positions_fit_the_head() -> None:
     assert small_config(CONFIG_MAPPING["qwen2_vl_text"]).rope_parameters["mrope_section"] == [1, 1, 2]
 
 
+def test_conditions_have_verdicts_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3's plan is wrong with microbatches alone: a clipped step is right. Doge's mask is not cut as its heads are:
+    the plan raises, and other conditions would say the same."""
+    types = ("qwen3", "doge")
+    checks = [found for found in register.checks_of(["tensor"], "", CONDITIONS) if found[0] in types]
+    monkeypatch.setattr(register, "checks_of", lambda *_: checks)
+    assert run_words([*REGISTER, "--out", str(tmp_path)]) == 1
+    lines = map(json.loads, (tmp_path / "register.jsonl").read_text().splitlines())
+    found = {(told["model_type"], told["plan"]): told for told in lines}
+    assert {key: told["verdict"] for key, told in found.items()} == {
+        ("qwen3", "tensor"): "fails",
+        ("qwen3", "tensor, accumulated"): "fails",
+        ("qwen3", "tensor, clipped"): "passes",
+        ("doge", "tensor"): "fails",
+    }
+    assert found["qwen3", "tensor, accumulated"]["module"].endswith("self_attn.k_norm")
+    doge = found["doge", "tensor"]
+    assert (doge["kind"], doge["module"].partition(":")[0]) == ("raises", "modeling_doge.py")
+
+
+def test_a_refusal_is_no_mistake() -> None:
+    (check,) = [check for _, check, _ in register.checks_of(["tensor4-heads"], "granitemoehybrid")]
+    error = "rank 1 failed: raises under the plan: RuntimeError at modeling_x.py:7: 2 heads for 4 ranks"
+    result = ParityResult(check, "float32", 1.0, error=error)
+    for refuses, verdict in ((True, "does not run"), (False, "fails")):
+        entry = Entry.of("x", result, "transformers", refuses)
+        assert (entry.verdict, entry.text) == (verdict, error.partition(": ")[2])
+
+
+@pytest.mark.parametrize(
+    "model_type, names",
+    [
+        ("granite", ("input_ids",)),
+        ("llama4_vision_model", ("pixel_values",)),
+        ("ernie4_5_vl_moe_vision", ("hidden_states", "grid_thw")),
+        ("t5gemma2_decoder", ("input_ids", "encoder_hidden_states")),
+        ("voxtral_realtime_text", ("input_ids", "t_cond")),
+        ("qwen3_omni_moe_talker_code_predictor", ("inputs_embeds",)),
+        ("t5_gemma_module", ("input_ids", "decoder_input_ids")),
+    ],
+)
+def test_samples_are_those_that_a_forward_reads(model_type: str, names: tuple[str, ...]) -> None:
+    """The part of a composite type without a model of its own is tried inside of the composite's."""
+    model, found = small_model(model_type)
+    assert found == names
+    samples = samples_of(model, found, torch.Generator(), rows=6)
+    assert all(len(x) % 6 == 0 for x in samples.values())  # so that each rank has an equal share of images and rows
+
+
+def test_a_small_model_has_a_layer_of_each_kind() -> None:
+    config = small_config(CONFIG_MAPPING["kimi_linear"])
+    assert (config.layer_types, config.mlp_layer_types) == (
+        ["linear_attention", "full_attention"], ["dense", "sparse"]
+    )  # fmt: skip
+
+
+def test_the_fsdp_plan_of_all_types_is_tried_where_a_type_has_another() -> None:
+    found = [model_type for model_type, *_ in register.checks_of(["fsdp"], "")]
+    assert {"gpt2", "qwen3", "gemma4_vision"} <= set(found)
+    assert "resnet" not in found
+
+
 def test_expert_plans_are_of_types_with_experts() -> None:
-    found = [model_type for model_type, _ in register.checks_of(["expert"], "qwen3")]
+    found = [model_type for model_type, *_ in register.checks_of(["expert"], "qwen3")]
     assert "qwen3_moe" in found
     assert "qwen3" not in found
 
 
 def test_wrong_words_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--plans.*sideways.*tensor, tensor4, expert"):
+    with pytest.raises(ConfigError, match=r"--plans.*sideways.*tensor, tensor4, tensor4-heads, expert"):
         run_words([*REGISTER, "--plans", "sideways", "--out", str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"--conditions.*upside.*plain, accumulated, clipped"):
+        run_words([*REGISTER, "--conditions", "upside", "--out", str(tmp_path)])
     with pytest.raises(ConfigError, match=r"--only.*no_such_type"):
         run_words([*REGISTER, "--only", "no_such_type", "--out", str(tmp_path)])
 
@@ -109,3 +175,69 @@ def test_a_file_of_checks_has_dataclasses_with_annotations_as_text(tmp_path: Pat
     )
     (check,) = collect(file)
     assert run_check(check).verdict == "equal to the reference"
+
+
+IN_OTHER_ROWS = """
+import torch
+from torch import nn
+from torch.nn.functional import linear
+import meshwright.parity as parity
+
+class Experts(nn.Module):
+    def __init__(self, roll):
+        super().__init__()
+        self.up, self.down, self.act = nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.randn(4, 8)), nn.GELU()
+        self.roll, self.lost = roll, 0
+    def forward(self, x):
+        taken = x.roll(self.roll, 1)  # as tokens of other ranks
+        given = linear(self.act(linear(taken, self.up)), self.down)
+        return given.roll(-self.roll + self.lost, 1)
+
+@parity.check(ranks=2).parametrize("lost", [0, 1])
+def experts(job, lost):
+    model = nn.Sequential(nn.Linear(4, 4), Experts(0), nn.Linear(4, 3))
+    job.reference(model, lambda m, x: m(x).square().mean(), lambda g: torch.randn(4, 6, 4, generator=g))
+    model = job.copy()
+    model[1].roll, model[1].lost = 1, lost
+    job.parallel(nn.parallel.DistributedDataParallel(model), batch=job.rows("data"))
+"""
+
+
+def test_a_module_may_get_its_samples_in_another_arrangement(tmp_path: Path) -> None:
+    """DeepSeek V4's experts multiply other tokens on each rank: the module around them gives the right output."""
+    file = tmp_path / "checks.py"
+    file.write_text(IN_OTHER_ROWS)
+    right, wrong = (run_check(check) for check in collect(file))
+    assert right.verdict == "equal to the reference"
+    assert wrong.finding is not None
+    assert wrong.finding.module == "1"
+
+
+LOADED_OTHERWISE = """
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+import meshwright.parity as parity
+
+@parity.check(ranks=2)
+def interleaved(job):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    job.reference(model, lambda m, x: m(x).square().mean(), lambda g: torch.randn(4, 4, generator=g))
+    model, whole = job.copy(), job.copy()
+    fully_shard(model, mesh=job.device_mesh)
+    rows = [[0, 1, 4, 5], [2, 3, 6, 7]][job.rank]  # each rank's half of two tensors, which were then joined
+    with torch.no_grad():
+        model[0].weight.to_local().copy_(whole[0].weight[rows])
+    job.parallel(model, batch=job.rows("data"))
+"""
+
+
+def test_a_dtensor_that_holds_another_part_than_its_placements_say_is_named(tmp_path: Path) -> None:
+    """transformers cuts the tensors of a file before it joins them: each rank holds its half of each."""
+    file = tmp_path / "checks.py"
+    file.write_text(LOADED_OTHERWISE)
+    (check,) = collect(file)
+    finding = run_check(check).finding
+    assert finding is not None
+    assert (finding.kind, finding.module) == ("wrong part", "0")
+    assert "rank 0 holds [0:2,4:6, :] of 0.weight, whose placements say [0:4, :]" in finding.text

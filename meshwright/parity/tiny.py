@@ -1,0 +1,307 @@
+"""Small models of the library's model types: their configurations, their classes, and inputs by a forward's signature.
+
+A type's sizes are those of a table, by their names in its configuration. Of a few VARIANTS the first whose model gives
+an output is taken.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from meshwright.parity.batches import IGNORED_LABEL
+
+VOCABULARY, LENGTH = 64, 12
+GRID = (1, 4, 4)
+"""Patches of an image: of time, height and width."""
+SIZES: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2, "use_cache": False,
+    "hidden_size": 32, "num_hidden_layers": 2, "hidden_size_per_layer_input": 8, "d_model": 32, "num_layers": 2,
+    "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_ctx": 64, "rotary_dim": 4, "n_inner": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_global_key_value_heads": 2, "head_dim": 8,
+    "global_head_dim": 8, "query_pre_attn_scalar": 8, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 4, "index_head_dim": 8, "index_topk": 64,
+    "intermediate_size": 64, "intermediate_size_mlp": 64, "ffn_hidden_size": 64, "dense_intermediate_size": 64,
+    "shared_intermediate_size": 32, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "expert_ffn_hidden_size": 32, "num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4,
+    "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2, "n_group": 1, "topk_group": 1,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "num_kv_shared_layers": 0,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "mamba_d_state": 8,
+    "ssm_state_size": 8, "mamba_n_groups": 1, "n_groups": 1, "mamba_dt_rank": 8,
+    "depth": 2, "num_heads": 4, "n_embed": 32, "patch_size": 4, "image_size": 16, "pooling_kernel_size": 2,
+    "projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32, "out_hidden_size": 32,
+    "projector_hidden_size": 32, "adapter_in_dim": 32, "adapter_out_dim": 32, "unpadded_vocab_size": VOCABULARY,
+    "mamba_d_ssm": 64, "zero_expert_num": 2, "moe_hidden_size": 32, "num_dense_layers": 1, "share_expert_dim": 32,
+    "num_sliding_attention_heads": 4, "pyramid_num_routed": [0, 4], "block_size": 4, "target_layer_ids": [0, 1],
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "embedding_rank": 16,
+    "embedding_dim": 32, "num_code_groups": 3,
+    "linear_num_heads": 4, "linear_head_dim": 8, "layer_group_size": 2, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+    "dropout_rate": 0.0, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0,
+}  # fmt: skip
+"""Small sizes by their names in configurations. A name that a configuration lacks, or refuses, is left out."""
+
+
+UNSET: Mapping[str, Any] = {"mlp_layer_types": ["dense", "sparse"], "sliding_window": 64, "top_k_experts": 2}
+"""Values of fields that are None in a configuration without arguments. A list has an entry for each layer."""
+VARIANTS: tuple[Mapping[str, Any], ...] = (
+    {}, {"layer_types": None}, {"num_key_value_heads": 4}, {"intermediate_size": 128},
+    {"head_dim": 8}, {"head_dim": 16},
+)  # fmt: skip
+"""Other sizes, for models that need a relation between two sizes: as many heads of keys as of queries, say. None: left
+to the configuration."""
+KINDS = ("layer_types", "mlp_layer_types")
+"""Fields with a list of the layers' kinds: a small model has a layer of each kind."""
+CONSTANTS: Mapping[str, Any] = {"use_cache": False, "num_patches": 4}
+"""Arguments that are no samples, for a forward that names them."""
+
+
+def has(config: PretrainedConfig, name: str) -> bool:
+    """Whether a configuration has a field, and one value of it for all layers."""
+    try:
+        return hasattr(config, name)
+    except Exception:  # heterogeneous configurations refuse the question
+        return False
+
+
+def small_config(
+    kind: type[PretrainedConfig], more: Mapping[str, Any] | None = None, added: Mapping[str, Any] | None = None
+) -> PretrainedConfig:
+    """A configuration of a class with small sizes, also inside of its parts. `more`: sizes that precede the table's;
+    `added`: fields that the configuration does not have.
+
+    Raises:
+        ValueError, TypeError and others: The class's own, if no choice of sizes satisfies the class.
+    """
+    default, source, more, added = kind(), inspect.getsource(kind), more or {}, added or {}
+    code = find_spec(modeling_of(kind))
+    model_source = Path(str(code.origin)).read_text() if code else ""
+    # A size may be an argument alone, which shapes other fields.
+    given: dict[str, Any] = {name: x for name, x in {**SIZES, **more, **added}.items()
+                             if name in added or has(default, name) or f'kwargs.pop("{name}"' in source}  # fmt: skip
+    given |= {name: 0.0 for name, x in default.to_dict().items() if "drop" in name and isinstance(x, float)}
+    given |= {name: x for name, x in UNSET.items() if has(default, name) and getattr(default, name) is None}
+    if has(default, "kv_lora_rank"):  # latent attention has its own head sizes, and a key for each head
+        given["num_key_value_heads"] = SIZES["num_attention_heads"]
+        if "head_dim" not in more:
+            given.pop("head_dim", None)
+        if getattr(default, "qk_rope_head_dim", None) == 0:  # attention without positions
+            given["qk_rope_head_dim"] = 0
+    if has(default, "layer_types") and default.layer_types is None and '"conv"' in model_source:
+        given["layer_types"] = ["conv", "full_attention"]
+    kinds = {name: list(dict.fromkeys(getattr(default, name))) for name in KINDS
+             if has(default, name) and isinstance(getattr(default, name), list) and name not in more}  # fmt: skip
+    if kinds and has(default, "num_hidden_layers"):
+        layers = max(SIZES["num_hidden_layers"], *map(len, kinds.values()))
+        given |= {"num_hidden_layers": layers}
+        given |= {name: each + each[-1:] * (layers - len(each)) for name, each in kinds.items()}
+    parts = {name: type(part) for name in kind.sub_configs
+             if isinstance(part := getattr(default, name, None), PretrainedConfig)
+             and type(part) not in (kind, PretrainedConfig)}  # fmt: skip
+    if has(default, "hidden_sizes") and isinstance(default.hidden_sizes, list):  # a width for each stage
+        given["hidden_sizes"] = [SIZES["hidden_size"]] * len(default.hidden_sizes)
+    given = {name: x for name, x in given.items() if x is not None}
+    given |= {name: small_config(part, more, added).to_dict() for name, part in parts.items()}
+    if has(default, "rope_parameters") and (positions := small_positions(default, model_source)):
+        given["rope_parameters"] = positions
+    while True:
+        try:
+            return kind(**given)
+        except Exception as error:
+            refused = sorted((name for name in given if name in str(error)), key=lambda name: name in parts)
+            if not refused:
+                raise
+            del given[refused[0]]
+
+
+def small_positions(default: PretrainedConfig, model_source: str) -> dict[str, Any]:
+    """Rotary positions that fit the head, if the model cuts a head by sections, or needs an entry for each kind of
+    layer; else nothing."""
+    rope = default.rope_parameters or {}
+    half = int(SIZES["head_dim"] * rope.get("partial_rotary_factor", 1)) // 2
+    sections = {"mrope_section": [half // 4, half // 4, half - half // 4 * 2]}
+    if not rope and "rope_parameters[layer_type]" in model_source:
+        return {layer: {"rope_type": "default", "rope_theta": 1e4} | sections for layer in set(default.layer_types)}
+    return rope | sections if "mrope_section" in model_source and "rope_type" in rope else {}
+
+
+def modeling_of(kind: type[PretrainedConfig]) -> str:
+    """The name of the module of a configuration's models, if the configuration has its own."""
+    return kind.__module__.replace(".configuration_", ".modeling_")
+
+
+def class_of(kind: type[PretrainedConfig]) -> type[PreTrainedModel]:
+    """The class of a configuration: the causal language model, else the first model whose configuration it is.
+
+    Raises:
+        LookupError: The library has no such class.
+    """
+    if kind.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        causal: type[PreTrainedModel] = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind.model_type])
+        # The causal language model of a composite type has the configuration of a part alone.
+        if causal.config_class not in kind.sub_configs.values():
+            return causal
+    if find_spec(modeling_of(kind)) is None:
+        raise LookupError(f"{modeling_of(kind)} is no module")
+    module = importlib.import_module(modeling_of(kind))
+    classes = [
+        value for value in vars(module).values() if isinstance(value, type) and issubclass(value, PreTrainedModel)
+    ]
+    fits = [each for each in classes if each.config_class is kind and "PreTrained" not in each.__name__]
+    # A class may be written for a part, with "PreTrained" in its name all the same.
+    fits = fits or [
+        each for each in classes if each.config_class is kind and inspect.isfunction(vars(each).get("forward"))
+    ]
+    if not fits:
+        raise LookupError(f"no class of {module.__name__} has the configuration {kind.__name__}")
+    return min(fits, key=lambda each: (not each.__name__.endswith("Model"), len(each.__name__)))
+
+
+def whole_of(kind: type[PretrainedConfig]) -> type[PretrainedConfig]:
+    """The configuration whose model is tried for a class: the class itself, or the first composite configuration with
+    it as a part, if no model has the class's own.
+
+    Raises:
+        LookupError: The library has no such class.
+    """
+    try:
+        class_of(kind)
+    except LookupError:
+        for name in CONFIG_MAPPING:
+            other = CONFIG_MAPPING[name]
+            if other.__module__ == kind.__module__ and kind in other.sub_configs.values():
+                return other
+        raise
+    return kind
+
+
+def small_model(model_type: str, sizes: Mapping[str, Any] | None = None) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    """A model of a type, with weights that are no zeros and ones, and the names of its samples. `sizes`: go before the
+    table's.
+
+    Raises:
+        Exception: That of the first variant, if none gives an output.
+    """
+    kind, first, added = whole_of(CONFIG_MAPPING[model_type]), None, dict[str, Any]()
+    variants = list(VARIANTS)
+    while variants:
+        more = {**(sizes or {}), **variants.pop(0)}
+        try:
+            config = small_config(kind, more, added)
+            model: PreTrainedModel = class_of(kind)._from_config(config, attn_implementation="eager")
+            with torch.no_grad():
+                for p in model.parameters():
+                    if p.ndim < 2:
+                        p.add_(0.1 * torch.randn_like(p))
+            return model, sample_names(model)
+        except Exception as error:
+            first = first or error
+            # A field that the class reads, and that its configuration does not have.
+            missing = str(getattr(error, "name", ""))
+            if isinstance(error, AttributeError) and missing in SIZES and missing not in added:
+                added[missing] = SIZES[missing]
+                variants.insert(0, more)
+    assert first is not None
+    raise first
+
+
+def sample_names(model: PreTrainedModel) -> tuple[str, ...]:
+    """The samples that a model reads: arguments without a default, else token ids, else embeddings.
+
+    Raises:
+        Exception: The model's own for token ids, if it reads none of these.
+    """
+    named = inspect.signature(model.forward).parameters
+    required = [name for name, p in named.items()
+                if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and name not in CONSTANTS]  # fmt: skip
+    # A layer's argument that the model hands on.
+    handed = ["t_cond"] if any("t_cond" in inspect.signature(m.forward).parameters for m in model.modules()) else []
+    tokens = [["input_ids"], ["input_ids", "encoder_hidden_states"], ["input_ids", "decoder_input_ids"],
+              ["inputs_embeds"], [model.main_input_name]]  # fmt: skip
+    first: Exception | None = None
+    for tried in [required] if required else tokens:
+        names = (*tried, *handed)
+        try:
+            with torch.no_grad():
+                terms_of(model, samples_of(model, names, torch.Generator().manual_seed(1)))
+            return names
+        except Exception as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def samples_of(
+    model: PreTrainedModel, names: tuple[str, ...], generator: torch.Generator, rows: int = 4
+) -> dict[str, Tensor]:
+    """Random samples for arguments of a model's forward.
+
+    Raises:
+        LookupError: An argument's form is not known.
+    """
+    config = model.config
+    text = config.get_text_config()
+    width = next(getattr(text, name) for name in ("hidden_size", "d_model", "n_embd", "embed_dim") if has(text, name))
+    sizes = [next((getattr(config, name) for name in names if has(config, name)), default) for names, default in (
+        (("num_channels", "in_channels", "in_chans"), 3), (("temporal_patch_size", "patch_temporal"), 1),
+        (("patch_size",), 1), (("image_size",), 16))]  # fmt: skip
+    channels, temporal, patch, image = (each[0] if isinstance(each, (list, tuple)) else each for each in sizes)
+    patches = GRID[0] * GRID[1] * GRID[2]
+    flat = channels * temporal * patch * patch
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    made: dict[str, Tensor] = {}
+    for name in names:
+        if name in ("input_ids", "decoder_input_ids"):
+            made[name] = torch.randint(3, VOCABULARY, (rows, LENGTH), generator=generator)
+        elif name == "grid_thw":
+            made[name] = torch.tensor(GRID).repeat(rows, 1)
+        elif name == "pixel_position_ids":
+            made[name] = torch.cartesian_prod(torch.arange(GRID[1]), torch.arange(GRID[2])).repeat(rows, 1, 1)
+        elif name in ("pixel_values", "hidden_states") and "grid_thw" in names:
+            made[name] = normal(rows * patches, flat)
+        elif name == "pixel_values" and "pixel_position_ids" in names:
+            made[name] = normal(rows, patches, flat)
+        elif name == "pixel_values":
+            made[name] = normal(rows, channels, image, image)
+        elif name == "t_cond":
+            made[name] = normal(rows, 1, width)
+        elif name == "context_hidden_states":
+            made[name] = normal(rows, LENGTH, width * len(config.target_layer_ids))
+        elif name in ("inputs_embeds", "noise_embeds", "encoder_hidden_states"):
+            made[name] = normal(rows, LENGTH, width)
+        else:
+            raise LookupError(f"{type(model).__name__} reads {name}, whose form is not known")
+    return made
+
+
+def terms_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """The losses of all labels, which are the tokens or `labels`; without a head the outputs, weighed by random
+    numbers, those of positions without a label times 0."""
+    named = inspect.signature(model.forward).parameters
+    constants = {name: x for name, x in CONSTANTS.items() if name in named}
+    output = model(**{name: x for name, x in batch.items() if name != "labels"}, **constants)
+    labels = batch.get("labels", batch.get("input_ids"))
+    if hasattr(output, "logits") and labels is not None and output.logits.shape[:2] == labels.shape:
+        logits: Tensor = output.logits[:, :-1].flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="none")
+    hidden: Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
+    weight = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(2)).to(hidden)
+    if labels is not None and hidden.shape[:2] == labels.shape:
+        return (hidden * weight).mean(-1)[:, 1:].flatten() * (labels[:, 1:].flatten() != IGNORED_LABEL)
+    return (hidden * weight).mean(-1).flatten()
