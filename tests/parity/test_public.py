@@ -46,6 +46,9 @@ NAMED = {
     "padding_mask_group": ("wrong values", "1"),
     "partial_sum_gradient": ("scaled", "1"),
     "recomputed_over_data": ("wrong values", "1.body.0"),
+    "plan_activation_left_out": ("missing reduction", "model.layers.1.mlp.act_fn"),
+    "plan_head_norms_left_out": ("missing reduction", "layers.1.self_attn.k_norm"),
+    "plan_hook_accumulates": ("accumulation", ALL),
     "replica_means": ("scaled", ALL),
     "router_counts": ("wrong values", "1"),
     "router_scores": ("missing reduction", "experts.0"),
@@ -57,7 +60,7 @@ NAMED = {
     "shared_rotary_key": ("missing reduction", "1"),
     "stage_norm": ("clipping", ALL),
 }
-SHORT = ("expert_norm_mean", "muon_off", "router_sentinels")
+SHORT = ("expert_norm_mean", "muon_off", "plan_hook_accumulates", "router_sentinels")
 """Kinds that the tests of planted mistakes are not full of; the others are long."""
 
 
@@ -65,10 +68,21 @@ SHORT = ("expert_norm_mean", "muon_off", "router_sentinels")
     "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in NAMED]
 )
 def test_a_public_mistake_is_named(name: str) -> None:
+    if name.startswith("plan_"):
+        pytest.importorskip("transformers")
     right, wrong = (run_check(check) for check in collect(FOLDER / f"{name}.py"))
     assert right.holds, right.verdict
     assert wrong.finding is not None, "not seen"
     assert (wrong.finding.kind, wrong.finding.module) == NAMED[name]
+
+    report = FOLDER / f"reports/{name}.md"
+    if name.startswith("plan_"):
+        assert wrong.verdict in report.read_text()
+
+
+@pytest.mark.parametrize("report", sorted(FOLDER.glob("reports/*.md")), ids=lambda path: path.stem)
+def test_a_report_has_its_program(report: Path) -> None:
+    assert (FOLDER / f"{report.stem}.py").read_text() in report.read_text()
 
 
 def test_every_program_is_tried() -> None:

@@ -1,5 +1,6 @@
 """Differentiable sums over a group and a step with plain SGD, which the programs beside this file use."""
 
+import tempfile
 from typing import Any
 
 import torch
@@ -220,3 +221,23 @@ class Muon(torch.optim.Optimizer):
 def orthogonal(x: Tensor) -> Tensor:
     u, _, v = torch.linalg.svd(x, full_matrices=False)
     return u @ v
+
+
+def planned(job: Any, rules: Any = "auto") -> Any:
+    """The reference as transformers reads it with its tensor plan over all ranks; `rules` are changed in the plan."""
+    # Here, as most programs need no transformers.
+    from transformers.distributed import DistributedConfig
+
+    folder = [tempfile.mkdtemp() if job.rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    if job.rank == 0:
+        job.copy().save_pretrained(folder[0])
+    dist.barrier()
+    plan = DistributedConfig(tp_size=job.world_size, tp_plan=rules)
+    return type(job.copy()).from_pretrained(folder[0], distributed_config=plan, attn_implementation="eager").train()
+
+
+def next_words(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """A language model's mean cross entropy of the next words."""
+    logits = model(input_ids=batch["ids"], use_cache=False).logits[:, :-1]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["ids"][:, 1:].flatten())
