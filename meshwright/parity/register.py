@@ -1,4 +1,4 @@
-"""`parity register transformers`: try every plan that a library's configurations carry, a check each.
+"""`parity register LIBRARY`: try every plan that a library's configurations or functions carry, a check each.
 
 A line of JSON is written as each check ends, so that a register that was interrupted goes on. The page has a row for
 each model type and plan.
@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,10 @@ PASSES, FAILS, DOES_NOT_RUN, RAISES = "passes", "fails", "does not run", "raises
 PLAIN = "plain"
 RAISED = re.compile(r"raises under the plan: \w+ at (?P<place>[\w.]+:\d+).*")
 """An error that comes with the plan alone; the file and line of the library."""
+PACKAGES = {"transformers": "transformers", "torchtitan": "torchtitan", "automodel": "nemo_automodel"}
+"""Packages by the names that `register` knows."""
+CHECKS = {"torchtitan": "registered_titan", "automodel": "registered_automodel"}
+"""Modules with the checks of libraries whose plans are functions: plans, types, which type carries which plan."""
 SHARED = (
     "transformers.modeling_utils", "transformers.distributed", "transformers.models.auto.modeling_auto",
     "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "transformers.trainer",
@@ -87,14 +92,15 @@ def register_parser() -> argparse.ArgumentParser:
         "own class, CPU processes, float32. Exit code 1 if a plan fails.",
         epilog=f"Example: {PROGRAM} register transformers --plans tensor --only qwen --out register",
     )
-    parser.add_argument("library", choices=("transformers",), help="the installed library")
+    parser.add_argument("library", choices=tuple(PACKAGES), help="the installed library")
     parser.add_argument(
         "--plans", nargs="+", default=["tensor"], metavar="PLAN",
-        help="tensor, tensor4, tensor4-heads, expert, tensor-expert, fsdp, hsdp, tensor-fsdp (tensor)",
+        help="tensor, tensor4, tensor4-heads, expert, tensor-expert, fsdp, hsdp, tensor-fsdp (tensor); "
+        "torchtitan: tensor, fsdp, tensor-fsdp, expert; automodel: tensor, fsdp, tensor-fsdp",
     )  # fmt: skip
     parser.add_argument(
         "--conditions", nargs="+", default=["plain", "accumulated", "clipped"], metavar="CONDITION",
-        help="what a step is: plain, accumulated (microbatches with unequal numbers of labels), clipped (all three)",
+        help="transformers' step: plain, accumulated (microbatches with unequal numbers of labels), clipped (all three)",
     )  # fmt: skip
     parser.add_argument("--only", metavar="NAME", help="the model types that have this in their names")
     parser.add_argument("--out", type=Path, default=Path("register"), metavar="FOLDER", help="of lines and page")
@@ -107,23 +113,27 @@ def register_plans(arguments: argparse.Namespace, command: str) -> int:
     Raises:
         ConfigError: The library is missing, or no plan fits.
     """
-    if find_spec(arguments.library) is None:
-        raise ConfigError.of("LIBRARY", arguments.library, "is not installed", f"pip install {arguments.library}")
-    checks = list(checks_of(arguments.plans, arguments.only or "", arguments.conditions))
+    library = PACKAGES[arguments.library]
+    if find_spec(library) is None:
+        raise ConfigError.of("LIBRARY", arguments.library, "is not installed", f"pip install {library}")
+    if arguments.library in CHECKS:
+        checks = list(function_checks(CHECKS[arguments.library], arguments.plans, arguments.only or ""))
+    else:
+        checks = list(checks_of(arguments.plans, arguments.only or "", arguments.conditions))
     if not checks:
         raise ConfigError.of(
             "--only", arguments.only, "is in no model type with such a plan", "a part of a type's name"
         )
     arguments.out.mkdir(parents=True, exist_ok=True)
     lines = arguments.out / "register.jsonl"
-    done = known_entries(lines, arguments.library)
+    done = known_entries(lines, library)
     entries = list[Entry]()
     for number, (model_type, check, refuses) in enumerate(checks, 1):
         plain = done.get((model_type, check.name.partition(",")[0]))
         if "," in check.name and plain is not None and (plain.verdict == DOES_NOT_RUN or plain.kind == RAISES):
             continue  # its reason is that of the plain step
         if (model_type, check.name) not in done:
-            entry = Entry.of(model_type, run_check(check), arguments.library, refuses)
+            entry = Entry.of(model_type, run_check(check), library, refuses)
             done[model_type, check.name] = entry
             with lines.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(entry)) + "\n")
@@ -173,6 +183,25 @@ def checks_of(
 def name_of(plan: str, condition: str) -> str:
     """A kind of plan as the register names it."""
     return plan if condition == PLAIN else f"{plan}, {condition}"
+
+
+def function_checks(name: str, plans: Sequence[str], only: str) -> Iterator[tuple[str, ParityCheck, bool]]:
+    """The checks of a library whose plans are functions, from its module of checks.
+
+    Raises:
+        ConfigError: A kind of plan is unknown.
+    """
+    module = import_module(f"{__package__}.{name}")
+    for plan in plans:
+        if plan not in module.PLANS:
+            raise ConfigError.of("--plans", plan, "is no kind of plan", ", ".join(module.PLANS))
+        row = list(module.PLANS).index(plan) * len(module.TYPES)
+        for case, model_type in enumerate(module.TYPES):
+            if only in model_type and module.carries(model_type, plan):
+                yield model_type, ParityCheck(
+                    plan, Path(str(module.__file__)), tuple(module.PLANS[plan].axes.items()), "float32",
+                    case=row + case, words=model_type, preload=module.SHARED,
+                ), False  # fmt: skip
 
 
 def known_entries(lines: Path, library: str) -> dict[tuple[str, str], Entry]:

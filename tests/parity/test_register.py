@@ -142,11 +142,48 @@ def test_expert_plans_are_of_types_with_experts() -> None:
     assert "qwen3" not in found
 
 
+@pytest.mark.parametrize("name", sorted(register.CHECKS.values()))
+def test_a_library_of_functions_has_the_case_that_its_line_names(name: str) -> None:
+    """The modules of checks are read without the libraries."""
+    plans = ["tensor", "fsdp", "tensor-fsdp"]
+    found = list(register.function_checks(name, plans, "qwen3"))
+    assert {check.name for _, check, _ in found} == set(plans)
+    for model_type, check, _ in found:
+        case = collect(check.file)[check.case]
+        assert case.words == f"{check.name}-{model_type}"
+
+
+def test_experts_are_of_models_with_experts() -> None:
+    found = [model_type for model_type, _, _ in register.function_checks("registered_titan", ["expert"], "qwen3")]
+    assert found == ["qwen3_moe", "qwen3_5_moe"]
+
+
+@pytest.mark.parametrize(
+    "library, package, model_type",
+    [("torchtitan", "torchtitan.models.qwen3", "qwen3"), ("automodel", "nemo_automodel.components", "qwen3")],
+)
+@pytest.mark.parametrize("plan", ["tensor", "fsdp"])
+def test_a_function_passes(library: str, package: str, model_type: str, plan: str) -> None:
+    pytest.importorskip(package)
+    checks = register.function_checks(register.CHECKS[library], [plan], model_type)
+    (check,) = (check for found, check, _ in checks if found == model_type)
+    result = run_check(check)
+    assert result.holds, result.verdict
+
+
+def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(register, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"automodel.*is not installed.*pip install nemo_automodel"):
+        run_words(["register", "automodel", "--out", str(tmp_path)])
+
+
 def test_wrong_words_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--plans.*sideways.*tensor, tensor4, tensor4-heads, expert"):
         run_words([*REGISTER, "--plans", "sideways", "--out", str(tmp_path)])
     with pytest.raises(ConfigError, match=r"--conditions.*upside.*plain, accumulated, clipped"):
         run_words([*REGISTER, "--conditions", "upside", "--out", str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"--plans.*sideways.*tensor, fsdp"):
+        list(register.function_checks("registered_titan", ["sideways"], ""))
     with pytest.raises(ConfigError, match=r"--only.*no_such_type"):
         run_words([*REGISTER, "--only", "no_such_type", "--out", str(tmp_path)])
 
