@@ -100,7 +100,7 @@ def register_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--conditions", nargs="+", default=["plain", "accumulated", "clipped"], metavar="CONDITION",
-        help="transformers' step: plain, accumulated (microbatches with unequal numbers of labels), clipped (all three)",
+        help="transformers' step: plain, accumulated (microbatches of unequal numbers of labels), clipped (all three)",
     )  # fmt: skip
     parser.add_argument("--only", metavar="NAME", help="the model types that have this in their names")
     parser.add_argument("--out", type=Path, default=Path("register"), metavar="FOLDER", help="of lines and page")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import meshwright.parity as parity
 from meshwright.parity import registered as models
+from meshwright.parity.tiny import LENGTH, VOCABULARY
 from meshwright.ranks.dtensor import whole_of
 
 
@@ -51,6 +52,11 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["tokens"][:, 1:].flatten())
 
 
+def batch_of(generator: torch.Generator) -> dict[str, Tensor]:
+    """Random tokens of 4 rows."""
+    return {"tokens": torch.randint(3, VOCABULARY, (4, LENGTH), generator=generator)}
+
+
 @parity.check(ranks=2, precision="float32").parametrize("plan", PLANS).parametrize("model_type", TYPES)
 def registered(job: parity.Job, plan: str, model_type: str) -> None:
     """Compare a model that AutoModel has made parallel with the same model on one process."""
@@ -60,7 +66,8 @@ def registered(job: parity.Job, plan: str, model_type: str) -> None:
     from nemo_automodel.components.distributed.model_parallelizer import parallelize_model
     from nemo_automodel.components.distributed.tp_replicas import synchronize_tp_replica_gradients
 
-    job.reference(models.small_model(model_type).train(), loss_of, models.batch_of)
+    whole, _ = models.small_model(model_type)
+    job.reference(whole.train(), loss_of, batch_of)
     config = FSDP2Config()
     single = dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype"), torch.float32)
     config = replace(config, mp_policy=replace(config.mp_policy, **single))
