@@ -353,13 +353,13 @@ def check_repeatable(model: nn.Module, recipe: ReferenceRecipe) -> str:
         with torch.no_grad(), narrow:
             torch.manual_seed(seed)
             losses.append(float(recipe.loss(copied, recipe.global_batch(1))))
+    if not math.isfinite(losses[0]):
+        raise ParityError(f"the reference's loss is {losses[0]}: there is nothing to compare")
     if losses[0] != losses[1]:
         raise ParityError(
             f"the reference gives {losses[0]:.9g} and {losses[1]:.9g} on the same batch: it is random, so nothing can "
             "be compared; set its dropout to 0 (layers of nn.Dropout are switched off without you)"
         )
-    if not math.isfinite(losses[0]):
-        raise ParityError(f"the reference's loss is {losses[0]}: there is nothing to compare")
     return "" if narrow.narrowest is None else str(narrow.narrowest).removeprefix("torch.")
 
 

@@ -81,7 +81,7 @@ def reason_of(error: str) -> str:
     """The last line of an error that names an exception, without what the launcher says around it."""
     lines = [line.strip() for line in error.splitlines()]
     raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    return (raised or lines)[-1][:300]
+    return (raised or [line for line in lines if re.search(r"\w", line)])[-1][:300]
 
 
 def register_parser() -> argparse.ArgumentParser:
@@ -169,7 +169,7 @@ def checks_of(
     for name in plans:
         plan = registered.PLANS[name]
         for place, model_type in enumerate(types):
-            if only not in model_type or not registered.has_plan(model_type, plan.attribute):
+            if only not in model_type or not registered.has_plan(model_type, plan):
                 continue
             for number, condition in enumerate(registered.CONDITIONS):
                 if condition in conditions:

@@ -48,8 +48,8 @@ class Plan:
     refuses: bool = False
 
 
-HEADS = {name: 4 for name in SIZES if name.endswith(("num_key_value_heads", "linear_num_key_heads"))}
-"""As many heads of keys as of queries, which four ranks cut."""
+HEADS = {name: 4 for name in SIZES if name.endswith(("key_value_heads", "linear_num_key_heads"))}
+"""Equal numbers of heads of keys and queries, which four ranks cut."""
 PLANS = {
     "tensor": Plan("base_model_tp_plan", {"tensor": 2}, {"tp_size": 2, "tp_plan": "auto"}),
     "tensor4": Plan("base_model_tp_plan", {"tensor": 4}, {"tp_size": 4, "tp_plan": "auto"}, HEADS),
@@ -67,11 +67,13 @@ TYPES = tuple(CONFIG_MAPPING_NAMES)
 """All model types; a check's case is one of them."""
 
 
-def has_plan(model_type: str, attribute: str) -> bool:
+def has_plan(model_type: str, kind_of_plan: Plan) -> bool:
     """Whether a type's configuration has a plan of its own. The FSDP plan of all configurations is tried with causal
     language models, and with types that have another plan."""
-    kind = CONFIG_MAPPING[model_type]
+    kind, attribute = CONFIG_MAPPING[model_type], kind_of_plan.attribute
     plan = getattr(kind, attribute, None)
+    if "tp_plan" in kind_of_plan.sizes and not kind.base_model_tp_plan:
+        return False
     if not plan or plan is not getattr(PretrainedConfig, attribute, None):
         return bool(plan)
     others = (kind.base_model_tp_plan, kind.base_model_ep_plan)
@@ -79,7 +81,7 @@ def has_plan(model_type: str, attribute: str) -> bool:
 
 
 CONDITIONS = ("plain", "accumulated", "clipped")
-"""What a step is: one pass, and a second one of two halves; two microbatches with unequal numbers of labels; one pass
+"""Forms of a step: one pass, and a second one of two halves; two microbatches with unequal numbers of labels; one pass
 and a clipped norm of gradients. Each is a check of its own."""
 CLIP = 0.01
 """The norm to which gradients are clipped: less than any model's."""
@@ -102,6 +104,9 @@ def registered(job: parity.Job, plan: str, condition: str, model_type: str) -> N
         folder = Path(from_all_ranks(own.encode())[0].decode())
         made, names = small_model(model_type, PLANS[plan].small)
         whole = saved_and_read(job, folder / "first", made, options)
+        # A parameter that the class freezes may be read as a trained one, without a plan.
+        for mine, first in zip(whole.parameters(), made.parameters(), strict=True):
+            mine.requires_grad_(first.requires_grad)
         if broken := next((name for name, p in whole.named_parameters() if not p.isfinite().all()), None):
             raise ParityError(f"{broken} is not finite after saving and reading, without a plan")
 
@@ -177,8 +182,11 @@ def raising_under_plan() -> Iterator[None]:
         raise
     except Exception as error:
         # A configuration that refuses an attribute is not the code that asks for it.
-        frames = [f for f in extract_tb(error.__traceback__) if f"{transformers.__name__}/" in f.filename]
+        every = extract_tb(error.__traceback__)
+        frames = [f for f in every if f"{transformers.__name__}/" in f.filename]
         frames = [f for f in frames if not f.filename.endswith("configuration_utils.py")]
+        # A backward pass runs none of the library's lines.
+        frames = frames or [f for f in every[-1:] if f"{torch.__name__}/" in f.filename]
         if not frames:
             raise
         place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"

@@ -48,6 +48,7 @@ SIZES: Mapping[str, Any] = {
     "num_sliding_attention_heads": 4, "pyramid_num_routed": [0, 4], "block_size": 4, "target_layer_ids": [0, 1],
     "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "embedding_rank": 16,
     "embedding_dim": 32, "num_code_groups": 3,
+    "attention_types": [[["global", "local"], 1]], "default_language": "en_XX",
     "linear_num_heads": 4, "linear_head_dim": 8, "layer_group_size": 2, "encoder_layers": 2, "decoder_layers": 2,
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
     "dropout_rate": 0.0, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0,
@@ -89,9 +90,10 @@ def small_config(
     default, source, more, added = kind(), inspect.getsource(kind), more or {}, added or {}
     code = find_spec(modeling_of(kind))
     model_source = Path(str(code.origin)).read_text() if code else ""
-    # A size may be an argument alone, which shapes other fields.
+    # A size may be an argument alone, which shapes other fields, or differ by layer.
+    known = {*getattr(kind, "__dataclass_fields__", ()), *added}
     given: dict[str, Any] = {name: x for name, x in {**SIZES, **more, **added}.items()
-                             if name in added or has(default, name) or f'kwargs.pop("{name}"' in source}  # fmt: skip
+                             if name in known or has(default, name) or f'kwargs.pop("{name}"' in source}  # fmt: skip
     given |= {name: 0.0 for name, x in default.to_dict().items() if "drop" in name and isinstance(x, float)}
     given |= {name: x for name, x in UNSET.items() if has(default, name) and getattr(default, name) is None}
     if has(default, "kv_lora_rank"):  # latent attention has its own head sizes, and a key for each head
@@ -121,7 +123,8 @@ def small_config(
         try:
             return kind(**given)
         except Exception as error:
-            refused = sorted((name for name in given if name in str(error)), key=lambda name: name in parts)
+            said = str(error).partition("{")[0]  # without a configuration that the error quotes
+            refused = sorted((name for name in given if name in said), key=lambda name: name in parts)
             if not refused:
                 raise
             del given[refused[0]]
@@ -253,7 +256,10 @@ def samples_of(
         LookupError: An argument's form is not known.
     """
     config = model.config
-    text = config.get_text_config()
+    try:
+        text = config.get_text_config()
+    except ValueError:  # of several, as an encoder's and a decoder's
+        text = config.get_text_config(decoder=True)
     width = next(getattr(text, name) for name in ("hidden_size", "d_model", "n_embd", "embed_dim") if has(text, name))
     sizes = [next((getattr(config, name) for name in names if has(config, name)), default) for names, default in (
         (("num_channels", "in_channels", "in_chans"), 3), (("temporal_patch_size", "patch_temporal"), 1),
