@@ -32,8 +32,8 @@ from meshwright.parity.batches import (
     tensors_by_key,
 )
 from meshwright.parity.compare import NARROW
-from meshwright.parity.locate import locate
-from meshwright.parity.parts import Part, box_part, find_part, parts_alike
+from meshwright.parity.locate import locate, placed_otherwise
+from meshwright.parity.parts import Part, find_part, parts_alike
 from meshwright.parity.program import Model, SteppedProgram, named_models, takes_job
 from meshwright.parity.record import (
     CHUNK,
@@ -68,7 +68,7 @@ from meshwright.parity.reference import (
     without_dropout,
 )
 from meshwright.parity.trace import Trace
-from meshwright.ranks.dtensor import DeviceMesh, box_of, device_mesh, is_strided, local_of
+from meshwright.ranks.dtensor import DeviceMesh, device_mesh, local_of
 from meshwright.ranks.errors import ParityError
 from meshwright.ranks.grid import Grid
 
@@ -260,18 +260,15 @@ class ParityJob:
         from the reference's paths to modules. `batch(global_batch)` is this rank's share (without it: all of it).
         `step(model, batch)`, or `step(model, batch, job)`, takes one whole step (forward, backward, reduction,
         clipping, optimizer) and returns the loss, or None on a rank that has none; without it parity does
-        `loss(model, batch).backward()` and a step of the reference's optimizer, once in two halves of the samples whose
-        gradients are added up, where that is the same on one process.
-        `load`: give this rank the reference's weights wherever `part(name)`, a DTensor's placements or Megatron-Core's
-        attributes say which they are; without it the model must have them already, and what it does not have is a
-        finding. `part(name)`: the reference's parameter that this rank's `name` is a part of, and its slices.
+        `loss(model, batch).backward()` and a step of the reference's optimizer, once in two halves of the samples, if
+        one process gives the same. `load`: give this rank the reference's weights by `part(name)`, a DTensor's
+        placements or Megatron-Core's attributes; without it a weight that the model lacks is a finding. `part(name)`:
+        the reference's parameter that this rank's `name` is a part of, and its slices.
         `gradients`: whether `.grad` holds the whole gradient when the optimizer steps; see also `keep_gradients`.
-        `weights()`: what this rank holds of the weights between steps, by names of its own, where the model's
-        parameters are not that: slices of flat memory, as ZeRO 3 has them while weights are not gathered. `buffers`:
-        whether those that training moves must be the reference's; False where each rank counts for itself.
+        `weights()`: this rank's weights between steps, if parameters are none (ZeRO 3). `buffers`: compare them.
         """
         (whole, recipe), self.compared = self._known, True
-        # Which norm a parallel program clips by is what is to be checked: parity cannot clip in its place.
+        # The norm of a parallel program's clipping is compared: parity cannot clip in the program's place.
         if step is None and recipe.clip is not None:
             raise ParityError("job.reference(clip=...) needs job.parallel(step=...), which clips as the program does")
         wholes = {name: p.detach() for name, p in whole.named_parameters()}
@@ -288,14 +285,12 @@ class ParityJob:
         )  # fmt: skip
         parts, lost = locate(program.weights(), wholes, self._constants, load, part, axes)
         # Read now: the steps move weights away from the first values that parts were found by.
-        boxes = {name: box_of(x) for name, x in program.weights().items() if name in parts and not is_strided(x)}
-        said = {name: box_part(parts[name].name, *box, wholes[parts[name].name].shape) for name, box in boxes.items()
-                if box is not None and len(box[0]) == wholes[parts[name].name].ndim}  # fmt: skip
+        said = placed_otherwise(program.weights(), parts, wholes)
         recording, drops, probed = self._take_steps(program)
         micro = self._keep_alone(recording, parts, program.share if batch else None)
         first = recipe.global_batch(1)
         taken, wanted = tensors_by_key(program.share(first)), tensors_by_key(first)
-        # Samples in other dims are in a form of the program's own, and say nothing; None: in these, and no part.
+        # Samples in other dims have a form of the program's own; None: the dims are right, and the values are no part.
         found = {k: find_part(k, x, wanted[k]) for k, x in taken.items() if k in wanted and x.ndim == wanted[k].ndim}
         facts = PartFacts(
             program.losses, {n: p.as_json() for n, p in parts.items()}, {axis: self.index(axis) for axis in self.axes},
@@ -303,7 +298,7 @@ class ParityJob:
             rows={key: None if p is None else p.as_json() for key, p in found.items()}, micro=micro,
             alike={k: [p.as_json() for p in parts_alike(k, taken[k], wanted[k])] for k, p in found.items() if p},
             counts=[count_labels(program.share(recipe.global_batch(n)), recipe.labels) for n in STEPS], probed=probed,
-            said={name: str(part) for name, part in said.items() if part != parts[name]},
+            said=said,
         )  # fmt: skip
         write_record(self._folder, f"{PARALLEL}-{self.rank}", recording.tensors, facts, recording.traces)
 

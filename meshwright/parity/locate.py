@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from meshwright.parity.parts import PADDING, Part, box_part, find_part, is_constant
-from meshwright.ranks.dtensor import box_of, local_of, write_local
+from meshwright.ranks.dtensor import box_of, is_strided, local_of, write_local
 
 PartOf = Callable[[str], tuple[str, tuple[slice, ...]]]
 
@@ -111,3 +111,24 @@ def _megatron_part(
     rows = [start + i for s in range(stride) for start in [(s * ranks + index) * chunk] for i in range(chunk)]
     held = tuple(row if row < length else PADDING for row in rows)
     return Part(name, tuple(held if d == dim else None for d in range(whole.ndim)))
+
+
+def placed_otherwise(
+    weights: Mapping[str, Tensor], parts: Mapping[str, Part], wholes: Mapping[str, Tensor]
+) -> dict[str, str]:
+    """The parts that DTensors' placements name, by parameter, if the values are those of another part.
+
+    Args:
+        weights: This rank's tensors by name.
+        parts: The parts that their values are.
+        wholes: The reference's tensors by name.
+    """
+    said: dict[str, str] = {}
+    for name, x in weights.items():
+        box = None if name not in parts or is_strided(x) else box_of(x)
+        whole = wholes[parts[name].name] if box is not None else None
+        if box is not None and whole is not None and len(box[0]) == whole.ndim:
+            named = box_part(parts[name].name, *box, whole.shape)
+            if named != parts[name]:
+                said[name] = str(named)
+    return said
