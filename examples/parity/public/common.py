@@ -223,15 +223,16 @@ def orthogonal(x: Tensor) -> Tensor:
     return u @ v
 
 
-def planned(job: Any, rules: Any = "auto") -> Any:
-    """The reference as transformers reads it with its tensor plan over all ranks; `rules` are changed in the plan."""
+def planned(job: Any, rules: Any = "auto", converted: bool = True) -> Any:
+    """The reference as transformers reads it with its tensor plan over all ranks; `rules` are changed in the plan.
+    `converted`: saved in the published form of the weights, which reading converts."""
     # Here, as most programs need no transformers.
     from transformers.distributed import DistributedConfig
 
     folder = [tempfile.mkdtemp() if job.rank == 0 else ""]
     dist.broadcast_object_list(folder)
     if job.rank == 0:
-        job.copy().save_pretrained(folder[0])
+        job.copy().save_pretrained(folder[0], save_original_format=converted)
     dist.barrier()
     plan = DistributedConfig(tp_size=job.world_size, tp_plan=rules)
     return type(job.copy()).from_pretrained(folder[0], distributed_config=plan, attn_implementation="eager").train()
