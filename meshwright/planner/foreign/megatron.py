@@ -128,6 +128,8 @@ def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bo
         precision=precision_of(given, bridge), path=path,
         offload="host" if given.on("optimizer-cpu-offload") else "none",
     )  # fmt: skip
+    if written := partition_of(given, stages, degrees.chunks, layers_of(model)):
+        run["layout"]["pipeline"]["partition"] = written
     return ForeignJob("megatron-core", run, account, facts_of(given, bridge), "arguments")
 
 
@@ -196,6 +198,30 @@ def chunks_of(given: Arguments, stages: int, model: str | Tree) -> int:
         rule = f"does not cut {layers} layers over {stages} stages evenly"
         raise ConfigError.of("--num-layers-per-virtual-pipeline-stage", each, rule, "a divisor of a stage's layers")
     return layers // stages // each
+
+
+def partition_of(given: Arguments, stages: int, chunks: int, layers: int) -> list[int]:
+    """Layers of each virtual stage, by the layers written for the first and the last rank; empty: none are written.
+
+    The other ranks share the rest evenly, and a rank's chunks are equal, as in Megatron's
+    core/transformer/transformer_block.py, get_num_layers_to_build.
+
+    Raises:
+        ConfigError: The layers do not divide so.
+    """
+    flags = {0: "decoder-first-pipeline-num-layers", stages - 1: "decoder-last-pipeline-num-layers"}
+    ends = {rank: given.number(flag) for rank, flag in flags.items() if given.get(flag) not in NOTHING}
+    if stages == 1 or not ends:
+        return []
+    others = stages - len(ends)
+    rest = layers - sum(ends.values())
+    each = rest // others if others else 0
+    ranks = [ends.get(rank, each) for rank in range(stages)]
+    if sum(ranks) != layers or min(ranks) < 1 or any(held % chunks for held in ranks):
+        rank, held = next(iter(ends.items()))
+        rule = f"leaves {rest} of {layers} layers to {others} stages of {chunks} chunks, unevenly"
+        raise ConfigError.of(f"--{flags[rank]}", held, rule, "layers that divide as Megatron divides them")
+    return [held // chunks for held in ranks] * chunks
 
 
 def sync_of(given: Arguments, bridge: bool) -> str:

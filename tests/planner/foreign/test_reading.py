@@ -154,6 +154,34 @@ def test_the_file_and_a_run_file_are_one_question(tmp_path: Path) -> None:
     assert (config.layout.data.sync, words) == ("zero2", ["layout.data.sync=zero2"])
 
 
+MEGATRON = """python pretrain_gpt.py --num-layers 14 --hidden-size 256 --num-attention-heads 4 --seq-length 128 \\
+  --pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 8 --bf16 """
+
+
+@pytest.mark.parametrize(
+    "words, partition",
+    [
+        ("--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 3", (3, 4, 4, 3)),
+        ("--decoder-last-pipeline-num-layers 2", (4, 4, 4, 2)),
+        ("--decoder-last-pipeline-num-layers 2 --num-virtual-stages-per-pipeline-rank 2", (2, 2, 2, 1) * 2),
+    ],
+)
+def test_stages_are_cut_as_megatron_writes_them(words: str, partition: tuple[int, ...], tmp_path: Path) -> None:
+    path = tmp_path / "job.sh"
+    path.write_text(MEGATRON + words)
+    job = read_foreign(path, Asked(devices=8))
+    config = parse_run(job.run, [], unread=ELSEWHERE)
+    assert tuple(config.layout.pipeline.partition) == partition
+    assert not any("decoder" in name for name in job.account.left_out)
+
+
+def test_stages_that_megatron_cannot_cut_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "job.sh"
+    path.write_text(MEGATRON + "--decoder-last-pipeline-num-layers 3")
+    with pytest.raises(ConfigError, match="leaves 11 of 14 layers to 3 stages"):
+        read_foreign(path, Asked(devices=8))
+
+
 def test_a_python_file_is_read_and_not_run(tmp_path: Path) -> None:
     text = (
         "import torchtitan\nopen('/nowhere', 'w')\ndef f(n=2 ** 3, *, m=1):\n    c = Config(a=-1, b=n * 2, d=1 // 0)\n"
