@@ -1,9 +1,12 @@
-"""Whose bits a run's result has: its layout's, or every layout's. No torch.
+"""The `bits` section: whether the last bits of a run's result depend on the layout. No torch.
 
-`layout-free` has two principles. A grain: every kernel gets operands of one shape, those of `samples` samples, in
-whatever microbatch, replica or stage they are. And sums in which order cannot matter: what grains, microbatches and
-ranks add up is rounded once to a multiple of one power of two, and added as integers (Demmel and Nguyen, "Fast
-reproducible floating-point summation", ARITH 2013, with a quantum that is fixed for the run).
+`layout-free` has two principles:
+
+- Grains: every kernel gets operands of one shape, the shape of `samples` samples, in every microbatch, replica and
+  stage.
+- Sums without an order: each addend of grains, microbatches and ranks is rounded once to a multiple of one power of two
+  and added as an integer (Demmel and Nguyen, "Fast reproducible floating-point summation", ARITH 2013, with a quantum
+  that is fixed for the run).
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ VECTOR = 16
 """Elements of a cache line in float32."""
 
 WHOLE_VECTORS = 64
-"""Elements of a block that are whole vectors of any processor, in any precision: an operation that goes element by
-element computes what is left over in another way."""
+"""A block of a multiple of this number of elements has whole vectors on any processor, in any precision. Element-wise
+operations compute the remaining elements of an incomplete vector with different code."""
 
 
 class Bits(Section):
@@ -55,19 +58,22 @@ class Bits(Section):
 
     @property
     def cuts(self) -> bool:
-        """Whether layouts may cut layers or sequences, and end with the same bits."""
+        """Whether layouts that split layers or sequences also end with the same bits."""
         return self.layout_free and self.tensor * self.hidden * self.sequence > 1
 
     def head_parts(self, model: Network) -> int:
-        """Equal parts of attention's heads that a kernel gets at a time: those of the width, each in as many as it has
-        heads for, of the runs of a sequence, which ranks that cut sequences change for heads (Ulysses)."""
+        """Return the number of head groups that attention computes one at a time.
+
+        A multiple of `bits.tensor`: each group is split further into a divisor of `bits.sequence`, as far as it has
+        heads, so that Ulysses ranks receive whole groups.
+        """
         _, heads, members, _ = model.branches
         own, queries = max(heads // self.tensor, 1), members // max(self.tensor // heads, 1)
         return self.tensor * max(size for size in divisors(self.sequence) if can_share(own, queries, size))
 
 
 def _under_layout_free(field: str, *reads: str) -> Callable[[Callable[[Config], Iterator[Problem]]], Rule]:
-    """A rule that asks nothing of a run whose bits are its layout's."""
+    """Make a rule that is checked only under `bits.kind=layout-free`."""
 
     def bind(check: Callable[[Config], Iterator[Problem]]) -> Rule:
         return rule(field, KIND, *reads)(lambda config: check(config) if config.bits.layout_free else iter(()))
@@ -81,7 +87,7 @@ def grains_fill_microbatches(config: Config) -> Iterator[Problem]:
     micro, shares = config.batch.micro, config.layout.tensor.rows.parts
     rows, of = (replica, "a replica") if micro == "auto" or replica % grain else (micro, f"batch.micro={micro}")
     if replica % shares or rows % shares:
-        return  # who cuts rows says so
+        return  # reported by the rules of the section that splits rows
     if rows // shares % grain:
         each = f", {rows // shares} of which are each rank's" if shares > 1 else ""
         rule_text = f"does not divide the {rows} samples of {of}{each}"
@@ -105,7 +111,7 @@ def scales_are_powers_of_two(config: Config) -> Iterator[Problem]:
 
 
 def no_power_of_two(field: str, number: int, why: str, valid: str = "") -> Problem | None:
-    """The mistake of a number of addends of which no balanced tree can be made."""
+    """Return the problem of a number of addends that is no power of two: a balanced tree cannot sum it."""
     lower = 2 ** (number.bit_length() - 1)
     if number == lower:
         return None
@@ -114,7 +120,7 @@ def no_power_of_two(field: str, number: int, why: str, valid: str = "") -> Probl
 
 @_under_layout_free(TENSOR, "layout.tensor", "model")
 def parts_are_equal(config: Config) -> Iterator[Problem]:
-    """A power of two, since a tree adds them up; of which ranks hold equal numbers."""
+    """Require a power of two, since a tree sums the parts, and equal numbers of parts per rank."""
     parts, tensor = config.bits.tensor, config.layout.tensor
     if problem := no_power_of_two(TENSOR, parts, "whose sums a tree makes"):
         yield problem
@@ -122,7 +128,7 @@ def parts_are_equal(config: Config) -> Iterator[Problem]:
     for cut in whole_layers(config, TENSOR, parts) if parts > 1 else ():
         if cut.problem is not None:
             yield cut.problem
-    for field, width in config.model.widths[1:] if parts > 1 else ():  # of gates, which lie row by row beside others
+    for field, width in config.model.widths[1:] if parts > 1 else ():  # gates are stored row by row next to others
         if width % parts == 0 and width // parts % WHOLE_VECTORS:
             rule_text = f"leaves {width // parts} of {field}={width} to a part, which are no whole vectors"
             yield Problem(TENSOR, parts, rule_text, f"1; or {field}={WHOLE_VECTORS * parts}, any multiple")
@@ -135,13 +141,13 @@ def parts_are_equal(config: Config) -> Iterator[Problem]:
 
 @_under_layout_free(HIDDEN, "layout.tensor", "model")
 def parts_of_hidden_are_equal(config: Config) -> Iterator[Problem]:
-    """A power of two, as above."""
+    """Require a power of two, since a tree sums the parts, and parts of whole vectors."""
     parts, tensor = config.bits.hidden, config.layout.tensor
     size = tensor.inner_size if tensor.cuts_hidden else 1
     uneven = [(field, width) for field, width in config.model.widths if parts > 1 and width % (parts * VECTOR)]
     if problem := no_power_of_two(HIDDEN, parts, "whose sums a tree makes"):
         yield problem
-    elif uneven:  # latent widths lie between pairs, too
+    elif uneven:  # `widths` has latent widths too, which are between pairs
         field, width = uneven[0]
         rule_text = f"does not cut {field}={width} into parts of whole vectors of {VECTOR}"
         powers = [size for size in divisors(width // VECTOR) if not size & (size - 1)] if width % VECTOR == 0 else [1]
@@ -164,7 +170,7 @@ def parts_of_hidden_are_equal(config: Config) -> Iterator[Problem]:
     "bits.attention",
 )
 def runs_are_equal(config: Config) -> Iterator[Problem]:
-    """Each of whole vectors, and as many a rank as another."""
+    """Require runs of whole vectors, and equal numbers of runs per rank."""
     runs, tensor, context, model = config.bits.sequence, config.layout.tensor, config.layout.context, config.model
     for length in model.sequences(config):
         if length.number % runs:
@@ -192,8 +198,10 @@ def runs_are_equal(config: Config) -> Iterator[Problem]:
 
 
 def _kernels_are_whole_vectors(config: Config, tokens: int) -> Problem | None:
-    """The mistake of elements that are left over of whole vectors, by the field that cuts, and numbers that leave none:
-    fewer parts, or more samples that a kernel gets at a time."""
+    """Return the problem of kernels with incomplete vectors, at the field that splits, or None.
+
+    Values that give whole vectors are suggested: fewer parts, or more samples per kernel.
+    """
     bits, widths = config.bits, config.model.widths
     cut = max(bits.tensor, bits.hidden)
     odd = [
@@ -261,7 +269,7 @@ def layers_fall_into_blocks(config: Config) -> Iterator[Problem]:
 
 @_under_layout_free("layout.tensor", "bits.tensor", "model")
 def samples_share_no_addends(config: Config) -> Iterator[Problem]:
-    """A kernel's gradient of what all samples share is a sum over those that it gets."""
+    """Refuse a bias shared by samples: a kernel sums its gradient over the samples of one call."""
     shared = config.model.shared_by_samples
     if config.layout.tensor.rows.at_once > 1 and shared:
         rule_text = f"brings the samples of several ranks together, and {shared} gives attention what they share"
@@ -270,7 +278,7 @@ def samples_share_no_addends(config: Config) -> Iterator[Problem]:
 
 @_under_layout_free(KIND, "model")
 def attention_has_no_sinks(config: Config) -> Iterator[Problem]:
-    """Read from the config, before data are: heads.py would refuse the spec of the first attention."""
+    """Refuse sinks from the config, before data are read; heads.py would refuse the first attention's spec."""
     if config.model.has_sinks:
         family = config.model.family
         rule_text = f"has no sum of sinks' gradients that is free of ranks, and attention of {family} has sinks"
@@ -320,7 +328,7 @@ REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     ),
     ("compile", lambda config: config.compile if config.compile not in ("auto", "none") else None, "none"),
 )
-"""Fields that are not layout-free yet: their value where a run has it, and the values to take instead."""
+"""Fields with values that are not layout-free yet: (field, the run's refused value or None, values to use instead)."""
 
 
 @_under_layout_free(

@@ -1,13 +1,13 @@
-"""Ring attention (Liu et al., arXiv 2310.01889): blocks of keys and values go round, and what each says is merged.
+"""Ring attention (Liu et al., arXiv 2310.01889): ranks pass blocks of keys and values on and merge partial outputs.
 
-Softmax over several blocks of keys needs of each its output and the log of its sum of exponentials, l (kernels.py):
+Each block of keys gives a partial output and l, the log of the sum of exponentials (kernels.py). Two are merged by:
 
     l = log(exp l1 + exp l2)        out = exp(l1 - l) out1 + exp(l2 - l) out2
 
-Sinks enter once, when all blocks are merged (by_kernel.py); a rank has their gradient of its own queries.
+Sinks are added once, after all blocks are merged (by_kernel.py). A rank computes the sinks' gradient for its queries.
 
-Zigzag: of 2c chunks of a sequence rank i holds chunks i and 2c-1-i, so that causal ranks all do the same work. At step
-s rank i has the block of rank j = (i - s) mod c:
+Zigzag: a sequence has 2c chunks, and rank i holds chunks i and 2c-1-i. All ranks then have equal work under a causal
+mask. At step s rank i has the block of rank j = (i - s) mod c:
 
 | block    | causal: queries    | keys               | not causal | documents kept apart                     |
 |----------|--------------------|--------------------|------------|------------------------------------------|
@@ -15,15 +15,16 @@ s rank i has the block of rank j = (i - s) mod c:
 | j < i    | both chunks        | the first          | all of all | those that go on from an earlier chunk,  |
 | j > i    | the second         | both               | all of all | one for two chunks at most, or nothing   |
 
-Sends to the next rank, with n = B·A·(T/c)·E numbers: forward c - 1 blocks [2, n] of keys and values; backward these
-again, and c times a block's gradients [2, n] in float32 or better, which add up on their way round and end at home.
-The next block comes under a block's product, and so do the gradients of the block before.
+Sends to the next rank, with n = B·A·(T/c)·E numbers: forward c - 1 blocks [2, n] of keys and values. Backward the same
+blocks, and c times a block's gradients [2, n] in float32 or wider. Each rank adds to the gradients and passes them on;
+the sum ends at the block's owner. The next block and the previous block's gradients are received during a product.
 
-A window cuts pieces to the keys that it leaves, and a step without pieces is left out too.
+A window limits pieces to the visible keys. A step without pieces is skipped.
 
-Of documents all ranks know where they begin, so a step in which no rank has a document of another's block is left out,
-and a block goes straight to who needs it, its gradients straight home: short documents meet their neighbours' chunks
-in 2 steps, however many ranks cut the sequence, and one that fills the row sends as much as a ring, less a way home.
+All ranks know the first token of each document. A step is skipped if no rank needs another rank's block in that step.
+A block is sent directly to the rank that needs it, and its gradients directly to the owner. Short documents need only
+the neighbours' chunks: 2 steps for any number of ranks. A document that fills the row sends as much as a ring, except
+for the last send to the owner.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class _AroundRing(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, documents: Tensor | None,
         sinks: Tensor | None, spec: AttentionSpec, ring: RingAttention,
     ) -> Tensor:  # fmt: skip
-        """`spec`: without tensors, with a scale."""
+        """Compute the attention of this rank's queries. `spec` has a scale and no tensors."""
         own, starts = torch.stack([key, value]), ring.starts(query, spec, documents)
         ctx.spec, ctx.ring, scale = spec, ring, spec.scale
         masked = seen is not None or spec.window is not None
@@ -66,7 +67,7 @@ class _AroundRing(torch.autograd.Function):
                     _merge(merged, part, piece)
                 elif part.sums.shape == query.shape[:3]:
                     merged = Attended(part.out.to(part.sums.dtype), part.sums.clone(), part.seeds)
-                else:  # queries without keys so far; each sees at least itself later
+                else:  # some queries have no keys yet; each attends to at least its own token later
                     nothing = part.sums.new_zeros(query.shape)
                     merged = Attended(nothing, part.sums.new_full(query.shape[:3], -torch.inf), part.seeds)
                     _merge(merged, part, piece)
@@ -74,7 +75,7 @@ class _AroundRing(torch.autograd.Function):
         if sinks is not None:
             merged = sunk(merged, sinks)
         out = merged.out.to(query.dtype)
-        # All by this word: what hangs on ctx itself stays there, also where the layer is computed again.
+        # Save all tensors this way: attributes of ctx would stay allocated even if the layer is recomputed.
         ctx.save_for_backward(query, key, value, seen, documents, sinks, out, merged.sums, *merged.seeds)
         return out
 
@@ -84,7 +85,7 @@ class _AroundRing(torch.autograd.Function):
         query, key, value, seen, documents, sinks, out, sums, *seeds = ctx.saved_tensors
         spec, ring, kernel = ctx.spec, ctx.ring, ctx.kernel
         starts = ring.starts(query, spec, documents)
-        gradient = gradient.contiguous()  # a sum's gradient is an expanded number, which kernels refuse
+        gradient = gradient.contiguous()  # a sum's gradient is an expanded scalar, which kernels reject
         own = torch.stack([key, value])
         dq = torch.zeros_like(query, dtype=sums.dtype)
         home = _Home(ring, own, sums.dtype, straight=starts is not None)
@@ -97,7 +98,7 @@ class _AroundRing(torch.autograd.Function):
                 more = kernel.gradients(gradient[at], query[at], k, v, whole, bias, piece.causal, spec.scale)
                 dq[at] += more[0]
                 if dblock is None:
-                    dblock = home.block()  # behind a product, under which it has come
+                    dblock = home.block()  # after a product, which overlaps the receive
                 dblock[0, piece.rows, :, piece.keys] += more[1]
                 dblock[1, piece.rows, :, piece.keys] += more[2]
             home.leave(step, home.block() if dblock is None else dblock)
@@ -118,14 +119,14 @@ def _merge(merged: Attended, part: Attended, piece: Piece) -> None:
 
 
 class RingAttention(CutContext):
-    """Rank i holds chunks i and 2c-1-i of every sequence; keys and values go to rank i + 1."""
+    """Context with chunks i and 2c-1-i of every sequence on rank i; rank i sends keys and values to rank i + 1."""
 
     def chunks(self, index: int) -> tuple[int, int]:
-        """The numbers of a rank's chunks."""
+        """Return the indices of a rank's two chunks."""
         return index, 2 * self.size - 1 - index
 
     def runs(self, length: int, index: int | None = None) -> tuple[range, ...]:
-        """This rank's tokens of a sequence, or those of the rank `index`: its two chunks."""
+        """Return the tokens of the two chunks of rank `index` (default: this rank) in a sequence of `length`."""
         chunk = length // (2 * self.size)
         numbers = self.chunks(self.index if index is None else index)
         return tuple(range(number * chunk, (number + 1) * chunk) for number in numbers)
@@ -140,18 +141,21 @@ class RingAttention(CutContext):
         return attended
 
     def kernel_for(self, query: Tensor, key: Tensor, value: Tensor, masked: bool, cap: float | None) -> Kernel:
-        """The kernel of every piece."""
+        """Choose the kernel for all pieces."""
         device_type, widens = self.mesh.device_type, self.heads.widens
         return kernel_for(query, key, value, masked, device_type, cap=cap, widens=widens)
 
     def starts(self, query: Tensor, spec: AttentionSpec, documents: Tensor | None) -> np.ndarray | None:
-        """The place [B, T] at which each token's document begins; a row of a window without documents is one."""
+        """Return the index [B, T] of the first token of each token's document; None without documents and window.
+
+        With a window and no documents, each row counts as one document.
+        """
         if documents is not None or spec.window is None:
             return None if documents is None else documents.numpy()
         return np.zeros((query.shape[0], query.shape[TOKENS] * self.size), dtype=np.int64)
 
     def pieces(self, step: int, count: int, spec: AttentionSpec, starts: np.ndarray | None) -> Iterator[Piece]:
-        """The queries and the block's keys that see each other at a step, of `count` each."""
+        """Yield the pieces of a step: queries and block keys that may attend, out of `count` of each."""
         rows, whole, chunk = slice(None), slice(0, count), count // 2
         source = (self.index - step) % self.size
         if starts is not None:
@@ -164,10 +168,10 @@ class RingAttention(CutContext):
             yield Piece(rows, slice(chunk, count), whole, False)
 
     def steps(self, starts: np.ndarray, window: int | None) -> list[int]:
-        """The steps in which some rank's queries see keys of its block: all ranks say the same."""
+        """Return the steps in which some rank's queries attend to keys of the received block; equal on all ranks."""
         chunk = starts.shape[1] // (2 * self.size)
-        # For each chunk the first chunk whose keys some row's queries in it see: the documents that a chunk begins with
-        # reach furthest back, as far as the window of the chunk's first query.
+        # Find the first chunk with keys for each chunk's queries, in any row. The document at the chunk's first token
+        # reaches furthest back, limited by the window of the chunk's first query.
         begins = starts[:, ::chunk].min(0)
         if window is not None:
             begins = np.maximum(begins, np.arange(0, starts.shape[1], chunk) - window + 1)
@@ -184,7 +188,7 @@ class RingAttention(CutContext):
     def blocks(
         self, own: Tensor, spec: AttentionSpec, starts: np.ndarray | None
     ) -> Iterator[tuple[int, Tensor]]:  # fmt: skip
-        """(step, block of keys and values) of every step; the next one comes while one is used."""
+        """Yield (step, block of keys and values) for each step; the next block is received while one is used."""
         steps = list(range(self.size)) if starts is None else self.steps(starts, spec.window)
         block = own
         for step, after in zip(steps, [*steps[1:], None], strict=True):
@@ -198,8 +202,11 @@ class RingAttention(CutContext):
     def bias(
         self, piece: Piece, spec: AttentionSpec, seen: Tensor | None, step: int, like: Tensor
     ) -> Tensor | None:  # fmt: skip
-        """The addend of a piece's scores, [B, 1, 1, s] for padding, [1, 1, t, s] for a window: half the least number
-        where a key is not seen, so that a row that sees none of a block has a finite l, and no part of the output."""
+        """Return the bias of a piece's scores, [B, 1, 1, s] for padding or [1, 1, t, s] for a window; None without.
+
+        Masked keys get half of the dtype's least number. A row with no visible key in a block then has a finite l and
+        adds nothing to the output.
+        """
         if piece.ahead is not None and spec.window is not None:
             queries, keys = (run.stop - run.start for run in (piece.queries, piece.keys))
             hidden = outside(spec.window, piece.ahead, queries, keys, like.device)[None, None]
@@ -211,7 +218,7 @@ class RingAttention(CutContext):
         return torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, torch.finfo(like.dtype).min / 2)
 
     def start(self, block: Tensor, hops: int = 1) -> Moving:
-        """Begin to send a block `hops` ranks on, and to receive one from as many ranks before."""
+        """Start to send a block to rank i + `hops` and to receive one from rank i - `hops`."""
         came = torch.empty_like(block)
         after, before = (self.index + hops) % self.size, (self.index - hops) % self.size
         return Moving(self.comm.exchange(block, after, came, before, wait=False), lambda: came)
@@ -219,9 +226,12 @@ class RingAttention(CutContext):
 
 @dataclass
 class _Home:
-    """The way of blocks' gradients to their owners. Behind a block: each rank adds its part, and the sum ends at the
-    owner. Straight: each rank sends its addend there, and the owner sums in step order. `own`: the rank's own block,
-    and `dtype` that of gradients."""
+    """Sends of blocks' gradients to the blocks' owners.
+
+    Around the ring: each rank adds its part and passes the sum on, until the owner receives the whole. `straight`: each
+    rank sends its part directly to the owner, which sums in step order. `own`: this rank's block. `dtype`: the dtype of
+    gradients.
+    """
 
     ring: RingAttention
     own: Tensor
@@ -231,24 +241,24 @@ class _Home:
     _coming: Moving | None = None
 
     def block(self) -> Tensor:
-        """Where a step's block has its gradients added: zeros, or behind a block what the ranks before added up."""
+        """Return the tensor for a step's gradients: zeros, or around the ring the sum received from other ranks."""
         if self.straight or self._coming is None:
             return torch.zeros_like(self.own, dtype=self.dtype)
         return self._coming.wait()
 
     def leave(self, step: int, dblock: Tensor) -> None:
-        """Send the gradients of a step's block on."""
+        """Start to send the gradients of a step's block."""
         if not self.straight:
             self._coming = self.ring.start(dblock)
         elif self._total is None:
-            self._total = dblock  # of the rank's own block, which is the first
+            self._total = dblock  # the first step is the rank's own block
         else:
             coming = self.ring.start(dblock, -step)
-            self.sum()  # one comes at a time, so that memory does not grow with the ranks
+            self.sum()  # one receive at a time, so that memory does not grow with the number of ranks
             self._coming = coming
 
     def sum(self) -> Tensor:
-        """The gradients of this rank's own block, as far as they are on their way."""
+        """Wait for the pending receive and return the sum so far of the gradients of this rank's block."""
         if self._coming is not None:
             came, self._coming = self._coming.wait(), None
             self._total = came if self._total is None else self._total.add_(came)

@@ -15,21 +15,31 @@ from meshwright.config import Config
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of the tokens seen so far, one pair a block, [B, K, T, E] each; K: heads that have some. Of a
-    layer with a window, those of the window's last tokens."""
+    """Keys and values of all past tokens: one pair per block, [B, K, T, E] each, for K key-value heads. A layer with
+    a window keeps only the window's last tokens."""
 
     layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     num_tokens: int = 0
     """Tokens seen so far."""
 
     def extend(self, layer: int, key: Tensor, value: Tensor, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """Append to a layer's pair and return all that the new tokens see. `window`: the layer's."""
+        """Append keys and values of new tokens to a layer's cache.
+
+        Args:
+            layer: the layer's index; layer 0 counts the tokens.
+            key: [B, K, T, E] of the new tokens.
+            value: [B, K, T, E] of the new tokens.
+            window: the layer's attention window in tokens; None for none.
+
+        Returns:
+            All keys and values that the new tokens attend to.
+        """
         if layer == 0:
             self.num_tokens += key.shape[2]
         if layer < len(self.layers):
-            # A new tensor each token: cheap beside a pass's products, and no size need be known ahead.
+            # Concatenation allocates for each token: cheap next to the matrix products, and needs no maximum size.
             key, value = (torch.cat(both, 2) for both in zip(self.layers.pop(layer), (key, value), strict=True))
-        # The next token sees itself and window - 1 tokens before it. A copy frees the others' memory.
+        # The next token attends to itself and the window - 1 tokens before. The copy lets older tokens be freed.
         hidden = 0 if window is None else max(0, key.shape[2] - window + 1)
         kept = (key[:, :, hidden:].clone(), value[:, :, hidden:].clone()) if hidden else (key, value)
         self.layers.insert(layer, kept)
@@ -45,18 +55,20 @@ class KeyValueCache:
 
 
 class Decoder(Chain):
-    """Tokens to a loss. Subclasses make blocks, `norm` and `head`.
+    """Base of chains from tokens to a loss. Subclasses make blocks, `norm` and `head`.
 
-    Batch: `tokens` and `labels`, both [B, T]. Where documents are kept apart also `positions` [B, T], each token's
-    place in its document, and `documents` [B, T], the place in the sequence where that begins, by which attention keeps
-    to it (context/documents.py).
+    Batch: `tokens` and `labels`, both [B, T]. If attention is kept within documents, also:
+
+    - `positions` [B, T]: each token's position in its document;
+    - `documents` [B, T]: the index in the sequence of the document's first token, which attention uses as its limit
+      (context/documents.py).
     """
 
     inside = ("documents",)
 
     @abstractmethod
     def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """The normed hidden states [B, T, H] of tokens that follow those in the cache."""
+        """Return the normed hidden states [B, T, H] of tokens that follow the cached tokens."""
 
     @staticmethod
     def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:

@@ -1,8 +1,7 @@
-"""The chain of decoders with rotary positions and RMS norms: Llama's family's and DeepSeek's, each with blocks of its
-own.
+"""The chain of decoders with rotary positions and RMS norms; the Llama and DeepSeek families each add their blocks.
 
-Feed-forwards may be of experts (tensor/experts.py). What passes from layer to layer then has the sum over layers of the
-routers' losses [B] beside the hidden states, where these are a part of the loss.
+Feed-forwards may be mixtures of experts (tensor/experts.py). If the routers' losses are a part of the loss, each layer
+passes on the hidden states and the sum of the routers' losses of all layers so far, [B].
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from meshwright.compute.tensor.kit import Kit
 
 
 class RotaryBlock(nn.Module):
-    """h + attention(norm(h)), then h + feed_forward(norm(h)). `attention`: of (h, rotation, cache, documents)."""
+    """Block: h + attention(norm(h), rotation, cache, documents), then h + feed_forward(norm(h))."""
 
     def __init__(
         self, model: RotaryTransformer, kit: Kit, attention: nn.Module, *, has_experts: bool, bias: bool = False
     ) -> None:
-        """`bias`: of a feed-forward's linears."""
+        """`bias`: whether a dense feed-forward's linears have biases."""
         super().__init__()
         self.attention_norm = kit.norm(model.hidden, model.norm_epsilon, kind="rms")
         self.attention = attention
@@ -52,7 +51,7 @@ class RotaryBlock(nn.Module):
         self, hidden: Hidden, rotation: Rotation, cache: KeyValueCache | None = None, documents: Tensor | None = None,
         places: Tensor | None = None,
     ) -> Hidden:  # fmt: skip
-        """([B, T, H],), or with the routers' losses so far ([B, T, H], [B]), to the same."""
+        """Map ([B, T, H],) or, with the sum of the routers' losses, ([B, T, H], [B]) to the same shapes."""
         h, *losses = hidden
         h, normed = self._attended(h, rotation, cache, documents)
         if not self.has_experts:
@@ -65,15 +64,17 @@ class RotaryBlock(nn.Module):
     def _attended(
         self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None, documents: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states [B, T, H] behind attention, and what the feed-forward reads of them."""
+        """Return the hidden states [B, T, H] after attention, and the normed ones that the feed-forward reads."""
         h = h + self.dropout(self.attention(self.attention_norm(h), rotation, cache, documents))
         return h, self.feed_forward_norm(h)
 
     def to_experts(
         self, hidden: Hidden, rotation: Rotation, documents: Tensor | None, places: Tensor
     ) -> tuple[Hidden, Dispatch]:
-        """The block up to where rows leave for their experts: (rows [R, H], h, weights, then with a shared expert what
-        it reads, then the routers' losses), and where the rows go."""
+        """Run the block until rows are sent to experts. Returns a tuple and the dispatch plan of the rows.
+
+        The tuple: rows [R, H], h, weights, the shared expert's input (if there is one), the routers' losses (if any).
+        """
         h, *losses = hidden
         h, normed = self._attended(h, rotation, None, documents)
         (rows, weights, own), plan = self.experts.dispatch(normed, places)
@@ -81,7 +82,7 @@ class RotaryBlock(nn.Module):
         return (rows, h, weights, *shared, *(total + one for total, one in zip(losses, own, strict=True))), plan
 
     def from_experts(self, y: Tensor, stayed: Hidden, plan: Dispatch) -> Hidden:
-        """The rest of the block, when the experts' outputs y [R, H] are back. `stayed`: what to_experts gave beside
+        """Run the rest of the block on the experts' outputs y [R, H]. `stayed`: the tuple of `to_experts` without
         rows."""
         h, weights, *rest = stayed
         y = self.experts.combine(y, weights, plan)
@@ -91,21 +92,21 @@ class RotaryBlock(nn.Module):
 
     @property
     def experts(self) -> Experts:
-        """Feed-forwards of experts, which the block has."""
+        """The block's mixture of experts. Only valid if `has_experts`."""
         return cast(Experts, self.feed_forward)
 
 
 class RotaryDecoder(Decoder):
-    """Tokens to a loss."""
+    """Decoder with rotary positions, from tokens to a loss."""
 
     def __init__(
         self, model: RotaryTransformer, kit: Kit, chunk: Chunk | None, rotary_width: int,
         make_block: Callable[[int], RotaryBlock],
     ) -> None:  # fmt: skip
-        """`rotary_width`: a head's numbers that are turned; `make_block`: the block of a layer's number."""
+        """`rotary_width`: number of elements of a head that are rotated. `make_block(layer)` makes a layer's block."""
         super().__init__(chunk or Chunk.whole(model.layers))
         self.rope, self.rotary_width = model.rope, rotary_width
-        # The mean over layers: what passes on is their sum.
+        # The loss has the mean over layers; layers pass on the sum.
         self.loss_share = 1 / model.expert_layers if model.router_losses else 0.0
         """The factor of the sum of the routers' losses in the loss."""
         hidden, initial = model.hidden, Initial(0.02)
@@ -126,13 +127,13 @@ class RotaryDecoder(Decoder):
         h = self.dropout(self.tokens(tokens))
         if not self.loss_share:
             return (h,)
-        # A sum over layers of numbers near one, of which half precision would lose digits. It requires a gradient,
-        # since a stage is asked for the gradient of all that it was given.
+        # float32: a sum over layers of numbers near one would lose digits in half precision. It requires a gradient,
+        # since a stage must return gradients of all its inputs.
         wide = torch.promote_types(h.dtype, torch.float32)
         return h, torch.zeros(tokens.shape[0], dtype=wide, device=h.device, requires_grad=True)
 
     def run_layers(self, hidden: Hidden, batch: Batch, chunk: Chunk) -> Hidden:
-        """The rotation is computed once, and goes through the layers with the batch."""
+        """Run the layers with a rotation that is computed once and passed in the batch."""
         batch = batch | self.turned(batch)
         if not self.keeps_rows:
             return super().run_layers(hidden, batch, chunk)
@@ -160,7 +161,7 @@ class RotaryDecoder(Decoder):
             if not block.has_experts:
                 hidden = run_group(partial(self._layers, (layer,), batch), hidden)
                 continue
-            # Each part of the layer is recomputed by itself: what came from other ranks is kept, and travels once.
+            # Each part of the layer is recomputed separately: rows received from other ranks are kept and sent once.
             run = partial(self.run_part, layer, run_group)
             (rows, *stays), plan = run(block.to_experts, hidden, rotation, documents, batch["places"])
             trade = block.experts.trade_of(plan, rows.device)
@@ -171,7 +172,7 @@ class RotaryDecoder(Decoder):
         return hidden
 
     def turned(self, batch: Batch) -> Batch:
-        """The entries by which layers know their tokens' places: cosines and sines, and the places themselves."""
+        """Return the batch entries of token positions: `cosines`, `sines` and `places`."""
         tokens = batch["tokens"]
         places = self.context.positions(0, tokens.shape[1], tokens.device)
         # Once a microbatch and not once a layer.
@@ -195,9 +196,9 @@ class RotaryDecoder(Decoder):
         return self.final_states(hidden)
 
     def _rotation(self, positions: Tensor, documents: Tensor | None = None) -> Rotation:
-        """The rotation of tokens at these places of every sequence.
+        """Return the rotation of tokens at `positions` of every sequence.
 
-        documents [B, T]: where in whole sequences each token's document begins; there positions are 0.
+        documents [B, T]: index in the whole sequence of the first token of each token's document (position 0).
         """
         if documents is not None:
             positions = positions - to_device({"starts": documents}, positions.device)["starts"][:, positions]
@@ -205,7 +206,7 @@ class RotaryDecoder(Decoder):
 
 
 def feed_forward_products(model: RotaryTransformer) -> tuple[int, ...]:
-    """Multiplications of a token's feed-forward, by layer: of experts those that a token takes, and the router."""
+    """Count a token's multiplications in each layer's feed-forward; with experts, in its experts and the router."""
     dense, experts = 3 * model.hidden * model.inner, model.experts
     if experts is None:
         return (dense,) * model.layers

@@ -1,4 +1,4 @@
-"""The model sections of a config, one a family: fields, and what the rest must know of them. No torch."""
+"""The model sections of a config, one per family: fields, and the facts that other rooms read. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Length(NamedTuple):
-    """A sequence of tokens: which field holds its length, or which words stand for those that `reads` names."""
+    """Length of a sequence of tokens. `field`: the config field that holds it, or a text that replaces `reads`."""
 
     field: str
     number: int
@@ -27,83 +27,83 @@ class Length(NamedTuple):
 
 
 class Branches(NamedTuple):
-    """A block's branches: what tensor parallelism deals out."""
+    """Branches of a block (attention heads), which tensor parallelism distributes over ranks."""
 
     field: str
-    """The field that counts them."""
+    """The config field that counts the branches."""
     number: int
     members: int = 1
-    """Equal parts of a branch that ranks with the same one can share out: the queries of a key-value head."""
+    """Equal parts of a branch that several ranks can split: the queries of a key-value head."""
     shared: str = ""
-    """The field that gives all branches of a block one parameter; empty where each parameter is a branch's own."""
+    """The field that gives all branches of a block one shared parameter; empty if there is none."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Facts of a model's mixture of experts; the defaults are those of a model without one."""
+    """Facts of a model's mixture of experts; the defaults describe a model without one."""
 
     num_experts: int = 0
-    """Experts of a layer, which an axis may deal out."""
+    """Number of experts per layer, which an axis may shard."""
     droppable_pairs: int = 0
-    """Pairs of each token and an expert, in all layers, that a capacity may drop."""
+    """Number of (token, expert) pairs per token, over all layers, that a capacity may drop."""
     stacked_matrices: str = ""
     """The field by which one parameter holds several matrices."""
     bias_rate: float = 0.0
-    """How far a step moves the biases by which routers choose experts; 0 where they stay."""
+    """Change per step of the biases that routers use to choose experts; 0 for constant biases."""
     counts_first: bool = False
-    """Whether a step goes forward once more before it trains, to count which experts the global batch takes."""
+    """Whether a step first runs an extra forward pass, to count the global batch's tokens per expert."""
 
 
 class Network(Section):
     """Base of all families. Letters as in the glossary: H hidden, V vocabulary. Subclasses add `family`, a Literal."""
 
     rules: ClassVar[tuple[Rule, ...]] = ()
-    """Rules on the family's fields, alone and with the data; checked where the family is chosen."""
+    """Rules on the family's fields, alone and with the data; checked if the family is chosen."""
     chain: ClassVar[str]
-    """The model's class, as `module:attribute` (chain.py): it is made of (section, kit, chunk or None)."""
+    """The model's class, as `module:attribute` (chain.py), called with (section, kit, chunk or None)."""
     has_attention: ClassVar[bool] = False
     cuts_context: ClassVar[bool] = False
-    """Whether its layers work token by token but for self-attention, and its positions are the tokens' own, so that
-    layout.context can cut its sequences."""
+    """Whether `layout.context` can split sequences: all layers but self-attention work token by token, and each token
+    has a position of its own."""
     spreads_head: ClassVar[bool] = False
-    """Whether its loss is that of a head whose classes stages can share out."""
+    """Whether stages can shard the classes of the head that computes the loss."""
     separates: ClassVar[bool] = False
-    """Whether its attention can keep to the documents of a sequence."""
+    """Whether attention can be limited to the documents of a sequence."""
     has_sinks: ClassVar[bool] = False
-    """Whether its attention has sinks."""
+    """Whether attention has sinks."""
     shared_by_samples: ClassVar[str] = ""
-    """The field that gives attention's scores addends that all samples share; empty where there are none."""
+    """The field that adds a bias shared by all samples to attention's scores; empty if there is none."""
     reads: ClassVar[str] = "tokens"
-    """The form of its batches: what a kind of data gives (data/section.py)."""
+    """The form of a batch that the model reads; each kind of data gives one (data/section.py)."""
     data_kind: ClassVar[str] = "text"
-    """The kind of data that a run of it reads where it names none."""
+    """The kind of data of a run that names none."""
     measured_by: ClassVar[str] = "meshwright.tools.evaluate.perplexity:measure_text"
-    """The function that measures its perplexity."""
+    """The function that measures perplexity."""
     generated_by: ClassVar[str] = "meshwright.tools.generate:go_on"
-    """The function that generates text of it."""
+    """The function that generates text."""
     special_tokens: ClassVar[tuple[str, ...]] = ()
-    """Tokens that it needs besides a text's and the one that ends a text, as published vocabularies spell them."""
+    """Required tokens besides a text's and the end-of-text token, spelled as in published vocabularies."""
 
     width_fields: ClassVar[tuple[str, ...]] = ("hidden",)
     """The fields that hold the widths of layers: the hidden width, then inner ones."""
     table_fields: ClassVar[tuple[str, ...]] = ()
     """The fields that hold the rows of tables, before they are padded."""
     has_further_tables: ClassVar[bool] = True
-    """Whether there are padded tables besides those: classes of a head, or segments."""
+    """Whether there are padded tables besides `table_fields`: classes of a head, or segments."""
     latent_fields: ClassVar[tuple[str, ...]] = ()
-    """The fields that hold widths of activations between pairs beside the hidden one; one may be null."""
+    """The fields that hold widths of activations between pairs, other than the hidden width; a value may be null."""
 
     losses_in_layers: ClassVar[str] = ""
-    """The field that gives layers losses of their own, which the head does not see; empty where none has."""
+    """The field that adds losses computed in layers, not by the head; empty if there are none."""
     num_tokens: ClassVar[int] = 0
-    """Tokens that it knows; none where it reads no text."""
+    """Number of tokens in the vocabulary; 0 if the model reads no text."""
     longest: ClassVar[int] = 0
-    """Tokens that a sample may have."""
+    """Maximum number of tokens of a sample."""
     routing: ClassVar[Routing] = Routing()
     """Facts of a mixture of experts, for the planner, the optimizer and the metrics; without one, the defaults."""
 
     balance_of_folders: ClassVar[str] = ""
-    """Why weights that come from a folder train without a balance of their experts, of a family that has some."""
+    """For families with experts: why weights loaded from a folder train without balancing the experts."""
 
     family: str
     """The form of the network."""
@@ -119,14 +119,14 @@ class Network(Section):
     """The rows of every table are padded to a multiple of this; padding of classes is masked out of the softmax."""
 
     def padded(self, rows: int) -> int:
-        """`rows` up to the next multiple of vocabulary_multiple."""
-        # Padded rows keep products in a GPU's fast kernels and make tables divisible, whatever the vocabulary.
+        """Round `rows` up to a multiple of `vocabulary_multiple`."""
+        # Padded rows allow a GPU's fast kernels and make tables of any vocabulary divisible.
         return math.ceil(rows / self.vocabulary_multiple) * self.vocabulary_multiple
 
     @property
     @abstractmethod
     def num_blocks(self) -> int:
-        """Layers of the chain that a pipeline cuts."""
+        """Number of layers of the chain that a pipeline splits."""
 
     @property
     @abstractmethod
@@ -134,13 +134,13 @@ class Network(Section):
         """A block's branches."""
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the feed-forward of layer number `layer` is of experts."""
+        """Return whether layer number `layer` has a mixture of experts as feed-forward."""
         return False
 
     @classmethod
     def __pydantic_init_subclass__(cls, **more: Any) -> None:
         super().__pydantic_init_subclass__(**more)
-        # Each was a property of its own before, and would be overridden to no effect.
+        # A class attribute with a name of `Routing` (formerly a separate property) would have no effect.
         if said := sorted(Routing.__dataclass_fields__.keys() & vars(cls).keys()):
             raise TypeError(f"{cls.__name__} says {', '.join(said)} by itself: its `routing` says it, a Routing")
 
@@ -156,13 +156,13 @@ class Network(Section):
 
     @property
     def padded_rows(self) -> int:
-        """The rows of every padded table are a multiple of this."""
-        # Whoever cuts rows must cut every table: what divides all of them is what counts.
+        """The greatest common divisor of the numbers of rows of all padded tables."""
+        # A number of shards must divide every table.
         further = [self.vocabulary_multiple] if self.has_further_tables else []
         return math.gcd(*(self.padded(rows) for _, rows in self.tables), *further)
 
     def sequences(self, config: Config) -> Iterator[Length]:
-        """The sequences that its layers see, token by token; none where layers look at all tokens at once."""
+        """Yield the sequences that layers process token by token; none if layers read all tokens at once."""
         yield from ()
 
 
@@ -195,7 +195,7 @@ class Transformer(Network):
     @property
     def inner(self) -> int:
         """N: the width of the feed-forward layer."""
-        # The original Transformer's ratio, which GPT-2 and BERT kept.
+        # The ratio of the original Transformer, GPT-2 and BERT.
         return 4 * self.hidden
 
 

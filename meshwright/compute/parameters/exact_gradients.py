@@ -12,10 +12,10 @@ from meshwright.compute.parameters.gradients import Gradients, OnFirst, OnGradie
 
 
 class ExactGradients(Gradients):
-    """`views`: int64. Each gradient is computed by itself, in float32, and added to its view as integers.
+    """Accumulator of gradients as integers: computes each gradient in float32 and adds it to an int64 view.
 
-    A microbatch is several portions, each with a backward pass of its own. The strategy is told of a gradient in the
-    last of them alone (`last_portion`): its bucket may leave then.
+    A microbatch has several portions, each with a separate backward pass. `on_gradient` is called only in the last
+    portion (`last_portion`): the bucket may be reduced after that call.
     """
 
     def __init__(
@@ -24,13 +24,13 @@ class ExactGradients(Gradients):
         super().__init__(views, on_gradient, on_first)
         self.fixed = fixed
         self._begun: set[nn.Parameter] = set()
-        """Parameters whose view holds a sum."""
+        """Parameters with a sum in the view."""
 
     def share(self, parameter: nn.Parameter, users: Sequence[int]) -> None:
-        """Chunks of a rank add up a tied table in one memory: their order cannot matter."""
+        """Do nothing: the rank's chunks add to a tied table in one memory, since integer sums have no order."""
 
     def fill(self, parameter: nn.Parameter) -> None:
-        """Zeros where no gradient has come: what has is in its memory."""
+        """Write zeros if the parameter has no gradient; a gradient is already in its view."""
         if parameter not in self._begun:
             if self._on_first:
                 self._on_first(parameter)
@@ -51,7 +51,7 @@ class ExactGradients(Gradients):
             self.on_gradient(parameter)
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
-        """Autograd's own sum is of one portion: it is taken from .grad before the next comes."""
+        """Move autograd's sum of one portion from .grad to the view, before the next portion."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
             self._add(parameter, gradient.to(torch.float32))

@@ -1,4 +1,4 @@
-"""Sums in which order cannot matter: addends are rounded once to multiples of a power of two, and added exactly.
+"""Sums without an order: addends are rounded once to multiples of a power of two, and added exactly.
 
 | sum                    | addends                             | quantum             | added in | exact while          |
 |------------------------|-------------------------------------|---------------------|----------|----------------------|
@@ -6,13 +6,13 @@
 | loss                   | one of each portion                 | 2^-40               | float64  | sum < 2^12           |
 | squares, for the norm  | one of each element, in five digits | 1, 2^-22, ... 2^-88 | float64  | elements < 2^31      |
 
-All of them times the loss scale S, or its square, a power of two. 2^-52 beside Adam's epsilon of 1e-8 is 2^-25, a
-float32's half last bit; a gradient of a mean loss is nowhere near 2^11. A run whose addend is too large for its share
-of that (or no number at all) is told so by a norm that is not finite, as any run whose gradient is not.
+All of these are multiplied by the loss scale S (a power of two) or S². Relative to Adam's epsilon of 1e-8, 2^-52 is
+2^-25, half of a float32's last bit. Gradients of a mean loss are far below 2^11. If an addend is too large for a share
+of the range, or not a number, the gradient norm is not finite, as with any gradient that is not finite.
 
-The rounding is of each addend by itself, to even where it lies halfway, so neither the order nor the number of ranks,
-microbatches and threads enters it. (Demmel and Nguyen, ARITH 2013, choose the quantum from the largest addend; a fixed
-one needs no pass to find it and no second try.)
+Each addend is rounded separately, ties to even, so the result does not depend on the order or on the number of ranks,
+microbatches and threads. (Demmel and Nguyen, ARITH 2013, choose the quantum from the largest addend. A fixed quantum
+needs no pass to find the largest addend and no second try.)
 """
 
 from __future__ import annotations
@@ -24,62 +24,62 @@ GRADIENT_DIGITS = 52
 LOSS_DIGITS = 40
 
 SUMMED_LOSS = 2.0**12
-"""The scale of a loss that is summed over its elements, whose number divides it at the end: sums stay exact below
-2^24."""
+"""The scale of a loss that is summed over elements and divided by the number of elements at the end: sums stay exact
+below 2^24."""
 
 PIECE = 2**16
-"""Elements that are rounded and added at a time: what a core's cache holds of them."""
+"""Number of elements that are rounded and added at a time, chosen to fit a core's cache."""
 
 SQUARE_DIGITS = (0, 22, 44, 66, 88)
 """The quanta of the digits of a square, as powers of 1/2."""
 
 
 class FixedPoint:
-    """Adds float32 tensors into int64 ones, as multiples of `scale` · 2^-52."""
+    """Adder of float32 tensors to int64 sums, as multiples of `scale` · 2^-52."""
 
     def __init__(self, addends: int, device: torch.device) -> None:
-        """`addends`: the most that one sum has; each may have that part of the range."""
+        """`addends`: maximum number of addends of one sum; each addend may use 1 / `addends` of the range."""
         self.limit = 2.0**62 / addends
         """The largest addend, in quanta."""
         self.spoiled = torch.zeros((), dtype=torch.bool, device=device)
-        """Whether an addend was too large for its share, or no number."""
+        """Whether an addend was too large for its share or not a number."""
         self.begin(1.0)
 
     def begin(self, scale: float) -> None:
-        """A step begins, of losses times `scale`, a power of two."""
+        """Begin a step with losses multiplied by `scale`, a power of two."""
         self.scale = scale
         self.quantum = scale * 2.0**-GRADIENT_DIGITS
-        """The power of two of which sums are multiples."""
+        """The power of two that divides all sums."""
         self.spoiled.zero_()
 
     def add(self, total: Tensor, addend: Tensor, *, fresh: bool) -> None:
-        """total += addend, or = where it is `fresh`. total [...] int64; addend [...] float32, which is used up."""
+        """Add addend [...] float32 to total [...] int64, or overwrite a `fresh` total. The addend is overwritten."""
         totals, addends, factor = total.view(-1), addend.view(-1), 2.0**GRADIENT_DIGITS / self.scale
         for start in range(0, addends.numel(), PIECE):
             piece, sums = addends[start : start + PIECE].mul_(factor), totals[start : start + PIECE]
             low, high = torch.aminmax(piece)
-            self.spoiled |= ~((low > -self.limit) & (high < self.limit))  # a comparison with what is no number is false
+            self.spoiled |= ~((low > -self.limit) & (high < self.limit))  # comparisons with NaN are false
             if fresh:
                 sums.copy_(piece.round_())
             else:
                 sums.add_(piece.round_().to(torch.int64))
 
     def to_float32(self, total: Tensor) -> Tensor:
-        """The sums [n] int64 as float32, rounded once, in the first half of their own memory."""
+        """Convert sums [n] int64 to float32, rounded once, in the first half of the same memory."""
         values = total.view(torch.float32)[: total.numel()]
-        for start in range(0, total.numel(), PIECE):  # what is written lies before what is read next
+        for start in range(0, total.numel(), PIECE):  # writes stay before the next read
             values[start : start + PIECE] = total[start : start + PIECE].to(torch.float32).mul_(self.quantum)
         return values
 
 
 def rounded_loss(loss: Tensor, scale: float) -> Tensor:
-    """A loss as a float64 multiple of `scale` · 2^-40: float64 adds such exactly, in any order."""
+    """Round a loss to a float64 multiple of `scale` · 2^-40: float64 adds such multiples exactly, in any order."""
     digits = 2.0**LOSS_DIGITS / scale
     return loss.to(torch.float64).mul(digits).round_().div_(digits)
 
 
 def exact_squares(gradient: Tensor, scale: float) -> Tensor:
-    """The sum of the squares of a gradient [n] by digits, float64 [5]; `joined_squares` makes it a number.
+    """Sum the squares of a gradient [n] by digits, float64 [5]; `joined_squares` turns the digits into a number.
 
     Digits of any parts of the whole gradient may be added in any order.
     """
@@ -99,7 +99,7 @@ def exact_squares(gradient: Tensor, scale: float) -> Tensor:
 
 
 def joined_squares(digits: Tensor, scale: float) -> Tensor:
-    """The sum of squares, a float64 scalar, from the smallest digit to the largest."""
+    """Return the sum of squares, a float64 scalar, added from the smallest digit to the largest."""
     total = digits.new_zeros(())
     for digit in reversed(digits.unbind()):
         total = total + digit

@@ -1,15 +1,15 @@
-"""Islands: element-wise work between two products that pays to be compiled, as pure functions of tensors.
+"""Islands: element-wise work between two products that is worth compiling, as pure functions of tensors.
 
-torch.compile of a whole block breaks at each linear, which writes its gradient where buckets hold it. So the products,
-deferred gradients and collectives stay as they are, and Inductor compiles what stands between them, for all kits alike.
+torch.compile of a whole block breaks at each linear, since linears write gradients into buckets. Products, deferred
+gradients and collectives are therefore not compiled. Inductor compiles the functions between them, equal for all kits.
 `python -m benchmarks.islands`, both ways on a CPU's thread: GELU of [1024, 1024] takes 3.2 ms and compiled 1.9 (torch
 4.2), the smoothed loss of 256 tokens over 8,192 classes 8.4 and 8.5 (torch 8.6; without smoothing one softmax is
-3.7, torch 5.8); a residual sum with a norm takes 2.5 ms by torch and compiled 3.5, so it is no island. On a GPU the
+3.7, torch 5.8). A residual sum with a norm takes 2.5 ms by torch and compiled 3.5, so it is no island. On a GPU the
 loss's passes move 6 bytes a half-precision logit instead of 18, by counting; an H100's step of GPT-2 small took 161 ms
 with islands and 202 without (benchmarks/one_gpu.py).
 
-The loss of a rank's classes, logits [C, V/p] of which the first `held` are real: two passes with an exchange between
-them; of a rank with all classes one, whose kernel reads a row from a GPU's memory once, and again from its cache.
+The loss of a rank's classes: logits [C, V/p], the first `held` columns real. It takes two passes with an exchange
+between. A rank with all classes needs one pass: the kernel reads a row from GPU memory once, then from the cache.
 
 | pass      | gives                                                                                               |
 |-----------|-----------------------------------------------------------------------------------------------------|
@@ -39,9 +39,9 @@ CUBIC = 0.044715 * LINEAR
 
 
 def label_statistics(logits: Tensor, columns: Tensor, certain: Tensor, equal: Tensor, held: int) -> Tensor:
-    """The first pass, [C, 3] in the dtype of `certain`. It reads the logits and writes nothing of their size.
+    """Compute the first pass, [C, 3] in the dtype of `certain`, without a write of the logits' size.
 
-    `equal` is a tensor, since torch 2.13 once took the graph of another number for this one where it was a float.
+    `equal` is a tensor: as a float, torch 2.13 once used the compiled graph of another number.
     """
     real = logits[:, :held].to(certain.dtype)
     top = real.amax(1, keepdim=True)
@@ -53,7 +53,7 @@ def label_gradients(
     logits: Tensor, top: Tensor, columns: Tensor, certain: Tensor, equal: Tensor, scale: Tensor, factor: Tensor,
     held: int,
 ) -> None:  # fmt: skip
-    """The second pass: logits become their gradients, in place; padding's are 0."""
+    """Run the second pass: overwrite logits with gradients; padding gets 0."""
     shares = (logits.to(top.dtype) - top).exp() * scale
     place = torch.arange(logits.shape[1], device=logits.device)
     targets = torch.where(place == columns, certain + equal, equal) * factor
@@ -61,10 +61,10 @@ def label_gradients(
 
 
 def label_losses(logits: Tensor, columns: Tensor, certain: Tensor, equal: Tensor, factor: Tensor, held: int) -> Tensor:
-    """Both passes of a rank that has all classes: [C, 1] in the dtype of `certain`; logits become their gradients."""
+    """Run both passes for all classes: losses [C, 1] in the dtype of `certain`; gradients overwrite the logits."""
     place = torch.arange(logits.shape[1], device=logits.device)
     wide, real, labelled = logits.to(certain.dtype), place < held, place == columns
-    # Padding is masked, not cut off: sums over fewer columns than are written would be a kernel of their own.
+    # Padding is masked, not sliced off: sums over fewer columns than are written would need a separate kernel.
     masked = torch.where(real, wide, -torch.inf)
     top = masked.amax(1, keepdim=True)
     total = (masked - top).exp().sum(1, keepdim=True).log() + top
@@ -76,7 +76,7 @@ def label_losses(logits: Tensor, columns: Tensor, certain: Tensor, equal: Tensor
 
 
 def gelu_with_derivative(x: Tensor) -> tuple[Tensor, Tensor]:
-    """GELU in its tanh form and its derivative (gelu.py)."""
+    """Return GELU in the tanh form and the derivative (gelu.py)."""
     square = x * x
     gate = torch.sigmoid((square * CUBIC + LINEAR) * x)
     value = x * gate
@@ -86,7 +86,7 @@ def gelu_with_derivative(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Islands:
-    """The functions, compiled or as they are."""
+    """Table of the islands' functions, compiled or plain."""
 
     statistics: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
     gradients: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], None]
@@ -95,19 +95,22 @@ class Islands:
 
 
 def islands_of(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Islands:
-    """The functions, each as `make` returns it."""
+    """Apply `make` to each function and return the table."""
     return Islands(make(label_statistics), make(label_gradients), make(label_losses), make(gelu_with_derivative))
 
 
 def compiled_islands(device: str = "cpu") -> Islands:
-    """The functions, as Inductor compiles them for a device at their first call. Imports torch's compiler, 2 s a rank,
-    so only here. Triton compiles them in this process: they are too small for a pool."""
+    """Return functions that Inductor compiles for a device at the first call.
+
+    The import of torch's compiler takes 2 s per rank, so only this function does it. Triton compiles in this process:
+    the kernels are too small for a pool.
+    """
     options = None if device == "cpu" else {"compile_threads": 1}
     return islands_of(partial(torch.compile, fullgraph=True, backend=start_compiler(device), options=options))
 
 
 class UsesIslands:
-    """A module that uses compiled functions if it is given them."""
+    """Module that uses compiled functions after a call of `use_islands`."""
 
     islands: Islands | None = None
 

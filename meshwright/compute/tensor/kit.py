@@ -1,6 +1,6 @@
-"""The kit: the words in which a model is written once, whatever cuts its activations.
+"""The kit: the layers that a model is built from, independent of the tensor parallelism that splits activations.
 
-A model calls these and plain torch functions that act element by element or head by head; it knows no axis.
+A model calls the kit and plain torch functions that act per element or per head; models name no mesh axis.
 `expand` and `contract` are the first and second linear of a pair: between them the inner width may be split.
 """
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 
 class LinearPair(Protocol):
-    """Where the first and second linear of a pair come from. `bias`: whether they add one."""
+    """Factory of the first (`expand`) and second (`contract`) linear of a pair. `bias`: whether linears add biases."""
 
     def expand(
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
         heads: HeadGroups | None = None,
     ) -> nn.Module:  # fmt: skip
-        """[B, T, H] -> [B, T, groups, N/groups]: each group (query, key, value, say) is split over ranks by itself.
+        """Make a linear [B, T, H] -> [B, T, groups, N/groups]; each group (e.g. query, key, value) is split separately.
 
-        One group: [B, T, N]. `heads`: N is queries, keys and values of these; where ranks are more than key-value heads
-        (local_heads(heads.count) is 0) a rank gets some queries of one head, its key and its value,
-        [B, T, (G/c + 2) E] (copies.py).
+        One group: [B, T, N]. `heads`: N holds queries, keys and values of these head groups. If there are more ranks
+        than key-value heads (local_heads(heads.count) is 0), a rank gets some queries of one head with the head's key
+        and value, [B, T, (G/c + 2) E] (copies.py).
         """
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        """[B, T, N] -> [B, T, H]."""
+        """Make a linear [B, T, N] -> [B, T, H]."""
 
 
 NormKind = Literal["layer", "rms", "group"]
@@ -43,30 +43,31 @@ NormKind = Literal["layer", "rms", "group"]
 channels of a group (Wu and He, arXiv 1803.08494)."""
 
 LinearRole = Literal["transform", "patches", "scores"]
-"""A linear outside of pairs, by where its input and output are. transform: [B, t, I] -> [B, t, N], both as the kit
-holds activations; for heads and shortcuts, elsewhere in blocks use a pair. patches: from rows of numbers that every
-rank has whole and that need no gradient, [B, T, I] -> [B, T, N]. scores: [B, t, I] -> [B, T, N], alike on all ranks
-that hold these rows: what a loss over tokens is made of; what a kit that splits the sequence gives behind the first
-token's scores is of no use where t < T. t <= T, as in a head (head.py)."""
+"""A linear outside of pairs, by the layout of input and output (t <= T, as in head.py):
+
+- transform: [B, t, I] -> [B, t, N], both sharded as the kit's activations; for heads and shortcuts (in blocks: pairs).
+- patches: [B, T, I] -> [B, T, N], from rows that every rank holds whole and that need no gradient.
+- scores: [B, t, I] -> [B, T, N], equal on all ranks with these rows, for a loss over tokens. If t < T, only the first
+  token's scores are valid under a kit that splits the sequence."""
 
 Where = Literal["batch", "inside", "hidden"]
-"""batch: rows of a replica's batch [B, ...], as models see it. inside: those that a rank sees inside of `branches`;
-masks are sliced so. hidden: the part of x [T, H] that lies outside of pairs."""
+"""batch: this rank's rows of a replica's batch [B, ...], outside of branches. inside: this rank's rows inside of
+`branches`; masks are sliced this way. hidden: this rank's part of x [T, H] outside of pairs."""
 
 
 class Kit(LinearPair, Protocol):
-    """The layers that a model is written in. Each carries its parameters' ShardSpecs.
+    """Factory of a model's layers. Each layer has the ShardSpecs of its parameters.
 
-    `branches`: for a pair whose inside falls into branches that need nothing of each other: the heads of an attention,
-    the paths of a ResNeXt block. Inside of one, a rank may see other rows of the batch than outside.
-    A pair of the kit itself, a feed-forward's, has slices of its inner width at most.
+    `branches`: pairs with independent branches between the two linears: the heads of an attention, the paths of a
+    ResNeXt block. Inside of branches, a rank may hold other rows of the batch than outside. A pair of the kit itself (a
+    feed-forward) only splits the inner width into slices.
 
-    `split_axes`: the mesh axes whose ranks hold different parts of the activations between two pairs of linears, so
-    that their dropout masks must differ; on all others they must be the same.
+    `split_axes`: mesh axes with different activations on each rank between two pairs of linears. Dropout masks must
+    differ along these axes and be equal along all others.
 
-    `parts`: those of its inner width that a rank multiplies one by one, each with a key-value head of its own.
-    `inner`: the arithmetic between the two linears of its own pairs; None: torch's. `kept`: tensors derived from
-    weights, to be cleared when a step has changed these.
+    `parts`: number of parts of the inner width that a rank multiplies one by one, each with a separate key-value head.
+    `inner`: the arithmetic between the two linears of the kit's pairs; None: torch's. `kept`: tensors derived from
+    weights, to be cleared after a step has changed the weights.
     """
 
     split_axes: tuple[str, ...]
@@ -78,52 +79,61 @@ class Kit(LinearPair, Protocol):
     def branches(self) -> LinearPair: ...
 
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
-        """ids [B, T] -> [B, T, H]."""
+        """Make an embedding, ids [B, T] -> [B, T, H]."""
 
     def norm(
         self, width: int, epsilon: float, *, kind: NormKind = "layer", groups: int = 1, bias: bool = True,
         inside: bool = False,
     ) -> nn.Module:  # fmt: skip
-        """[B, T, H] -> [B, T, H]. `groups`: of channels, of a group norm.
+        """Make a norm, [B, T, H] -> [B, T, H].
 
-        `bias`: of a layer norm; none where nothing behind it feels one: its gradient would be rounding alone, which
-        Adam makes steps of. `inside`: of `branches`; layer and rms then norm a head's width, [..., E] -> [..., E], by
-        one weight for all heads, and a rank has whole groups.
+        Args:
+            width: the normed width.
+            epsilon: the addend to the variance.
+            kind: the kind of norm (`NormKind`).
+            groups: number of channel groups of a group norm.
+            bias: whether a layer norm adds a bias. Pass False if later layers cancel a bias: the gradient would be
+                only rounding errors, and Adam would turn them into full steps.
+            inside: True inside of `branches`. Layer and rms then norm a head's width, [..., E] -> [..., E], with one
+                weight for all heads, and a rank holds whole groups.
         """
 
     def linear(self, role: LinearRole, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        """A linear outside of pairs. `bias`: of a transform; patches have none, nor have scores: a softmax over tokens
-        or texts does not change by a number that all of them have."""
+        """Make a linear outside of pairs. `bias`: whether a transform adds one. Patches and scores have no bias: a
+        softmax over tokens or texts does not change if all scores change by one number."""
 
     def enter(self, x: Tensor, heads: int) -> Tensor:
-        """An activation that all heads share comes into `branches` by no linear: x as the kit holds activations,
-        [B, T, N], to a copy for each head here, [B, T, local_heads(heads), N]. Backward: `leave`."""
+        """Broadcast an activation that all heads share to this rank's heads, without a linear.
+
+        x [B, T, N], sharded as the kit's activations -> [B, T, local_heads(heads), N]. Backward: `leave`.
+        """
 
     def leave(self, x: Tensor) -> Tensor:
-        """The sum over all heads, of all ranks: [B, T, local heads, N] to [B, T, N] as the kit holds activations.
+        """Sum over the heads of all ranks: [B, T, local heads, N] -> [B, T, N], sharded as the kit's activations.
         Backward: `enter`."""
 
     def local(self, shape: tuple[int, ...], dim: int, initial: Initial, role: Role) -> nn.Module:
-        """A parameter inside of `branches`, split along `dim` as their inner width is: call it for this rank's part."""
+        """Make a parameter inside of `branches`, split along `dim` like the inner width. A call returns this part."""
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
-        """A `TableHead` (head.py), or what stands for one. `tied`: the token embedding whose weight it shares; None: a
-        weight of its own."""
+        """Make a `TableHead` (head.py) or a module with the same calls. `tied`: the token embedding that shares the
+        weight with the head; None: a separate weight."""
 
     def local_heads(self, heads: int) -> int:
-        """How many attention heads (or paths) this rank computes; 0 where ranks are more."""
+        """Return the number of attention heads (or paths) on this rank; 0 if there are more ranks than heads."""
 
     def slice(self, x: Tensor, where: Where) -> Tensor:
-        """This rank's part of numbers without a gradient that every rank has whole. Train loops slice batches, models
-        see the result."""
+        """Slice a tensor without gradient that every rank holds whole. The training loop slices batches for models."""
 
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
-        """Around what draws random numbers inside a pair of linears, with probability `rate`: each rank its own."""
+        """Return a context for random draws (dropout with probability `rate`) inside a pair: different on each rank."""
 
 
 class ExpertsKit(Kit, Protocol):
-    """A kit with feed-forwards of experts: its section says `holds_experts`."""
+    """Kit with mixtures of experts; the kit's config section has `holds_experts`."""
 
     def experts(self, shape: ExpertsShape) -> nn.Module:
-        """[B, T, H] and the tokens' places [T] in their sequences, there in training, to ([B, T, H],), and each
-        sequence's balance [B] where it is asked for."""
+        """Make a mixture of experts of (x [B, T, H], positions [T] of the tokens in their sequences, in training only).
+
+        Returns of a call: ([B, T, H],), with each sequence's balance loss [B] if `shape` asks for one.
+        """
