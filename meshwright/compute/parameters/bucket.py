@@ -1,7 +1,7 @@
 """Buckets: many parameters and their gradients in flat memory, so that one collective or kernel serves all of them.
 
-A bucket's parameters have one dtype, one optimizer rule and one set of axes to sum over. They lie in the reverse order
-of registration, about the order in which a backward pass finishes gradients.
+A bucket's parameters have one dtype, one optimizer rule and one set of axes to sum over. Parameters are stored in the
+reverse order of registration, about the order of finished gradients in a backward pass.
 A `Slot` is the part of a bucket that this rank's optimizer steps: the whole, a slice (ZeRO-1), nothing (a worker of a
 parameter server), or the matrices that the rank owns (Muon under ZeRO-1, since a slice would cut them). A `Place` is
 the position of a part of a parameter in a slot, from which checkpoints are written.
@@ -37,7 +37,7 @@ class Place:
     stop: int
 
     def clip(self, start: int, stop: int) -> Iterator[Place]:
-        """The places of this place's elements in start..stop, with positions relative to start."""
+        """Yield places of this place's elements in start..stop, with positions relative to start."""
         position = max(start, self.start)
         # A slice of flat memory may begin and end inside of a row; checkpoints of any layout can read its boxes.
         for box in self.box.flat_parts(position - self.start, min(stop, self.stop) - self.start):
@@ -61,7 +61,7 @@ StepWeights = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], StepRule
 
 
 class SlotSize(NamedTuple):
-    """The size of a slot, from which the sizes of its states follow. `matrices`: the shape of each that it steps."""
+    """Size of a slot, which gives the sizes of optimizer states. `matrices`: the shape of each stepped matrix."""
 
     elements: int
     dtype: torch.dtype
@@ -85,7 +85,7 @@ class Slot:
     shared: tuple[str, ...] = ()
     slices: Slices = Slices()
     copy_axes: tuple[str, ...] = ()
-    """Axes, and groups inside of one (`shared`), whose ranks hold the same part."""
+    """Axes, and groups inside of an axis (`shared`), with the same part on each rank."""
 
     @property
     def size(self) -> SlotSize:
@@ -106,12 +106,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """`values` [n], of which the parameters are views, and their `gradients` [n], perhaps wider (gradient_dtype), with
-    each parameter's of `views`.
+    """Flat memory of parameters: `values` [n] and `gradients` [n], perhaps in a wider dtype (gradient_dtype).
 
-    n is padded to a multiple of the ranks that sum the bucket. `parts`: numbers of the model's parts that use the
-    bucket, where it is gathered by part; `chunks`: numbers of the stage's chunks that use it, where slices are summed
-    by chunk.
+    Parameters are views of `values`; `views` holds each parameter's view of `gradients`. n is padded to a multiple of
+    the number of ranks that sum the bucket. `parts`: indices of the model's parts that use the bucket, if weights are
+    gathered by part. `chunks`: indices of the stage's chunks that use the bucket, if slices are summed by chunk.
     """
 
     values: Tensor
@@ -124,15 +123,15 @@ class Bucket:
     parts: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
     shared: tuple[str, ...] = ()
-    """Names of groups whose ranks hold the same parameters, as in Slot.shared."""
+    """Names of groups with the same parameters on each rank, as in Slot.shared."""
     copy_axes: tuple[str, ...] = ()
-    """Axes, and those groups, whose ranks hold the same parameters."""
+    """Axes, and the `shared` groups, with the same parameters on each rank."""
     segments: Segments = ()
     """The first element of each rank's matrices, and the end of the last rank's (BucketKey)."""
 
     def slot(self, start: int, stop: int, *, part_axes: tuple[str, ...]) -> Slot:
-        """The slot of elements start..stop. `part_axes`: the sum axes whose ranks step the other parts, of equal length
-        and in order; empty where all ranks step the same part."""
+        """Make the slot of elements start..stop. `part_axes`: sum axes with ranks that step the other parts, of equal
+        length and in order; empty if all ranks step the same part."""
         parameter = nn.Parameter(self.values[start:stop], requires_grad=self.rule.trained)
         if self.rule.trained:
             gradient = floats_in(self.gradients[start:stop])
@@ -148,7 +147,7 @@ class Bucket:
 
 
 def floats_in(gradients: Tensor) -> Tensor:
-    """The memory [n] of a slot's gradient. A sum in int64 becomes float32 in the first half of its own bytes."""
+    """Return the memory [n] of a slot's gradient. For int64 sums: the first half of the bytes, as float32."""
     return gradients.view(torch.float32)[: gradients.numel()] if gradients.dtype == torch.int64 else gradients
 
 
@@ -158,7 +157,7 @@ Fill = Callable[[str, Tensor], nn.Parameter]
 
 @dataclass(frozen=True)
 class FlatWeights:
-    """Weights as a rank computes with them: `values` [n], their places, and the axes whose ranks hold the same."""
+    """Weights that a rank computes with: `values` [n], places, and the axes with equal values on each rank."""
 
     values: Tensor
     places: tuple[Place, ...]
@@ -167,9 +166,9 @@ class FlatWeights:
 
 @dataclass(frozen=True)
 class BucketKey:
-    """Parameters with equal keys share a bucket. `parts`, `chunks`: as in Bucket.
+    """Key of a bucket: parameters with equal keys share one. `parts`, `chunks`: as in Bucket.
 
-    `segments`: of matrices that are dealt out to ranks, where each rank's begin in the bucket, and where the last ends.
+    `segments`: for matrices distributed over ranks, the first element of each rank's matrices and the end of the last.
     """
 
     dtype: torch.dtype
@@ -191,21 +190,21 @@ def arranged(
     rule_of: RuleOf = Role.by_elements,
     dealt_over: DealtOver | None = None,
 ) -> list[tuple[BucketKey, list[str]]]:
-    """Deal parameters (name, elements on this rank, dtype) out to buckets of about `bucket_bytes`, in reverse order.
+    """Assign parameters (name, elements on this rank, dtype) to buckets of about `bucket_bytes`, in reverse order.
     `parts`: one bucket for each set of parts instead, of any size. `chunks`: parameters of different chunks of the
-    stage share no bucket. `dealt_over`: how many ranks share out the matrices of a bucket; None: each steps all."""
+    stage share no bucket. `dealt_over`: number of ranks that split a bucket's matrices; None: each rank steps all."""
     axes: dict[int, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # layers have specs in common
     open_groups: dict[BucketKey, list[str]] = {}
     sizes: dict[BucketKey, int] = {}
     elements: dict[str, int] = {}
     full: list[tuple[BucketKey, list[str]]] = []
-    # Backward passes finish gradients in about the reverse order of registration, so the first bucket to be full is the
-    # first to leave.
+    # Backward passes finish gradients in about the reverse order of registration, so the first full bucket is reduced
+    # first.
     for name, num_elements, dtype in reversed(list(parameters)):
         spec = specs[name]
         users = parts[name] if parts is not None else ()
         own = chunks[name] if chunks is not None else ()
-        # Asked once for each spec object, which layers of one shape share: the axes cost a walk over the grid.
+        # Computed once per spec object, shared by layers of one shape: the axes cost a walk over the grid.
         if id(spec) not in axes:
             axes[id(spec)] = spec.sum_axes(mesh), mesh.grid.ordered(spec.axes)
         kind = BucketKey(dtype, rule_of(spec.role), *axes[id(spec)], users, own)
@@ -226,7 +225,7 @@ VECTOR = 16
 
 
 def padded(num_elements: int, ranks: int, *, exact: bool = False) -> int:
-    """The padded length of a bucket: `ranks` equal parts, of whole vectors where `exact` (bits: layout-free)."""
+    """Pad a bucket's length to `ranks` equal parts; to parts of whole vectors if `exact` (bits: layout-free)."""
     # Equal parts let reduce-scatter and all-gather take the bucket without a table of lengths.
     unit = ranks * (VECTOR if exact else 1)
     return -(-num_elements // unit) * unit
@@ -250,7 +249,7 @@ def make_buckets(
     """Move parameters into buckets of about `bucket_bytes`, or by `parts` and `chunks`, in order of readiness.
 
     `rule_of`: the optimizer's. `dealt_over`: as in `arranged`. `widens`: as in gradient_dtype. `exact`: gradients are
-    sums of integers (bits/). `shares`: gradients lie in memory that the ranks of a node share. `fill`: writes the
+    sums of integers (bits/). `shares`: gradients use memory that a node's ranks share. `fill`: writes the
     initial values of meta parameters (Mesh.empty). Lazy, so that a caller that keeps a slice of each bucket never holds
     all buckets.
     """
@@ -265,16 +264,16 @@ def make_buckets(
             len(mesh.grid.group(mesh.rank, *kind.sum_axes)),
             exact=exact,
         )
-        # Allocated in the window that ranks of a node share: a copy into it would cost what the window saves.
+        # Allocated in the window that ranks of a node share: a copy into the window would cancel the saving.
         comm = mesh.comm(*(kind.sum_axes if shares else ()))
-        # Frozen parameters have no gradients, and no memory for them.
+        # Frozen parameters have no gradients and no gradient memory.
         trained = kind.rule.trained
         gradients = comm.zeros(length, dtype, mesh.device) if trained else torch.empty(0, device=mesh.device)
         yield _make_bucket(kind, group, specs, mesh, length, gradients, fill)
 
 
 def gradient_dtype(stored: torch.dtype, widens: bool) -> torch.dtype:
-    """The dtype of gradients of parameters of dtype `stored`; `widens`: at least float32.
+    """Return the gradient dtype of parameters of dtype `stored`; at least float32 if `widens`.
 
     A bf16 sum of equal terms stops growing after 256 terms, when a term is below the sum's last bit.
     """
@@ -295,13 +294,13 @@ def _make_bucket(
     for name, declared in group:
         stop = start + declared.numel()
         view = values[start:stop].view(declared.shape)
-        # Drawn into the bucket, so that no rank holds a model beside its buckets.
+        # Draw values directly into the bucket, so that no rank holds a second copy of the model.
         if fill is not None and declared.is_meta:
             parameter = fill(name, view)
         else:
             parameter = declared
             view.copy_(parameter.detach())
-            # The same parameter object, to which layers and hooks refer.
+            # Keep the parameter object: layers and hooks refer to it.
             parameter.data = view
         if kind.rule.trained:
             views[parameter] = gradients[start:stop].view(declared.shape)

@@ -1,8 +1,8 @@
-"""How a parameter is divided over ranks: ShardSpec, Box, and the base class of layers that declare theirs.
+"""How a parameter is sharded over ranks: ShardSpec, Box, and the base class of layers that declare parameters.
 
-One principle follows from the spec: a gradient is summed over exactly those axes whose ranks feed the parameter
-different inputs and do not cut it: axes that split tokens and, for a norm of heads, those that split heads. The same
-spec gives initial values, the gradient norm, the parameter count and checkpoints.
+The spec decides the axes over which a gradient is summed: exactly the axes with different inputs on each rank that do
+not shard the parameter. These are the axes that split tokens and, for a norm of heads, the axes that split heads. The
+same spec gives initial values, the gradient norm, the parameter count and checkpoints.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index of this box in the global tensor."""
+        """Slices that index this box in the global tensor."""
         return tuple(slice(start, start + length) for start, length in zip(self.offsets, self.lengths, strict=True))
 
     def intersection(self, other: Box) -> Box | None:
-        """The elements in both boxes, or None."""
+        """Return the box of the elements in both boxes, or None."""
         starts = tuple(map(max, self.offsets, other.offsets))
         stops = (min(a.stop, b.stop) for a, b in zip(self.slices, other.slices, strict=True))
         lengths = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         return Box(starts, lengths) if all(length > 0 for length in lengths) else None
 
     def within(self, outer: Box) -> Box:
-        """This box, counted from the corner of `outer`."""
+        """Return this box with offsets relative to the corner of `outer`."""
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.lengths)
 
     def flat_parts(self, start: int, stop: int) -> Iterator[Box]:
-        """The elements start..stop of this box in row-major order, as at most 2·dims - 1 boxes, in order: a part of a
+        """Yield elements start..stop of this box (row-major order) as at most 2·dims - 1 boxes, in order: a part of a
         row, whole rows, a part of a row."""
         if start >= stop:
             return
         row = Box(self.offsets[1:], self.lengths[1:])
         size = row.num_elements
-        # first: the first row that begins in start..stop; last: the row in which stop lies, which is the one before
-        # where start..stop begins and ends inside one row.
+        # first: the first row that begins in start..stop. last: the row that contains stop; it is the row before
+        # `first` if start..stop begins and ends inside one row.
         first, last = -(-start // size), stop // size
         begin = (first - 1) * size
         rows = [
@@ -78,7 +78,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Initial:
-    """A parameter's first values: normal with `std` around `mean`; std 0 is a constant."""
+    """Initial values of a parameter: normal with `std` around `mean`; std 0 is a constant."""
 
     std: float
     mean: float = 0.0
@@ -90,15 +90,15 @@ ONES = Initial(0.0, 1.0)
 
 @dataclass(frozen=True)
 class Shard:
-    """An axis's ranks hold equal parts of a parameter along `dim`, in order; with `copies`, so many neighbours the
-    same one, of which each feeds it different inputs."""
+    """Even sharding of a parameter along `dim` over one mesh axis, in rank order. `copies`: number of neighbouring
+    ranks with the same shard; each computes with different inputs."""
 
     dim: int
     copies: int = 1
 
 
 Placements = Mapping[str, Shard]
-"""A parameter's shards by mesh axis; an axis that is not named holds copies, or the whole at one owner."""
+"""A parameter's shards by mesh axis. Ranks of an axis that is not a key hold copies, or one owner holds the whole."""
 
 
 UNPLACED: Placements = {}
@@ -106,12 +106,12 @@ UNPLACED: Placements = {}
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Which mesh axis shards which dim of a parameter of global `shape`, as DTensor writes it: {"row": Shard(0)}.
+    """Placement of a parameter of global `shape`: the dim that each mesh axis shards, as in DTensor: {"row": Shard(0)}.
 
-    `role`: the purpose of the parameter. `tied`: the first and the last pipeline stage have a copy each, and its
-    gradient is the sum of both. `owner`: (axis, index) where the whole parameter lives; the axis's other ranks hold no
-    row of it. `initial` None: the values that it was made with, which are the same on every rank. `partial_over`: axes
-    whose ranks feed it different inputs though they split no tokens, such as heads that one norm is for.
+    `role`: the purpose of the parameter. `tied`: the first and the last pipeline stage each hold a copy, and both
+    gradients are summed. `owner`: (axis, index) of the rank that holds the whole parameter; the axis's other ranks hold
+    no row. `initial` None: keep the values from construction, equal on every rank. `partial_over`: axes that split no
+    tokens but still have different inputs on each rank, e.g. the heads of a shared norm.
     """
 
     shape: tuple[int, ...]
@@ -124,44 +124,43 @@ class ShardSpec:
 
     @property
     def axes(self) -> frozenset[str]:
-        """The axes whose ranks hold different parts of this parameter."""
+        """Axes with different parts of this parameter on each rank."""
         return frozenset([*self.placements, *([self.owner[0]] if self.owner else [])])
 
     def box(self, grid: Grid, rank: int) -> Box:
-        """The rank's part of the parameter. Cut dims are divisible: the config's rules have seen to it."""
+        """Return the rank's part of the parameter. The config's rules ensure that sharded dims are divisible."""
         offsets, lengths = [0] * len(self.shape), list(self.shape)
         for axis, shard in self.placements.items():
             parts = grid.size(axis) // shard.copies
             assert lengths[shard.dim] % parts == 0, f"{self} is not divisible over {axis} of {grid}"
-            # Two axes may cut one dim: the later one cuts what the earlier has left, so offsets add up.
+            # Two axes may shard one dim: the later axis splits the earlier axis's shard, so offsets add up.
             lengths[shard.dim] //= parts
             offsets[shard.dim] += lengths[shard.dim] * (grid.index(rank, axis) // shard.copies)
         if self.owner is not None and grid.index(rank, self.owner[0]) != self.owner[1]:
-            # No rows, but declared: names, buckets and collectives are then the same on every rank of the axis.
+            # Declare the parameter with no rows: names, buckets and collectives are then equal on the axis's ranks.
             lengths[0] = 0
         return Box(tuple(offsets), tuple(lengths))
 
     def sum_axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """The axes over which this parameter's gradient is summed: their ranks feed it different tokens or heads, and
-        do not cut it.
+        """Return the axes to sum this parameter's gradient over: different tokens or heads per rank, and not sharded.
 
-        And, of a tied one, the pipeline's ends, which split its uses; of key-value heads, the ranks with a copy.
+        A tied parameter adds the pipeline's ends, which both use it. Key-value heads add the ranks with copies.
         """
-        # Both ends use a tied table, and each sees only its own part of the gradient.
+        # Both ends use a tied table, and each computes only a part of the gradient.
         ends = (ENDS,) if self.tied else ()
         copies = (HEAD_COPIES,) if any(shard.copies > 1 for shard in self.placements.values()) else ()
-        # A rank with other tokens, or other heads of one norm, has another addend; one that cuts the parameter has
-        # another parameter. No third case.
+        # A rank with other tokens, or other heads of one norm, has another addend. A rank with another shard has
+        # another parameter. There is no third case.
         feeding = dict.fromkeys((*mesh.token_axes, *self.partial_over))
         # In the grid's order: equal sets of axes are then one group, one bucket and one comm.
         return mesh.grid.ordered([*(axis for axis in feeding if axis not in self.axes), *copies, *ends])
 
 
 class ShardedModule(nn.Module):
-    """A layer that declares each parameter with its spec. The mesh says which part this rank holds."""
+    """Layer that declares each parameter with a spec. Spec and mesh give the part that this rank holds."""
 
     in_graphs: ClassVar[bool] = False
-    """Whether a compiler may look into `forward` (tensor/graphs.py)."""
+    """Whether a compiler may trace `forward` (tensor/graphs.py)."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
@@ -170,7 +169,7 @@ class ShardedModule(nn.Module):
         self.gradients = Gradients()
 
     def add_up_in(self, gradients: Gradients) -> None:
-        """Choose where gradients are added up.
+        """Set the accumulator of gradients.
 
         Args:
             gradients: shared by all layers of a rank.
@@ -178,8 +177,8 @@ class ShardedModule(nn.Module):
         self.gradients = gradients
 
     def add_gradient(self, name: str, like: Tensor, write: WriteGradient, *, may_wait: bool = True) -> Tensor | None:
-        """Add to the named parameter's gradient; returns what the backward pass hands to autograd (Gradients.add).
-        A frozen parameter's is not computed."""
+        """Add to the named parameter's gradient and return the value for autograd (Gradients.add). For a frozen
+        parameter, compute nothing and return None."""
         if not self.specs[name].role.rule.trained:
             return None
         return self.gradients.add(self.get_parameter(name), like, write, may_wait=may_wait)
@@ -193,22 +192,24 @@ class ShardedModule(nn.Module):
         return parameter
 
     def set_owner(self, owner: tuple[str, int] | None) -> None:
-        """Let the layer's parameters live whole at (axis, index) and nowhere else on the axis; None: everywhere."""
-        # Declared anew, since the shapes change; no value has been drawn yet.
+        """Place the layer's whole parameters at (axis, index), with no rows on the axis's other ranks; None: keep."""
+        # Declare again, since the shapes change; no value has been drawn yet.
         for name, spec in self.specs.items() if owner is not None else ():
             self.declare(name, replace(spec, owner=owner))
 
     def add_owned(self, name: str, module: nn.Module, owner: tuple[str, int] | None) -> None:
-        """Take in anyone's module, whose parameters live whole at (axis, index); None: everywhere.
+        """Add a module from user code with its whole parameters at (axis, index); None: on every rank.
 
-        Parameters of plain modules keep the values that they have: every rank makes the same. Raises ConfigError for
-        one without a dim, which cannot be empty elsewhere.
+        Parameters of plain modules keep their values, which must be equal on every rank.
+
+        Raises:
+            ConfigError: for a parameter without a dim, since it cannot be empty on other ranks.
         """
         self.add_module(name, module.to(self.mesh.device))
         layers = [layer for layer in module.modules() if isinstance(layer, ShardedModule)]
         for layer in layers:
             layer.set_owner(owner)
-        # Layers of ours have specs of their own; only what anyone's plain modules hold is given one here.
+        # Each ShardedModule has specs already; only parameters of plain modules get a spec here.
         declared = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
         for path, parameter in module.named_parameters(name):
             if id(parameter) in declared:
@@ -223,7 +224,7 @@ class ShardedModule(nn.Module):
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze each parameter of a model of which the full name matches one of the patterns (`*`, `?`, `[...]`)."""
+    """Freeze each parameter of a model with a full name that matches one of the patterns (`*`, `?`, `[...]`)."""
     for path, module in model.named_modules():
         for name, spec in module.specs.items() if isinstance(module, ShardedModule) else ():
             full = f"{path}.{name}" if path else name
@@ -236,27 +237,27 @@ def check_patterns(patterns: Sequence[str], specs: Mapping[str, ShardSpec]) -> N
     """Raise ConfigError for a pattern of `model.frozen` that matches no parameter, or if nothing is left to train."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in specs):
-            # Names as long as the pattern, which may stand for the beginning of longer ones.
+            # Suggest names with as few levels as the pattern, with `.*` for longer names.
             length = pattern.removesuffix(".*").count(".") + 1
             parts = [name.split(".") for name in specs]
             known = dict.fromkeys(".".join(each[:length]) + ".*" * (len(each) > length) for each in parts)
             near = get_close_matches(pattern, known, n=4, cutoff=0.4) or list(known)[:4]
             raise ConfigError.of("model.frozen", pattern, "matches no parameter", f"{', '.join(near)}, ...")
-    # Biases that signs step train nothing by themselves.
+    # Biases that are updated by signs do not count as trained parameters.
     if patterns and not any(spec.role.rule.by in ("matrices", "elements") for spec in specs.values()):
         rule = "freezes every parameter: nothing is left to train"
         raise ConfigError.of("model.frozen", ", ".join(patterns), rule, "patterns of fewer parameters")
 
 
 def use_gradients(model: nn.Module, gradients: Gradients) -> None:
-    """Let all layers of a model add their gradients up in one place."""
+    """Set one gradient accumulator for all layers of a model."""
     for module in model.modules():
         if isinstance(module, ShardedModule):
             module.add_up_in(gradients)
 
 
 def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
-    """The spec of every parameter, by its full name, in the order of named_parameters()."""
+    """Return the spec of every parameter by full name, in the order of named_parameters()."""
     specs = {
         f"{path}.{name}" if path else name: spec
         for path, module in model.named_modules()
@@ -269,28 +270,28 @@ def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
 
 
 def num_parameters(specs: Sequence[ShardSpec]) -> int:
-    """Parameters of the whole model: each counted once, wherever it lives."""
+    """Count the elements of all parameters of the whole model, each parameter once."""
     return sum(math.prod(spec.shape) for spec in specs)
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Begin torch's random numbers anew, on the host and, where that is a GPU, on the device."""
-    # torch.manual_seed also turns to kinds of devices that are not here, and formats the caller's stack for each of
-    # them: 0.2 to 0.5 ms a microbatch.
+    """Seed torch's random generators on the host and, if `device` is a GPU, on the device."""
+    # torch.manual_seed also seeds kinds of devices that are absent, and formats the caller's stack for each kind:
+    # 0.2 to 0.5 ms per microbatch.
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
 
 
 def seed_of(label: str) -> int:
-    """A 63-bit seed made of a text: the same on every machine and in every Python process."""
+    """Hash a text to a 63-bit seed, equal on every machine and in every Python process."""
     # Python's own hash() of a text differs from process to process. 63 bits: the seed stays a positive int64.
     return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager
 def own_stream(label: str, device: torch.device) -> Iterator[None]:
-    """Draw random numbers from a stream that a label begins; the common one goes on as if nothing had been drawn."""
+    """Draw random numbers from a stream seeded by a label; the global stream's state is restored afterwards."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         seed_generators(seed_of(label), device)
         yield

@@ -45,7 +45,7 @@ class Cut:
 
     @property
     def problem(self) -> Problem | None:
-        """The mistake of a layout whose parts would not be equal."""
+        """The problem of a layout with unequal parts, or None."""
         if self.number % self.parts == 0:
             return None
         rule_text = f"does not divide {self.field}={self.number}{self.note}"
@@ -88,16 +88,16 @@ class HeadsCut(Cut):
 
 
 class Rows(NamedTuple):
-    """How ranks deal out a microbatch's rows between pairs; by default each has all of them."""
+    """Distribution of a microbatch's rows over ranks between pairs; by default each rank has all rows."""
 
     parts: int = 1
-    """Ranks among which rows are dealt out, hence the equal parts into which they must fall."""
+    """Number of ranks that split the rows; the number of rows must be a multiple."""
     at_once: int = 1
-    """Those parts that a rank sees between the two linears of a pair."""
+    """Number of these parts on a rank between the two linears of a pair."""
     by: str = ""
     """In words, before the number of parts: which fields say so."""
     leads: int = 1
-    """Ranks of which the first computes for all, while the others wait."""
+    """Number of ranks in a group with one computing rank (the first); the others wait."""
 
 
 class TensorSection(Section):
@@ -107,39 +107,39 @@ class TensorSection(Section):
     """How a layer is cut over ranks."""
 
     axis_fields: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """The mesh's axes, outermost first, and the section's fields of their sizes."""
+    """The mesh's axes, outermost first, each with the section's field of the axis size."""
     kit_class: ClassVar[str]
-    """The class of its kit, `module:attribute`; its first argument is the mesh."""
+    """The kit's class, `module:attribute`; the first argument is the mesh."""
     kit_fields: ClassVar[Mapping[str, str]] = {}
     """The arguments of the kit's class besides the mesh, and the fields of the config that they are."""
     rules: ClassVar[tuple[Rule, ...]] = ()
     """Refusals: with which other fields the kind does not go, and why; checked where the kind is chosen."""
     idle_alone: ClassVar[tuple[str, ...]] = ()
-    """Fields that have no effect where the layout has one tensor rank."""
+    """Fields without effect if the layout has one tensor rank."""
     gives_effect_to: ClassVar[tuple[str, ...]] = ()
     """Fields of other sections that have an effect with this kind, and by default with no other."""
     heads_axis: ClassVar[str] = ""
     """The axis that cuts attention's heads, where several of its ranks can hold the same key-value head
     (tensor/copies.py)."""
     holds_experts: ClassVar[bool] = False
-    """Whether its kit has feed-forwards of experts."""
+    """Whether the kit has feed-forwards of experts."""
     by_parts: ClassVar[str] = ""
     """The class of the kit that multiplies part by part, so that bits can be free of the layout (bits/section.py); ""
     where there is none."""
     inner_axis: ClassVar[str] = ""
-    """The axis that cuts what lies between the two linears of a pair."""
+    """The axis that splits activations between the two linears of a pair."""
     inner_field: ClassVar[str] = "layout.tensor.size"
-    """The field of its size."""
+    """The field of the inner axis's size."""
     cuts_hidden: ClassVar[bool] = False
-    """Whether the inner axis deals out the width between pairs as well."""
+    """Whether the inner axis also splits the width between pairs."""
     batch_axes: ClassVar[tuple[str, ...]] = ()
     """The axes that split a microbatch's rows."""
     by_size: ClassVar[bool] = False
-    """Whether what a rank runs and sends depends on a microbatch's size otherwise than in proportion."""
+    """Whether a rank's work and messages are not proportional to the microbatch's size."""
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The mesh's axes and their sizes, outermost first."""
+        """The mesh's axes and sizes, outermost first."""
         return tuple([(axis, getattr(self, field)) for axis, field in self.axis_fields])
 
     @property
@@ -159,13 +159,13 @@ class TensorSection(Section):
 
     @property
     def same_activation(self) -> str:
-        """The inner axis, if its ranks all have the activation between two layers; nothing where each has its part."""
+        """The inner axis if all ranks of the axis hold the whole activation between layers; else empty."""
         split = self.cuts_hidden or self.inner_axis in (*self.batch_axes, *self.token_axes)
         return "" if split else self.inner_axis
 
     @property
     def rows(self) -> Rows:
-        """How a microbatch's rows are dealt out."""
+        """The distribution of a microbatch's rows over ranks."""
         return Rows()
 
     @property
@@ -175,7 +175,7 @@ class TensorSection(Section):
         return f"{self.kind}{cut}" if self.axes else ""
 
     def cuts(self, config: Config) -> Iterator[Cut]:
-        """Fields of the model and the data that the kind divides, and by what."""
+        """Fields of the model and the data that the kind divides, with the divisors."""
         yield from ()
 
     @classmethod
