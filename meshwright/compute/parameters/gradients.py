@@ -7,9 +7,8 @@ A layer's backward pass passes a function `write(out, beta)` that computes a gra
   stage waits for the gradient of a linear's input. No stage waits for the weight gradients (zero-bubble pipelines,
   Qi et al., arXiv 2401.10241).
 - Notify the data-parallel strategy of each finished gradient, so that full buckets can be reduced.
-- If two chunks of a rank use one parameter (a tied table), accumulate each chunk's gradient in separate memory, in the
-  order of the microbatches. The order of messages decides which chunk runs first. In shared memory that order would
-  decide the last bits of the sum.
+- If two chunks of a rank use one parameter (a tied table), accumulate each chunk's gradient in separate memory, by
+  microbatch. Messages decide which chunk runs first; in shared memory they would decide the sum's last bits.
 """
 
 from __future__ import annotations
@@ -87,17 +86,9 @@ class Gradients:
     def add(
         self, parameter: nn.Parameter, like: Tensor, write: WriteGradient, *, may_wait: bool = True
     ) -> Tensor | None:
-        """Add a microbatch's gradient to the parameter's sum, now or as deferred work.
+        """Add a gradient of the shape and dtype of `like`, now or (if it `may_wait`) as deferred work.
 
-        Args:
-            parameter: the parameter that is differentiated.
-            like: a tensor of the gradient's shape and dtype.
-            write: computes the gradient.
-            may_wait: False to compute at once, even while weight gradients are deferred.
-
-        Returns:
-            The value that the backward pass returns to autograd: the gradient if the parameter has no bucket view, else
-            None. Autograd calls its hooks in either case.
+        Returns the value for autograd: None if added here, else the gradient. Autograd calls hooks in either case.
         """
         if self._works is not None and may_wait:
             if parameter in self._last_work:
