@@ -40,6 +40,7 @@ settings.register_profile("meshwright", deadline=None, derandomize=True, max_exa
 settings.load_profile("meshwright")
 
 
+EXPORTS = "tests/tools/branches/"
 MANY_TESTS = 500
 """From here on a worker's memory is prepared for forks, which takes a second or two."""
 
@@ -74,6 +75,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         waiting = set(late)
         config.hook.pytest_deselected(items=late)
         items[:] = [item for item in items if item not in waiting]
+    # Next to torch 2.15's CUDA build an export of a model starts autograd's threads, and no fork runs a backward pass
+    # after them: tests that export run last, so that a worker has no others left.
+    items.sort(key=lambda item: EXPORTS in item.nodeid)
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> str:
