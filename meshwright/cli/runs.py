@@ -376,7 +376,7 @@ def plan(
     with progress() as show, stopped_by_signals(show) as tell:
         plans = search(config, described, devices, top, program=program, improved=report.BestSoFar(),
                        fixed=fixed_fields(words), models=models, report=tell, partial=True)  # fmt: skip
-    plans, own = answered(plans, models, fixed_fields(words)), as_written(job, words, models, devices)
+        plans, own = answered(plans, models, fixed_fields(words)), as_written(job, words, models, devices)
     plans = replace(plans, training=training, foreign=job, written=own)
     report.write_run(plans.predictions[0], out)
     written = [out] if trace is None else [out, trace, report.write_timeline(plans.predictions[0], trace)]
@@ -477,14 +477,14 @@ def submit(
     ] = None,
     go: Annotated[bool, Option("--go", help="Hand it to the engine as well, by its own command.")] = False,
     cluster: Annotated[
-        str | None, Option(metavar="NAME", help="Refuse a run that does not fit its devices; cluster.yaml, if here.")
+        str | None, Option(metavar="NAME", help="Plan the run on this cluster, and refuse a run that does not fit.")
     ] = None,
     anyway: Annotated[bool, Option("--anyway", help="Write it although the run does not fit.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a job file for Slurm, Kubernetes, Ray or SkyPilot.
 
-    A run that the engine stops saves a checkpoint, and is started again. With a cluster file the run is planned first.
+    A run that the engine stops saves a checkpoint, and is started again. With --cluster the run is planned first.
 
     Example: meshwright submit run.yaml device=cuda --on slurm --nodes 2 --set time=04:00:00 --go
     """

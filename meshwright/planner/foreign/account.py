@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
+
+from meshwright.ranks.errors import ConfigError
 
 NOTHING: tuple[Any, ...] = (None, "", [], {})
 """Values of fields that are written and set nothing."""
@@ -64,6 +66,31 @@ class Account:
         """The value of a field that is true or false; a text such as `yes` or `False` is read as YAML 1.1 does."""
         value = self.get(*names, default=default)
         return value if isinstance(value, bool) else str(value).lower() in ("true", "yes", "on", "1")
+
+    def word(self, *names: str, known: Sequence[tuple[Any, Any]], default: Any, why: str = "") -> Any:
+        """Ours for a field's word.
+
+        Args:
+            names: Names of one field, as versions of the program have it.
+            known: The program's words in small letters, each with ours.
+            default: Ours, if the file does not set the field.
+            why: As in `get`.
+
+        Raises:
+            ConfigError: The word has none of ours: a plan would be of another job.
+        """
+        told = self.get(*names, default=None)
+        if told is None:
+            return self.get(*names, default=default, why=why)
+        for theirs, ours in known:
+            if str(told).lower() == str(theirs):
+                return ours
+        raise ConfigError.of(names[0], told, "has no word of ours", ", ".join(str(theirs) for theirs, _ in known))
+
+    def leave(self, name: str) -> None:
+        """List a field as left out that a reader has looked at and cannot say."""
+        if self.says(name):
+            self.read.pop(name, None)
 
     def section(self, prefix: str) -> dict[str, Any]:
         """All fields below a name, as a flat mapping without the prefix; each counts as read."""

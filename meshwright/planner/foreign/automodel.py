@@ -11,13 +11,14 @@ from meshwright.planner.foreign.job import Asked, Degrees, ForeignJob, layers_of
 from meshwright.ranks.errors import ConfigError
 
 HARMLESS = """
-recipe seed step_scheduler.* dist_env.* checkpoint.* *dataset.* *dataloader.* loss_fn.* *lr* optimizer.*
+recipe seed step_scheduler.* dist_env.* checkpoint.* *dataset.* *dataloader.* loss_fn.* *lr* optimizer._target_
+optimizer.lr optimizer.betas optimizer.weight_decay optimizer.eps optimizer.adam_w_mode optimizer.bias_correction
 clip_grad_norm.* wandb* mlflow* rng* model.torch_dtype model.trust_remote_code model._target_ model.config._target_
-model.config.revision model.output_hidden_states tokenizer* model.config.*token_id distributed.strategy
-distributed.mp_policy.* distributed.pipeline.dtype distributed.pipeline.scale_grads* model.backend._target_
-model.backend.enable_hf* model.backend.fake* packed_sequence* model.backend.attn model.backend.linear
-model.backend.rms_norm model.backend.rope* model.attn_implementation model.config.torch_dtype model.use_* benchmark*
-nsys* launcher* slurm* distributed._target_ distributed.pipeline.round* *.freeze* ci.* timing*
+model.config.revision model.output_hidden_states tokenizer* model.config.*token_id distributed.mp_policy.*
+distributed.pipeline.dtype distributed.pipeline.scale_grads* model.backend._target_ model.backend.enable_hf*
+model.backend.fake* packed_sequence* model.backend.attn model.backend.linear model.backend.rms_norm
+model.backend.rope* model.attn_implementation model.config.torch_dtype benchmark* nsys* launcher* slurm*
+distributed._target_ distributed.pipeline.round* *.freeze* ci.* timing*
 """
 """Fields that change no second and no byte of a step, or none that a plan can say."""
 SIZES = "model.config."
@@ -80,7 +81,8 @@ def told_model(account: Account) -> str | Mapping[str, Any] | None:
 
 def sync_of(account: Account, shard: int, stages: int) -> str:
     """Ours: FSDP2 gathers again in the backward pass unless it is told not to; DDP all-reduces."""
-    if shard == 1 or str(account.get("distributed.strategy", default="fsdp2")) == "ddp":
+    sharded = account.word("distributed.strategy", known=(("fsdp2", True), ("ddp", False)), default=True)
+    if shard == 1 or not sharded:
         return "allreduce"
     told = account.get("distributed.reshard_after_forward", "distributed.moe.reshard_after_forward")
     if told is None:

@@ -22,10 +22,10 @@ deepspeed_config.*16bit*
 AXOLOTL = (
     HARMLESS
     + """
-dataset* chat_template* test_datasets* val_set_size output_dir wandb* mlflow* hub_* num_epochs max_steps optimizer
+dataset* chat_template* test_datasets* val_set_size output_dir wandb* mlflow* hub_* num_epochs max_steps
 lr_scheduler* learning_rate cosine_* tf32 resume_* logging_* warmup* *evals_per* *saves_per* save_* eval_*
 weight_decay special_tokens* tokenizer* tokens strict plugins adam_* max_grad_norm shuffle* group_by_length
-train_on_inputs model_type trust_remote_code gradient_checkpointing_kwargs* load_in_8bit load_in_4bit s2_attention
+train_on_inputs model_type trust_remote_code gradient_checkpointing_kwargs*  s2_attention
 local_rank early_stopping* fsdp seed push_* remove_unused* use_tensorboard pad_to_sequence_len attention
 flash_attention flex_attn* overrides_of*
 """
@@ -104,12 +104,17 @@ def read_axolotl(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJo
     """The job of axolotl's YAML, whose fields of fsdp_config may lack the prefix `fsdp_`."""
     plain = {f"fsdp_{name.removeprefix('fsdp_')}": value for name, value in (tree.get("fsdp_config") or {}).items()}
     account = Account({**tree, "fsdp_config": plain}, AXOLOTL)
+    for name in ("load_in_8bit", "load_in_4bit"):
+        if account.flag(name):
+            raise ConfigError.of(name, True, "has weights of a format that no run of ours has", "a file without it")
     if account.get("adapter") is not None:
         raise ConfigError.of("adapter", account.get("adapter"), "trains no whole weights", "a file without adapter")
     if (zero := account.get("deepspeed")) is not None:
         return read_deepspeed(path, asked, json_beside(path, str(zero)), account)
     model = model_of(asked, account, account.get("base_model"), path)
     degrees = fsdp_degrees(account, asked.devices, prefix="", sharded=bool(plain))
+    if not str(account.get("optimizer", default="adamw")).startswith("adamw_torch"):
+        account.leave("optimizer")
     again = account.flag("gradient_checkpointing") or account.flag("fsdp_config.fsdp_activation_checkpointing")
     run = run_of(
         asked, account, degrees, model=model, sequence=account.get("sequence_len"),
@@ -119,8 +124,6 @@ def read_axolotl(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJo
         offload="host" if account.flag("fsdp_config.fsdp_offload_params") else "none",
     )  # fmt: skip
     facts = [*compiled(account)]
-    if account.flag("fp8"):
-        facts.append("products=fp8")
     if account.flag("liger_fused_linear_cross_entropy"):
         facts.append("logits=slices")
     return ForeignJob("fsdp", run, account, tuple(facts), "accelerate")
@@ -167,7 +170,7 @@ def read_deepspeed(
         outer.assume("per_device_train_batch_size", micro, "samples of a step / ranks / microbatches")
     degrees = Degrees(
         tensor=inner.number("tensor_parallel.autotp_size"), experts=inner.number("expert_parallel.autoep_size"),
-        sync=ZERO[inner.number("zero_optimization.stage", "zero_stage", default=0)],
+        sync=inner.word("zero_optimization.stage", "zero_stage", known=tuple(enumerate(ZERO)), default=ZERO[0]),
         context=outer.number("parallelism_config.parallelism_config_sp_size"), context_kind="ulysses",
     )  # fmt: skip
     places = [
@@ -194,14 +197,14 @@ steps_per_print wall_clock_breakdown *_log* *monitor* tensorboard* wandb* *profi
 optimizer.type scheduler* gradient_clipping zero_allow_untested_optimizer _* fp16.loss* fp16.initial* fp16.hyst*
 fp16.min* fp16.auto* *round_robin* *stage3_max* *comment* *sub_group_size *stage3_gather_16bit* *contiguous*
 *reduce_scatter *bucket_size *pin_memory prescale_gradients *buffer_* *allgather_partitions *param_persistence*
-*ignore_unused* checkpoint* *zero3_init_flag *zero3_save* *fast_init *ratio *nvme_path aio* dump_state seed *sanity*
-*gradient_predivide* train_batch_size
+*ignore_unused* checkpoint* *zero3_init_flag *zero3_save* *fast_init warmup_ratio *nvme_path aio* dump_state seed
+*sanity* *gradient_predivide* train_batch_size
 """
 """DeepSpeed's fields that a plan does not say, or that say the default."""
 TRAINER_HARMLESS = """
 output* learning* num_train* max_steps log* save* eval* warmup* weight* lr* seed dataset* do_* report* data* num_gpus
 num_nodes master* hostfile include deepspeed tf32 overwrite* run_name hub* push* train_file validation* nproc* nnodes
-node* rdzv* preprocessing* trust_remote_code optim
+node* rdzv* preprocessing* trust_remote_code
 """
 
 
@@ -213,14 +216,18 @@ def automatic(account: Account, name: str) -> int | None:
 
 def precision_of(account: Account) -> str:
     """bf16, unless fp16 is asked for or nothing but float32 is."""
-    mixed = str(account.get("mixed_precision", default="bf16")).lower()
-    if account.flag("fp16"):
-        return "fp16"
+    half = account.word("mixed_precision", known=PRECISIONS, default="bf16")
     account.get("bf16")
-    return {"fp16": "fp16", "no": "float32", "false": "float32"}.get(mixed, "bf16")
+    return "fp16" if account.flag("fp16") else str(half)
+
+
+PRECISIONS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp8", "bf16"), ("no", "float32"), ("false", "float32"))
+"""Accelerate's words; fp8 casts the products of bf16 weights."""
 
 
 def compiled(account: Account) -> tuple[str, ...]:
-    """The fact of torch.compile, as Accelerate's dynamo_config and axolotl's torch_compile ask for it."""
+    """Facts of torch.compile and FP8, as Accelerate's dynamo_config and mixed_precision, and axolotl, ask for them."""
     dynamo = str(account.get("dynamo_config.dynamo_backend", default="no")).lower() not in ("no", "none")
-    return ("fuses_elements=true",) if dynamo or account.flag("torch_compile") else ()
+    fused = ("fuses_elements=true",) if dynamo or account.flag("torch_compile") else ()
+    low = account.flag("fp8") or str(account.get("mixed_precision", default="")).lower() == "fp8"
+    return (*fused, *(("products=fp8",) if low else ()))

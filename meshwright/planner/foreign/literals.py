@@ -15,7 +15,10 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
+
+from meshwright.ranks.errors import ConfigError
 
 CALLED = "()"
 """The key of a called function's name: `training.()` is TrainingConfig."""
@@ -37,9 +40,19 @@ def computed(text: str) -> Any:
         return text
 
 
-def functions_of(text: str) -> list[str]:
-    """The names of a file's functions. Raises SyntaxError."""
-    return [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+def named_function(path: Path, function: str | None) -> dict[str, Any]:
+    """The fields that a function of a file sets.
+
+    Raises:
+        ConfigError: The file has no such function, or none is named.
+    """
+    text = path.read_text(encoding="utf-8")
+    names = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    if function not in names:
+        rule = "names no function" if function is None else f"names {function}, which the file does not have"
+        offered = [name for name in names if not name.startswith("_")][:8]
+        raise ConfigError.of("--from", path, rule, " or ".join(f"{path}:{name}" for name in offered))
+    return fields_of_function(text, str(function))
 
 
 def fields_of_function(text: str, name: str) -> dict[str, Any]:

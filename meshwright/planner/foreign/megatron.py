@@ -7,13 +7,13 @@ section: fields are found by the last part of their names.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from meshwright.planner.foreign.account import NOTHING, Account, fields_of
 from meshwright.planner.foreign.job import Asked, Degrees, ForeignJob, Tree, layers_of, model_of, run_of
-from meshwright.planner.foreign.literals import CALLED, fields_of_function, functions_of
+from meshwright.planner.foreign.literals import CALLED, named_function
 from meshwright.ranks.errors import ConfigError
 
 DEFAULT = "Megatron-LM's default"
@@ -38,7 +38,9 @@ moe-router-l* moe-router-d* moe-router-s* moe-router-g* moe-router-n* moe-router
 VOCABULARIES = (("gpt2", 50257), ("llama2", 32000), ("llama3", 128256))
 """Parts of --tokenizer-type, and the tokens of the tokenizer."""
 SIZES = ("num-layers", "hidden-size")
-SHARDS = (("optim_grads_params", "zero3"), ("optim_grads", "zero2"), ("optim", "zero1"))
+CONTEXTS = (("p2p", "ring"), ("a2a", "ulysses"))
+"""Megatron's --cp-comm-type, and ours."""
+SHARDS = (("no_shard", "allreduce"), ("optim_grads_params", "zero3"), ("optim_grads", "zero2"), ("optim", "zero1"))
 """Megatron-FSDP's --data-parallel-sharding-strategy, and ours."""
 
 
@@ -69,6 +71,14 @@ class Arguments:
             raise ConfigError.of(f"--{flag}", value, "is no whole number", "a number in the file")
         return int(value)
 
+    def word(self, flag: str, known: Sequence[tuple[Any, Any]], default: Any) -> Any:
+        """Ours for a flag's word. Raises ConfigError as Account.word."""
+        return self.account.word(self._full.get(flag, flag), known=known, default=default)
+
+    def leave(self, flag: str) -> None:
+        """List a flag as left out."""
+        self.account.leave(self._full.get(flag, flag))
+
     def on(self, flag: str) -> bool:
         """Whether a switch is on. The word behind a switch may be the script's name."""
         value = self.get(flag, False)
@@ -82,17 +92,9 @@ def is_megatron(tree: Mapping[str, Any]) -> bool:
 
 
 def read_recipe(path: Path, function: str | None, asked: Asked) -> ForeignJob:
-    """The job of a function of a Megatron-Bridge recipe, which is read and not run.
-
-    Raises:
-        ConfigError: The file has no such function, or several and none is named.
-    """
-    text = path.read_text(encoding="utf-8")
-    names = [name for name in functions_of(text) if not name.startswith("_")]
-    if function not in names:
-        rule = "names no function" if function is None else f"names {function}, which the file does not have"
-        raise ConfigError.of("--from", path, rule, " or ".join(f"{path}:{name}" for name in names[:8]))
-    return read_arguments(path, asked, fields_of_function(text, function), bridge=True)
+    """The job of a function of a Megatron-Bridge recipe, which is read and not run. Raises ConfigError as
+    named_function."""
+    return read_arguments(path, asked, named_function(path, function), bridge=True)
 
 
 def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bool = False) -> ForeignJob:
@@ -116,7 +118,7 @@ def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bo
     degrees = Degrees(
         tensor=tensor, by_sequence=given.on("sequence-parallel") and tensor > 1, stages=stages,
         chunks=chunks_of(given, stages, model), context=given.number("context-parallel-size"),
-        context_kind="ulysses" if given.get("cp-comm-type") == "a2a" else "ring",
+        context_kind=given.word("cp-comm-type", CONTEXTS, "ring"),
         experts=given.number("expert-model-parallel-size"), sync=sync_of(given, bridge),
     )  # fmt: skip
     if (started := given.number("nnodes", 0) * given.number("nproc-per-node", 0)) and started != asked.devices:
@@ -226,9 +228,9 @@ def partition_of(given: Arguments, stages: int, chunks: int, layers: int) -> lis
 
 def sync_of(given: Arguments, bridge: bool) -> str:
     """Ours, of `layout.data.sync`: Megatron-FSDP's strategy, the distributed optimizer, or all-reduce."""
-    strategy = str(given.get("data-parallel-sharding-strategy", "no_shard"))
+    strategy = given.word("data-parallel-sharding-strategy", SHARDS, "zero3")
     if given.on("use-megatron-fsdp") or given.on("use-torch-fsdp2"):
-        return next((ours for theirs, ours in SHARDS if theirs == strategy), "zero3")
+        return str(strategy)
     if bridge and given.get("use-distributed-optimizer") is None:
         given.account.assume("ddp.use_distributed_optimizer", True, "Megatron-Bridge's default")
         return "zero1"
@@ -236,15 +238,20 @@ def sync_of(given: Arguments, bridge: bool) -> str:
 
 
 def recomputed(given: Arguments) -> Any:
-    """Ours, of `memory.recompute`: full recomputation in groups of layers, or that of attention."""
-    granularity = str(given.get("recompute-granularity", default=None))
-    if granularity == "full":
-        # By block: the number of layers is left out.
-        return given.number("recompute-num-layers", 1) if given.get("recompute-method", "uniform") == "uniform" else 1
-    if granularity == "None" and not given.on("recompute-activations"):
+    """Ours, of `memory.recompute`: full recomputation in groups of layers, or that of attention. Modules and a number
+    of layers that ours has no word for are left out."""
+    granularity = given.word("recompute-granularity", (("full", True), ("selective", False)), None)
+    if granularity:
+        if given.word("recompute-method", (("uniform", True), ("block", False)), True):
+            return given.number("recompute-num-layers", 1)
+        return 1
+    if granularity is None and not given.on("recompute-activations"):
         return "none"
-    modules = given.get("recompute-modules", ATTENTION)
-    return "selective" if ATTENTION in (modules if isinstance(modules, list) else str(modules).split()) else "none"
+    told = given.get("recompute-modules", ATTENTION)
+    modules = told if isinstance(told, list) else str(told).split()
+    if modules != [ATTENTION]:
+        given.leave("recompute-modules")
+    return "selective" if ATTENTION in modules else "none"
 
 
 ATTENTION = "core_attn"

@@ -18,6 +18,11 @@ model.ddp_bucket_cap_mb
 """Fields that change no second and no byte of a step, or none that a plan can say."""
 
 
+MODES = (("all_reduce", False), ("reduce_scatter", True))
+"""Modes of tensor parallelism, and whether sequences are cut between layers."""
+DTYPES = (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "float32"))
+
+
 def read_nanotron(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJob:
     """The job of a run.
 
@@ -32,7 +37,7 @@ def read_nanotron(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJ
     stage = account.number("optimizer.zero_stage", default=0)
     degrees = Degrees(
         tensor=account.number("parallelism.tp"),
-        by_sequence=str(account.get("parallelism.tp_mode", default="ALL_REDUCE")).upper() == "REDUCE_SCATTER",
+        by_sequence=account.word("parallelism.tp_mode", known=MODES, default=False),
         stages=stages, schedule=schedule_of(engine, "pp_engine") if stages > 1 else "1f1b",
         context=account.number("parallelism.context_parallel_size"),
         experts=account.number("parallelism.expert_parallel_size"), sync="zero1" if stage else "allreduce",
@@ -46,6 +51,6 @@ def read_nanotron(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJ
         sequence=account.get(f"{tokens}sequence_length"), micro=account.number(f"{tokens}micro_batch_size"),
         global_=None, accumulation=account.number(f"{tokens}batch_accumulation_per_replica"),
         recompute=1 if again else "none", path=path,
-        precision="float32" if account.get("model.dtype", default="bfloat16") == "float32" else "bf16",
+        precision=account.word("model.dtype", known=DTYPES, default="bf16"),
     )  # fmt: skip
     return ForeignJob("nanotron", run, account, facts, "nanotron")

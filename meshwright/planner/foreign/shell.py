@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from meshwright.planner.foreign.literals import computed
 
@@ -187,10 +188,18 @@ def expanded(text: str, variables: dict[str, list[str]]) -> str:
 
 
 def flags_of(words: list[str]) -> dict[str, str]:
-    """`--micro-batch-size 2 --swiglu --seq-length=4096` by name."""
+    """`--micro-batch-size 2 --swiglu --seq-length=4096 --recompute-modules core_attn moe` by name.
+
+    A flag has one value, or several names in a row; a word with a dot behind a flag alone is the script.
+    """
     flags: dict[str, str] = {}
-    for word, after in zip(words, [*words[1:], "--"], strict=True):
-        if word.startswith("--") and len(word) > 2:
-            name, equals, value = word[2:].partition("=")
-            flags[name] = value if equals else ("" if after.startswith("--") else after)
+    for at, word in enumerate(words):
+        if not word.startswith("--") or len(word) == 2:
+            continue
+        name, equals, value = word[2:].partition("=")
+        if not equals:
+            behind = list(takewhile(lambda each: not each.startswith("--"), words[at + 1 :]))
+            names = list(takewhile(lambda each: re.fullmatch(r"[A-Za-z_]\w*", each), behind))
+            value = " ".join(names or behind[:1])
+        flags[name] = value
     return flags

@@ -10,9 +10,8 @@ from typing import Any
 
 from meshwright.planner.foreign.account import Account
 from meshwright.planner.foreign.job import Asked, Degrees, ForeignJob, known_name, model_of, run_of, schedule_of
-from meshwright.planner.foreign.literals import CALLED, fields_of_function, functions_of
+from meshwright.planner.foreign.literals import CALLED, named_function
 from meshwright.planner.plan.software import JobForm
-from meshwright.ranks.errors import ConfigError
 
 DEFAULT = "torchtitan's default"
 HARMLESS = """
@@ -36,19 +35,9 @@ def read_toml(path: Path, asked: Asked) -> ForeignJob:
 
 
 def read_registry(path: Path, function: str | None, asked: Asked) -> ForeignJob:
-    """The job of a function in a config_registry.py, which is read and not run.
-
-    Raises:
-        ConfigError: The file has no such function, or several and none is named.
-    """
-    text = path.read_text(encoding="utf-8")
-    names = [name for name in functions_of(text) if not name.startswith("_")]
-    if function not in names:
-        rule = "names no function" if function is None else f"names {function}, which the file does not have"
-        raise ConfigError.of("--from", path, rule, " or ".join(f"{path}:{name}" for name in names[:8]))
-    tree = fields_of_function(text, function)
-    folder = path.resolve().parent.name
-    return read_fields(path, asked, tree | {"module": folder, "config": function}, "flags")
+    """The job of a function in a config_registry.py, read and not run. Raises ConfigError as named_function."""
+    tree = named_function(path, function)
+    return read_fields(path, asked, tree | {"module": path.resolve().parent.name, "config": function}, "flags")
 
 
 def read_flags(path: Path, asked: Asked, flags: Mapping[str, str]) -> ForeignJob:
@@ -80,8 +69,8 @@ def read_fields(path: Path, asked: Asked, tree: Mapping[str, Any], form: JobForm
     context = account.number(f"{parallelism}context_parallel_degree")
     rest = max(1, asked.devices // (tensor * stages * context * replicate)) if shard < 0 else shard
     told = str(account.get(f"{parallelism}pipeline_parallel_schedule", default="1F1B")) if stages > 1 else "1F1B"
-    reshard = account.get(f"{parallelism}fsdp_reshard_after_forward", default="default")
-    keeps = reshard == "never" or (reshard == "default" and stages > 1)
+    known = (("never", True), ("always", False), ("default", stages > 1))
+    keeps = account.word(f"{parallelism}fsdp_reshard_after_forward", known=known, default=stages > 1)
     degrees = Degrees(
         tensor=tensor, by_sequence=account.flag(f"{parallelism}enable_sequence_parallel", default=True), stages=stages,
         chunks=2 if "interleaved" in told.lower() else 1, context=context,
@@ -128,24 +117,24 @@ def model_name(account: Account) -> str | None:
 
 
 def recomputed(account: Account) -> Any:
-    """Ours, of `memory.recompute`: a policy's class (SelectiveAC.Config), or `mode`."""
-    called = str(account.get(f"activation_checkpoint.{CALLED}", default=""))
-    mode = account.get("activation_checkpoint.mode")
-    if mode is None and "AC" in called:
-        mode = re.sub(r"AC\b.*", "", called.rpartition(".Config")[0].rpartition(".")[2]).lower()
-    if mode is None and called == "":
-        account.assume("activation_checkpoint", "none", "the file has no section")
-    return next((ours for theirs, ours in POLICIES if theirs == str(mode)), "none")
+    """Ours, of `memory.recompute`: a policy's class (SelectiveAC.Config), or `mode`. Raises ConfigError for another."""
+    field = f"activation_checkpoint.{CALLED}"
+    called = str(account.get(field, default=""))
+    if re.search(r"AC\.Config$", called):
+        return account.word(field, known=CLASSES, default="none")
+    return account.word("activation_checkpoint.mode", known=POLICIES, default="none", why="the file has no section")
 
 
-POLICIES = (("full", 1), ("selective", "ops"))
+POLICIES = (("none", "none"), ("full", 1), ("selective", "ops"))
 """torchtitan's modes of activation checkpointing, and ours."""
+CLASSES = (("fullac.config", 1), ("selectiveac.config", "ops"))
+"""The classes of its Python configs."""
 
 
 def precision_of(account: Account) -> str:
     """bf16 unless the file says float32."""
-    told = account.get("training.mixed_precision_param", default="bfloat16")
-    return {"float32": "float32"}.get(str(told), "bf16")
+    known = (("bfloat16", "bf16"), ("float32", "float32"))
+    return str(account.word("training.mixed_precision_param", known=known, default="bf16"))
 
 
 def facts_of(account: Account, tree: Mapping[str, Any]) -> tuple[str, ...]:

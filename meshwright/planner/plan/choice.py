@@ -33,7 +33,11 @@ def answered(result: SearchResult, models: Estimates, fixed: Collection[str]) ->
     result = simplest_first(result)
     if result.stopped:
         return result
-    return replace(result, changes=(*nearest_sizes(result, models, fixed), *changes(result.predictions[0], models)))
+    try:
+        found = (*nearest_sizes(result, models, fixed), *changes(result.predictions[0], models))
+    except KeyboardInterrupt:  # the answer is there
+        return result
+    return replace(result, changes=found)
 
 
 def simplest_first(result: SearchResult) -> SearchResult:

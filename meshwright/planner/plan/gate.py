@@ -64,9 +64,14 @@ def refuse_unfit(config: Config, cluster: Cluster, anyway: bool) -> str:
         anyway: Whether a run that does not fit is let pass, with the line.
 
     Raises:
-        ConfigError: The run does not fit.
+        ConfigError: The run does not fit, or cannot be planned.
     """
-    gate = gate_of(config, cluster)
+    try:
+        gate = gate_of(config, cluster)
+    except ConfigError as error:
+        if anyway:
+            return f"not planned on {cluster.name}: {' '.join(str(error).split())}"
+        raise
     if gate.fits:
         return f"planned on {cluster.name}: {gate.text}"
     if anyway:

@@ -135,6 +135,8 @@ def as_written(
         return planner.predict(parse_run(job.run | {"layout": layout}, words, unread=ELSEWHERE))
     except ConfigError as error:
         return " ".join(str(error).split())
+    except KeyboardInterrupt:  # the answer is there
+        return "stopped"
 
 
 @contextmanager

@@ -131,20 +131,21 @@ class Engine(Section):
 
 
 def planned_line(config: Config, cluster: str | None, anyway: bool) -> list[str]:
-    """The line of a run's plan on a cluster: the named one, else cluster.yaml of the current folder; none without.
+    """The line of a run's plan on the named cluster; none without a cluster.
 
     Raises:
-        ConfigError: The run does not fit, and `anyway` is false; or `anyway` is given without a cluster.
+        ConfigError: The run does not fit, or cannot be planned, and `anyway` is false; or `anyway` is given without a
+            cluster.
     """
-    # Here: a submission without a cluster file needs no torch.
-    from meshwright.planner.plan.cluster import CALIBRATED, load_cluster
-    from meshwright.planner.plan.gate import refuse_unfit
-
-    if cluster is None and not CALIBRATED.is_file():
+    if cluster is None:
         if anyway:
             raise ConfigError.of("--anyway", "given", "has no effect without a cluster", "--cluster NAME")
         return []
-    return [refuse_unfit(config, load_cluster(cluster or str(CALIBRATED)), anyway)]
+    # Here: a submission without a cluster needs no torch.
+    from meshwright.planner.plan.cluster import load_cluster
+    from meshwright.planner.plan.gate import refuse_unfit
+
+    return [refuse_unfit(config, load_cluster(cluster), anyway)]
 
 
 def engine_class(name: str) -> type[Engine]:

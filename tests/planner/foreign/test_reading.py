@@ -135,6 +135,18 @@ def test_every_column_says_where_a_value_is_from(tmp_path: Path) -> None:
         ("zb.toml", "[model]\nname='llama3'\nflavor='8B'\n[parallelism]\npipeline_parallel_degree=2\n"
          "pipeline_parallel_schedule='ZBVZeroBubble'",
          "pipeline_parallel_schedule=ZBVZeroBubble has no schedule of ours"),
+        ("budget.toml", "[model]\nname='llama3'\nflavor='8B'\n[training]\nseq_len=64\n[activation_checkpoint]\n"
+         "mode='memory_budget'", "activation_checkpoint.mode=memory_budget has no word of ours; valid: none, full"),
+        ("reshard.toml", "[model]\nname='llama3'\nflavor='8B'\n[parallelism]\nfsdp_reshard_after_forward='soon'",
+         "fsdp_reshard_after_forward=soon has no word of ours"),
+        ("cp.sh", "x --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --cp-comm-type allgather",
+         "cp-comm-type=allgather has no word of ours"),
+        ("again.sh", "x --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 "
+         "--recompute-granularity half", "recompute-granularity=half has no word of ours"),
+        ("mode.yaml", "parallelism: {tp: 2, tp_mode: RING}\ntokens: {sequence_length: 8}",
+         "parallelism.tp_mode=RING has no word of ours"),
+        ("mixed.yaml", "base_model: NousResearch/Meta-Llama-3.1-8B\nsequence_len: 8\nload_in_8bit: true",
+         "load_in_8bit=True has weights of a format"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_planned_is_told(name: str, text: str, words: str, tmp_path: Path) -> None:
@@ -143,6 +155,27 @@ def test_a_file_that_cannot_be_planned_is_told(name: str, text: str, words: str,
         read_foreign(tmp_path / name, Asked(devices=8))
     with pytest.raises(ConfigError, match="is no file"):
         read_foreign(tmp_path / "none", Asked())
+
+
+def test_a_word_that_changes_memory_and_is_not_said_is_left_out(tmp_path: Path) -> None:
+    """Words that are looked at and not planned, in three programs."""
+    line = "x --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --recompute-granularity selective"
+    (tmp_path / "a.sh").write_text(f"{line} --recompute-modules core_attn moe")
+    (tmp_path / "b.sh").write_text(f"{line} --recompute-modules mlp")
+    (tmp_path / "c.yaml").write_text(
+        "base_model: NousResearch/Meta-Llama-3.1-8B\nsequence_len: 8\noptimizer: adamw_bnb_8bit"
+    )
+    (tmp_path / "d.json").write_text(
+        '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}}'
+    )
+    options = Asked("llama-3.2-1b", 64, 8, 8)
+    left_out = {name: read_foreign(tmp_path / name, options).account.left_out for name in ("a.sh", "b.sh", "c.yaml")}
+    assert left_out["a.sh"] == {"recompute-modules": "core_attn moe"}
+    assert left_out["b.sh"] == {"recompute-modules": "mlp"}
+    assert left_out["c.yaml"] == {"optimizer": "adamw_bnb_8bit"}
+    assert list(read_foreign(tmp_path / "d.json", options).account.left_out) == [
+        "deepspeed.zero_optimization.offload_optimizer.ratio"
+    ]
 
 
 def test_the_file_and_a_run_file_are_one_question(tmp_path: Path) -> None:
@@ -201,7 +234,7 @@ def test_a_shell_script_is_read_as_bash_does() -> None:
         "if [[ $Z == 1 ]]; then X+=(--maybe 1); else X+=(--maybe 2); fi # a comment (\n"
         "for i in 1 2; do echo $i; done\nrun ${X[@]} --last='a b' \\\n  --end\n"
     )
-    assert script.flags == {"n": "9", "flag": "two", "big": "", "maybe": "2", "last": "a b", "end": ""}
+    assert script.flags == {"n": "9", "flag": "two words", "big": "", "maybe": "2", "last": "a b", "end": ""}
     assert script.undecided == ["[[ $Z == 1 ]]"]
 
 

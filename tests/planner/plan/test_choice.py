@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config import parse_config
-from meshwright.planner.plan.choice import answered, complexity, nearest_sizes, simplest_first
+from meshwright.planner.plan.choice import REPLICAS_ALONE, answered, complexity, nearest_sizes, simplest_first
 from meshwright.planner.plan.cluster import load_cluster
 from meshwright.planner.plan.estimate import Estimates
 from meshwright.planner.plan.evaluator import strategy_of
@@ -81,8 +81,8 @@ def test_the_nearest_batch_and_number_of_devices_are_named() -> None:
     models = Estimates(Planner(A100))
     result = search(parse_config(TREE | {"batch": {"global": 10}}), A100, 3, 1, models=models)
     told = {change.what: change.seconds for change in answered(result, models, frozenset()).changes}
-    whole = search(parse_config(TREE | {"batch": {"global": 9}}), A100, 3, 1).predictions[0].seconds
-    assert told["a batch of 9"] == pytest.approx(whole, rel=0.2)
+    nine = parse_config(TREE | {"batch": {"global": 9}})
+    assert told["a batch of 9"] == search(nine, A100, 3, 1, fixed=set(REPLICAS_ALONE)).predictions[0].seconds
     assert "2 devices" in told
     assert nearest_sizes(search(parse_config(TREE), A100, 4, 1, models=models), models, frozenset()) == ()
     assert nearest_sizes(result, models, {"layout.tensor"}) == (), "the user has said what to keep"
@@ -103,13 +103,11 @@ def test_free_is_never_slower_than_fixed(seed: int) -> None:
     try:
         free = search(run, cluster, devices, 1, models=models).predictions[0]
     except ConfigError:
-        pytest.skip("nothing fits this draw")
-    compared = 0
+        free = None
     for fields in (draw.sample(FIELDS, 1), draw.sample(FIELDS, 2)):
         try:
             fixed = search(run, cluster, devices, 1, fixed=set(fields), models=models).predictions[0]
         except ConfigError:  # no legal layout, or none that fits
             continue
-        compared += 1
+        assert free is not None, f"{fields}: fits, and nothing does if all is free"
         assert free.seconds <= fixed.seconds or free.fits > fixed.fits, fields
-    assert compared or seed

@@ -74,6 +74,10 @@ def test_a_submission_is_planned_where_a_cluster_is_known(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     config = parse_config(TREE | {"layout": {"data": 2}})
     assert planned_line(config, None, anyway=False) == []
+    unknown = parse_config(TREE | {"layout": {"data": {"size": 2, "sync": "server-loss"}}})
+    assert planned_line(unknown, "dgx-a100", anyway=True)[0].startswith("not planned on dgx-a100: ")
+    with pytest.raises(ConfigError, match="server-loss"):
+        planned_line(unknown, "dgx-a100", anyway=False)
     [line] = planned_line(config, "dgx-a100", anyway=False)
     assert line.startswith("planned on dgx-a100: data 2")
     with pytest.raises(ConfigError, match="--anyway=given has no effect without a cluster"):
