@@ -412,7 +412,7 @@ def answer(
         raise ConfigError.of("FILE", questions, "is no file", "lines of JSON, or stdin")
     with nullcontext(sys.stdin) if questions is None else questions.open(encoding="utf-8") as lines:
         for line in service.serve(lines):
-            print(line, flush=True)
+            say(line, flush=True)
 
 
 @app.command(rich_help_panel=PREDICT)
