@@ -3,6 +3,7 @@
     python -m benchmarks.one_gpu --all                                           every stage, the most telling first
     python -m benchmarks.one_gpu --out FOLDER [--only STAGE ...] [--steps N]     on a machine with a GPU
     python -m benchmarks.one_gpu --predicted                                     anywhere: every run as predicted now
+    python -m benchmarks.one_gpu --classes                                       anywhere: profiles beside planned ones
     python -m benchmarks.one_gpu                                                 anywhere: what benchmarks/one_gpu.json
                                                                                  says, beside predictions made now
 
@@ -13,8 +14,8 @@ ceilings: copies of memory, and square products of each dtype. late: a step as `
 and a compiled loop that reads three losses at once. PROBES (one_gpu_probes.py): NCCL, FP8, grouped products, CUDA
 graphs, a checkpoint's copy. serial: one step of GPT-2 small in bf16, in turns with the plain loop, eager and compiled.
 attention: documents in one row, by the varlen kernel beside a mask and beside joined documents. profiles: a step by
-kernel. chunks: a step by the size of a chunk of logits. A name of RUNS: some steps of the run file gpt2 with these
-words, the most that torch allocated and reserved, and the device's memory in use.
+kernel; `profile NAME`: a step of a run by kernel. chunks: a step by the size of a chunk of logits. A name of RUNS: some
+steps of the run file gpt2 with these words, the most that torch allocated and reserved, and the device's memory in use.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.head import measured as losses_of_heads
+from benchmarks.kernel_classes import CLASSES, IDLE, class_table, measured_classes, planned_classes
 from benchmarks.one_gpu_probes import PROBES, device_seconds
 from benchmarks.packed_documents import WAYS, starts_of
 from benchmarks.plain_model import PlainGPT
@@ -52,6 +55,9 @@ from meshwright.training.step import train_step
 
 SMALL = Reference(layers=12, hidden=768, heads=12, sequence=1024, batch=64, vocabulary=50304)
 """GPT-2 small, whose 50,257 words fill whole blocks of 64."""
+
+OURS = f"model.base=gpt2-small model.tied=false batch.global={SMALL.batch}"
+"""Words of a run of SMALL."""
 
 QWEN = (
     "model.base=qwen2.5-0.5b model.layers=28 model.hidden=1536 model.heads=12 model.key_value_heads=2 "
@@ -142,9 +148,7 @@ def plain_step(compiled: bool, micro: int, *, wait: bool = True) -> Callable[[in
 
 def our_step(micro: int, words: str) -> Callable[[int], float]:
     """A step of `meshwright train gpt2`, on the plain loop's tokens."""
-    config = run_config(
-        f"model.base=gpt2-small model.tied=false batch.global={SMALL.batch} batch.micro={micro} {words}"
-    )
+    config = run_config(f"{OURS} batch.micro={micro} {words}")
     parts = build(config, solo_mesh(torch.device("cuda", 0), config.grid.names), Path())
 
     def step(number: int) -> float:
@@ -246,20 +250,40 @@ def kernels_of(act: Callable[[], object]) -> dict[str, Any]:
 
 def profiles() -> dict[str, Any]:
     """A step of 32 x 1024 tokens twice, by kernel: the plain loop compiled, ours in bf16, ours in TF32."""
-    makes: dict[str, Callable[[], Callable[[int], float]]] = {
-        "plain loop, compiled": lambda: plain_step(True, 32),
-        "meshwright": lambda: our_step(32, ""),
-        "meshwright, islands": lambda: our_step(32, "compile=islands"),
-        "meshwright, no islands": lambda: our_step(32, "compile=none"),
-        "meshwright, TF32": lambda: our_step(32, "precision=float32"),
-    }
-    found = {}
-    for name, make in makes.items():
-        step = make()
+    contenders = {
+        "plain loop, compiled": None, "meshwright": "compile=blocks", "meshwright, islands": "compile=islands",
+        "meshwright, no islands": "compile=none", "meshwright, TF32": "compile=blocks precision=float32",
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for name, words in contenders.items():
+        step = plain_step(True, 32) if words is None else our_step(32, words)
         for number in range(2):
             step(number)
-        found[name] = kernels_of(lambda step=step: step(2))  # type: ignore[misc]
+        found[name] = kernels_of(partial(step, 2)) | (
+            {} if words is None else {"words": f"{OURS} batch.micro=32 {words}"}
+        )
         del step
+        torch.cuda.empty_cache()
+    return found
+
+
+PROFILED = ("xl", "llama-3.2-1b")
+"""RUNS with a profile of their own, each as `compile` islands, blocks and none."""
+
+
+def profile_of(name: str) -> dict[str, Any]:
+    """A step of a run by kernel, as it is compiled."""
+    found: dict[str, Any] = {}
+    for way in ("islands", "blocks", "none"):
+        config = run_config(f"{RUNS[name]} compile={way}")
+        parts = build(config, solo_mesh(torch.device("cuda", 0), config.grid.names), Path())
+        shape = (config.batch.global_, config.data.sequence)
+        batch = dict.fromkeys(("tokens", "labels"), torch.randint(config.model.vocabulary, shape))
+        for number in range(UNCOUNTED_STEPS):
+            train_step(parts, batch, number)
+        told = kernels_of(partial(train_step, parts, batch, UNCOUNTED_STEPS))
+        found[way] = told | {"words": f"{RUNS[name]} compile={way}"}
+        del parts
         torch.cuda.empty_cache()
     return found
 
@@ -285,9 +309,7 @@ class Drawn:
 
 def late_burst(micro: int, words: str) -> Callable[[int], None]:
     """`train`'s own steps: a step's numbers are read in the step after."""
-    config = run_config(
-        f"model.base=gpt2-small model.tied=false batch.global={SMALL.batch} batch.micro={micro} {words}"
-    )
+    config = run_config(f"{OURS} batch.micro={micro} {words}")
     trainer = Trainer(build(config, solo_mesh(torch.device("cuda", 0), config.grid.names), Path()), Drawn())
 
     def burst(steps: int) -> None:
@@ -336,7 +358,7 @@ def head() -> dict[str, Any]:
 
 STAGES: dict[str, Callable[[], Any]] = {
     "ceilings": ceilings, "late": late, **PROBES, "serial": serial, "head": head, "profiles": profiles,
-    "chunks": chunks, "attention": attention,
+    **{f"profile {name}": partial(profile_of, name) for name in PROFILED}, "chunks": chunks, "attention": attention,
 }  # fmt: skip
 
 
@@ -500,18 +522,26 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 def profile_table(gpu: str, found: Mapping[str, Any]) -> Table:
-    table = Table("kind of kernel, ms", *found, title=f"A step of 64 x 1024 tokens by kind of kernel on {gpu}")
-    by_kind: dict[str, dict[str, float]] = {name: dict.fromkeys([*KINDS, "others"], 0.0) for name in found}
-    for name, told in found.items():
-        for kernel, _, seconds in told["kernels"]:
-            kinds = (kind for kind, parts in KINDS.items() if any(part in kernel for part in parts))
-            by_kind[name][next(kinds, "others")] += seconds
-        by_kind[name]["others"] += told["busy_seconds"] - sum(by_kind[name].values())
-    for kind in [*KINDS, "others"]:
-        table.add_row(kind, *(f"{by_kind[name][kind] * 1e3:.1f}" for name in found))
-    for title, key in (("busy", "busy_seconds"), ("step", "wall_seconds")):
-        table.add_row(title, *(f"{told[key] * 1e3:.1f}" for told in found.values()))
+    table = Table("class of kernel, ms", *found, title=f"A step of 64 x 1024 tokens by class of kernel on {gpu}")
+    classes = [measured_classes(told) for told in found.values()]
+    for name in [*CLASSES, IDLE]:
+        table.add_row(name, *(f"{each[name] * 1e3:.1f}" for each in classes))
+    table.add_row("step", *(f"{told['wall_seconds'] * 1e3:.1f}" for told in found.values()))
     return table
+
+
+def classes() -> None:
+    """Each measured profile of a run of ours beside the planned kernels of that run, class by class."""
+    for line in json.loads(MEASURED.read_text()):
+        if not line["name"].startswith("profile"):
+            continue
+        planner, pairs = Planner(load_cluster(CLUSTERS[line["gpu"]])), {}
+        for told in (told for told in line["found"].values() if "words" in told):
+            config = load_config("gpt2", [*COMMON.split(), *told["words"].split()])
+            name = ", ".join(word for word in told["words"].split() if word.startswith(("compile", "precision")))
+            pairs[name] = measured_classes(told), planned_classes(planner, resolve(config, H100_HOST).config)
+        title = f"{line['name']} on {line['gpu']}; ! more than 1 ms and more than 10 % off"
+        Console(width=140, highlight=False).print(class_table(title, pairs))
 
 
 def main() -> None:
@@ -519,6 +549,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--all", action="store_true", help="every stage that has no file yet")
     parser.add_argument("--predicted", action="store_true", help="predictions of all runs alone")
+    parser.add_argument("--classes", action="store_true", help="measured kernels beside planned ones, by class")
     parser.add_argument("--only", nargs="*", choices=[*STAGES, *RUNS], default=[])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--here", choices=[*STAGES, *RUNS], help=argparse.SUPPRESS)
@@ -527,6 +558,8 @@ def main() -> None:
         measure_here(options.out, options.here, options.steps)
     elif options.predicted:
         predict()
+    elif options.classes:
+        classes()
     elif options.out or options.all:
         measure(options.out or Path("out/one_gpu"), options.only, options.steps, again=not options.all)
     else:

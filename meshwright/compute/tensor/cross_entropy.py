@@ -107,7 +107,7 @@ class Classes:
             kinds.setdefault(rows.stop - rows.start, []).append(rows)
         for same in kinds.values():
             with self.comm.ledger.repeated(len(same)):
-                yield same[0]
+                yield same[-1]  # the first chunk's gradient is written, the others' are added
 
     def chunks(self, h: Tensor, table: Tensor, dtype: torch.dtype) -> Iterator[slice]:
         """Rows of h whose logits in `dtype` exist at a time; equal on all ranks, even those without classes."""

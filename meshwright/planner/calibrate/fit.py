@@ -60,7 +60,13 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
         shares = [min(1.0, size / seconds / interpolated(bandwidth, size)) for size, seconds in points["norm"][:2]]
         ((rows, seconds),) = points["norm"][2:]
         norms = {"norms": tuple(map(rounded, shares)), "norm_row": rounded(seconds / rows)}
-    elements = {}
+    # timing.py takes the longer of an element's time and its bytes'.
+    elements = {
+        name: rounded(points[name][0][1] / points[name][0][0]) for name in ("mixed", "strided") if points.get(name)
+    }
+    if points.get("sum"):
+        ((count, seconds),) = points["sum"]
+        norms["sums"] = rounded(min(1.0, 2 * count / seconds / interpolated(bandwidth, 2 * count)))
     for name in ("special", "random"):  # beyond launch and bytes: the mean over the kernels of a kind
         beyond = []
         for count, seconds in points[name]:

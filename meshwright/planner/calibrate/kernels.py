@@ -12,6 +12,9 @@ share the host.
 |           |                                       | none on a CPU, where memory limits norms                        |
 | special   | elements                              | an exponential and the like                                     |
 | random    | elements                              | a draw of random numbers                                        |
+| mixed     | elements; none on a CPU               | a cast                                                          |
+| strided   | elements; none on a CPU               | a product with a column, cast                                   |
+| sum       | elements; none on a CPU               | a sum over rows                                                 |
 | host link | bytes                                 | a copy between the memories of device and host                  |
 | disk      | bytes, written and read               | a file written, made durable, and read from the disk            |
 | reserved  | bytes of a context; 0 on a CPU        | (none)                                                          |
@@ -57,6 +60,26 @@ _SPECIAL: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: F.log_softmax(x, -1),
 )
 """Kernels of a model's activation functions, softmaxes and losses."""
+
+
+def cast_call(shape: tuple[int, int], device: torch.device) -> Callable[[], object]:
+    """Cast a matrix of bf16 to float32."""
+    return torch.randn(shape, device=device, dtype=torch.bfloat16).float
+
+
+def column_call(shape: tuple[int, int], device: torch.device) -> Callable[[], object]:
+    """Multiply a matrix of float32 by a column, and cast to bf16."""
+    x, column = torch.randn(shape, device=device), torch.randn(shape[0], 1, device=device)
+    return partial(torch.mul, x, column, out=torch.empty_like(x, dtype=torch.bfloat16))
+
+
+def sum_call(shape: tuple[int, int], device: torch.device) -> Callable[[], object]:
+    """Sum the rows of a matrix of bf16."""
+    return partial(torch.sum, torch.randn(shape, device=device, dtype=torch.bfloat16), 0)
+
+
+CALLS = {"mixed": cast_call, "strided": column_call, "sum": sum_call}
+"""For kinds of kernels that a GPU's torch does not load by vectors (plan/recorder.py): a call, of shape and device."""
 
 
 def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, Points]:
@@ -105,6 +128,8 @@ def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, 
     points["special"] = [
         (elements, timer.cold_seconds(4 * elements, partial(special_call, special))) for special in _SPECIAL
     ]
+    for name, call in (CALLS if device.type == "cuda" else {}).items():
+        points[name] = [(elements, timer.cold_seconds(4 * elements, partial(call, rows, device)))]
     x = torch.empty(rows, device=device)
     points["random"] = [(elements, timer.seconds(lambda: torch.empty_like(x).bernoulli_(0.9)))]
     host = torch.zeros(effort.copy_bytes // 4, pin_memory=device.type == "cuda")  # pinned, as an offloaded optimizer's

@@ -42,6 +42,7 @@ def _check_rising(curve: tuple[tuple[float, float], ...]) -> tuple[tuple[float, 
 
 Curve = Annotated[tuple[tuple[Rate, Rate], ...], Field(min_length=1), AfterValidator(_check_rising)]
 Multiplies = Literal["float32", "tf32", "float64", "bf16", "fp16", "fp8", "mxfp8"]
+PacedKind = Literal["special", "random", "mixed", "strided"]
 AttentionKernel = Literal["flash-1", "flash-2", "flash-3"]
 """FlashAttention's generations (Dao et al., 2022; Dao, 2023; Shah et al., 2024), and kernels that were as fast then."""
 
@@ -84,9 +85,13 @@ class Device(Section):
     """The share of the peak that a product of m x n x k gets, over the cube root of mnk; or one share."""
     low_efficiency: Shares | None = Field(default=None, alias="efficiency_low")
     """The shares of the peak that products in FP8 and MXFP8 reach, by side; null: as in half precision."""
+    tf32_efficiency: Shares | None = Field(default=None, alias="efficiency_tf32")
+    """The shares of the peak that products in TF32 reach, by side; null: as in half precision."""
     attention_efficiency: Shares | None = Field(default=None, alias="attention")
     """The same of torch's fused attention, over the cube root of queries x keys x width of a head, of a causal one half
     the products counted; null: it attends step by step."""
+    float32_attention_efficiency: Shares | None = Field(default=None, alias="attention_float32")
+    """The shares of float32's peak that torch's fused attention of float32 reaches; null: as in half precision."""
     attention_kernels: dict[AttentionKernel, Shares] = Field(default_factory=dict, alias="attentions")
     """The shares of the peak that attention kernels of other generations than torch's reach; without one: torch's."""
     norms: tuple[Share, Share] = (1.0, 1.0)
@@ -94,17 +99,22 @@ class Device(Section):
     norm_row_seconds: _Seconds = Field(default=0.0, alias="norm_row")
     """Seconds of a row in the sums for the gradients of a torch norm's weights, of which a block of threads adds 32
     columns row by row; 0: these sums are in the backward share."""
+    sums: Share = 1.0
+    """The share of the memory's pace that sums of rows reach, as biases' gradients are."""
     bandwidth_bytes_per_second: Curve = Field(alias="bandwidth")
     """Bytes a second of memory: a data sheet's number, such as 864e9, or points (bytes that a kernel touches, bytes a
     second as measured)."""
     launch_seconds: _Seconds = Field(default=0.0, alias="launch")
     """Seconds before a kernel begins that has been issued."""
+    product_launch_seconds: _Seconds | None = Field(default=None, alias="launch_product")
+    """The same of a product, if its library launches more than one kernel; null: as of others."""
     issue_seconds: _Seconds = Field(default=0.0, alias="issue")
     """Seconds of the host to issue a kernel, from Python and op by op; 0 where the host is the device."""
     python_seconds_per_part: _Seconds = Field(default=0.0, alias="part")
     """The host's seconds for a pass through a layer or the head beyond the kernels: Python, autograd."""
-    seconds_per_element: dict[Literal["special", "random"], _Seconds] = Field(default_factory=dict, alias="elements")
-    """Seconds that an element takes on top of its bytes, in kernels of exponentials (special) and random numbers."""
+    seconds_per_element: dict[PacedKind, _Seconds] = Field(default_factory=dict, alias="elements")
+    """Seconds of an element: on top of its bytes in exponentials (special) and random numbers; at least, in kernels of
+    several dtypes (mixed), and if their operands are repeated or not contiguous (strided)."""
     host_link_bytes_per_second: Rate = Field(alias="host_link")
     """Bytes a second between the device's memory and the host's, each way."""
     disk_bytes_per_second: Rate = Field(default=1e9, alias="disk")

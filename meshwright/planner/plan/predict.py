@@ -109,7 +109,7 @@ class Planner:
     def predict(self, config: Config) -> Prediction:
         """Raises ConfigError for what cannot be planned: sync server-loss, O1, a partition that is
         measured when the run begins, a dtype or a transport that the cluster knows nothing about."""
-        run = self._run(config)
+        run = self.run(config)
         config, passes, step = run.config, self.passes(run.phase_config), self._step(run)
         sent = tuple(run.traffic(stage) for stage in range(len(run.stages)))
         return Prediction(
@@ -139,14 +139,14 @@ class Planner:
     def least_memory(self, config: Config) -> Memory:
         """The memory of the fullest rank's tensors and context in a step's first microbatches, in a fraction of a
         prediction's time."""
-        run = self._run(config)
+        run = self.run(config)
         return max(run.memory(self.passes(run.phase_config, True)), key=lambda each: each.total)
 
     def seconds(self, config: Config) -> float:
         """A prediction's seconds, without its memory."""
-        return self._step(self._run(config)).seconds
+        return self._step(self.run(config)).seconds
 
-    def _run(self, config: Config) -> TimedRun:
+    def run(self, config: Config) -> TimedRun:
         """The resolved run; the last one is at hand."""
         # A search asks for least_memory first, then for the prediction of the same layout.
         if self._last is None or self._last[0] != config:

@@ -24,11 +24,11 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -37,15 +37,17 @@ from meshwright.ranks.comm import Work
 from meshwright.ranks.ledger import HOST, TO_HOST, Ledger, Traffic
 from meshwright.strategies.memory.recompute import LiveBytes, tensors_in
 
-KernelKind = Literal["product", "attention", "special", "random", "norm", "norm back", "cast", "element"]
+ElementKind = Literal["special", "random", "mixed", "strided", "sum", "cast", "element"]
+KernelKind = Literal["product", "attention", "norm", "norm back"] | ElementKind
+SOFTMAXES = frozenset(["softmax", "_softmax", "log_softmax", "_log_softmax"])
 LowProducts = Literal["fp8", "mxfp8"]
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """An operation on the device. `touched_bytes`: read and written. `elements`: of the largest tensor among inputs and
-    results. `side`: cube root of m n k of one product of a batch of `members`; a norm's columns. `times`: equal kernels
-    in a row."""
+    results. `side`: cube root of m n k of one product of a batch of `members`; columns of a norm or a softmax. `times`:
+    equal kernels in a row. `operation`: torch's name, or COMPILED for several that a program makes one of."""
 
     kind: KernelKind
     flops: float
@@ -55,6 +57,7 @@ class Kernel:
     side: float = 0.0
     times: int = 1
     members: int = 1
+    operation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +177,13 @@ def place(microbatch: int, num_microbatches: int) -> int:
     return min(microbatch, 1)
 
 
+COMPILED = "compiled"
+"""The operation of element kernels that a program makes one of."""
 _GROUPED = "_grouped_mm"
 """The products of all experts by one kernel."""
 _FLAT = frozenset(["mm", "addmm", "addmm_", _GROUPED])
 """Products of linears, which run in FP8; attention's batched products do not."""
-_FUSED = frozenset(["special", "random", "norm", "norm back", "cast", "element"])
+_FUSED = frozenset([*get_args(ElementKind), "norm", "norm back"])
 _PRODUCTS = {
     "mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "baddbmm_": 1, "_scaled_mm": 0, _GROUPED: 0,
 }  # fmt: skip
@@ -209,6 +214,10 @@ LOOKUPS = frozenset(["embedding", "gather", "index", "index_select"])
 """Operations that read as many bytes of their first tensor as they write."""
 UPDATES = frozenset(["index_put_", "index_add_", "scatter_", "scatter_add_"])
 """Operations that read and write as many bytes of their first tensor as their last one has."""
+WRITES = frozenset(["copy_", "fill_", "zero_"])
+"""Operations in place that do not read the tensor that they write."""
+JOINS = frozenset(["cat", "stack"])
+"""Operations whose inputs are parts of the result."""
 NOTHING = frozenset(["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"])
 """Operations that allocate and launch no kernel."""
 _OUT = re.compile("(.*_)?out")
@@ -344,7 +353,7 @@ class Recorder(LiveBytes):
     ) -> None:  # fmt: skip
         name, mutates, overwrites = _facts(op)
         # torch launches no kernel for a view, which neither allocates nor writes.
-        if name not in NOTHING and (new or mutates or not results):
+        if name not in NOTHING and (given or results) and (new or mutates or not results):
             # The last inputs of an out= overload are written, not read.
             given = given[: len(given) - len(results)] if overwrites else given
             kernel = known.kernel if known is not None else None
@@ -383,6 +392,10 @@ class Recorder(LiveBytes):
                 assert isinstance(dropout, Kernel)
                 touched = dropout.touched_bytes + kernel.touched_bytes - 2 * _size_bytes(results[0])
                 kernel = replace(dropout, touched_bytes=touched)
+            if name == "softmax" and kernel.touched_bytes != 2 * _size_bytes(results[0]):
+                # torch casts the input of a softmax in another dtype by a kernel of its own.
+                self._events.append(replace(kernel, kind="mixed", operation="_to_copy"))
+                kernel = replace(kernel, touched_bytes=2 * _size_bytes(results[0]))
             self._events.append(kernel)
             # native_dropout returns (output, mask); the residual's sum reads the output.
             drops = self._fuses_dropout and name == "native_dropout"
@@ -500,7 +513,8 @@ class _Row:
         special = any(kernel.kind in ("special", "random") for kernel in self.kernels)
         most = max(self.kernels, key=lambda kernel: kernel.elements)
         kind: KernelKind = "special" if special else "element"
-        return Kernel(kind, 0.0, touched, most.elements, most.dtype, times=most.times)
+        name = COMPILED if len(self.kernels) > 1 else most.operation
+        return Kernel(kind, 0.0, touched, most.elements, most.dtype, times=most.times, operation=name)
 
 
 _FACTS: dict[int, tuple[str, bool, bool]] = {}
@@ -522,19 +536,21 @@ _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "
 
 def _kernel(op: Any, name: str, args: tuple[Any, ...], given: list[Tensor], results: list[Tensor]) -> Kernel:
     """The kernel of an operation: its kind, its floating-point operations, the bytes that it reads and writes."""
+    if name == "copy_" and _size_bytes(given[-1]) == given[-1].element_size():
+        name = "fill_"  # one number, which tensors with values are filled with
     if name in LOOKUPS:  # of a table it reads the rows that it copies, and no others
         moved = [*given[1:], *results, *results]
     elif name in UPDATES:  # of a table it reads and writes the rows of the last argument
         moved = [*given[1:], *given[-1:], *given[-1:]]
     else:
-        moved = [*given, *results]
+        moved = [*given[name in WRITES :], *results]
     touched = sum(_size_bytes(x) for x in moved)
     largest = max((x.numel() for x in moved), default=0)
     dtype = _DTYPES.get((results or given)[0].dtype, "float32") if results or given else "float32"
     if name == "_scaled_mm":
         dtype = "fp8"
     flops, side, members = _products(name, args)
-    if name in NORMS:
+    if name in NORMS or name in SOFTMAXES:
         side = float(results[0].shape[-1])
     if name in ATTENTIONS:
         # A fused causal attention leaves out the tiles above the diagonal, half of its products.
@@ -553,7 +569,25 @@ def _kernel(op: Any, name: str, args: tuple[Any, ...], given: list[Tensor], resu
         kind = "special"
     elif fresh in RANDOM:
         kind = "random"
-    return Kernel(kind, flops, touched, largest, dtype, side, members=members)
+    elif kind == "element" and results and name not in LOOKUPS | UPDATES | JOINS:
+        kind = _element_kind(given, results[0])
+    return Kernel(kind, flops, touched, largest, dtype, side, members=members, operation=name)
+
+
+def _element_kind(given: Sequence[Tensor], result: Tensor) -> ElementKind:
+    """The kernel that torch has for a function of elements on a GPU (aten/src/ATen/native/cuda/Loops.cuh).
+
+    Returns:
+        sum: Rows are added. mixed: Inputs and result differ in dtype. strided: They do, and an input of several
+        elements is repeated or not contiguous. element: None of these.
+    """
+    several = [x for x in given if x.numel() > 1]
+    if any(x.numel() > result.numel() for x in several):
+        # A sum of each row reads the memory in its order, at the memory's pace.
+        return "sum" if result.dim() and several[0].shape[-1] == result.shape[-1] > 1 else "element"
+    if all(x.dtype == result.dtype for x in several):
+        return "element"
+    return "mixed" if all(x.numel() == result.numel() and x.is_contiguous() for x in several) else "strided"
 
 
 def _products(name: str, args: tuple[Any, ...]) -> tuple[float, float, int]:
@@ -624,16 +658,14 @@ def _interpolated_event(one: _Event, other: _Event, share: float) -> _Event | No
     if isinstance(one, Kernel) and isinstance(other, Kernel):
         if (one.kind, one.dtype, one.times) != (other.kind, other.dtype, other.times):
             return None
-        return Kernel(
-            one.kind,
-            between(one.flops, other.flops, share),
-            round(between(one.touched_bytes, other.touched_bytes, share)),
-            round(between(one.elements, other.elements, share)),
-            one.dtype,
+        return replace(
+            one,
+            flops=between(one.flops, other.flops, share),
+            touched_bytes=round(between(one.touched_bytes, other.touched_bytes, share)),
+            elements=round(between(one.elements, other.elements, share)),
             # mnk grows in proportion to samples, its cube root does not.
-            between(one.side**3, other.side**3, share) ** (1 / 3),
-            one.times,
-            round(between(one.members, other.members, share)),
+            side=between(one.side**3, other.side**3, share) ** (1 / 3),
+            members=round(between(one.members, other.members, share)),
         )
     if isinstance(one, Start) and isinstance(other, Start):
         if (one.axes, one.verb, one.times) != (other.axes, other.verb, other.times):

@@ -10,7 +10,12 @@ A kernel: a roofline over what such kernels reach (Williams et al., CACM 2009).
 |           | launch                                                                                |
 | norms     | bytes / (bandwidth x norms' part) + launch; backward also the sums for weights'       |
 |           | gradients: the longer of their bytes and of rows x Device.norm_row                    |
-| others    | bytes / bandwidth + elements x seconds of such an element + launch                    |
+| special,  | bytes / bandwidth + elements x seconds of such an element + launch                    |
+| random    |                                                                                       |
+| mixed,    | max(bytes / bandwidth, elements x seconds of such an element) + launch                |
+| strided   |                                                                                       |
+| sum       | bytes / (bandwidth x sums' part) + launch                                             |
+| others    | bytes / bandwidth + launch                                                            |
 
 Efficiency and bandwidth are the device's curves: over the cube root of mnk, and over the bytes that a kernel touches.
 A batch of b products is as good on a GPU as one with b times the mnk: on an H100 4 products of 1024 x 1024 x 2048 reach
@@ -34,12 +39,19 @@ from typing import NamedTuple, get_args
 
 from meshwright.compute.tensor.fp8 import CAPABILITY
 from meshwright.planner.plan.cluster import AttentionKernel, Cluster, interpolated
-from meshwright.planner.plan.recorder import HostCopy, Kernel, LowProducts, Program, Start, WaitFor
+from meshwright.planner.plan.recorder import SOFTMAXES, HostCopy, Kernel, LowProducts, Program, Start, WaitFor
 from meshwright.planner.plan.remembered import remembered
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.ledger import VERBS
 
 LOW = get_args(LowProducts)
+
+BESIDE_ATTENTION = 10
+"""Bytes an element of a query that two kernels beside a fused attention's backward pass in half precision touch: sums
+of dO x O, then dQ from float32 (Dao, FlashAttention-2, 2023, algorithm 2)."""
+SHARED_COLUMNS = 12288
+"""Columns of float32 in a block's shared memory; a softmax of longer rows reads them for the maximum, for the sum and
+for the shares (torch, aten/src/ATen/native/cuda/SoftMax.cu)."""
 
 Collective = Callable[[str, str, int], float]
 """collective(axes, verb, payload_bytes): seconds of a collective (ClusterNetwork.collective)."""
@@ -92,33 +104,49 @@ class Timer:
     def kernel_seconds(self, kernel: Kernel) -> float:
         """Seconds of one of its `times`. Raises ConfigError where the device's peak in its dtype is not known."""
         device = self._cluster.device
+        launch = device.launch_seconds
         memory = kernel.touched_bytes / interpolated(device.bandwidth_bytes_per_second, kernel.touched_bytes)
         match kernel.kind:
             case "product":
                 # Tiles of all members of a batch fill a GPU together; a core multiplies one member after the other.
                 side = kernel.side * (kernel.members ** (1 / 3) if device.kind == "cuda" else 1)
-                low = kernel.dtype in LOW and device.low_efficiency
+                launch = launch if device.product_launch_seconds is None else device.product_launch_seconds
+                shares = device.efficiency
+                if kernel.dtype in LOW:
+                    shares = device.low_efficiency or shares
+                elif kernel.dtype == "float32" and self._tf32:
+                    shares = device.tf32_efficiency or shares
                 peak = self._peak(kernel, tf32=self._tf32)
-                products = kernel.flops / (peak * interpolated(low or device.efficiency, side))
+                products = kernel.flops / (peak * interpolated(shares, side))
                 # A GPU loads the next tiles under the product, a core does one or the other.
                 work = products + memory if device.kind == "cpu" else max(products, memory)
             case "attention":
                 other = self._attention and device.attention_kernels.get(self._attention)
-                shares = other or device.attention_efficiency
-                assert shares is not None, f"{self._cluster.name} has no fused attention: {kernel}"
-                # A fused attention of float32 takes no TF32: on an H100 it does 31 Tflop/s, 0.46 of float32's peak.
+                if kernel.dtype == "float32":
+                    other = device.float32_attention_efficiency or other
+                attention = other or device.attention_efficiency
+                assert attention is not None, f"{self._cluster.name} has no fused attention: {kernel}"
+                # A fused attention of float32 takes no TF32.
                 peak = self._peak(kernel, tf32=False)
-                work = max(kernel.flops / (peak * interpolated(shares, kernel.side)), memory)
+                work = max(kernel.flops / (peak * interpolated(attention, kernel.side)), memory)
+                if device.kind == "cuda" and kernel.operation.endswith("_backward"):
+                    touched = BESIDE_ATTENTION * kernel.elements
+                    work += touched / interpolated(device.bandwidth_bytes_per_second, touched)
             case "norm" | "norm back":
                 work = memory / device.norms[kernel.kind == "norm back"]
                 if kernel.kind == "norm back" and device.norm_row_seconds:
                     # Another kernel reads two of the three tensors again.
                     work += max(memory * 2 / 3, kernel.elements / kernel.side * device.norm_row_seconds)
             case "special" | "random":
-                work = memory + kernel.elements * device.seconds_per_element.get(kernel.kind, 0.0)
+                rereads = device.kind == "cuda" and kernel.operation in SOFTMAXES and kernel.side > SHARED_COLUMNS
+                work = (1 + rereads) * memory + kernel.elements * device.seconds_per_element.get(kernel.kind, 0.0)
+            case "mixed" | "strided":
+                work = max(memory, kernel.elements * device.seconds_per_element.get(kernel.kind, 0.0))
+            case "sum":
+                work = memory / device.sums
             case "element" | "cast":
                 work = memory
-        return self.slowdown * (device.launch_seconds + work)
+        return self.slowdown * (launch + work)
 
     def _peak(self, kernel: Kernel, *, tf32: bool) -> float:
         peak = self._cluster.device.peak_of(kernel.dtype, tf32=tf32)

@@ -103,6 +103,9 @@ def test_what_a_gpu_takes_has_no_part_of_its_hosts() -> None:
         "norm": [(2**28, 2**28 / 1e12), (2**28, 2**28 / 2e12), (2**16, 2**16 * 4e-9)],
         "stream": [(2**12, issue), (2**30, launch + 2**30 / 3e12)],
         "special": [(elements, launch + 8 * elements / 3e12 + elements * 1e-12)],
+        "mixed": [(elements, elements * 3e-12)],
+        "strided": [(elements, elements * 4e-12)],
+        "sum": [(2**28, 2**29 / 1e12)],
     }
     del points["product float32"]
     device = fit_device("cuda", 2**36, points)
@@ -114,6 +117,9 @@ def test_what_a_gpu_takes_has_no_part_of_its_hosts() -> None:
     at = interpolated(device.bandwidth_bytes_per_second, 2**28)
     assert device.norms == pytest.approx((1e12 / at, 2e12 / at), rel=1e-3)
     assert device.norm_row_seconds == pytest.approx(4e-9, rel=1e-3)
+    paces = [device.seconds_per_element[name] for name in ("mixed", "strided")]
+    assert paces == pytest.approx([3e-12, 4e-12], rel=1e-3)
+    assert device.sums == pytest.approx(1e12 / interpolated(device.bandwidth_bytes_per_second, 2**29), rel=1e-3)
 
 
 def test_a_norms_three_kernels_are_timed_one_by_one() -> None:

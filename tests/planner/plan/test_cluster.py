@@ -76,7 +76,7 @@ def test_all_mistakes_by_field(tmp_path: Path) -> None:
             "valid: float32, tf32, float64, bf16, fp16, fp8, mxfp8",
             f"device.efficiency=-1 at index 1, 1 is not above 0; {curve}",
             "device.host_link is missing; valid: a number > 0",
-            "device.elements.dear=dear is an unknown key; valid: special, random",
+            "device.elements.dear=dear is an unknown key; valid: special, random, mixed, strided",
             "devices_per_node=0 is less than 1; valid: a whole number >= 1",
             "core=2 is an unknown key (did you mean cores?); "
             "valid: name, source, checked, device, devices_per_node, host_memory, cores, turns, links",

@@ -63,6 +63,39 @@ def test_others_go_at_the_pace_of_the_memory_and_dear_elements_slower() -> None:
     assert seconds(replace(plain, kind="random")) == seconds(plain)  # the device says nothing of it
 
 
+def test_kernels_that_load_no_vectors_have_paces_of_their_own() -> None:
+    """An element of a cast has a least time, a sum of rows a share of the memory's pace."""
+    device = FLAT.device.model_copy(update={"seconds_per_element": {"mixed": 1e-10, "strided": 1e-12}, "sums": 0.5})
+    timer = Timer(FLAT.model_copy(update={"device": device}), 1)
+    plain = Kernel("element", 0.0, 10**8, 10**7, "fp16")
+    for kind, work in (("mixed", 1e-10 * 1e7), ("strided", 1e8 / 1e12), ("sum", 1e8 / 0.5e12), ("element", 1e-4)):
+        assert timer.kernel_seconds(replace(plain, kind=kind)) == pytest.approx(work + LAUNCH)  # type: ignore[arg-type]
+
+
+def test_a_gpus_softmax_of_long_rows_reads_them_three_times() -> None:
+    softmax = Kernel("special", 0.0, 10**8, 0, "float32", 12288, operation="_softmax")
+    assert seconds(softmax) == pytest.approx(1e8 / 1e12 + LAUNCH)
+    assert seconds(replace(softmax, side=12289)) == pytest.approx(2e8 / 1e12 + LAUNCH)
+
+
+def test_attention_has_kernels_beside_its_backward_pass() -> None:
+    attention = Kernel("attention", 1e9, 10**6, 10**7, "fp16", operation="a_fused_attention")
+    backward = replace(attention, operation="a_fused_attention_backward")
+    assert seconds(backward) == pytest.approx(seconds(attention) + 10 * 1e7 / 1e12)
+
+
+def test_products_float32_attention_and_tf32_may_have_figures_of_their_own() -> None:
+    device = FLAT.device
+    peak = {**device.peak_flops_per_second, "tf32": 5e13}
+    facts = {"tf32_efficiency": ((1.0, 0.1),), "float32_attention_efficiency": ((1.0, 0.2),)}
+    own = device.model_copy(update={"peak_flops_per_second": peak, "product_launch_seconds": 3e-5, **facts})
+    timer = Timer(FLAT.model_copy(update={"device": own}), 1, tf32=True)
+    assert timer.kernel_seconds(PRODUCT) == pytest.approx(seconds(PRODUCT) - LAUNCH + 3e-5)
+    assert timer.kernel_seconds(replace(PRODUCT, dtype="float32")) == pytest.approx(2e9 / (5e13 * 0.1) + 3e-5)
+    attention = Kernel("attention", 1e9, 10**6, 10**6, "float32")
+    assert timer.kernel_seconds(attention) == pytest.approx(1e9 / (1e13 * 0.2) + LAUNCH)
+
+
 def test_small_kernels_have_the_small_bandwidth() -> None:
     assert seconds(Kernel("element", 0.0, 10**4, 10**4, "int64")) == pytest.approx(1e4 / 1e11 + LAUNCH)
     assert seconds(Kernel("element", 0.0, 0, 0, "int64")) == LAUNCH

@@ -54,6 +54,40 @@ def test_what_is_only_written_is_not_read() -> None:
     assert [kernel.touched_bytes for kernel in kernels(made())] == [2 * 256, 2 * 256, 4 * 256]
 
 
+def test_a_copy_reads_its_source_alone_and_a_function_without_tensors_is_no_kernel() -> None:
+    recorder, x, y = Recorder(), torch.empty(64, device=META), torch.empty(64, device=META)
+    with recorder.program(Ledger()) as made:
+        x.copy_(y)
+        x.zero_()
+        torch.promote_types(x.dtype, y.dtype)
+    assert [(kernel.operation, kernel.touched_bytes) for kernel in kernels(made())] == [("copy_", 512), ("zero_", 256)]
+
+
+def test_kernels_of_elements_are_of_the_kinds_that_a_gpu_has() -> None:
+    x, half = torch.empty(8, 16, device=META), torch.empty(8, 16, device=META, dtype=torch.bfloat16)
+    column = torch.empty(8, 1, device=META)
+    recorder = Recorder()
+    with recorder.program(Ledger()) as made:
+        x.add_(half)  # a cast inside of the kernel
+        half.float()
+        torch.mul(x, column, out=half)
+        x * column  # one dtype
+        half.sum(0)
+        half.amax(1)  # in the memory's order
+        torch.cat([x, x])
+    found = [kernel.kind for kernel in kernels(made())]
+    assert found == ["mixed", "mixed", "strided", "element", "sum", "element", "element"]
+
+
+def test_a_softmax_in_another_dtype_is_a_cast_and_a_softmax() -> None:
+    recorder, half = Recorder(), torch.empty(8, 16, device=META, dtype=torch.bfloat16)
+    out = torch.empty(8, 16, device=META)
+    with recorder.program(Ledger()) as made:
+        torch.softmax(half, 1, dtype=torch.float32, out=out)
+    found = [(kernel.kind, kernel.operation, kernel.touched_bytes) for kernel in kernels(made())]
+    assert found == [("mixed", "_to_copy", 8 * 16 * 6), ("special", "softmax", 8 * 16 * 8)]
+
+
 def test_a_call_whose_forms_are_known_gives_back_what_it_was_given() -> None:
     recorder, x, y, z = Recorder(), *(torch.empty(8, 8, device=META) for _ in range(3))
     with recorder.program(Ledger()) as made:
