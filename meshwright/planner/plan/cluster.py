@@ -175,6 +175,8 @@ class Links(Section):
     """Where there is any of a verb, it is taken for what it was timed with; the rest goes by the levels."""
     overlaps: Annotated[float, Field(ge=0, le=1)] = 1.0
     """The part of a collective that goes on while its rank computes."""
+    tax: Annotated[float, Field(ge=0)] = 0.0
+    """The share by which kernels take longer while a collective goes on, which takes multiprocessors and bandwidth."""
     channels: Annotated[int, Field(ge=0)] = 0
     """Channels of a communicator of NCCL, each of which has buffers (process.py); 0: it needs none."""
     reserved_bytes: Annotated[int, Field(ge=0)] | None = Field(default=None, alias="reserved")

@@ -212,8 +212,8 @@ class _Group:
 
 
 class ClusterNetwork:
-    """Seconds of a job's collectives on a cluster. `overlaps`: the part of one that goes on under computation;
-    `channels`: those of a communicator.
+    """Seconds of a job's collectives on a cluster. `overlaps`: the part of one that goes on under computation; `tax`:
+    the share by which kernels take longer meanwhile; `channels`: those of a communicator.
 
     Measured times (`Links.measured`) go before models, for groups of neighbours (`Shape.close`). Between numbers of
     ranks, and between payloads, they follow straight lines over logarithms; beyond the largest payload its
@@ -227,7 +227,7 @@ class ClusterNetwork:
             rule = f"has no links in the cluster {cluster.name}"
             raise ConfigError.of("backend", backend, rule, ", ".join(cluster.links))
         links = cluster.links[backend]
-        self.overlaps, self.channels = links.overlaps, links.channels
+        self.overlaps, self.tax, self.channels = links.overlaps, links.tax, links.channels
         tiers = Tiers(links.levels, grid)
         tiers.check()
         self._cluster, self._tiers = cluster, tiers

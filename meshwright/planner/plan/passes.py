@@ -31,6 +31,7 @@ from math import lcm
 from meshwright.config import Config
 from meshwright.planner.plan.memory import Peak
 from meshwright.planner.plan.recorder import Cost, PieceCosts, place
+from meshwright.planner.plan.timing import slowed
 from meshwright.strategies.pipeline.clock import Pace, simulate
 from meshwright.strategies.pipeline.placement import ChunkPlacement
 from meshwright.strategies.pipeline.schedule import ScheduleRule
@@ -361,13 +362,14 @@ def finish(
     streams: bool,
     overlaps: float,
     publishes: float,
+    tax: float = 0.0,
 ) -> PlannedStep:
     """The step's end. `sums`: each stage's buckets in the order in which they leave; `norm_seconds`: of the norm's
     collectives; `streams`: whether the optimizer steps each bucket on arrival; `overlaps`, `publishes`: the pace of a
-    sum and of publishing under computation, 0 to 1.
+    sum and of publishing under computation, 0 to 1; `tax`: the share by which kernels take longer meanwhile.
     """
     arrived = [_arrivals(span, own, overlaps) for span, own in zip(passes.last, sums, strict=True)]
-    ends = [times[-1] if times else span.end_seconds for times, span in zip(arrived, passes.last, strict=True)]
+    ends = [_end(span, own, times, tax) for span, own, times in zip(passes.last, sums, arrived, strict=True)]
     all_summed = max(passes.seconds, *ends)
     if streams:
         stepped = []
@@ -391,7 +393,7 @@ def finish(
         min((span.start_seconds for span in passes.timeline.spans if span.stage == stage), default=0.0)
         for stage in range(len(sums))
     ]
-    late = [_wait_for_published(own, begin, publishes) for own, begin in zip(sums, begins, strict=True)]
+    late = [_wait_for_published(own, begin, publishes, tax) for own, begin in zip(sums, begins, strict=True)]
     seconds = max(over, *(done + waits for done, waits in zip(stepped, late, strict=True)))
     spans = [
         Span(stage, name, name, start, end)
@@ -411,14 +413,15 @@ def finish(
     return PlannedStep(seconds, phases, timeline)
 
 
-def _wait_for_published(sums: Sequence[Sum], begins: float, overlaps: float) -> float:
-    """Seconds that a stage's next forward pass waits for published weights. `begins`: seconds until its first task."""
+def _wait_for_published(sums: Sequence[Sum], begins: float, overlaps: float, tax: float) -> float:
+    """Seconds that a stage's next forward pass takes longer for published weights: it waits, and is slower meanwhile.
+    `begins`: seconds until its first task."""
     # The last buckets hold the first layers, which are read first and so sent first.
     wait = sent = 0.0
     for one in reversed(sums):
         sent += one.publish
         wait = max(wait, sent - overlaps * (begins + one.read))
-    return wait
+    return wait + slowed(sent - wait if overlaps else 0.0, tax)
 
 
 def _arrivals(last: Span, sums: Sequence[Sum], overlaps: float) -> list[float]:
@@ -431,3 +434,17 @@ def _arrivals(last: Span, sums: Sequence[Sum], overlaps: float) -> list[float]:
         free = ended if beside == one.reduce else max(begin, last.end_seconds) + one.reduce - beside
         times.append(free)
     return times
+
+
+def _end(last: Span, sums: Sequence[Sum], times: Sequence[float], tax: float) -> float:
+    """The moment at which a stage's gradients are summed: sums under its last task make that task end later.
+
+    Args:
+        last: The stage's last task.
+        sums: Its buckets.
+        times: The ends of the buckets' sums (`_arrivals`).
+        tax: The share by which kernels take longer beside a sum.
+    """
+    end = times[-1] if times else last.end_seconds
+    hidden = sum(one.reduce for one in sums) - max(0.0, end - last.end_seconds)
+    return end + slowed(max(0.0, hidden), tax)

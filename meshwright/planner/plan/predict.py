@@ -131,7 +131,7 @@ class Planner:
             for stage in run.buckets
         }
         every = [sums[like] for like in run.like]
-        beside = {"overlaps": run.overlap("sums"), "publishes": run.overlap("gathers")}
+        beside = {"overlaps": run.overlap("sums"), "publishes": run.overlap("gathers"), "tax": run.network.tax}
         step, counting = finish(passes, every, run.norm(), streams=streams(run.config), **beside), run.counting()
         phases = step.phases | {PASSES: step.phases[PASSES] + counting}
         return replace(step, seconds=step.seconds + counting, phases=phases)

@@ -107,10 +107,12 @@ class TimedParts:
         with the widening of a layer's gradients, which a recording of one microbatch lacks."""
         timer = self.planner.site.timer(links.world_size, config.precision.tf32)
         overlapped = "layers" in self.planner.software.overlapped
-        overlaps = self.planner.cluster.links[links.transport].overlaps if overlapped else 0.0
+        facts = self.planner.cluster.links[links.transport]
+        overlaps = facts.overlaps if overlapped else 0.0
 
         def seconds(mix: _Mix, overlaps: float) -> float:
-            return max(0.0, sum(times * timer.seconds(program, links.collective, overlaps) for times, program in mix))
+            played = (n * timer.seconds(program, links.collective, overlaps, facts.tax) for n, program in mix)
+            return max(0.0, sum(played))
 
         forward, backward = (
             # Most microbatches neither gather (the first) nor sum (the last): the quickest place.

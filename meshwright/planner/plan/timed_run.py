@@ -20,6 +20,7 @@ from meshwright.planner.plan.recordings import bytes_of
 from meshwright.planner.plan.remembered import remembered
 from meshwright.planner.plan.site import Site, transport_on
 from meshwright.planner.plan.software import STEPPED_BYTES, STEPS_OF_ADAMW, Communication
+from meshwright.planner.plan.timing import slowed
 from meshwright.ranks.mailbox import AHEAD
 from meshwright.strategies.memory.offload import moment_bytes
 from meshwright.strategies.pipeline.clock import Pace
@@ -55,7 +56,7 @@ class TimedRun(Composition):
             self.pace = lambda busy: timer.gain(busy * ranks)
 
     def seconds(self, program: Program) -> float:
-        return self.timer.seconds(program, self.network.collective, self.overlap("layers"))
+        return self.timer.seconds(program, self.network.collective, self.overlap("layers"), self.network.tax)
 
     def overlap(self, communication: Communication) -> float:
         """The part of a communication that goes on under computation."""
@@ -118,7 +119,9 @@ class TimedRun(Composition):
             return self.cost(self.alike[position], kind, which)
         timer, overlap = self.forward_timer if kind is TaskKind.FORWARD else self.timer, self.overlap("layers")
         cost = self.chunk(position).cost(
-            kind, which, lambda program: timer.part + timer.seconds(program, self.network.collective, overlap)
+            kind,
+            which,
+            lambda program: timer.part + timer.seconds(program, self.network.collective, overlap, self.network.tax),
         )
         stage, chunk = self.placement.stage_of[position], position // self.placement.num_stages
         seconds = self.agreement + cost.seconds + self.moved_beside(stage, chunk, kind, which, cost.seconds)
@@ -141,7 +144,8 @@ class TimedRun(Composition):
         after = 0.0 if self.overlap("sums") else summed
         # The rest is exposed only as far as the task is shorter than what travels beside it.
         beside = sum(gathered) + summed - before - after
-        return before + after + max(0.0, beside - self.network.overlaps * seconds)
+        exposed = max(0.0, beside - self.network.overlaps * seconds)
+        return before + after + exposed + slowed(beside - exposed, self.network.tax)
 
     def latency(self, start: int, end: int) -> float:
         """Seconds of a message from a position of the chain to the one beside it, on another stage."""

@@ -26,9 +26,9 @@ A program: kernels one after the other, collectives beside them as far as the li
 host issues kernels and collectives, each for `Device.issue`; its device does a kernel when it has been issued and the
 one before is done; collectives go on one after the other. So many small kernels take the host's time and large ones the
 device's, not the sum. A collective that is waited for at once takes its whole time; of one that begins earlier, the
-part `Links.overlaps` goes on meanwhile. Copies to and from the host are a fourth lane, over `Device.host_link`. On a
-CPU the host is the device: it issues nothing, `launch` is a kernel's part of it, and `Device.part` what Python and
-autograd take for a pass through a part of the chain.
+part `Links.overlaps` goes on meanwhile, and kernels take 1 + `Links.tax` of their time beside it. Copies to and from
+the host are a fourth lane, over `Device.host_link`. On a CPU the host is the device: it issues nothing, `launch` is a
+kernel's part of it, and `Device.part` what Python and autograd take for a pass through a part of the chain.
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ class Timer:
             "precision.dtype", kernel.dtype, rule, ", ".join(self._cluster.device.peak_flops_per_second)
         )
 
-    def seconds(self, program: Program, collective: Collective, overlaps: float) -> float:
-        """Seconds from a program's beginning to its last kernel or wait, where the part `overlaps` of a collective goes
-        on under kernels."""
+    def seconds(self, program: Program, collective: Collective, overlaps: float, tax: float = 0.0) -> float:
+        """Seconds from a program's beginning to its last kernel or wait, if the part `overlaps` of a collective goes on
+        under kernels, which then take `tax` longer."""
         return play(
             self._condensed(program),
             lambda start: start.times * collective(start.axes, start.verb, start.payload_bytes),
@@ -170,6 +170,7 @@ class Timer:
             self.gain(self.ranks_per_node // program.leads) if program.leads > 1 else 1.0,
             self._issue,
             self._cluster.device.host_link_bytes_per_second,
+            tax,
         )
 
     def computing(self, program: Program) -> float:
@@ -195,6 +196,11 @@ class Timer:
         return self._steps[id(program)][1]
 
 
+def slowed(hidden: float, tax: float) -> float:
+    """Seconds that kernels end later if collectives go on beside them for `hidden` seconds."""
+    return hidden * tax / (1 + tax)
+
+
 def play(
     steps: Iterable[Step],
     collective: Callable[[Start], float],
@@ -202,16 +208,19 @@ def play(
     alone: float = 1.0,
     issue: float = 0.0,
     host_link: float = 1.0,
+    tax: float = 0.0,
 ) -> float:
     """The moment at which the rank is done with all steps, from 0. `collective`: seconds of one that is waited for;
     `alone`: how much faster a rank is while those wait that it leads (Program.leads); `issue`: the host's seconds for a
-    collective; `host_link`: bytes a second of copies to and from the host."""
+    collective; `host_link`: bytes a second of copies to and from the host; `tax`: as in Timer.seconds."""
     now, free, pace, host = 0.0, 0.0, alone, 0.0
     copied = 0.0
     under_way: dict[int, tuple[float, float, str | None]] = {}
     for step in steps:
         if isinstance(step, Kernels):
-            now = max(now + step.device / pace, host + step.both) if step.host else now + step.device / pace
+            device = step.device / pace
+            device += slowed(min(max(0.0, free - now), (1 + tax) * device), tax)
+            now = max(now + device, host + step.both) if step.host else now + device
             host += step.host
         elif isinstance(step, Start):
             seconds, host = collective(step), host + issue * step.times

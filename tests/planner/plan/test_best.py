@@ -100,7 +100,7 @@ def test_no_fixed_field_finds_what_a_free_search_does_not(name: str, models: dic
 def test_slices_are_found_where_activations_would_not_fit_beside_whole_states(models: dict[str, Estimates]) -> None:
     """llama-3.1-8b on 64 H100: weights, gradients and states of zero1 leave more than a third of the memory, and its
     activations take more: what slices gradients and states fits without recomputation, with or without slices of
-    weights, which take as long; every strategy that fits is predicted."""
+    weights, whose gathers hide under kernels and slow them; every strategy that fits is predicted."""
     question = SPACES["8 B, replicas"]
     found = question.ask(models["8 B, replicas"])
     best = found.predictions[0]
@@ -108,7 +108,8 @@ def test_slices_are_found_where_activations_would_not_fit_beside_whole_states(mo
     assert found.tight == ()
     second = found.predictions[1]
     assert (second.config.layout.data.sync, second.config.micro, second.config.memory.recompute) == ("zero3", 1, "none")
-    assert second.seconds < 1.01 * best.seconds
+    tax = load_cluster(question.cluster).links["torch"].tax
+    assert best.seconds < second.seconds < (1 + tax) * best.seconds
     assert {runner_up.strategy: runner_up.prediction is not None for runner_up in found.runner_ups} == {
         "data": True,
         "zero3": True,

@@ -111,7 +111,7 @@ def test_sections_that_are_missing_or_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_cluster(str(path))
     level = "a section with the keys joins, latency, bandwidth, device_bandwidth, kind"
-    links = "a section with the keys levels, measured, overlaps, channels, reserved"
+    links = "a section with the keys levels, measured, overlaps, tax, channels, reserved"
     name, device, torch, mpi = str(caught.value).split("\n")
     assert name == "name=3 is not a text; valid: a text"
     assert device.startswith(

@@ -29,6 +29,27 @@ def test_buckets_travel_beside_the_last_task() -> None:
     assert half.phases["data_parallel"] == pytest.approx(2.5)  # 3 seconds beside the task did 1.5 of the first sum's 2
 
 
+def test_a_sum_under_the_last_task_slows_the_task() -> None:
+    """Of 4 s of sums 2 are hidden, under kernels that take 1.25 of their time: 0.4 s."""
+    early = Sum(ready=1.0, reduce=2.0, publish=0.0, steps=0.5, lane=0.0)
+    late = Sum(ready=4.0, reduce=2.0, publish=0.0, steps=0.5, lane=0.0)
+    free, taxed = (
+        finish(passes(), [[early, late]], 0.0, streams=False, overlaps=1.0, publishes=1.0, tax=tax)
+        for tax in (0.0, 0.25)
+    )
+    assert taxed.seconds - free.seconds == pytest.approx(2 * 0.25 / 1.25)
+
+
+def test_publishing_slows_the_forward_pass_that_hides_it() -> None:
+    first, last = Span(0, "F0", "forward", 0.0, 4.0, 0), Span(0, "B0", "backward", 6.0, 10.0, 0)
+    both = Passes(10.0, Timeline(1, (first, last)), (last,), (Peak(0, 0),), (0.0,))
+    sums = [Sum(1.0, 0.0, 2.0, 0.5, 0.0, read) for read in (3.0, 0.0)]
+    hidden = finish(both, [sums], 0.0, streams=False, overlaps=1.0, publishes=1.0, tax=0.25)
+    assert hidden.seconds == pytest.approx(10 + 1 + 2 + 2 * 0.25 / 1.25)
+    alone = finish(both, [sums], 0.0, streams=False, overlaps=0.0, publishes=0.0, tax=0.25)
+    assert alone.seconds == pytest.approx(10 + 1 + 4)
+
+
 def test_the_slowest_stage_holds_all_up_and_the_norm_comes_after() -> None:
     last = tuple(Span(stage, "B0", "backward", 0.0, 10.0 - stage, 0) for stage in range(2))
     both = Passes(10.0, Timeline(2, last), last, (Peak(0, 0),) * 2, (0.0, 0.0))

@@ -37,6 +37,22 @@ def test_play(steps: list[float | Start | WaitFor], overlaps: float, expected: f
     assert play(kernels(steps), seconds, overlaps) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    "steps, overlaps, expected",
+    [
+        ([1.0, A, 2.0, WaitFor(1), 1.0], 1.0, 5.0),  # a product of 2.5 s under a gather of 3
+        ([1.0, A, 5.0, WaitFor(1), 1.0], 1.0, 7.6),  # 3 s at 0.8 of the pace
+        ([1.0, A, 2.4, WaitFor(1), 1.0], 1.0, 5.0),
+        ([A, 1.0, 1.4, WaitFor(1)], 1.0, 3.0),
+        ([1.0, A, 5.0, WaitFor(1), 1.0], 0.0, 10.0),  # what does not go on meanwhile takes nothing
+    ],
+)
+def test_kernels_under_a_collective_are_slower(
+    steps: list[float | Start | WaitFor], overlaps: float, expected: float
+) -> None:
+    assert play(kernels(steps), seconds, overlaps, tax=0.25) == pytest.approx(expected)
+
+
 def test_a_rank_that_leads_is_faster_while_the_others_wait() -> None:
     """4 s of its own at twice the pace, a broadcast, 3 s of all, a sum to it beside 1 s of all, 2 s of its own."""
     steps: list[float | Start | WaitFor] = [
