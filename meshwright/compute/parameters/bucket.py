@@ -9,7 +9,7 @@ the position of a part of a parameter in a slot, from which checkpoints are writ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -198,6 +198,7 @@ def arranged(
     sizes: dict[BucketKey, int] = {}
     elements: dict[str, int] = {}
     full: list[tuple[BucketKey, list[str]]] = []
+    kinds: dict[Hashable, BucketKey] = {}
     # Backward passes finish gradients in about the reverse order of registration, so the first full bucket is reduced
     # first.
     for name, num_elements, dtype in reversed(list(parameters)):
@@ -207,7 +208,10 @@ def arranged(
         # Computed once per spec object, shared by layers of one shape: the axes cost a walk over the grid.
         if id(spec) not in axes:
             axes[id(spec)] = spec.sum_axes(mesh), mesh.grid.ordered(spec.axes)
-        kind = BucketKey(dtype, rule_of(spec.role), *axes[id(spec)], users, own)
+        alike = id(spec), dtype, users, own
+        if alike not in kinds:
+            kinds[alike] = BucketKey(dtype, rule_of(spec.role), *axes[id(spec)], users, own)
+        kind = kinds[alike]
         elements[name] = num_elements
         open_groups.setdefault(kind, []).append(name)
         sizes[kind] = sizes.get(kind, 0) + num_elements * dtype.itemsize

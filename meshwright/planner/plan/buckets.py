@@ -6,11 +6,11 @@ The programs are the data-parallel policies' own (data_parallel/), run on bucket
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -73,7 +73,7 @@ class PlannedBucket:
             self.num_elements * gradient, self.stepped_elements * value, self.stepped_elements * gradient, self.waits,
         )  # fmt: skip
 
-    @property
+    @cached_property
     def stepped(self) -> SlotSize:
         """The size of this rank's slot."""
         return SlotSize(self.stepped_elements, self.kind.dtype, self.kind.rule, self.matrices)
@@ -184,26 +184,33 @@ class Buckets:
         policy, widens = load_entry(sync.policy)(), config.widens_gradients
         buckets: list[PlannedBucket] = []
         comms: dict[tuple[str, ...], tuple[Comm, tuple[int, ...]]] = {}
+        known: dict[Hashable, tuple[Any, ...]] = {}
         arrangement = _Arrangement(
             sync.gathers, sync.slices and config.layout.pipeline.chunks > 1, bucket_bytes(config), grid,
             mesh.token_axes, update, sync.policy if update.matrix_step else "",
         )  # fmt: skip
         for kind, names, shapes, elements, parts_back, waits in held.groups(arrangement):
-            if kind.sum_axes not in comms:
-                comms[kind.sum_axes] = mesh.comm(*kind.sum_axes), tuple(mesh.comm(axis).size for axis in kind.sum_axes)
-            comm, sizes = comms[kind.sum_axes]
-            num_elements = padded(elements, comm.size)
-            summed_in = gradient_dtype(kind.dtype, widens)
-            ranks = tuple(zip(kind.sum_axes, sizes, strict=True))
-            stepped, *programs = self._programs(
-                sync.policy, kind.dtype, summed_in, num_elements, ranks, comm.index, kind.segments
-            )
-            if not kind.rule.trained:  # gathered, and neither summed nor published
-                programs[:3] = [Program()] * 3
-            summing = mesh.comm(*(axis for axis in kind.sum_axes if axis not in policy.apart))
-            matrices = _stepped_matrices(kind, shapes, summing.index if stepped else None)
+            # Layers have equal buckets but for names and parts.
+            alike = kind.dtype, kind.rule, kind.sum_axes, kind.segments, elements, shapes if update.matrix_step else ()
+            if alike not in known:
+                if kind.sum_axes not in comms:
+                    each = tuple(mesh.comm(axis).size for axis in kind.sum_axes)
+                    comms[kind.sum_axes] = mesh.comm(*kind.sum_axes), each
+                comm, sizes = comms[kind.sum_axes]
+                num_elements = padded(elements, comm.size)
+                summed_in = gradient_dtype(kind.dtype, widens)
+                ranks = tuple(zip(kind.sum_axes, sizes, strict=True))
+                stepped, *programs = self._programs(
+                    sync.policy, kind.dtype, summed_in, num_elements, ranks, comm.index, kind.segments
+                )
+                if not kind.rule.trained:  # gathered, and neither summed nor published
+                    programs[:3] = [Program()] * 3
+                summing = mesh.comm(*(axis for axis in kind.sum_axes if axis not in policy.apart))
+                matrices = _stepped_matrices(kind, shapes, summing.index if stepped else None)
+                known[alike] = summed_in, num_elements, stepped, math.prod(sizes), matrices, programs
+            summed_in, num_elements, stepped, num_ranks, matrices, programs = known[alike]
             buckets.append(PlannedBucket(
-                kind, summed_in, names, num_elements, stepped, math.prod(sizes), matrices, policy.blocks, parts_back,
+                kind, summed_in, names, num_elements, stepped, num_ranks, matrices, policy.blocks, parts_back,
                 waits, sync.slices, *programs,
             ))  # fmt: skip
         return buckets
@@ -335,7 +342,8 @@ def host_bytes(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, sit
         return each, 0
     if config.memory.offload.to == "host":
         each += kept_bytes(config.optimizer, slots_of(buckets))
-    copied = [bucket.stored_bytes(config) for bucket in buckets]
+    stored = {bucket.stepped: bucket.stored_bytes(config) for bucket in {x.stepped: x for x in buckets}.values()}
+    copied = [stored[bucket.stepped] for bucket in buckets]
     share = sum(
         size * bucket.num_elements / (bucket.ranks * bucket.stepped_elements)
         for size, bucket in zip(copied, buckets, strict=True)

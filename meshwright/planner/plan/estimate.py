@@ -125,11 +125,23 @@ class Estimates:
     def estimated_memory(self, config: Config) -> Memory:
         """SURE times the estimated memory of the fullest rank, in which temporaries reuse the bytes of wider gradients.
         Independent of the order of axes."""
-        partition = self._partition(config)
-        (alone, passing), (kept, total) = self._alone_memory(config, partition), self._held.of(config, partition)
+        return self.with_activations(*self.alone_memory(config), *self.held_activations(config))
+
+    def held_activations(self, config: Config) -> tuple[float, float]:
+        """(Bytes that the fullest stage keeps, its peak bytes of all microbatches), whatever the sync and the
+        states."""
+        return self._held.of(config, self._partition(config))
+
+    @staticmethod
+    def with_activations(alone: Memory, passing: int, kept: float, total: float) -> Memory:
+        """A rank's estimated memory, of what it has alone (alone_memory) and of its activations."""
         activations = int(SURE * kept)
         most = max(int(SURE * total) + passing, alone.temporaries)
         return replace(alone, activations=activations, temporaries=most - activations)
+
+    def alone_memory(self, config: Config) -> tuple[Memory, int]:
+        """(weights_memory, the bytes of it that are not alive at the activations' peak (HeldBytes.passing))."""
+        return self._alone_memory(config, self._partition(config))
 
     def recomputes_for_nothing(self, config: Config) -> bool:
         """Whether the layout recomputes attention although the kernel keeps too little (MAX_KEPT_SHARE)."""
@@ -137,14 +149,13 @@ class Estimates:
 
     def weights_memory(self, config: Config) -> Memory:
         """Weights, gradients and states of the stage with most parameters. Independent of the order of axes."""
-        return self._alone_memory(config, self._partition(config))[0]
+        return self.alone_memory(config)[0]
 
     @remembered(
         *WEIGHTS, WIDENS, "layout.transport", "layout.pipeline.partition",
         "layout.pipeline.head",
     )  # fmt: skip
     def _alone_memory(self, config: Config, partition: tuple[int, ...]) -> tuple[Memory, int]:
-        """(weights_memory, the bytes of it that are not alive at the activations' peak (HeldBytes.passing))."""
         check(config)
         data, placement, device = config.layout.data, placement_of(config), self.planner.cluster.device
         held, context = self._fullest(config, partition, placement), self.planner.site.context(config)

@@ -11,26 +11,19 @@ from typing import TYPE_CHECKING, NamedTuple
 from meshwright.compute.tensor.section import Whole
 from meshwright.config import Config
 from meshwright.config.layout import ContextParallel, Layout
-from meshwright.config.registry import entries
-from meshwright.config.section import divisors, field_of, with_field
-from meshwright.planner.plan.buckets import streams
+from meshwright.config.section import divisors, with_field
+from meshwright.planner.plan.cells import Cell, Judge
 from meshwright.planner.plan.memory import Memory, fits, lacks_host, verdict
-from meshwright.planner.plan.remembered import PARTS, remembered
-from meshwright.planner.plan.site import transport_on
 from meshwright.planner.plan.space import (
-    CHUNKS,
-    OFFLOAD,
-    SAVINGS,
     Refused,
     SearchJob,
-    is_fixed,
-    layouts_of,
-    orders_of,
+    Tail,
+    ordered,
     ranks_of_layer,
     savings,
+    sizes_of,
 )
-from meshwright.ranks.transports import TransportName
-from meshwright.strategies.memory.section import keeping_all
+from meshwright.strategies.memory.section import KEEPS_ALL
 
 if TYPE_CHECKING:
     from meshwright.planner.plan.estimate import Estimates
@@ -122,30 +115,36 @@ class Evaluator:
     models: Estimates
     keep: Keep
 
+    def __post_init__(self) -> None:
+        self._judge = Judge(self.job, self.models)
+
     def evaluate_family(self, family: Config, found: SearchState, cutoff: float = math.inf) -> None:
         """Estimate into `found` a family's layouts whose bounds fit; a bound of `cutoff` seconds or more ends a
         layout's estimate early."""
         if not self.keep(family.layout):
             return
-        room: list[bool] = []
-        memory: list[Memory] = []
-
-        def enters(sized: Config) -> bool:
-            if not self._may_be_fast(sized, found, cutoff):
-                return False
+        has_room: bool | None = None
+        whole = Cell(self._judge, family)
+        for sized in sizes_of(family, self.job, found.refused):
+            cell = Cell(self._judge, sized, whole.alone)
+            if not self._may_be_fast(cell, _own_tail(sized), found, cutoff):
+                continue
             # Asked once, and only where a microbatch may be fast. Weights do not depend on the microbatch's size: the
             # largest, with the narrowest gradients, stands for all.
-            if not room:
-                room.append(self._has_room(with_field(family, "batch.micro", family.replica_batch), found))
-            return room[0]
-
-        def holds(config: Config) -> bool:
-            # Memory does not depend on the order of axes: one estimate serves all orders that follow.
-            memory[:] = self._room(config, found, cutoff)
-            return bool(memory)
-
-        for config in layouts_of(family, self.job, found.refused, enters, holds):
-            self._estimate(config, memory[0], found, cutoff)
+            if has_room is None:
+                largest = with_field(family, "batch.micro", family.replica_batch)
+                has_room = self._has_room(Cell(self._judge, largest, whole.alone), _own_tail(largest), found)
+            if not has_room:
+                continue
+            tails, refused = self._judge.tails(sized)
+            for problem in refused.values():
+                found.refused.setdefault(family.layout.tensor.kind, problem)
+            for tail in tails:
+                # Memory does not depend on the order of axes: one estimate serves all orders that follow.
+                memory = self._room(cell, tail, found, cutoff)
+                if memory is not None:
+                    for config in ordered(tail.of(sized), self.job, found.refused):
+                        self._estimate(config, memory, found, cutoff)
 
     def _estimate(self, config: Config, memory: Memory, found: SearchState, cutoff: float) -> None:
         """Queue a layout whose memory fits, if its estimated seconds are below `cutoff`."""
@@ -160,16 +159,18 @@ class Evaluator:
 
     def evaluate_savings(self, config: Config, full: Collection[Config], found: SearchState, cutoff: float) -> None:
         """Estimate into `found` the layouts that save more memory than `config`; where one of them does not fit, those
-        that save even more. Layouts that wait (`_waits`) for a layout outside of `full` are left out."""
+        that save even more. Layouts that wait (Cell.waits) for a layout outside of `full` are left out."""
         waiting, seen = [config], {config}
         while waiting:
             for saving in savings(waiting.pop(), self.job):
-                if saving in seen or self._waits(saving, full):
+                cell, tail = Cell(self._judge, saving), _own_tail(saving)
+                if saving in seen or cell.waits(tail, full):
                     continue
                 seen.add(saving)
-                if not self.may_fit(saving):
+                if not cell.fits(tail):
                     waiting.append(saving)
-                for memory in self._room(saving, found, cutoff, full):
+                memory = self._room(cell, tail, found, cutoff, full)
+                if memory is not None:
                     self._estimate(saving, memory, found, cutoff)
 
     def least_full(self, config: Config) -> Config:
@@ -178,27 +179,6 @@ class Evaluator:
         for one in every:  # grows under way
             every += [saving for saving in savings(one, self.job) if saving not in every]
         return min(every, key=lambda one: self.models.estimated_memory(one).total)
-
-    def _waits(self, config: Config, full: Collection[Config] = ()) -> bool:
-        """Whether the layout saves memory that the same layout without the saving may not need: it is at least as fast,
-        and its estimate fits. `full`: layouts whose prediction does not fit or is tight."""
-        # Under a limit by memory a layout that saves admits more microbatches, and may be faster.
-        if config.layout.pipeline.limit_by_memory:
-            return False
-        for name in SAVINGS:
-            if field_of(config, name) == SAVINGS[name] or is_fixed(name, self.job.fixed):
-                continue
-            # An offloaded optimizer that steps each bucket as it arrives may be faster than one on the device.
-            if self.job.is_known(name, SAVINGS[name]) and not (name == OFFLOAD and streams(config)):
-                keeper = with_field(config, name, SAVINGS[name])
-                if keeper not in full and self.may_fit(keeper):
-                    return True
-        return False
-
-    def may_fit(self, config: Config) -> bool:
-        """Whether a layout's estimated memory fits."""
-        some = fits(self.models.weights_memory(config), self.job.cluster)
-        return some and fits(self.models.estimated_memory(config), self.job.cluster)
 
     def predict_or_memory(self, config: Config, cutoff: float = math.inf) -> Prediction | Memory | None:
         """The prediction if the layout fits, else the memory that does not; None where the step takes `cutoff` seconds
@@ -212,79 +192,68 @@ class Evaluator:
         prediction = self.models.planner.predict(config)
         return next((memory for memory in prediction.memory if not fits(memory, self.job.cluster)), prediction)
 
-    def _may_be_fast(self, config: Config, found: SearchState, cutoff: float) -> bool:
+    def _may_be_fast(self, cell: Cell, tail: Tail, found: SearchState, cutoff: float) -> bool:
         """Whether the lower bound of a layout's seconds, over all orders of its axes, is below `cutoff`."""
-        chunks, transport = max(CHUNKS, config.layout.pipeline.chunks), transport_on(self.job.cluster, config)
-        seconds = self._bound(config, chunks, transport)
-        found.least[config.layout.layer] = min(seconds, found.least.get(config.layout.layer, seconds))
+        seconds, layer = cell.bound(tail), cell.config.layout.layer
+        found.least[layer] = min(seconds, found.least.get(layer, seconds))
         if seconds < cutoff:
             return True
-        found.count(config, slow=True)
+        found.count(cell.config, slow=True)
         return False
-
-    @remembered(
-        *PARTS, "batch", "memory.recompute", "layout.data.size", "layout.data.shard", "layout.pipeline.size",
-        "layout.ranks_per_node",
-    )  # fmt: skip
-    def _bound(self, config: Config, chunks: int, transport: TransportName) -> float:
-        """The lower bound of a layout's seconds, over all orders of its axes."""
-        config = with_field(with_field(config, "layout.pipeline.chunks", chunks), "layout.transport", transport)
-        # Orders of axes differ in the ranks that share a node.
-        return min(self.models.least_seconds(one) for one in orders_of(config, self.job))
 
     def _room(
-        self, config: Config, found: SearchState, cutoff: float, full: Collection[Config] = ()
-    ) -> tuple[Memory, ...]:
-        """The estimated memory of a layout, if it fits and some order of axes may be below `cutoff`; else empty."""
-        recomputes = config.memory.policy.recomputes
-        keeper = keeping_all(config) if recomputes else config
+        self, cell: Cell, tail: Tail, found: SearchState, cutoff: float, full: Collection[Config] = ()
+    ) -> Memory | None:
+        """The estimated memory of a layout, if it fits and some order of axes may be below `cutoff`."""
+        keeper = tail.keeper or tail
         # The bound without recomputation is asked first: it is lower, and needs no recording of recomputed attention.
-        if not self._may_be_fast(keeper, found, cutoff) or self._waits(config, full):
-            return ()
-        if recomputes and (self.models.recomputes_for_nothing(config) or not self._may_be_fast(config, found, cutoff)):
-            return ()
+        if not self._may_be_fast(cell, keeper, found, cutoff) or cell.waits(tail, full):
+            return None
+        if keeper is not tail and (
+            cell.recomputes_for_nothing(tail) or not self._may_be_fast(cell, tail, found, cutoff)
+        ):
+            return None
         # Weights alone are cheaper to count than activations, and rule out whole families.
-        if not self._has_room(config, found) or self._gathers_for_nothing(config):
-            return ()
-        memory = self.models.estimated_memory(config)
+        if not self._has_room(cell, tail, found) or cell.gathers_for_nothing(tail):
+            return None
+        memory = cell.memory(tail)
         if fits(memory, self.job.cluster):
-            return (memory,)
-        found.count(config)
+            return memory
         found.unfit += 1
-        found.include_runner_up(RunnerUp(strategy_of(config), config, memory, whole=True))
+        self._does_not_fit(cell, tail, memory, found, whole=True)
         most = (1 + MAX_EXCESS_SHARE) * self.job.cluster.device.memory_bytes
-        if memory.total <= most and not lacks_host(memory, self.job.cluster):
+        nearly = memory.total <= most and not lacks_host(memory, self.job.cluster)
+        # The bound is asked first: it needs no config.
+        fastest = found.nearly_fits[0] if found.nearly_fits else math.inf
+        if nearly and cell.bound(tail) < fastest:
+            config = tail.of(cell.config)
             seconds = self.models.estimated_seconds(config)
-            if found.nearly_fits is None or seconds < found.nearly_fits[0]:
+            if seconds < fastest:
                 found.nearly_fits = seconds, config, memory
-        return ()
+        return None
 
-    def _gathers_for_nothing(self, config: Config) -> bool:
-        """Whether a stage gathers weights in each task although zero2, which sends less, fits.
-
-        A stage does not know which of its chunks comes next and gathers a chunk's weights for each task
-        (data_parallel/gathering.py), so zero3 beside stages is the fastest only where whole weights do not fit.
-        """
-        if not config.layout.data.strategy.gathers or config.layout.pipeline.size == 1:
-            return False
-        name = next(
-            name for name, sync in entries("syncs").items() if sync.candidate and sync.slices and not sync.gathers
-        )
-        whole = with_field(config, "layout.data.sync", name)
-        if not fits(self.models.weights_memory(whole), self.job.cluster):
-            return False
-        # Estimates of memory may be 1 - SURE too low; the verdict "fits" leaves more than this free.
-        return verdict(self.models.estimated_memory(whole), self.job.cluster) == "fits"
-
-    def _has_room(self, config: Config, found: SearchState) -> bool:
+    def _has_room(self, cell: Cell, tail: Tail, found: SearchState) -> bool:
         """Whether weights, gradients and states alone fit."""
-        weights = self.models.weights_memory(config)
+        weights, _ = cell.without_activations(tail)
         if fits(weights, self.job.cluster):
             return True
-        found.count(config)
         found.too_full += 1
-        found.include_runner_up(RunnerUp(strategy_of(config), config, weights, whole=False))
+        self._does_not_fit(cell, tail, weights, found, whole=False)
         return False
+
+    def _does_not_fit(self, cell: Cell, tail: Tail, memory: Memory, found: SearchState, *, whole: bool) -> None:
+        """Count a layout that does not fit, and keep it where it lacks less than its strategy's others."""
+        found.count(cell.config)
+        strategy = strategy_of(cell.config)
+        known = found.closest.get(strategy)
+        if known is None or (not whole, memory.total) < known.excess:
+            found.closest[strategy] = RunnerUp(strategy, tail.of(cell.config), memory, whole)
+
+
+def _own_tail(config: Config) -> Tail:
+    """A config's own choices behind its microbatch."""
+    keeper = Tail(config.layout.pipeline, KEEPS_ALL, None)
+    return Tail(keeper.pipeline, config.memory.recompute, keeper) if config.memory.policy.recomputes else keeper
 
 
 def strategy_of(config: Config) -> str:

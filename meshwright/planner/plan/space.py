@@ -35,7 +35,7 @@ from itertools import permutations, product
 from typing import Any
 
 from meshwright.config import Config
-from meshwright.config.layout import ContextParallel, Layout
+from meshwright.config.layout import ContextParallel, Layout, PipelineSection
 from meshwright.config.load import ELSEWHERE, OPEN, value_of_word
 from meshwright.config.registry import entries
 from meshwright.config.rules import RULES, broken_rules
@@ -94,11 +94,26 @@ class Choice:
     values: Callable[[Config, SearchJob], Iterable[Any]]
 
 
+@dataclass(frozen=True, eq=False)
+class Tail:
+    """A layout's choices behind its microbatch, without the order of axes. Equal if they are the same object.
+    `keeper`: the same without recomputation; None: this one recomputes nothing."""
+
+    pipeline: PipelineSection
+    recompute: str | int
+    keeper: Tail | None
+
+    def of(self, sized: Config) -> Config:
+        """The config with these choices."""
+        layout = sized.layout.model_copy(update={"pipeline": self.pipeline})
+        memory = sized.memory.model_copy(update={"recompute": self.recompute})
+        return sized.model_copy(update={"layout": layout, "memory": memory})
+
+
 def legal_layouts(job: SearchJob, refused: Refused | None = None) -> Iterator[Config]:
     """All of them. `refused`: is given for each kind of tensor section the first problem that one of its kind has."""
     refused = {} if refused is None else refused
-    for family in families(job, refused):
-        yield from layouts_of(family, job, refused)
+    yield from _chosen(_start(job), 0, len(CHOICES), job, refused)
 
 
 def families(job: SearchJob, refused: Refused) -> Iterator[Config]:
@@ -106,20 +121,26 @@ def families(job: SearchJob, refused: Refused) -> Iterator[Config]:
     yield from _chosen(_start(job), 0, FAMILY, job, refused)
 
 
-def layouts_of(
-    family: Config,
-    job: SearchJob,
-    refused: Refused,
-    enters: Callable[[Config], bool] = lambda sized: True,
-    holds: Callable[[Config], bool] = lambda layout: True,
-) -> Iterator[Config]:
-    """A family's layouts. `enters`: whether to go through those with the microbatch of the one that it is given;
-    `holds`: whether to go through a layout's orders, on which its memory does not depend."""
-    last = len(CHOICES) - 1
-    for sized in _chosen(family, FAMILY, FAMILY + 1, job, refused):
-        for layout in _chosen(sized, FAMILY + 1, last, job, refused) if enters(sized) else ():
-            if holds(layout):
-                yield from _chosen(layout, last, last + 1, job, refused)
+def sizes_of(family: Config, job: SearchJob, refused: Refused) -> Iterator[Config]:
+    """The family with each size of microbatch."""
+    yield from _chosen(family, FAMILY, FAMILY + 1, job, refused)
+
+
+def tails_of(sized: Config, job: SearchJob) -> tuple[tuple[Tail, ...], Refused]:
+    """The choices that a config with a size of microbatch leaves before an order, and a problem of others by kind."""
+    refused: Refused = {}
+    kept: dict[PipelineSection, Tail] = {}
+    tails = []
+    for config in _chosen(sized, FAMILY + 1, len(CHOICES) - 1, job, refused):
+        pipeline, memory = config.layout.pipeline, config.memory
+        keeper = kept.setdefault(pipeline, Tail(pipeline, KEEPS_ALL, None))
+        tails.append(Tail(pipeline, memory.recompute, keeper) if memory.policy.recomputes else keeper)
+    return tuple(tails), refused
+
+
+def ordered(layout: Config, job: SearchJob, refused: Refused) -> Iterator[Config]:
+    """The layout in each legal order of its axes."""
+    yield from _chosen(layout, len(CHOICES) - 1, len(CHOICES), job, refused)
 
 
 def own_layout(job: SearchJob) -> Config | None:
@@ -442,3 +463,16 @@ def candidate_policy(setting: str | int) -> bool:
 
 FAMILY = 8
 """The choices that a family of layouts has in common."""
+
+TAIL = tuple(dict.fromkeys((
+    "layout.pipeline", "memory.recompute", "batch", "layout.data.size",
+    # A section that may be of several classes is read as a whole (remembered.py).
+    *(
+        next((whole for whole in ("model", "data", "layout.tensor") if f"{read}.".startswith(f"{whole}.")),
+             read.replace("batch.global", "batch.global_"))
+        for index in range(FAMILY + 1, len(CHOICES) - 1)
+        for rule in _rules_after(index)
+        for read in rule.reads
+    ),
+)))  # fmt: skip
+"""The fields on which a Tail depends, with those that the rules behind a microbatch's size read."""

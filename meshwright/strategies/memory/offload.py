@@ -17,6 +17,7 @@ before the first write. Undoing a step would need a second copy of the states, t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -60,7 +61,10 @@ def master_bytes(settings: OptimizerSection, stored: torch.dtype) -> int:
 
 def kept_bytes(settings: OptimizerSection, slots: Sequence[SlotSize]) -> int:
     """Return the bytes of masters and moments of slots, on the device or off it."""
-    return sum(slot.elements * master_bytes(settings, slot.dtype) + sum(moment_bytes(settings, slot)) for slot in slots)
+    return sum(
+        times * (slot.elements * master_bytes(settings, slot.dtype) + sum(moment_bytes(settings, slot)))
+        for slot, times in Counter(slots).items()  # layers have equal slots
+    )
 
 
 def state_bytes(config: Config, slots: Sequence[SlotSize], *, on_cpu: bool = False) -> int:

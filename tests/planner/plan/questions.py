@@ -38,6 +38,7 @@ class MadeUp:
     seed: int
     room: int
     predicted: list[Config] = field(default_factory=list)
+    kept: None = None
 
     @property
     def planner(self) -> MadeUp:
@@ -45,17 +46,12 @@ class MadeUp:
         return self
 
     def drawn(self, config: Config, what: str) -> float:
-        """The same for layouts that differ in what they recompute; memory, for those that differ in their order, and
-        seconds for those that differ in their slices."""
+        """The same for layouts that differ in what they recompute, and in their slices; memory, for those that differ
+        in their order."""
         layout, data = config.layout, config.layout.data
-        if what == "memory":
-            layout = layout.model_copy(update={"order": "auto"})
-        else:
-            whole = (
-                layout.order if layout.order == "auto" else tuple(name for name in layout.order if name != "replicate")
-            )
-            plain = data.model_copy(update={"sync": "zero1", "shard": None})
-            layout = layout.model_copy(update={"data": plain, "order": whole})
+        whole = layout.order if layout.order == "auto" else tuple(name for name in layout.order if name != "replicate")
+        plain = data.model_copy(update={"sync": "zero1", "shard": None})
+        layout = layout.model_copy(update={"data": plain, "order": "auto" if what == "memory" else whole})
         return random.Random(f"{self.seed} {what} {said(layout)} {said(config.batch)}").random()
 
     def seconds(self, config: Config) -> float:
@@ -64,8 +60,11 @@ class MadeUp:
         return (1 + self.drawn(config, "seconds")) * again * sent
 
     def bytes(self, config: Config) -> int:
+        return self.weights_memory(config).total + self.activations(config)
+
+    def activations(self, config: Config) -> int:
         share = {"none": 1.0, "selective": 0.8, "auto": 0.3}[str(config.memory.recompute)]
-        return self.weights_memory(config).total + int(0.7 * self.room * share * self.drawn(config, "memory"))
+        return int(0.7 * self.room * share * self.drawn(config, "memory"))
 
     def weights_memory(self, config: Config) -> Memory:
         """The same for a whole family."""
@@ -74,8 +73,17 @@ class MadeUp:
         family = " ".join(map(str, (self.seed, *parts)))
         return memory_of(int(self.room * (0.2 + random.Random(family).random())))
 
+    def alone_memory(self, config: Config) -> tuple[Memory, int]:
+        return self.weights_memory(config), 0
+
+    def held_activations(self, config: Config) -> tuple[float, float]:
+        return 0.0, (0.9 + 0.1 * self.drawn(config, "memory")) * self.activations(config)
+
+    def with_activations(self, alone: Memory, passing: int, kept: float, total: float) -> Memory:
+        return memory_of(alone.total + int(total))
+
     def estimated_memory(self, config: Config) -> Memory:
-        return memory_of(int((0.9 + 0.1 * self.drawn(config, "memory")) * self.bytes(config)))
+        return self.with_activations(*self.alone_memory(config), *self.held_activations(config))
 
     def estimated_seconds(self, config: Config) -> float:
         return self.seconds(config) * (0.7 + 0.25 * self.drawn(config, "estimate"))

@@ -1,0 +1,183 @@
+"""The layouts of a family with one size of microbatch, judged without a config for each of them.
+
+A family's layouts differ in few fields, and each part of an estimate depends on few of these:
+
+| part                                 | differs in a family with                        | common to               |
+|--------------------------------------|-------------------------------------------------|-------------------------|
+| lower bound of seconds               | microbatch, recomputation                       | schedules, limits       |
+| memory of weights, gradients, states | chunks, their placement, the type of gradients  | microbatches, schedules |
+| memory of activations                | microbatch, schedule and limit, recomputation   | syncs, shards, offload  |
+
+So a part is looked up by its own fields, and a layout's estimated memory is a sum of looked-up numbers. A config is
+made of a layout only where that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from meshwright.config import Config
+from meshwright.config.registry import entries
+from meshwright.config.section import with_field
+from meshwright.planner.plan.buckets import streams
+from meshwright.planner.plan.memory import Memory, fits, verdict
+from meshwright.planner.plan.remembered import PARTS, remembered
+from meshwright.planner.plan.site import transport_on
+from meshwright.planner.plan.space import (
+    CHUNKS,
+    OFFLOAD,
+    SAVINGS,
+    TAIL,
+    Refused,
+    SearchJob,
+    Tail,
+    is_fixed,
+    orders_of,
+    tails_of,
+)  # fmt: skip
+from meshwright.ranks.transports import TransportName
+from meshwright.strategies.memory.section import FIELD as RECOMPUTE
+
+if TYPE_CHECKING:
+    from meshwright.planner.plan.estimate import Estimates
+
+_Held = dict[Tail, tuple[float, float]]
+_Alone = dict[tuple[str, int, str, bool], tuple[Memory, int]]
+"""Memory without activations by the changed field's name, chunks, placement, and whether gradients are widened."""
+
+
+@dataclass
+class Judge:
+    """Looks up the parts of estimates for the layouts of a job."""
+
+    job: SearchJob
+    models: Estimates
+
+    @remembered(
+        *PARTS, "batch", "memory.recompute", "layout.data.size", "layout.data.shard", "layout.pipeline.size",
+        "layout.ranks_per_node",
+    )  # fmt: skip
+    def bound(self, config: Config, chunks: int, transport: TransportName) -> float:
+        """The lower bound of a layout's seconds, over all orders of its axes."""
+        config = with_field(with_field(config, "layout.pipeline.chunks", chunks), "layout.transport", transport)
+        # Orders of axes differ in the ranks that share a node.
+        return min(self.models.least_seconds(one) for one in orders_of(config, self.job))
+
+    @remembered(*PARTS, "micro", "num_microbatches", "layout.pipeline.size")
+    def held(self, config: Config) -> _Held:
+        """Bytes of activations by tail, to be filled: the same for all syncs, shards and offloads."""
+        return {}
+
+    @remembered(*TAIL)
+    def tails(self, config: Config) -> tuple[tuple[Tail, ...], Refused]:
+        """Space's tails_of, of a config with a size of microbatch."""
+        return tails_of(config, self.job)
+
+    @cached_property
+    def lone_sync(self) -> str:
+        """The sync that slices least of those that slice and do not gather."""
+        return next(
+            name for name, sync in entries("syncs").items() if sync.candidate and sync.slices and not sync.gathers
+        )
+
+    @cached_property
+    def left_out(self) -> tuple[str, ...]:
+        """The savings whose absence may be chosen: a layout with one waits for the layout without."""
+        free = (name for name in SAVINGS if not is_fixed(name, self.job.fixed))
+        return tuple(name for name in free if self.job.is_known(name, SAVINGS[name]))
+
+
+@dataclass
+class Cell:
+    """Layouts with the choices of `config` up to its microbatch, each a tail of it. `alone`: of the whole family."""
+
+    judge: Judge
+    config: Config
+    alone: _Alone = field(default_factory=dict)
+    _bounds: dict[tuple[str | int, int], float] = field(default_factory=dict)
+    _for_nothing: dict[str | int, bool] = field(default_factory=dict)
+
+    @cached_property
+    def held(self) -> _Held:
+        """Bytes of activations by tail."""
+        return self.judge.held(self.config)
+
+    @cached_property
+    def widens(self) -> bool:
+        """Whether gradients are float32 sums of half-precision ones."""
+        return self.config.widens_gradients
+
+    @cached_property
+    def offloads_late(self) -> bool:
+        """Whether states are offloaded, by an optimizer that does not step each bucket as it comes. One that does may
+        be faster than one on the device."""
+        return self.config.memory.offload.to != SAVINGS[OFFLOAD] and not streams(self.config)
+
+    def bound(self, tail: Tail) -> float:
+        """A lower bound of the layout's seconds in any order of axes."""
+        key = tail.recompute, max(CHUNKS, tail.pipeline.chunks)
+        if key not in self._bounds:
+            config = with_field(self.config, RECOMPUTE, tail.recompute)
+            self._bounds[key] = self.judge.bound(config, key[1], transport_on(self.judge.job.cluster, config))
+        return self._bounds[key]
+
+    def without_activations(self, tail: Tail, field: str = "", value: str = "") -> tuple[Memory, int]:
+        """Estimates.alone_memory, of the layout or of the same one with another value of a field."""
+        key = field, tail.pipeline.chunks, tail.pipeline.placement, self.widens
+        if key not in self.alone:
+            config = tail.of(self.config)
+            self.alone[key] = self.judge.models.alone_memory(with_field(config, field, value) if field else config)
+        return self.alone[key]
+
+    def memory(self, tail: Tail, field: str = "", value: str = "") -> Memory:
+        """Estimates.estimated_memory, of the layout or of the same one with another value of a field."""
+        if tail not in self.held:
+            self.held[tail] = self.judge.models.held_activations(tail.of(self.config))
+        return self.judge.models.with_activations(*self.without_activations(tail, field, value), *self.held[tail])
+
+    def recomputes_for_nothing(self, tail: Tail) -> bool:
+        """Whether the layout recomputes attention although the kernel keeps too little (MAX_KEPT_SHARE)."""
+        setting = tail.recompute
+        if setting not in self._for_nothing:
+            config = with_field(self.config, RECOMPUTE, setting)
+            self._for_nothing[setting] = self.judge.models.recomputes_for_nothing(config)
+        return self._for_nothing[setting]
+
+    def fits(self, tail: Tail, field: str = "", value: str = "") -> bool:
+        cluster = self.judge.job.cluster
+        alone, _ = self.without_activations(tail, field, value)
+        return fits(alone, cluster) and fits(self.memory(tail, field, value), cluster)
+
+    def waits(self, tail: Tail, full: Collection[Config] = ()) -> bool:
+        """Whether the layout saves memory that the same layout without the saving may not need: it is at least as fast,
+        and its estimate fits. `full`: layouts whose prediction does not fit or is tight."""
+        # Under a limit by memory a layout that saves admits more microbatches, and may be faster.
+        if tail.pipeline.limit_by_memory:
+            return False
+
+        def is_full(name: str) -> bool:
+            return bool(full) and with_field(tail.of(self.config), name, SAVINGS[name]) in full
+
+        for name in self.judge.left_out:
+            if name == OFFLOAD and self.offloads_late and not is_full(name) and self.fits(tail, name, SAVINGS[name]):
+                return True
+            if name == RECOMPUTE and tail.keeper is not None and not is_full(name) and self.fits(tail.keeper):
+                return True
+        return False
+
+    def gathers_for_nothing(self, tail: Tail) -> bool:
+        """Whether a stage gathers weights in each task although zero2, which sends less, fits.
+
+        A stage does not know which of its chunks comes next and gathers a chunk's weights for each task
+        (data_parallel/gathering.py), so zero3 beside stages is the fastest only where whole weights do not fit.
+        """
+        if not self.config.layout.data.strategy.gathers or tail.pipeline.size == 1:
+            return False
+        sync, cluster = ("layout.data.sync", self.judge.lone_sync), self.judge.job.cluster
+        if not fits(self.without_activations(tail, *sync)[0], cluster):
+            return False
+        # Estimates of memory may be 1 - SURE too low; the verdict "fits" leaves more than this free.
+        return verdict(self.memory(tail, *sync), cluster) == "fits"
