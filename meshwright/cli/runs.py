@@ -345,6 +345,7 @@ def plan(
     facts: Facts = None,
     source: ForeignFile = None,
     strict: Annotated[bool, Option("--strict", help="With --from: refuse a file with fields left out.")] = False,
+    anew: Annotated[bool, Option("--anew", help="Neither read nor keep recordings in the cache folder.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest layouts that fit a cluster.
@@ -359,10 +360,8 @@ def plan(
     from meshwright.planner.plan import answer, report
     from meshwright.planner.plan.choice import answered
     from meshwright.planner.plan.cluster import load_cluster
-    from meshwright.planner.plan.estimate import Estimates
     from meshwright.planner.plan.page import write_plan_page
-    from meshwright.planner.plan.predict import Planner
-    from meshwright.planner.plan.question import NamedRun, as_written, asked_run, stopped_by_signals
+    from meshwright.planner.plan.question import NamedRun, as_written, asked_run, models_of, stopped_by_signals
     from meshwright.planner.plan.search import search
     from meshwright.planner.plan.software import OWN, load_program, with_imbalance
     from meshwright.planner.plan.space import fixed_fields
@@ -372,9 +371,9 @@ def plan(
     config, words, job = asked_run(source, run, named, overrides or (), described, devices, strict=strict)
     out = report.checked_output(out, page, trace)
     program = load_program(software or (job.program if job else OWN), [*(job.facts if job else ()), *(facts or ())])
-    models = Estimates(Planner(described := program.on(described), with_imbalance(program.software, config, imbalance)))
+    models = models_of(program.on(described), with_imbalance(program.software, config, imbalance), anew=anew)
     with progress() as show, stopped_by_signals(show) as tell:
-        plans = search(config, described, devices, top, program=program, improved=report.BestSoFar(),
+        plans = search(config, models.planner.cluster, devices, top, program=program, improved=report.BestSoFar(),
                        fixed=fixed_fields(words), models=models, report=tell, partial=True)  # fmt: skip
         plans, own = answered(plans, models, fixed_fields(words)), as_written(job, words, models, devices)
     plans = replace(plans, training=training, foreign=job, written=own)
@@ -404,10 +403,11 @@ def answer(
     Example: meshwright answer questions.jsonl --cluster dgx-h100
     """
     from meshwright.planner.plan.cluster import load_cluster
+    from meshwright.planner.plan.kept import KeptRecordings
     from meshwright.planner.plan.service import PlanService
     from meshwright.planner.plan.software import OWN, load_program
 
-    service = PlanService(load_cluster(cluster), load_program(software or OWN, facts or ()))
+    service = PlanService(load_cluster(cluster), load_program(software or OWN, facts or ()), KeptRecordings.here())
     if questions is not None and not questions.is_file():
         raise ConfigError.of("FILE", questions, "is no file", "lines of JSON, or stdin")
     with nullcontext(sys.stdin) if questions is None else questions.open(encoding="utf-8") as lines:

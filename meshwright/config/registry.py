@@ -304,6 +304,11 @@ def _points() -> metadata.EntryPoints:
     return cast(metadata.EntryPoints, metadata.entry_points())
 
 
+def is_own() -> bool:
+    """Return True if every entry is ours: no package brings one, and no script has registered any."""
+    return not registered() and not any(_points().select(group=f"meshwright.{group}") for group in OURS)
+
+
 def load_entry(value: str) -> Any:
     """Import the object that `module:attribute` names."""
     # EntryPoint parses `module:attribute`, so that our entries are read like the entry points of other packages.

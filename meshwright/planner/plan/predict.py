@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from meshwright.compute.model import Costs
 from meshwright.compute.models.chain import split_name
@@ -34,6 +35,9 @@ from meshwright.strategies.pipeline.stages import placement_of, rule_of
 from meshwright.training.decisions import resolve_layout
 from meshwright.training.phases import PASSES
 from meshwright.training.stage_costs import microbatch_bytes, shared_work
+
+if TYPE_CHECKING:
+    from meshwright.planner.plan.kept import KeptRecordings
 
 STAGES = (*PARTS, *COUNTS, "memory.recompute", "layout.pipeline")
 """The fields on which a stage's tasks depend, with what replicas send under them left out."""
@@ -86,6 +90,8 @@ class Planner:
 
     cluster: Cluster
     software: Software = OWN_SOFTWARE
+    kept: KeptRecordings | None = None
+    """Recordings on disk, to begin with and to add to."""
     recordings: Recordings = field(init=False)
     site: Site = field(init=False)
     buckets: Buckets = field(default_factory=Buckets)
@@ -96,7 +102,7 @@ class Planner:
         device = self.cluster.device
         attention = self.software.attention or ("torch" if device.attention_efficiency is None else "fused")
         self.software = self.software.model_copy(update={"attention": attention})
-        self.recordings = Recordings(device.kind, self.software, device.capability)
+        self.recordings = Recordings(device.kind, self.software, device.capability, kept=self.kept)
         self.site = Site(self.cluster, self.software)
 
     def on(self, cluster: Cluster) -> Planner:

@@ -31,13 +31,16 @@ from meshwright.data.files import ShowProgress, silent
 from meshwright.planner.foreign.job import Asked, ForeignJob
 from meshwright.planner.foreign.reading import read_foreign
 from meshwright.planner.plan.cluster import CALIBRATED, Cluster, load_cluster
+from meshwright.planner.plan.estimate import Estimates
+from meshwright.planner.plan.kept import KeptRecordings
+from meshwright.planner.plan.predict import Planner
 from meshwright.planner.plan.search import search
+from meshwright.planner.plan.software import Software
 from meshwright.planner.plan.space import fixed_fields, ranks_per_node
 from meshwright.ranks.errors import ConfigError
 from meshwright.training.decisions import this_machine
 
 if TYPE_CHECKING:
-    from meshwright.planner.plan.estimate import Estimates
     from meshwright.planner.plan.predict import Prediction
 
 
@@ -121,6 +124,11 @@ def asked_run(
         left_out = ", ".join(f"{name}={value}" for name, value in job.account.left_out.items())
         raise ConfigError.of("--from", source, f"has fields that a plan leaves out: {left_out}", "a file without these")
     return parse_run(job.run, words, undecided=DECIDED, unread=ELSEWHERE), words, job
+
+
+def models_of(cluster: Cluster, software: Software, *, anew: bool) -> Estimates:
+    """The models of a program on a cluster, which begin with the recordings of earlier runs, or `anew`."""
+    return Estimates(Planner(cluster, software, None if anew else KeptRecordings.here()))
 
 
 def as_written(

@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -49,6 +51,9 @@ from meshwright.strategies.pipeline.task import TaskKind
 from meshwright.training.decisions import compiled_on
 from meshwright.training.on_device import AsOnDevice
 from meshwright.training.rank_model import build_kit, build_model, empty_batch
+
+if TYPE_CHECKING:
+    from meshwright.planner.plan.kept import KeptRecordings
 
 Forms = tuple[TensorMeta, ...]
 
@@ -139,6 +144,8 @@ class Recordings:
     """A GPU's compute capability."""
     recorded: list[Recording] = field(default_factory=list)
     """All that have been made."""
+    kept: KeptRecordings | None = None
+    """Those of earlier runs; None: no recording outlives this one."""
 
     @remembered("model", "data", "precision.products")
     def outline(self, config: Config) -> Outline:
@@ -188,12 +195,25 @@ class Recordings:
         config = with_field(config.model_copy(update={"seed": 0}), "layout.pipeline", _ONE_STAGE)
         software = self.software
         # The embeddings' and the head's products stay in the run's format, as Transformer Engine leaves them.
+        key, whose = (
+            "",
+            (self.kind, software, self.capability, config.model, config.data, config.bits, config.precision),
+        )
+        if self.kept is not None:
+            layout, memory = config.layout, config.memory
+            cut = layout.data, layout.context, layout.tensor, layout.order
+            fields = config.compile, config.batch, memory.recompute, memory.summa, memory.logits
+            key = sha256(repr((cut, fields, chunk, incoming, splits, learns)).encode()).hexdigest()
+            if (known := self.kept.find(whose, key)) is not None:
+                return known
         layers, on_device = bool(chunk.layers), software.on_device(self.kind)
         recorder = software.recorder(fuses=layers and software.fuses(config, self.kind), layers=layers)
         compiles = compiled_on(config, self.kind) if software.compiles else "none"
         config = config.model_copy(update={"compile": compiles})
         mesh = partial(software.mesh, kind=self.kind, capability=self.capability, recorder=recorder)
         self.recorded.append(_record(config, recorder, on_device, chunk, incoming, mesh, splits, learns))
+        if self.kept is not None:
+            self.kept.keep(whose, key, self.recorded[-1])
         return self.recorded[-1]
 
 

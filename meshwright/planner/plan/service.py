@@ -27,6 +27,7 @@ from meshwright.config.section import with_field
 from meshwright.planner.plan.choice import answered
 from meshwright.planner.plan.cluster import Cluster
 from meshwright.planner.plan.estimate import Estimates
+from meshwright.planner.plan.kept import KeptRecordings
 from meshwright.planner.plan.predict import Planner
 from meshwright.planner.plan.question import NamedRun
 from meshwright.planner.plan.report import as_dict, figures_of
@@ -45,9 +46,9 @@ class PlanService:
     The estimates of one model's runs are shared: figures of a layout that was asked before take milliseconds.
     """
 
-    def __init__(self, cluster: Cluster, program: Program) -> None:
+    def __init__(self, cluster: Cluster, program: Program, kept: KeptRecordings | None = None) -> None:
         self.cluster, self.program = program.on(cluster), program
-        self.models = Estimates(Planner(self.cluster, program.software))
+        self.models = Estimates(Planner(self.cluster, program.software, kept))
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to a question.

@@ -1,0 +1,271 @@
+"""Recordings kept on disk between runs: a plan of a model that was planned before records nothing again.
+
+A file has the recordings of one model, data and precision under one software on one kind of device. Its first line
+says so, with the version of torch and a digest of this package's code: under another one the file is not read. The
+rest is compressed JSON, a recording a line. A file that is cut off, changed or of another form counts as none.
+
+| in a line       | is                                                                            |
+|-----------------|-------------------------------------------------------------------------------|
+| key             | a digest of the fields on which the recording depends, of its part and input  |
+| events          | distinct kernels, collectives, copies and waits                               |
+| programs        | events by number, memory, traffic                                             |
+| specs           | distinct ShardSpecs of parameters                                             |
+
+Recordings that strategies of other packages may have changed are not kept, since no digest covers their code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from meshwright.compute.parameters.role import Role, StepRule
+from meshwright.compute.parameters.shard import Initial, Shard, ShardSpec
+from meshwright.config.registry import is_own
+from meshwright.planner.plan.memory import Parameter
+from meshwright.planner.plan.recorder import HostCopy, Kernel, KernelKind, Program, Start, WaitFor
+from meshwright.planner.plan.recordings import Recording
+from meshwright.planner.plan.software import Software
+from meshwright.ranks.environment import cache_folder
+from meshwright.ranks.foreign import open_plain, parse_json
+from meshwright.ranks.ledger import Traffic
+from meshwright.ranks.mailbox import TensorMeta
+from meshwright.strategies.pipeline.task import TaskKind
+
+MOST_FILES = 24
+"""Files that are kept; of more the least recently written ones are removed."""
+
+MOST_BYTES = 2**30
+"""Bytes of a file's JSON: a longer one is not read."""
+
+_FORM = "meshwright recordings 1"
+_EVENTS = {"kernel": Kernel, "start": Start, "copy": HostCopy, "wait": WaitFor}
+_ROWS: dict[str, tuple[type | tuple[type, ...], ...]] = {
+    "kernel": (str, float, int, int, str, float, int, int),
+    "start": (int, str, str, int, (int, type(None)), int),
+    "copy": (int, bool, int, int),
+    "wait": (int,),
+}
+"""The types of the fields of each kind of event."""
+
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+@cache
+def code_digest() -> str:
+    """A digest of this package's source files."""
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@dataclass
+class KeptRecordings:
+    """Reads and writes recordings in a folder. `files`: lines by key, of each file by what its first line says."""
+
+    folder: Path
+    files: dict[str, dict[str, str]] = field(default_factory=dict)
+    found: int = 0
+    """Recordings that were there."""
+    _changed: set[str] = field(default_factory=set)
+    _whose: dict[tuple[int, ...], tuple[Sequence[object], str]] = field(default_factory=dict)
+
+    @classmethod
+    def here(cls) -> KeptRecordings | None:
+        """Return those of the cache folder; None beside strategies of other packages."""
+        return cls(cache_folder() / "recordings") if is_own() else None
+
+    def find(self, whose: Sequence[object], key: str) -> Recording | None:
+        """The recording of a key, if it is kept. `whose`: the kind of device, the software, the model and its data."""
+        line = self.files[self._about(whose)].get(key)
+        if line is None:
+            return None
+        try:
+            recording = decoded(parse_json(line))
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError):  # of another form
+            return None
+        self.found += 1
+        return recording
+
+    def keep(self, whose: Sequence[object], key: str, recording: Recording) -> None:
+        """Keep a recording that `find` did not find."""
+        about = self._about(whose)
+        self.files[about][key] = json.dumps(encoded(recording), separators=(",", ":"))
+        self._changed.add(about)
+
+    def save(self) -> None:
+        """Write the files with new recordings. A folder that cannot be written to is left as it is."""
+        for about in self._changed:
+            # A search in another process may have written since.
+            body = "\n".join(
+                f"{key} {line}" for key, line in {**self._read(about), **self.files[about]}.items()
+            ).encode()
+            packed = zlib.compress(body, 1)
+            head = f"{_FORM} {hashlib.sha256(packed).hexdigest()} {about!r}\n".encode()
+            with suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                path = self._path(about)
+                beside = path.with_suffix(f".{os.getpid()}")
+                beside.write_bytes(head + packed)
+                beside.replace(path)  # a reader sees the old file or the new one
+                files = sorted(self.folder.glob("*.recordings"), key=lambda each: each.stat().st_mtime)
+                for old in files[:-MOST_FILES]:
+                    old.unlink()
+        self._changed.clear()
+
+    def _about(self, whose: Sequence[object]) -> str:
+        """The first line's words; their file is read once."""
+        # Sections that a search does not vary are the same objects, whose text takes longest.
+        known = self._whose.get(ids := tuple(map(id, whose)))
+        if known is None:
+            kind, software, *sections = whose
+            assert isinstance(software, Software)
+            # A set is in another order in each process.
+            facts = {name: sorted(x) if isinstance(x, frozenset) else x for name, x in software}
+            about = f"{torch.__version__} {code_digest()} {kind} {facts} {sections}"
+            known = self._whose[ids] = whose, about
+            if about not in self.files:
+                self.files[about] = self._read(about)
+        return known[1]
+
+    def _read(self, about: str) -> dict[str, str]:
+        try:
+            with open_plain(self._path(about)) as file:
+                head, _, packed = file.read().partition(b"\n")
+            if head.decode() != f"{_FORM} {hashlib.sha256(packed).hexdigest()} {about!r}":
+                return {}
+            unpacked = zlib.decompressobj()
+            body = unpacked.decompress(packed, MOST_BYTES)
+            return dict(line.split(" ", 1) for line in body.decode().splitlines()) if unpacked.eof else {}
+        except (OSError, ValueError, zlib.error):
+            return {}
+
+    def _path(self, about: str) -> Path:
+        return self.folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.recordings"
+
+
+def encoded(recording: Recording) -> dict[str, Any]:
+    """The recording as JSON has it."""
+    events: dict[Any, int] = {}
+    specs: dict[int, tuple[int, ShardSpec]] = {}
+    numbers: dict[int, int] = {}
+    programs: list[Program] = []
+    for program in (each for own in recording.programs.values() for each in own):
+        if id(program) not in numbers:
+            numbers[id(program)] = len(programs)
+            programs.append(program)
+    for each in recording.parameters:
+        specs.setdefault(id(each.spec), (len(specs), each.spec))
+
+    def traffic(sent: Traffic) -> list[Any]:
+        return [sent.calls, sent.sent_bytes, [[peer, traffic(part)] for peer, part in sent.by_peer.items()]]
+
+    rows = [
+        [
+            [events.setdefault(event, len(events)) for event in program.events], program.kept_bytes,
+            program.peak_bytes, [[*key, traffic(sent)] for key, sent in program.traffic.items()], program.leads,
+            [number for change in program.memory for number in change],
+        ]
+        for program in programs
+    ]  # fmt: skip
+    names = {kind: name for name, kind in _EVENTS.items()}
+    return {
+        "events": [[names[type(event)], *(getattr(event, name) for name in type(event).__slots__)] for event in events],
+        "programs": rows,
+        "places": {kind: [numbers[id(each)] for each in own] for kind, own in recording.programs.items()},
+        "specs": [
+            [
+                spec.shape, {axis: [shard.dim, shard.copies] for axis, shard in spec.placements.items()},
+                spec.initial and [spec.initial.std, spec.initial.mean],
+                [spec.role.name, spec.role.rule.by, spec.role.rule.decays, spec.role.stored],
+                spec.tied, spec.owner, spec.partial_over,
+            ]
+            for _, spec in specs.values()
+        ],
+        "parameters": [
+            [
+                each.name, each.shape, str(each.dtype), specs[id(each.spec)][0], each.comes_with_b, each.read_back,
+                each.parts, each.parts_back, each.chunks,
+            ]
+            for each in recording.parameters
+        ],
+        "outgoing": [[form.shape, str(form.dtype)] for form in recording.outgoing],
+        "numbers": [
+            recording.output_bytes, recording.holds_input, recording.kept_input_bytes, recording.kept_gradient_bytes,
+        ],
+        "leaving": {kind: [sorted(each) for each in own] for kind, own in recording.leaving.items()},
+    }  # fmt: skip
+
+
+def decoded(tree: Any) -> Recording:
+    """The recording that `encoded` was made of. Raises ValueError, TypeError, KeyError, IndexError or AttributeError
+    for a tree of another form."""
+
+    def whole(value: Any) -> Any:
+        """Lists of numbers and words as tuples."""
+        if isinstance(value, list):
+            return tuple(map(whole, value))
+        if not isinstance(value, int | str):
+            raise ValueError(f"{value!r} is no number and no word")
+        return value
+
+    def event(row: Any) -> Any:
+        name, *fields = row
+        if not all(map(isinstance, fields, _ROWS[name])) or len(fields) != len(_ROWS[name]):
+            raise ValueError(f"{row} is no {name}")
+        if name == "kernel" and fields[0] not in get_args(KernelKind):
+            raise ValueError(f"{fields[0]} is no kind of kernel")
+        return _EVENTS[name](*fields)
+
+    def traffic(row: Any) -> Traffic:
+        calls, sent_bytes, peers = row
+        made = Traffic(int(calls), int(sent_bytes))
+        for peer, part in peers:
+            made.by_peer[int(peer)] = traffic(part)
+        return made
+
+    def spec(row: Any) -> ShardSpec:
+        shape, placements, initial, (role, by, decays, stored), tied, owner, partial_over = row
+        return ShardSpec(
+            whole(shape), {axis: Shard(int(dim), int(copies)) for axis, (dim, copies) in placements.items()},
+            initial and Initial(*map(float, initial)), Role(role, StepRule(by, bool(decays)), stored), bool(tied),
+            None if owner is None else whole(owner), whole(partial_over),
+        )  # fmt: skip
+
+    events, specs = [event(row) for row in tree["events"]], [spec(row) for row in tree["specs"]]
+    programs = [
+        Program(
+            tuple([events[number] for number in numbers]), int(kept), int(peak),
+            {(str(axes), str(verb)): traffic(sent) for axes, verb, sent in moved}, int(leads),
+            tuple(zip(memory[::2], memory[1::2], strict=True)),
+        )
+        for numbers, kept, peak, moved, leads, memory in tree["programs"]
+    ]  # fmt: skip
+    if not all(isinstance(number, int) for program in programs for change in program.memory for number in change):
+        raise ValueError("memory is no list of numbers")
+    output_bytes, holds_input, kept_input, kept_gradient = tree["numbers"]
+    return Recording(
+        {TaskKind(kind): tuple(programs[number] for number in own) for kind, own in tree["places"].items()},
+        tuple(
+            Parameter(
+                str(name), whole(shape), _DTYPES[dtype], specs[number], bool(with_b), bool(back), whole(parts),
+                whole(parts_back), whole(chunks),
+            )
+            for name, shape, dtype, number, with_b, back, parts, parts_back, chunks in tree["parameters"]
+        ),
+        tuple(TensorMeta(whole(shape), _DTYPES[dtype]) for shape, dtype in tree["outgoing"]),
+        int(output_bytes), bool(holds_input), int(kept_input), int(kept_gradient),
+        {TaskKind(kind): tuple(frozenset(map(int, each)) for each in own) for kind, own in tree["leaving"].items()},
+    )  # fmt: skip
