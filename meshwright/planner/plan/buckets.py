@@ -19,6 +19,7 @@ from meshwright.compute.parameters.bucket import Bucket, BucketKey, SlotSize, ar
 from meshwright.compute.parameters.owners import Segments
 from meshwright.compute.parameters.role import StepRule
 from meshwright.compute.parameters.rounding import NOISE_BYTES, NOISE_TENSORS, PIECE
+from meshwright.compute.parameters.shard import ShardSpec
 from meshwright.compute.precision import DTYPES
 from meshwright.config import Config
 from meshwright.config.registry import load_entry
@@ -127,6 +128,7 @@ class _Arrangement(NamedTuple):
     by_chunk: bool
     """A chunk fills buckets of its own, else a bucket would wait for the other chunk's backward pass."""
     bucket_bytes: int
+    """0: by part, of any size."""
     grid: Grid
     """The run's axes; of one rank each, unless matrices are dealt out to ranks."""
     token_axes: tuple[str, ...]
@@ -147,28 +149,44 @@ class HeldParameters:
     def groups(self, rule: _Arrangement) -> list[_Group]:
         """The parameters that share a bucket, in the order in which buckets leave."""
         mesh = planned_mesh(rule.grid, 0, rule.token_axes)
-        specs = {
-            parameter.name: replace(parameter.spec, tied=True) if parameter.name in self.tied else parameter.spec
-            for parameter in self.parameters
-        }
-        sizes = {parameter.name: parameter.num_elements for parameter in self.parameters}
-        shapes = {parameter.name: parameter.shape for parameter in self.parameters}
-        items = [(parameter.name, parameter.num_elements, parameter.dtype) for parameter in self.parameters]
-        # Gradients that come with B, or from two chunks, are whole only when the step's last microbatch is through.
-        late = {parameter.name for parameter in self.parameters if parameter.comes_with_b or len(parameter.chunks) > 1}
-        using = {parameter.name: parameter.parts for parameter in self.parameters} if rule.by_part else None
-        back = {parameter.name: parameter.parts_back for parameter in self.parameters}
-        chunks = {parameter.name: parameter.chunks for parameter in self.parameters} if rule.by_chunk else None
-        return [
-            _Group(
-                kind, tuple(names), tuple(shapes[name] for name in names), sum(sizes[name] for name in names),
-                frozenset(part for name in names for part in back[name]), not late.isdisjoint(names),
-            )
-            for kind, names in arranged(
-                items, specs, mesh, rule.bucket_bytes, using, chunks, rule.update.rule_of,
-                load_entry(rule.policy)().dealt_over(mesh) if rule.policy else None,
-            )
-        ]  # fmt: skip
+        known, own = self.by_name, self.parameters
+        using = {name: each.parts for name, each in known.items()} if rule.by_part else None
+        chunks = {name: each.chunks for name, each in known.items()} if rule.by_chunk else None
+        groups = arranged(
+            [(each.name, each.num_elements, each.dtype) for each in own], self.specs, mesh, rule.bucket_bytes, using,
+            chunks, rule.update.rule_of, load_entry(rule.policy)().dealt_over(mesh) if rule.policy else None,
+        )  # fmt: skip
+        made = []
+        for kind, names in groups:
+            members = [known[name] for name in names]
+            made.append(_Group(
+                kind, tuple(names), tuple([each.shape for each in members]),
+                sum([each.num_elements for each in members]),
+                frozenset([part for each in members for part in each.parts_back]),
+                # Gradients that come with B, or from two chunks, are whole only when the step's last microbatch is
+                # through.
+                any(each.comes_with_b or len(each.chunks) > 1 for each in members),
+            ))  # fmt: skip
+        return made
+
+    @cached_property
+    def by_name(self) -> dict[str, Parameter]:
+        return {each.name: each for each in self.parameters}
+
+    @cached_property
+    def specs(self) -> dict[str, ShardSpec]:
+        """The parameters' specs, which are objects in common where parameters' are."""
+        tied = {each.name: replace(each.spec, tied=True) for each in self.parameters if each.name in self.tied}
+        return {each.name: each.spec for each in self.parameters} | tied
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        return sum(each.weight_bytes for each in self.parameters)
+
+    @remembered("precision", "widens_gradients")
+    def gradient_bytes(self, config: Config) -> int:
+        """Bytes of whole gradients."""
+        return sum(each.gradient_bytes(config) for each in self.parameters)
 
 
 class Buckets:
@@ -186,7 +204,8 @@ class Buckets:
         comms: dict[tuple[str, ...], tuple[Comm, tuple[int, ...]]] = {}
         known: dict[Hashable, tuple[Any, ...]] = {}
         arrangement = _Arrangement(
-            sync.gathers, sync.slices and config.layout.pipeline.chunks > 1, bucket_bytes(config), grid,
+            sync.gathers, sync.slices and config.layout.pipeline.chunks > 1,
+            0 if sync.gathers else bucket_bytes(config), grid,
             mesh.token_axes, update, sync.policy if update.matrix_step else "",
         )  # fmt: skip
         for kind, names, shapes, elements, parts_back, waits in held.groups(arrangement):
@@ -342,7 +361,10 @@ def host_bytes(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, sit
         return each, 0
     if config.memory.offload.to == "host":
         each += kept_bytes(config.optimizer, slots_of(buckets))
-    stored = {bucket.stepped: bucket.stored_bytes(config) for bucket in {x.stepped: x for x in buckets}.values()}
+    stored: dict[Hashable, int] = {}
+    for bucket in buckets:  # layers have equal slots
+        if bucket.stepped not in stored:
+            stored[bucket.stepped] = bucket.stored_bytes(config)
     copied = [stored[bucket.stepped] for bucket in buckets]
     share = sum(
         size * bucket.num_elements / (bucket.ranks * bucket.stepped_elements)

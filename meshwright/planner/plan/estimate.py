@@ -159,8 +159,8 @@ class Estimates:
         check(config)
         data, placement, device = config.layout.data, placement_of(config), self.planner.cluster.device
         held, context = self._fullest(config, partition, placement), self.planner.site.context(config)
-        weights = 0 if data.strategy.gathers else sum(each.weight_bytes for each in held.parameters)
-        gradients = 0 if data.strategy.slices else sum(each.gradient_bytes(config) for each in held.parameters)
+        weights = 0 if data.strategy.gathers else held.weight_bytes
+        gradients = 0 if data.strategy.slices else held.gradient_bytes(config)
         memory = Memory(weights, gradients, 0, 0, 0, context)
         if memory.total > device.memory_bytes:  # nobody needs to know of buckets
             return memory, 0
@@ -226,8 +226,9 @@ class Estimates:
             if alike not in known:
                 known[alike] = run.sum(bucket, 0.0)
             sums.append(known[alike])
-        gathered = run.buckets[0] if config.layout.data.strategy.gathers else ()
-        gathers = sorted(run.seconds(bucket.gather) for bucket in gathered)
+        gathered = [bucket.gather for bucket in run.buckets[0]] if config.layout.data.strategy.gathers else []
+        each = {id(gather): run.seconds(gather) for gather in {id(gather): gather for gather in gathered}.values()}
+        gathers = sorted(each[id(gather)] for gather in gathered)
         return _Ending(
             # Weights of two parts stay gathered between passes: the largest two, for a lower bound.
             sum(gathers[:-2]),
