@@ -282,9 +282,10 @@ def _known_of(result: Any, given: list[Tensor], before: list[_Form]) -> _Known:
         if one is None:
             made.append(None)
             continue
-        numbers = [number for number, x in enumerate(given) if x is one]
-        if len(numbers) == 1 and before[numbers[0]] == _form_of(one):
-            made.append(numbers[0])
+        # An input may be given twice, as a sum that is also what is written to.
+        number = next((number for number, x in enumerate(given) if x is one), None)
+        if number is not None and before[number] == _form_of(one):
+            made.append(number)
             continue
         storage = one.untyped_storage() if isinstance(one, Tensor) and one.is_meta else None
         whole = storage is not None and storage.nbytes() == one.numel() * one.element_size()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.planner.plan import recorder as recorder_module
 from meshwright.planner.plan.recorder import Kernel, Program, Recorder, Start, WaitFor
 from meshwright.ranks.comm import RankGroup
 from meshwright.ranks.ledger import Ledger
@@ -102,6 +106,27 @@ def test_a_call_whose_forms_are_known_gives_back_what_it_was_given() -> None:
             assert (whole.shape, none, bias) == (x.shape, None, None)
     first, second = kernels(made())[:5], kernels(made())[5:]
     assert first == second
+
+
+def test_a_sum_that_is_written_where_it_is_read_asks_torch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "_KNOWN", {})
+    asked: list[str] = []
+
+    class Asking(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    recorder, sums = Recorder(), torch.empty(8, 32, device=META)
+    x, y = torch.empty(8, 16, device=META), torch.empty(16, 32, device=META)
+    programs = []
+    for _ in range(2):
+        with Asking(), recorder.program(Ledger()) as made:
+            assert torch.addmm(sums, x, y, out=sums) is sums
+        programs.append(made())
+    assert asked == ["aten.addmm.out"]
+    assert programs[0].events == programs[1].events
+    assert kernels(programs[1])[0].kind == "product"
 
 
 def test_a_fused_row_writes_no_storage_that_took_the_place_of_another() -> None:
