@@ -1,12 +1,13 @@
 """How long the planner's search takes, and how good its answer is by then: python -m benchmarks.plan_search
 
-    python -m benchmarks.plan_search [--only small medium large axonn many 8b 70b] [--exhaustive]
+    python -m benchmarks.plan_search [--only 8b 70b ...] [--again] [--exhaustive]
 
 Seconds of the clock until the first layout that fits is known, and until the search ends; the best after 5 and 30
-seconds beside the last one; processor seconds; and the most memory that this process has held so far: with --only a
-case is alone. --exhaustive: also estimates and predicts whatever a search's cutoffs leave out, of layouts without
-savings of memory, which takes hours for the large ones (tests/planner/plan/test_whole_spaces.py does it for small
-spaces).
+seconds beside the last one; processor seconds, and after how many of them the first was known; and the most memory that
+this process has held so far: with --only a case is alone. --again: each search a second time, with the recordings that
+the first one has kept, in a folder of their own (kept.py). --exhaustive: also estimates and predicts whatever a
+search's cutoffs leave out, of layouts without savings of memory, which takes hours for the large ones
+(tests/planner/plan/test_whole_spaces.py does it for small spaces).
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ import argparse
 import resource
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from meshwright.config import Config, parse_config
 from meshwright.planner.plan.answer import seconds_text
 from meshwright.planner.plan.cluster import Cluster, load_cluster
 from meshwright.planner.plan.estimate import Estimates
+from meshwright.planner.plan.kept import KeptRecordings
 from meshwright.planner.plan.memory import verdict
 from meshwright.planner.plan.predict import Planner, Prediction
 from meshwright.planner.plan.search import layout_text, search
+from meshwright.planner.plan.software import OWN_SOFTWARE
 from meshwright.planner.plan.space import SearchJob, legal_layouts
 
 MARKS_SECONDS = (5, 30)
@@ -59,22 +64,24 @@ CASES = {
     "many": Case("axonn-100b", 512, 65536, "summit", 4096),
     "8b": Case("llama-3.1-8b", 8192, 512, "dgx-h100", 64, "bf16"),
     "70b": Case("llama-3.1-70b", 8192, 1024, "dgx-h100", 512, "bf16"),
+    "405b": Case("llama-3.1-405b", 8192, 2048, "dgx-h100", 1024, "bf16"),
+    "deepseek": Case("deepseek-v3", 4096, 15360, "dgx-h100", 2048, "bf16"),
 }
 
 
 @dataclass
 class Found:
-    """The fastest layouts that fit, each with the seconds after which a search has come to it."""
+    """The fastest layouts that fit, each with the seconds after which a search has come to it, and the processor's."""
 
     start: float = field(default_factory=time.perf_counter)
-    improvements: list[tuple[float, Prediction]] = field(default_factory=list)
+    improvements: list[tuple[float, float, Prediction]] = field(default_factory=list)
 
     def __call__(self, best: Prediction) -> None:
-        self.improvements.append((time.perf_counter() - self.start, best))
+        self.improvements.append((time.perf_counter() - self.start, time.process_time(), best))
 
     def best_at(self, seconds: float) -> Prediction | None:
         """The fastest that was known after so many seconds."""
-        return next((best for clock, best in reversed(self.improvements) if clock <= seconds), None)
+        return next((best for clock, _, best in reversed(self.improvements) if clock <= seconds), None)
 
 
 def exhaustive(case: Case, cluster: Cluster) -> float:
@@ -93,29 +100,40 @@ def exhaustive(case: Case, cluster: Cluster) -> float:
     return best
 
 
+def timed(case: Case, cluster: Cluster, name: str, kept: KeptRecordings | None) -> None:
+    """Search, and print what it took and found."""
+    known, before = Found(), time.process_time()
+    models = Estimates(Planner(cluster, OWN_SOFTWARE, kept))
+    found = search(case.run, cluster, case.devices, models=models, improved=known)
+    clock, used = time.perf_counter() - known.start, time.process_time() - before
+    held, best = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, found.predictions[0]
+    told = f"{clock:.1f} s ({used:.1f} processor seconds), {held:.2f} GiB"
+    print(f"{name}: {case.model} on {case.devices} devices of {case.cluster}: {told}")
+    first, processor, _ = known.improvements[0] if known.improvements else (clock, used, best)
+    print(f"  first layout that fits after {first:.1f} s ({processor - before:.1f} processor seconds)", end="")
+    for mark in MARKS_SECONDS:
+        then = known.best_at(mark)
+        share = "none yet" if then is None else f"{then.seconds / best.seconds - 1:.1%} slower than the last"
+        print(f"; best after {mark} s: {share}", end="")
+    print()
+    print("  " + ", ".join(f"{count:,} {kind}" for kind, count in asdict(found.counts).items()), end="")
+    print(f"; {len(models.planner.recordings.recorded):,} parts recorded")
+    print(f"  {layout_text(best.config)}: {seconds_text(best.seconds)}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES), help="which cases")
+    parser.add_argument("--again", action="store_true", help="a second time, with kept recordings")
     parser.add_argument("--exhaustive", action="store_true", help="also predict what the search leaves out")
     arguments = parser.parse_args()
     for name in arguments.only:
         case = CASES[name]
-        cluster, known, before = load_cluster(case.cluster), Found(), time.process_time()
-        found = search(case.run, cluster, case.devices, improved=known)
-        clock, best = time.perf_counter() - known.start, found.predictions[0]
-        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        used = time.process_time() - before
-        told = f"{clock:.1f} s ({used:.1f} processor seconds), {held:.2f} GiB"
-        print(f"{name}: {case.model} on {case.devices} devices of {case.cluster}: {told}")
-        first, _ = known.improvements[0] if known.improvements else (clock, best)
-        print(f"  first layout that fits after {first:.1f} s", end="")
-        for mark in MARKS_SECONDS:
-            then = known.best_at(mark)
-            share = "none yet" if then is None else f"{then.seconds / best.seconds - 1:.1%} slower than the last"
-            print(f"; best after {mark} s: {share}", end="")
-        print()
-        print("  " + ", ".join(f"{count:,} {kind}" for kind, count in asdict(found.counts).items()))
-        print(f"  {layout_text(best.config)}: {seconds_text(best.seconds)}", flush=True)
+        cluster = load_cluster(case.cluster)
+        with TemporaryDirectory() as folder:
+            for again in range(1 + arguments.again):
+                kept = KeptRecordings(Path(folder)) if arguments.again else None
+                timed(case, cluster, f"{name}, again" if again else name, kept)
         if arguments.exhaustive:
             least = exhaustive(case, cluster)
             print(f"  of all without savings the fastest: {seconds_text(least)}", flush=True)
