@@ -14,6 +14,7 @@ made of a layout only where that fits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from meshwright.planner.plan.estimate import Estimates
 
 _Held = dict[Tail, tuple[float, float]]
+_Bounds = dict[tuple[str | int, int, TransportName], float]
 _Alone = dict[tuple[str, int, str, bool], tuple[Memory, int]]
 """Memory without activations by the changed field's name, chunks, placement, and whether gradients are widened."""
 
@@ -65,6 +67,13 @@ class Judge:
         config = with_field(with_field(config, "layout.pipeline.chunks", chunks), "layout.transport", transport)
         # Orders of axes differ in the ranks that share a node.
         return min(self.models.least_seconds(one) for one in orders_of(config, self.job))
+
+    @remembered(
+        *PARTS, "batch", "layout.data.size", "layout.data.shard", "layout.pipeline.size", "layout.ranks_per_node",
+    )  # fmt: skip
+    def bounds(self, config: Config) -> _Bounds:
+        """Bounds by recomputation, chunks and transport, to be filled: the same for all syncs and offloads."""
+        return {}
 
     @remembered(*PARTS, "micro", "num_microbatches", "layout.pipeline.size")
     def held(self, config: Config) -> _Held:
@@ -97,8 +106,19 @@ class Cell:
     judge: Judge
     config: Config
     alone: _Alone = field(default_factory=dict)
-    _bounds: dict[tuple[str | int, int], float] = field(default_factory=dict)
+    lowest: float = math.inf
+    """The lowest bound that was asked for."""
     _for_nothing: dict[str | int, bool] = field(default_factory=dict)
+
+    @cached_property
+    def bounds(self) -> _Bounds:
+        """Lower bounds of seconds by recomputation, chunks and transport."""
+        return self.judge.bounds(self.config)
+
+    @cached_property
+    def transport(self) -> TransportName:
+        """The carrier of messages."""
+        return transport_on(self.judge.job.cluster, self.config)
 
     @cached_property
     def held(self) -> _Held:
@@ -118,11 +138,12 @@ class Cell:
 
     def bound(self, tail: Tail) -> float:
         """A lower bound of the layout's seconds in any order of axes."""
-        key = tail.recompute, max(CHUNKS, tail.pipeline.chunks)
-        if key not in self._bounds:
+        chunks = max(CHUNKS, tail.pipeline.chunks)
+        key = tail.recompute, chunks, self.transport
+        if key not in self.bounds:
             config = with_field(self.config, RECOMPUTE, tail.recompute)
-            self._bounds[key] = self.judge.bound(config, key[1], transport_on(self.judge.job.cluster, config))
-        return self._bounds[key]
+            self.bounds[key] = self.judge.bound(config, chunks, self.transport)
+        return self.bounds[key]
 
     def without_activations(self, tail: Tail, field: str = "", value: str = "") -> tuple[Memory, int]:
         """Estimates.alone_memory, of the layout or of the same one with another value of a field."""

@@ -194,8 +194,10 @@ class Evaluator:
 
     def _may_be_fast(self, cell: Cell, tail: Tail, found: SearchState, cutoff: float) -> bool:
         """Whether the lower bound of a layout's seconds, over all orders of its axes, is below `cutoff`."""
-        seconds, layer = cell.bound(tail), cell.config.layout.layer
-        found.least[layer] = min(seconds, found.least.get(layer, seconds))
+        seconds = cell.bound(tail)
+        if seconds < cell.lowest:
+            cell.lowest, layer = seconds, cell.config.layout.layer
+            found.least[layer] = min(seconds, found.least.get(layer, seconds))
         if seconds < cutoff:
             return True
         found.count(cell.config, slow=True)
