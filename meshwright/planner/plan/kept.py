@@ -51,7 +51,7 @@ MOST_BYTES = 2**30
 _FORM = "meshwright recordings 1"
 _EVENTS = {"kernel": Kernel, "start": Start, "copy": HostCopy, "wait": WaitFor}
 _ROWS: dict[str, tuple[type | tuple[type, ...], ...]] = {
-    "kernel": (str, float, int, int, str, float, int, int),
+    "kernel": (str, float, int, int, str, float, int, int, str),
     "start": (int, str, str, int, (int, type(None)), int),
     "copy": (int, bool, int, int),
     "wait": (int,),

@@ -38,7 +38,9 @@ from meshwright.ranks.ledger import HOST, TO_HOST, Ledger, Traffic
 from meshwright.strategies.memory.recompute import LiveBytes, tensors_in
 
 ElementKind = Literal["special", "random", "mixed", "strided", "sum", "cast", "element"]
-KernelKind = Literal["product", "attention", "norm", "norm back"] | ElementKind
+KernelKind = Literal[
+    "product", "attention", "norm", "norm back", "special", "random", "mixed", "strided", "sum", "cast", "element"
+]
 SOFTMAXES = frozenset(["softmax", "_softmax", "log_softmax", "_log_softmax"])
 LowProducts = Literal["fp8", "mxfp8"]
 
