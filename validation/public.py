@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -23,6 +23,7 @@ from meshwright.planner.plan.memory import Memory, verdict
 from meshwright.planner.plan.predict import Planner
 from meshwright.planner.plan.software import load_program
 from meshwright.ranks.errors import ConfigError
+from validation.arguments import job_of
 from validation.paper import Line, read_table
 
 FOLDER = Path(__file__).resolve().parent / "public"
@@ -36,10 +37,11 @@ OUT_OF_MEMORY = "OOM"
 
 
 class MemoryColumn(BaseModel, extra="forbid", frozen=True):
-    """Whose bytes a table's memory is, and how many its unit has."""
+    """Whose bytes a table's memory is, and how many its unit has. `rank`: the stage that a page logs."""
 
     of: str
     unit: int
+    rank: Literal["fullest", "last"] = "fullest"
 
 
 class RowSet(BaseModel, extra="forbid", frozen=True):
@@ -49,6 +51,7 @@ class RowSet(BaseModel, extra="forbid", frozen=True):
     source: str
     checked: str
     software: str
+    arguments: bool = False
     facts: tuple[str, ...] = ()
     facts_by_note: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     clusters: dict[str, str | dict[str, Any]]
@@ -172,8 +175,11 @@ def _judged(line: Line, rows_set: RowSet, planners: dict[Any, Planner]) -> Publi
     if missing:
         return replace(row, missing=missing)
     try:
-        config = parse_config(_tree(line, rows_set))
-        facts = _facts(line, rows_set)
+        job = job_of(line) if rows_set.arguments else None
+        # The tokenizer's file is not at hand, and changes no step.
+        tree = job.run | {"data": {"sequence": job.run["data"]["sequence"]}} if job else _tree(line, rows_set)
+        config = parse_config(tree)
+        facts = [*_facts(line, rows_set), *(job.facts if job else ())]
         key = line["device"], tuple(facts)
         if key not in planners:
             program = load_program(rows_set.software, facts)
@@ -181,12 +187,13 @@ def _judged(line: Line, rows_set: RowSet, planners: dict[Any, Planner]) -> Publi
         prediction = planners[key].predict(config)
     except ConfigError as error:
         return replace(row, missing=str(error).splitlines()[-1].strip())
-    memory = prediction.fullest
+    fullest = prediction.fullest
+    memory = prediction.memory[-1] if rows_set.memory and rows_set.memory.rank == "last" else fullest
     return replace(
         row,
         seconds=prediction.seconds,
         bytes=float(_bytes(memory, rows_set.memory.of)) if rows_set.memory else None,
-        fits=verdict(memory, prediction.cluster),
+        fits=verdict(fullest, prediction.cluster),
         device_bytes=prediction.cluster.device.memory_bytes,
     )
 

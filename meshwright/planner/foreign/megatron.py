@@ -38,6 +38,7 @@ moe-router-l* moe-router-d* moe-router-s* moe-router-g* moe-router-n* moe-router
 VOCABULARIES = (("gpt2", 50257), ("llama2", 32000), ("llama3", 128256))
 """Parts of --tokenizer-type, and the tokens of the tokenizer."""
 SIZES = ("num-layers", "hidden-size")
+LAYOUT = "pipeline-model-parallel-layout"
 CONTEXTS = (("p2p", "ring"), ("a2a", "ulysses"))
 """Megatron's --cp-comm-type, and ours."""
 SHARDS = (("no_shard", "allreduce"), ("optim_grads_params", "zero3"), ("optim_grads", "zero2"), ("optim", "zero1"))
@@ -112,9 +113,10 @@ def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bo
     given = Arguments(tree)
     account = given.account
     model = model_of(asked, account, told_model(given, tree), path)
+    stages, tensor = given.number("pipeline-model-parallel-size"), given.number("tensor-model-parallel-size")
     if isinstance(model, dict):
         model |= {"dropout": float(given.get("hidden-dropout", 0.1, DEFAULT))}
-    stages, tensor = given.number("pipeline-model-parallel-size"), given.number("tensor-model-parallel-size")
+        model |= {"vocabulary_multiple": given.number("make-vocab-size-divisible-by", 128) * tensor}
     degrees = Degrees(
         tensor=tensor, by_sequence=given.on("sequence-parallel") and tensor > 1, stages=stages,
         chunks=chunks_of(given, stages, model), context=given.number("context-parallel-size"),
@@ -156,6 +158,8 @@ def sizes_of(given: Arguments) -> Tree:
     hidden, heads = given.number("hidden-size"), given.number("num-attention-heads")
     positions = given.number("max-position-embeddings", given.number("seq-length", 0) or 1024)
     vocabulary = given.number("vocab-size", vocabulary_of(given), "of --tokenizer-type; the file has no --vocab-size")
+    untied = given.on("untie-embeddings-and-output-weights")
+    tied = not (untied or given.get("share-embeddings-and-output-weights") is False)
     if not (given.on("swiglu") or given.get("gated-linear-unit") is True):
         if (inner := given.number("ffn-hidden-size", 4 * hidden)) != 4 * hidden:
             raise ConfigError.of(
@@ -163,7 +167,7 @@ def sizes_of(given: Arguments) -> Tree:
             )
         return {
             "model_type": "gpt2", "n_layer": given.number("num-layers"), "n_embd": hidden, "n_head": heads,
-            "n_positions": positions, "vocab_size": vocabulary,
+            "n_positions": positions, "vocab_size": vocabulary, "tie_word_embeddings": tied,
         }  # fmt: skip
     inner = given.number("ffn-hidden-size", int(8 * hidden / 3 / 64) * 64, f"{DEFAULT}: 8/3 of hidden, in 64s")
     sizes: Tree = {
@@ -171,8 +175,7 @@ def sizes_of(given: Arguments) -> Tree:
         "num_attention_heads": heads, "num_key_value_heads": given.number("num-query-groups", heads),
         "intermediate_size": inner, "max_position_embeddings": positions, "vocab_size": vocabulary,
         "head_dim": given.number("kv-channels", hidden // heads), "rms_norm_eps": 1e-5, "hidden_act": "silu",
-        "tie_word_embeddings": not (given.on("untie-embeddings-and-output-weights")
-                                    or given.get("share-embeddings-and-output-weights") is False),
+        "tie_word_embeddings": tied,
     }  # fmt: skip
     if given.get("num-experts") is not None:
         width = given.number("moe-ffn-hidden-size", inner)
@@ -189,41 +192,80 @@ def vocabulary_of(given: Arguments) -> int:
 
 
 def chunks_of(given: Arguments, stages: int, model: str | Tree) -> int:
-    """Virtual stages of a rank: said as their number, or as layers of each."""
+    """Virtual stages of a rank: said as their number, as layers of each, or by a written layout."""
+    if written := given.get(LAYOUT):
+        return max(1, len(layout_of(str(written))) // stages)
     for flag in ("virtual-pipeline-model-parallel-size", "num-virtual-stages-per-pipeline-rank"):
         if given.get(flag) is not None:
             return given.number(flag)
     each = given.number("num-layers-per-virtual-pipeline-stage", 0)
     if not each or stages == 1:
         return 1
-    if (layers := layers_of(model)) % (stages * each):
+    layers = layers_of(model) + sum(counted_parts(given))
+    if layers % (stages * each):
         rule = f"does not cut {layers} layers over {stages} stages evenly"
         raise ConfigError.of("--num-layers-per-virtual-pipeline-stage", each, rule, "a divisor of a stage's layers")
     return layers // stages // each
 
 
 def partition_of(given: Arguments, stages: int, chunks: int, layers: int) -> list[int]:
-    """Layers of each virtual stage, by the layers written for the first and the last rank; empty: none are written.
+    """Layers of each virtual stage; empty: there is one stage.
 
-    The other ranks share the rest evenly, and a rank's chunks are equal, as in Megatron's
-    core/transformer/transformer_block.py, get_num_layers_to_build.
+    Ranks have as many layers, and a rank's chunks too, but for the layers written for the first and the last rank, and
+    for an embedding or a loss that counts as a layer: core/transformer/transformer_block.py, get_num_layers_to_build.
 
     Raises:
         ConfigError: The layers do not divide so.
     """
     flags = {0: "decoder-first-pipeline-num-layers", stages - 1: "decoder-last-pipeline-num-layers"}
     ends = {rank: given.number(flag) for rank, flag in flags.items() if given.get(flag) not in NOTHING}
-    if stages == 1 or not ends:
+    if stages == 1:
         return []
+    if written := given.get(LAYOUT):
+        cut = [stage.count("t") for stage in layout_of(str(written))]
+        if sum(cut) != layers or len(cut) % stages:
+            rule = f"has {sum(cut)} layers in {len(cut)} parts, of a model of {layers} on {stages} stages"
+            raise ConfigError.of(f"--{LAYOUT}", written, rule, "the model's layers in equal numbers of parts a stage")
+        return cut
+    counted = counted_parts(given)
     others = stages - len(ends)
-    rest = layers - sum(ends.values())
+    rest = layers + sum(counted) - sum(ends.values())
     each = rest // others if others else 0
     ranks = [ends.get(rank, each) for rank in range(stages)]
-    if sum(ranks) != layers or min(ranks) < 1 or any(held % chunks for held in ranks):
-        rank, held = next(iter(ends.items()))
+    cut = [held // chunks for held in ranks] * chunks
+    cut[0], cut[-1] = cut[0] - counted[0], cut[-1] - counted[1]
+    uneven = sum(ranks) != layers + sum(counted) or any(held % chunks for held in ranks)
+    if uneven or min(cut) < 0 or (ends and any(counted)):
+        if given.get("num-layers") in NOTHING and not ends:
+            return []  # a model by name, whose program's own recipe cuts it
+        flag, held = next(
+            ((flags[rank], held) for rank, held in ends.items()), ("pipeline-model-parallel-size", stages)
+        )
         rule = f"leaves {rest} of {layers} layers to {others} stages of {chunks} chunks, unevenly"
-        raise ConfigError.of(f"--{flags[rank]}", held, rule, "layers that divide as Megatron divides them")
-    return [held // chunks for held in ranks] * chunks
+        raise ConfigError.of(f"--{flag}", held, rule, "layers that divide as Megatron divides them")
+    return cut if ends or any(counted) else []
+
+
+def counted_parts(given: Arguments) -> list[int]:
+    """Layers that the embedding and the loss count as where layers are divided, 0 or 1 each."""
+    return [int(given.on(f"account-for-{part}-in-pipeline-split")) for part in ("embedding", "loss")]
+
+
+def layout_of(text: str) -> list[list[str]]:
+    """The parts of each virtual stage in the text of --pipeline-model-parallel-layout, in the model's order.
+
+    E is the embedding, t a layer, m a layer of later tokens, L the loss; `|` ends a stage, `x*3` and `(t|)*3` repeat,
+    commas are spaces: core/transformer/pipeline_parallel_layer_layout.py.
+    """
+    flat = text.replace(",", "").replace(" ", "").strip("'\"")
+    repeat = re.compile(r"(?:\(([^()]*)\)|([Etm]))\*(\d+)")
+    while found := repeat.search(flat):
+        flat = flat[: found.start()] + (found[2] or found[1]) * int(found[3]) + flat[found.end() :]
+    if not re.fullmatch(r"E[tm|]*L", flat):
+        raise ConfigError.of(
+            "--pipeline-model-parallel-layout", text, "is no layout", "E, t, m, L, | and repeats: Et|t*3|tL"
+        )
+    return [list(stage) for stage in flat.split("|")]
 
 
 def sync_of(given: Arguments, bridge: bool) -> str:
@@ -266,8 +308,11 @@ def precision_of(given: Arguments, bridge: bool) -> str:
 
 
 def facts_of(given: Arguments, bridge: bool) -> tuple[str, ...]:
-    """Facts of the software that the arguments change: FP8, the communication under computation."""
+    """Facts of the software that the arguments change: attention, FP8, the communication under computation."""
     facts = []
+    local = given.get("transformer-impl", "transformer_engine") == "local"
+    if local or given.get("attention-backend", "auto") in ("unfused", "local"):
+        facts.append("attention=fused-softmax")
     recipe = f"{given.get('mixed-precision', '')} {given.get('fp8-recipe', '')}".lower()
     if given.get("fp8-format") or given.get("fp8") or "fp8" in recipe:
         facts.append("products=mxfp8" if "mxfp8" in recipe else "products=fp8")

@@ -86,7 +86,13 @@ def megatron_words(config: Config, program: Program) -> Iterator[str]:
     if tensor > 1 and layout.tensor.cuts_sequences:
         yield "--sequence-parallel"
     yield f"--pipeline-model-parallel-size {layout.pipeline.size}"
-    if layout.pipeline.chunks > 1:
+    partition = layout.pipeline.partition
+    if layout.pipeline.size > 1 and not isinstance(partition, str) and len({*partition}) > 1:
+        # Even stages are cut by Megatron itself.
+        stages = "|".join(f"t*{layers}" if layers else "" for layers in partition)
+        later = config.model.model_dump().get("later_tokens", 0)
+        yield f'--pipeline-model-parallel-layout "E{stages}{"m" * later}L"'
+    elif layout.pipeline.chunks > 1:
         per_chunk = config.model.num_blocks // (layout.pipeline.size * layout.pipeline.chunks)
         yield f"--num-layers-per-virtual-pipeline-stage {per_chunk}"
     if layout.context.size > 1:

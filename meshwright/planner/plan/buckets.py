@@ -340,7 +340,7 @@ def memory_of(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, site
     activations = min(peak.activation_bytes, most)
     return Memory(
         held.weights,
-        held.gradients + software.apart_bytes(config, held.weights),
+        held.gradients + software.apart_bytes(config, held),
         state_bytes(config, slots_of(buckets)),
         activations,
         most - activations,

@@ -98,10 +98,8 @@ class Planner:
     _last: tuple[Config, TimedRun] | None = None
 
     def __post_init__(self) -> None:
-        # The attention that this software has on such a device.
         device = self.cluster.device
-        attention = self.software.attention or ("torch" if device.attention_efficiency is None else "fused")
-        self.software = self.software.model_copy(update={"attention": attention})
+        self.software = self.software.on(device)
         self.recordings = Recordings(device.kind, self.software, device.capability, kept=self.kept)
         self.site = Site(self.cluster, self.software)
 
@@ -198,6 +196,9 @@ class Planner:
         if not isinstance(pipeline.partition, str):
             return pipeline.partition
         assert pipeline.partition == "auto", "refused before"
+        each, rest = divmod(config.model.num_blocks, pipeline.size * pipeline.chunks)
+        if self.software.stages == "even" and each and not rest:
+            return (each,) * (pipeline.size * pipeline.chunks)
         # The run's own function, so that planned and real stages are the same.
         return fastest(self.work(config), placement_of(config), rule_of(config), config.num_microbatches)
 

@@ -99,7 +99,7 @@ class StageReplay:
             kept = held_of(config, [bucket])
             self._take(("values", index), kept.weights)
             self._take(("gradients", index), kept.gradients)
-            self._take(("half gradients", index), self._software.apart_bytes(config, kept.weights))
+            self._take(("half gradients", index), self._software.apart_bytes(config, kept))
             # As the run builds: only one bucket at a time is there twice, in its parameters and by itself.
             self._drop(("parameter", name) for name in bucket.names)
         if config.memory.offload.to == "none":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
@@ -18,7 +18,7 @@ from meshwright.config.load import read_yaml, value_of_word
 from meshwright.config.messages import problems_of
 from meshwright.config.section import Positive, Section, Size
 from meshwright.configs import shipped
-from meshwright.planner.plan.cluster import AttentionKernel, Cluster, Share
+from meshwright.planner.plan.cluster import AttentionKernel, Cluster, Device, Share
 from meshwright.planner.plan.recorder import LowProducts, Recorder
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import Grid
@@ -26,6 +26,9 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.training.decisions import compiled_on
 from meshwright.training.on_device import AsOnDevice, Attention
+
+if TYPE_CHECKING:
+    from meshwright.strategies.data_parallel.strategy import HeldBytes
 
 Communication = Literal["sums", "gathers", "layers"]
 
@@ -63,10 +66,13 @@ class Software(Section):
     messages: Literal["whole", "split"] = "whole"
     """The message of a tensor rank to the next stage: all of the activation that its peers have too, or 1/t of
     it, which they gather there."""
-    gradients: Literal["summed", "both"] = "summed"
-    """Whether half-precision gradients are gone when they have been added to float32 sums, or stay beside them."""
+    gradients: Literal["summed", "both", "wide"] = "summed"
+    """Whether half-precision gradients are gone when they have been added to float32 sums, or stay beside them; wide:
+    gone, and the sums are float32 even in a step of one microbatch."""
     buffers_bytes: Size | Literal[0] = 0
     """Buffers of a process beyond ours: flat ones for collectives."""
+    workspaces_bytes: tuple[Size | Literal[0], Size | Literal[0]] = (0, 0)
+    """Workspaces of products that torch counts as allocated: on a GPU before Hopper, and on Hopper or a later one."""
     optimizer: Literal["fused", "steps"] = "fused"
     """One kernel for many parameters, or STEPS_OF_ADAMW for each, as torch's AdamW stepped tensors before 2.0."""
     widening: Literal["parts", "whole"] = "parts"
@@ -80,6 +86,8 @@ class Software(Section):
     imbalance: Annotated[float, Field(ge=1)] = 1.0
     """Rows of the busiest rank of an expert group in those that an even router would give it; the others wait for it.
     What a router does is known of a run, not of its config. A capacity makes it 1."""
+    stages: Literal["work", "even"] = "work"
+    """Layers of stages that nobody has written: by counted work; or even, if the stages divide the layers."""
     overlapped: frozenset[Communication] = frozenset(("sums", "gathers", "layers"))
 
     @field_validator("overlapped", mode="before")
@@ -122,10 +130,24 @@ class Software(Section):
             capability=capability if self.experts == "together" else None,
         )  # fmt: skip
 
-    def apart_bytes(self, config: Config, half_bytes: int) -> int:
-        """Bytes of half-precision gradients that stay beside their float32 sums; `half_bytes`: of all of them."""
-        return half_bytes if self.gradients == "both" and config.widens_gradients else 0
+    def apart_bytes(self, config: Config, held: HeldBytes) -> int:
+        """Bytes of gradients beyond those that our own runs hold: half-precision ones beside their float32 sums, or the
+        second half of float32 sums that our own step of one microbatch does not widen."""
+        precision = config.precision
+        if self.gradients == "wide" and not config.widens_gradients:
+            return held.gradients if precision.level == "O2" and precision.accumulate == "float32" else 0
+        return held.weights if self.gradients == "both" and config.widens_gradients else 0
 
+    def on(self, device: Device) -> Software:
+        """The software on a kind of device: its attention is named, its workspaces are among its buffers."""
+        attention = self.attention or ("torch" if device.attention_efficiency is None else "fused")
+        workspaces = self.workspaces_bytes[device.capability is not None and device.capability >= HOPPER]
+        buffers = self.buffers_bytes + (workspaces if device.kind == "cuda" else 0)
+        return self.model_copy(update={"attention": attention, "buffers_bytes": buffers, "workspaces_bytes": (0, 0)})
+
+
+HOPPER = (9, 0)
+"""The compute capability since which libraries give products a larger workspace."""
 
 STEPS_OF_ADAMW, STEPPED_BYTES = 9, 88
 """The kernels of an AdamW that goes step by step, and what they read and write of an element: decay 8 bytes, each

@@ -312,7 +312,7 @@ enable = true
         {"model.family": "gpt2", "model.hidden": 12288, "model.layers": 96, "batch.global_": 1536, "micro": 1,
          "layout.tensor.size": 8, "layout.pipeline.size": 16, "layout.data.size": 1, "layout.data.sync": "allreduce",
          "precision.dtype": "fp16", "model.vocabulary": 50257},
-        ("overlapped=[]",), ("attention-backend", "step-batch-size-schedule"),
+        ("overlapped=[]",), ("step-batch-size-schedule",),
     ),
     "Megatron-LM train_llama3_8b_h100_fp8.sh": Job(
         {"train.sh": MEGATRON_8B}, 8, "megatron-core",

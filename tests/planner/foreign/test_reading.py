@@ -197,6 +197,14 @@ MEGATRON = """python pretrain_gpt.py --num-layers 14 --hidden-size 256 --num-att
         ("--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 3", (3, 4, 4, 3)),
         ("--decoder-last-pipeline-num-layers 2", (4, 4, 4, 2)),
         ("--decoder-last-pipeline-num-layers 2 --num-virtual-stages-per-pipeline-rank 2", (2, 2, 2, 1) * 2),
+        ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", (3, 4, 4, 3)),
+        (
+            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+            "--num-layers-per-virtual-pipeline-stage 2",
+            (1, 2, 2, 2, 2, 2, 2, 1),
+        ),
+        ("--pipeline-model-parallel-layout 'Et*3|t*4|(tt|)*1t*5L'", (3, 4, 2, 5)),
+        ("--pipeline-model-parallel-layout 'Et*2|(t*2|)*6,L'", (2, 2, 2, 2, 2, 2, 2, 0)),
     ],
 )
 def test_stages_are_cut_as_megatron_writes_them(words: str, partition: tuple[int, ...], tmp_path: Path) -> None:
@@ -208,11 +216,41 @@ def test_stages_are_cut_as_megatron_writes_them(words: str, partition: tuple[int
     assert not any("decoder" in name for name in job.account.left_out)
 
 
-def test_stages_that_megatron_cannot_cut_are_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words, rule",
+    [
+        ("--decoder-last-pipeline-num-layers 3", "leaves 11 of 14 layers to 3 stages"),
+        ("", "leaves 14 of 14 layers to 4 stages"),
+        ("--account-for-loss-in-pipeline-split", "leaves 15 of 14 layers to 4 stages"),
+        ("--pipeline-model-parallel-layout 'Et*3|t*4|t*3|t*3L'", "has 13 layers in 4 parts, of a model of 14"),
+        ("--pipeline-model-parallel-layout 'Et*14|L'", "has 14 layers in 2 parts"),
+        ("--pipeline-model-parallel-layout 't*14|L'", "is no layout"),
+    ],
+)
+def test_stages_that_megatron_cannot_cut_are_told(words: str, rule: str, tmp_path: Path) -> None:
     path = tmp_path / "job.sh"
-    path.write_text(MEGATRON + "--decoder-last-pipeline-num-layers 3")
-    with pytest.raises(ConfigError, match="leaves 11 of 14 layers to 3 stages"):
+    path.write_text(MEGATRON + words)
+    with pytest.raises(ConfigError, match=rule):
         read_foreign(path, Asked(devices=8))
+
+
+@pytest.mark.parametrize("partition", [(4, 4, 4, 2), (4, 4, 4, 4), (2, 2, 2, 2, 2, 2, 2, 0), (5, 3, 3, 3)])
+def test_megatrons_words_say_every_cut_of_ours(partition: tuple[int, ...], tmp_path: Path) -> None:
+    """What a search has predicted is what Megatron is told to run: even stages by themselves, others written."""
+    path, layers = tmp_path / "job.sh", sum(partition)
+    pipeline = {"size": 4, "chunks": len(partition) // 4, "schedule": "1f1b", "partition": partition}
+    model = {"family": "gpt2", "layers": layers, "hidden": 256, "heads": 4}
+    config = parse_config(
+        {"model": model, "data": {"sequence": 128}, "batch": {"global": 8, "micro": 1},
+         "layout": {"data": {"size": 2}, "pipeline": pipeline}}
+    )  # fmt: skip
+    words = str(foreign_words(load_program("megatron-core"), config))
+    path.write_text(MEGATRON.replace("14", str(layers)) + words.replace("\n", " "))
+    again = read_foreign(path, Asked(devices=8)).run["layout"]["pipeline"]
+    even = len(set(partition)) == 1
+    assert ("--pipeline-model-parallel-layout" in words) != even
+    assert (again["size"], again["chunks"]) == (4, len(partition) // 4)
+    assert again.get("partition") == (None if even else list(partition))
 
 
 def test_a_python_file_is_read_and_not_run(tmp_path: Path) -> None:

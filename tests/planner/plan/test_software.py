@@ -231,6 +231,34 @@ def test_buffers_are_held_all_the_time() -> None:
     assert more.memory[0].temporaries - own.memory[0].temporaries == 10**9
 
 
+def test_wide_gradients_are_float32_in_a_step_of_one_microbatch_too() -> None:
+    one, several = llama(32), llama()
+    assert (one.widens_gradients, several.widens_gradients) == (False, True)
+    own, wide = on_gpus(one), on_gpus(one, gradients="wide")
+    assert wide.memory[0].gradients == 2 * own.memory[0].gradients
+    assert on_gpus(several, gradients="wide").memory[0].gradients == on_gpus(several).memory[0].gradients
+
+
+def test_workspaces_of_products_hang_on_the_gpus_generation() -> None:
+    """They are among the tensors, also of the replayed process."""
+    facts = Software.model_validate({"workspaces_bytes": [10**9, 3 * 10**9]})
+    for name, size in (("dgx-a100", 10**9), ("dgx-h100", 3 * 10**9), ("gb200-nvl72", 3 * 10**9)):
+        cluster = load_cluster(name)
+        own, more = (Planner(cluster, software).predict(llama()).memory[0] for software in (Software(), facts))
+        assert more.allocated - own.allocated == size
+        assert more.reserved - own.reserved == pytest.approx(size, rel=0.01)
+
+
+def test_stages_that_a_program_cuts_evenly_are_even_where_they_can_be() -> None:
+    """With a large head the counted work is not even."""
+    for layers, even in ((8, (2, 2, 2, 2)), (9, None)):
+        config = with_field(llama(pipeline={"size": 4, "schedule": "1f1b"}), "model.layers", layers)
+        config = with_field(config, "model.vocabulary", 131072)
+        own, theirs = (on_gpus(config, stages=how).config.layout.pipeline.partition for how in ("work", "even"))
+        assert theirs == (even or own)
+        assert own != (2, 2, 2, 2)
+
+
 def test_whole_logits_take_memory() -> None:
     """Float32 logits of 16 Ki tokens and 128 Ki classes: 8 GiB, where slices have 256 MiB."""
     config = parse_config({
