@@ -62,6 +62,7 @@ class AsOnDevice(TorchFunctionMode):
         gelu_in_steps: GELU as separate operators, as in a program of torch's operators.
         heads_apart: separate attention kernels for each head.
         norms_in_steps: RMS norm on a GPU as separate operators; torch has a kernel since 2.9.
+        keys_grouped: a GPU's fused attention reads one key for several queries, as FlashAttention and cuDNN do.
     """
 
     def __init__(
@@ -72,9 +73,10 @@ class AsOnDevice(TorchFunctionMode):
         gelu_in_steps: bool = False,
         heads_apart: bool = False,
         norms_in_steps: bool = False,
+        keys_grouped: bool = False,
     ) -> None:
         super().__init__()
-        self.heads_apart, self.norms_in_steps = heads_apart, norms_in_steps
+        self.heads_apart, self.norms_in_steps, self.keys_grouped = heads_apart, norms_in_steps, keys_grouped
         self.device_type, self.attention, self.gelu_in_steps = device_type, attention, gelu_in_steps
 
     def __torch_function__(
@@ -142,8 +144,12 @@ class AsOnDevice(TorchFunctionMode):
                 masks = attn_mask.split(1, 1)  # a bias of each head
             each = zip(*heads, masks, strict=True)
             return torch.cat([self._attend(q, k, v, mask, dropout_p, is_causal, scale) for q, k, v, mask in each], 1)
-        if enable_gqa and (self.attention != "fused" or self.device_type != "cpu"):
-            # These kernels need one key a query head; a GPU's FlashAttention would not.
+        if (
+            enable_gqa
+            and (self.attention != "fused" or self.device_type != "cpu")
+            and not (self.keys_grouped and self.attention == "fused" and attn_mask is None)
+        ):
+            # These kernels need one key a query head.
             groups = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
         if self.attention != "fused":
@@ -166,6 +172,9 @@ class AsOnDevice(TorchFunctionMode):
                 query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
             )[0]
         else:
+            if key.shape[1] < query.shape[1]:
+                shared: Tensor = _SharedKeys.apply(query, key, value, dropout_p, is_causal, scale)
+                return shared
             bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
             attended = torch.ops.aten._scaled_dot_product_efficient_attention(
                 query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
@@ -199,6 +208,31 @@ def _dropout(x: Tensor, share: float, *, on_gpu: bool) -> Tensor:
     """Drop elements: on a GPU by one kernel, which keeps a mask of bytes; elsewhere by three, with a mask in x's
     dtype."""
     return torch.native_dropout(x, share, True)[0] if on_gpu else torch.dropout(x, share, True)
+
+
+class _SharedKeys(torch.autograd.Function):
+    """A fused attention whose kernels read one key for several queries. Going back each query has a gradient of its
+    own for its key, which are summed (flash_api.cpp of FlashAttention-2)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None
+    ) -> Tensor:
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        kept = kernel(query, key, value, None, True, dropout, causal, scale=scale)
+        ctx.save_for_backward(query, key, value, *kept)
+        ctx.settings = dropout, causal, scale
+        out: Tensor = kept[0]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *kept = ctx.saved_tensors
+        dropout, causal, scale = ctx.settings
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+        each = kernel(gradient, query, key, value, None, *kept, dropout, [True, True, True, False], causal, scale=scale)
+        dk, dv = (x.unflatten(1, (key.shape[1], -1)).sum(2) for x in each[1:3])
+        return each[0], dk, dv, None, None, None
 
 
 class _HeadsInRow(torch.autograd.Function):

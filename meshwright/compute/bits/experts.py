@@ -16,7 +16,6 @@ from torch import Tensor
 
 from meshwright.compute.tensor.experts import Experts, GroupedLinear, Runs, Trade
 from meshwright.compute.tensor.products import write_part
-from meshwright.compute.tensor.swiglu import swiglu
 
 ALIGNED_BYTES = 64
 """Bytes of a cache line and of the widest vector, at which torch aligns allocations."""
@@ -44,7 +43,7 @@ class SeparateExperts(Experts):
     def outputs(self, x: Tensor, runs: Runs) -> Tensor:
         # Element-wise vectors begin at an expert's first row: the remainder at the end may be rounded differently.
         assert not isinstance(runs, Tensor), "rows that the host does not know"
-        parts = [swiglu(part.clone()) for part in self.expand(x, runs).split([*chain(*runs)])]
+        parts = [self.shape.activated(part.clone()) for part in self.expand(x, runs).split([*chain(*runs)])]
         y: Tensor = self.contract(torch.cat(parts), runs)
         return y
 

@@ -11,23 +11,26 @@ from meshwright.compute.models.rotary_section import RotaryTransformer
 from meshwright.compute.parameters.shard import Initial
 from meshwright.compute.tensor.kit import ExpertsKit, Kit
 from meshwright.compute.tensor.router import ExpertsShape
-from meshwright.compute.tensor.swiglu import swiglu
+from meshwright.compute.tensor.swiglu import ACTIVATIONS
 
 
 class FeedForward(nn.Module):
-    """contract(silu(gate) · up), both of one linear; perhaps times sigmoid(x w), as Qwen2-MoE's shared expert."""
+    """contract(activation(expand(x))), of SwiGLU silu(gate) · up, both of one linear; perhaps times sigmoid(x w), as
+    Qwen2-MoE's shared expert."""
 
     def __init__(
-        self, hidden: int, inner: int, kit: Kit, last: Initial, *, bias: bool = False, gated: bool = False
+        self, model: RotaryTransformer, inner: int, kit: Kit, *, bias: bool = False, gated: bool = False
     ) -> None:
-        """`last`: the first values of the linear that ends in the residual stream. `gated`: by the sigmoid."""
+        """`gated`: by the sigmoid."""
         super().__init__()
-        self.expand = kit.expand(hidden, 2 * inner, Initial(0.02), groups=2, bias=bias)
-        self.contract = kit.contract(inner, hidden, last, bias=bias)
+        hidden, groups = model.hidden, model.expand_groups
+        self.activate = ACTIVATIONS[model.activation]
+        self.expand = kit.expand(hidden, groups * inner, Initial(0.02), groups=groups, bias=bias)
+        self.contract = kit.contract(inner, hidden, last_initial(model), bias=bias)
         self.gate = kit.linear("transform", hidden, 1, Initial(0.02), bias=False) if gated else None
 
     def forward(self, h: Tensor) -> Tensor:
-        y: Tensor = self.contract(swiglu(self.expand(h)))
+        y: Tensor = self.contract(self.activate(self.expand(h)))
         return y if self.gate is None else y * self.gate(h).sigmoid()
 
 
@@ -44,6 +47,7 @@ def experts_of(model: RotaryTransformer, kit: Kit) -> nn.Module:
         model.hidden, model.expert_width, experts.count, experts.per_token, experts.renormalise, experts.balance,
         experts.capacity, Initial(0.02), last_initial(model), scores=experts.scores, groups=experts.groups,
         groups_chosen=experts.groups_per_token, scale=experts.scale, biased=experts.bias_rate is not None,
-        balance_over=experts.balance_over, router_z=experts.router_z,
+        balance_over=experts.balance_over, router_z=experts.router_z, activation=model.activation,
+        expand_groups=model.expand_groups,
     )  # fmt: skip
     return cast(ExpertsKit, kit).experts(shape)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshwright.compute.model import EMBEDDINGS, SAMPLES, Batch, Chunk, Crossing, Hidden, Pieces, Scales, to_device
 from meshwright.compute.models.chain import blocks_of
 from meshwright.compute.models.decoder import Decoder, KeyValueCache
-from meshwright.compute.models.feed_forward import FeedForward, experts_of, last_initial
+from meshwright.compute.models.feed_forward import FeedForward, experts_of
 from meshwright.compute.models.rope import Rotation, rotation_of
 from meshwright.compute.models.rotary_section import RotaryTransformer
 from meshwright.compute.parameters.shard import Initial
@@ -37,14 +37,11 @@ class RotaryBlock(nn.Module):
         self.attention = attention
         self.feed_forward_norm = kit.norm(model.hidden, model.norm_epsilon, kind="rms")
         self.has_experts = has_experts
-        last = last_initial(model)
-        self.feed_forward = (
-            experts_of(model, kit) if has_experts else FeedForward(model.hidden, model.inner, kit, last, bias=bias)
-        )
+        self.feed_forward = experts_of(model, kit) if has_experts else FeedForward(model, model.inner, kit, bias=bias)
         self.shared_expert = None
         if has_experts and model.experts is not None and model.experts.shared:
             shared, gated = model.experts.shared, model.experts.shared_gate
-            self.shared_expert = FeedForward(model.hidden, shared, kit, last, gated=gated)
+            self.shared_expert = FeedForward(model, shared, kit, gated=gated)
         self.dropout = nn.Dropout(model.dropout)
 
     def forward(
@@ -207,10 +204,11 @@ class RotaryDecoder(Decoder):
 
 def feed_forward_products(model: RotaryTransformer) -> tuple[int, ...]:
     """Count a token's multiplications in each layer's feed-forward; with experts, in its experts and the router."""
-    dense, experts = 3 * model.hidden * model.inner, model.experts
+    linears = model.expand_groups + 1  # gate, up and down, or up and down
+    dense, experts = linears * model.hidden * model.inner, model.experts
     if experts is None:
         return (dense,) * model.layers
     widths = experts.per_token * model.expert_width + experts.shared
-    # 3 N: gate, up and down; the router's scores; the shared feed-forward's gate.
-    routed = model.hidden * (3 * widths + experts.count + experts.shared_gate)
+    # An expert's linears, the router's scores, the shared feed-forward's gate.
+    routed = model.hidden * (linears * widths + experts.count + experts.shared_gate)
     return tuple(routed if model.has_experts(layer) else dense for layer in range(model.layers))

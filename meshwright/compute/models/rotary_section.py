@@ -132,6 +132,8 @@ class RotaryTransformer(TextTransformer):
     width_fields: ClassVar[tuple[str, ...]] = ("hidden", "feed_forward")
     feed_forward: Positive = 2048
     """N: the inner width of a feed-forward, or of each expert."""
+    activation: Literal["swiglu", "gelu", "relu2"] = "swiglu"
+    """Between a feed-forward's linears: swiglu, of a gate and a number; gelu or relu2 (squared ReLU), of a number."""
     experts: ExpertsSection | None = None
     """A mixture of experts; null: one feed-forward for all tokens."""
     positions: Positive = 2048
@@ -144,6 +146,11 @@ class RotaryTransformer(TextTransformer):
     tied: bool = False
     """The head's weight is the table of tokens."""
     layers: Layers = 12
+
+    @property
+    def expand_groups(self) -> int:
+        """Outputs of a feed-forward's first linear for each input of its second."""
+        return 2 if self.activation == "swiglu" else 1
 
     @property
     def inner(self) -> int:

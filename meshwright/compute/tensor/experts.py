@@ -56,7 +56,6 @@ from meshwright.compute.tensor.boundary import UNCUT, Boundary
 from meshwright.compute.tensor.linear import autocast_dtype, cast
 from meshwright.compute.tensor.products import PLAIN, Products, add_gradients, write_part
 from meshwright.compute.tensor.router import ExpertsShape, Router
-from meshwright.compute.tensor.swiglu import swiglu
 from meshwright.ranks.collectives import start_all_reduce, trade_rows
 from meshwright.ranks.grid import EXPERT
 from meshwright.ranks.mesh import Mesh
@@ -242,7 +241,7 @@ class Experts(nn.Module):
         self.travels = EXPERT in mesh.grid.names and mesh.size(EXPERT) > 1
         self.dropped: Tensor | None = None
         apart: Placements = {EXPERT: Shard(0)} if self.travels else {}
-        up, down = (shape.count, shape.hidden, 2, shape.inner), (shape.count, shape.inner, shape.hidden)
+        up, down = shape.expand_sizes, (shape.count, shape.inner, shape.hidden)
         self.expand = self.linear(mesh, up, {**apart, **boundary.inner(3)}, shape.initial, products)
         self.contract = self.linear(mesh, down, {**apart, **boundary.inner(1)}, shape.last, products)
 
@@ -336,7 +335,7 @@ class Experts(nn.Module):
 
     def outputs(self, x: Tensor, runs: Runs) -> Tensor:
         """Return the outputs of this rank's experts, in each run for these numbers of rows of x [R, H], in order."""
-        y: Tensor = self.contract(swiglu(self.expand(x, runs)), runs)
+        y: Tensor = self.contract(self.shape.activated(self.expand(x, runs)), runs)
         return y
 
     def trade_of(self, plan: Dispatch, device: torch.device) -> Trade:

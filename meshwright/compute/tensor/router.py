@@ -44,6 +44,7 @@ from meshwright.compute.parameters.shard import ZEROS, Initial, ShardedModule, S
 from meshwright.compute.tensor.boundary import Boundary
 from meshwright.compute.tensor.linear import linear
 from meshwright.compute.tensor.products import PLAIN, Products, write_part
+from meshwright.compute.tensor.swiglu import ACTIVATIONS
 from meshwright.ranks.collectives import all_reduce, start_all_reduce
 from meshwright.ranks.mesh import Mesh
 
@@ -58,7 +59,8 @@ class ExpertsShape:
     `renormalises`: the chosen experts' weights add up to 1, times `scale`. `balance`, `router_z`: the coefficients of
     the two losses. `capacity`: the most tokens of a sequence that an expert takes in training, in those of an even
     router; None: all that choose it. `groups_chosen`: of `groups`, whose experts a token may take. `biased`: a bias
-    takes part in the choice.
+    takes part in the choice. `activation`: between an expert's linears; the first has `expand_groups` outputs for each
+    input of the second.
     """
 
     hidden: int
@@ -78,6 +80,17 @@ class ExpertsShape:
     biased: bool = False
     balance_over: Literal["sequence", "microbatch", "batch"] = "sequence"
     router_z: float = 0.0
+    activation: str = "swiglu"
+    expand_groups: int = 2
+
+    @property
+    def expand_sizes(self) -> tuple[int, int, int, int]:
+        """The first linears' dims: experts, inputs, groups, outputs of a group."""
+        return self.count, self.hidden, self.expand_groups, self.inner
+
+    def activated(self, x: Tensor) -> Tensor:
+        """[..., groups, N], the first linear's outputs -> [..., N], the second's inputs."""
+        return ACTIVATIONS[self.activation](x if self.expand_groups > 1 else x.squeeze(-2))
 
     def most_tokens(self, length: int) -> int:
         """C: the most tokens of a sequence of this length that an expert takes."""

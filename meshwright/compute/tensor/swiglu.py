@@ -7,7 +7,7 @@ On a CPU the work goes by runs of rows that stay in a core's cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.compute.tensor.gelu import SLICE_ELEMENTS
+from meshwright.compute.tensor.gelu import SLICE_ELEMENTS, gelu
 
 
 class _Swiglu(torch.autograd.Function):
@@ -47,6 +47,11 @@ def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """The squares of an element's positive numbers (Primer, arXiv 2109.08668)."""
+    return F.relu(x).square()
+
+
 def swiglu(x: Tensor) -> Tensor:
     """[..., 2, N], gates and ups -> [..., N]."""
     if torch.compiler.is_compiling():  # a compiler makes one pass of it both ways
@@ -54,3 +59,7 @@ def swiglu(x: Tensor) -> Tensor:
         return F.silu(gate) * up
     y: Tensor = _Swiglu.apply(x.flatten(0, -3))
     return y.view(*x.shape[:-2], x.shape[-1])
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "gelu": gelu, "relu2": squared_relu}
+"""Functions between the two linears of a feed-forward, by model.activation."""

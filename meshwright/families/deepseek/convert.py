@@ -205,6 +205,8 @@ class DeepSeekFamily(RotaryFamily):
         return fields | {"experts": experts | {"shared": shared, "scores": "sigmoid", "bias_rate": 0.0}}
 
     def further_settings(self, model: DeepSeek) -> dict[str, object]:
+        if model.activation != "swiglu":
+            raise CheckpointError(f"no class of transformers has DeepSeek's layers with {model.activation}")
         experts = model.experts
         settings: dict[str, object] = {
             "architectures": ["DeepseekV3ForCausalLM"],

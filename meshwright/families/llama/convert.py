@@ -194,6 +194,10 @@ class LlamaFamily(RotaryFamily):
             raise settings.refused(f"sliding_window={shown(window)} is not supported; valid: {valid}")
 
     def further_settings(self, model: Llama) -> dict[str, object]:
+        if model.activation != "swiglu":
+            raise CheckpointError(
+                f"no class of transformers has Llama's layers with model.activation={model.activation}"
+            )
         kind = _kind_of(model)
         biases = set(model.biases)
         settings = {key: bool(set(names) & biases) for key, names in _BIASES.items()}

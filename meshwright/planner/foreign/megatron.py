@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,15 @@ def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bo
     account = given.account
     model = model_of(asked, account, told_model(given, tree), path)
     stages, tensor = given.number("pipeline-model-parallel-size"), given.number("tensor-model-parallel-size")
+    if isinstance(model, dict) and "activation" in model and not gated(given):
+        model |= {"activation": "relu2" if given.on("squared-relu") else "gelu"}
+        if not given.on("disable-bias-linear"):
+            model["biases"] = ["query-key-value", "output", "feed-forward"]
+        if given.get("position-embedding-type", "learned_absolute") == "learned_absolute":
+            account.assume("model.rope", "plain", "in place of a table of positions, and RMS norms for layer norms")
     if isinstance(model, dict):
+        if (model.get("experts") or {}).get("per_token") == 1:
+            model["experts"]["renormalise"] = False  # one weight alone would be 1: Megatron takes the softmax before
         model |= {"dropout": float(given.get("hidden-dropout", 0.1, DEFAULT))}
         model |= {"vocabulary_multiple": given.number("make-vocab-size-divisible-by", 128) * tensor}
     degrees = Degrees(
@@ -123,6 +132,9 @@ def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bo
         context_kind=given.word("cp-comm-type", CONTEXTS, "ring"),
         experts=given.number("expert-model-parallel-size"), sync=sync_of(given, bridge),
     )  # fmt: skip
+    if given.on("use-distributed-optimizer") and (copies := given.number("num-distributed-optimizer-instances", 1)) > 1:
+        parts = degrees.data(asked.devices) // copies
+        degrees = replace(degrees, shard=parts) if parts > 1 else replace(degrees, sync="allreduce")
     if (started := given.number("nnodes", 0) * given.number("nproc-per-node", 0)) and started != asked.devices:
         account.assume("devices", asked.devices, f"--devices; the script starts {started} processes")
     step = given.number("global-batch-size", 0)
@@ -160,16 +172,17 @@ def sizes_of(given: Arguments) -> Tree:
     vocabulary = given.number("vocab-size", vocabulary_of(given), "of --tokenizer-type; the file has no --vocab-size")
     untied = given.on("untie-embeddings-and-output-weights")
     tied = not (untied or given.get("share-embeddings-and-output-weights") is False)
-    if not (given.on("swiglu") or given.get("gated-linear-unit") is True):
-        if (inner := given.number("ffn-hidden-size", 4 * hidden)) != 4 * hidden:
-            raise ConfigError.of(
-                "--ffn-hidden-size", inner, "is not 4 x hidden in a model without --swiglu", "--model NAME"
-            )
+    plain = not (gated(given) or given.on("squared-relu") or given.on("disable-bias-linear"))
+    plain = plain and all(given.get(flag) is None for flag in ("num-query-groups", "num-experts"))
+    if plain and given.number("ffn-hidden-size", 4 * hidden) == 4 * hidden:
         return {
             "model_type": "gpt2", "n_layer": given.number("num-layers"), "n_embd": hidden, "n_head": heads,
             "n_positions": positions, "vocab_size": vocabulary, "tie_word_embeddings": tied,
         }  # fmt: skip
-    inner = given.number("ffn-hidden-size", int(8 * hidden / 3 / 64) * 64, f"{DEFAULT}: 8/3 of hidden, in 64s")
+    usual, why = (
+        (int(8 * hidden / 3 / 64) * 64, "8/3 of hidden, in 64s") if gated(given) else (4 * hidden, "4 x hidden")
+    )
+    inner = given.number("ffn-hidden-size", usual, f"{DEFAULT}: {why}")
     sizes: Tree = {
         "model_type": "llama", "num_hidden_layers": given.number("num-layers"), "hidden_size": hidden,
         "num_attention_heads": heads, "num_key_value_heads": given.number("num-query-groups", heads),
@@ -183,6 +196,11 @@ def sizes_of(given: Arguments) -> Tree:
                   "num_experts_per_tok": given.number("moe-router-topk", 2, DEFAULT), "intermediate_size": width,
                   "sliding_window": None, "router_aux_loss_coef": 0.0}  # fmt: skip
     return sizes
+
+
+def gated(given: Arguments) -> bool:
+    """Whether feed-forwards are of SwiGLU."""
+    return given.on("swiglu") or given.get("gated-linear-unit") is True
 
 
 def vocabulary_of(given: Arguments) -> int:

@@ -110,7 +110,7 @@ class StageReplay:
             self._take(("staging", 0), half)
             self._take(("staging", 1), half)
         self._take(("tied",), self._plan.apart_bytes(config))
-        self._take(("buffers",), self._software.buffers_bytes)
+        self._take(("buffers",), self._software.beside_bytes(config))
 
     def _message_bytes(self, task: Task) -> int:
         """Bytes of the message that a task begins with."""

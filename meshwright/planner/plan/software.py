@@ -41,7 +41,8 @@ class Software(Section):
 
     attention: Attention | None = None
     attention_kernel: AttentionKernel | None = None
-    """A fused attention's generation, of which a device knows the pace (Device.attentions); None: torch's."""
+    """A fused attention's generation, of which a device knows the pace (Device.attentions) and which repeats no key for
+    the queries that share it; None: torch's."""
     heads: Literal["together", "apart"] = "together"
     """Whether one kernel works on all heads, or each head has its own."""
     experts: Literal["together", "apart"] = "together"
@@ -73,6 +74,8 @@ class Software(Section):
     """Buffers of a process beyond ours: flat ones for collectives."""
     workspaces_bytes: tuple[Size | Literal[0], Size | Literal[0]] = (0, 0)
     """Workspaces of products that torch counts as allocated: on a GPU before Hopper, and on Hopper or a later one."""
+    streams_bytes: tuple[Size | Literal[0], Size | Literal[0]] = (0, 0)
+    """The same of the streams in which a model's experts are multiplied, beside the others."""
     optimizer: Literal["fused", "steps"] = "fused"
     """One kernel for many parameters, or STEPS_OF_ADAMW for each, as torch's AdamW stepped tensors before 2.0."""
     widening: Literal["parts", "whole"] = "parts"
@@ -118,6 +121,7 @@ class Software(Section):
             gelu_in_steps=self.gelu == "steps",
             heads_apart=self.heads == "apart",
             norms_in_steps=self.norms == "steps",
+            keys_grouped=self.attention_kernel is not None,
         )
 
     def mesh(
@@ -141,9 +145,16 @@ class Software(Section):
     def on(self, device: Device) -> Software:
         """The software on a kind of device: its attention is named, its workspaces are among its buffers."""
         attention = self.attention or ("torch" if device.attention_efficiency is None else "fused")
-        workspaces = self.workspaces_bytes[device.capability is not None and device.capability >= HOPPER]
-        buffers = self.buffers_bytes + (workspaces if device.kind == "cuda" else 0)
-        return self.model_copy(update={"attention": attention, "buffers_bytes": buffers, "workspaces_bytes": (0, 0)})
+        late = device.capability is not None and device.capability >= HOPPER
+        workspaces, streams = self.workspaces_bytes[late], self.streams_bytes[late]
+        if device.kind != "cuda":
+            workspaces = streams = 0
+        buffers = {"buffers_bytes": self.buffers_bytes + workspaces, "workspaces_bytes": (0, 0)}
+        return self.model_copy(update={"attention": attention, "streams_bytes": (streams, streams), **buffers})
+
+    def beside_bytes(self, config: Config) -> int:
+        """Bytes of buffers and workspaces that a process holds all the time, of a software that is on a device."""
+        return self.buffers_bytes + (self.streams_bytes[0] if config.model.routing.num_experts else 0)
 
 
 HOPPER = (9, 0)

@@ -67,7 +67,7 @@ class TimedRun(Composition):
         """The memory of each stage's first rank."""
         memory = []
         for stage, (peak, plan) in enumerate(zip(passes.peaks, self.stages, strict=True)):
-            beside = self.awaited_bytes(stage) + plan.apart_bytes(self.config) + self.software.buffers_bytes
+            beside = self.awaited_bytes(stage) + plan.apart_bytes(self.config) + self.software.beside_bytes(self.config)
             most, buckets = replace(peak, total_bytes=peak.total_bytes + beside), self.buckets[self.like[stage]]
             memory.append(memory_of(self.config, buckets, most, self.site))
         return tuple(memory)

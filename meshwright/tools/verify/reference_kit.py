@@ -133,7 +133,7 @@ class Experts(nn.Module):
         self.shape = shape
         own, biases = (shape.hidden, shape.count), (shape.count,) if shape.biased else None
         self.router = Layer(lambda h, weight, _: h @ weight, own, shape.initial, biases, nudged=True)
-        self.expand = Layer(lambda weight, _: weight, (shape.count, shape.hidden, 2, shape.inner), shape.initial)
+        self.expand = Layer(lambda weight, _: weight, shape.expand_sizes, shape.initial)
         self.contract = Layer(lambda weight, _: weight, (shape.count, shape.inner, shape.hidden), shape.last)
         self.counted: Tensor | None = None  # for a balance over the batch: tokens per expert of the mean sequence
         self.counts: list[Tensor] = []  # of each pass without gradients: tokens per expert
@@ -151,8 +151,7 @@ class Experts(nn.Module):
         scores = F.softmax(wide, -1) if shape.scores == "softmax" else torch.sigmoid(wide)
         taken = self._taken(scores.detach() if bias is None else scores.detach() + bias.detach())  # [B, T, n]
         loads = taken.sum((0, 1))
-        if not torch.is_grad_enabled():
-            self.counts.append(loads)
+        self.counts += [] if torch.is_grad_enabled() else [loads]
         if bias is not None:
             scores = _Loads.apply(scores, bias, loads * count - loads.sum())
         gates = scores * taken
@@ -162,8 +161,9 @@ class Experts(nn.Module):
         if shape.capacity is not None and self.training:
             # Capacity is counted per sequence, in the order of positions. Evaluation drops no token.
             gates = gates * (taken.cumsum(1) <= shape.most_tokens(h.shape[1]))
-        gate, up = torch.einsum("bth,nhgm->gbtnm", h, self.expand()).unbind(0)
-        y = torch.einsum("btnm,nmh,btn->bth", F.silu(gate) * up, self.contract(), gates)
+        up = torch.einsum("bth,nhgm->gbtnm", h, self.expand())
+        inside = F.silu(up[0]) * up[1] if len(up) > 1 else shape.activated(up[0].unsqueeze(-2))
+        y = torch.einsum("btnm,nmh,btn->bth", inside, self.contract(), gates)
         return (y, self._losses(wide, scores, taken)) if shape.balance or shape.router_z else (y,)
 
     def _taken(self, scores: Tensor) -> Tensor:

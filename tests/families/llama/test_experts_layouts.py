@@ -39,6 +39,18 @@ def test_equals_serial(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "name, activation",
+    [("experts x cut", "relu2"), ("experts x stages x ring", "gelu"), ("experts x replicas", "gelu"), ("1-D", "relu2")],
+)
+def test_experts_of_two_plain_linears_equal_serial(name: str, activation: str) -> None:
+    """Another function between them, with a shared expert beside them."""
+    model = MODEL | {"activation": activation, "experts": MODEL["experts"] | {"shared": 12}}
+    alone = run(experts({}, model=model))[0]
+    check(run(experts(LAYOUTS[name], model=model)), alone)
+    assert alone[0] != serial()[0]
+
+
+@pytest.mark.parametrize(
     "name",
     [name if name in BOUNDED_IN_CI else pytest.param(name, marks=pytest.mark.long) for name in BOUNDED_LAYOUTS],
 )

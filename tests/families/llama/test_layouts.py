@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.config import Config, parse_config
+from meshwright.config.section import with_field
 from meshwright.families.llama.model import LlamaModel
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.mesh import Mesh
@@ -26,6 +27,15 @@ from tests.oracle.context import BLOCKS, CUT, ONE_D, serial
 from tests.oracle.run import assembled, check, run
 from tests.oracle.tensor import LONG, MODELS
 from tests.workers import run_ranks
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu2"])
+@pytest.mark.parametrize("name", ["1-D", "2-D", "branches", "slices", "ring x cut x stages x replicas"])
+def test_feed_forwards_of_two_plain_linears_equal_serial(name: str, activation: str) -> None:
+    alone, cut = (run(with_field(llama(layout), "model.activation", activation)) for layout in ({}, LAYOUTS[name]))
+    check(cut, alone[0])
+    assert alone[0][0] != serial("llama")[0]
+
 
 ONLY_LONG = {"1-D of 4, cut", "2.5-D", "branches", "ring of 4 x replicas", "stages x 2-D", "ulysses x 1-D", "1-D"}
 """Layouts whose parts others show."""

@@ -278,3 +278,48 @@ def test_a_shell_script_is_read_as_bash_does() -> None:
 
 def test_a_program_without_words_of_its_own_has_none() -> None:
     assert foreign_words(load_program("axonn"), parse_config({})) is None
+
+
+@pytest.mark.parametrize(
+    "words, fields",
+    [
+        ("--group-query-attention --num-query-groups 2", {"key_value_heads": 2, "activation": "gelu", "tied": True}),
+        ("--squared-relu --disable-bias-linear", {"activation": "relu2", "biases": (), "feed_forward": 1024}),
+        ("--num-experts 4 --moe-router-topk 1 --disable-bias-linear", {"activation": "gelu", "feed_forward": 1024}),
+        (
+            "--swiglu --untie-embeddings-and-output-weights",
+            {"activation": "swiglu", "feed_forward": 640, "tied": False},
+        ),
+        ("--untie-embeddings-and-output-weights", {"family": "gpt2", "tied": False}),
+    ],
+)
+def test_models_of_megatron_are_planned_as_they_are(words: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "job.sh"
+    path.write_text(MEGATRON.replace("--pipeline-model-parallel-size 4", "--tensor-model-parallel-size 2") + words)
+    job = read_foreign(path, Asked(devices=8))
+    model = parse_run(job.run, [], unread=ELSEWHERE).model
+    assert {name: getattr(model, name) for name in fields} == fields
+    assert model.padded_vocabulary == 50432, "a multiple of 128 on each of two ranks"
+
+
+def test_the_attention_of_a_job_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "job.sh"
+    for words, facts in (
+        ("--decoder-last-pipeline-num-layers 2", ("overlapped=[]",)),
+        (
+            "--decoder-last-pipeline-num-layers 2 --attention-backend unfused",
+            ("attention=fused-softmax", "overlapped=[]"),
+        ),
+        ("--decoder-last-pipeline-num-layers 2 --transformer-impl local", ("attention=fused-softmax", "overlapped=[]")),
+    ):
+        path.write_text(MEGATRON + words)
+        assert read_foreign(path, Asked(devices=8)).facts == facts
+
+
+@pytest.mark.parametrize("copies, shard", [(1, None), (2, 2), (4, None)])
+def test_copies_of_the_optimizer_are_read(copies: int, shard: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "job.sh"
+    words = f"--tensor-model-parallel-size 2 --use-distributed-optimizer --num-distributed-optimizer-instances {copies}"
+    path.write_text(MEGATRON.replace("--pipeline-model-parallel-size 4", words))
+    data = parse_run(read_foreign(path, Asked(devices=8)).run, [], unread=ELSEWHERE).layout.data
+    assert (data.size, data.shard, data.sync) == (4, shard, "allreduce" if copies == 4 else "zero1")

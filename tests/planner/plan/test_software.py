@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+from meshwright.compute.models.experts_section import ExpertsSection
 from meshwright.config import Config, parse_config
 from meshwright.config.section import with_field
 from meshwright.configs import shipped
@@ -247,6 +250,30 @@ def test_workspaces_of_products_hang_on_the_gpus_generation() -> None:
         own, more = (Planner(cluster, software).predict(llama()).memory[0] for software in (Software(), facts))
         assert more.allocated - own.allocated == size
         assert more.reserved - own.reserved == pytest.approx(size, rel=0.01)
+    streams = Software.model_validate({"streams_bytes": [10**9, 3 * 10**9]})
+    dense, experts = llama(), with_field(llama(), "model.experts", ExpertsSection(count=4))
+    for config, size in ((dense, 0), (experts, 10**9)):  # on A100
+        own, more = (Planner(GPUS, software).predict(config).memory[0] for software in (Software(), streams))
+        assert more.allocated - own.allocated == size
+        assert more.reserved - own.reserved == pytest.approx(size, rel=0.01)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_a_generation_of_fused_attention_repeats_no_key(grouped: bool) -> None:
+    """8 heads of queries, 2 of keys: the backward pass keeps 2 heads, or 8."""
+    kept: list[int] = []
+    query, key, value = (
+        torch.empty(1, heads, 64, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)
+    )
+    software = Software(attention="fused", attention_kernel="flash-2" if grouped else None)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.numel()), x)[1], lambda x: x)
+    with hooks, software.on_device("cuda"):
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        assert attended.shape == query.shape
+    assert kept.count(2 * 64 * 16) == (2 if grouped else 0)
+    attended.sum().backward()
+    assert key.grad is not None
+    assert key.grad.shape == key.shape
 
 
 def test_stages_that_a_program_cuts_evenly_are_even_where_they_can_be() -> None:
