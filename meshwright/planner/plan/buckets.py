@@ -347,6 +347,7 @@ def memory_of(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, site
         site.context(config),
         host=host,
         host_of_node=host_of_node,
+        unpredicted=software.unpredicted_share(config),
     )
 
 

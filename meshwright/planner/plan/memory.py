@@ -98,6 +98,8 @@ class Memory:
     host_of_node: int = 0
     """Bytes in host memory of all ranks of a node."""
     read: int = 0
+    unpredicted: float | None = None
+    """The share that a process was measured to hold beyond such a prediction; None: the device's own."""
 
     @property
     def total(self) -> int:
@@ -122,7 +124,11 @@ class Memory:
     @property
     def parts(self) -> dict[str, int]:
         """Bytes by part; together they are `total`."""
-        return {part: size for part, size in asdict(self).items() if part not in ("host", "host_of_node", "read")}
+        return {
+            part: size
+            for part, size in asdict(self).items()
+            if part not in ("host", "host_of_node", "read", "unpredicted")
+        }
 
     @property
     def text(self) -> str:
@@ -160,8 +166,9 @@ def missing(memory: Memory, cluster: Cluster) -> str:
 
 def verdict(memory: Memory, cluster: Cluster) -> Fullness:
     """Whether a rank's memory fits: `tight` where it would not if processes hold as much more than is predicted as they
-    were measured to (Device.unpredicted_share, or of a program's own rows: KnownMemory)."""
+    were measured to (Device.unpredicted_share, or of a program's own rows: KnownMemory, by strategy)."""
     device = cluster.device
     if not fits(memory, cluster):
         return "does not fit"
-    return "tight" if memory.total * (1 + device.unpredicted_share) > device.memory_bytes else "fits"
+    share = device.unpredicted_share if memory.unpredicted is None else memory.unpredicted
+    return "tight" if memory.total * (1 + share) > device.memory_bytes else "fits"

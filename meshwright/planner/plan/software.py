@@ -30,6 +30,7 @@ from meshwright.training.on_device import AsOnDevice, Attention
 if TYPE_CHECKING:
     from meshwright.strategies.data_parallel.strategy import HeldBytes
 
+CutBy = Literal["data", "tensor", "context", "stages", "experts"]
 Communication = Literal["sums", "gathers", "layers"]
 
 
@@ -91,6 +92,8 @@ class Software(Section):
     What a router does is known of a run, not of its config. A capacity makes it 1."""
     stages: Literal["work", "even"] = "work"
     """Layers of stages that nobody has written: by counted work; or even, if the stages divide the layers."""
+    unpredicted: tuple[tuple[CutBy, Share], ...] = ()
+    """By strategy, the share that processes have held beyond predictions; of others it is the device's."""
     overlapped: frozenset[Communication] = frozenset(("sums", "gathers", "layers"))
 
     @field_validator("overlapped", mode="before")
@@ -152,6 +155,16 @@ class Software(Section):
         buffers = {"buffers_bytes": self.buffers_bytes + workspaces, "workspaces_bytes": (0, 0)}
         return self.model_copy(update={"attention": attention, "streams_bytes": (streams, streams), **buffers})
 
+    def unpredicted_share(self, config: Config) -> float | None:
+        """The share of a layout's strategy: experts, stages, context or tensor, the first that it has; else data."""
+        layout = config.layout
+        sizes = (
+            ("experts", layout.data.expert), ("stages", layout.pipeline.size), ("context", layout.context.size),
+            ("tensor", dict(layout.axes).get("tensor", 1)),
+        )  # fmt: skip
+        strategy = next((name for name, size in sizes if size > 1), "data")
+        return next((share for name, share in self.unpredicted if name == strategy), None)
+
     def beside_bytes(self, config: Config) -> int:
         """Bytes of buffers and workspaces that a process holds all the time, of a software that is on a device."""
         return self.buffers_bytes + (self.streams_bytes[0] if config.model.routing.num_experts else 0)
@@ -186,6 +199,8 @@ class KnownMemory(Section):
     error: Share
     most: Annotated[float, Field(ge=0)]
     of: str
+    by: dict[CutBy, Share] = Field(default_factory=dict)
+    """By strategy, the share that 95 % of its rows hold at most beyond predictions (validation/strategies.py)."""
 
 
 class _Preset(BaseModel, extra="forbid", frozen=True):
@@ -231,6 +246,8 @@ def load_program(name: str = OWN, facts: Sequence[str] = ()) -> Program:
         raise ConfigError.of("--software", name, "is no program that we know the facts of", ", ".join(files))
     preset = _Preset.model_validate(read_yaml(files[name]))
     said = {fact: each.value for fact, each in preset.facts.items()}
+    if preset.memory is not None and preset.memory.by:
+        said["unpredicted"] = tuple(preset.memory.by.items())
     for word in facts:
         fact, equals, text = word.partition("=")
         if not equals:

@@ -286,6 +286,22 @@ def test_stages_that_a_program_cuts_evenly_are_even_where_they_can_be() -> None:
         assert own != (2, 2, 2, 2)
 
 
+def test_a_layout_is_tight_by_its_strategys_own_rows() -> None:
+    """What lacks by a hundredth is tight where such rows have held 6 % more, and fits where they have held 0.1 %."""
+    shares = (("tensor", 0.06), ("data", 0.001))
+    cut = on_gpus(llama(tensor={"kind": "megatron", "size": 2}), unpredicted=shares).memory[0]
+    whole, staged = (
+        on_gpus(llama(**layout), unpredicted=shares).memory[0] for layout in ({}, {"pipeline": {"size": 2}})
+    )
+    assert (cut.unpredicted, whole.unpredicted, staged.unpredicted) == (0.06, 0.001, None)
+    for memory, verdicts in ((cut, "tight"), (whole, "fits")):
+        device = GPUS.device.model_copy(update={"memory_bytes": round(memory.total * 1.01)})
+        assert verdict(memory, GPUS.model_copy(update={"device": device})) == verdicts
+    known = load_program("megatron-core")
+    assert known.memory is not None
+    assert dict(known.software.unpredicted) == known.memory.by
+
+
 def test_whole_logits_take_memory() -> None:
     """Float32 logits of 16 Ki tokens and 128 Ki classes: 8 GiB, where slices have 256 MiB."""
     config = parse_config({

@@ -1,0 +1,71 @@
+"""Errors by strategy: python -m validation.strategies [SET ...]
+
+A strategy is a row's first cut of these: experts, stages, context, tensor; else data. A line a strategy: rows, the
+signed errors of seconds and of memory, rows of memory within 5 and 10 %, and the share that 95 % of the rows hold at
+most beyond what is predicted, by which a layout is tight (configs/software, memory.by).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from validation.paper import Line, read_table
+from validation.public import FOLDER, PublicRow, judge, load_sets
+
+CUTS = (("ep", "experts"), ("pp", "stages"), ("cp", "context"), ("tp", "tensor"))
+QUANTILE = 0.95
+
+
+def strategy(line: Line) -> str:
+    """`experts` for a row whose experts are cut, or `stages`, and so on; `data` for one that is cut by nothing."""
+    return next((name for column, name in CUTS if line[column] not in ("", "1")), "data")
+
+
+def quantile(values: Sequence[float]) -> float:
+    """The least of the values that QUANTILE of them do not exceed."""
+    return sorted(values)[math.ceil(QUANTILE * len(values)) - 1]
+
+
+def by_strategy(lines: Sequence[Line], rows: Sequence[PublicRow]) -> dict[tuple[str, str], list[PublicRow]]:
+    """Rows that were predicted, by device and strategy."""
+    found: dict[tuple[str, str], list[PublicRow]] = defaultdict(list)
+    for line, row in zip(lines, rows, strict=True):
+        if row.seconds is not None:
+            found[line["device"], strategy(line)].append(row)
+    return dict(sorted(found.items()))
+
+
+def beyond(rows: Sequence[PublicRow]) -> list[float]:
+    """The shares that rows hold beyond their predictions, 0 for those that hold less."""
+    return [max(0.0, row.measured_bytes / row.bytes - 1) for row in rows if row.bytes and row.measured_bytes]
+
+
+def main() -> None:
+    sets = load_sets()
+    parser = argparse.ArgumentParser(description="Signed errors by strategy.")
+    parser.add_argument("names", nargs="*", metavar="SET", choices=[*sets, []], help="; all of them")
+    table = Table("set", "device", "strategy", "rows", "seconds", "memory", "within 5, 10 %", "95 % hold at most")
+    for name in parser.parse_args().names or sets:
+        lines = list(read_table(FOLDER / f"{name}.csv"))
+        groups = by_strategy(lines, judge(name, sets[name]).rows)
+        for told in dict.fromkeys(each for _, each in groups):
+            every = [row for (_, kind), rows in groups.items() if kind == told for row in rows]
+            groups["all", told] = every
+        for (device, told), rows in groups.items():
+            timed = [row.seconds_error for row in rows if row.measured_seconds is not None]
+            errors = [row.bytes / row.measured_bytes - 1 for row in rows if row.bytes and row.measured_bytes]
+            near = ", ".join(str(sum(abs(error) <= most for error in errors)) for most in (0.05, 0.1))
+            means = [f"{math.fsum(each) / len(each):+.1%}" if each else "" for each in (timed, errors)]
+            most = f"{quantile(beyond(rows)):.1%}" if errors else ""
+            table.add_row(name, device, told, str(len(rows)), *means, near if errors else "", most)
+    Console(highlight=False, width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
