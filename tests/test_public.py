@@ -7,10 +7,12 @@ import pytest
 from meshwright.planner.plan.cluster import load_cluster
 from meshwright.planner.plan.software import load_program
 from validation import public
+from validation.arguments import arguments_of, job_of
 from validation.beside import formula_bytes
 from validation.paper import read_table
 from validation.public import FOLDER, Judged, PublicRow, judge, load_sets
 from validation.scatter import sentence, write_page
+from validation.strategies import beyond, by_strategy, quantile, strategy
 
 SETS = load_sets()
 COLUMNS = [
@@ -112,3 +114,46 @@ def test_megatrons_formula_is_what_it_says_of_a_row() -> None:
     kept = tokens * (hidden * 32 * 12 + 8 + hidden + 4 * (hidden + 128256)) / 4
     assert formula_bytes(line) == pytest.approx(states + kept)
     assert formula_bytes(line) / 2**30 == pytest.approx(float(line["memory_gb"]), rel=0.03)
+
+
+CI = read_table(FOLDER / "megatron-ci.csv")
+
+
+def test_a_row_of_arguments_is_a_job_as_plan_reads_it() -> None:
+    """Columns and note are arguments; words in capitals are the environment's, and their facts the set's."""
+    [line] = [one for one in CI if one["model"].endswith("vp1_uneven_pipeline") and one["device"] == "H100"]
+    told = arguments_of(line)
+    assert told["decoder-last-pipeline-num-layers"] == 2
+    assert not any(flag.isupper() for flag in told)
+    job = job_of(line)
+    assert job.run["layout"]["pipeline"] == {"size": 4, "schedule": "1f1b", "chunks": 1, "partition": [2, 4, 4, 2]}
+    assert "attention=fused-softmax" in job.facts
+    assert not job.account.left_out
+
+
+@pytest.mark.parametrize(
+    "model, device",
+    [
+        ("mcore_te_tp1_pp1_resume_torch_dist_dist_optimizer", "GB200"),
+        ("mcore_te_tp1_pp4_vp1", "A100-80GB"),
+        ("mcore_te_tp2_pp2_resume_torch_dist", "A100-80GB"),
+        ("mcore_te_tp2_pp2_cp2", "H100"),
+        ("mcore_te_tp2_pp1_te_8experts2parallel_dist_optimizer", "A100-80GB"),
+    ],
+)
+def test_the_memory_of_megatrons_ci_is_met(model: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of each strategy, on the last rank."""
+    lines = [one for one in CI if (one["model"], one["device"]) == (model, device)]
+    monkeypatch.setattr(public, "read_table", lambda path: lines)
+    [error] = judge("megatron-ci", SETS["megatron-ci"]).memory_errors()
+    assert abs(error) < 0.02
+
+
+def test_errors_are_grouped_by_the_first_cut() -> None:
+    told = [strategy(line) for line in CI[:4]]
+    assert told == ["stages", "tensor", "tensor", "data"]
+    rows = [PublicRow("a", None, 11.0, 1.0, 10.0), PublicRow("b", None, 9.0, 1.0, 10.0), PublicRow("c", None, 9.0)]
+    assert beyond(rows) == pytest.approx([0.1, 0.0])
+    grouped = by_strategy([{"device": "H100", **dict.fromkeys(("ep", "pp", "cp", "tp"), "1")}] * 3, rows)
+    assert grouped == {("H100", "data"): rows[:2]}
+    assert quantile([float(number) for number in range(100)]) == 94.0

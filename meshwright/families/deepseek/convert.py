@@ -117,6 +117,8 @@ class DeepSeekFamily(RotaryFamily):
     fixed: ClassVar = _ONLY
 
     def names(self, model: DeepSeek) -> Names:
+        if model.activation != "swiglu":
+            raise CheckpointError(f"no class of transformers has DeepSeek's layers with {model.activation}")
         names: dict[str, str | Sequence[str]] = dict(OUTSIDE)
         query = "self_attn.q_proj" if model.query_rank is None else "self_attn.q_b_proj"
         for layer in range(model.layers + model.later_tokens):
@@ -205,8 +207,6 @@ class DeepSeekFamily(RotaryFamily):
         return fields | {"experts": experts | {"shared": shared, "scores": "sigmoid", "bias_rate": 0.0}}
 
     def further_settings(self, model: DeepSeek) -> dict[str, object]:
-        if model.activation != "swiglu":
-            raise CheckpointError(f"no class of transformers has DeepSeek's layers with {model.activation}")
         experts = model.experts
         settings: dict[str, object] = {
             "architectures": ["DeepseekV3ForCausalLM"],

@@ -114,6 +114,10 @@ class LlamaFamily(RotaryFamily):
         return model
 
     def names(self, model: Llama) -> Names:
+        if model.activation != "swiglu":
+            raise CheckpointError(
+                f"no class of transformers has Llama's layers with model.activation={model.activation}"
+            )
         inside: dict[str, str | Sequence[str]] = dict(_IN_BLOCK)
         if model.experts is not None:
             module, expand, contract = _EXPERTS[_kind_of(model)]
@@ -194,10 +198,6 @@ class LlamaFamily(RotaryFamily):
             raise settings.refused(f"sliding_window={shown(window)} is not supported; valid: {valid}")
 
     def further_settings(self, model: Llama) -> dict[str, object]:
-        if model.activation != "swiglu":
-            raise CheckpointError(
-                f"no class of transformers has Llama's layers with model.activation={model.activation}"
-            )
         kind = _kind_of(model)
         biases = set(model.biases)
         settings = {key: bool(set(names) & biases) for key, names in _BIASES.items()}

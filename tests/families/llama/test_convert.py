@@ -179,17 +179,22 @@ def test_a_number_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     check_refused(tmp_path, {}, "mlp.up_proj.weight holds 1 number that is not finite")
 
 
-def test_what_transformers_has_not_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "fields, rule",
+    [
+        ({"biases": ["output"]}, r"no class of transformers has llama's layers with model.biases=\[output\]"),
+        ({"activation": "relu2"}, "no class of transformers has Llama's layers with model.activation=relu2"),
+    ],
+)
+def test_what_transformers_has_not_is_refused(fields: dict[str, Any], rule: str, tmp_path: Path) -> None:
     from tests.tools.evaluate.tiny import tiny_checkpoint
 
     shape = {
         "family": "llama", "layers": 1, "hidden": 16, "heads": 2, "feed_forward": 24, "vocabulary": 257,
-        "biases": ["output"], "positions": 16,
+        "positions": 16,
     }  # fmt: skip
-    config = parse_config({"model": shape, "data": {"sequence": 8, "tokenizer": "bytes"}})
+    config = parse_config({"model": shape | fields, "data": {"sequence": 8, "tokenizer": "bytes"}})
     tiny_checkpoint(tmp_path, config)
-    with pytest.raises(
-        CheckpointError, match=r"no class of transformers has llama's layers with model.biases=\[output\]"
-    ):
+    with pytest.raises(CheckpointError, match=rule):
         export_folder(tmp_path, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
