@@ -342,6 +342,7 @@ def _of_terms(evidence: Evidence, name: str, full: Pieces, allowed: float) -> Hy
     first = [rank for rank, x in enumerate(alone) if not any(torch.equal(x, y) for y in alone[:rank])]
     if len(alone) == len(evidence.ranks):
         sets.append(([f"the term of rank {rank}" for rank in first], [alone[rank] / len(first) for rank in first]))
+    sets.append(microbatches := _microbatch_terms(evidence, name, raw))
     for dim, parts in _piece_terms(evidence, name, raw):
         words = [f"piece {n + 1} of {len(parts)} of dim {dim} of its module's input" for n in range(len(parts))]
         sets.append((words, parts))
@@ -354,7 +355,9 @@ def _of_terms(evidence: Evidence, name: str, full: Pieces, allowed: float) -> Hy
                  for _, part, ours, theirs in full if relative_error(ours, theirs) > allowed]  # fmt: skip
         told = {None if w is None else lost_words(w, names) for w in found}
         if len(told) == 1 and (sentence := told.pop()) is not None:
-            return Hypothesis(*sentence)
+            # A microbatch that counts twice was reduced or added once more when a later one was.
+            again = terms is microbatches[1] and sentence[0] == "scaled"
+            return Hypothesis("accumulation" if again else sentence[0], sentence[1])
         for each in (terms, [x * len(terms) for x in terms]):
             divided = clipped if each is terms else clipped / len(terms)
             rounded = {rounded_sum(ours / divided, [part.take(x) for x in each], torch.zeros_like(ours), dtype, allowed)
@@ -368,6 +371,25 @@ def _of_terms(evidence: Evidence, name: str, full: Pieces, allowed: float) -> Hy
             text = f"what the model's outputs give once they are rounded to {name_of_type}"
             return Hypothesis("lower precision", text, "(loss)")
     return None
+
+
+def _microbatch_terms(evidence: Evidence, name: str, raw: Tensor) -> tuple[list[str], list[Tensor]]:
+    """The terms that the microbatches of the ranks give. Each is known but for the share of all labels that it has: the
+    shares are those that make the reference's sum of the terms."""
+    micro = max((side.facts.micro for side in evidence.ranks), default=1)
+    words, terms = list[str](), list[Tensor]()
+    for number in range(micro if micro > 1 else 0):
+        for rank, side in enumerate(evidence.ranks):
+            x = side.get(f"{CHUNK}{micro}:{number}", 1, name)
+            # Ranks of one data group have the same microbatches; one without labels has no term.
+            if x is not None and x.any() and not any(torch.equal(x, y) for y in terms):
+                words.append(f"microbatch {number + 1} of rank {rank}")
+                terms.append(x)
+    if len(terms) < 2 or raw.numel() < 2 * len(terms):
+        return [], []
+    rows = torch.stack([x.flatten() for x in terms], 1)
+    shares = torch.linalg.lstsq(rows, raw.flatten()[:, None].to(rows)).solution.flatten().tolist()
+    return words, [share * x for share, x in zip(shares, terms, strict=True)]
 
 
 def _piece_terms(evidence: Evidence, name: str, raw: Tensor) -> Iterator[tuple[int, list[Tensor]]]:

@@ -29,9 +29,10 @@ from dataclasses import replace
 
 from meshwright.parity.batches import DROPOUT_STEP
 from meshwright.parity.compare import Row, factor_of, relative_error
+from meshwright.parity.explain import COPY, CUT
 from meshwright.parity.forward import forward_finding
 from meshwright.parity.gradients import ALL, MODEL, MOST, OF_SHARES, GradientStep, Mistake, gradient_finding, owner_of
-from meshwright.parity.judge import Evidence
+from meshwright.parity.judge import Evidence, ModuleLine
 from meshwright.parity.later import Case, and_more, later_finding, wrong_weights
 from meshwright.parity.leaks import leak_finding
 from meshwright.parity.parts import Part, missing_places
@@ -116,17 +117,27 @@ def stepped_twice(case: Case) -> Mistake | None:
     return Mistake("optimizer", ALL, text)
 
 
+def comparable_lines(case: Case) -> list[ModuleLine]:
+    """The modules whose samples have the reference's arrangement.
+
+    Experts get samples of other ranks, or each microbatch's by themselves. The module around them then gives the right
+    output, and they give another: it is left out where all else is right, or where a pass runs in microbatches.
+    """
+    lines = case.evidence.modules
+    if case.failed and all(side.facts.micro < 2 for side in case.evidence.ranks):
+        return lines
+    # Partial sums may be what is wrong.
+    right = {line.name: line.output.explained and (not case.failed or line.output.kind in (COPY, CUT))
+             for line in lines if line.output is not None}  # fmt: skip
+    around = {name: max((o for o in right if name.startswith(f"{o}.")), key=len, default=name) for name in right}
+    return [line for line in lines if line.name not in right or not right[around[line.name]]
+            or right[line.name] or around[line.name] == line.name]  # fmt: skip
+
+
 def wrong_output(case: Case) -> Mistake | None:
     """The first module whose output is none of the reference's; a leak, or other samples, where these explain it."""
     evidence = case.evidence
-    lines = evidence.modules
-    if not case.failed:
-        # Losses, gradients and weights are right. A module around a wrong one that gives the right output has dealt it
-        # samples in another arrangement, as experts get those of other ranks.
-        right = {line.name: line.output.explained for line in lines if line.output is not None}
-        around = {name: max((o for o in right if name.startswith(f"{o}.")), key=len, default=name) for name in right}
-        lines = [line for line in lines if line.name not in right or not right[around[line.name]]
-                 or around[line.name] == line.name]  # fmt: skip
+    lines = comparable_lines(case)
     found = forward_finding(evidence, lines)
     if found is None or found.kind not in ("wrong values", "wrong part"):
         return found
@@ -155,7 +166,7 @@ def wrong_gradient(case: Case) -> Mistake | None:
     if not (wrong := case.wrong("gradient", 1)):
         return None
     evidence = case.evidence
-    found = gradient_finding(evidence, wrong, GradientStep(1, "gradient", evidence.modules))
+    found = gradient_finding(evidence, wrong, GradientStep(1, "gradient", comparable_lines(case)))
     if (CLIPPED, 1) in evidence.reference.recorded:
         differ = {kind: [evidence.replicas_differ(kind, 1, name) for name in wrong] for kind in ("gradient", CLIPPED)}
         if all(differ["gradient"]) and not any(differ[CLIPPED]):
