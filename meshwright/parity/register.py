@@ -27,6 +27,9 @@ PASSES, FAILS, DOES_NOT_RUN, RAISES = "passes", "fails", "does not run", "raises
 PLAIN = "plain"
 RAISED = re.compile(r"raises under the plan: \w+ at (?P<place>[\w.]+:\d+).*")
 """An error that comes with the plan alone; the file and line of the library."""
+LOST = re.compile(r"(?P<name>[\w.]+) is another after saving and reading under the plan")
+"""A tensor that a model's own checkpoint does not give again."""
+CHECKPOINT = "checkpoint"
 PACKAGES = {"transformers": "transformers", "torchtitan": "torchtitan", "automodel": "nemo_automodel"}
 """Packages by the names that `register` knows."""
 CHECKS = {"torchtitan": "registered_titan", "automodel": "registered_automodel"}
@@ -67,6 +70,8 @@ class Entry:
                 text = raised[0]
                 if not refuses:
                     verdict, module, kind = FAILS, raised["place"], RAISES
+            elif (lost := LOST.search(result.error)) is not None:
+                verdict, module, kind, text = FAILS, lost["name"].rpartition(".")[0], CHECKPOINT, lost[0]
         elif finding is not None:
             verdict, module, kind, text = FAILS, finding.module, finding.kind, finding.text
         elif result.failed:
@@ -100,7 +105,9 @@ def register_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--conditions", nargs="+", default=["plain", "accumulated", "clipped"], metavar="CONDITION",
-        help="transformers' step: plain, accumulated (microbatches of unequal numbers of labels), clipped (all three)",
+        help="transformers' step: plain, accumulated (microbatches of unequal numbers of labels), clipped (these three "
+        "without the option); lora (peft's adapters), resumed (saved in several files and read again), "
+        "resumed-distributed (each rank saves its parts)",
     )  # fmt: skip
     parser.add_argument("--only", metavar="NAME", help="the model types that have this in their names")
     parser.add_argument("--out", type=Path, default=Path("register"), metavar="FOLDER", help="of lines and page")
@@ -155,7 +162,7 @@ def checks_of(
     """A check of each model type that has a plan of the kind, under each condition; whether the plan may refuse.
 
     Raises:
-        ConfigError: A kind of plan is unknown.
+        ConfigError: A kind of plan or a condition is unknown, or the package of a condition is missing.
     """
     # Here, as it imports transformers.
     from meshwright.parity import registered
@@ -165,6 +172,8 @@ def checks_of(
     ):  # fmt: skip
         for name in (name for name in words if name not in known):
             raise ConfigError.of(option, name, "is not known", ", ".join(known))
+    if "lora" in conditions and find_spec(registered.PEFT) is None:
+        raise ConfigError.of("--conditions", "lora", "needs peft, which is not installed", "pip install peft")
     kinds, types = list(registered.PLANS), registered.TYPES
     for name in plans:
         plan = registered.PLANS[name]

@@ -7,6 +7,7 @@ reading change the model, and nothing is said of the plan.
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -80,14 +81,21 @@ def has_plan(model_type: str, kind_of_plan: Plan) -> bool:
     return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or any(others)
 
 
-CONDITIONS = ("plain", "accumulated", "clipped")
+CONDITIONS = ("plain", "accumulated", "clipped", "lora", "resumed", "resumed-distributed")
 """Forms of a step: one pass, and a second one of two halves; two microbatches with unequal numbers of labels; one pass
-and a clipped norm of gradients. Each is a check of its own."""
+and a clipped norm of gradients; as plain, with an adapter that alone is trained; saved and read again under the plan
+after the first step, as one process would save, or by all ranks. Each is a check of its own."""
+PEFT = "peft"
+"""The package of adapters; the condition `lora` imports it."""
+SHARDS = 3
+"""Files that a checkpoint has at least."""
 CLIP = 0.01
 """The norm to which gradients are clipped: less than any model's."""
 MICROBATCHES = 2
 RAISES = "raises under the plan: "
 """Begins the error of a check whose model runs without the plan, and does not with it."""
+ANOTHER = "is another after saving and reading under the plan"
+"""Ends the error of a check whose model loses a tensor's values in its own checkpoint."""
 
 
 @(
@@ -99,6 +107,7 @@ RAISES = "raises under the plan: "
 def registered(job: parity.Job, plan: str, condition: str, model_type: str) -> None:
     """Compare a model under a plan with the same model on one process."""
     options: dict[str, Any] = {"dtype": torch.get_default_dtype(), "attn_implementation": "eager"}
+    planned = options | {"distributed_config": DistributedConfig(**PLANS[plan].sizes)}
     rows = 2 * max(MICROBATCHES, job.axes.get("data", 1))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
         folder = Path(from_all_ranks(own.encode())[0].decode())
@@ -117,15 +126,29 @@ def registered(job: parity.Job, plan: str, condition: str, model_type: str) -> N
             labelled: dict[str, Tensor] = unequal(batch | {"labels": batch["input_ids"]}, "labels")
             return labelled
 
+        adapted = with_adapter(whole) if condition == "lora" else None
         job.reference(whole.train(), loss_of, batch_of, clip=CLIP if condition == "clipped" else None, labels=None)
-        same_weights(job.copy(), saved_and_read(job, folder / "second", job.copy(), options))
+        base = job.copy()
+        if adapted is not None:
+            adapted.save_pretrained(folder / "adapter", is_main_process=job.rank == 0)
+            base = copy.deepcopy(adapted).unload()
+        same_weights(base, saved_and_read(job, folder / "second", base, options))
         with raising_under_plan():
-            model = read(folder / "second", type(whole), type(whole.config), options | {
-                "distributed_config": DistributedConfig(**PLANS[plan].sizes)})  # fmt: skip
+            model = read(folder / "second", type(whole), type(whole.config), planned)
+            if condition == "lora":
+                model = adapted_from(model, folder / "adapter")
         torch.distributed.barrier()
-    step = None if condition == "plain" else trainer_step(job, model, condition)
-    with raising_under_plan():
-        job.parallel(model.train(), step=step, batch=job.rows("data") if "data" in job.axes else None)
+        with raising_under_plan():
+            model.train()
+            share = job.rows("data") if "data" in job.axes else None
+            if condition in ("plain", "lora"):
+                job.parallel(model, batch=share)
+            elif condition in ("accumulated", "clipped"):
+                job.parallel(model, step=trainer_step(job, condition), batch=share)
+            else:
+                step = resumed_step(trainer_step(job, condition), folder / "third", planned, condition != "resumed")
+                job.parallel({"": model}, step=step, batch=share)
+        torch.distributed.barrier()
 
 
 def loss_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -139,10 +162,69 @@ def counted(batch: Mapping[str, Tensor]) -> int:
     return int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) if "labels" in batch else 0
 
 
-def trainer_step(job: parity.Job, model: PreTrainedModel, condition: str) -> Callable[[Any, Any], Tensor]:
+def with_adapter(model: PreTrainedModel) -> Any:
+    """Put a LoRA adapter with random values into all linear layers of a model, in place; peft's model around it."""
+    # Here, so that other conditions run without peft.
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)  # the same on each rank
+    return get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    )  # fmt: skip
+
+
+def adapted_from(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """A model with the adapter of a folder, which is trained."""
+    from peft import PeftModel
+
+    adapted = PeftModel.from_pretrained(model, folder, is_trainable=True).get_base_model()
+    assert isinstance(adapted, PreTrainedModel)
+    return adapted
+
+
+def resumed_step(
+    step: Callable[[Any, Any], Tensor], folder: Path, planned: Mapping[str, Any], distributed: bool
+) -> Callable[[dict[str, PreTrainedModel], Any], Tensor]:
+    """A step, after the first of which the model is saved and read again under its plan, and goes on as the one that is
+    read. `distributed`: each rank writes its own parts."""
+    resumed = False
+
+    def step_and_resume(models: dict[str, PreTrainedModel], batch: Mapping[str, Tensor]) -> Tensor:
+        nonlocal resumed
+        model = models[""]
+        loss = step(model, batch)
+        if not resumed:
+            resumed = True
+            size = sum(p.numel() * p.element_size() for p in model.parameters())
+            model.save_pretrained(folder, max_shard_size=size // SHARDS, distributed_checkpoint=distributed)
+            torch.distributed.barrier()
+            files = len([*folder.glob("*.safetensors")])
+            if files < 2:
+                raise ParityError(f"the checkpoint has {files} file: nothing is said of several")
+            models[""] = again = read(folder, type(model), type(model.config), planned).train()
+            for p, trained in zip(again.parameters(), model.parameters(), strict=True):
+                p.requires_grad_(trained.requires_grad)
+            same_parts(model, again)
+        return loss
+
+    return step_and_resume
+
+
+def same_parts(saved: nn.Module, read: nn.Module) -> None:
+    """Compare this rank's parts of a model, its buffers too, with those of the model that is read.
+
+    Raises:
+        ParityError: A tensor differs.
+    """
+    again = {**dict(read.named_parameters()), **dict(read.named_buffers())}
+    for name, x in {**dict(saved.named_parameters()), **dict(saved.named_buffers())}.items():
+        if name not in again or not torch.equal(local_of(x), local_of(again[name])):
+            raise ParityError(f"{name} {ANOTHER}")
+
+
+def trainer_step(job: parity.Job, condition: str) -> Callable[[Any, Any], Tensor]:
     """A step as transformers' Trainer takes it: each microbatch's loss is divided by the labels of all microbatches and
     ranks, and the norm of gradients is clipped by the Trainer's own function."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ranks = job.axes.get("data", 1)
 
     def over_data(x: float) -> float:
@@ -166,6 +248,7 @@ def trainer_step(job: parity.Job, model: PreTrainedModel, condition: str) -> Cal
                 Trainer._mixed_mesh_grad_norm(cast(Any, None), model, CLIP)
             else:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # plain, without a state
         optimizer.step()
         optimizer.zero_grad()
         return torch.tensor(over_data(total))
@@ -183,7 +266,7 @@ def raising_under_plan() -> Iterator[None]:
     except Exception as error:
         # A configuration that refuses an attribute is not the code that asks for it.
         every = extract_tb(error.__traceback__)
-        frames = [f for f in every if f"{transformers.__name__}/" in f.filename]
+        frames = [f for f in every if any(f"/{name}/" in f.filename for name in (transformers.__name__, PEFT))]
         frames = [f for f in frames if not f.filename.endswith("configuration_utils.py")]
         # A backward pass runs none of the library's lines.
         frames = frames or [f for f in every[-1:] if f"{torch.__name__}/" in f.filename]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from meshwright.parity import ParityResult, collect, register, run_check
+from meshwright.parity import ParityResult, collect, register, registered, run_check
 from meshwright.parity.check import ParityCheck
 from meshwright.parity.command import run_words
 from meshwright.parity.register import Entry, reason_of
@@ -90,8 +91,83 @@ def test_conditions_have_verdicts_of_their_own(tmp_path: Path, monkeypatch: pyte
         ("doge", "tensor"): "fails",
     }
     assert found["qwen3", "tensor, accumulated"]["module"].endswith("self_attn.k_norm")
+    assert found["qwen3", "tensor, accumulated"]["kind"] == found["qwen3", "tensor"]["kind"] == "accumulation"
     doge = found["doge", "tensor"]
     assert (doge["kind"], doge["module"].partition(":")[0]) == ("raises", "modeling_doge.py")
+
+
+@pytest.mark.parametrize(
+    "plan, kind, module",
+    [("tensor", "raises", "tensor_parallel.py"), ("fsdp", "missing reduction", "(all parameters)")],
+)
+def test_adapters_under_plans(plan: str, kind: str, module: str) -> None:
+    """peft 0.21.2 gives the linears of an adapter a rank's sizes, which transformers 5.24 takes for the whole's; behind
+    fully_shard nobody averages the gradients of adapters."""
+    pytest.importorskip("peft")
+    (check,) = (found for name, found, _ in register.checks_of([plan], "granite", ["lora"]) if name == "granite")
+    entry = Entry.of("granite", run_check(check), "transformers")
+    assert (entry.verdict, entry.kind, entry.module.partition(":")[0]) == ("fails", kind, module)
+
+
+def test_adapters_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(register, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="needs peft, which is not installed"):
+        list(register.checks_of(["tensor"], "granite", ["lora"]))
+
+
+@pytest.mark.parametrize("condition", ["resumed", "resumed-distributed"])
+def test_a_model_goes_on_from_its_own_checkpoint(condition: str) -> None:
+    (check,) = (found for name, found, _ in register.checks_of(["tensor"], "granite", [condition]) if name == "granite")
+    entry = Entry.of("granite", run_check(check), "transformers")
+    assert (entry.verdict, entry.text) == ("passes", "")
+
+
+class Kept(torch.nn.Linear):
+    """A model that saves in several files, and reads with a bias that is off by a number."""
+
+    config, off, files = None, 0.0, 2
+
+    def save_pretrained(self, folder: Path, **_: Any) -> None:
+        folder.mkdir()
+        for number in range(self.files):
+            (folder / f"{number}.safetensors").touch()
+
+
+@pytest.mark.parametrize(
+    "off, files, error",
+    [(0.0, 2, None), (0.0, 1, "the checkpoint has 1 file"), (1.0, 2, "bias is another after saving and reading")],
+)
+def test_what_a_checkpoint_loses_is_named(
+    off: float, files: int, error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, taken = Kept(2, 3), []
+    model.files = files
+
+    def again(*_: Any) -> Kept:
+        other = copy.deepcopy(model)
+        other.bias.data += off
+        return other
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        taken.append(model)
+        return torch.zeros(())
+
+    monkeypatch.setattr(registered, "read", again)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    resume, models = registered.resumed_step(step, tmp_path / "third", {}, False), {"": model}
+    with nullcontext() if error is None else pytest.raises(ParityError, match=error):
+        resume(models, None)
+        resume(models, None)
+        assert taken[0] is model
+        assert taken[1] is models[""] is not model
+
+
+def test_a_lost_tensor_is_a_failure_of_its_module() -> None:
+    (check,) = [check for _, check, _ in register.checks_of(["fsdp"], "granitemoehybrid", ["resumed"])]
+    error = f"rank 0 failed: layers.0.conv.weight {registered.ANOTHER}"
+    entry = Entry.of("x", ParityResult(check, "float32", 1.0, error=error), "transformers")
+    assert (entry.verdict, entry.kind, entry.module) == ("fails", "checkpoint", "layers.0.conv")
+    assert entry.text == error.partition(": ")[2]
 
 
 def test_a_refusal_is_no_mistake() -> None:
@@ -278,3 +354,61 @@ def test_a_dtensor_that_holds_another_part_than_its_placements_say_is_named(tmp_
     assert finding is not None
     assert (finding.kind, finding.module) == ("wrong part", "0")
     assert "rank 0 holds [0:2,4:6, :] of 0.weight, whose placements say [0:4, :]" in finding.text
+
+
+IN_MICROBATCHES = """
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+import meshwright.parity as parity
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(4, 8), nn.Linear(8, 4), nn.GELU()
+    def forward(self, x):
+        order = x[:, 0].argsort()  # as tokens by their experts, in each microbatch by themselves
+        return self.down(self.act(self.up(x[order])))[order.argsort()]
+
+def losses(model, batch):
+    return cross_entropy(model(batch["x"]), batch["labels"], reduction="none")
+
+def mean(model, batch):
+    return losses(model, batch).sum() / (batch["labels"] >= 0).sum()
+
+def batch_of(g):
+    labels = torch.randint(0, 3, (8,), generator=g)
+    labels[:3] = -100  # one microbatch has a label, the other four
+    return {"x": torch.randn(8, 4, generator=g), "labels": labels}
+
+@parity.check(ranks=2).parametrize("again", [False, True])
+def experts(job, again):
+    job.reference(nn.Sequential(nn.Linear(4, 4), Experts(), nn.Linear(4, 3)), mean, batch_of, labels=None)
+    model = job.copy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def step(model, batch):
+        total = 0.0
+        for n in range(2):
+            part = {name: x.chunk(2)[n] for name, x in batch.items()}
+            loss = losses(model, part).sum() / (batch["labels"] >= 0).sum()
+            loss.backward()
+            total += float(loss.detach())
+            if again and n == 0:
+                model[0].weight.grad *= 2  # as a second sum over two ranks of what both have
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.tensor(total)
+    job.parallel(model, step=step)
+"""
+
+
+def test_experts_in_microbatches_hide_no_mistake(tmp_path: Path) -> None:
+    """Inside of experts each microbatch's tokens are sorted by themselves: another arrangement, and no mistake. A first
+    microbatch that counts twice is named as such, with unequal numbers of labels too."""
+    file = tmp_path / "checks.py"
+    file.write_text(IN_MICROBATCHES)
+    right, wrong = (run_check(check) for check in collect(file))
+    assert right.verdict == "equal to the reference"
+    assert wrong.finding is not None
+    assert (wrong.finding.kind, wrong.finding.module) == ("accumulation", "0")
+    assert "is the sum with microbatch 1 of rank 0 2 times" in wrong.finding.text
