@@ -51,16 +51,26 @@ SIZES: Mapping[str, Any] = {
     "attention_types": [[["global", "local"], 1]], "default_language": "en_XX",
     "linear_num_heads": 4, "linear_head_dim": 8, "layer_group_size": 2, "encoder_layers": 2, "decoder_layers": 2,
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+    "axial_pos_shape": [3, 4], "axial_pos_embds_dim": [8, 24], "d_inner": 64,
     "dropout_rate": 0.0, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0,
 }  # fmt: skip
 """Small sizes by their names in configurations. A name that a configuration lacks, or refuses, is left out."""
 
 
-UNSET: Mapping[str, Any] = {"mlp_layer_types": ["dense", "sparse"], "sliding_window": 64, "top_k_experts": 2}
+UNSET: Mapping[str, Any] = {
+    "mlp_layer_types": ["dense", "sparse"],
+    "sliding_window": 64,
+    "top_k_experts": 2,
+    "hash_seed": 1,
+}
 """Values of fields that are None in a configuration without arguments. A list has an entry for each layer."""
+MISSING: Mapping[str, Any] = {"rope_theta": 1e4}
+"""More values of fields that a class reads and its configuration does not have."""
+LARGEST = 150_000_000
+"""The most elements of a model. A configuration that refuses several sizes keeps its published ones."""
 VARIANTS: tuple[Mapping[str, Any], ...] = (
     {}, {"layer_types": None}, {"num_key_value_heads": 4}, {"intermediate_size": 128},
-    {"head_dim": 8}, {"head_dim": 16},
+    {"head_dim": 8}, {"head_dim": 16}, {"is_decoder": True}, {"clip_qkv": 8.0},
 )  # fmt: skip
 """Other sizes, for models that need a relation between two sizes: as many heads of keys as of queries, say. None: left
 to the configuration."""
@@ -96,6 +106,8 @@ def small_config(
                              if name in known or has(default, name) or f'kwargs.pop("{name}"' in source}  # fmt: skip
     given |= {name: 0.0 for name, x in default.to_dict().items() if "drop" in name and isinstance(x, float)}
     given |= {name: x for name, x in UNSET.items() if has(default, name) and getattr(default, name) is None}
+    if has(default, "max_position_embeddings") and default.max_position_embeddings == -1:
+        given.pop("max_position_embeddings", None)  # positions without an end
     if has(default, "kv_lora_rank"):  # latent attention has its own head sizes, and a key for each head
         given["num_key_value_heads"] = SIZES["num_attention_heads"]
         if "head_dim" not in more:
@@ -205,6 +217,8 @@ def small_model(model_type: str, sizes: Mapping[str, Any] | None = None) -> tupl
         try:
             config = small_config(kind, more, added)
             model: PreTrainedModel = class_of(kind)._from_config(config, attn_implementation="eager")
+            if (size := sum(p.numel() for p in model.parameters())) > LARGEST:
+                raise ValueError(f"{type(model).__name__} has {size} parameters with small sizes")
             with torch.no_grad():
                 for p in model.parameters():
                     if p.ndim < 2:
@@ -213,9 +227,10 @@ def small_model(model_type: str, sizes: Mapping[str, Any] | None = None) -> tupl
         except Exception as error:
             first = first or error
             # A field that the class reads, and that its configuration does not have.
-            missing = str(getattr(error, "name", ""))
-            if isinstance(error, AttributeError) and missing in SIZES and missing not in added:
-                added[missing] = SIZES[missing]
+            missing = str(error).partition("has no attribute '")[2].partition("'")[0]
+            known = {**SIZES, **MISSING}
+            if isinstance(error, AttributeError) and missing in known and missing not in added:
+                added[missing] = known[missing]
                 variants.insert(0, more)
     assert first is not None
     raise first
@@ -305,7 +320,9 @@ def terms_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     labels = batch.get("labels", batch.get("input_ids"))
     if hasattr(output, "logits") and labels is not None and output.logits.shape[:2] == labels.shape:
         logits: Tensor = output.logits[:, :-1].flatten(0, 1)
-        return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="none")
+        # A table of ids may have a row more than the head has classes, which begins a sequence.
+        targets = labels[:, 1:].flatten().clamp(max=logits.shape[-1] - 1)
+        return nn.functional.cross_entropy(logits, targets, reduction="none")
     hidden: Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
     weight = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(2)).to(hidden)
     if labels is not None and hidden.shape[:2] == labels.shape:

@@ -17,7 +17,7 @@ from meshwright.parity.check import ParityCheck
 from meshwright.parity.command import run_words
 from meshwright.parity.register import Entry, reason_of
 from meshwright.parity.registered import same_weights
-from meshwright.parity.tiny import samples_of, small_config, small_model
+from meshwright.parity.tiny import samples_of, small_config, small_model, terms_of
 from meshwright.ranks.errors import ConfigError, ParityError
 
 REGISTER = ["register", "transformers"]
@@ -197,6 +197,33 @@ def test_samples_are_those_that_a_forward_reads(model_type: str, names: tuple[st
     assert found == names
     samples = samples_of(model, found, torch.Generator(), rows=6)
     assert all(len(x) % 6 == 0 for x in samples.values())  # so that each rank has an equal share of images and rows
+
+
+@pytest.mark.parametrize(
+    "model_type, length",
+    [
+        ("dbrx", None),  # reads a field that its configuration does not have
+        ("xlnet", None),  # positions without an end
+        ("reformer", 12),  # positions of two axes, whose sizes multiply to the samples' length
+        ("mamba2", None),  # refuses several sizes at once
+    ],
+)
+def test_a_small_model_of_a_class_with_rules_of_its_own(model_type: str, length: int | None) -> None:
+    model, names = small_model(model_type)
+    assert names == ("input_ids",)
+    assert sum(p.numel() for p in model.parameters()) < 1_000_000
+    assert length is None or samples_of(model, names, torch.Generator())["input_ids"].shape[1] == length
+
+
+def test_an_id_behind_the_last_class_is_the_last_class() -> None:
+    """Moshi's table of ids has a row more than its head has classes."""
+    model, names = small_model("moshi")
+    samples = samples_of(model, names, torch.Generator())
+    losses = []
+    for last in (63, 64):
+        samples["input_ids"][:, -1] = last
+        losses.append(terms_of(model, samples)[-1])
+    assert torch.equal(*losses)
 
 
 def test_a_small_model_has_a_layer_of_each_kind() -> None:
