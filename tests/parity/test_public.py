@@ -50,6 +50,7 @@ NAMED = {
     "plan_cut_before_conversion": ("wrong part", "model.L_module.layers.0.self_attn.q_proj"),
     "plan_head_norms_left_out": ("missing reduction", "layers.1.self_attn.k_norm"),
     "plan_hook_accumulates": ("accumulation", ALL),
+    "plan_saved_otherwise": ("wrong part", "model.layers.0.mlp.experts"),
     "replica_means": ("scaled", ALL),
     "router_counts": ("wrong values", "1"),
     "router_scores": ("missing reduction", "experts.0"),
