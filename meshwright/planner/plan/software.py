@@ -77,6 +77,8 @@ class Software(Section):
     """Workspaces of products that torch counts as allocated: on a GPU before Hopper, and on Hopper or a later one."""
     streams_bytes: tuple[Size | Literal[0], Size | Literal[0]] = (0, 0)
     """The same of the streams in which a model's experts are multiplied, beside the others."""
+    slices: Literal["views", "copies"] = "views"
+    """Whether parameters are views of the memory that a gather fills and a sum reads, or are copied out and in."""
     optimizer: Literal["fused", "steps"] = "fused"
     """One kernel for many parameters, or STEPS_OF_ADAMW for each, as torch's AdamW stepped tensors before 2.0."""
     widening: Literal["parts", "whole"] = "parts"

@@ -135,17 +135,29 @@ class TimedRun(Composition):
             return 0.0
         buckets = self.buckets[stage]
         gathered = [self.seconds(buckets[index].gather) for index in self.gathers(stage)[which].get((kind, chunk), ())]
+        copied = sum(
+            self.copied(buckets[index], back=False) for index in self.gathers(stage)[which].get((kind, chunk), ())
+        )
         summed = 0.0
         if kind is self.kinds[-1] and which < len(self.counts) - 1:
-            own = [bucket for bucket in buckets if bucket.kind.chunks in ((), (chunk,))]
-            summed = sum(self.seconds(bucket.reduce) for bucket in own if not bucket.waits)
+            own = [bucket for bucket in buckets if bucket.kind.chunks in ((), (chunk,)) and not bucket.waits]
+            summed = sum(self.seconds(bucket.reduce) for bucket in own)
+            copied += sum(self.copied(bucket, back=True) for bucket in own)
         # The first gather of a task has no kernels before it that it could hide under.
         before = sum(gathered) if not self.overlap("gathers") else max(gathered[:1], default=0.0)
         after = 0.0 if self.overlap("sums") else summed
         # The rest is exposed only as far as the task is shorter than what travels beside it.
         beside = sum(gathered) + summed - before - after
         exposed = max(0.0, beside - self.network.overlaps * seconds)
-        return before + after + exposed + slowed(beside - exposed, self.network.tax)
+        return copied + before + after + exposed + slowed(beside - exposed, self.network.tax)
+
+    def copied(self, bucket: PlannedBucket, *, back: bool) -> float:
+        """Seconds in which a gather's result is copied to parameters or, `back`, gradients to what a sum reads."""
+        if self.software.slices == "views" or not self.config.layout.data.strategy.slices:
+            return 0.0
+        value = bucket.kind.dtype.itemsize
+        touched = bucket.num_elements * (value + (bucket.summed_in.itemsize if back else value))
+        return self.timer.kernel_seconds(Kernel("element", 0.0, touched, bucket.num_elements, "float32"))
 
     def latency(self, start: int, end: int) -> float:
         """Seconds of a message from a position of the chain to the one beside it, on another stage."""
@@ -213,7 +225,8 @@ class TimedRun(Composition):
             states = bucket.stepped_elements * bucket.master_bytes(config)
             lane = 2 * (states + sum(moment_bytes(config.optimizer, bucket.stepped))) / rate
         steps = self.step_seconds(bucket) if bucket.stepped_elements else 0.0
-        reduce, publish = self.seconds(bucket.reduce) + self.seconds(bucket.across), self.published(bucket)
+        reduce = self.copied(bucket, back=True) + self.seconds(bucket.reduce) + self.seconds(bucket.across)
+        publish = self.published(bucket)
         if self.software.one_process:
             # torch's DataParallel makes every parameter of every replica anew, one call each.
             publish += self.devices_per_host * len(bucket.names) * device.issue_seconds

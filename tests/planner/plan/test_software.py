@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from meshwright.compute.models.experts_section import ExpertsSection
 from meshwright.config import Config, parse_config
+from meshwright.config.layout import DataParallel
 from meshwright.config.section import with_field
 from meshwright.configs import shipped
 from meshwright.planner.plan.cluster import load_cluster
@@ -232,6 +233,15 @@ def test_half_gradients_beside_float32_sums_take_two_bytes_a_parameter() -> None
 def test_buffers_are_held_all_the_time() -> None:
     own, more = on_gpus(llama()), on_gpus(llama(), buffers_bytes=10**9)
     assert more.memory[0].temporaries - own.memory[0].temporaries == 10**9
+
+
+@pytest.mark.parametrize("sync", ["allreduce", "zero3"])
+def test_slices_that_are_copied_take_kernels_beside_gathers_and_sums(sync: str) -> None:
+    config = with_field(llama(), "layout.data", DataParallel(size=8, sync=sync))
+    config = with_field(config, "batch.global_", 8 * config.batch.global_)
+    views, copies = on_gpus(config), on_gpus(config, slices="copies")
+    assert copies.memory == views.memory
+    assert (copies.seconds > views.seconds) == (sync == "zero3")
 
 
 def test_wide_gradients_are_float32_in_a_step_of_one_microbatch_too() -> None:
