@@ -9,8 +9,8 @@ the position of a part of a parameter in a slot, from which checkpoints are writ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -180,16 +180,6 @@ class BucketKey:
     segments: Segments = ()
 
 
-@dataclass(slots=True)
-class _Opened:
-    """A bucket that is not full. `number`: of its first parameter."""
-
-    kind: BucketKey
-    names: list[str] = field(default_factory=list)
-    bytes: int = 0
-    number: int = 0
-
-
 def arranged(
     parameters: Iterable[tuple[str, int, torch.dtype]],
     specs: dict[str, ShardSpec],
@@ -204,37 +194,29 @@ def arranged(
     `parts`: one bucket for each set of parts instead, of any size. `chunks`: parameters of different chunks of the
     stage share no bucket. `dealt_over`: number of ranks that split a bucket's matrices; None: each rank steps all."""
     axes: dict[int, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # layers have specs in common
-    opened: dict[BucketKey, _Opened] = {}
-    known: dict[Hashable, _Opened] = {}
+    open_groups: dict[BucketKey, list[str]] = {}
+    sizes: dict[BucketKey, int] = {}
     elements: dict[str, int] = {}
     full: list[tuple[BucketKey, list[str]]] = []
     # Backward passes finish gradients in about the reverse order of registration, so the first full bucket is reduced
     # first.
-    for number, (name, num_elements, dtype) in enumerate(reversed(list(parameters))):
+    for name, num_elements, dtype in reversed(list(parameters)):
         spec = specs[name]
         users = parts[name] if parts is not None else ()
         own = chunks[name] if chunks is not None else ()
-        alike = id(spec), dtype, users, own  # cheaper to hash than a key
-        group = known.get(alike)
-        if group is None:
-            # Computed once per spec object, shared by layers of one shape: the axes cost a walk over the grid.
-            if id(spec) not in axes:
-                axes[id(spec)] = spec.sum_axes(mesh), mesh.grid.ordered(spec.axes)
-            kind = BucketKey(dtype, rule_of(spec.role), *axes[id(spec)], users, own)
-            group = known[alike] = opened.setdefault(kind, _Opened(kind))
-        if not group.names:
-            group.number = number
+        # Computed once per spec object, shared by layers of one shape: the axes cost a walk over the grid.
+        if id(spec) not in axes:
+            axes[id(spec)] = spec.sum_axes(mesh), mesh.grid.ordered(spec.axes)
+        kind = BucketKey(dtype, rule_of(spec.role), *axes[id(spec)], users, own)
         elements[name] = num_elements
-        group.names.append(name)
-        group.bytes += num_elements * dtype.itemsize
+        open_groups.setdefault(kind, []).append(name)
+        sizes[kind] = sizes.get(kind, 0) + num_elements * dtype.itemsize
         # A part's weights are gathered and freed together, so they are one bucket of any size.
-        if group.bytes >= bucket_bytes and parts is None:
-            full.append((group.kind, group.names))
-            group.names, group.bytes = [], 0
-    left = sorted((group for group in opened.values() if group.names), key=lambda group: group.number)
-    full += [(group.kind, group.names) for group in left]
+        if sizes[kind] >= bucket_bytes and parts is None:
+            full.append((kind, open_groups.pop(kind)))
+            del sizes[kind]
     # The last part's backward pass is first. Without parts the stable sort keeps the order.
-    groups = sorted(full, key=lambda group: -min(group[0].parts, default=0))
+    groups = sorted([*full, *open_groups.items()], key=lambda group: -min(group[0].parts, default=0))
     return groups if dealt_over is None else dealt(groups, elements, dealt_over)
 
 
