@@ -1,19 +1,20 @@
-"""A rank's context: the tokens of every sequence that it holds, and how they attend to other ranks' tokens.
+"""Context parallelism: a rank's tokens of each sequence, and attention to other ranks' tokens.
 
 Outside of attention a Transformer's layers work token by token, so a rank needs only its own tokens. Each kind of
 context parallelism implements attention over cut sequences; the base class holds whole sequences.
 
-Ulysses (DeepSpeed, arXiv 2309.14509) changes tokens of all heads for all tokens of some heads, and back:
+Ulysses (DeepSpeed, arXiv 2309.14509) exchanges some tokens of all heads for all tokens of some heads, and back:
 
 | tensor  | outside of attention | inside           | forward sends    | backward sends   |
 |---------|----------------------|------------------|------------------|------------------|
 | Q, K, V | [B, A, T/c, E]       | [B, A/c, T, E]   | three all-to-all | three all-to-all |
 | output  | [B, A, T/c, E]       | [B, A/c, T, E]   | one all-to-all   | one all-to-all   |
 
-Of K key-value heads fewer than c, each is copied c/K times before it travels: a rank gets one, and some of its queries.
+With K < c key-value heads, each head is copied c/K times before it is sent: a rank gets one head and a part of the
+head's queries.
 
-A layer and microbatch sends 8 all-to-alls of [B, A, T/c, E], (c - 1)/c of each to other ranks. A head sees its whole
-sequence on one rank, so masks, documents, causality and dropout are those of one device, and the kernel is.
+A layer and microbatch sends 8 all-to-alls of [B, A, T/c, E], (c - 1)/c of each to other ranks. One rank has the whole
+sequence of a head, so masks, documents, causality, dropout and the kernel are those of one device.
 """
 
 from __future__ import annotations
@@ -38,20 +39,30 @@ HEADS, TOKENS = 1, 2
 
 
 class Heads:
-    """Attention of whole sequences over all heads that a rank has, in one call."""
+    """Attention of whole sequences over all heads of a rank, in one call."""
 
     widens: bool = False
-    """Whether a CPU's backward kernel gets halves as float32 (widened.py)."""
+    """Whether a CPU's backward kernel gets half-precision inputs as float32 (widened.py)."""
 
     def shared(self, key: Tensor, value: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, K, t, E] of which each of so many ranks can have its part of the heads."""
+        """Repeat heads of keys and values [B, K, t, E] if there are fewer heads than ranks."""
         if (heads := key.shape[HEADS]) < ranks:
             key, value = (x.repeat_interleave(ranks // heads, HEADS) for x in (key, value))
         return key, value
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """F.scaled_dot_product_attention of Q [B, A, T, E] and K, V [B, A/G, T, E], or with a soft cap or sinks
-        `attend_shaped`; with documents, of each document by itself, and with a window, of blocks of tokens."""
+        """Attend by F.scaled_dot_product_attention, or with a soft cap or sinks by `attend_shaped`.
+
+        Documents attend one by one; a window attends by blocks of tokens.
+
+        Args:
+            query: [B, A, T, E].
+            key, value: [B, A/G, T, E].
+            spec: With tensors of whole sequences.
+
+        Returns:
+            [B, A, T, E].
+        """
         grouped = query.shape[HEADS] != key.shape[HEADS]
 
         def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
@@ -78,35 +89,31 @@ class Heads:
 
 
 class WidenedHeads(Heads):
-    """Heads whose backward kernel gets halves as float32."""
+    """Attention whose backward kernel gets half-precision inputs as float32."""
 
     widens = True
 
 
 class Context:
-    """The tokens of every sequence that a rank holds: all, or the i-th part on the i-th of `size` ranks."""
+    """A rank's tokens of each sequence: all, or the i-th part on the i-th of `size` ranks."""
 
     heads: Heads = Heads()
-    """How whole sequences attend."""
+    """Attention of whole sequences."""
     size, index = 1, 0
 
     def attend_by(self, heads: Heads) -> None:
-        """Choose how whole sequences attend.
-
-        Args:
-            heads: computes attention of all heads that a rank has.
-        """
+        """Set the attention of whole sequences, `heads`."""
         self.heads = heads
 
     def runs(self, length: int, index: int | None = None) -> tuple[range, ...]:
-        """This rank's tokens of a sequence, or those of the rank `index`, in their order."""
+        """Return the tokens of a sequence that this rank, or the rank `index`, holds, in order."""
         part = length // self.size
         at = self.index if index is None else index
         return (range(at * part, (at + 1) * part),)
 
     def positions(self, start: int, count: int, device: torch.device, index: int | None = None) -> Tensor:
-        """Places [count] in their sequence of this rank's tokens, or those of the rank `index`; they go on from `start`
-        where they are whole."""
+        """Return the positions [count] of the tokens of this rank, or of the rank `index`; whole sequences begin at
+        `start`."""
         if self.size == 1:
             return torch.arange(start, start + count, device=device)
         assert start == 0, "tokens follow a cache where sequences are whole"
@@ -115,7 +122,7 @@ class Context:
         return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
 
     def cut(self, batch: Batch, inside: Collection[str]) -> Batch:
-        """This rank's tokens of a batch. `inside`: what attention reads (the mask of padding), which stays whole."""
+        """Cut a batch to this rank's tokens; entries in `inside`, which attention reads, stay whole."""
         if self.size == 1:
             return batch
         own: Batch = {}
@@ -123,8 +130,7 @@ class Context:
             if name in inside:
                 own[name] = x
             elif x.shape[1] == 1:
-                # A label [B, 1], which the first token answers, stays with the rank that holds this token, and nobody
-                # else counts it.
+                # A label [B, 1] belongs to the first token, so only that token's rank counts the label.
                 own[name] = x if self.index == 0 else torch.full_like(x, IGNORED)
             else:
                 own[name] = torch.cat([x[:, run.start : run.stop] for run in self.runs(x.shape[1])], 1)
@@ -133,15 +139,20 @@ class Context:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Attend from this rank's queries to the keys of whole sequences.
 
-        Args: query [B, A, t, E]; key, value [B, A/G, t, E], each head for G queries; spec, with tensors of whole
-        sequences. Returns [B, A, t, E].
+        Args:
+            query: [B, A, t, E].
+            key, value: [B, A/G, t, E], one head for G queries.
+            spec: With tensors of whole sequences.
+
+        Returns:
+            [B, A, t, E].
         """
         key, value = self.heads.shared(key, value, 1)
         return self.heads.attend(query, key, value, spec)
 
 
 class CutContext(Context):
-    """A context of several ranks, each of which holds a part of every sequence's tokens."""
+    """A context of several ranks, each with a part of every sequence's tokens."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.comm = mesh, mesh.comm(AXIS)

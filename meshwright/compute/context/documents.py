@@ -1,18 +1,20 @@
-"""Attention of packed documents and of windows: each document is a separate causal attention, without a mask; of a
-window of W tokens a query sees the last W keys, and keys further back are not computed.
+"""Attention of packed documents and of windows.
 
-`starts` [B, T], int64, where the host can read it: the place in its row where each token's document begins. It says
-which kernels run, so a run keeps it off the GPU (model.py). A plan's has no values: there a row is one document, the
-longest, which takes the most memory and time.
+Each document is a separate causal attention, without a mask. With a window of W tokens a query attends to the last W
+keys, and earlier keys are not computed.
+
+`starts` [B, T], int64: the position in the row at which each token's document begins. The host chooses kernels by
+`starts`, so a run keeps it in host memory (model.py). In a plan `starts` has no values: a row is one document, which
+takes the most memory and time.
 
 | device                       | attention of a row of documents of t1, t2, ... tokens                              |
 |------------------------------|------------------------------------------------------------------------------------|
-| a GPU with FlashAttention    | one kernel for all rows, told where documents begin (Dao, arXiv 2307.08691)        |
-| others                       | a kernel a document; of shorter ones a kernel a block of about BLOCK tokens        |
+| a GPU with FlashAttention    | one kernel for all rows, given the documents' starts (Dao, arXiv 2307.08691)       |
+| others                       | a kernel a document; for short documents a kernel a block of about BLOCK tokens    |
 | a ring, `ring.py`            | a kernel a `Piece`: a run of queries and a run of keys of one document             |
 
-A window cuts queries into runs of max(W, BLOCK) tokens. A run sees itself and the W - 1 keys before it, with a mask of
-[run, run + W - 1]: about 2 W products a query. FlashAttention's kernel knows a window itself.
+A window cuts queries into runs of max(W, BLOCK) tokens. A run attends to its own keys and the W - 1 keys before, with a
+mask of [run, run + W - 1]: about 2 W products a query. FlashAttention's kernel has windows.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from torch import Tensor
 from meshwright.compute.context.spec import AttentionSpec, outside
 
 BLOCK = 128
-"""Short documents of up to so many tokens together go into one kernel with a mask: a kernel call costs as much as so
-many tokens' scores."""
+"""Tokens of short documents that share one kernel with a mask: a kernel call costs as much as the scores of about 128
+tokens."""
 
 
 def flash_takes(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
-    """Whether a GPU's FlashAttention is there for these, in rows of heads as wide as it reads them."""
+    """Return True if a GPU's FlashAttention takes these tensors without padding their heads."""
     if not query.is_cuda or query.shape[-1] % 8:
         return False
     asked = torch.backends.cuda.SDPAParams(query, key, value, None, dropout, True, key.shape[1] != query.shape[1])
@@ -47,26 +49,26 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]
 
 
 class Piece(NamedTuple):
-    """Queries and keys of one document in some rows, which see each other: all, or (`causal`) each query the keys up
-    to its own place. Places are counted in what the ranks hold."""
+    """A run of queries and a run of keys of one document, in some rows. `causal`: a query attends to keys up to its own
+    position; else to all. Positions count the tokens that a rank holds."""
 
     rows: slice
     queries: slice
     keys: slice
     causal: bool
     ahead: int | None = None
-    """Places from the first key to the first query, of a piece in which a window hides keys; it has a mask."""
+    """Tokens from the first key to the first query, if a window hides keys of the piece; None: no mask."""
 
 
 def lengths_of(starts: Tensor) -> list[list[int]]:
-    """The lengths of each row's documents, in their order."""
+    """Return the lengths of each row's documents, in order."""
     places = starts.cpu().numpy()
     ends = places[:, 1:] != places[:, :-1]
     return [np.diff([0, *(np.flatnonzero(row) + 1), places.shape[1]]).tolist() for row in ends]
 
 
 def blocks_of(lengths: Sequence[int]) -> list[list[int]]:
-    """The documents of a row in runs that a kernel attends: those that fit into BLOCK tokens together, or one alone."""
+    """Group a row's documents by kernel: several with at most BLOCK tokens together, or one."""
     blocks: list[list[int]] = []
     room = 0
     for length in lengths:
@@ -81,9 +83,9 @@ def blocks_of(lengths: Sequence[int]) -> list[list[int]]:
 def attend_by_document(
     attend: Attend, starts: Tensor, query: Tensor, key: Tensor, value: Tensor, window: int | None = None
 ) -> Tensor:
-    """[B, A, T, E] of queries, keys and values of whole rows."""
+    """Attend document by document; queries, keys, values and result [B, A, T, E]."""
     rows = []
-    # Splits, whose gradients are one concatenation: a slice's would be as large as the row, a document each.
+    # The gradient of a split is one concatenation; each slice would have a gradient as large as the row.
     for own, *operands in zip(lengths_of(starts), *(x.split(1) for x in (query, key, value)), strict=True):
         blocks = blocks_of(own)
         parts = zip(*(x.split([sum(block) for block in blocks], 2) for x in operands), strict=True)
@@ -95,7 +97,7 @@ def attend_by_document(
             numbers = torch.repeat_interleave(torch.tensor(block))
             hidden = outside(window or len(numbers), 0, len(numbers), len(numbers), numbers.device)
             hidden |= numbers[:, None] != numbers
-            # The addend [t, t] of the scores of documents in one kernel.
+            # Added to the scores [t, t]: hides other documents.
             mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf).to(q.device)
             outs.append(attend(q, k, v, mask, False))
         rows.append(torch.cat(outs, 2))
@@ -103,14 +105,14 @@ def attend_by_document(
 
 
 def attend_by_window(attend: Attend, window: int | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[B, A, T, E] of queries, keys and values of whole rows of one document each; None: no window."""
+    """Attend within a window, or without if `window` is None; [B, A, T, E], one document a row."""
     length = query.shape[2]
     if window is None or window >= length:
         return attend(query, key, value, None, True)
     run = max(window, BLOCK)
     outs, masks = [], dict[tuple[int, int], Tensor]()
     before: list[Tensor] | None = None
-    # Splits, whose gradients are one concatenation, as those of documents.
+    # Splits, as in `attend_by_document`.
     for q, *own in zip(*(x.split(run, 2) for x in (query, key, value)), strict=True):
         last = [] if before is None or window == 1 else [x[:, :, 1 - window :] for x in before]
         k, v = own if not last else (torch.cat(both, 2) for both in zip(last, own, strict=True))
@@ -127,9 +129,11 @@ def attend_at_once(
     flash: Callable[..., Sequence[Tensor]], starts: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
     spec: AttentionSpec,
 ) -> Tensor:  # fmt: skip
-    """[B, A, T, E] by one kernel, which takes all rows as one row, and the documents' ends in it.
+    """Attend by one kernel, which takes all rows as one row with the documents' ends; result [B, A, T, E].
 
-    `flash`: aten's _flash_attention_forward, or a function that does the same; `starts`: None: a document a row.
+    Args:
+        flash: aten's _flash_attention_forward, or a function with the same result.
+        starts: None: one document a row.
     """
     batch, _, length, _ = query.shape
     by_row = [[length]] * batch if starts is None else lengths_of(starts)
@@ -148,14 +152,17 @@ def attend_at_once(
 def pieces_of(
     starts: np.ndarray, chunk: int, queries: Sequence[int], keys: Sequence[int], window: int | None = None
 ) -> Iterator[Piece]:
-    """The pieces of queries in some of a row's chunks of `chunk` tokens and keys in some others.
+    """Yield pieces of the queries of one rank and the keys of another.
 
-    `queries`, `keys`: the numbers of the chunks that two ranks hold, in their order. Two chunks share one document at
-    most, which goes from the one into the other.
+    Args:
+        starts: As in the module's text.
+        chunk: Tokens of a chunk.
+        queries, keys: Numbers of the two ranks' chunks, in order. Two chunks have at most one document in common.
+        window: The window's tokens; None: no window.
     """
     by_row = [tuple(_pieces_of_row(row, chunk, queries, keys, window)) for row in starts]
     first = 0
-    # Rows alike, as those of one document are, go into one kernel.
+    # Consecutive rows with equal pieces share a kernel.
     for pieces, rows in groupby(by_row):
         last = first + len(list(rows))
         for own_queries, own_keys, causal, ahead in pieces:
@@ -182,13 +189,13 @@ def _pieces_of_row(
 
 
 def _within(window: int | None, queries: tuple[int, int], keys: tuple[int, int], ahead: int) -> Iterator[_Runs]:
-    """The parts of two runs of one document that a window leaves. `ahead`: places from the first key to the first
-    query; 0: the runs are one, and causal."""
+    """Yield the parts of two runs of one document inside of a window. `ahead`: tokens from the first key to the first
+    query; 0: both runs are the same tokens, and causal."""
     (first, end), (first_key, end_key) = queries, keys
-    if window is None or ahead + end - first <= window:  # the last query sees the first key
+    if window is None or ahead + end - first <= window:  # the last query attends to the first key
         yield queries, keys, ahead == 0, None
         return
-    if ahead:  # queries from the last key's window on see nothing
+    if ahead:  # queries past the last key's window attend to none of these keys
         end = min(end, first + window + (end_key - first_key) - 1 - ahead)
     run = max(window, BLOCK)
     for start in range(first, end, run):

@@ -1,18 +1,19 @@
-"""Attention kernels that return the log-sum-exp beside the output, from which a ring combines blocks.
+"""Attention kernels that return output and log-sum-exp, from which a ring combines blocks.
 
-| kernel      | where                                            | l          | holds beside its arguments      |
+| kernel      | device, inputs                                   | l          | memory beside arguments         |
 |-------------|--------------------------------------------------|------------|---------------------------------|
 | `CpuKernel` | CPUs                                             | [B, A, t]  | -                               |
-| `Flash`     | GPUs that have it, half precision, without masks | [B, A, t]  | -                               |
+| `Flash`     | GPUs with FlashAttention, half, no mask          | [B, A, t]  | -                               |
 | `Efficient` | GPUs, float32 or masks                           | [B, A, t'] | keys and values for all queries |
 | `Kernel`    | all: float64 on GPUs                             | [B, A, t]  | TILE_ELEMENTS scores, twice     |
 | `Capped`    | all: scores with a soft cap                      | [B, A, t]  | TILE_ELEMENTS scores, 3 times   |
 
-(t': t up to the next multiple of 32.) A backward kernel takes the output and the l of whole sequences: weights that it
-computes again are those of the whole softmax, so the gradients of blocks add up (Liu et al., arXiv 2310.01889).
-No fused kernel of torch has a soft cap. Sinks are added to the l of any kernel (by_kernel.py).
-An H100 has run `Flash` and `Efficient` (tests/test_one_gpu.py); without a GPU tests ask what they are given, on meta
-tensors and by functions that stand for them.
+l: the log-sum-exp of a query's scores. t': t rounded up to a multiple of 32. A backward kernel takes output and l of
+whole sequences: recomputed weights are those of the whole softmax, so gradients of blocks add up (Liu et al., arXiv
+2310.01889). No fused kernel of torch has a soft cap. Sinks are added to the l of any kernel (by_kernel.py).
+
+An H100 has run `Flash` and `Efficient` (tests/test_one_gpu.py). Without a GPU tests check the arguments of both, on
+meta tensors and with functions of the same results.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 TILE_ELEMENTS = 2**24
-"""Scores held at a time where no fused kernel gives l."""
+"""Scores in memory at a time without a fused kernel."""
 _LSE_MULTIPLE = 32
-"""Rows of l that `Efficient` fills up."""
+"""`Efficient` pads the rows of l to a multiple of this."""
 _BIAS_MULTIPLE = 8
-"""Numbers of a mask's row that `Efficient` asks for in memory."""
+"""`Efficient` reads a mask's row in multiples of this."""
 
 
 class Attended(NamedTuple):
-    """The output [B, A, t, E], l [B, A, t] in float32 or better, and what the backward kernel takes as its dropout's
-    random numbers, of which there are none."""
+    """The output [B, A, t, E]; l [B, A, t], at least float32; the state of the dropout's random numbers, which a
+    backward kernel takes although there is no dropout."""
 
     out: Tensor
     sums: Tensor
@@ -42,8 +43,10 @@ class Attended(NamedTuple):
 
 
 class Kernel:
-    """softmax(scale · Q Kᵀ + bias) V of Q [B, A, t, E], K and V [B, A/G, s, E], each head for G queries, and a bias
-    [B, 1, 1 or t, s] or None; t = s where it is causal. By products over tiles of scores, where nothing is fused."""
+    """softmax(scale · Q Kᵀ + bias) V by products over tiles of scores.
+
+    Q [B, A, t, E]; K and V [B, A/G, s, E], one head for G queries; bias [B, 1, 1 or t, s] or None; t = s if causal.
+    """
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
@@ -61,7 +64,7 @@ class Kernel:
         self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, bias: Tensor | None,
         causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """The addend of dQ, and dK, dV of the block. `whole`: of all blocks merged, not of this one alone."""
+        """Return the addend of dQ, and dK and dV of the block. `whole`: output and l of all blocks together."""
         out, sums, _ = whole
         heads, key, value = key.shape[1], _for_each_query(key, query), _for_each_query(value, query)
         inner = (gradient * out).to(sums.dtype).sum(-1, keepdim=True)
@@ -84,7 +87,7 @@ class Kernel:
         self, query: Tensor, key: Tensor, bias: Tensor | None, rows: slice, causal: bool, scale: float, *,
         backward: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """[B, A, rows, s], at least float32; with `backward` also the slopes of a cap."""
+        """Return scores [B, A, rows, s], at least float32, and with `backward` the slopes of a cap."""
         wide = torch.promote_types(query.dtype, torch.float32)
         scores, slopes = self._capped((query[:, :, rows] @ key.transpose(-1, -2)).to(wide) * scale, backward)
         if bias is not None:
@@ -95,14 +98,16 @@ class Kernel:
         return scores, slopes
 
     def _capped(self, scores: Tensor, backward: bool) -> tuple[Tensor, Tensor | None]:
-        """Scaled scores as the softmax gets them, before the bias and masks; and the slopes."""
+        """Return scaled scores before bias and masks, and the slopes of a cap."""
         return scores, None
 
 
 @dataclass(frozen=True)
 class Capped(Kernel):
-    """Tiles of scores with a soft cap: x = scale · Q Kᵀ becomes s = cap · tanh(x / cap), to which the bias is added, so
-    that a hidden key stays hidden. Backward: dx = ds (1 - (s / cap)²)."""
+    """Tiles of scores with a soft cap: s = cap · tanh(x / cap) of x = scale · Q Kᵀ; dx = ds (1 - (s / cap)²).
+
+    The bias is added to s, so a hidden key stays hidden.
+    """
 
     cap: float
     widens: bool = False
@@ -142,7 +147,7 @@ class CpuKernel(Kernel):
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scale
         )
-        # torch 2.11 plans float32 sums (on the meta device) also where the kernel gives float64.
+        # On the meta device torch 2.11 gives float32 sums, although the kernel gives float64.
         return Attended(out, sums.to(torch.promote_types(query.dtype, torch.float32)))
 
     def gradients(
@@ -210,7 +215,7 @@ class Efficient(Kernel):
 
 
 def kernel_of(query: Tensor, key: Tensor, value: Tensor, masked: bool, device_type: str) -> Kernel:
-    """The kernel on that device type for tensors like these, which may be on the meta device."""
+    """Choose the kernel for a device type and tensors of these shapes, which may be on the meta device."""
     if has_torch_function((query,)):  # a plan's device may have no fused attention (on_device.py)
         chosen: Kernel = handle_torch_function(kernel_of, (query,), query, key, value, masked, device_type)
         return chosen
@@ -219,7 +224,7 @@ def kernel_of(query: Tensor, key: Tensor, value: Tensor, masked: bool, device_ty
     if query.dtype == torch.float64:
         return Kernel()
     asked = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, key.shape[1] != query.shape[1])
-    # As wide as the kernels ask for in memory; narrower heads would be filled up each step.
+    # The kernels need widths that are multiples of 8; other widths would be padded in each step.
     aligned = query.shape[-1] % 8 == 0
     takes_flash = torch.backends.cuda.can_use_flash_attention(asked) if query.is_cuda else query.element_size() < 4
     if aligned and takes_flash and not masked:
@@ -230,7 +235,7 @@ def kernel_of(query: Tensor, key: Tensor, value: Tensor, masked: bool, device_ty
 
 
 def _aligned(bias: Tensor | None, query: Tensor) -> Tensor | None:
-    """The mask for all heads and queries, in rows of as many numbers as the kernel reads at a time."""
+    """Expand the mask to all heads and queries, with rows padded to _BIAS_MULTIPLE in memory."""
     if bias is None:
         return None
     length = bias.shape[-1]
@@ -239,18 +244,18 @@ def _aligned(bias: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def _tiles(query: Tensor, key: Tensor) -> list[slice]:
-    """Runs of queries whose scores fill TILE_ELEMENTS."""
+    """Cut queries into runs with at most TILE_ELEMENTS scores."""
     batch, heads, count, _ = query.shape
     length = max(1, TILE_ELEMENTS // (batch * heads * key.shape[2]))
     return [slice(first, min(first + length, count)) for first in range(0, count, length)]
 
 
 def _for_each_query(x: Tensor, query: Tensor) -> Tensor:
-    """Keys or values [B, A/G, s, E] as many times as queries: [B, A, s, E]."""
+    """Repeat keys or values [B, A/G, s, E] for the queries: [B, A, s, E]."""
     groups = query.shape[1] // x.shape[1]
     return x if groups == 1 else x.repeat_interleave(groups, 1)
 
 
 def _of_heads(x: Tensor, heads: int) -> Tensor:
-    """The gradient [B, A/G, s, E] of heads, of what it is for each of their queries."""
+    """Sum gradients [B, A, s, E] over the queries of a head: [B, A/G, s, E]."""
     return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)

@@ -1,5 +1,5 @@
-"""The attention core: what stands between the two linears of an attention, over this rank's heads; and the block of
-self-attention and a GELU feed-forward that GPT-2, BERT and ViT have."""
+"""Attention without its linears, over a rank's heads; the block of GPT-2, BERT and ViT: self-attention and a GELU
+feed-forward."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 def split_heads(x: Tensor, heads: int) -> tuple[Tensor, ...]:
-    """[B, T, G, N/G] -> G times [B, A, T, E].
+    """Split [B, T, G, N/G] into G tensors [B, A, T, E].
 
-    `unbind`, whose gradient is one stack: a select's is zeros of all of x with one part copied in, and they add up.
+    By `unbind`, whose gradient is one stack; each `select` would have a gradient as large as x.
     """
     return tuple(part.transpose(1, 2) for part in x.unflatten(-1, (heads, -1)).unbind(2))
 
 
 class AttentionCore(RunsInContext):
-    """Attention by a layer's spec. It has no parameters, and is cheap to compute again."""
+    """Attention by a layer's spec, without parameters; cheap to recompute."""
 
     def __init__(self, kit: Kit, spec: AttentionSpec) -> None:
-        """`spec`: without tensors; `dropout`: in training."""
+        """Make the core; `spec` has no tensors, and the dropout of training."""
         super().__init__()
         self.spec = spec
         self.own_randomness = kit.own_randomness
@@ -41,30 +41,40 @@ class AttentionCore(RunsInContext):
         self, query: Tensor, key: Tensor, value: Tensor, *, documents: Tensor | None = None, seen: Tensor | None = None,
         bias: Tensor | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Q [B, A, T, E]; K, V [B, A, S, E]. [B, A, T, E]. The tensors are fields of AttentionSpec, `sinks` of this
-        rank's heads (`kit.local`); a causal layer's bias hides later tokens itself."""
+        """Attend; further tensors are fields of AttentionSpec.
+
+        Args:
+            query: [B, A, T, E].
+            key, value: [B, A, S, E].
+            documents, seen: As in AttentionSpec.
+            bias: A causal layer's bias also hides later tokens.
+            sinks: Of this rank's heads (`kit.local`).
+
+        Returns:
+            [B, A, T, E].
+        """
         own, follows = self.spec, self.spec.causal and key.shape[2] > query.shape[2]
-        # The kernels' causal mask has no offset for several queries after a cache. A single query sees the whole cache,
-        # which keeps no key that a window hides.
+        # The kernels' causal mask has no offset for several queries after a cache. A single query attends to the whole
+        # cache, from which keys outside of the window are dropped.
         assert not follows or query.shape[2] == 1, "only one token at a time can follow a cache"
         assert not follows or own.window is None or key.shape[2] <= own.window, "a cache keeps a window's keys"
         causal, window = own.causal and bias is None and not follows, None if follows else own.window
         dropout = own.dropout if self.training else 0.0
         spec = AttentionSpec(causal, window, own.scale, dropout, documents, seen, bias, own.soft_cap, sinks)
-        # `run` may keep the arguments alone and compute the scores again in the backward pass (recompute: selective).
+        # With `recompute: selective`, `run` keeps only the arguments and recomputes the scores in the backward pass.
         attended: Tensor = self.run(self._attend, query, key, value, spec)
         return attended
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """Attend in the context of this rank, with random numbers of its own."""
-        # Ranks have different heads of one batch: with a common random stream all heads would drop the same weights.
+        """Attend in this rank's context, with the rank's own random numbers."""
+        # Ranks have different heads of one batch; a common random stream would drop the same weights of all heads.
         with self.own_randomness(spec.dropout):
             return self.context.attend(query, key, value, spec.in_dtype(query.dtype))
 
 
 class SelfAttention(nn.Module):
-    """Self-attention over this rank's heads. `causal`: a token sees none behind it; `last`: the first values of the
-    linear that ends in the residual stream."""
+    """Self-attention over a rank's heads. `causal`: tokens do not attend to later ones; `last`: initial values of the
+    output linear."""
 
     def __init__(self, model: Transformer, kit: Kit, layer: int, last: Initial, *, causal: bool) -> None:
         super().__init__()
@@ -85,7 +95,7 @@ class SelfAttention(nn.Module):
 
 
 class GeluFeedForward(nn.Module, UsesIslands):
-    """Two linears with a GELU between: exact, or in GPT-2's `tanh` form."""
+    """Two linears with GELU between: exact, or GPT-2's `tanh` approximation."""
 
     def __init__(self, model: Transformer, kit: Kit, last: Initial, *, tanh: bool) -> None:
         super().__init__()
@@ -106,8 +116,8 @@ class Block(nn.Module):
         self, model: Transformer, kit: Kit, layer: int, last: Initial, *, causal: bool = False, tanh: bool = False,
         norm_first: bool = True, last_bias: bool = True,
     ) -> None:  # fmt: skip
-        """`last`: the first values of the linears that end in the residual stream; `last_bias`: whether the
-        feed-forward's norm, the block's last where norms are behind the sums, has a bias."""
+        """Make the block. `last`: initial values of the two output linears; `last_bias`: whether the feed-forward's
+        norm has a bias."""
         super().__init__()
         self.norm_first = norm_first
         self.attention_norm = kit.norm(model.hidden, model.norm_epsilon)
@@ -120,7 +130,7 @@ class Block(nn.Module):
         self, h: Tensor, *, seen: Tensor | None = None, documents: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:  # fmt: skip
-        """[B, T, H]. `seen`, `documents`: as AttentionSpec has them."""
+        """Run the block on h [B, T, H]; `seen`, `documents`: fields of AttentionSpec."""
         if self.norm_first:
             h = h + self.dropout(self.attention(self.attention_norm(h), seen, documents, cache))
             return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))

@@ -1,4 +1,4 @@
-"""The base of all models: a chain of blocks, under their numbers in the whole model, or a chunk of it."""
+"""The base class of models: embeddings, numbered blocks and a head, or a chunk of consecutive ones."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 
 def run_directly(part: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a part of the chain whose weights need not be gathered."""
+    """Run a part of the chain without gathering weights."""
     return function(*arguments)
 
 
 class RunsInContext(nn.Module):
-    """An attention that reads the tokens of other ranks by a context, and that a backward pass may run again."""
+    """An attention with a context, which gets other ranks' tokens; recomputation may run the attention twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,22 +48,25 @@ class RunsInContext(nn.Module):
         self.context: Context = WHOLE_SEQUENCES
 
     def attend_in(self, context: Context) -> None:
-        """Read other ranks' tokens by a context."""
+        """Set the context."""
         self.context = context
 
     def run_by(self, run: Run) -> None:
         """Choose how the scores are computed.
 
         Args:
-            run: run(function, *arguments) returns the function's result.
+            run: `run(function, *arguments)` returns the function's result.
         """
         self.run = run
 
 
 class Chain(nn.Module, ABC):
-    """Subclasses give blocks and embed; layer, final_states, loss and num_correct where theirs are not those of blocks
-    that read one tensor, then `norm` of the first, then a `head` of one label. Block i of the model is `blocks.i` in
-    every chunk."""
+    """A model as embeddings, blocks and a head.
+
+    Subclasses define `blocks` and `embed`. The defaults of `layer`, `final_states`, `loss` and `num_correct` fit a
+    decoder: each block reads one tensor, `norm` normalises the last output, `head` has one label. Block i of the model
+    has the name `blocks.i` in every chunk.
+    """
 
     blocks: nn.ModuleDict
     norm: nn.Module
@@ -77,23 +80,22 @@ class Chain(nn.Module, ABC):
         self.context: Context = WHOLE_SEQUENCES
         """The tokens of the batches' sequences that this rank holds."""
         self.groups: tuple[Group, ...] = (Group(chunk.layers, wrapped=False),)
-        """The chunk's layers in groups. None reaches from one chunk of a stage into another."""
+        """The chunk's layers in groups. All layers of a group belong to one chunk of a stage."""
         self.run_group: Run = at_once
-        """Runs the wrapped groups."""
+        """Runs groups with `wrapped=True`."""
         self.keeps_rows = False
-        """Whether a recomputed layer keeps the rows that other ranks have sent it, so that each part of it is computed
-        again by itself."""
+        """Whether a recomputed layer keeps rows received from other ranks. Each part is then recomputed separately."""
         self.run_part: RunPart = run_directly
 
     def attention_cores(self) -> Iterator[RunsInContext]:
-        """Yield the cores of all attentions."""
+        """Yield each attention of the chain."""
         return (module for module in self.modules() if isinstance(module, RunsInContext))
 
     def attend_in(self, context: Context) -> None:
-        """Attend in a context.
+        """Set the context of the chain and of each attention.
 
         Args:
-            context: cuts batches, and reads other ranks' tokens in each attention.
+            context: Cuts batches, and gets other ranks' tokens in each attention.
         """
         self.context = context
         for core in self.attention_cores():
@@ -103,7 +105,7 @@ class Chain(nn.Module, ABC):
         """Choose how each attention core runs.
 
         Args:
-            run: run(function, *arguments) returns the function's result; recomputation keeps the arguments alone.
+            run: `run(function, *arguments)` returns the function's result; recomputation keeps only the arguments.
         """
         for core in self.attention_cores():
             core.run_by(run)
@@ -112,25 +114,21 @@ class Chain(nn.Module, ABC):
         """Choose how layers run.
 
         Args:
-            groups: layers that run together, all of one chunk.
-            run: runs the wrapped groups; the others run unchanged.
-            keeps_rows: as the attribute has it.
+            groups: Layers that run together; all layers of a group belong to one chunk.
+            run: Runs groups with `wrapped=True`; other groups run directly.
+            keeps_rows: The value of the attribute.
         """
         self.groups, self.run_group, self.keeps_rows = tuple(groups), run, keeps_rows
 
     def run_of(self, group: Group) -> Run:
-        """Return the function that runs a group.
-
-        Args:
-            group: one of the chain's.
-        """
+        """Return the function that runs a group of the chain."""
         return self.run_group if group.wrapped else at_once
 
     def run_parts_by(self, run: RunPart) -> None:
         """Choose how parts run.
 
         Args:
-            run: run(part, function, *arguments) returns the function's result.
+            run: `run(part, function, *arguments)` returns the function's result.
         """
         self.run_part = run
 
@@ -138,117 +136,122 @@ class Chain(nn.Module, ABC):
         """Wrap how the chain runs.
 
         Args:
-            again: wraps runs of groups and of attention cores, which a backward pass may repeat.
-            part: wraps runs of parts.
+            again: Wraps runs of groups and of attention cores, which a backward pass may repeat.
+            part: Wraps runs of parts.
         """
         self.run_group, self.run_part = again(self.run_group), part(self.run_part)
         for core in self.attention_cores():
             core.run_by(again(core.run))
 
     def forward(self, batch: Batch, scales: Scales, incoming: Hidden = (), chunk: Chunk | None = None) -> Hidden:
-        """Compute the tensors for the next chunk or, at the chain's end, (the sum of the scaled losses,).
+        """Run a chunk.
 
-        `incoming`: those of the chunk before; the first one reads the batch. `chunk`: which part of what this rank
-        holds runs; by default all.
+        Args:
+            batch: The batch's entries.
+            scales: The factor of each label's losses.
+            incoming: Tensors of the chunk before; the first chunk reads the batch.
+            chunk: The chunk to run; None: all that this rank holds.
+
+        Returns:
+            Tensors for the next chunk; of the last chunk the sum of the scaled losses, alone in a tuple.
         """
         hidden = self._through(batch, incoming, chunk)
         return self.ended(hidden, batch, scales) if (chunk or self.chunk).last else hidden
 
     def in_pieces(self, batch: Batch, scales: Scales, incoming: Hidden = (), chunk: Chunk | None = None) -> Pieces:
-        """`forward` that stops where rows leave for other ranks' experts, and goes on with those that came."""
+        """Run `forward` as a generator: yield rows for other ranks' experts, and continue with the received rows."""
         raise AssertionError(f"{type(self).__name__} has no experts, and is one piece")
 
     def ended(self, hidden: Hidden, batch: Batch, scales: Scales) -> Hidden:
-        """(The sum of the scaled losses,) of the last layer's output."""
+        """Return the sum of the scaled losses of the last layer's output, alone in a tuple."""
         h = self.run_part(HEAD, self.final_states, hidden)
-        # Two parts of the head: an evaluation takes the states and leaves the loss.
+        # The head runs in two parts: an evaluation needs the states without the loss.
         loss = self.run_part(HEAD, self.loss, h, batch, scales)
         return (self.with_layers_losses(loss, hidden, scales),)
 
     def hidden_states(self, batch: Batch, incoming: Hidden = (), chunk: Chunk | None = None) -> Hidden:
-        """`forward` without the loss: the chain's end returns the normed hidden states [B, T, H] that losses read."""
+        """Run `forward` without the loss: the last chunk returns the normed hidden states [B, T, H]."""
         hidden = self._through(batch, incoming, chunk)
         return (self.run_part(HEAD, self.final_states, hidden),) if (chunk or self.chunk).last else hidden
 
     def _through(self, batch: Batch, incoming: Hidden, chunk: Chunk | None) -> Hidden:
-        """The output of the last layer that runs."""
+        """Return the output of the chunk's last layer."""
         part = chunk or self.chunk
         hidden = self.run_part(EMBEDDINGS, self.embed, batch) if part.first else incoming
         return self.run_layers(hidden, batch, part)
 
     def prepared(self, batch: Batch) -> Batch:
-        """A batch of whole sequences with the entries that the model makes of it, before sequences are cut."""
+        """Add the model's own entries to a batch of whole sequences, before sequences are cut."""
         return batch
 
     def run_layers(self, hidden: Hidden, batch: Batch, chunk: Chunk) -> Hidden:
         for group in self.groups:
-            # A rank's groups are of all its chunks; those of the chunk that runs begin in it, since no group reaches
-            # over.
+            # `groups` covers all chunks of this rank; a group belongs to the chunk of its first layer.
             if group.layers and group.layers[0] in chunk.layers:
                 hidden = self.run_of(group)(partial(self._layers, group.layers, batch), hidden)
         return hidden
 
     def _layers(self, group: Sequence[int], batch: Batch, hidden: Hidden) -> Hidden:
         for layer in group:
-            # By part, since zero3 gathers a part's weights here and gives them back behind it.
+            # By part: zero3 gathers a part's weights before the part and frees them after it.
             hidden = self.run_part(layer, self.layer, self.blocks[str(layer)], hidden, batch)
         return hidden
 
     @abstractmethod
     def embed(self, batch: Batch) -> Hidden:
-        """The first layer's input."""
+        """Return the first layer's input."""
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
-        """The hidden tensors behind one block, from those in front of it."""
+        """Run one block: return its outputs."""
         return (block(*hidden),)
 
     def final_states(self, hidden: Hidden) -> Tensor:
-        """The normed hidden states [B, T, H]."""
+        """Return the normed hidden states [B, T, H]."""
         h: Tensor = self.norm(hidden[0])
         return h
 
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
-        """The losses of hidden states [B, T, H], summed, each times its scale."""
+        """Return the sum of losses of hidden states [B, T, H], each times the scale of its label."""
         (label,) = self.labels
         loss: Tensor = self.head(h, batch[label], scales[label])
         return loss
 
     def with_layers_losses(self, loss: Tensor, hidden: Hidden, scales: Scales) -> Tensor:
-        """The head's loss and those that layers have given on beside the hidden states, in training."""
+        """Add losses of layers, such as the balance of experts, to the head's loss."""
         return loss
 
     def num_correct(self, h: Tensor, batch: Batch) -> list[Tensor]:
-        """The number of valid elements of each label that are the model's likeliest answer."""
+        """Count, for each label, the valid elements equal to the class with the largest logit."""
         (label,) = self.labels
         return [cast("TableHead", self.head).num_correct(h, batch[label])]
 
     @staticmethod
     @abstractmethod
     def products(config: Config) -> Costs:
-        """Multiplications of a sample's forward pass: of weights and, where there is attention, in it."""
+        """Count the multiplications of a sample's forward pass: products with weights, and inside attention."""
 
     @staticmethod
     @abstractmethod
     def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-        """The batch's entries without their first dim."""
+        """Return the shape of each entry of a batch without the batch dim."""
 
     @staticmethod
     def tokens_per_sample(config: Config) -> int:
-        """Positions of a sample that the model computes."""
+        """Count the positions of a sample."""
         return config.data.lengths.source
 
     @classmethod
     def flops_per_sample(cls, config: Config) -> int:
-        """Floating-point operations of a sample's forward and backward pass: matrix products only, no recomputation.
+        """Count the floating-point operations of a sample's forward and backward pass.
 
-        6 a weight and token (PaLM, arXiv 2204.02311, appendix B).
+        Matrix products only, without recomputation: 6 for each weight and token (PaLM, arXiv 2204.02311, appendix B).
         """
         # A product is a multiplication and an addition, forward once and backward twice: 2 x 3.
         return int(6 * cls.products(config).total)
 
 
 class ChainPart:
-    """One chunk of a stage's chain that holds several, as a model by itself."""
+    """One chunk of a stage with several chunks, with the interface of a model."""
 
     def __init__(self, chain: Chain, chunk: Chunk) -> None:
         self.chain = chain
@@ -266,12 +269,12 @@ class ChainPart:
 
 
 def chain_of(config: Config) -> type[Chain]:
-    """The class of a run's model."""
+    """Return the class of a run's model."""
     return cast(type[Chain], load_entry(config.model.chain))
 
 
 def make_chain(config: Config, kit: Kit, chunk: Chunk | None = None) -> Chain:
-    """A run's model, or a chunk of it, in the words of a kit; its parameters have no values yet."""
+    """Build a run's model, or a chunk of the model, from a kit's layers. Parameters have no values yet."""
     chain: Chain = load_entry(config.model.chain)(config.model, kit, chunk)
     if config.model.frozen:
         freeze(chain, config.model.frozen)
@@ -279,7 +282,8 @@ def make_chain(config: Config, kit: Kit, chunk: Chunk | None = None) -> Chain:
 
 
 def first_trained(config: Config, kit: Kit) -> int:
-    """The number of the chain's first part (Chunk.parts) with a trained parameter: no gradient is needed before it."""
+    """Return the number of the chain's first part (Chunk.parts) with a trained parameter; earlier parts need no
+    gradient."""
     if not config.model.frozen:
         return EMBEDDINGS
     for link in links(config.model.num_blocks):
@@ -290,19 +294,23 @@ def first_trained(config: Config, kit: Kit) -> int:
 
 
 def split_name(name: str) -> tuple[int | None, str]:
-    """A parameter's or module's layer, and its name in there; of embeddings and head None, and the name."""
+    """Split a parameter's or module's name into layer and name inside of the layer.
+
+    Returns:
+        The layer's number, or None for embeddings and head; the rest of the name.
+    """
     first, _, rest = name.partition(".")
     layer, _, inner = rest.partition(".")
     return (int(layer), inner) if first == "blocks" else (None, name)
 
 
 def blocks_of(chunk: Chunk, make_block: Callable[[int], nn.Module]) -> nn.ModuleDict:
-    """The chunk's blocks, by their numbers."""
+    """Make the chunk's blocks, by number."""
     return nn.ModuleDict({str(layer): make_block(layer) for layer in chunk.layers})
 
 
 def parameters_of(embedding: dict[str, ShardSpec], layers: dict[str, ShardSpec], head: dict[str, ShardSpec]) -> Costs:
-    """Numbers of parameters of the embeddings, each layer and the head."""
+    """Count the parameters of the embeddings, each layer and the head."""
     blocks: dict[int, list[ShardSpec]] = {}
     for name, spec in layers.items():
         layer, _ = split_name(name)

@@ -1,4 +1,4 @@
-"""A chain whose head is cut over a pipeline's stages, as one of them runs it (pipeline/spread_head.py)."""
+"""The work of one pipeline stage if the head's classes are cut over all stages (pipeline/spread_head.py)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from meshwright.compute.models.chain import Chain, ChainPart
 
 
 class SpreadHead(ChainPart):
-    """A stage's layers (`layers`), its part of the head (`head`), or on the last stage both, for so many `stages`.
-    `states`: a meta tensor like the hidden states that the head reads."""
+    """A stage's layers, its part of the head, or on the last stage both.
+
+    Args:
+        chain: The stage's chain.
+        stages: Number of all stages.
+        states: A meta tensor with the shape and dtype of the head's input, [B, T, H].
+        layers: Whether this piece runs the stage's layers.
+        head: Whether this piece runs the stage's part of the head.
+    """
 
     def __init__(self, chain: Chain, stages: int, states: Tensor, *, layers: bool, head: bool) -> None:
         super().__init__(chain, chain.chunk if layers else Chunk((), False, False, chain.chunk.head_over))
@@ -24,7 +31,7 @@ class SpreadHead(ChainPart):
         rows, *each = self.states.shape
         taken = *[0] * (self.stages - 1), rows
         if self.layers:
-            # A copy for each stage, this one too: autograd adds up the gradients that come back.
+            # One copy for each stage, this one included: autograd sums the gradients of all copies.
             copies = hidden[0].repeat(self.stages, *[1] * len(each))
             (h,) = yield Crossing(copies, (rows,) * self.stages, taken)
         else:
@@ -38,8 +45,9 @@ def with_spread_head(chain: Chain, stages: int, states: Tensor, *, last: bool) -
     """Return the pieces of one stage: layers, then a part of the head; the last stage has both in one piece.
 
     Args:
-        stages: number of all stages.
-        states: a meta tensor like the hidden states that the head reads.
+        chain: The stage's chain.
+        stages: Number of all stages.
+        states: A meta tensor with the shape and dtype of the head's input, [B, T, H].
         last: True on the last stage.
     """
     whole = SpreadHead(chain, stages, states, layers=True, head=last)

@@ -1,7 +1,8 @@
-"""Common layers, between branches: on a rank that holds rows, and on one that holds none.
+"""Common layers between branches, on ranks with rows and on ranks without.
 
-Where the first rank of a segment alone computes the common layers (D&SP-cSub), the others declare their parameters too,
-with no rows, and carry activations [0, T, H] through them: in both passes they come by every split and join.
+Under D&SP-cSub the first rank of a segment computes the common layers alone. The other ranks declare the same
+parameters without rows and pass activations [0, T, H] through the layers, so all ranks call each split and join in both
+passes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from meshwright.compute.tensor.serial import SerialLinear
 
 
 class _Common(ShardedModule):
-    """A layer on the rows that ranks of a segment hold. `joins`: its input is the ranks' slices side by side,
-    [B, T, N/g] -> [b, T, N]; `slices`: its output is cut along its width, a slice to each rank, [b, T, N] ->
-    [B, T, ..., N/g]."""
+    """A layer on the rows of a segment's rank.
+
+    Attributes:
+        joins: Whether the input is concatenated from the ranks' slices, [B, T, N/g] -> [b, T, N].
+        slices: Whether the output is cut along the width, one slice for each rank, [b, T, N] -> [B, T, ..., N/g].
+    """
 
     weight: nn.Parameter
     segment: Segment
@@ -33,15 +37,14 @@ class _Common(ShardedModule):
         return self.segment.slice(y, -1) if self.slices else y
 
     def of_no_rows(self, x: Tensor, *width: int) -> Tensor:
-        """The output that a layer whose weight has rows of this width makes of x [0, T, N]."""
-        # Of no rows, but a function of x: the backward pass must come by here on this rank, since a collective waits
-        # for it on the next split.
+        """Return the layer's output for x [0, T, N]: no rows, of the weight's width."""
+        # A function of x: the backward pass has to reach the next split on this rank too, where other ranks wait.
         nothing = x.sum(-1)[..., *[None] * len(width)].expand(*x.shape[:-1], *width)
-        return nothing.to(autocast_dtype(x) or x.dtype)  # as the product, which a split behind it sends
+        return nothing.to(autocast_dtype(x) or x.dtype)  # the product's dtype, which the next split sends
 
 
 class CommonLinear(_Common, SerialLinear):
-    """x W + b where x is held."""
+    """x W + b on ranks with rows."""
 
     def __init__(
         self, segment: Segment, inputs: int, outputs: tuple[int, ...], initial: Initial, *, bias: bool,
@@ -52,16 +55,16 @@ class CommonLinear(_Common, SerialLinear):
         self.set_owner(segment.owner)
 
     def of_no_rows(self, x: Tensor, *width: int) -> Tensor:
-        if len(width) == 1:  # parts that share a key-value head have a copy each; groups are whole
+        if len(width) == 1:  # ranks that share a key-value head have a copy each; groups are not cut
             width = (self.products.outputs_of(width[0]),)
         return super().of_no_rows(x, *width)
 
 
 class Absent(ShardedModule):
-    """A layer that lives on another rank: maps no rows to no rows."""
+    """A layer without rows, owned by another rank."""
 
     def __init__(self, layer: ShardedModule) -> None:
-        """`layer`: whose owner is set."""
+        """Declare the parameters of `layer`, whose owner is set."""
         super().__init__(layer.mesh)
         for name, spec in layer.specs.items():
             self.declare(name, spec)
@@ -75,19 +78,19 @@ class AbsentNorm(Absent):
 
 
 class AbsentTable(Absent):
-    """Ids [0, T] or patches [0, T, P] -> [0, T, H], where gradients begin that end here. (Positions [T] -> zeros.)"""
+    """Map ids [0, T] or patches [0, T, P] to [0, T, H], a leaf of the graph; map positions [T] to zeros."""
 
     def forward(self, x: Tensor) -> Tensor:
         table = self.get_parameter("weight")
-        # H follows B and T. Ids have no gradient: the graph of a rank without a table begins with these zeros.
+        # Ids have no gradient, so the graph of a rank without a table begins with these zeros.
         return table.new_zeros(*x.shape[:2], table.shape[-1]).requires_grad_(torch.is_grad_enabled())
 
 
 class AbsentHead(Absent):
-    """A head without tokens: a loss of 0, from which this rank's backward pass begins."""
+    """A head without tokens: the loss is 0, and the backward pass of this rank begins here."""
 
     def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
-        # A sum of nothing is 0, and has a gradient of no rows to begin with.
+        # The sum of no elements is 0, with a gradient of no rows.
         return h.sum()
 
     def num_correct(self, h: Tensor, labels: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The sub-graph kit (SUPER, IPDPS 2021): branches assigned along the `branch` axis, the rest data-parallel along it.
+"""The sub-graph kit (SUPER, IPDPS 2021): branches on the ranks of the `branch` axis, other layers data-parallel.
 
-g: the axis's size; B: rows of a replica's microbatch; b: those that a rank holds outside of branches: B/g, or with
-`common: one` B on the first rank of a segment and 0 on the others (segment.py).
+g: the axis's size; B: rows of a replica's microbatch; b: a rank's rows outside of branches: B/g, or with `common: one`
+B on the first rank of a segment and 0 on the others (segment.py).
 
 | `branch`       | attention                                             | feed-forward                   |
 |----------------|-------------------------------------------------------|--------------------------------|
@@ -9,8 +9,9 @@ g: the axis's size; B: rows of a replica's microbatch; b: those that a rank hold
 | attention      | enter; [H, N/g]; A/g heads of B; [N/g, H]; leave      | whole, [b, T, H]               |
 | block          | the same                                              | enter; [H, N/g] [N/g, H]; leave |
 
-Embeddings, norms, heads of the model are common: whole weights, [b, T, H]. A common parameter's gradient is summed over
-data and branch, a branch's over data: the branch axis splits the tokens, and cuts the branches.
+Embeddings, norms and the model's head are common: whole weights, [b, T, H]. Gradients of common parameters are summed
+over data and branch, gradients of branches over data: the branch axis splits tokens for the former, weights for the
+latter.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from meshwright.ranks.mesh import Mesh
 
 @dataclass(frozen=True)
 class CommonPair:
-    """A pair of common linears. `core`: the layers between them are branches; else they are common, too."""
+    """A pair of common linears. `core`: whether the layers between the two linears are branches."""
 
     segment: Segment
     arithmetic: Arithmetic
@@ -66,7 +67,7 @@ class CommonPair:
 
 @dataclass(frozen=True)
 class BranchPair:
-    """The linears belong to the branches: each rank has its columns of the first, its rows of the second."""
+    """A pair of linears inside of branches: each rank has columns of the first and rows of the second."""
 
     segment: Segment
     arithmetic: Arithmetic
@@ -80,7 +81,7 @@ class BranchPair:
         return CutExpand(mesh, hidden, outputs, initial, self.segment, bias=bias, products=products, copies=copies)
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        # Added after the branches' outputs are summed, so the bias is a common layer's: its owner computes it.
+        # The bias is added after the sum over branches, so it belongs to the common layers' owner.
         spec = ShardSpec((hidden,), role=BIAS, owner=self.segment.owner) if bias else None
         products = self.arithmetic.contract(hidden)
         return CutContract(self.segment.mesh, inner, hidden, initial, self.segment, bias=spec, products=products)
@@ -92,14 +93,14 @@ class SubgraphKit(KitBase):
     def __init__(
         self, mesh: Mesh, settings: Subgraph, num_rows: int, arithmetic: Arithmetic = AT_ONCE
     ) -> None:  # fmt: skip
-        """`num_rows`: of a replica's microbatch, or the number computed at a time."""
+        """Make the kit of a rank; `num_rows`: rows of a replica's microbatch, or rows computed at a time."""
         alone = num_rows if settings.common == "one" else None
         self.segment = Segment(mesh, num_rows=alone, in_order=arithmetic.in_order)
         super().__init__(mesh, self.segment, arithmetic)
         branches = BranchPair(self.segment, arithmetic)
         core, common = (CommonPair(self.segment, arithmetic.common, core) for core in (True, False))
         self._branches: LinearPair = core if settings.branch == "attention-core" else branches
-        # Attention takes `branches`, every other pair of linears the kit's own words: only `block` cuts these.
+        # Attention asks for `branches`, other pairs of linears for `expand` and `contract`, which only `block` cuts.
         self._slices: LinearPair = branches if settings.branch == "block" else common
         self.inner = arithmetic if settings.branch == "block" else arithmetic.common
 
@@ -108,7 +109,7 @@ class SubgraphKit(KitBase):
         return self._branches
 
     def outside(self, layer: ShardedModule) -> nn.Module:
-        # Declared also where it does not live, with no rows: names, buckets and checkpoints are the same on all ranks.
+        # Ranks without rows declare the layer too: names, buckets and checkpoints are equal on all ranks.
         layer.set_owner(self.segment.owner)
         if self.segment.holds:
             return layer

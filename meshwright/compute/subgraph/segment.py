@@ -1,15 +1,15 @@
 """The collectives of a segment: splits and joins between common layers and branches (SUPER, IPDPS 2021, section IV).
 
-A segment is the ranks of one axis, `branch` in a run's grid; its g ranks are one of each sub-grid. Inside of branches
-every rank sees all B rows of the replica's batch. Outside, a rank holds B/g of them, and all compute the common layers
-(D&SP); or the first holds all of them and the others none, and it alone computes these layers (D&SP-cSub).
+A segment: the g ranks of one axis, `branch` in a run's grid, one rank of each sub-grid. Inside of branches each rank
+has all B rows of the replica's batch. Outside of branches either each rank has B/g rows and all compute the common
+layers (D&SP), or the first rank has all rows and computes the common layers alone (D&SP-cSub).
 
-| step   | meaning                                         | all            | the first | backward |
-|--------|-------------------------------------------------|----------------|-----------|----------|
-| enter  | split: every rank gets all rows                 | all-gather     | broadcast | leave    |
-| leave  | sum of the ranks' parts, rows where they belong | reduce-scatter | reduce    | enter    |
-| slice  | every rank gets its part of a dim, of all rows  | all-to-all     | scatter   | concat   |
-| concat | the parts side by side, rows where they belong  | all-to-all     | gather    | slice    |
+| step   | result                                           | D&SP           | D&SP-cSub | backward |
+|--------|--------------------------------------------------|----------------|-----------|----------|
+| enter  | all rows, on each rank                           | all-gather     | broadcast | leave    |
+| leave  | the sum over ranks, each row on its holder       | reduce-scatter | reduce    | enter    |
+| slice  | a rank's part of a dim, of all rows              | all-to-all     | scatter   | concat   |
+| concat | all parts of a dim, each row on its holder       | all-to-all     | gather    | slice    |
 """
 
 from __future__ import annotations
@@ -29,18 +29,29 @@ ROWS = 0
 
 
 class Segment(Boundary):
-    """A boundary with slices. `owner`: where the common layers live; None: on all ranks."""
+    """A boundary with slices.
 
-    # The gathered input of a pair is kept for the backward pass, as in the paper: g times the activation at that place,
-    # for a third of the bytes.
+    Attributes:
+        owner: Axis and index of the rank with the common layers; None: all ranks.
+        holds: Whether this rank has rows outside of branches.
+    """
+
+    # As in the paper, the gathered input of a pair is kept for the backward pass: g times the activation's memory, a
+    # third of the sent bytes.
     keeps = True
 
     def __init__(
         self, mesh: Mesh, axis: str = "branch", *, num_rows: int | None = None, in_order: bool = False
     ) -> None:
-        """`num_rows`: B where the first rank alone computes the common layers, since the others cannot see it from the
-        batches of no rows that they carry; None: all ranks do. `in_order`: sums have the order of a balanced tree
-        (ranks/trees.py)."""
+        """Make the segment of a rank.
+
+        Args:
+            mesh: The rank's mesh.
+            axis: The segment's axis.
+            num_rows: B, if the first rank computes the common layers alone (batches of other ranks have no rows); None
+                if all ranks compute them.
+            in_order: Whether sums have the order of a balanced tree (ranks/trees.py).
+        """
         self.mesh = mesh
         self.axis = axis
         self.num_rows, self.in_order = num_rows, in_order
@@ -52,7 +63,7 @@ class Segment(Boundary):
         comm = self.mesh.comm(self.axis)
         if self.num_rows is None:
             return start_all_gather(x, comm, ROWS)
-        # Who holds no rows sees dims and dtype of what comes from its own x, and the number of rows from num_rows.
+        # On a rank without rows x gives dims and dtype of the result, num_rows the number of rows.
         whole = x.contiguous() if self.holds else x.new_empty(self.num_rows, *x.shape[1:])
         return Moving(comm.broadcast(whole, 0, wait=False), lambda: whole)
 
@@ -65,7 +76,7 @@ class Segment(Boundary):
         return Moving(total.work, lambda: self.rows(total.result()))
 
     def start_slice(self, x: Tensor, dim: int) -> Moving:
-        """This rank's part along `dim`, of all rows: [b, ..., N] -> [B, ..., N/g]."""
+        """Start to get this rank's part along `dim`, of all rows: [b, ..., N] -> [B, ..., N/g]."""
         comm = self.mesh.comm(self.axis)
         if self.num_rows is None:
             return start_all_to_all(x, comm, ROWS, dim)
@@ -74,18 +85,18 @@ class Segment(Boundary):
         return Moving(comm.scatter(part, panels, 0, wait=False), lambda: part)
 
     def start_concat(self, x: Tensor, dim: int) -> Moving:
-        """Every rank's x side by side along `dim`, rows where they belong: [B, ..., N/g] -> [b, ..., N]."""
+        """Start to concatenate all ranks' x along `dim`, each row on its holder: [B, ..., N/g] -> [b, ..., N]."""
         comm = self.mesh.comm(self.axis)
         if self.num_rows is None:
             return start_all_to_all(x, comm, dim, ROWS)
         at, x = dim % x.dim(), x.contiguous()
         panels = x.new_empty(comm.size, *self.rows(x).shape)
         work = comm.gather(panels, x, 0, wait=False)
-        # Behind the wait: before it the panels hold nothing.
+        # After the wait, which fills the panels.
         return Moving(work, lambda: panels.movedim(0, at).flatten(at, at + 1))
 
     def rows(self, x: Tensor) -> Tensor:
-        """The rows that this rank holds."""
+        """Return this rank's rows."""
         if self.num_rows is None:
             return x.chunk(self.mesh.size(self.axis))[self.mesh.index(self.axis)]
         return x if self.holds else x[:0]
@@ -97,13 +108,13 @@ class Segment(Boundary):
         return cross(x, self._start_sum, self.start_enter)
 
     def slice(self, x: Tensor, dim: int) -> Tensor:
-        """start_slice, waited for and differentiable, as is `concat`."""
+        """Run `start_slice` to its end, differentiably."""
         return cross(x, partial(self.start_slice, dim=dim), partial(self.start_concat, dim=dim))
 
     def concat(self, x: Tensor, dim: int) -> Tensor:
         return cross(x, partial(self.start_concat, dim=dim), partial(self.start_slice, dim=dim))
 
     def _start_sum(self, x: Tensor) -> Moving:
-        """start_leave on a copy of x, which keeps x."""
-        # A reduction writes into its operand, and autograd may hand this very tensor to others.
+        """Start to sum a copy of x."""
+        # A reduction writes into its operand, which autograd may pass to other functions.
         return self.start_leave(x.clone(memory_format=torch.contiguous_format))
