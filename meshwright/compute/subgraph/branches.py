@@ -1,22 +1,21 @@
 """Branches of a network, assigned to the sub-grids of an axis: D&SP for any modules (SUPER, IPDPS 2021, section IV).
 
-g: ranks of the axis; B: rows of a replica's microbatch; b: those of them that a rank holds outside of branches, nearly
-evenly on the first m ranks. Rank c runs the branches of sub-grid c, and nobody else has their parameters.
+g: ranks of the axis; B: rows of a replica's microbatch; b: a rank's rows outside of branches, cut nearly evenly over
+the first m ranks. Rank c alone has the parameters of sub-grid c, and runs the branches of sub-grid c.
 
-| `enter` | a branch gets                | `leave`  | outside there is again                            |
+| `enter` | input of a branch            | `leave`  | result outside of branches                        |
 |---------|------------------------------|----------|---------------------------------------------------|
 | split   | x of all rows: [B, ..., N]   | sum      | the sum of the branches' outputs: [b, ..., N]     |
-| slice   | its part of `dim`, all rows  | concat   | the outputs side by side along `dim`: [b, ..., N] |
+| slice   | a part of `dim`, all rows    | concat   | the outputs concatenated along `dim`: [b, ..., N] |
 
 | `common` | m | sends                                                                                       |
 |----------|---|---------------------------------------------------------------------------------------------|
 | all      | g | all-gather (split), reduce-scatter (sum), all-to-all (slice, concat)       (D&SP)           |
 | one      | 1 | broadcast, reduce, scatter, gather                                         (D&SP-cSub)      |
-| a number | m | messages (translation.py); so do slice and concat where sub-grids have parts of unlike widths |
+| a number | m | messages (translation.py); also slice and concat of parts of different widths                 |
 
-Who runs which branch: branches of given costs assigned to sub-grids (SUPER, IPDPS 2021: D&SP).
-
-Greedy: the most expensive branch first, to whom has the least to do (Graham, 1969: at most 4/3 of the best time).
+Assignment of branches to sub-grids is greedy: the most expensive branch first, to the sub-grid with the least load
+(Graham, 1969: at most 4/3 of the best time).
 """
 
 from __future__ import annotations
@@ -42,8 +41,14 @@ Assignment = tuple[tuple[int, ...], ...]
 def assign(costs: Sequence[float], num_subgrids: int) -> Assignment:
     """Assign every branch to one sub-grid, and at least one branch to each sub-grid.
 
-    `costs`: of the branches, in any unit. Branches of the same cost lie side by side: equal ones are assigned in runs,
-    0 1 | 2 3. Raises ConfigError for fewer branches than sub-grids, and for costs that are no numbers from 0 up.
+    Branches of equal cost are assigned in runs, 0 1 | 2 3.
+
+    Args:
+        costs: The branches' costs, in any unit.
+        num_subgrids: Number of sub-grids.
+
+    Raises:
+        ConfigError: Branches are fewer than sub-grids, or a cost is not a number >= 0.
     """
     if len(costs) < num_subgrids:
         rule = f"branches are fewer than the {num_subgrids} sub-grids they are assigned to"
@@ -77,7 +82,7 @@ Common = Literal["all", "one"] | int
 
 
 class Branches(ShardedModule):
-    """x [b, ...] -> [b, ...]. On an axis of one rank: the modules one after another, the serial form."""
+    """Branches on sub-grids: x [b, ...] -> [b, ...]. With one rank the modules run one after another."""
 
     def __init__(
         self,
@@ -94,14 +99,22 @@ class Branches(ShardedModule):
         out_widths: Sequence[int] | None = None,
         dim: int = -1,
     ) -> None:
-        """`modules`: the branches, made alike on every rank; `num_rows`: B.
+        """Assign branches to sub-grids. Each output must depend on the input differentiably: all ranks take part in the
+        backward pass.
 
-        `costs`: what they are assigned by; None: all the same. `widths`: of the parts of `dim` that branches get of a
-        slice, `out_widths` those that they make for a concat; None: all the same. Every output depends on its input
-        differentiably, else a rank would be missing in the backward pass.
+        Args:
+            modules: All branches, equal on every rank.
+            enter, leave: The steps before and after the branches, as in the table.
+            mesh: The rank's mesh.
+            num_rows: B.
+            axis: The axis of sub-grids.
+            costs: Costs for the assignment; None: equal.
+            widths: Widths of the branches' parts of `dim` in a slice; None: equal.
+            out_widths: Widths of the branches' outputs in a concat; None: equal.
 
-        Raises ConfigError for branches, rows, widths or a number of common ranks that the axis cannot have, and for
-        widths of a dim that is not cut.
+        Raises:
+            ConfigError: The axis cannot have these branches, rows, widths or common ranks; or widths are given for a
+                dim that is not cut.
         """
         super().__init__(mesh)
         _check_step("enter", enter, ("split", "slice"), "widths", widths)
@@ -133,11 +146,11 @@ class Branches(ShardedModule):
             self.add_owned(str(branch), module, (axis, owners[branch]))
 
     def _crossing(self, holders: range, shares: Sequence[int] | None) -> Segment | Translated:
-        """The segmented collectives where ranks' parts are equal. `shares`: by branch, its part of a dim."""
+        """Choose segmented collectives, or messages if ranks' parts differ; `shares`: each branch's part of a dim."""
         size = self.mesh.size(self.axis)
         by_rank = [1] * size if shares is None else [sum(shares[branch] for branch in hand) for hand in self.assignment]
         if len(holders) not in (1, size) or len(set(by_rank)) > 1:
-            # Collectives of torch and MPI need equal parts; uneven ones go by messages.
+            # Collectives of torch and MPI need equal parts.
             return Translated(self.mesh, self.axis, self.num_rows, holders, by_rank)
         if len(holders) < size:
             return Segment(self.mesh, self.axis, num_rows=self.num_rows)
@@ -149,14 +162,14 @@ class Branches(ShardedModule):
         return Segment(self.mesh, self.axis)
 
     def rows(self, x: Tensor) -> Tensor:
-        """The rows that this rank holds outside of branches: [B, ...] -> [b, ...]."""
+        """Return this rank's rows outside of branches: [B, ...] -> [b, ...]."""
         return x[self.held.start : self.held.stop]
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) != len(self.held):
             rule = f"rows are not the {len(self.held)} that rank {self.mesh.rank} holds of num_rows={self.num_rows}"
             raise ConfigError.of("x", len(x), rule, str(len(self.held)))
-        # The input of the first layer needs no gradient, but the ranks' steps back must be the same.
+        # The first layer's input needs no gradient, but all ranks have to make the same backward steps.
         x = _reached(x)
         parts = self._sliced(x) if self.slices else [self.entrance.enter(x)] * len(self.mine)
         results = [self.get_submodule(str(branch))(part) for branch, part in zip(self.mine, parts, strict=True)]
@@ -168,7 +181,7 @@ class Branches(ShardedModule):
         return self.exit.leave(_reached(total))
 
     def _sliced(self, x: Tensor) -> Sequence[Tensor]:
-        """The parts of x, of all rows, that this rank's branches get."""
+        """Return the parts of x, of all rows, for this rank's branches."""
         total, count = x.shape[self.dim], len(self.order)
         widths = [total // count] * count if self.widths is None else list(self.widths)
         if sum(widths) != total:
@@ -176,12 +189,12 @@ class Branches(ShardedModule):
             raise ConfigError.of("widths", sum(widths), rule, f"{count} widths, together {total}")
         if not self._in_order:
             parts = x.split(widths, self.dim)
-            # Ranks get contiguous slices, so the parts are laid in the order in which ranks hold their branches.
+            # Ranks get contiguous slices, so parts are ordered by rank.
             x = torch.cat([parts[branch] for branch in self.order], self.dim)
         return self.entrance.slice(x, self.dim).split([widths[branch] for branch in self.mine], self.dim)
 
     def _joined(self, results: Sequence[Tensor]) -> Tensor:
-        """All branches' results side by side in their order, of the rows that this rank holds."""
+        """Concatenate all branches' results in the branches' order, of this rank's rows."""
         made = [result.shape[self.dim] for result in results]
         widths = made[:1] * len(self.order) if self.out_widths is None else self.out_widths
         if made != [widths[branch] for branch in self.mine]:
@@ -195,9 +208,9 @@ class Branches(ShardedModule):
 
 
 def _reached(x: Tensor) -> Tensor:
-    """x as something that the backward pass comes to, on every rank: each takes its part in the steps back.
+    """Make x part of the graph, so that this rank takes part in the backward steps.
 
-    Else a rank without rows, or with branches that learn nothing, would leave the others waiting.
+    A rank without rows, or without trained branches, would otherwise leave other ranks waiting.
     """
     if x.requires_grad or not torch.is_grad_enabled() or not x.is_floating_point():
         return x
@@ -205,7 +218,7 @@ def _reached(x: Tensor) -> Tensor:
 
 
 def _num_holders(common: Common, size: int) -> int:
-    """The ranks of an axis that hold rows outside of branches."""
+    """Count the ranks of an axis with rows outside of branches."""
     if common == "all":
         return size
     if common == "one":
@@ -216,7 +229,7 @@ def _num_holders(common: Common, size: int) -> int:
 
 
 def _check_step(field: str, word: str, words: tuple[str, str], widths_field: str, widths: Sequence[int] | None) -> None:
-    """`words`: what the step may be; by the second, a dim is cut."""
+    """Check a step; `words`: valid words, the second of which cuts a dim."""
     if word not in words:
         raise ConfigError.of(field, word, "is no step between common layers and branches", " or ".join(words))
     if widths is not None and word != words[1]:
