@@ -1,6 +1,6 @@
-"""Models and their batches: a chain of layers that a pipeline may cut, and named tensors.
+"""Models as chains of layers, which a pipeline cuts, and batches as named tensors.
 
-A batch is all that a model reads of some samples (sequences, images), which the first dim of its tensors counts.
+A batch has a model's inputs of some samples (sequences, images); the first dim of each tensor counts samples.
 
 A label of IGNORED is not valid. Every loss of a model is a sum over the valid elements of one entry, its label;
 divided by their number in the global batch it is a mean, also where ranks and microbatches have different numbers.
@@ -26,53 +26,53 @@ Batch = dict[str, Tensor]
 """Tensors by name, each [B, ...]."""
 
 SAMPLES = "samples"
-"""Stands for a label in `Scales`: the factor of what each sample adds to the loss by itself."""
+"""The key in `Scales` for losses of samples instead of a label, such as the balance of experts."""
 
 Scales = Mapping[str, float]
-"""Factors of the losses' sums, by the name of their label, and SAMPLES."""
+"""Factors of the sums of losses, by name of the label, and SAMPLES."""
 
 LoadRows = Callable[[int, int], Batch]
-"""load(first, count): rows first..first+count of the step's global batch."""
+"""`load(first, count)` returns rows first..first+count of the step's global batch."""
 
 
 class Samples(Protocol):
-    """A split of a data set. Nothing in it has state: a sample's number is its whole cursor."""
+    """A split of a data set, without state: a sample's number is the whole cursor."""
 
     def __len__(self) -> int:
-        """Samples an epoch."""
+        """Return the number of samples of an epoch."""
 
     def samples(self, first: int, count: int) -> Batch:
-        """Samples first ... first + count - 1 of the run, shuffled anew in each epoch; the same in every layout."""
+        """Return samples first ... first + count - 1 of the run, shuffled in each epoch, equal in every layout."""
 
     def held_out(self, first: int, count: int) -> Batch:
-        """Samples first ... first + count - 1 in the file's order, each time the same; first + count <= len."""
+        """Return samples first ... first + count - 1 in the file's order; first + count <= len."""
 
 
 def rows_of(batch: Batch, rows: slice) -> Batch:
-    """These rows of every entry of a batch."""
+    """Cut every entry of a batch to these rows."""
     return {name: x[rows] for name, x in batch.items()}
 
 
 def counts_of(batch: Batch, labels: Sequence[str]) -> list[int]:
-    """The number of valid elements of each label."""
+    """Count the valid elements of each label."""
     return [int((batch[name] != IGNORED).sum()) for name in labels]
 
 
 def scales_of(labels: Sequence[str], counts: Sequence[int], scale: float, samples: int = 1) -> Scales:
-    """The scales that turn each loss into `scale` times its mean over `counts` elements, or over the samples."""
-    # Counts are of the global batch, so that parts with different numbers of labels add up to one mean. A label that
-    # nothing has is a sum of nothing: any divisor will do.
+    """Return the scales that make a sum of losses `scale` times the mean over `counts` elements, or over samples."""
+    # Counts are of the global batch, so parts with different numbers of labels add up to one mean. The sum of a label
+    # without elements is 0 for any divisor.
     means = {name: scale / max(1, count) for name, count in zip(labels, counts, strict=True)}
     return means | {SAMPLES: scale / samples}
 
 
 ON_HOST = frozenset({"documents"})
-"""Entries of a batch that stay on the host: they say which kernels run, and a host that read them on a GPU would wait
-for all that the GPU has still to do."""
+"""Entries of a batch that stay in host memory: the host chooses kernels by them, and a read from a GPU would wait for
+all issued kernels."""
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on the device. A GPU copies out of pinned memory, which torch keeps until then: the host goes on."""
+    """Copy the batch to the device; to a GPU from pinned memory, without a wait of the host."""
 
     def there(x: Tensor) -> Tensor:
         return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
@@ -86,8 +86,14 @@ Hidden = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Crossing:
-    """The end of a piece of a forward or backward pass, at which rows [R, ...] leave for other ranks: given[j] to
-    member j of the axis, from which taken[j] come. `stays`: what a later piece of this rank reads."""
+    """The end of a piece of a forward or backward pass, where ranks exchange rows.
+
+    Attributes:
+        rows: Rows [R, ...] for other ranks.
+        given: Rows to send to each member of the axis.
+        taken: Rows to receive from each member.
+        stays: Tensors for a later piece of this rank.
+    """
 
     rows: Tensor
     given: Sequence[int]
@@ -96,20 +102,20 @@ class Crossing:
 
 
 Run = Callable[..., Any]
-"""run(function, *arguments): the function's result; a policy may keep less for the backward pass."""
+"""`run(function, *arguments)` returns the function's result; a policy may keep less for the backward pass."""
 
 RunPart = Callable[..., Any]
-"""run_part(part, function, *arguments): the function's result. `part`: a layer's number, EMBEDDINGS or HEAD."""
+"""`run_part(part, function, *arguments)` returns the function's result; part: a layer's number, EMBEDDINGS or HEAD."""
 
 
 class RunsParts(Protocol):
-    """A chain that can be told how to run each of its parts."""
+    """A chain with a choice of the function that runs parts."""
 
     def run_parts_by(self, run: RunPart) -> None:
         """Choose how parts run.
 
         Args:
-            run: run(part, function, *arguments) returns the function's result.
+            run: `run(part, function, *arguments)` returns the function's result.
         """
 
 
@@ -119,18 +125,23 @@ def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 Pieces = Generator[Crossing, Hidden, Hidden]
-"""A forward pass in pieces: each is sent (rows that came, *what stayed), and the last returns what the pass returns."""
+"""A forward pass in pieces: a piece gets (received rows, *stays), the last returns the result of the pass."""
 
 
 EMBEDDINGS, HEAD = -1, 2**31 - 1
-"""The parts of a chain before its layers, which have their numbers, and behind them."""
+"""The parts of a chain before and after the layers; a layer is the part of its number."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a model: these layers, and `first` the embeddings, `last` the head with its losses. It is contiguous,
-    unless it is all that a stage of several chunks holds. `head_over`: the axis whose ranks have a part of the head's
-    classes each, whatever else they hold."""
+    """A part of a model: consecutive layers, or all layers of a stage with several chunks.
+
+    Attributes:
+        layers: Numbers of the layers.
+        first: Whether the chunk has the embeddings.
+        last: Whether the chunk has the head and losses.
+        head_over: The axis whose ranks have a part of the head's classes each; empty: the last chunk has the head.
+    """
 
     layers: Sequence[int]
     first: bool
@@ -143,7 +154,7 @@ class Chunk:
 
     @classmethod
     def union(cls, chunks: Sequence[Chunk]) -> Chunk:
-        """All chunks of a stage as one."""
+        """Join all chunks of a stage."""
         if len(chunks) == 1:
             return chunks[0]
         layers = tuple(layer for chunk in chunks for layer in chunk.layers)
@@ -151,24 +162,24 @@ class Chunk:
 
     @property
     def has_head(self) -> bool:
-        """Whether it computes the head, or a part of its classes."""
+        """Whether the chunk computes the head, or a part of the head's classes."""
         return self.last or bool(self.head_over)
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """The parts of the chain that are in it, in the order of the forward pass."""
+        """The chunk's parts of the chain, in the order of the forward pass."""
         return *([EMBEDDINGS] if self.first else []), *self.layers, *([HEAD] if self.has_head else [])
 
 
 def links(num_layers: int) -> tuple[Chunk, Chunk, Chunk]:
-    """The embeddings, all layers and the head, each by itself."""
+    """Return three chunks: the embeddings, all layers, the head."""
     nothing = range(0)
     return Chunk(nothing, True, False), Chunk(range(num_layers), False, False), Chunk(nothing, False, True)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of a model's parts, in any one unit: embeddings, each layer, head and losses."""
+    """Costs of a model's parts in one unit: embeddings, each layer, head and losses."""
 
     embedding: float
     layers: tuple[float, ...]
@@ -180,26 +191,26 @@ class Costs:
 
 
 class Model(Protocol):
-    """The chain, or a chunk of it, as a stage runs it."""
+    """A chain, or a chunk of a chain, for a stage."""
 
     chunk: Chunk
     labels: tuple[str, ...]
-    """The batch's entries that are labels, one for each loss."""
+    """Names of the batch's labels, one for each loss."""
     inside: tuple[str, ...]
-    """The batch's entries that are read inside of branches, and sliced for there: masks of attention."""
+    """Names of the batch's entries that attention reads, such as masks."""
 
     def __call__(self, batch: Batch, scales: Scales, incoming: Hidden = ()) -> Hidden:
-        """The input of the chunk after; the last one returns (the losses' sum, each times its scale,)."""
+        """Return the input of the next chunk; of the last chunk the sum of scaled losses, alone in a tuple."""
 
     def in_pieces(self, batch: Batch, scales: Scales, incoming: Hidden = ()) -> Pieces:
-        """Run the chunk forward in pieces, each up to where rows leave for experts; the result is a call's."""
+        """Run the chunk forward in pieces, each up to an exchange of experts' rows; return the result of a call."""
 
     def hidden_states(self, batch: Batch, incoming: Hidden = ()) -> Hidden:
-        """The input of the chunk after; the last one returns the normed hidden states [B, T, H]."""
+        """Return the input of the next chunk; of the last chunk the normed hidden states [B, T, H]."""
 
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
-        """The losses of hidden states."""
+        """Return the sum of scaled losses of hidden states [B, T, H]."""
 
     def num_correct(self, h: Tensor, batch: Batch) -> list[Tensor]:
-        """How many valid elements of each label are the model's likeliest answer, scalars on the device. Without
-        gradients."""
+        """Count, for each label, the valid elements equal to the class with the largest logit: scalars on the device,
+        without gradients."""

@@ -1,6 +1,6 @@
-"""Experts: a feed-forward of n SwiGLUs, of which each token takes k (Mixtral, arXiv 2401.04088; Qwen3-MoE).
+"""Experts: n feed-forwards, of which each token takes k (Mixtral, arXiv 2401.04088; Qwen3-MoE).
 
-    y = Σ over a token's k experts e of  w_e · contract_e(swiglu(expand_e(x)))        which, and w_e: router.py
+    y = Σ over a token's k experts e of  w_e · contract_e(swiglu(expand_e(x)))        experts and w_e: router.py
 
 | layer    | input        | weight                  | output          | forward sends | backward sends |
 |----------|--------------|-------------------------|-----------------|---------------|----------------|
@@ -8,27 +8,26 @@
 | expand   | [R, H]       | [n, H, 2, N/tensor]     | [R, 2, N/tensor]| enter         | leave          |
 | contract | [R, N/tensor]| [n, N/tensor, H]        | [R, H]          | leave         | enter          |
 
-R = B T k rows: a token's row is there once for each expert that it takes, rows are sorted by expert, and an expert's
-rows are one product. `enter` and `leave` are a pair's (boundary.py), where the inner width is cut; weights w_e enter as
-the rows do, since each rank has a part of every expert's output.
+R = B T k rows: a token has one row for each chosen expert. Rows are sorted by expert, and an expert's rows are one
+product. `enter` and `leave` are a pair's (boundary.py), if the inner width is cut; weights w_e enter as rows do, since
+each rank has a part of every expert's output.
 
-Without a capacity no token is left out (dropless). With one, in training, an expert takes the first C tokens of each
-sequence that choose it, C = ceil(capacity k T / n), and adds nothing to those after (Switch Transformer; Megatron's
-policy `position`). It is counted by sequence, so the value is the same however sequences are dealt to replicas and
-microbatches; and by position, so a token's output depends on no later one, as it would if the likeliest stayed. Shapes
-are then fixed: R = n B C, rows that nobody takes are zeros. Where the context axis cuts sequences, ranks tell each
-other their tokens' experts first (one all-reduce of [B, T, k], forward); a rank has room for min(C, T/context) rows.
+**Capacity.** Without a capacity no token is dropped. With a capacity, in training, an expert takes the first C tokens
+of a sequence that choose the expert, C = ceil(capacity k T / n), and adds nothing to later tokens (Switch Transformer;
+Megatron's policy `position`). Tokens are counted by sequence, so the result is independent of replicas and
+microbatches, and by position, so no output depends on later tokens. Shapes are fixed: R = n B C, and unused rows are
+zeros. If the context axis cuts sequences, ranks exchange their tokens' experts first (one all-reduce of [B, T, k],
+forward); a rank has room for min(C, T/context) rows.
 
-A CPU multiplies one expert's rows after another's. A GPU that has a kernel for all of them (`Experts.grouped`) is given
-the ends of experts' rows as a tensor on the device: one launch a product, and the host knows no number of rows. The
-weights' gradient is then rounded to bfloat16 once a microbatch, before it is added to the bucket.
+**Kernels.** A CPU multiplies the experts' rows one expert after another. A GPU with a grouped kernel
+(`Experts.grouped`) gets the ends of experts' rows as a tensor on the device: one launch a product, and the host needs
+no number of rows. The weights' gradient is then rounded to bfloat16 once a microbatch, before the sum in the bucket.
 
-Over the expert axis (GShard, arXiv 2006.16668) ranks have different tokens and n/expert experts each, so a row travels
-to the rank that holds its expert, and its output back: two all-to-alls of rows forward, two backward. Dropless, they
-have as many rows as the router gives each rank, of which an all-to-all of counts tells beforehand: between devices, and
-the host waits for two sums a rank alone, the sizes of the all-to-alls; with a capacity all have as many, and no
-counts travel. An expert's gradient is then that of all the group's tokens; the spec's cut says
-that it is summed over the other axes alone.
+**Expert axis** (GShard, arXiv 2006.16668). Ranks have different tokens and n/expert experts each. A row is sent to the
+rank of the row's expert, and the output is sent back: two all-to-alls of rows forward, two backward. Without a capacity
+an all-to-all of counts between devices gives the number of rows first, and the host waits only for two sums a rank, the
+sizes of the all-to-alls of rows. With a capacity all numbers are equal, and no counts are sent. An expert's gradient is
+that of all tokens of the group, so the gradient is summed only over the other axes (the spec's cut).
 """
 
 from __future__ import annotations
@@ -111,18 +110,18 @@ class GroupedLinear(ShardedModule):
         return x
 
     def multiply(self, x: Tensor, weight: Tensor, runs: Runs, *, turned: bool = False) -> Tensor:
-        """Multiply each expert's rows of x [R, K] by its own of the weights [n, K, N]; `turned`: the weights are
-        [n, N, K], and each is turned."""
+        """Multiply each expert's rows of x [R, K] by the expert's weight of [n, K, N]; `turned`: the weights are
+        [n, N, K], and each is transposed."""
         if isinstance(runs, Tensor):
             own = weight.transpose(1, 2) if turned else weight
-            # A rank may be sent no row at all.
+            # A rank may receive no rows.
             return torch._grouped_mm(x, own, offs=runs) if len(x) else x.new_empty(0, own.shape[2])
         parts = zip(x.split([*chain(*runs)]), chain(*repeat(weight, len(runs))), strict=True)
         operands = ((self.operand(part), self.operand(own)) for part, own in parts)
         return torch.cat([self.products.multiply(part, own.t() if turned else own) for part, own in operands])
 
     def addends(self, x: Tensor, dy: Tensor, runs: Runs) -> Iterable[WriteGradient]:
-        """Yield functions that each write an addend of the weight's gradient."""
+        """Yield functions, each of which writes an addend of the weight's gradient."""
         if isinstance(runs, Tensor):
 
             def write(out: Tensor, beta: int) -> None:
@@ -130,7 +129,7 @@ class GroupedLinear(ShardedModule):
 
             return (write,)
         lengths = [sum(run) for run in runs]
-        # One addend a run: where sums are of integers, each addend is rounded separately.
+        # One addend a run: sums of integers round each addend separately.
         parts = zip(runs, x.split(lengths), dy.split(lengths), strict=True)
         return (partial(self.write_run, run, rows, gradients) for run, rows, gradients in parts)
 
@@ -142,10 +141,14 @@ class GroupedLinear(ShardedModule):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Where rows go. Sorted row i is pair pairs[i]'s, of a token and its k-th choice; pair j's is sorted row slots[j].
+    """The order of rows. A pair is a token and one of the token's k choices.
 
-    `rows`: the number of each expert's sorted rows [n], on the tokens' device; None: equal numbers, and an index one
-    behind the last is a row of zeros.
+    Attributes:
+        pairs: The pair of each sorted row.
+        slots: The sorted row of each pair.
+        copies: Rows of a token.
+        rows: Sorted rows of each expert [n], on the tokens' device; None: equal numbers, and the index after the last
+            row is a row of zeros.
     """
 
     pairs: Tensor
@@ -169,8 +172,14 @@ class Dispatched(NamedTuple):
 
 @dataclass(frozen=True)
 class Trade:
-    """Rows that ranks have for each other's experts: given[j] go to rank j and taken[j] come from it, of which
-    coming[j, e] are for expert e of this rank, on the tokens' device. `evenly`: all of them are as many."""
+    """Rows between ranks of the expert axis.
+
+    Attributes:
+        given: Rows to send to each rank.
+        taken: Rows to receive from each rank.
+        coming: Received rows by sender and expert of this rank, on the tokens' device.
+        evenly: Whether all numbers are equal.
+    """
 
     given: Sequence[int]
     taken: Sequence[int]
@@ -179,8 +188,8 @@ class Trade:
 
 
 class _Gather(torch.autograd.Function):
-    """Row index[i] of x as row i. Backward, back [R, copies] says where each row went, and its copies are added up in
-    their order, so that the sum's bits are the same each time."""
+    """y[i] = x[index[i]]. Backward, `back` [R, copies] lists the copies of each row of x, summed in this order, with
+    equal bits in each run."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, zeros: bool) -> Tensor:
@@ -197,13 +206,13 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_rows(x: Tensor, index: Tensor, back: Tensor, *, zeros: bool = False) -> Tensor:
-    """x [R/copies, H] -> [R', H]. `zeros`: an index one behind the last row is a row of zeros."""
+    """Gather rows: x [R/copies, H] -> [R', H]. `zeros`: the index after the last row is a row of zeros."""
     y: Tensor = _Gather.apply(x, index, back, zeros)
     return y
 
 
 class _CountDropped(torch.autograd.Function):
-    """Identity. The backward pass counts dropped pairs, so once even if the forward pass is recomputed."""
+    """Identity. Dropped pairs are counted in the backward pass, so once even if the forward pass is recomputed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: Tensor, layer: Experts) -> Tensor:
@@ -220,14 +229,14 @@ class _CountDropped(torch.autograd.Function):
 
 
 def dropped_pairs(model: nn.Module, device: torch.device) -> Tensor:
-    """How many pairs of a token and an expert this rank has dropped since the last call, a scalar on its device."""
+    """Count the pairs of a token and an expert that this rank has dropped since the last call: a scalar on `device`."""
     layers = [module for module in model.modules() if isinstance(module, Experts)]
     counts = [count for layer in layers if (count := layer.take_dropped()) is not None]
     return torch.stack(counts).sum() if counts else torch.zeros((), device=device)
 
 
 class Experts(nn.Module):
-    """The router and its experts. `boundary`: which axis cuts their inner width, and how activations cross it."""
+    """A router and experts. `boundary`: the axis that cuts the experts' inner width, and its collectives."""
 
     linear: ClassVar[type[GroupedLinear]] = GroupedLinear
     in_graphs: ClassVar[bool] = False
@@ -255,8 +264,16 @@ class Experts(nn.Module):
         return dropped
 
     def forward(self, h: Tensor, places: Tensor | None = None) -> tuple[Tensor, ...]:
-        """[B, T, H] -> ([B, T, H],), and where the router has losses each sequence's [B], or this rank's part of it
-        where the context axis cuts sequences. `places`: of the rank's tokens in their sequence, there in training."""
+        """Run router and experts.
+
+        Args:
+            h: [B, T, H].
+            places: Positions of this rank's tokens in their sequence; in training only.
+
+        Returns:
+            ([B, T, H],); of a router with losses also the loss of each sequence [B], or this rank's part of the loss if
+            the context axis cuts sequences.
+        """
         dispatched, plan = self.dispatch(h, places)
         x = dispatched.rows
         if not self.travels:
@@ -268,7 +285,7 @@ class Experts(nn.Module):
         return self.combine(y, dispatched.weights, plan), *dispatched.losses
 
     def dispatch(self, h: Tensor, places: Tensor | None) -> tuple[Dispatched, Dispatch]:
-        """The forward pass up to the exchange of rows. h [B, T, H] and `places` as in `forward`."""
+        """Run the forward pass up to the exchange of rows; arguments as in `forward`."""
         routed = self.router.route(self.router(h))
         enter = self.boundary.enter
         whole, weights = enter(h), enter(routed.weights.to(h.dtype))
@@ -283,13 +300,16 @@ class Experts(nn.Module):
         return Dispatched(rows, weights, routed.losses), plan
 
     def combine(self, y: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
-        """The chosen experts' outputs [B, T, H], each times its weight, of the outputs y [R, H] of all rows."""
+        """Sum the chosen experts' outputs times their weights: all rows' outputs y [R, H] -> [B, T, H]."""
         y = gather_rows(y, plan.slots, plan.pairs.unsqueeze(1), zeros=plan.drops)
         return self.boundary.leave((y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(2))
 
     def _bounded(self, h: Tensor, ids: Tensor, places: Tensor | None) -> tuple[Dispatch, Tensor]:
-        """Each sequence's first C tokens of each expert; by expert, sequence and position. And h, which tells in the
-        backward pass what was dropped."""
+        """Keep the first C tokens of each sequence and expert, ordered by expert, sequence and position.
+
+        Returns:
+            The order of rows; h, whose backward pass counts dropped pairs.
+        """
         (rows, tokens, copies), count = ids.shape, self.shape.count
         before = earlier_tokens(ids, count)
         cut = self.mesh.size("context") if "context" in self.mesh.grid.names else 1
@@ -305,7 +325,7 @@ class Experts(nn.Module):
         return Dispatch(pairs[:-1], slots, copies, None), _CountDropped.apply(h, kept, self)
 
     def _earlier_of_all(self, ids: Tensor, places: Tensor | None, length: int) -> Tensor:
-        """`earlier_tokens` where each rank of the context axis has some of a sequence's tokens, at these places."""
+        """Compute `earlier_tokens` if the context axis cuts sequences; `places`: positions of this rank's tokens."""
         assert places is not None, "tokens of a part of a sequence, at places that nobody has said"
         whole = ids.new_zeros(ids.shape[0], length, ids.shape[2])
         whole[:, places] = ids
@@ -313,7 +333,7 @@ class Experts(nn.Module):
         return earlier_tokens(whole, self.shape.count)[:, places]
 
     def grouped(self, x: Tensor) -> bool:
-        """Whether one kernel multiplies the rows x [R, H] of all experts. Where not, the host knows each one's rows."""
+        """Return True if one kernel multiplies the rows x [R, H] of all experts; else the host needs their numbers."""
         capability = self.mesh.capability
         if capability is None or capability[0] not in GROUPED:
             return False
@@ -324,23 +344,23 @@ class Experts(nn.Module):
         return aligned and (autocast_dtype(x) or x.dtype) == torch.bfloat16
 
     def runs_of(self, x: Tensor, counts: Tensor | None) -> Runs:
-        """One run of the rows x [R, H] of this rank's experts. `counts` [ranks, n]: each rank's rows of each expert;
-        None: equal numbers."""
+        """Make one run of the rows x [R, H] of this rank's experts; `counts` [ranks, n]: each rank's rows of each
+        expert, or None for equal numbers."""
         here = self.expand.weight.shape[0]
         if not self.grouped(x):
             return [[len(x) // here] * here if counts is None else counts.sum(0).tolist()]
         if counts is None:
             return torch.arange(1, here + 1, dtype=torch.int32, device=x.device) * (len(x) // here)
-        return counts.sum(0).cumsum(0).int().to(x.device)  # a plan has the numbers of rows on the host
+        return counts.sum(0).cumsum(0).int().to(x.device)  # in a plan the numbers are in host memory
 
     def outputs(self, x: Tensor, runs: Runs) -> Tensor:
-        """Return the outputs of this rank's experts, in each run for these numbers of rows of x [R, H], in order."""
+        """Return the outputs of this rank's experts for x [R, H]; `runs`: numbers of rows by run and expert."""
         y: Tensor = self.contract(self.shape.activated(self.expand(x, runs)), runs)
         return y
 
     def trade_of(self, plan: Dispatch, device: torch.device) -> Trade:
-        """Which rows travel between the ranks that hold experts. Dropless they tell each other how many, in an
-        all-to-all that is waited for; with a capacity every rank has as many."""
+        """Plan the exchange of rows over the expert axis. Without a capacity ranks exchange the numbers of rows by an
+        all-to-all, and wait; with a capacity all numbers are equal."""
         size, here = self.mesh.size(EXPERT), self.shape.count // self.mesh.size(EXPERT)
         if plan.rows is None:
             rows = len(plan.pairs) // self.shape.count
@@ -355,11 +375,11 @@ class Experts(nn.Module):
         return Trade(given, taken, coming, evenly=False)
 
     def traded(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """The rows that other ranks have for this one in exchange for x, waited for."""
+        """Exchange rows x for other ranks' rows, and wait."""
         return trade_rows(x, sent, received, self.mesh, EXPERT)
 
     def outputs_here(self, x: Tensor, trade: Trade) -> Tensor:
-        """The outputs of this rank's experts for the rows x that have come, which are by rank and in it by expert."""
+        """Return the outputs of this rank's experts for received rows x, ordered by sender, then by expert."""
         coming = trade.coming
         size, here = coming.shape
         if trade.evenly:
@@ -376,16 +396,16 @@ class Experts(nn.Module):
 
 
 def rows_of_experts(experts: Tensor, count: int) -> Tensor:
-    """Rows of each expert [n], of the sorted experts of all rows; in a plan, whose tensors have no values, equal
-    numbers on the host."""
+    """Count each expert's rows [n] from the sorted experts of all rows; in a plan equal numbers, in host memory."""
     total = experts.numel()
     if experts.device.type == "meta":
         return torch.tensor([total * (index + 1) // count - total * index // count for index in range(count)])
-    # Not bincount, for which the host waits.
+    # bincount would make the host wait.
     return torch.searchsorted(experts, torch.arange(count + 1, device=experts.device)).diff()
 
 
 def earlier_tokens(ids: Tensor, count: int) -> Tensor:
-    """How many earlier tokens of its sequence take each expert that a token takes; ids and result [B, T, k]."""
+    """Count, for each token's chosen experts, the earlier tokens of the sequence with the same expert; ids and result
+    [B, T, k]."""
     taken = torch.zeros(*ids.shape[:2], count, dtype=ids.dtype, device=ids.device).scatter_(2, ids, 1)
     return (taken.cumsum(1) - taken).gather(2, ids)
