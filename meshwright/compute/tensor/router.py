@@ -1,9 +1,9 @@
-"""The router of experts: which of n each token takes, by what weights, and what keeps experts equally busy.
+"""The router: chooses k of n experts for each token, weighs their outputs, and balances the experts' loads.
 
     s = softmax(x R) or sigmoid(x R)      chosen: the k largest of s + b, of the groups whose two best sum highest
                                           w_e = scale s_e, or scale s_e over the sum of the chosen
 
-Biases b decide who is chosen and nothing else: no loss has a gradient by them (balance without a loss, Wang et al.,
+Biases b take part in the choice only: no loss has a gradient with respect to b (balance without a loss, Wang et al.,
 arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2). A step moves each against its load:
 
     b_e -= rate sign(n c_e - k T)         c_e: tokens of the global batch that took e; T: its tokens
@@ -49,18 +49,24 @@ from meshwright.ranks.collectives import all_reduce, start_all_reduce
 from meshwright.ranks.mesh import Mesh
 
 LEAST = 1e-20
-"""Added to the sum of a token's sigmoids before it divides, as transformers does: all may be zero in float32."""
+"""Added to the sum of a token's sigmoids before the division, as in transformers: all may be zero in float32."""
 
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """Experts as the model asks for them: `count` of width `inner`, `chosen` a token.
+    """The sizes and settings of a layer's experts.
 
-    `renormalises`: the chosen experts' weights add up to 1, times `scale`. `balance`, `router_z`: the coefficients of
-    the two losses. `capacity`: the most tokens of a sequence that an expert takes in training, in those of an even
-    router; None: all that choose it. `groups_chosen`: of `groups`, whose experts a token may take. `biased`: a bias
-    takes part in the choice. `activation`: between an expert's linears; the first has `expand_groups` outputs for each
-    input of the second.
+    Attributes:
+        hidden, inner: Widths of a token and inside of an expert.
+        count: Number of experts.
+        chosen: Experts of a token.
+        renormalises: Whether a token's weights add up to `scale`.
+        balance, router_z: Coefficients of the two losses.
+        capacity: Tokens of a sequence that an expert takes in training, as a multiple of an even router's; None: all.
+        groups, groups_chosen: Groups of experts, and the number of groups for a token.
+        biased: Whether a bias takes part in the choice.
+        activation: Function between an expert's linears.
+        expand_groups: Outputs of the first linear for each input of the second.
     """
 
     hidden: int
@@ -72,7 +78,7 @@ class ExpertsShape:
     capacity: float | None
     initial: Initial
     last: Initial
-    """The first values of the linear that ends in the residual stream."""
+    """Initial values of the second linear."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     groups: int = 1
     groups_chosen: int = 1
@@ -85,22 +91,28 @@ class ExpertsShape:
 
     @property
     def expand_sizes(self) -> tuple[int, int, int, int]:
-        """The first linears' dims: experts, inputs, groups, outputs of a group."""
+        """The shape of the first linears: experts, inputs, groups, outputs of a group."""
         return self.count, self.hidden, self.expand_groups, self.inner
 
     def activated(self, x: Tensor) -> Tensor:
-        """[..., groups, N], the first linear's outputs -> [..., N], the second's inputs."""
+        """Apply the activation: first linear's outputs [..., groups, N] -> second linear's inputs [..., N]."""
         return ACTIVATIONS[self.activation](x if self.expand_groups > 1 else x.squeeze(-2))
 
     def most_tokens(self, length: int) -> int:
-        """C: the most tokens of a sequence of this length that an expert takes."""
+        """Return C: the most tokens that an expert takes of a sequence of this length."""
         assert self.capacity is not None, "experts without a capacity"
         return min(length, math.ceil(self.capacity * self.chosen * length / self.count))
 
 
 class Routed(NamedTuple):
-    """A router's word on tokens: the experts of each, `ids` [B, T, k], their `weights` [B, T, k], and where it has
-    losses each sequence's [B], or this rank's part of it where the context axis cuts sequences."""
+    """A router's choice.
+
+    Attributes:
+        weights: Weights of each token's experts [B, T, k].
+        ids: Numbers of each token's experts [B, T, k].
+        losses: The loss of each sequence [B], or this rank's part of the loss if the context axis cuts sequences; empty
+            for a router without losses.
+    """
 
     weights: Tensor
     ids: Tensor
@@ -108,7 +120,7 @@ class Routed(NamedTuple):
 
 
 class Router(ShardedModule):
-    """Scores of experts, x R; R [H, n], b [n]."""
+    """The linear x R that scores experts; R [H, n], b [n]."""
 
     def __init__(self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary, products: Products = PLAIN) -> None:
         super().__init__(mesh)
@@ -119,18 +131,18 @@ class Router(ShardedModule):
         self.counting = False
         """Whether the current pass only counts loads."""
         self.loads: Tensor | None = None
-        """Tokens that took each expert [n]: this rank's so far while `counting`, then the mean sequence's of the global
-        batch, until the step ends."""
+        """Tokens of each expert [n]: while `counting` this rank's so far, then the mean over the global batch's
+        sequences, until the step ends."""
 
     def count(self) -> None:
-        """Let passes count loads alone, from zero."""
+        """Make the next passes count loads, from zero."""
         self.counting, self.loads = True, None
 
     def balance_by(self, loads: Tensor) -> None:
-        """Balance by known loads, and count no more.
+        """End counting, and balance by known loads.
 
         Args:
-            loads: [n], tokens of the mean sequence of the global batch that took each expert.
+            loads: Tokens of each expert [n], the mean over the global batch's sequences.
         """
         self.counting, self.loads = False, loads
 
@@ -138,7 +150,7 @@ class Router(ShardedModule):
         return linear(h, self.weight, None, self, self.products)
 
     def route(self, logits: Tensor) -> Routed:
-        """The experts of tokens, logits [B, T, n]."""
+        """Choose the experts of tokens from logits [B, T, n]."""
         shape = self.shape
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = wide.softmax(-1) if shape.scores == "softmax" else wide.sigmoid()
@@ -159,7 +171,7 @@ class Router(ShardedModule):
         return Routed(weights, ids, (self._losses(wide, scores, ids),) if shape.balance or shape.router_z else ())
 
     def _choice(self, scores: Tensor) -> Tensor:
-        """The experts that tokens choose, [B, T, k]."""
+        """Return the numbers of the chosen experts [B, T, k]."""
         shape = self.shape
         if self.bias is not None:
             scores = scores + self.bias.detach()
@@ -172,7 +184,7 @@ class Router(ShardedModule):
         return scores.topk(shape.chosen, -1)[1]
 
     def _losses(self, logits: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
-        """Each sequence's share of the balance and the z-loss, each times its coefficient."""
+        """Return the balance loss and z-loss of each sequence [B], times their coefficients."""
         shape, inside = self.shape, self.boundary.split_axes
         cut = tuple(axis for axis in self.mesh.grid.names if axis in (*inside, "context"))
         tokens = scores.shape[1] * self.mesh.size(*cut)
@@ -182,9 +194,9 @@ class Router(ShardedModule):
             if shape.balance_over == "batch" and self.loads is not None and not self.counting:
                 counts = self.loads.unsqueeze(0)
             else:
-                # An evaluation, a plan and the pass that counts ask for no balance over a batch: any counts will do.
+                # An evaluation, a plan and a counting pass use no balance over a batch: any counts will do.
                 assert shape.balance_over != "batch" or self.counting or not self.training or ids.is_meta, "not counted"
-                counts = counts_of(ids, shape.count, scores.dtype)  # tokens of each sequence that took each expert
+                counts = counts_of(ids, shape.count, scores.dtype)  # by sequence and expert
                 if cut and shape.balance_over != "batch":
                     counts = start_all_reduce(counts, self.mesh.comm(*cut)).wait()
                 if shape.balance_over == "microbatch":
@@ -193,22 +205,29 @@ class Router(ShardedModule):
             losses = losses + shape.balance * balance
         if shape.router_z:
             losses = losses + logits.logsumexp(-1).square().sum(1) * (shape.router_z / tokens)
-        for axis in inside:  # whose ranks go on with one loss
+        for axis in inside:  # ranks of these axes continue with one loss
             losses = all_reduce(losses, self.mesh, axis)
         return losses
 
 
 @contextmanager
 def counted_loads(model: nn.Module, mesh: Mesh, sequences: int) -> Iterator[None]:
-    """Let routers count, in the passes inside, which experts the global batch of so many sequences takes. Sends one
-    all-reduce of [routers, n] over the axes that split tokens."""
+    """Count the loads of all routers in the passes inside, then balance by the loads.
+
+    Sends one all-reduce of [routers, n] over the axes that split tokens.
+
+    Args:
+        model: The model or a chunk.
+        mesh: The rank's mesh.
+        sequences: Sequences of the global batch.
+    """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     for router in routers:
         router.count()
     yield
     loads = [router.loads for router in routers if router.loads is not None]
     assert len(loads) == len(routers), "a router that no pass reached"
-    if loads:  # a stage may have none, and its ranks then all have none
+    if loads:  # a stage may have no router, and then none of the stage's ranks has one
         mean = torch.stack(loads) / sequences
         mesh.comm(*mesh.token_axes).all_reduce(mean)
         for router, own in zip(routers, mean, strict=True):
@@ -216,7 +235,7 @@ def counted_loads(model: nn.Module, mesh: Mesh, sequences: int) -> Iterator[None
 
 
 class _CountLoads(torch.autograd.Function):
-    """Scores as they are. The backward pass adds n c_e - k T of these tokens to the bias's gradient."""
+    """Identity of the scores. The backward pass adds n c_e - k T of these tokens to the bias's gradient."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, bias: Tensor, ids: Tensor, router: Router) -> Tensor:
@@ -235,6 +254,6 @@ class _CountLoads(torch.autograd.Function):
 
 
 def counts_of(ids: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Tokens of each sequence that took each expert, [B, n]; ids [B, T, k]."""
+    """Count the tokens of each sequence and expert: ids [B, T, k] -> [B, n]."""
     counts = torch.zeros(ids.shape[0], count, dtype=dtype, device=ids.device)
     return counts.scatter_add_(1, ids.flatten(1), torch.ones_like(ids, dtype=dtype).flatten(1))
