@@ -584,7 +584,7 @@ def _element_kind(given: Sequence[Tensor], result: Tensor) -> ElementKind:
         sum: Rows are added. mixed: Inputs and result differ in dtype. strided: They do, and an input of several
         elements is repeated or not contiguous. element: None of these.
     """
-    several = [x for x in given if x.numel() > 1]
+    several = [x for x in given if x.numel() > 1 and x.is_floating_point()]  # masks are no operands that are cast
     if any(x.numel() > result.numel() for x in several):
         # A sum of each row reads the memory in its order, at the memory's pace.
         return "sum" if result.dim() and several[0].shape[-1] == result.shape[-1] > 1 else "element"

@@ -157,7 +157,9 @@ def test_a_plan_on_a_cpu_counts_the_copies_as_its_memory() -> None:
 
 def test_a_slow_link_is_waited_for() -> None:
     again, moved, slow = planned(1).seconds, planned("offload").seconds, planned("offload", host_link=1e8).seconds
-    assert moved == pytest.approx(again, rel=0.01)
+    assert moved == planned("offload", host_link=1e12).seconds  # hidden
+    # A copy ends a row of compiled kernels: one more to issue for a layer and microbatch.
+    assert 0 <= moved - again <= 4 * LAYERS * load_cluster("dgx-h100").device.issue_seconds
     # To the host and back, for each of four microbatches; a copy goes on under its layer alone.
     copied = 4 * LAYERS * 2 * HIDDEN_BYTES / 1e8
     assert 0.5 * copied < slow - again < copied
