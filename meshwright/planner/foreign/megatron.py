@@ -40,6 +40,8 @@ VOCABULARIES = (("gpt2", 50257), ("llama2", 32000), ("llama3", 128256))
 """Parts of --tokenizer-type, and the tokens of the tokenizer."""
 SIZES = ("num-layers", "hidden-size")
 LAYOUT = "pipeline-model-parallel-layout"
+MOST_PARTS = 10_000
+"""Characters of a written layout with its repeats: a file may ask for more of them than memory holds."""
 CONTEXTS = (("p2p", "ring"), ("a2a", "ulysses"))
 """Megatron's --cp-comm-type, and ours."""
 SHARDS = (("no_shard", "allreduce"), ("optim_grads_params", "zero3"), ("optim_grads", "zero2"), ("optim", "zero1"))
@@ -276,10 +278,12 @@ def layout_of(text: str) -> list[list[str]]:
     commas are spaces: core/transformer/pipeline_parallel_layer_layout.py.
     """
     flat = text.replace(",", "").replace(" ", "").strip("'\"")
-    repeat = re.compile(r"(?:\(([^()]*)\)|([Etm]))\*(\d+)")
-    while found := repeat.search(flat):
-        flat = flat[: found.start()] + (found[2] or found[1]) * int(found[3]) + flat[found.end() :]
-    if not re.fullmatch(r"E[tm|]*L", flat):
+    repeat = re.compile(r"(?:\(([^()]*)\)|([Etm]))\*(\d{1,4})(?!\d)")
+    while (found := repeat.search(flat)) and len(flat) <= MOST_PARTS:
+        part = found[2] or found[1]
+        times = min(int(found[3]), MOST_PARTS // max(1, len(part)) + 1)
+        flat = flat[: found.start()] + part * times + flat[found.end() :]
+    if len(flat) > MOST_PARTS or not re.fullmatch(r"E[tm|]*L", flat):
         raise ConfigError.of(
             "--pipeline-model-parallel-layout", text, "is no layout", "E, t, m, L, | and repeats: Et|t*3|tL"
         )

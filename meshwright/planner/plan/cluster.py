@@ -90,6 +90,8 @@ class Device(Section):
     attention_efficiency: Shares | None = Field(default=None, alias="attention")
     """The same of torch's fused attention, over the cube root of queries x keys x width of a head, of a causal one half
     the products counted; null: it attends step by step."""
+    attention_beside_bytes: Annotated[float, Field(ge=0)] = Field(default=0.0, alias="attention_beside")
+    """Bytes an element of a query that kernels beside a backward pass touch, if shares are of main kernels alone."""
     float32_attention_efficiency: Shares | None = Field(default=None, alias="attention_float32")
     """The shares of float32's peak that torch's fused attention of float32 reaches; null: as in half precision."""
     attention_kernels: dict[AttentionKernel, Shares] = Field(default_factory=dict, alias="attentions")

@@ -27,6 +27,7 @@ from meshwright.planner.plan.site import Links
 from meshwright.planner.plan.space import CHUNKS
 from meshwright.planner.plan.timed_parts import HeldActivations, StageShape, TimedParts
 from meshwright.planner.plan.timed_run import TimedRun
+from meshwright.planner.plan.timing import slowed
 from meshwright.ranks.grid import PIPE
 from meshwright.strategies.pipeline.partition import balanced, ranges_of
 from meshwright.strategies.pipeline.placement import ChunkPlacement
@@ -78,7 +79,7 @@ class _Passes:
 class _Ending:
     """Seconds after the pipeline phase on the stage with most parameters: gradients' sums, optimizer, publishing; the
     shares of sums and of publishing that run under computation. `gather`: least seconds to gather sliced weights in a
-    pass through the model."""
+    pass through the model; `tax`: the share by which kernels take longer beside hidden communication."""
 
     gather: float
     reduce: float
@@ -87,6 +88,7 @@ class _Ending:
     norm: float
     overlaps: float
     publishes: float
+    tax: float
 
 
 class Estimates:
@@ -106,10 +108,13 @@ class Estimates:
         # Slices are summed for every microbatch, whole gradients once, under the last task of the phase. Buckets of
         # other chunks than the last task's have left before.
         reduce = ending.reduce / config.layout.pipeline.chunks
-        summed = passes.seconds + sums * max(0.0, reduce - ending.overlaps * passes.last)
-        summed += max(0.0, 2 * config.num_microbatches * ending.gather - ending.publishes * passes.seconds)
-        published = max(0.0, ending.publish - ending.publishes * passes.forward)
-        return SURE * (summed + ending.norm + (0.0 if streams(config) else ending.steps) + published)
+        gather = 2 * config.num_microbatches * ending.gather
+        exposed = sums * max(0.0, reduce - ending.overlaps * passes.last)
+        exposed += max(0.0, gather - ending.publishes * passes.seconds)
+        exposed += max(0.0, ending.publish - ending.publishes * passes.forward)
+        hidden = slowed(sums * reduce + gather + ending.publish - exposed, ending.tax)
+        steps = 0.0 if streams(config) else ending.steps
+        return SURE * (passes.seconds + exposed + hidden + ending.norm + steps)
 
     def least_seconds(self, config: Config) -> float:
         """A lower bound of the estimated seconds of all layouts that differ in schedule, limit or sync only: the
@@ -234,6 +239,7 @@ class Estimates:
             sum(gathers[:-2]),
             sum(one.reduce for one in sums), sum(max(one.steps, one.lane) for one in sums),
             sum(one.publish for one in sums), run.norm(), run.overlap("sums"), run.overlap("gathers"),
+            run.network.tax,
         )  # fmt: skip
 
     @remembered(*PARTS)

@@ -45,10 +45,8 @@ from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.ledger import VERBS
 
 LOW = get_args(LowProducts)
+HALVES = ("bf16", "fp16")
 
-BESIDE_ATTENTION = 10
-"""Bytes an element of a query that two kernels beside a fused attention's backward pass in half precision touch: sums
-of dO x O, then dQ from float32 (Dao, FlashAttention-2, 2023, algorithm 2)."""
 SHARED_COLUMNS = 12288
 """Columns of float32 in a block's shared memory; a softmax of longer rows reads them for the maximum, for the sum and
 for the shares (torch, aten/src/ATen/native/cuda/SoftMax.cu)."""
@@ -129,8 +127,8 @@ class Timer:
                 # A fused attention of float32 takes no TF32.
                 peak = self._peak(kernel, tf32=False)
                 work = max(kernel.flops / (peak * interpolated(attention, kernel.side)), memory)
-                if device.kind == "cuda" and kernel.operation.endswith("_backward"):
-                    touched = BESIDE_ATTENTION * kernel.elements
+                touched = device.attention_beside_bytes * kernel.elements
+                if touched and kernel.dtype in HALVES and kernel.operation.endswith("_backward"):
                     work += touched / interpolated(device.bandwidth_bytes_per_second, touched)
             case "norm" | "norm back":
                 work = memory / device.norms[kernel.kind == "norm back"]

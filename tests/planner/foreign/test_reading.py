@@ -225,6 +225,8 @@ def test_stages_are_cut_as_megatron_writes_them(words: str, partition: tuple[int
         ("--pipeline-model-parallel-layout 'Et*3|t*4|t*3|t*3L'", "has 13 layers in 4 parts, of a model of 14"),
         ("--pipeline-model-parallel-layout 'Et*14|L'", "has 14 layers in 2 parts"),
         ("--pipeline-model-parallel-layout 't*14|L'", "is no layout"),
+        ("--pipeline-model-parallel-layout 'Et*99999999999|L'", "is no layout"),
+        ("--pipeline-model-parallel-layout 'E((t*9999)*9999)*9999L'", "is no layout"),
     ],
 )
 def test_stages_that_megatron_cannot_cut_are_told(words: str, rule: str, tmp_path: Path) -> None:
