@@ -1,4 +1,4 @@
-"""A run's precision: the dtypes of stored parameters, and the kernels of a GPU's products and attention."""
+"""A run's precision: the dtypes of stored parameters, and the GPU kernels of products and attention."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 FLASH_ATTENTION = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute")}
-"""By major compute capability: torch's name of the FlashAttention written for such a GPU, and the package with it."""
+"""By major compute capability: torch's name of the FlashAttention for these GPUs, and the package that contains it."""
 
 
 def store(config: Config, model: nn.Module) -> None:
-    """Cast a model's parameters to the dtype in which the run stores each."""
+    """Cast each parameter of a model to the dtype that the config stores."""
     specs = shard_specs(model)
     dtype = DTYPES[config.precision.dtype]
     level = config.precision.level
@@ -32,7 +32,7 @@ def store(config: Config, model: nn.Module) -> None:
 
 
 def choose_kernels(config: Config, device: torch.device) -> None:
-    """Choose a GPU's products of float32 and its attention; other devices have no choice."""
+    """Choose the GPU kernels of float32 products and of attention. Other devices have no choice."""
     if device.type == "cuda":
         torch.backends.cuda.matmul.fp32_precision = "tf32" if config.precision.tf32 else "ieee"
         if config.bits.layout_free:
@@ -42,16 +42,16 @@ def choose_kernels(config: Config, device: torch.device) -> None:
 
 
 def repeat_kernels() -> None:
-    """Let this process's GPU kernels give equal bits for equal operands (`bits: layout-free`).
+    """Make this process's GPU kernels deterministic (`bits: layout-free`).
 
-    torch raises RuntimeError with the operation's name at one that has no such kernel. Attention is FlashAttention 2,
-    whose backward pass adds in one order on request, or in float32 torch's plain products: memory-efficient attention
-    adds keys' gradients in any order, and cuDNN's choice depends on the version.
+    torch raises RuntimeError with the name of the operation if an operation has no deterministic kernel. Attention is
+    FlashAttention 2, with a backward pass that is deterministic on request; in float32 it is torch's plain products.
+    Memory-efficient attention adds gradients of keys in any order. cuDNN's choice of kernel depends on the version.
     """
-    # cuBLAS repeats its bits with a fixed workspace. Read at the first product of a stream, so before any of this run.
+    # cuBLAS is deterministic with a fixed workspace. The variable is read at a stream's first product, so set it first.
     use_cublas_workspace(":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nobody reads it
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is never read
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
@@ -60,7 +60,7 @@ def repeat_kernels() -> None:
 def use_flash_attention(device: torch.device) -> None:
     """Activate the FlashAttention written for this GPU if installed; else torch's FlashAttention 2 runs."""
     name, package = FLASH_ATTENTION.get(torch.cuda.get_device_capability(device)[0], ("", ""))
-    parents = [package.rpartition(".")[0] or package, package]  # find_spec of a part imports the whole
+    parents = [package.rpartition(".")[0] or package, package]  # find_spec of a submodule imports the package
     if package and torch.__version__ >= "2.13" and all(find_spec(part) is not None for part in parents):
         from torch.nn.attention import activate_flash_attention_impl
 

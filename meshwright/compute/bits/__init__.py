@@ -1,1 +1,1 @@
-"""Equal bits under every layout: a grain that every kernel gets, and sums in which order cannot matter."""
+"""Equal bits under every layout: kernel calls of one fixed shape, and sums that do not depend on the order."""

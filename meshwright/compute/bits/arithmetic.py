@@ -1,9 +1,11 @@
-"""The arithmetic of a kit's layers whose bits no layout changes (blocks.py).
+"""The arithmetic of a kit's layers under `bits: layout-free`: results are bit-equal in every layout (blocks.py).
 
-| `bits:`      | norms                         | products, look-ups, heads     | experts                       |
-|--------------|-------------------------------|-------------------------------|-------------------------------|
-| layout-free  | affine operations apart       | at once                       | each sending rank's rows apart |
-| with cuts    | sums by block of rows         | by runs and parts             | the same                      |
+| `bits:`      | norms                                | products, look-ups, heads | experts                           |
+|--------------|--------------------------------------|---------------------------|-----------------------------------|
+| layout-free  | weight and bias as separate ops      | one call for all          | one product per expert and sender |
+| with cuts    | gradients are sums by block of rows  | by runs and parts         | the same                          |
+
+With cuts: `bits.tensor`, `bits.hidden` or `bits.sequence` is greater than 1.
 """
 
 from __future__ import annotations
@@ -37,7 +39,11 @@ from meshwright.ranks.trees import tree_sum
 
 
 class SeparateArithmetic(Arithmetic):
-    """At once, but for operations whose bits depend on the number of threads or of ranks that send rows."""
+    """Arithmetic for layouts that cut neither layers nor sequences.
+
+    Replaces the operations with results that depend on the number of threads (the affine part of layer norm) or on the
+    number of ranks that send rows (experts).
+    """
 
     def norm(
         self, mesh: Mesh, width: int, epsilon: float, kind: Literal["layer", "rms"], *, bias: bool,
@@ -52,10 +58,10 @@ class SeparateArithmetic(Arithmetic):
 
 @dataclass(frozen=True)
 class ExactArithmetic(SeparateArithmetic):
-    """By runs of tokens and parts of widths, each product of one shape in every layout."""
+    """Arithmetic by runs of tokens and parts of widths: each product has the same shape in every layout."""
 
     blocks: Blocks
-    """Inside of pairs."""
+    """The blocks inside of pairs of linears."""
     products: Products = PLAIN
 
     in_order: ClassVar[bool] = True
@@ -74,7 +80,7 @@ class ExactArithmetic(SeparateArithmetic):
 
         Args:
             blocks: runs of tokens.
-            cuts: parts of widths, by the names of ExactProducts' fields.
+            cuts: parts of widths, as further fields of `ExactProducts`.
         """
         return ExactProducts(blocks, products=self.products, **cuts)
 
@@ -125,7 +131,7 @@ class ExactArithmetic(SeparateArithmetic):
         return PartHead(mesh, shape, tied, boundary, blocks, self.products)
 
     def start_sum_of_heads(self, x: Tensor, boundary: Boundary) -> Moving:
-        # Each part is summed over heads in separate memory: one shape, whichever rank computes it.
+        # Each part is summed over its heads in separate memory, so that the sum's shape does not depend on the rank.
         runs = [
             tree_sum(apart(part).flatten(0, 1).sum(1, dtype=torch.float32) for part in run.chunk(self.parts, 2))
             for run in self.blocks.cut(x)

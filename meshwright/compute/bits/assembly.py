@@ -1,4 +1,4 @@
-"""Assembly of a run under `bits: layout-free`: an arithmetic for its kit, heads, grains and fixed point."""
+"""Assembly of a run under `bits: layout-free`: the kit's arithmetic, attention's heads, grains and fixed point."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from meshwright.ranks.mesh import Mesh
 
 
 def arithmetic_of(config: Config, mesh: Mesh, products: Products) -> SeparateArithmetic:
-    """Return the arithmetic of this rank's kit. `products`: of one part and one run."""
+    """Return the arithmetic of this rank's kit. `products`: multiplies one run's rows by one part."""
     return ExactArithmetic(blocks_of(config, mesh), products) if config.bits.cuts else SeparateArithmetic(products)
 
 
 def heads_of(config: Config, mesh: Mesh) -> HeadParts:
-    """Return how whole sequences attend on this rank, in a run with cuts."""
+    """Return the attention over heads of whole sequences on this rank, for a run with cuts."""
     blocks = blocks_of(config, mesh)
     widens = config.precision.widens
     if config.bits.attention == "runs":
@@ -42,7 +42,7 @@ def heads_of(config: Config, mesh: Mesh) -> HeadParts:
 
 
 def blocks_of(config: Config, mesh: Mesh) -> Blocks:
-    """Return this rank's parts and runs of each dim that the run cuts."""
+    """Return this rank's parts and runs of each dim that the training run cuts."""
     bits, tensor = config.bits, config.layout.tensor
     axis = (tensor.inner_axis,) if tensor.inner_axis else ()
     ranks, rank = mesh.size(*axis), mesh.index(*axis)
@@ -73,16 +73,23 @@ def blocks_of(config: Config, mesh: Mesh) -> Blocks:
 
 @dataclass(frozen=True)
 class LayoutFree:
-    """The grains and the fixed point of a rank, next to its kit."""
+    """The grains and the fixed-point format of a rank."""
 
     portions: SampleGrains
     fixed: FixedPoint
-    """The format in which gradients are added."""
+    """The format of sums of gradients."""
 
     def apply(self, config: Config, mesh: Mesh, model: Chain, specs: dict[str, ShardSpec]) -> None:
-        """Make the masks and losses of a model independent of the layout to the bit. `specs`: of the whole model."""
+        """Make the dropout masks and losses of a model bit-equal in every layout.
+
+        Args:
+            config: the run's config.
+            mesh: the ranks.
+            model: this rank's part of the model; changed in place.
+            specs: the parameters of the whole model, by name.
+        """
         if mesh.device.type != "meta" and not _vectors_are_whole(config, specs):
-            # Threads split odd sizes inside of a vector, whose elements are then rounded differently.
+            # Threads split odd sizes within a vector; the elements of a split vector are rounded differently.
             torch.set_num_threads(1)
         grains = self.portions
         if isinstance(model.context.heads, HeadParts):
@@ -101,7 +108,7 @@ class LayoutFree:
 
 
 def layout_free(config: Config, mesh: Mesh, inside: Sequence[str]) -> LayoutFree:
-    """Make a run's grains and the fixed point of its gradients. `inside`: entries of a batch that branches read."""
+    """Make a run's grains and the fixed-point format of gradients. `inside`: batch entries that branches read."""
     tensor, bits = config.layout.tensor, config.bits
     rows = tensor.rows
     grains = SampleGrains(
@@ -113,13 +120,17 @@ def layout_free(config: Config, mesh: Mesh, inside: Sequence[str]) -> LayoutFree
         at_once=rows.at_once,
         inside=inside,
     )
-    uses = 2 * bits.sequence * bits.tensor  # of a tied table; by runs; of heads that parts share
+    # A tied table is used twice; each use adds one gradient per run, and one per part if parts share heads.
+    uses = 2 * bits.sequence * bits.tensor
     return LayoutFree(grains, FixedPoint(uses * config.batch.global_ // bits.samples, mesh.device))
 
 
 def _vectors_are_whole(config: Config, specs: dict[str, ShardSpec]) -> bool:
-    """True if the number of threads changes no product's bits: measured for MKL and oneDNN with 1, 2 and 4 threads
-    if rows and columns are multiples of 16. Experts have any number of rows: False."""
+    """Return True if products have equal bits under any number of threads.
+
+    Measured for MKL and oneDNN with 1, 2 and 4 threads: bits are equal if rows and columns are multiples of 16. False
+    with experts, which get any number of rows.
+    """
     if config.model.routing.num_experts:
         return False
     bits = config.bits

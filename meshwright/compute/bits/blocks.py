@@ -1,16 +1,17 @@
-"""Blocks: the operands of one shape that kernels get where equal bits are asked of every cut of widths and sequences.
+"""Blocks: operands of one fixed shape for kernels, so that cuts of widths and sequences do not change any bits.
 
-A run names how many parts its inner widths, heads and tables fall into (`bits.tensor`), and how many runs of tokens its
-sequences (`bits.sequence`). Every product is of one run's tokens and one part's columns or rows, on one device as well;
-ranks hold whole parts and whole runs, so that a kernel's shape says nothing about the layout.
+The config sets the number of parts of inner widths, heads and tables (`bits.tensor`) and the number of runs of tokens
+of a sequence (`bits.sequence`). Every product multiplies the tokens of one run by the columns or rows of one part, on
+one device too. Ranks hold whole parts and whole runs, so kernel shapes do not depend on the layout.
 
-| sum over | of                                               | how                                              |
-|----------|--------------------------------------------------|--------------------------------------------------|
-| parts    | a contract's output, an expand's dx, a head's dh | a balanced tree over the part's index, float32   |
-| runs     | gradients of weights                             | each run's, rounded, as an integer (fixed.py)    |
+| sum over | operands                                         | how                                                  |
+|----------|--------------------------------------------------|------------------------------------------------------|
+| parts    | a contract's output, an expand's dx, a head's dh | balanced tree over the index of the part, in float32 |
+| runs     | gradients of weights                             | each run's gradient rounded to an integer (fixed.py) |
 
-Trees: ranks/trees.py. Ranks hold aligned subtrees, add up their own, and the ranks' sums go on as leaves of the tree
-that is left. Blocks lie in memory of their own that begins at a cache line: some libraries choose a kernel by that.
+Trees: ranks/trees.py. Each rank holds an aligned subtree and sums it; the sums of the ranks are the leaves of the
+remaining tree. Each block has separate memory that begins at a cache line, since some libraries choose kernels by
+alignment.
 """
 
 from __future__ import annotations
@@ -30,44 +31,45 @@ LINE_BYTES = 64
 
 @dataclass(frozen=True)
 class Blocks:
-    """This rank's parts and runs, as counts and the number of the first among the run's.
-
-    `parts`: of inner widths; `all_parts`: of all ranks. `runs`: of the tokens inside of pairs; `outer_runs`: of those
-    between pairs, fewer where sequence parallelism cuts them again. `head_parts`: of attention's heads, where a
-    sequence is whole; a part of the inner width may fall into several for Ulysses. `grains`: whose rows are inside of
-    pairs at a time, several where ranks hold other samples between them. `hidden`: parts of the width between pairs, of
-    which this rank has `own_hidden` there.
-    """
+    """This rank's parts and runs of each dimension: counts, and the index of the first among all ranks' (`first_*`)."""
 
     parts: int = 1
+    """This rank's parts of inner widths."""
     first_part: int = 0
     all_parts: int = 1
+    """Parts of inner widths on all ranks."""
     runs: int = 1
+    """This rank's runs of tokens inside of pairs."""
     first_run: int = 0
     outer_runs: int = 1
+    """This rank's runs of tokens between pairs; fewer than `runs` if sequence parallelism cuts them again."""
     first_outer_run: int = 0
     head_parts: int = 1
+    """This rank's parts of attention's heads, for whole sequences. Ulysses may split a part of the inner width."""
     first_head_part: int = 0
     grains: int = 1
+    """Grains inside of pairs at a time; several if ranks hold different samples between pairs."""
     hidden: int = 1
+    """Parts of the width between pairs, on all ranks."""
     own_hidden: int = 1
+    """Parts of the width between pairs on this rank."""
     first_hidden: int = 0
     exact: bool = False
-    """Whether sums over parts are trees in float32; usually a rank has one part, and its product's dtype is added."""
+    """True: sums over parts are trees in float32. False: a rank has one part, and ranks add in the product's dtype."""
 
     def cut(self, x: Tensor) -> list[Tensor]:
-        """The runs of each grain of x [B, T, ...] inside of a pair. One token of each sequence, which a head reads, is
-        one run."""
+        """Return the runs of each grain of x [B, T, ...] inside of a pair. If T = 1 (a head of one token per sequence),
+        each grain is one run."""
         if not self.exact:
             return [x]
         return [run for grain in x.chunk(self.grains) for run in grain.chunk(self.runs if x.shape[1] > 1 else 1, 1)]
 
     def rows(self, x: Tensor) -> list[Tensor]:
-        """The runs of each grain of x [B, T, ..., N], each as [rows, N] in memory of its own."""
+        """Return the runs of each grain of x [B, T, ..., N], each as [rows, N] in separate memory."""
         return [(apart(run) if self.exact else run).flatten(0, -2) for run in self.cut(x)]
 
     def joined(self, runs: list[Tensor], batch: int) -> Tensor:
-        """[B, T, ...] of the rows of its grains' runs."""
+        """Join runs [rows, ...], grain by grain, into [B, T, ...]."""
         if len(runs) == 1:
             return runs[0].unflatten(0, (batch, -1))
         every = len(runs) // self.grains
@@ -77,49 +79,49 @@ class Blocks:
 
     @property
     def outer(self) -> Blocks:
-        """The blocks of a rank between pairs: its own samples, and the tokens that are left to it."""
+        """The blocks between pairs: this rank's samples, and this rank's tokens."""
         return replace(self, runs=self.outer_runs, first_run=self.first_outer_run, grains=1)
 
     @property
     def uncut(self) -> Blocks:
-        """The blocks between pairs of a layer that every rank holds whole: all parts are its own."""
+        """The blocks between pairs of a layer that every rank holds whole: each rank has all parts."""
         return replace(self.outer, parts=self.all_parts, first_part=0)
 
     @property
     def between(self) -> Blocks:
-        """The blocks between pairs of a layer whose hidden width falls into `hidden` parts, some of them the rank's."""
+        """The blocks between pairs of a layer with its hidden width in `hidden` parts, `own_hidden` on this rank."""
         own, first, count = self.own_hidden, self.first_hidden, self.hidden
         return replace(self.outer, parts=own, first_part=first, all_parts=count)
 
     def own(self, weight: Tensor) -> Tensor:
-        """A part of a weight as kernels get it."""
+        """Return a part of a weight as kernels get it: in separate memory if `exact`."""
         return apart(weight) if self.exact else weight
 
     def total(self, products: Iterator[Tensor]) -> Tensor:
-        """The sum of one run's products over this rank's parts; in float32 where it goes on as a leaf of a tree."""
+        """Sum one run's products over this rank's parts; if `exact`, by a tree in float32, for the ranks' tree."""
         return tree_sum(product.float() for product in products) if self.exact else next(products)
 
 
 WHOLE = Blocks()
-"""The usual operands: all that a rank holds."""
+"""The blocks of the usual mode: one block, with everything that a rank holds."""
 
 
 def apart(x: Tensor) -> Tensor:
-    """x in memory of its own shape that begins at a cache line; x itself where it lies so."""
+    """Return x, contiguous and aligned to a cache line; a copy unless x already is."""
     if x.is_contiguous() and x.data_ptr() % LINE_BYTES == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def parts_of(x: Tensor, count: int, dim: int) -> list[Tensor]:
-    """Equal parts of x along a dim, as kernels get them."""
+    """Split x into equal parts along `dim`, each in separate memory if there are several."""
     return [x] if count == 1 else [apart(part) for part in x.chunk(count, dim)]
 
 
 def sum_of_products(products: Products, rows: Iterable[Tensor], owns: Iterable[Tensor]) -> Tensor:
-    """The sum of the products of parts, [n, k] and [k, m], in float32 and in the order of a tree."""
+    """Multiply each part [n, k] by its [k, m], and sum the products in float32 in the order of a tree."""
     return tree_sum(products.multiply(part, own).float() for part, own in zip(rows, owns, strict=True))
 
 
 Draw = Callable[[int], list[int]]
-"""draw(grains): a number for the next masks of each of so many grains (bits/grains.py)."""
+"""draw(n): a seed for the next masks of each of n grains (bits/grains.py)."""

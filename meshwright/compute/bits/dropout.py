@@ -1,4 +1,4 @@
-"""Dropout by blocks (blocks.py): each block's mask is drawn from a seed of its number in the whole."""
+"""Dropout by blocks (blocks.py): each block's mask is drawn from a seed of the block's global index."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from meshwright.compute.tensor.products import side_by_side
 
 
 class BlockDropout(nn.Module):
-    """Dropout of activations [B, T, N] by blocks of grains, runs and parts, each with a mask that its numbers in the
-    whole decide, whichever rank holds it."""
+    """Dropout of activations [B, T, N] by blocks of grains, runs and parts.
+
+    The mask of a block is drawn from a seed of (grain, run, part), global indices, and does not depend on the rank.
+    """
 
     def __init__(self, rate: float, blocks: Blocks, draw: Draw) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Experts whose products have shapes and addresses that do not depend on the layout.
 
-Rows that different ranks send to an expert are products of their own, as on a rank that has all experts. Operands are
-aligned as if allocated separately: some libraries choose kernels by address, and a part's address depends on the parts
-before it.
+The rows of each sending rank are a separate product, as on a rank that has all experts. Operands are aligned as if
+allocated separately: some libraries choose kernels by address, and the address of a part depends on the preceding
+parts.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ class AlignedLinear(GroupedLinear):
 
 
 class SeparateExperts(Experts):
-    """Experts that compute the rows of each sending rank by themselves."""
+    """Experts that compute the rows of each sending rank separately."""
 
     linear: ClassVar[type[GroupedLinear]] = AlignedLinear
 
     def grouped(self, x: Tensor) -> bool:
-        return False  # a kernel for all experts chooses its shapes by the number of their rows
+        return False  # a grouped kernel chooses tile shapes by the number of rows of all experts
 
     def outputs(self, x: Tensor, runs: Runs) -> Tensor:
-        # Element-wise vectors begin at an expert's first row: the remainder at the end may be rounded differently.
+        # Each part is a separate tensor, so that vectors begin at its first row: elements of an incomplete last vector
+        # may be rounded differently.
         assert not isinstance(runs, Tensor), "rows that the host does not know"
         parts = [self.shape.activated(part.clone()) for part in self.expand(x, runs).split([*chain(*runs)])]
         y: Tensor = self.contract(torch.cat(parts), runs)

@@ -1,10 +1,10 @@
-"""Grains: a fixed number of samples is computed at a time, so that kernels get one shape under every microbatch.
+"""Grains: a fixed number of samples is computed at a time, so that kernel shapes do not depend on the microbatch.
 
-Random numbers belong to the grain: each part of the chain is seeded by (seed, sample, part), so that dropout's masks do
-not depend on stage, replica or microbatch.
+Each part of the chain is seeded by (seed, first sample of the grain, part). So dropout masks do not depend on stage,
+replica or microbatch.
 
-Where an axis cuts a microbatch's rows, each rank has grains of its own rows and all ranks go through them together.
-Inside of branches (subgraph/) a rank computes one grain of each rank at once.
+If an axis cuts the rows of a microbatch, each rank has grains of its own rows, and all ranks compute grain i at the
+same time. Inside of branches (subgraph/) a rank computes one grain of each rank at once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,23 @@ RunPart = Callable[..., Any]
 
 
 class SampleGrains:
-    """Grains of `samples` samples, of microbatches of `micro` samples."""
+    """Splits microbatches into grains of a fixed number of samples, and seeds random numbers by grain."""
 
     def __init__(
         self, samples: int, micro: int, seed: int, *, shares: int = 1, share: int = 0, at_once: int = 1,
         inside: Collection[str] = (),
     ) -> None:  # fmt: skip
-        """`shares`: ranks that share a microbatch's rows; `share`: this rank's index among them. `at_once`: shares
-        computed at once inside of branches; `inside`: entries of a batch that branches read."""
+        """Make the grains of one rank.
+
+        Args:
+            samples: samples of a grain.
+            micro: samples of a microbatch.
+            seed: the run's seed.
+            shares: number of ranks that share the rows of a microbatch.
+            share: index of this rank among the ranks that share the rows.
+            at_once: shares computed at once inside of branches.
+            inside: batch entries that branches read.
+        """
         self.samples, self.seed, self.inside, self.at_once = samples, seed, inside, at_once
         self.micro, self.rows, self.share = micro, micro // shares, share
         self.count = self.rows // samples
@@ -40,14 +49,19 @@ class SampleGrains:
         self.first = 0
         """Number of this replica's first sample of the step, counted over the run."""
         self._grain = 0
-        """Number of the current grain's first sample, in the first share."""
+        """Number of the current grain's first sample in share 0."""
         self._part = 0
         self._drawn = 0
         """Random numbers drawn in the current part of the chain."""
 
     def of(self, batch: Batch, incoming: Hidden, microbatch: int | None = None) -> Iterator[tuple[Batch, Hidden]]:
-        """Each grain's rows of a microbatch in order, copied. A tensor for all samples (an attention bias [1, A, T, T])
-        comes once from each grain. `microbatch`: its number in the step, where each grain's forward pass begins then.
+        """Yield a copy of each grain's rows of a microbatch, in order: (batch, incoming).
+
+        Args:
+            batch: the rows of the microbatch.
+            incoming: the hidden states of the microbatch; each grain's are copied and detached. A tensor for all
+                samples (an attention bias [1, A, T, T]) has one row for each grain.
+            microbatch: number of the microbatch in the step, if a forward pass begins; grains are then seeded by it.
         """
         for number in range(self.count):
             of_shares = {name: self.at_once if name in self.inside else 1 for name in batch}
@@ -57,18 +71,20 @@ class SampleGrains:
             yield grain, tuple(self._rows(x, number, 1).detach().clone() for x in incoming)
 
     def _rows(self, x: Tensor, number: int, shares: int) -> Tensor:
-        """A grain's rows of x, which has rows of `shares` shares one after another."""
+        """Return the rows of grain `number` of x [shares · rows, ...], share by share."""
         every = len(x) // (shares * self.count)
         rows = x.unflatten(0, (shares, self.count * every))[:, number * every : (number + 1) * every]
         return rows.flatten(0, 1)
 
     def begin_step(self, first: int, scale: float) -> None:
-        """Begin a step. `first`: number of this replica's first sample in the run; `scale`: of the loss."""
+        """Begin a step. `first`: number of this replica's first sample in the run; `scale`: the loss scale."""
         self.first, self.scale = first, scale
 
     def draw(self, shares: int) -> list[int]:
-        """A seed for a block's next masks, equal wherever the grain is computed: of this rank's share, or one of each
-        of `shares`."""
+        """Return seeds for the next masks, equal on every rank that computes the grain.
+
+        One seed, of this rank's share, if `shares` is 1; else one of each of the `shares`.
+        """
         self._drawn += 1
         numbers = []
         for share in range(shares) if shares > 1 else [self.share]:
@@ -80,13 +96,15 @@ class SampleGrains:
         return seed_of(f"{self.seed}/dropout/{self._grain + share * self.rows}/{self._part}")
 
     def total_loss(self, losses: Sequence[Hidden]) -> Hidden:
-        """(Sum of the grains' losses,) in float64. Losses are rounded to multiples of one power of two, so that their
-        order does not matter."""
+        """Return (sum of the grains' losses,) in float64.
+
+        Losses are rounded to multiples of one power of two, so the sum does not depend on the order of grains.
+        """
         rounded = [rounded_loss(loss, self.scale) for (loss,) in losses]
         return (torch.stack(rounded).sum(),)
 
     def seeded(self, run_part: RunPart, device: torch.device) -> RunPart:
-        """run_part, which seeds torch's generators at the begin of each part; `device`: where parts compute."""
+        """Return `run_part` with torch's generators seeded before each part. `device`: the device of the parts."""
 
         def run(part: int, function: Callable[..., Any], *arguments: Any) -> Any:
             self._part, self._drawn = part, 0
@@ -96,7 +114,7 @@ class SampleGrains:
         return run
 
     def remembered(self, run_group: Callable[..., Any]) -> Callable[..., Any]:
-        """run_group, whose functions draw the same numbers again when a backward pass recomputes them."""
+        """Return `run_group` with functions that draw equal numbers when a backward pass recomputes them."""
 
         def run(function: Callable[..., Any], *arguments: Any) -> Any:
             stands = self._grain, self._part, self._drawn

@@ -1,11 +1,11 @@
-"""Head and cross entropy by parts of the vocabulary and runs of tokens, so that no layout changes their bits.
+"""Head and cross entropy by parts of the vocabulary and runs of tokens, with equal bits in every layout.
 
-Parts and runs: bits/blocks.py. The same two passes as cross_entropy.py, a part at a time: logits [C, V/N] of each of N
-parts, of whose statistics every rank gets all. The greatest logit has no order; sums over parts are trees over the
-part's index: of the exponentials, of the label's logit, and of dh. A run's gradients of table and bias are added as
-integers by whoever holds these.
+Parts and runs: bits/blocks.py. The two passes are the ones of cross_entropy.py, one part at a time: logits [C, V/N] of
+each of N parts. Every rank receives the statistics of all parts. A maximum does not depend on the order. Sums over
+parts (exponentials, the label's logit, dh) are trees over the index of the part. The gradients of table and bias of
+each run are added as integers by the ranks that hold these parameters.
 
-A token's loss is rounded to a multiple of 2^-40 where it is made, so that their sum has no order either.
+Each token's loss is rounded to a multiple of 2^-40, so the sum of losses does not depend on the order.
 """
 
 from __future__ import annotations
@@ -41,25 +41,21 @@ from meshwright.ranks.trees import tree_sum
 
 
 class PartHead(TableHead):
-    """Classes in parts, over the boundary's axis where it has one."""
+    """A head with classes in parts; the boundary's axis, if any, shards the classes."""
 
     def __init__(
         self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary, blocks: Blocks,
         products: Products, table: Placements | None = None,
     ) -> None:  # fmt: skip
-        """`table`: its placements; None: those of the classes."""
+        """Make the head. `table`: the placements of the table; None: the placements of the classes."""
         classes = boundary.inner(0)
         super().__init__(mesh, shape, tied, classes if table is None else table, classes, boundary, products)
         self.blocks = blocks
         self.fixed: FixedPoint | None = None
-        """Where the step's loss scale stands, of which losses are multiples in training."""
+        """Holds the step's loss scale; in training it sets the quantum of losses."""
 
     def round_by(self, fixed: FixedPoint) -> None:
-        """Round losses.
-
-        Args:
-            fixed: gives the multiples, by the loss scale of the step.
-        """
+        """Round training losses to multiples of 2^-40 times the loss scale of `fixed`."""
         self.fixed = fixed
 
     def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
@@ -72,11 +68,14 @@ class PartHead(TableHead):
 
 @dataclass
 class _RunGradients:
-    """A run's gradients: dh [rows, H] float32, this rank's leaf of a tree; dW [V/p, H]; db [V/p]."""
+    """The gradients of one run."""
 
     dh: Tensor
+    """[rows, H] float32: this rank's leaf of the ranks' tree."""
     dtable: Tensor
+    """[V/p, H]"""
     dbias: Tensor | None
+    """[V/p]"""
 
 
 class _PartLoss(torch.autograd.Function):
@@ -126,7 +125,18 @@ def _run(
     rows: Tensor, labels: Tensor, table: Tensor, bias: Tensor | None, scale: float, head: PartHead,
     differentiates: bool, learns: bool,
 ) -> tuple[Tensor, _RunGradients]:  # fmt: skip
-    """The loss of a run's rows [B·t, H], a float64 scalar, and its gradients. `learns`: the table's, too."""
+    """Compute the loss of a run, a float64 scalar, and the gradients of the loss.
+
+    Args:
+        rows: [B·t, H], the hidden states.
+        labels: [B, t], the wanted classes.
+        table: [V/p, H], this rank's classes.
+        bias: [V/p], or None.
+        scale: factor of the loss.
+        head: the head's blocks, classes and rounding.
+        differentiates: compute gradients too.
+        learns: compute the gradient of the table too.
+    """
     blocks, classes, index = head.blocks, head.classes, chosen_rows(labels, head.classes)
     products = classes.products
     all_of, labels = rows, labels.flatten()
@@ -156,7 +166,7 @@ def _run(
                     write_part(side_by_side([products.multiply(part.t(), inputs) for inputs in those]), own, beta=1)
             if dbias is not None:
                 dbias += torch.cat([part.sum(0, dtype=wide) for part in logits])
-    # The factor of the losses' quantum: in an evaluation they are sums, not parts of a mean.
+    # An evaluation sums losses and divides at the end, so the quantum of losses is larger.
     quantum_scale = head.fixed.scale if head.fixed is not None and head.training else SUMMED_LOSS
     loss = rounded_loss(torch.where(counted, losses, 0).to(torch.float64) * scale, quantum_scale).sum()
     if index is not None and differentiates:
@@ -167,7 +177,14 @@ def _run(
 def logits_of_part(
     products: Products, rows: list[Tensor], table: list[Tensor], bias: Tensor | None
 ) -> Tensor:  # fmt: skip
-    """[C, V/N] of a part of the classes, of parts of the hidden width."""
+    """Return the logits [C, V/N] of one part of the classes.
+
+    Args:
+        products: multiplies two parts.
+        rows: [C, H/n], the hidden states by parts of the hidden width.
+        table: [V/N, H/n], the part's classes by parts of the hidden width.
+        bias: [V/N], or None.
+    """
     if len(rows) == 1:
         return products.multiply(rows[0], table[0].t(), bias)
     logits = sum_of_products(products, rows, (own.t() for own in table)).to(rows[0].dtype)
@@ -175,8 +192,15 @@ def logits_of_part(
 
 
 def _to_gradients(logits: list[Tensor], labels: Tensor, factors: Tensor, classes: Classes, blocks: Blocks) -> Tensor:
-    """The losses [C, 1] of logits [C, V/N] of each of this rank's parts, which become their gradients in place.
-    labels [C, 1], factors [C, 1]: as in cross_entropy.py."""
+    """Return the losses [C, 1], and overwrite the logits with the gradients of the logits.
+
+    Args:
+        logits: [C, V/N], of each of this rank's parts.
+        labels: [C, 1], as in cross_entropy.py.
+        factors: [C, 1], as in cross_entropy.py.
+        classes: the rank's classes.
+        blocks: the parts.
+    """
     wide, height = wide_dtype(logits[0]), logits[0].shape[1]
     parts = []
     for number, part in enumerate(logits, blocks.first_part):

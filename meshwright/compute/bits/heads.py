@@ -1,4 +1,4 @@
-"""Attention of whole sequences in equal parts of the heads (blocks.py): neither kernels nor masks depend on ranks."""
+"""Attention over whole sequences in equal parts of the heads (blocks.py), with kernels and masks equal on any rank."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from meshwright.ranks.trees import tree_sum
 
 @dataclass(frozen=True)
 class HeadParts(Heads):
-    """Heads that attend in equal parts: each part is one call of one shape with random numbers of its own, so that
-    neither kernels nor masks depend on which rank holds which heads (bits/blocks.py)."""
+    """Heads that attend in equal parts (bits/blocks.py).
+
+    Each part is one kernel call of a fixed shape with a separate random stream. So kernels and masks do not depend on
+    the assignment of heads to ranks.
+    """
 
     blocks: Blocks
     draw: Draw = field(default=lambda grains: [0] * grains, kw_only=True)
-    """By default the numbers of a model that is planned and not trained."""
+    """Draws seeds of masks; the default serves models that are planned and not trained."""
     widens: bool = field(default=False, kw_only=True)
 
     def shared(self, key: Tensor, value: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
@@ -51,7 +54,7 @@ class HeadParts(Heads):
     def by_grain(
         self, operands: Sequence[Tensor], spec: AttentionSpec
     ) -> Iterator[tuple[tuple[Tensor, ...], AttentionSpec, int]]:
-        """Each grain's rows of the operands and of the spec, and the number from which the grain's masks are drawn."""
+        """Yield each grain's rows of the operands, the spec of these rows, and the seed of the grain's masks."""
         known = "causal", "window", "scale", "dropout", "documents", "seen", "bias", "soft_cap"
         spec.only(*known, by="attention with bits=layout-free, which has no sum of sinks' gradients free of ranks")
         count = self.blocks.grains
@@ -61,7 +64,7 @@ class HeadParts(Heads):
 
 
 def specs_of(spec: AttentionSpec, count: int) -> list[AttentionSpec]:
-    """Split a spec for equal parts of the heads. A bias of all heads is split into copies."""
+    """Split a spec for equal parts of the heads. A bias with a head dim is split into copies."""
     specs = spec.by_heads(count)
     if specs[0].bias is spec.bias:
         return specs
@@ -69,7 +72,7 @@ def specs_of(spec: AttentionSpec, count: int) -> list[AttentionSpec]:
 
 
 class Apart(torch.autograd.Function):
-    """A contiguous copy of x, and of its gradient: kernels' choices then do not depend on strides."""
+    """Makes x contiguous and aligned, and the gradient of x too, since libraries choose kernels by strides."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -83,7 +86,7 @@ class Apart(torch.autograd.Function):
 
 
 class _Repeat(torch.autograd.Function):
-    """x.repeat_interleave(copies, HEADS), whose gradient is a sum in the order of a tree."""
+    """`x.repeat_interleave(copies, HEADS)` with a gradient that is summed over the copies in the order of a tree."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, copies: int) -> Tensor:

@@ -1,14 +1,14 @@
-"""Norms whose bits no layout changes, also over a width that falls into parts.
+"""Norms with equal bits in every layout, also over a hidden width in parts.
 
-Parts: bits/blocks.py. Each part's sums are made by a kernel of its own, every rank gets those of all parts, and adds
-them by a tree over the part's index:
+Parts: bits/blocks.py. A separate kernel call computes the sums of each part. Every rank receives the sums of all parts,
+and adds these by a tree over the index of the part:
 
 | pass     | sums over a part [B, T, H/N], float64 | then                                                       |
 |----------|---------------------------------------|------------------------------------------------------------|
 | forward  | x, x² (rms: x²)                       | x̂ = (x - mean) / sqrt(variance + ε)                        |
-| backward | dx̂, dx̂ x̂ (rms: dx̂ x̂)                 | dx = (dx̂ - mean(dx̂) - x̂ mean(dx̂ x̂)) / sqrt(variance + ε)   |
+| backward | dx̂, dx̂ x̂ (rms: dx̂ x̂)                 | dx = (dx̂ - mean(dx̂) - x̂ mean(dx̂ x̂)) / sqrt(variance + ε) |
 
-Sends, both ways: an all-gather of [N, 2, B, T], of rms [N, 1, B, T].
+Sent in each direction: an all-gather of [N, 2, B, T]; for rms, of [N, 1, B, T].
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from meshwright.ranks.trees import tree_sum
 
 
 class _ByBlock(torch.autograd.Function):
-    """x · weight + bias, whose gradients are a sum by block of rows: each is added by itself."""
+    """x · weight + bias. The gradients of weight and bias are summed block by block of rows, one addend per block."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule, cut: _Cut) -> Tensor:
@@ -52,15 +52,17 @@ class _ByBlock(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Cut:
-    """The blocks of x [B, T, ..., E] in which gradients are summed: runs of tokens, of these parts of heads, or of the
-    columns."""
+    """The blocks of x [B, T, ..., E] for sums of gradients."""
 
     blocks: Blocks
+    """The runs of tokens."""
     parts: int
+    """Parts of the heads (dim 2)."""
     columns: int
+    """Parts of the columns (the last dim)."""
 
     def add_sums(self, layer: ShardedModule, name: str, like: Tensor, x: Tensor) -> Tensor | None:
-        """Add the sum of each block's rows [n, E] of x to the gradient of the layer's parameter of that name."""
+        """Add the sum over each block's rows [n, E] of x to the gradient of the layer's parameter `name`."""
         total = None
         for run in self.blocks.cut(x):
             for part in run.chunk(self.parts, 2) if self.parts > 1 else (run,):
@@ -69,7 +71,7 @@ class _Cut:
         return total
 
     def write_sums(self, rows: Tensor, out: Tensor, beta: int) -> None:
-        """A block's sum + beta · out, in `out`, by parts of the columns."""
+        """Write the sum over `rows` plus beta · out into `out`, by parts of the columns."""
         for part, own in zip(parts_of(rows, self.columns, -1), out.chunk(self.columns), strict=True):
             write_sum(part, own, beta)
 
@@ -77,20 +79,28 @@ class _Cut:
 def scaled_by_block(
     x: Tensor, layer: ShardedModule, bias: Tensor | None, blocks: Blocks, parts: int = 1, columns: int = 1
 ) -> Tensor:
-    """x [B, T, ..., E] times the layer's `weight` [E], plus its `bias`, by runs of tokens and `parts` of heads, or of
-    `columns`."""
+    """Return x · weight + bias, with gradients summed block by block.
+
+    Args:
+        x: [B, T, ..., E].
+        layer: the owner of the parameters `weight` [E] and `bias` [E].
+        bias: [E], or None.
+        blocks: the runs of tokens.
+        parts: number of parts of the heads (dim 2).
+        columns: number of parts of the last dim.
+    """
     y: Tensor = _ByBlock.apply(x, layer.get_parameter("weight"), bias, layer, _Cut(blocks, parts, columns))
     return y
 
 
 class BlockNorm(Norm):
-    """A norm whose weight's and bias' gradients are sums by block of rows."""
+    """A norm with gradients of weight and bias that are summed block by block of rows."""
 
     def __init__(
         self, mesh: Mesh, width: int, epsilon: float, kind: Literal["layer", "rms"], *, bias: bool,
         heads_over: tuple[str, ...], blocks: Blocks,
     ) -> None:  # fmt: skip
-        """`blocks`: inside of pairs."""
+        """Make the norm. `blocks`: the blocks inside of pairs."""
         super().__init__(mesh, width, epsilon, kind, bias=bias, heads_over=heads_over)
         self.cut = (blocks, blocks.parts) if heads_over else (blocks.outer, 1)
 
@@ -99,8 +109,10 @@ class BlockNorm(Norm):
 
 
 class AffineNorm(Norm):
-    """A norm whose weight and bias are applied by operations of their own, whose gradients are sums over rows: the
-    gradients of torch's layer norm are added thread by thread, and have other bits if threads are more."""
+    """A norm that applies weight and bias as separate operations, with gradients that are sums over rows.
+
+    torch's layer norm adds these gradients thread by thread, so the bits would depend on the number of threads.
+    """
 
     def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = self.of_unit_scale(x, weight.shape) * weight
@@ -114,7 +126,7 @@ class PartNorm(ShardedModule):
         self, mesh: Mesh, width: int, epsilon: float, kind: Literal["layer", "rms"], placements: Placements,
         *, bias: bool, blocks: Blocks,
     ) -> None:  # fmt: skip
-        """`placements`: of the width; `blocks`: between pairs."""
+        """Make the norm. `placements`: of the width; `blocks`: the blocks between pairs."""
         super().__init__(mesh)
         self.width, self.epsilon, self.centred, self.blocks = width, epsilon, kind == "layer", blocks
         self.comm = mesh.comm(*placements)
@@ -127,7 +139,7 @@ class PartNorm(ShardedModule):
         return scaled_by_block(normed, self, self.bias, self.blocks, columns=self.blocks.parts).to(h.dtype)
 
     def means(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The mean over the whole width of each of some values [B, T, H/n], [B, T, 1] float64."""
+        """Return the mean over the whole width, [B, T, 1] float64, of each of the values [B, T, H/n]."""
         of_parts = zip(*(parts_of(x, self.blocks.parts, -1) for x in values), strict=True)
         sums = torch.stack([
             torch.stack([part.sum(-1, dtype=torch.float64) for part in parts]) for parts in of_parts

@@ -1,4 +1,4 @@
-"""A layer's products by runs of tokens and parts of its widths (blocks.py), so that no layout changes their bits.
+"""A layer's products by runs of tokens and parts of widths (blocks.py), with equal bits in every layout.
 
 | sum over                | in                     | order                                                         |
 |-------------------------|------------------------|---------------------------------------------------------------|
@@ -24,28 +24,30 @@ from meshwright.compute.tensor.products import PLAIN, Products, side_by_side, wr
 
 @dataclass(frozen=True)
 class Incoming:
-    """dy of each run [rows, N] by parts of its columns, each in separate memory; `batch`: B of dy."""
+    """The gradient dy of a layer's output, by runs and parts."""
 
     runs: list[list[Tensor]]
+    """Of each run, the parts of the columns [rows, N/parts], in separate memory."""
     batch: int
+    """B of dy."""
 
 
 @dataclass(frozen=True)
 class ExactProducts(Products):
-    """Products of one shape in every layout."""
+    """Products with shapes that do not depend on the layout."""
 
     blocks: Blocks
     """The runs of tokens."""
     inputs: int = 1
     """Parts of x's width."""
     columns: tuple[Columns, ...] = (ALL_COLUMNS,)
-    """The columns of W of each part of y's width; parts that share a key-value head have columns in common."""
+    """The columns of W for each part of y's width; parts that share a key-value head share columns."""
     groups: int = 1
-    """Equal groups of y's columns; a part has its share of each."""
+    """Equal groups of y's columns; each part has a share of every group."""
     products: Products = PLAIN
-    """The products of one part and one run."""
+    """Multiplies one part and one run."""
     contracts: bool = False
-    """True if the sum over the inputs goes on over ranks (the second linear of a pair); else the sum of dx does."""
+    """True: ranks sum y (the second linear of a pair). False: ranks sum dx (the first linear)."""
 
     @property
     def between(self) -> ExactProducts:
@@ -53,7 +55,10 @@ class ExactProducts(Products):
 
     @cached_property
     def copies(self) -> list[list[int]]:
-        """The parts whose columns are different ones; gradients of shared columns are addends of their own."""
+        """Indices of the parts, grouped by copy: parts of one group use different columns.
+
+        Each group gives a separate addend to the gradient, since columns may be shared by parts of different groups.
+        """
         kinds = dict.fromkeys(one.copy for one in self.columns)
         return [[part for part, one in enumerate(self.columns) if one.copy == kind] for kind in kinds]
 
@@ -67,7 +72,7 @@ class ExactProducts(Products):
         for rows in self.blocks.rows(x):
             inputs = parts_of(rows, self.inputs, -1)
             ys = [self._y(inputs, *part) for part in zip(owns, offsets, strict=True)]
-            if self.groups > 1 and len(ys) > 1:  # each part has its share of every group
+            if self.groups > 1 and len(ys) > 1:  # each part has a share of every group
                 ys = [torch.stack([y.unflatten(-1, (self.groups, -1)) for y in ys], 2).flatten(1)]
             runs.append(side_by_side(ys))
         return self.blocks.joined(runs, x.shape[0])

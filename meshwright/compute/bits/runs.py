@@ -1,17 +1,17 @@
-"""Attention of one run's queries at a time, to all keys: what is equal to the bit when a ring cuts the sequence.
+"""Attention from one run of queries at a time to all keys, with equal bits if a ring cuts the sequence.
 
-A ring's partial softmax adds blocks in the order in which they come round, which depends on the ranks. So with
-`bits.attention=runs` every layout, one device's too, attends from one run of queries (of `bits.sequence`) to the whole
-sequence, by one kernel of one shape. Ranks of a ring hold their own runs of queries and gather the keys and values:
+The partial softmax of a ring adds blocks in order of arrival, which depends on the ranks. With `bits.attention=runs`
+every layout, one device included, attends from one run of queries (1 / `bits.sequence` of a sequence) to the whole
+sequence in one kernel call of a fixed shape. Ranks of a ring hold runs of queries and gather all keys and values:
 
-| tensor | outside        | inside: a kernel             | forward sends                 | backward sends         |
-|--------|----------------|------------------------------|-------------------------------|------------------------|
-| Q      | [B, A, T/c, E] | [B, A/parts, T/runs, E]      | -                             | -                      |
-| K, V   | [B, K, T/c, E] | [B, K/parts, T, E]           | all-gathers of [B, K, T, E]   | reduce-scatters of it  |
+| tensor | outside        | in a kernel             | forward sends               | backward sends                 |
+|--------|----------------|-------------------------|-----------------------------|--------------------------------|
+| Q      | [B, A, T/c, E] | [B, A/parts, T/runs, E] | -                           | -                              |
+| K, V   | [B, K, T/c, E] | [B, K/parts, T, E]      | all-gathers of [B, K, T, E] | reduce-scatters of [B, K, T, E]|
 
-The gradient of a key is a sum over the runs of queries, by a balanced tree in float32, and travels so. Zigzag's rank i
-of c holds chunks i and 2c-1-i, so the tree's leaves stand in the order 0, R-1, 1, R-2, ...: each rank has a subtree.
-A rank holds all keys of a layer while it attends, where a ring holds two blocks of them.
+The gradient of a key is summed over the R runs of queries by a balanced tree in float32, and reduced over ranks in
+float32. Zigzag's rank i of c holds chunks i and 2c-1-i. So the leaves of the tree are in the order 0, R-1, 1, R-2, ...
+and each rank holds a subtree. During attention a rank holds all keys of a layer; a plain ring holds two blocks of keys.
 """
 
 from __future__ import annotations
@@ -35,19 +35,18 @@ from meshwright.ranks.trees import start_tree_reduce_scatter, tree_sum
 
 
 def leaf_of(run: int, count: int) -> int:
-    """The place of a run of queries in the tree of `count` runs: its mirror image stands beside it."""
+    """Return the leaf of a run of queries in the tree of `count` runs. Run `count - 1 - run` is the next leaf."""
     return 2 * run if 2 * run < count else 2 * (count - 1 - run) + 1
 
 
 @dataclass(frozen=True)
 class RunsOfQueries(HeadParts):
-    """Whole sequences, of whose `count` runs of queries each is attended by itself."""
+    """Attention over whole sequences, with a separate kernel call for each of `count` runs of queries."""
 
     count: int
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """Attend run by run over whole sequences; the gradients of keys and values are summed over runs in the order
-        of the tree."""
+        """Attend run by run over whole sequences. Gradients of keys and values are summed over runs by the tree."""
         runs = range(self.count)
         keys, values = (_ForEachRun.apply(x, None, runs, self.count) for x in (key, value))
         return self.attend_runs(query, keys, values, runs, spec)
@@ -56,8 +55,17 @@ class RunsOfQueries(HeadParts):
         self, query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Sequence[int],
         spec: AttentionSpec,
     ) -> Tensor:  # fmt: skip
-        """The output of the queries [B, A, t, E] of some runs, in their order, to whole sequences of keys and values
-        [B, K, T, E], which each run has by itself."""
+        """Attend from the queries of some runs to whole sequences.
+
+        Args:
+            query: [B, A, t, E], the queries of the runs in the order of `runs`.
+            keys: [B, K, T, E] for each run.
+            values: [B, K, T, E] for each run.
+            runs: indices of the runs in the sequence.
+            spec: the attention of the whole sequence.
+
+        Returns [B, A, t, E].
+        """
         count = len(runs)
         outs = [
             self._attend_grain_runs(operands[0], operands[1 : count + 1], operands[count + 1 :], runs, own, seed)
@@ -80,7 +88,7 @@ class RunsOfQueries(HeadParts):
                 q, part_k, part_v = (Apart.apply(x.chunk(parts, HEADS)[part]) for x in (own, k, v))
                 label = f"{seed}/{self.blocks.first_head_part + part}/{run}"
                 with own_stream(label, query.device) if spec.dropout else nullcontext():
-                    # Of one part and run: Heads', not HeadParts'.
+                    # One part of one run: the base class's attend, since HeadParts' would split again.
                     out = Heads.attend(self, q, part_k, part_v, specs[part])
                 by_head.append(Apart.apply(out))
             outs.append(torch.cat(by_head, HEADS))
@@ -88,8 +96,16 @@ class RunsOfQueries(HeadParts):
 
 
 def spec_of_run(spec: AttentionSpec, run: slice, total: int, like: Tensor) -> AttentionSpec:
-    """The spec of a run of queries to all `total` keys, which has a mask in place of causality: a kernel's own has its
-    corner at the first key. `like`: a query."""
+    """Return the spec for one run of queries and all keys.
+
+    A mask replaces `causal`, since kernels align the causal diagonal with the first key.
+
+    Args:
+        spec: the attention of the whole sequence.
+        run: the places of the queries in the sequence.
+        total: number of keys.
+        like: a tensor on the device and with the dtype of the queries.
+    """
     bias = spec.bias
     if bias is not None and bias.shape[TOKENS] > 1:
         bias = bias[:, :, run]
@@ -103,14 +119,14 @@ def spec_of_run(spec: AttentionSpec, run: slice, total: int, like: Tensor) -> At
     if spec.documents is None:
         return replace(spec, causal=False, window=None, seen=seen)
     starts = spec.documents.to(like.device)
-    # One shape for all runs, so a mask: of this run's queries, and freed after the run.
+    # Documents as a mask over this run's queries, since kernels by document have other shapes. Freed after the run.
     hidden = ~((starts[:, run, None] == starts[:, None, :]) & seen).unsqueeze(1)
     bias = torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
     return replace(spec, causal=False, window=None, documents=None, bias=bias)
 
 
 class _ForEachRun(torch.autograd.Function):
-    """Whole keys or values [B, K, T, E] for each run of this rank's queries, of those [B, K, t, E] that it holds."""
+    """Whole keys or values [B, K, T, E], once for each run of this rank's queries. Input: this rank's [B, K, t, E]."""
 
     @staticmethod
     def forward(
@@ -126,26 +142,26 @@ class _ForEachRun(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         wide = torch.promote_types(ctx.dtype, torch.float32)
         total = tree_sum(gradients[place].to(wide, copy=True) for place in ctx.order)
-        if ctx.ring is not None:  # this rank's [B, K, T/c, E] of the sum of every rank's
+        if ctx.ring is not None:  # sum over ranks; this rank's part is [B, K, T/c, E]
             dealt = total.index_select(TOKENS, ctx.ring.dealt(total))
             total = start_tree_reduce_scatter(dealt, ctx.ring.comm, TOKENS).wait()
         return total.to(ctx.dtype), None, None, None
 
 
 class GatheredRing(RingAttention):
-    """A ring's share of every sequence, attended run by run."""
+    """Attention of a ring rank's runs of queries to gathered keys and values."""
 
     heads: RunsOfQueries
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         key, value = self.heads.shared(key, value, 1)
         count = self.heads.count
-        runs = [run for chunk in self.runs(count) for run in chunk]  # a sequence of runs, dealt as its tokens are
+        runs = [run for chunk in self.runs(count) for run in chunk]  # this rank's runs, assigned as tokens are
         keys, values = (_ForEachRun.apply(x, self, runs, count) for x in (key, value))
         return self.heads.attend_runs(query, keys, values, runs, spec)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """[B, K, T, E] of every rank's [B, K, T/c, E]."""
+        """Gather every rank's x [B, K, T/c, E], in the order of the sequence: [B, K, T, E]."""
         own = x.contiguous()
         every = own.new_empty(self.size, *own.shape)
         self.comm.all_gather(every, own)
@@ -153,6 +169,6 @@ class GatheredRing(RingAttention):
         return torch.empty_like(whole).index_copy_(TOKENS, self.dealt(whole), whole)
 
     def dealt(self, x: Tensor) -> Tensor:
-        """The places in their sequence of all ranks' tokens, rank by rank."""
+        """Return the positions in the sequence of all ranks' tokens, rank by rank."""
         count = x.shape[TOKENS] // self.size
         return torch.cat([self.positions(0, count, x.device, rank) for rank in range(self.size)])

@@ -1,7 +1,8 @@
-"""The 2-D and 2.5-D kit by parts (bits/blocks.py), so that its bits are those of one device.
+"""The 2-D and 2.5-D kit by parts (bits/blocks.py), with results bit-equal to one device.
 
-b = B/(depth·row): this rank's rows of the batch. Every product is this rank's alone, and no sum of floats but dx's tree
-crosses to another: operands travel whole, weights' gradients as one addend of each row of ranks.
+b = B/(depth·row): this rank's rows of the batch. Each rank computes its products alone, from operands gathered whole.
+The only sums of floats over ranks are trees (dx, dh, scores). Gradients of weights are sent as one addend per row of
+ranks.
 
 | layer     | input         | multiplies by                 | forward sends          | backward sends              |
 |-----------|---------------|-------------------------------|------------------------|-----------------------------|
@@ -12,8 +13,9 @@ crosses to another: operands travel whole, weights' gradients as one addend of e
 | scores    | [b, T, H/col] | [H/col, n]                    | output over col        | -                           |
 | head      | [b, T, H/col] | [V/col, H], of [V/row, H/col] | h over col, W over row | dh over col, dW over row    |
 
-That is SUMMA with Y at rest in y and x in dx (summa.py); dW [H, N/col] of this rank's own rows goes panel by panel to
-the ranks of its column, which add what comes as integers. The table goes to its mirror first, and back.
+This is SUMMA with y stationary in the forward pass and dx in the backward pass (summa.py). Each rank computes dW
+[H, N/col] from its rows of the batch and sends one panel to each rank of its column, which adds all panels as integers.
+Blocks of the table are first exchanged with the transposed rank, and gradients of the table are sent back.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from meshwright.ranks.mesh import Mesh
 
 
 def dealt(mesh: Mesh, panels: Tensor) -> Tensor:
-    """The panels [q, ...] that the ranks of this column have for this one, of the q that each has for all."""
+    """Exchange panels [q, ...] in this column of ranks: panel i is sent to rank i. Returns one panel of each rank."""
     panels = panels.contiguous()
     received = torch.empty_like(panels)
     mesh.comm("row").all_to_all(received, panels)
@@ -50,7 +52,7 @@ def dealt(mesh: Mesh, panels: Tensor) -> Tensor:
 
 
 class GatheredLinear(CutExpand):
-    """x W + b, whose weight [I/row, N/col] is gathered over row, and whose gradient goes back as it came."""
+    """The layer x W + b. The weight [I/row, N/col] is gathered over row; the gradient is sent back to the owners."""
 
     def __init__(
         self, mesh: Mesh, inputs: int, outputs: tuple[int, ...], initial: Initial, boundary: Boundary, weights: Weights,
@@ -75,10 +77,10 @@ class GatheredLinear(CutExpand):
         return total
 
     def _add_rows(self, weight: Tensor, write: WriteGradient) -> Tensor | None:
-        """Add this rank's rows of what each rank of the column writes for the whole weight."""
+        """Add this rank's rows of every column rank's gradient of the whole weight."""
         q = self.mesh.size("row")
 
-        @cache  # one collective, whichever addend comes first
+        @cache  # one collective for all q addends
         def addends(dtype: torch.dtype) -> Tensor:
             whole = weight.new_empty(q * weight.shape[0], *weight.shape[1:], dtype=dtype)
             write(whole, 0)
@@ -91,7 +93,7 @@ class GatheredLinear(CutExpand):
 
 
 class GatheredHead(PartHead):
-    """Classes over col, whose rows are gathered whole."""
+    """A head with classes sharded over col; the hidden width of each class is gathered over row."""
 
     def __init__(
         self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary, blocks: Blocks, weights: Weights
@@ -119,7 +121,7 @@ class GatheredHead(PartHead):
 
 
 class ExactTesseract(TesseractKit):
-    """Blocks on [depth, row, col], by parts."""
+    """A kit for [depth, row, col] that multiplies by parts."""
 
     arithmetic: ExactArithmetic
 
@@ -144,7 +146,7 @@ class ExactTesseract(TesseractKit):
         return self._between(inner, hidden, initial, bias=bias, parts=self.arithmetic.blocks.all_parts)
 
     def _between(self, inputs: int, outputs: int, initial: Initial, *, bias: bool, parts: int) -> GatheredLinear:
-        """A linear whose outputs are as activations between pairs. `parts`: of its inputs' width."""
+        """Make a linear with outputs held as activations between pairs. `parts`: parts of the input width."""
         blocks = self.arithmetic.blocks
         columns = part_columns(1, outputs // self.mesh.size("col"), blocks.own_hidden)
         return GatheredLinear(
@@ -156,7 +158,7 @@ class ExactTesseract(TesseractKit):
         blocks = self.arithmetic.blocks
         if role == "transform":
             return self._between(inputs, outputs, initial, bias=bias, parts=blocks.hidden)
-        if role == "patches":  # that every rank of a row has whole
+        if role == "patches":  # every rank of a row has whole patches
             own = outputs // self.mesh.size("col")
             products = self.arithmetic.between(role, own)
             return SerialLinear(

@@ -1,11 +1,11 @@
 """The kinds of context parallelism: facts for the config and the planner. No torch.
 
-| kind    | attention                                                         | divides                           |
-|---------|-------------------------------------------------------------------|-----------------------------------|
-| ulysses | whole sequences of some heads a rank, by all-to-all (context.py)  | heads of a tensor rank, sequences |
-| ring    | blocks of keys and values go round, partial softmax (ring.py)     | sequences, into two chunks a rank |
+| kind    | attention                                                        | divides                           |
+|---------|------------------------------------------------------------------|-----------------------------------|
+| ulysses | all-to-all to whole sequences of some heads (context.py)         | heads of a tensor rank, sequences |
+| ring    | keys and values sent from rank to rank, partial softmax (ring.py)| sequences, into two chunks a rank |
 
-One is added by a `ContextKind` and its line in the registry (docs/extending.md).
+To add a kind, write a `ContextKind` and one line in the registry (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ SIZE = "layout.context.size"
 
 @dataclass(frozen=True)
 class ContextKind:
-    """How ranks that hold parts of every sequence attend to each other's.
-
-    `context`: `module:attribute` of what a rank's `Context` is made by, of its mesh: torch is not here yet. `chunks`:
-    equal runs of a sequence that each rank holds. `documents`: attention can keep to the documents of a sequence.
-    `by_heads`: a head sees its whole sequence on one rank. `layout_free`: what makes the `Context` of a run whose bits
-    are free of the layout (bits/section.py); "": nothing does.
-    """
+    """A kind of attention between ranks that each hold a part of every sequence."""
 
     context: str
+    """`module:attribute` of the factory of a rank's `Context` from a mesh; a string, since torch is not imported."""
     chunks: int = 1
+    """Number of equal runs of a sequence on each rank."""
     documents: bool = False
+    """True if attention can be limited to the documents of a sequence."""
     by_heads: bool = False
+    """True if a rank attends from whole sequences of some heads."""
     layout_free: str = ""
+    """The factory (as `context`) under `bits: layout-free` (bits/section.py); "": not supported."""
     rules: tuple[Rule, ...] = ()
-    """Rules on what it does not go with besides, and why; checked where it is chosen."""
+    """Rules on combinations with other settings, checked for runs of this kind."""
 
 
 @rule("layout.context", "model.family")
@@ -54,7 +53,7 @@ def layers_work_token_by_token(config: Config) -> Iterator[Problem]:
 
 @rule("layout.context", "layout.tensor", "model", "data")
 def sequences_are_cut_equally(config: Config) -> Iterator[Problem]:
-    """Into as many parts as the tensor section cuts what a rank holds, each."""
+    """Require sequences of equal chunks for all ranks. A rank's part must also divide equally by layout.tensor."""
     context = config.layout.context
     parts = {cut.field: cut.parts for cut in config.layout.tensor.cuts(config)}
     if context.size == 1 or not config.model.cuts_context:
@@ -62,7 +61,7 @@ def sequences_are_cut_equally(config: Config) -> Iterator[Problem]:
     for length in config.model.sequences(config):
         again = parts.get(length.field, 1)
 
-        cuts = math.lcm(context.strategy.chunks, again)  # of a rank's part
+        cuts = math.lcm(context.strategy.chunks, again)  # parts that a rank's share must divide into
         if length.number % (context.size * cuts):
             parts_text = f"{context.size * context.strategy.chunks} equal parts"
             rule_text = f"does not cut {length.field}={length.number}{length.note} into {parts_text}"
@@ -74,7 +73,7 @@ def sequences_are_cut_equally(config: Config) -> Iterator[Problem]:
 
 @rule("layout.context", "layout.tensor", "model")
 def heads_are_dealt_equally(config: Config) -> Iterator[Problem]:
-    """Key-value heads that are fewer than ranks are copied for all to have one, and each has some of its queries."""
+    """Require equal heads per rank. With more ranks than key-value heads, ranks copy heads and split the queries."""
     context, (field, heads, members, _) = config.layout.context, config.model.branches
     parts = {cut.field: cut.parts for cut in config.layout.tensor.cuts(config)}.get(field, 1)
     if context.size == 1 or not can_share(heads, members, parts):
@@ -103,9 +102,10 @@ ULYSSES = ContextKind(
     "meshwright.compute.context.context:Ulysses", documents=True, by_heads=True,
     layout_free="meshwright.compute.context.context:Ulysses", rules=(*CUTTING, heads_are_dealt_equally),
 )  # fmt: skip
-"""Whole sequences of some heads a rank inside of attention, by all-to-all (DeepSpeed-Ulysses)."""
+"""An all-to-all before attention gives each rank whole sequences of some heads (DeepSpeed-Ulysses)."""
 RING_ATTENTION = ContextKind(
     "meshwright.compute.context.ring:RingAttention", chunks=2, documents=True,
     layout_free="meshwright.compute.bits.runs:GatheredRing", rules=(*CUTTING, rings_drop_nothing),
 )  # fmt: skip
-"""Blocks of keys and values go round, with a partial softmax each: any number of heads (Ring Attention)."""
+"""Blocks of keys and values are sent from rank to rank, with a partial softmax; for any number of heads (Ring
+Attention)."""

@@ -1,4 +1,4 @@
-"""A model whose layers are compiled (`compile: blocks`)."""
+"""Compilation of a model's layers (`compile: blocks`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def apply(config: Config, model: Chain) -> None:
-    """Let the model's layers run as graphs, and its head by islands."""
+    """Run the model's layers as compiled graphs, and the head's element-wise passes as islands (tensor/islands.py)."""
     islands.apply(config, model)
     for core in model.attention_cores():
         if attention_outside(config) is not None:

@@ -1,7 +1,6 @@
-"""The section of experts: how many, who takes whom, what keeps them busy, of every family whose layers have some. No
-torch.
+"""The config section of experts, for every family with expert layers: numbers, routing and load balance. No torch.
 
-| `scores` | a token's share of an expert | of                                                          |
+| `scores` | a token's share of an expert | used by                                                     |
 |----------|------------------------------|-------------------------------------------------------------|
 | softmax  | exp(x r) over their sum      | Mixtral, Qwen2-MoE, Qwen3-MoE                               |
 | sigmoid  | 1 / (1 + exp(-x r))          | DeepSeek-V3 (arXiv 2412.19437, equations 12 to 20), Kimi-K2 |
@@ -27,44 +26,44 @@ AboveZero = Annotated[float, Field(gt=0)]
 
 
 class ExpertsSection(Section):
-    """Feed-forwards of several experts, of which a router gives each token a few."""
+    """Feed-forward layers of several experts; a router sends each token to a few of these."""
 
     count: Positive
     """Experts of a layer."""
     per_token: Positive = 2
-    """Experts that each token goes to."""
+    """Experts that compute each token."""
     width: Positive | None = None
     """The inner width of each expert; null: model.feed_forward."""
     dense_layers: Count = 0
-    """Layers before the first that has experts; their feed-forwards are model.feed_forward wide."""
+    """Number of first layers without experts; the feed-forwards of these are model.feed_forward wide."""
     shared: Count = 0
-    """The inner width of a feed-forward that every token takes beside its experts; 0: there is none."""
+    """The inner width of a feed-forward for every token, in addition to the experts; 0: there is none."""
     shared_gate: bool = False
-    """That feed-forward's output is multiplied by the sigmoid of a linear of the token (Qwen2-MoE)."""
+    """The shared feed-forward's output is multiplied by the sigmoid of a linear of the token (Qwen2-MoE)."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """The function that makes a router's numbers shares of experts."""
+    """The function that turns router logits into shares of experts."""
     renormalise: bool = True
     """The weights of a token's experts add up to 1."""
     scale: AboveZero = 1.0
     """The factor of the weights of a token's experts."""
     groups: Positive = 1
-    """Equal groups of experts, of which a token chooses some first, by the sum of its two best in each."""
+    """Equal groups of experts. A token first chooses groups, by the sum of the two best scores in each."""
     groups_per_token: Positive = 1
-    """The groups whose experts a token may take."""
+    """Number of groups that a token chooses; experts of other groups are excluded."""
     bias_rate: AtLeastZero | None = None
-    """A bias of each expert where experts are chosen, moved by this much a step to even loads; null: there is none."""
+    """Change per step of each expert's bias, which evens loads and is used only to choose experts; null: no bias."""
     balance: AtLeastZero = 0.0
-    """The coefficient of the loss that keeps experts equally busy: the mean over layers and the batch's sequences."""
+    """The coefficient of the load-balancing loss: the mean over layers and the batch's sequences."""
     balance_over: Literal["sequence", "microbatch", "batch"] = "sequence"
-    """The tokens among which that loss wants experts equally busy; batch: the step's global batch."""
+    """The tokens over which the load-balancing loss counts loads; batch: the step's global batch."""
     router_z: AtLeastZero = 0.0
     """The coefficient of the router's z-loss: the mean over tokens and layers of log(sum(exp(logits)))²."""
     capacity: AboveZero | None = None
-    """Tokens of a sequence that an expert takes in training, in those of an even router; null: all (dropless)."""
+    """The most tokens of a sequence per expert in training, relative to an even router's; null: all (dropless)."""
 
 
 def experts_of(config: Config) -> ExpertsSection | None:
-    """The model's experts, of a family whose section has some."""
+    """Return the experts section of the model; None for a model without experts."""
     model: Any = config.model
     return model.experts if config.model.routing.num_experts else None
 
@@ -82,7 +81,7 @@ def tokens_have_experts(config: Config) -> Iterator[Problem]:
         rule_text = f"does not divide model.experts.count={count}"
         yield Problem("model.experts.groups", groups, rule_text, listed(divisors(count)))
     elif groups > 1 and count == groups:
-        # A group is chosen by its two best experts.
+        # A group is scored by the sum of its two best experts.
         rule_text = f"leaves one of model.experts.count={count} in each, and a group is chosen by its best two"
         yield Problem("model.experts.groups", groups, rule_text, listed(divisors(count)[:-1]))
     elif chosen > groups:
@@ -128,7 +127,7 @@ def a_layer_has_experts(config: Config) -> Iterator[Problem]:
 def ranks_have_whole_experts(config: Config) -> Iterator[Problem]:
     count, expert = config.model.routing.num_experts, config.layout.data.expert
     if count % expert:
-        # Experts are dealt over ranks of the data axis, so its size must be a multiple, too.
+        # Experts are distributed over ranks of the data axis, so the data size must be a multiple, too.
         valid = listed([size for size in divisors(count) if config.layout.data.size % size == 0])
         yield Problem(EXPERT_FIELD, expert, f"does not divide model.experts.count={count}", valid)
 
@@ -144,7 +143,7 @@ def kit_holds_experts(config: Config) -> Iterator[Problem]:
 
 @rule("model.experts", "bits")
 def balance_is_a_samples(config: Config) -> Iterator[Problem]:
-    """Where bits are free of the layout a rank computes some samples of a microbatch at a time."""
+    """Refuse a balance over more than a sequence with `bits: layout-free`, which computes `bits.samples` at a time."""
     experts = experts_of(config)
     if experts is None or not config.bits.layout_free:
         return
@@ -160,4 +159,4 @@ EXPERT_RULES = (
     tokens_have_experts, fields_have_an_effect, a_layer_has_experts, ranks_have_whole_experts, kit_holds_experts,
     balance_is_a_samples,
 )  # fmt: skip
-"""The rules of every family whose section has experts."""
+"""The rules of every family with experts."""

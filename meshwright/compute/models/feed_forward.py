@@ -1,4 +1,4 @@
-"""Feed-forwards of gated linears, one for all tokens or several experts, beside which one may serve every token."""
+"""Gated feed-forward layers: one for all tokens, or several experts, with an optional shared one for every token."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from meshwright.compute.tensor.swiglu import ACTIVATIONS
 
 
 class FeedForward(nn.Module):
-    """contract(activation(expand(x))), of SwiGLU silu(gate) · up, both of one linear; perhaps times sigmoid(x w), as
-    Qwen2-MoE's shared expert."""
+    """contract(activation(expand(x))); with `gated`, times sigmoid(x w), as in Qwen2-MoE's shared expert.
+
+    SwiGLU: silu(gate) · up, with gate and up from one linear.
+    """
 
     def __init__(
         self, model: RotaryTransformer, inner: int, kit: Kit, *, bias: bool = False, gated: bool = False
     ) -> None:
-        """`gated`: by the sigmoid."""
+        """Make the layer. `gated`: multiply the output by sigmoid(x w)."""
         super().__init__()
         hidden, groups = model.hidden, model.expand_groups
         self.activate = ACTIVATIONS[model.activation]
@@ -35,12 +37,12 @@ class FeedForward(nn.Module):
 
 
 def last_initial(model: RotaryTransformer) -> Initial:
-    """The first values of a linear that ends in the residual stream: narrower, the more of them add up."""
+    """Return the initial values of a linear that ends in the residual stream: std 0.02 / sqrt(2 · layers)."""
     return Initial(0.02 / math.sqrt(2 * model.layers))
 
 
 def experts_of(model: RotaryTransformer, kit: Kit) -> nn.Module:
-    """A feed-forward of experts."""
+    """Make a feed-forward of experts."""
     experts = model.experts
     assert experts is not None, "a model without experts"
     shape = ExpertsShape(

@@ -1,1 +1,1 @@
-"""A rank's part of each parameter, and the flat memory in which parameters and gradients live."""
+"""This rank's part of each parameter, and the flat memory of parameters and gradients."""

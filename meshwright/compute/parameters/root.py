@@ -1,13 +1,14 @@
-"""The root: one number of a run's state, the same under every layout that holds the same bits.
+"""The root: a 64-bit hash of a run's state, equal under every layout with equal bits.
 
-A tensor is a matrix of 32-bit words: a row for every index of its leading dims, cut into segments of SEGMENT words. A
-segment w has COLUMNS sums w · k, k a column of fixed random integers. The products are made in float64 and are exact:
-|w · k| <= 2^31 · 2^9 · SEGMENT < 2^53. The tensor's hash is the sum of all sums, each times a fixed odd factor of its
-column and one of its segment, which the tensor's name enters, modulo 2^64. The root is the sum of the tensors' hashes.
-The sums are linear: a rank hashes its pieces, the hashes of pieces add up, copies are left out.
+A tensor is a matrix of 32-bit words: one row for each index of the leading dims, cut into segments of SEGMENT words.
+Each segment w has COLUMNS sums w · k, with k a column of fixed random integers. The products are computed in float64
+and are exact: |w · k| <= 2^31 · 2^9 · SEGMENT < 2^53. Each sum is multiplied by a fixed odd factor of the column and an
+odd factor of the segment, which also depends on the tensor's name. The tensor's hash is the total modulo 2^64. The root
+is the sum of the tensors' hashes. Hashes are linear: each rank hashes its pieces, hashes of pieces are added, and
+copies are left out.
 
-Two states that differ have one root by chance in one case of 2^64; in one of 2^33 if they differ in the highest bits of
-words alone. The root finds faults and mistakes. It keeps out nobody who means harm: the factors are known.
+Two different states have equal roots with a probability of 2^-64, or 2^-33 if only the highest bits of words differ.
+The root detects faults and mistakes. The factors are public, so the root is no protection against an attacker.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from meshwright.compute.parameters.shard import Box
 from meshwright.ranks.mesh import Mesh
 
 VERSION = "2-"
-"""The beginning of a root. Roots of two versions are not compared; those of version 1 have no such beginning."""
+"""The prefix of a root. Roots of different versions are not compared; roots of version 1 have no prefix."""
 WORD_BYTES = 4
 SEGMENT = 4096
 COLUMNS = 8
 KEY_BITS = 10
 ROW_ELEMENTS = 256
-"""The fewest elements of a row, which has as many trailing dims as it takes."""
+"""The fewest elements of a row. A row covers the fewest trailing dims with this number of elements."""
 BLOCK_BYTES = 2**18
-"""Bytes of a block: a reader of a few rows reads at most so much more at each end."""
+"""Bytes of a block. A reader of a few rows reads at most one more block at each end."""
 CHUNK_WORDS = {"cpu": 2**17, "cuda": 2**22}
-"""Words that are float64 numbers at a time, by type of device: on a CPU few enough for a core's cache."""
+"""Words converted to float64 at a time, by type of device; on a CPU few enough for a core's cache."""
 GAPPED_ELEMENTS = 2**20
-"""The most elements of a box with gaps in its rows that are hashed at a time."""
+"""The most elements to hash at a time if the box has gaps in the tensor's rows."""
 FIRST, SECOND, STEP = (number - 2**64 for number in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0x9E3779B97F4A7C15))
 UPPER = 2**31 - 1
-"""The bits that a shift by 33 leaves of 64 without a sign."""
+"""Mask that makes an arithmetic shift by 33 a logical shift."""
 
 
 def mixed(numbers: Tensor) -> Tensor:
-    """Pseudo-random numbers of int64 numbers: times STEP, then the finalizer of MurmurHash3 for 64 bits."""
+    """Hash int64 numbers: multiply by STEP, then apply the 64-bit finalizer of MurmurHash3."""
     numbers = numbers * STEP
     for factor in (FIRST, SECOND):
         numbers = (numbers ^ (numbers >> 33 & UPPER)) * factor
@@ -54,7 +55,7 @@ def mixed(numbers: Tensor) -> Tensor:
 
 @cache
 def factors(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The columns of keys [SEGMENT, COLUMNS], float64 integers from -2^9 to 2^9 - 1, and the columns' odd factors."""
+    """Return the keys [SEGMENT, COLUMNS], float64 integers from -2^9 to 2^9 - 1, and the columns' odd factors."""
     numbers = mixed(torch.arange(1, (SEGMENT + 1) * COLUMNS + 1, device=device)).view(-1, COLUMNS)
     keys = (numbers[:SEGMENT] >> 64 - KEY_BITS).double()
     # Odd factors lose nothing modulo 2^64.
@@ -62,17 +63,29 @@ def factors(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def row_dims(shape: Sequence[int]) -> int:
-    """The number of leading dims that number rows: the trailing ones have ROW_ELEMENTS, or are all."""
+    """Return the number of leading dims that index rows. The trailing dims have at least ROW_ELEMENTS elements.
+
+    0 if the tensor has fewer elements: the tensor is then one row.
+    """
     return next((dim for dim in reversed(range(len(shape))) if math.prod(shape[dim:]) >= ROW_ELEMENTS), 0)
 
 
 def row_hashes(name: str, shape: tuple[int, ...], box: Box, values: Tensor) -> Tensor:
-    """The hashes of a box's rows [R], int64 on their device. values [n]: the box's, row by row."""
+    """Hash the rows of a box.
+
+    Args:
+        name: the tensor's name.
+        shape: the shape of the whole tensor.
+        box: the part of the tensor.
+        values: [n], the elements of the box in row-major order.
+
+    Returns: [R], int64 on the device of `values`.
+    """
     split, device = row_dims(shape), values.device
     inner, lengths, offsets = shape[split:], box.lengths[split:], box.offsets[split:]
     gaps, row = lengths[1:] != inner[1:], math.prod(lengths)
     if gaps and (half := box.num_elements // row // 2 * row) and values.numel() > GAPPED_ELEMENTS:
-        # Rows are filled up with zeros below, to as many elements as the tensor's have.
+        # The code below pads rows with zeros to the length of the tensor's rows; halves bound the memory.
         spans = ((0, half), (half, box.num_elements))
         halves = (elements_hashes(name, shape, box, first, values[first:last]) for first, last in spans)
         return torch.cat(list(halves))
@@ -92,7 +105,7 @@ def row_hashes(name: str, shape: tuple[int, ...], box: Box, values: Tensor) -> T
     salt = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
     in_row = -(-math.prod(inner) * values.element_size() // (SEGMENT * WORD_BYTES))
     end = first + words.shape[1]
-    # A part of a segment, whole segments, a part of one.
+    # A partial segment, whole segments, a partial segment.
     cuts = sorted({first, min(-(-first // SEGMENT) * SEGMENT, end), max(end // SEGMENT * SEGMENT, first), end})
     for start, stop in pairwise(cuts):
         segments = torch.arange(start // SEGMENT, -(-stop // SEGMENT), device=device)
@@ -103,7 +116,14 @@ def row_hashes(name: str, shape: tuple[int, ...], box: Box, values: Tensor) -> T
 
 
 def add_segments(total: Tensor, words: Tensor, weights: Tensor, first: int) -> None:
-    """Add to rows' hashes [R] those of segments: words [R, S, W] from a segment's word `first` on, factors [R, S]."""
+    """Add the hashes of segments to the hashes of rows.
+
+    Args:
+        total: [R], the rows' hashes; changed in place.
+        words: [R, S, W] int32, the words of S segments per row.
+        weights: [R, S], the segments' odd factors.
+        first: index of the first word within each segment.
+    """
     keys, columns = factors(words.device)
     rows, count, width = words.shape
     keys, chunk = keys[first : first + width], CHUNK_WORDS[words.device.type]
@@ -123,7 +143,7 @@ def add_segments(total: Tensor, words: Tensor, weights: Tensor, first: int) -> N
 
 
 def words_of(rows: Tensor, first: int) -> Tensor:
-    """The rows [R, n] as words [R, W], int32; `first`: the byte of a row that they begin at. Zeros fill up words."""
+    """View rows [R, n] as int32 words [R, W], padded with zeros. `first`: the byte of the whole row at the begin."""
     size = rows.element_size()
     before = first % WORD_BYTES
     after = -(before + rows.shape[1] * size) % WORD_BYTES
@@ -133,8 +153,17 @@ def words_of(rows: Tensor, first: int) -> Tensor:
 
 
 def elements_hashes(name: str, shape: tuple[int, ...], box: Box, start: int, values: Tensor) -> Tensor:
-    """The hashes of a box's elements start ... start + n - 1, counted row by row: of each row that has some of them
-    [R], int64. values [n]."""
+    """Hash the elements start ... start + n - 1 of a box, in row-major order.
+
+    Args:
+        name: the tensor's name.
+        shape: the shape of the whole tensor.
+        box: the part of the tensor.
+        start: number of the first element in the box.
+        values: [n], the elements.
+
+    Returns: [R], int64, one hash for each row that has some of the elements.
+    """
     hashes, position = [values.new_zeros(0, dtype=torch.int64)], 0
     for part in box.flat_parts(start, start + values.numel()):
         hashes.append(row_hashes(name, shape, part, values[position : position + part.num_elements]))
@@ -143,8 +172,11 @@ def elements_hashes(name: str, shape: tuple[int, ...], box: Box, start: int, val
 
 
 def block_bounds(shape: tuple[int, ...], box: Box, start: int, count: int, element_bytes: int) -> list[int]:
-    """Cut a box's elements start ... start + count - 1 into blocks: the numbers of their first elements from 0 on, and
-    `count`. A block has BLOCK_BYTES at most, and whole rows where a row has no more."""
+    """Cut the elements start ... start + count - 1 of a box into blocks of at most BLOCK_BYTES.
+
+    A block has whole rows if a row has at most BLOCK_BYTES. Returns the bounds of blocks relative to start, from 0 to
+    `count`.
+    """
     row = math.prod(box.lengths[row_dims(shape) :])
     step = BLOCK_BYTES // element_bytes
     step = step // row * row if 0 < row <= step else step
@@ -152,17 +184,17 @@ def block_bounds(shape: tuple[int, ...], box: Box, start: int, count: int, eleme
 
 
 def block_hashes(name: str, shape: tuple[int, ...], box: Box, start: int, values: Tensor) -> list[int]:
-    """The hashes of the blocks of a box's elements start ... start + n - 1, from 0 to 2^64 - 1; values [n]."""
+    """Hash each block of the elements start ... start + n - 1 of a box: integers from 0 to 2^64 - 1. values: [n]."""
     bounds = block_bounds(shape, box, start, values.numel(), values.element_size())
     row = math.prod(box.lengths[row_dims(shape) :])
-    # Blocks of whole rows in one pass, since a call takes as long as a hundred KiB.
+    # Blocks of whole rows are hashed in one pass, since the overhead of a call is the time of 100 KiB.
     whole = [first % row == 0 and last % row == 0 for first, last in pairwise(start + bound for bound in bounds)]
     sums = [values.new_zeros(0, dtype=torch.int64)]
     for is_whole, group in groupby(zip(whole, pairwise(bounds), strict=True), lambda pair: pair[0]):
         spans = [span for _, span in group]
         if is_whole:
             hashes = elements_hashes(name, shape, box, start + spans[0][0], values[spans[0][0] : spans[-1][1]])
-            # Sums up to each block's end: modulo 2^64 their differences are the blocks'.
+            # Differences of the cumulative sums at the ends of blocks, exact modulo 2^64.
             ends = torch.tensor([(last - spans[0][0]) // row - 1 for _, last in spans], device=values.device)
             upto = hashes.cumsum(0)[ends]
             sums.append(torch.cat((upto[:1], upto.diff())))
@@ -175,9 +207,13 @@ def block_hashes(name: str, shape: tuple[int, ...], box: Box, start: int, values
 def held_hashes(
     tensors: Iterable[tuple[str, Tensor, Collection[Place], Collection[str]]], mesh: Mesh
 ) -> dict[str, Tensor]:
-    """By kind and parameter, the hash of what this rank holds and no rank before it.
+    """Hash this rank's state. Of several copies, only the first rank's is hashed.
 
-    `tensors`: kind, values [n], what lies where in them, and the axes whose ranks hold the same.
+    Args:
+        tensors: (kind, values [n], places of parameters in the values, axes with copies on all ranks).
+        mesh: the ranks.
+
+    Returns: the hash for each "kind of parameter".
     """
     found: dict[str, Tensor] = {}
     for kind, values, places, copy_axes in tensors:
@@ -191,22 +227,28 @@ def held_hashes(
 
 
 def order_root(data: str, seed: int, first: int, sample: Mapping[str, Tensor]) -> str:
-    """The root of a run's order of data, as 16 hexadecimal digits. `data`: the prepared data's fingerprint; `first`:
-    the number of samples seen; `sample`: the next one's tensors, by name, which the order has chosen and drawn."""
+    """Return the root of a run's order of data, 16 hexadecimal digits.
+
+    Args:
+        data: the fingerprint of the prepared data.
+        seed: the run's seed.
+        first: number of samples seen.
+        sample: the tensors of the next sample, by name.
+    """
     digest = hashlib.sha256(f"{data}/{seed}/{first}".encode())
     for name in sorted(sample):
         values = sample[name].contiguous()
         digest.update(f"/{name}/{tuple(values.shape)}/{values.dtype}/".encode())
-        # Of a single element torch keeps any stride, and then refuses to read its bytes.
+        # A tensor of one element may have any stride, and torch then refuses to view the bytes.
         digest.update(values.as_strided((values.numel(),), (1,)).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
 def root_text(hashes: Iterable[int]) -> str:
-    """The root of tensors' hashes, or of the ranks' sums of them: VERSION and 16 hexadecimal digits."""
+    """Return the root of tensors' hashes, or of the ranks' sums of hashes: VERSION and 16 hexadecimal digits."""
     return f"{VERSION}{sum(hashes) % 2**64:016x}"
 
 
 def comparable(*roots: str | None) -> bool:
-    """Whether roots are there and of one version, so that two that differ are of different states."""
+    """Return True if all roots exist and have one version. Only then do different roots mean different states."""
     return None not in roots and len({str(root).rpartition("-")[0] for root in roots}) == 1

@@ -1,4 +1,4 @@
-"""The sub-graphs' section of a layout: what D&SP is to the config and to the planner. No torch."""
+"""The layout section of sub-graphs (D&SP): fields, rules and facts for the config and the planner. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @rule("layout.tensor", "model")
 def branches_share_nothing(config: Config) -> Iterator[Problem]:
-    """A shared parameter in buckets that differ by rank would be summed between different exchanges, and hang."""
+    """Refuse parameters shared by branches if one rank computes the common layers.
+
+    Ranks would have different buckets, reduce the shared parameter between different exchanges, and hang.
+    """
     tensor, shared = config.layout.tensor, config.model.branches.shared
     if isinstance(tensor, Subgraph) and tensor.common == "one" and tensor.size > 1 and shared:
         rule_text = f"gives the first rank all that branches share, and {shared} is shared inside of them"
@@ -28,11 +31,11 @@ class Subgraph(TensorSection):
 
     kind: Literal["subgraph"]
     size: Positive
-    """Sub-grids, among which branches are dealt out."""
+    """Number of sub-grids; branches are distributed over these."""
     common: Literal["all", "one"] = "all"
-    """Who computes the layers between branches: all, each on its share of the batch; one (D&SP-cSub): the first."""
+    """Sub-grids that compute the layers between branches; all: each a share of the batch; one (D&SP-cSub): first."""
     branch: Literal["attention-core", "attention", "block"] = "attention"
-    """The part of a block that is cut along its heads; attention: the whole of it; block: the feed-forward too."""
+    """The part of a block that is cut along heads; attention: projections too; block: the feed-forward too."""
 
     axis_fields: ClassVar[tuple[tuple[str, str], ...]] = (("branch", "size"),)
     kit_class: ClassVar[str] = "meshwright.compute.subgraph.kit:SubgraphKit"
@@ -44,7 +47,7 @@ class Subgraph(TensorSection):
 
     @property
     def rows(self) -> Rows:
-        """Split outside of branches, inside of which a rank sees all; not where one rank computes the common layers."""
+        """Rows are split over ranks outside of branches, gathered inside; with common=one, the first has all rows."""
         if self.common == "one":
             return Rows(leads=self.size)
         return Rows(self.size, at_once=self.size, by="layout.tensor.size=")
@@ -55,10 +58,10 @@ class Subgraph(TensorSection):
         return f"{self.kind} ({self.branch} in branches, other layers on {common})"
 
     def cuts(self, config: Config) -> Iterator[Cut]:
-        """Hidden widths and tables lie outside of branches and are whole."""
+        """Yield the cuts of branches. Hidden widths and tables are outside of branches, and are not cut."""
         branches, (_, *inner) = config.model.branches[:2], config.model.widths
         for field, number in (branches, *(inner if self.branch == "block" else ())):
-            # Branches are dealt whole: a head, or a path, is computed by one rank.
+            # Branches are not split: one rank computes a whole head or path.
             yield Cut(field, number, "layout.tensor.size", self.size)
 
     @classmethod

@@ -1,35 +1,35 @@
-"""Head and cross entropy as one function that never holds whole logits, over a vocabulary that may be split over ranks.
+"""Head and cross entropy as one function without whole logits. The vocabulary may be sharded over ranks.
 
-The gradient of the logits, softmax - target, depends on later layers only by a factor, so it is computed in the forward
-pass, chunk by chunk; only dh [B·T, H] and dW [V, H] are kept. Multiplying the loss later costs one pass over both. So a
-pipeline's last stage computes dW in F under every schedule: deferring it would keep logits. A chunk is large enough for
-efficient matmuls; element-wise work goes by slices that stay in a core's cache.
+The gradient of the logits, softmax - target, depends on later operations only by a factor. So the forward pass computes
+this gradient chunk by chunk, and keeps only dh [B·T, H] and dW [V, H]. Multiplying the loss later costs one pass over
+both. A pipeline's last stage computes dW in the forward task under every schedule, since deferring dW would keep
+logits. A chunk is large enough for efficient matmuls. Element-wise work is done in slices that fit a core's cache.
 
 | symbol | local shape | meaning                                                             |
 |--------|-------------|---------------------------------------------------------------------|
-| h      | [B·T, H]    | hidden states, the same on all ranks of the vocabulary's axis        |
-| W, b   | [V/p, H], [V/p] | this rank's classes; those past the vocabulary's end are padding |
+| h      | [B·T, H]    | hidden states, equal on all ranks of the vocabulary's axis           |
+| W, b   | [V/p, H], [V/p] | this rank's classes; rows past the vocabulary's end are padding  |
 | logits | [C, V/p]    | of a chunk of C tokens                                              |
 
-Padding is multiplied too, and masked in the softmax: a product of 50,257 columns leaves a GPU's fast kernels, one of
-50,304 does not.
+Padding is multiplied too, and masked in the softmax: a product with 50,257 columns does not get a GPU's fast kernels,
+one with 50,304 does.
 
-Element-wise work is two passes with the exchange between them. The first leaves each class's share among this rank's
-(one fused softmax), whose greatest is one over the sum of exponentials; the second scales them to gradients. A rank
-with all classes exchanges nothing: its compiled loss is one kernel (islands.py), and a CPU's loss in float32 or float64
-without smoothing is one softmax, compiled or not. There a loss is the logarithm of its label's share, and the factors
-of rows scale the [C, H] operands of dh and dW instead of the [C, V] gradients.
+Element-wise work is two passes with an exchange between. The first pass leaves each class's share among this rank's
+classes (one fused softmax); the greatest share is 1 / the sum of exponentials. The second pass scales shares to
+gradients. A rank with all classes exchanges nothing. The compiled loss is then one kernel (islands.py). On a CPU, in
+float32 or float64 without smoothing, the loss is one softmax, compiled or not: the logarithm of the label's share. The
+factors of rows then scale the [C, H] operands of dh and dW instead of the [C, V] gradients.
 
-Chunks end in a collective, so their length comes from what all ranks share: the V/p rows of their tables. How many of
-these are real classes differs from rank to rank. (Agreeing on a length would cost a collective, for nothing.)
+Each chunk ends in a collective, so all ranks derive equal chunk lengths from a common number, the V/p rows of the
+table. The number of real classes differs by rank. (Agreement on a length would need a collective.)
 
-Sends, a chunk: one all-gather of [C, 3] (the greatest logit, the sum of exponentials, the label's logit), whose parts
-every rank adds up itself. The gradient of h is this rank's part of a sum over the axis: whoever brought h here adds the
-parts up. (Vocabulary-parallel cross entropy: Megatron-LM, arXiv 1909.08053, section 3; there in three all-reduces.)
+Sent per chunk: one all-gather of [C, 3] (the greatest logit, the sum of exponentials, the label's logit). Each rank
+adds up the parts. The gradient of h is one addend per rank; the caller that gathered h reduces the gradients.
+(Vocabulary-parallel cross entropy: Megatron-LM, arXiv 1909.08053, section 3; there with three all-reduces.)
 
 Label smoothing (Szegedy et al., arXiv 1512.00567, section 7) with share e of V real classes: a token's target is
-(1 - e) onehot + e / V, so its loss is log-sum-exp less the target's product with the logits. This product takes the
-place of the label's logit, and nothing more travels.
+(1 - e) onehot + e / V, and the loss is log-sum-exp minus the product of target and logits. This product replaces the
+label's logit in the exchange.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.comm import Comm
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 2**30}
-"""Bytes of a chunk's logits [C, V] with memory.logits=auto, in their dtype; on a CPU in float32, as its passes are.
+"""Bytes of a chunk's logits [C, V] with memory.logits=auto, in the dtype of logits; on a CPU in float32.
 
 Each chunk reads and writes all of dW [V, H]. An H200's step of GPT-2 small, 64 x 1,024 tokens, took 160.5 ms with
 128 MiB and 137.9 ms with 512 MiB (benchmarks/one_gpu.py, late). 1 GiB has 3,531 rows of 152,064 classes."""
@@ -63,42 +63,46 @@ CHUNK_ROWS = 256
 chunks."""
 
 SLICE_BYTES = {"cpu": 2**19, "cuda": 256 * 2**20}
-"""Bytes of a chunk that element-wise work takes at a time: a CPU core's cache; on a GPU the whole chunk."""
+"""Bytes of a slice of element-wise work: a CPU core's cache; on a GPU up to 256 MiB."""
 
 
 GiveTable = Callable[[Tensor, WriteGradient], Tensor | None]
-"""give(like, write): what the backward pass returns as the table's gradient (ShardedModule.gradient)."""
+"""give(like, write): adds the table's gradient and returns the gradient for autograd (ShardedModule.add_gradient)."""
 
 
 @dataclass(frozen=True)
 class Classes:
-    """The classes that this rank holds: rows of a table of `vocabulary` real ones, split over `comm`'s ranks.
-
-    `smoothing`: the share of a token's target that all real classes have in equal parts. `device_type`: of the logits,
-    which decides how large chunks are. `labelled`: the share of tokens that have labels, of a masked language model one
-    in seven. `islands`: the two passes, compiled; else they are torch's operations, by slices.
-    """
+    """This rank's shard of the classes, and the form of the loss."""
 
     vocabulary: int
+    """Number of real classes on all ranks."""
     comm: Comm
+    """The ranks that shard the classes."""
     smoothing: float = 0.0
+    """Share of a token's target that is spread evenly over all real classes."""
     device_type: str = "cpu"
+    """The device of logits; sets the sizes of chunks and slices."""
     labelled: float = 1.0
+    """Share of tokens with labels; one in seven for a masked language model."""
     islands: Islands | None = None
+    """The two passes, compiled; None: torch's operations, by slices."""
     whole: bool = False
+    """True: one chunk with all rows."""
     chunk_bytes: int | None = None
     """memory.logits; None: CHUNK_BYTES."""
     products: Products = PLAIN
     """The products of hidden states, table and gradients."""
 
     def of_rank(self, table: Tensor) -> tuple[int, int]:
-        """The class of the table's first row, and how many of its rows are real classes."""
+        """Return (the class of the table's first row, the number of real classes in the table)."""
         first = self.comm.index * table.shape[0]
         return first, min(max(self.vocabulary - first, 0), table.shape[0])
 
     def alike(self, ranges: Iterable[slice], x: Tensor) -> Iterator[slice]:
-        """The ranges; for a meta tensor one range of each length, counted for all: a planned large vocabulary on a CPU
-        has thousands."""
+        """Yield the ranges; for a meta tensor x, one range of each length, counted once for each equal range.
+
+        A planned large vocabulary on a CPU has thousands of ranges.
+        """
         if x.device.type != "meta":
             yield from ranges
             return
@@ -107,10 +111,10 @@ class Classes:
             kinds.setdefault(rows.stop - rows.start, []).append(rows)
         for same in kinds.values():
             with self.comm.ledger.repeated(len(same)):
-                yield same[-1]  # the first chunk's gradient is written, the others' are added
+                yield same[-1]  # not the first: the first chunk's gradient is written, later gradients are added
 
     def chunks(self, h: Tensor, table: Tensor, dtype: torch.dtype) -> Iterator[slice]:
-        """Rows of h whose logits in `dtype` exist at a time; equal on all ranks, even those without classes."""
+        """Yield the chunks of h's rows, by the bytes of logits in `dtype`; equal on all ranks, even without classes."""
         if self.whole:
             return iter([slice(0, h.shape[0])] if h.shape[0] else [])
         on_cpu = self.device_type == "cpu"
@@ -119,19 +123,21 @@ class Classes:
         return ranges(0, h.shape[0], row_bytes, self.chunk_bytes or CHUNK_BYTES[self.device_type], least)
 
     def exchanges(self, chunk: slice, h: Tensor, table: Tensor) -> Iterator[slice]:
-        """Rows of a chunk whose statistics are exchanged together; with one rank, the rows still in the cache."""
+        """Yield parts of a chunk for one exchange of statistics; with one rank, parts that fit the cache."""
         if self.comm.size > 1 or self.islands is not None or self.whole:
             return iter([chunk])
         return self.alike(ranges(chunk.start, chunk.stop, 4 * table.shape[0], SLICE_BYTES[self.device_type]), h)
 
     def at_once(self, logits: Tensor) -> bool:
-        """Whether one pass makes these logits the gradients of unscaled losses (`losses_at_once`). A compiled pass of
-        theirs reads the logits three times, and takes longer."""
+        """Return True if one pass turns these logits into gradients of unscaled losses (`losses_at_once`).
+
+        A compiled pass would read the logits three times, and take longer.
+        """
         plain = self.comm.size == 1 and not self.smoothing
         return plain and self.device_type == "cpu" and logits.dtype == wide_dtype(logits)
 
     def slices(self, logits: Tensor) -> list[slice]:
-        """Rows of logits that element-wise work takes at a time, without communication in between."""
+        """Return the slices of logits' rows for element-wise work, without communication in between."""
         if self.whole:
             return [slice(0, logits.shape[0])]
         return list(ranges(0, logits.shape[0], 4 * logits.shape[1], SLICE_BYTES[self.device_type]))
@@ -143,13 +149,16 @@ class ScoresClasses:
     classes: Classes
 
     def use_chunks(self, size_bytes: int) -> None:
-        """Have at most so many bytes of logits at a time from now on (`memory.logits`)."""
+        """Set the most bytes of logits that exist at a time (`memory.logits`)."""
         self.classes = replace(self.classes, chunk_bytes=size_bytes)
 
 
 def ranges(start: int, stop: int, row_bytes: int, most_bytes: int, least: int = 1) -> Iterator[slice]:
-    """start..stop in runs of rows that fill `most_bytes`, or of `least` rows; where they are many, by the tiles of a
-    product, of which rows are an inner dim in the table's gradient."""
+    """Yield start..stop in slices of at most `most_bytes`, but at least `least` rows.
+
+    Slices of at least 128 (or 8) rows are rounded down to a multiple of 128 (or 8), the tile of a product, since rows are
+    the inner dim of the table's gradient.
+    """
     rows = max(least, most_bytes // max(1, row_bytes))
     rows -= rows % next(tile for tile in (128, 8, 1) if tile <= rows)
     for first in range(start, stop, rows):
@@ -157,12 +166,12 @@ def ranges(start: int, stop: int, row_bytes: int, most_bytes: int, least: int = 
 
 
 def wide_dtype(h: Tensor) -> torch.dtype:
-    """Logits are at least float32."""
+    """Return the dtype of the loss: the dtype of h, but at least float32."""
     return torch.promote_types(h.dtype, torch.float32)
 
 
 def _logits(h: Tensor, table: Tensor, bias: Tensor | None, products: Products) -> Tensor:
-    """[C, V/p] of h [C, H]."""
+    """Return logits [C, V/p] of h [C, H]."""
     logits = products.multiply(h, table.t()).to(wide_dtype(h))
     return logits if bias is None else logits.add_(bias)
 
@@ -185,13 +194,13 @@ class _ChunkedLoss(torch.autograd.Function):
         targets = labels.unsqueeze(1) - first
         factors = counted.to(wide_dtype(h)) * scale  # a bool times a number would be float32
         losses = h.new_empty(h.shape[0], 1, dtype=wide_dtype(h))
-        # Several chunks' table gradients are added in float32 at least: a half loses addends below the sum's last bit.
+        # Gradients of several chunks are added in float32 at least: half precision would lose small addends.
         adds = wide_dtype(h) if len([*islice(classes.chunks(h, weight, h.dtype), 2)]) > 1 else h.dtype
         learns = differentiates and ctx.needs_input_grad[1]
         dh = torch.empty_like(h) if differentiates else h
         dweight = torch.empty_like(weight, dtype=adds) if learns else weight[:0]
         if learns and not h.shape[0]:
-            dweight.zero_()  # no chunk writes it
+            dweight.zero_()  # without rows no chunk writes dweight
         dbias = None if bias is None else torch.zeros_like(bias, dtype=adds)
         for chunk in classes.alike(classes.chunks(h, weight, h.dtype), h):
             logits = products.multiply(h[chunk], weight.t(), bias)  # [C, V/p]
@@ -210,7 +219,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     products.write_product(logits.t(), rows_of_h, dweight, beta=0 if chunk.start == 0 else 1)
                 if dbias is not None:
                     dbias += torch.mv(logits.t(), own.squeeze(1)) if at_once else logits.sum(0, dtype=adds)
-            del logits  # else two chunks' logits would exist at once, and neither stay in a cache
+            del logits  # else two chunks' logits would exist at the same time, and none would stay in the cache
         ctx.save_for_backward(dh, dweight, dbias)
         ctx.give = give
         return torch.where(counted, losses, 0).sum(dtype=wide_dtype(h)) * scale
@@ -231,16 +240,16 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def some(rows: Tensor) -> bool:
-    """Whether there is True among `rows`. In a plan, whose tensors have no values, there is none."""
+    """Return True if an element of `rows` is True. False for meta tensors of a plan, which have no values."""
     return not rows.is_meta and bool(rows.any())
 
 
 def losses_at_once(
     logits: Tensor, h: Tensor, table: Tensor, bias: Tensor | None, labels: Tensor, classes: Classes
 ) -> Tensor:
-    """The losses [C, 1] of logits [C, V] of all classes, which become softmax - target, in place.
+    """Return the losses [C, 1] of logits [C, V] of all classes, and overwrite the logits with softmax - target.
 
-    A label's share that is too small for its dtype's digits has lost its loss, which the logits of `h` give once more.
+    If a label's share underflows, the loss is computed again from the logits of `h`.
     """
     _, held = classes.of_rank(table)
     columns = labels.clamp(min=0).unsqueeze(1)
@@ -256,11 +265,17 @@ def losses_at_once(
 
 
 def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Classes, held: int) -> Tensor:
-    """The losses [C, 1] of logits [C, V/p], which become their gradients, (softmax - target) · factor, in place.
+    """Return the losses [C, 1], and overwrite the logits with gradients, (softmax - target) · factor.
 
-    `targets` [C, 1]: the labels as columns of these logits; those of other ranks, and ignored ones, lie outside. The
-    `held` first columns are real classes. Half-precision logits have float32 shares, and the label's gradient, which is
-    what two near numbers differ by, is rounded once.
+    Half-precision logits have float32 shares, and the label's gradient, a difference of two near numbers, is rounded
+    once.
+
+    Args:
+        logits: [C, V/p], of this rank's classes.
+        targets: [C, 1], the labels as columns of the logits; out of range for labels of other ranks and ignored ones.
+        factors: [C, 1], the scale of each counted token's loss.
+        classes: the rank's classes.
+        held: number of first columns that are real classes.
     """
     wide = wide_dtype(logits)
     equal = classes.smoothing / classes.vocabulary  # each class's smoothed share of a target; the label has the rest
@@ -293,8 +308,11 @@ def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Cla
 
 
 def shares_of(logits: Tensor, columns: Tensor, certain: Tensor, classes: Classes, held: int) -> tuple[Tensor, Tensor]:
-    """The first pass by slices: each class's share among this rank's [C, V/p], in the logits' memory where that is of
-    its dtype; and islands.py's statistics."""
+    """Run the first pass, by slices.
+
+    Returns: each class's share among this rank's classes [C, V/p], and the statistics of islands.py [C, 3]. On a CPU
+    the shares overwrite the logits if both have one dtype.
+    """
     wide, equal = certain.dtype, classes.smoothing / classes.vocabulary
     in_place = logits.dtype == wide and classes.device_type == "cpu"
     shares = logits if in_place else torch.empty_like(logits, dtype=wide)
@@ -316,9 +334,9 @@ def scale_shares(
     logits: Tensor, shares: Tensor, columns: Tensor, certain: Tensor, scales: Tensor, factors: Tensor,
     classes: Classes, held: int,
 ) -> None:  # fmt: skip
-    """The second pass by slices."""
+    """Run the second pass, by slices: overwrite the logits with gradients."""
     equal = classes.smoothing / classes.vocabulary
-    targeted = (certain + equal).mul_(factors)  # a target's part that falls on `columns`
+    targeted = (certain + equal).mul_(factors)  # the target at `columns`
     for rows in classes.alike(classes.slices(logits), logits):
         part = shares[rows]
         labelled = part.gather(1, columns[rows]).mul_(scales[rows]).sub_(targeted[rows])
@@ -331,7 +349,7 @@ def scale_shares(
 
 
 def give_to_autograd(like: Tensor, write: WriteGradient) -> Tensor | None:
-    """A table that is no layer's parameter."""
+    """Return the gradient of a table that is not a layer's parameter, for autograd."""
     out = torch.empty_like(like)
     write(out, 0)
     return out
@@ -346,10 +364,16 @@ def chunked_loss(
     scale: float,
     give: GiveTable = give_to_autograd,
 ) -> Tensor:
-    """`scale` times the sum of the counted tokens' cross entropy; the same on all ranks of the vocabulary's axis.
+    """Return `scale` times the sum of the counted tokens' cross entropy, equal on all ranks of the vocabulary's axis.
 
-    h [B·T, H]; weight [V/p, H]; bias [V/p]; labels [B·T] or [B, T], -100 is not counted. The scale goes into the
-    gradients as they are made, so that half-precision ones do not underflow. `give` takes the table's gradient.
+    Args:
+        h: [B·T, H].
+        weight: [V/p, H].
+        bias: [V/p], or None.
+        labels: [B·T] or [B, T]; -100 is not counted.
+        classes: the rank's classes.
+        scale: factor of the loss. Gradients are computed with the factor, so half-precision gradients do not underflow.
+        give: receives the table's gradient.
     """
     h, weight, bias = cast(h, weight, bias)
     index, labels = chosen_rows(labels, classes), labels.flatten()
@@ -362,8 +386,10 @@ def chunked_loss(
 
 
 def chosen_rows(labels: Tensor, classes: Classes) -> Tensor | None:
-    """Indices of the rows of counted tokens if they are less than half, else None (all rows). For meta tensors, as many
-    as a sample is expected to have."""
+    """Return the indices of counted tokens if these are less than half of the rows, else None (all rows).
+
+    For meta tensors the number of indices is the expected number.
+    """
     flat = labels.flatten()
     counted = flat != IGNORED
     if labels.device.type == "meta":
@@ -375,14 +401,14 @@ def chosen_rows(labels: Tensor, classes: Classes) -> Tensor | None:
     selects = 2 * classes.labelled < 1 or classes.device_type == "cpu"  # on a GPU the host would wait for the count
     if not selects or 2 * (number := int(counted.sum())) >= flat.numel():
         return None
-    # Filled up to whole vectors with uncounted tokens: threads would share other row counts unevenly, and a product's
-    # bits would depend on the number of threads.
+    # Uncounted tokens fill up whole vectors: threads would split other numbers of rows unevenly, and the bits of a
+    # product would depend on the number of threads.
     return torch.sort(~counted, stable=True).indices[: -(-number // VECTOR) * VECTOR]
 
 
 @torch.no_grad()
 def num_correct(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, classes: Classes) -> Tensor:
-    """How many counted tokens have their label as the likeliest class, of equals the lowest: a scalar on the device."""
+    """Count the tokens with the label as the most likely class (of equals the lowest): a scalar on the device."""
     first, held = classes.of_rank(weight)
     table, offsets = weight[:held], None if bias is None else bias[:held]
     right = torch.zeros((), dtype=torch.int64, device=h.device)
@@ -402,7 +428,7 @@ def num_correct(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, 
 def chunked_token_losses(
     h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, vocabulary: int, products: Products = PLAIN
 ) -> Tensor:  # fmt: skip
-    """The cross entropy of every token [B·T] over a whole table, at least float32; 0 where the label is -100."""
+    """Return the cross entropy of every token [B·T] over a whole table, in float32 or better; 0 for a label of -100."""
     losses = h.new_zeros(h.shape[0], dtype=wide_dtype(h))
     table, offsets = weight[:vocabulary], None if bias is None else bias[:vocabulary]
     for rows in ranges(0, h.shape[0], vocabulary * wide_dtype(h).itemsize, CHUNK_BYTES[h.device.type]):

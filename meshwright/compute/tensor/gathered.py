@@ -1,12 +1,12 @@
-"""Gathered weights: the form of 2-D products, and the lifetime of gathered weights.
+"""The form of 2-D products, and the lifetime of gathered weights.
 
-| `memory.summa` | operands travel | a gathered weight              | a rank holds besides its blocks |
-|----------------|-----------------|--------------------------------|---------------------------------|
-| gather         | whole           | is kept until the step's end   | q times its weights, an operand |
-| whole          | whole           | is gathered anew each time     | an operand                      |
-| stream         | in q panels     | never exists                   | two panels of an operand        |
+| `memory.summa` | operands are sent | a gathered weight          | extra memory of a rank             |
+|----------------|-------------------|----------------------------|------------------------------------|
+| gather         | whole             | is kept until the step end | q times the weights, and an operand|
+| whole          | whole             | is gathered for each use   | an operand                         |
+| stream         | in q panels       | does not exist             | two panels of an operand           |
 
-auto is decided before a rank is built, by the memory that is free (decisions.py).
+auto is decided by the free memory, before a rank is built (decisions.py).
 """
 
 from __future__ import annotations
@@ -25,17 +25,23 @@ class Weights:
     """The weights of a rank's 2-D layers, gathered on demand and kept as `form` says."""
 
     def __init__(self, mesh: Mesh, policy: str, kept: dict[Any, Tensor], products: Products = PLAIN) -> None:
-        """`kept`: the kit's, for gathered weights by layer, what stays, and dtype."""
+        """Make the store.
+
+        Args:
+            mesh: the ranks.
+            policy: `memory.summa`.
+            kept: the kit's dict of gathered weights, by layer, stationary matrix and dtype.
+            products: multiplies two panels.
+        """
         self.kept = kept
-        # A config that nobody has resolved (auto) takes no memory for it.
+        # auto, in a config that is not resolved, keeps and streams nothing.
         self.form = Form(streams=policy == "stream", keeps=policy == "gather")
-        """How operands travel."""
         self.blocks: list[Tensor] = []
-        """This rank's blocks of all weights that take part in 2-D products."""
+        """This rank's blocks of all weights in 2-D products."""
         self.summa = Summa(mesh, streams=self.form.streams, products=products)
 
     def panels(self, layer: ShardedModule, stays: str, block: Tensor) -> Panels:
-        """The panels of a layer's weight for a product in which `stays` stays."""
+        """Return the panels of a layer's weight for a product with the stationary matrix `stays`."""
         if not self.form.keeps:
             return self.summa.panels("W", stays, block)
         key = (layer, stays, block.dtype)

@@ -1,6 +1,7 @@
-"""The base of all kits' heads: a table of classes (its own, or a token embedding's), an optional bias, and the loss.
+"""The base of all kits' heads: a table of classes, an optional bias, and the loss.
 
-A kit says how table and bias are cut, and by its boundary how whole hidden states come to this rank's classes.
+The table is a parameter of the head, or the table of the token embedding. A kit passes the placements of table and
+bias, and a boundary that gathers whole hidden states on every rank with classes.
 """
 
 from __future__ import annotations
@@ -28,38 +29,46 @@ from meshwright.ranks.planned import PlannedMesh
 
 @dataclass(frozen=True)
 class HeadShape:
-    """A head as the model asks for it; `padded` rows in the table, `vocabulary` of them real classes.
-
-    `smoothing`: the share of each token's target that all real classes have in equal parts; `labelled`: the
-    share of tokens that have labels (cross_entropy.py). `over`: an axis of the run's that cuts the classes, where no
-    axis of the kit does.
-    """
+    """The sizes and options of a head."""
 
     hidden: int
     vocabulary: int
+    """Number of real classes."""
     padded: int
+    """Rows of the table: the real classes, then padding."""
     initial: Initial
     bias: bool = False
     smoothing: float = 0.0
+    """Share of each token's target that is spread evenly over all real classes."""
     labelled: float = 1.0
+    """Share of tokens with labels (cross_entropy.py)."""
     over: tuple[str, ...] = ()
+    """A mesh axis that shards the classes if no axis of the kit does."""
 
 
 class TableHead(ShardedModule, UsesIslands, ScoresClasses):
-    """A linear over V classes (a vocabulary, usually) with its cross entropy: logits of the rank's classes and the loss
-    over all, chunk by chunk, never whole logits.
+    """A linear over V classes (usually a vocabulary) with cross entropy, chunk by chunk, without whole logits.
 
-    h [B, T, H]; labels [B, t], t <= T: -100 is not counted, and neither is a token without a label. (So a model can put
-    h[:, :1] into layers and a head of its own, and label one token, also where a kit splits the sequence: there the
-    slice is the first token of each part, and the first of these is the labelled one.)
+    h [B, T, H]; labels [B, t], t <= T. Labels of -100 and tokens without a label are not counted. So a model can pass
+    h[:, :1] to further layers and a separate head, with one label per sequence. If a kit splits the sequence, the slice
+    is the first token of each part, and only the first part's token is labelled.
     """
 
     def __init__(
         self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, table: Placements, classes: Placements,
         boundary: Boundary = UNCUT, products: Products = PLAIN,
     ) -> None:  # fmt: skip
-        """`table`: placements of the table. `classes`: of the classes where logits are made, and so of the bias: over
-        one axis or none. `boundary`: by which h enters."""
+        """Make the head.
+
+        Args:
+            mesh: the ranks.
+            shape: the head's sizes and options.
+            tied: the embedding that owns the table; None: the head owns the table.
+            table: placements of the table.
+            classes: placements of logits and bias by class, over one axis or none.
+            boundary: makes h whole on this rank.
+            products: multiplies.
+        """
         super().__init__(mesh)
         self.boundary = boundary
         comm = mesh.comm(*classes)
@@ -82,29 +91,29 @@ class TableHead(ShardedModule, UsesIslands, ScoresClasses):
         return weight
 
     def give(self, like: Tensor, write: WriteGradient) -> Tensor | None:
-        """Add the gradient of `block` at once, even where weight gradients are deferred: it is already computed."""
+        """Add the gradient of `block` immediately: it is already computed, even if other gradients are deferred."""
         owner: ShardedModule = self if "weight" in self.specs else self.tied[0]  # type: ignore[assignment]
         return owner.add_gradient("weight", like, write, may_wait=False)
 
     def own_classes(self, block: Tensor) -> Tensor:
-        """The rows [V/p, H] of this rank's classes, of what it holds of the table."""
+        """Return the rows [V/p, H] of this rank's classes, from this rank's part of the table."""
         return block
 
     def operands(self, h: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens [B·t, H] that labels [B, t] are for, of whole hidden states of the rank's rows; and the rows of
-        the table that are its classes."""
+        """Return the labelled tokens [B·t, H] of whole hidden states, and the table rows of this rank's classes."""
         whole = self.boundary.enter(h)  # [B, T, H]
         return whole[:, : labels.shape[1]].flatten(0, -2), self.own_classes(self.block)
 
     def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """The sum of the counted tokens' losses times `scale`."""
+        """Return the sum of the counted tokens' losses, times `scale`."""
         rows, table = self.operands(h, labels)
         classes = replace(self.classes, islands=self.islands)
-        give = self.give if table is self.block else give_to_autograd  # whose backward pass brings it to the block
+        # With other rows than the block's, autograd carries the gradient back to the block.
+        give = self.give if table is self.block else give_to_autograd
         return chunked_loss(rows, table, self.bias, labels, classes, scale, give)
 
     @torch.no_grad()
     def num_correct(self, h: Tensor, labels: Tensor) -> Tensor:
-        """How many counted tokens of this rank's rows have their label as the likeliest class. Without gradients."""
+        """Count the tokens of this rank's rows whose most likely class is the label. Without gradients."""
         rows, table = self.operands(h, labels)
         return num_correct(rows, table, self.bias, labels.flatten(), self.classes)

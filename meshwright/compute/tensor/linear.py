@@ -1,17 +1,17 @@
-"""Linears and look-ups that add up their gradients where the buckets hold them.
+"""Linears and look-ups that add gradients of parameters directly into the buckets.
 
-A linear is x W + b with weights stored [in, out], so that the weight gradient xᵀ dy has the weight's own layout.
+A linear is x W + b with weights stored as [in, out], so that the weight gradient xᵀ dy has the layout of the weight.
 
 forward:  y  = x W + b        [B·T, out]
 backward: dx = dy Wᵀ          [B·T, in]
-          dW = xᵀ dy          [in, out], added up straight in the parameter's room in its bucket, where it has one
+          dW = xᵀ dy          [in, out], added in the parameter's gradient memory in the bucket, if there is a bucket
           db = sum of dy      [out], likewise
 
 A look-up reads rows of a table:
 
 forward:  y = table[ids]             [B, T, H]
-backward: dtable[ids] += dy          [V, H], in the table's room: only the rows that were read are touched after the
-                                     first microbatch; torch's embedding makes and adds a table for each
+backward: dtable[ids] += dy          [V, H], in the table's gradient memory. After the first microbatch only the rows
+                                     of `ids` are written; torch's embedding allocates and adds a whole table each time
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Addends = Callable[[Tensor, Tensor], Iterable[tuple[Tensor, Tensor]]]
 
 
 class Local(ShardedModule):
-    """`weight`, as its spec cuts it: a table of attention's biases by head, the kernels of a grouped convolution."""
+    """A parameter `weight`, sharded by a spec: a table of attention biases by head, or grouped convolution kernels."""
 
     def __init__(self, mesh: Mesh, spec: ShardSpec) -> None:
         super().__init__(mesh)
@@ -74,8 +74,11 @@ class _Linear(torch.autograd.Function):
 
 
 def autocast_device(device: torch.device) -> str:
-    """The type of device whose autocast is on or off for tensors there. Torch has none for meta tensors: theirs is the
-    CPU's, under which a plan casts them as the device that it is for would (on_device.py)."""
+    """Return the device type for autocast of tensors on `device`.
+
+    torch has no autocast for meta tensors, so these use the CPU's. A plan then casts meta tensors as the planned device
+    would (on_device.py).
+    """
     return "cpu" if device.type == "meta" else device.type
 
 
@@ -85,13 +88,13 @@ def autocasts_of(config: Config, mesh: Mesh) -> tuple[str, torch.dtype] | None:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype in which autocast computes a product of x; None where it is off."""
+    """Return autocast's dtype for products of x; None if autocast is off."""
     device = autocast_device(x.device)
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands in autocast's dtype, where it is on."""
+    """Return the operands, cast to autocast's dtype if autocast is on."""
     dtype = autocast_dtype(x)
     if dtype is None:
         return x, weight, bias
@@ -101,9 +104,16 @@ def cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule, products: Products = PLAIN
 ) -> Tensor:  # fmt: skip
-    """[B, ..., in] x [in, out] + [out] -> [B, ..., out]; under autocast in its dtype.
+    """Compute x W + b, in autocast's dtype if autocast is on.
 
-    `weight` and `bias` are the `layer`'s parameters of these names, or views of them.
+    Args:
+        x: [B, ..., in].
+        weight: [in, out], the layer's parameter `weight` or a view.
+        bias: [out], the layer's parameter `bias` or a view, or None.
+        layer: the owner of the parameters.
+        products: multiplies.
+
+    Returns: [B, ..., out].
     """
     x, weight, bias = cast(x, weight, bias)
     y: Tensor = _Linear.apply(x, weight, bias, layer, products)
@@ -111,14 +121,14 @@ def linear(
 
 
 def at_once(ids: Tensor, dy: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """The addends of a table whose gradient is one sum."""
+    """Return one addend of a table's gradient: all ids and all rows."""
     return ((ids, dy),)
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, layer: ShardedModule, addends: Addends) -> Tensor:
-        ctx.save_for_backward(ids)  # not the weight itself, which zero3 may have released by then
+        ctx.save_for_backward(ids)  # not the weight: zero3 may have freed it before the backward pass
         ctx.layer, ctx.addends = layer, addends
         return F.embedding(ids, weight)
 
@@ -133,11 +143,17 @@ class _Lookup(torch.autograd.Function):
 
 
 def write_rows(ids: Tensor, rows: Tensor, device_type: str, out: Tensor, beta: int) -> None:
-    """beta · out, and out[ids] += rows, ids [...] with repeats, rows [..., H]; in an order, and so with bits, that are
-    always the same.
+    """Compute out = beta · out, then out[ids] += rows, in a fixed order, so that the bits are reproducible.
 
-    Of torch's two forms one is, and not the same one everywhere: on GPUs `index_put_` sorts the ids and `index_add_`
-    adds atomically; on CPUs `index_add_` goes id by id and `index_put_` adds atomically, from several threads.
+    On GPUs `index_put_` sorts the ids and is deterministic, and `index_add_` adds atomically. On CPUs `index_add_` adds
+    id by id and is deterministic, and `index_put_` adds atomically from several threads.
+
+    Args:
+        ids: [...], with repeats.
+        rows: [..., H].
+        device_type: the device of `out`.
+        out: [V, H].
+        beta: 0 or 1.
     """
     if not beta:
         out.zero_()
@@ -149,6 +165,6 @@ def write_rows(ids: Tensor, rows: Tensor, device_type: str, out: Tensor, beta: i
 
 
 def lookup(ids: Tensor, layer: ShardedModule, addends: Addends = at_once) -> Tensor:
-    """ids [..., T] -> [..., T, H]: rows of the layer's `weight` [V, H], whose gradient is the sum of the addends."""
+    """Return rows [..., T, H] of the layer's `weight` [V, H] at ids [..., T]. The gradient is the sum of `addends`."""
     y: Tensor = _Lookup.apply(ids, layer.weight, layer, addends)
     return y

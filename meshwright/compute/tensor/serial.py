@@ -9,8 +9,8 @@
 | linear    | [B, t, I] | [I, N]        | [B, t, N]     | -     |
 | head      | [B, T, H] | [V, H]        | loss          | -     |
 
-The serial kit is the oracle that every other kit is compared with. A kit that cuts says how activations cross into its
-pairs (boundary.py), and writes anew the words whose weights its axes cut.
+The serial kit is the reference for tests of every other kit. A kit with an axis passes a `Boundary` for activations of
+pairs (boundary.py), and overrides the methods of layers with sharded weights.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ LinearInGraph = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Product
 
 
 class Embedding(ShardedModule):
-    """Rows of a table. If an axis cuts it by rows, each rank looks up its own of `before`'s ids, the others add
-    nothing, and `after` sums. `addends`: of the table's gradient."""
+    """A table [V, H] of which a call returns rows.
+
+    If an axis shards the rows, each rank looks up the ids in its shard and returns zeros for other ids; `after` sums
+    over ranks.
+    """
 
     def __init__(
         self, mesh: Mesh, num_rows: int, hidden: int, initial: Initial, placements: Placements = UNPLACED, *,
@@ -67,11 +70,11 @@ class Embedding(ShardedModule):
 
 
 class SerialLinear(LinearLayer):
-    """x W + b over the last dim of x; W [in, G, out/G]. `before`, `after`: what a kit does with x, and with the sum."""
+    """A linear x W + b over the last dim of x, with W [in, G, out/G]: y = after(before(x) W + b)."""
 
     in_graphs = True
     in_graph: LinearInGraph | None = None
-    """Computes the product in a graph."""
+    """Computes the product in a compiled graph."""
     number: Tensor
     anchor: Tensor
 
@@ -86,10 +89,10 @@ class SerialLinear(LinearLayer):
         self.bias = self.declare("bias", ShardSpec(outputs, initial=ZEROS, role=BIAS)) if bias else None
 
     def join_graph(self, number: int, in_graph: LinearInGraph) -> None:
-        """Become a part of graphs.
+        """Use `in_graph` for the product in compiled graphs.
 
         Args:
-            number: of the layer in its process. It becomes a tensor, since graphs hold numbers as constants.
+            number: number of the layer in the process; stored as a tensor, since graphs hold numbers as constants.
             in_graph: computes the product in a graph.
         """
         self.register_buffer("number", torch.tensor(number), persistent=False)
@@ -107,11 +110,13 @@ class SerialLinear(LinearLayer):
 
 
 class SerialHead(TableHead):
-    """The whole table: padding rows are never seen. It can also be asked what it computes, by evaluation and
-    generation, without gradients."""
+    """A head with the whole table; padding rows are left out.
+
+    `token_losses` and `logits` serve evaluation and generation, without gradients.
+    """
 
     def token_losses(self, h: Tensor, labels: Tensor) -> Tensor:
-        """Each token's loss in float32, [B, T]; 0 where it is not counted."""
+        """Return each token's loss [B, T] in float32 or better; 0 for tokens that are not counted."""
         vocabulary = self.classes.vocabulary
         losses = chunked_token_losses(
             h.flatten(0, -2), self.block, self.bias, labels.flatten(), vocabulary, self.classes.products
@@ -119,31 +124,31 @@ class SerialHead(TableHead):
         return losses.view(labels.shape)
 
     def logits(self, h: Tensor) -> Tensor:
-        """[..., V] of hidden states [..., H], without the padding of the vocabulary."""
+        """Return logits [..., V] of hidden states [..., H], without the padding of the vocabulary."""
         bias = None if self.bias is None else self.bias[: self.classes.vocabulary]
         table = self.block[: self.classes.vocabulary]
         return self.classes.products.multiply(h.reshape(-1, h.shape[-1]), table.t(), bias).view(*h.shape[:-1], -1)
 
 
 def grouped(inner: int, groups: int) -> tuple[int, ...]:
-    """The output dims of a linear whose groups are each split by themselves."""
+    """Return the output dims of a linear with `groups` groups that are each split separately."""
     return (inner,) if groups == 1 else (groups, inner // groups)
 
 
 class KitBase:
-    """Every word but `experts`, of layers that no axis cuts."""
+    """Base of all kits: every method but `experts`, for layers that no axis shards."""
 
     hidden: ClassVar[Placements] = UNPLACED
     """The placements of a vector [H] outside of pairs."""
 
     def __init__(self, mesh: Mesh, boundary: Boundary = UNCUT, arithmetic: Arithmetic = AT_ONCE) -> None:
-        """`arithmetic`: of what a rank holds inside of pairs."""
+        """Make a kit. `boundary`: of activations and pairs; `arithmetic`: computes this rank's part of pairs."""
         self.mesh, self.arithmetic, self.parts, self.inner = mesh, arithmetic, arithmetic.parts, arithmetic
         self.boundary, self.split_axes = boundary, boundary.split_axes
         self.kept: dict[Any, Tensor] = {}
 
     def outside(self, layer: ShardedModule) -> nn.Module:
-        """A layer between pairs, or its stand-in on a rank that has no part of it."""
+        """Return the layer for use between pairs. Kits may return a stand-in on ranks that do not compute the layer."""
         return layer
 
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
@@ -158,7 +163,7 @@ class KitBase:
             placements = self.boundary.inner(0) if inside else self.hidden
             layer = GroupNorm(self.mesh, width, groups, epsilon, placements)
         else:
-            # One weight for the heads of all ranks: each rank's gradient is of its heads alone, hence summed over them.
+            # One weight for all heads: each rank's gradient covers the rank's heads, so ranks sum their gradients.
             heads_over = tuple(self.boundary.inner(0)) if inside else ()
             layer = self.arithmetic.norm(
                 self.mesh, width, epsilon, kind, bias=bias and kind == "layer", placements=self.hidden,
@@ -186,7 +191,7 @@ class KitBase:
         )  # fmt: skip
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        return self.expand(inner, hidden, initial, bias=bias)  # alike, where no axis cuts pairs
+        return self.expand(inner, hidden, initial, bias=bias)  # no axis cuts pairs here, so both are the same
 
     def enter(self, x: Tensor, heads: int) -> Tensor:
         boundary, own, start_sum = self.boundary, self.local_heads(heads), self.arithmetic.start_sum_of_heads
@@ -211,11 +216,11 @@ class KitBase:
         return self.boundary.part(x) if where == "hidden" else x
 
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
-        return nullcontext()  # one rank's, or every rank's stream is its own already
+        return nullcontext()  # one rank, or a kit with a separate stream on each rank already
 
 
 class SerialKit(KitBase):
-    """One device."""
+    """The kit of one device."""
 
     def experts(self, shape: ExpertsShape) -> nn.Module:
         return self.arithmetic.experts(self.mesh, shape, self.boundary)

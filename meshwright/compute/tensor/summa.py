@@ -1,19 +1,19 @@
-"""Products of matrices that are cut into q x q blocks over (row, col): Y = X W, dX = dY Wᵀ, dW = Xᵀ dY.
+"""Products of matrices in q x q blocks over (row, col): Y = X W, dX = dY Wᵀ, dW = Xᵀ dY.
 
-Rank (i, j) holds block (i, j) of each: X [b/q, H/q], W [H/q, N/q], Y [b/q, N/q]. (With a depth, b are one depth slice's
-rows, and every slice multiplies by itself: Tesseract, ICPP 2022.) In each of the three products one of the three stays
-where it is, and the two others travel: an input to where it is needed, an output to where it belongs. A traveller
-moves in q panels, indexed by the dim that the staying one has not:
+Rank (i, j) holds block (i, j) of each: X [b/q, H/q], W [H/q, N/q], Y [b/q, N/q]. (With a depth, b counts the rows of
+one depth slice, and each slice multiplies alone: Tesseract, ICPP 2022.) In each of the three products one matrix is
+stationary and two are sent: inputs to the ranks that multiply, outputs to the ranks of the blocks. A matrix is sent in
+q panels, indexed by the dim that the stationary matrix does not have:
 
-| stays | panels over | X travels                | W travels                | Y travels            |
-|-------|-------------|--------------------------|--------------------------|----------------------|
-| Y     | H           | over col                 | over row                 | -                    |
-| W     | b           | transposed, then col     | -                        | over row             |
-| X     | N           | -                        | transposed, then row     | over col             |
+| stationary | panels over | X is sent            | W is sent            | Y is sent |
+|------------|-------------|----------------------|----------------------|-----------|
+| Y          | H           | over col             | over row             | -         |
+| W          | b           | transposed, then col | -                    | over row  |
+| X          | N           | -                    | transposed, then row | over col  |
 
-(The papers' SUMMA loops: in Y = X W, Y stays; in dX, dY does; in dW, dY does: always the Y row of this table.) "Over
-col" is an all-gather of an input and a reduce-scatter of an output; in the streaming form it is q broadcasts or
-reductions of one panel, each started while the last one is multiplied. "Transposed": first (i, j) and (j, i) exchange.
+(The papers' SUMMA loops always have the first row: Y stationary in Y = X W, dY in dX and in dW.) "Over col": an
+all-gather of an input, a reduce-scatter of an output. The streaming form has q broadcasts or reductions of one panel;
+each starts while the previous panel is multiplied. "Transposed": ranks (i, j) and (j, i) first exchange blocks.
 """
 
 from __future__ import annotations
@@ -35,15 +35,18 @@ from meshwright.ranks.mesh import Mesh
 X, W, Y = "X", "W", "Y"
 
 Panels = Iterable[Tensor]
-"""q tensors of one block's shape; they may arrive one by one, and be overwritten after the next one has come."""
+"""q tensors of one block's shape. An iterator may yield a tensor as soon as it is received, and reuses its memory after
+the next tensor."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """How a traveller moves: over which axis, and whether (i, j) and (j, i) change places on the far side."""
+    """The way of a matrix that is sent."""
 
     axis: str
+    """The axis of the collective."""
     transposed: bool
+    """True if ranks (i, j) and (j, i) exchange blocks, before an input is gathered or after an output is reduced."""
 
 
 ROUTES = {
@@ -51,12 +54,12 @@ ROUTES = {
     W: {X: Route("col", True), Y: Route("row", False)},
     X: {W: Route("row", True), Y: Route("col", False)},
 }
-"""By what stays, then by who travels."""
+"""By the stationary matrix, then by the matrix that is sent."""
 
 
 @dataclass(frozen=True)
 class Stationary:
-    """The matrix (X, W or Y) that stays in place in the forward product, in dX's and in dW's; the other two travel."""
+    """The stationary matrix (X, W or Y) in the forward product, in dX and in dW; the other two are sent."""
 
     forward: str
     dx: str
@@ -65,25 +68,31 @@ class Stationary:
 
 @dataclass(frozen=True)
 class Form:
-    """Whether operands stream in panels, and whether gathered weights are kept over a step."""
+    """The form of 2-D products."""
 
     streams: bool
+    """True if operands are sent panel by panel."""
     keeps: bool
+    """True if gathered weights are kept for the whole step."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A rank's rows of X and its columns of X and of Y; q."""
+    """The sizes of a rank's blocks."""
 
     rows: int
+    """Rows of X and Y."""
     inputs: int
+    """Columns of X."""
     outputs: int
+    """Columns of Y."""
     q: int
+    """Number of ranks of a row or column."""
 
     def sent(self, choice: Stationary, form: Form) -> int:
-        """Elements that a rank (off the diagonal) sends for the three products.
+        """Return the number of elements that a rank off the diagonal sends for the three products.
 
-        What one product gathered may serve the next: the weight in dX where it is kept, dY in dW unless it streams.
+        A gathered operand may serve a later product: the weight in dX if weights are kept, dY in dW unless in panels.
         """
         there: set[tuple[str, str]] = set()
         rows, inputs, outputs, total = self.rows, self.inputs, self.outputs, 0
@@ -99,17 +108,17 @@ class Sizes:
 
 @cache
 def best_stationary(sizes: Sizes, form: Form) -> Stationary:
-    """The choice that sends least; of equals, the papers'.
+    """Return the stationary matrices with the fewest elements sent; of equal choices, the papers'.
 
-    It is made for the three products together, since what one gathered may serve the next. Only bytes count, not the
-    number of calls, which would matter more for a small model over gloo.
+    The choice covers the three products together, since an operand gathered for one may serve the next. The number of
+    calls is not counted, though it would matter more for a small model over gloo.
     """
     choices = [Stationary(*each) for each in product((Y, X, W), repeat=3)]
     return min(choices, key=lambda choice: sizes.sent(choice, form))
 
 
 def factors(target: str, operands: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The two matrices whose product is the target."""
+    """Return the two matrices with the product `target`."""
     if target == Y:
         return operands[X], operands[W]
     if target == X:
@@ -118,10 +127,10 @@ def factors(target: str, operands: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class Summa:
-    """The three products on this rank's row and column, panel by panel."""
+    """The three products over this rank's row and column of ranks, panel by panel."""
 
     def __init__(self, mesh: Mesh, *, streams: bool, products: Products = PLAIN) -> None:
-        """`streams`: operands in panels, instead of gathering them whole. `products`: of two panels."""
+        """Make the products. `streams`: send operands panel by panel, instead of whole; `products`: of two panels."""
         self.q = mesh.size("row")
         self.streams, self.products = streams, products
         self._comms = {axis: mesh.comm(axis) for axis in ("row", "col")}
@@ -130,7 +139,7 @@ class Summa:
         self._mirror = self._plane.ranks.index(mesh.grid.rank(mirrored))
 
     def transpose(self, x: Tensor) -> Tensor:
-        """The block of rank (j, i)."""
+        """Exchange blocks with rank (j, i); returns the block of that rank."""
         if self._mirror == self._plane.index:
             return x
         mine = x.contiguous()
@@ -139,19 +148,23 @@ class Summa:
         return other
 
     def gather(self, who: str, stays: str, block: Tensor) -> Tensor:
-        """All panels of an input [q, ...], as they arrive: joining them first would copy every operand once more."""
+        """Gather all panels of an input, [q, ...]. Panels are not joined, since that would copy every operand."""
         route = ROUTES[stays][who]
         mine = (self.transpose(block) if route.transposed else block).contiguous()
         return all_rows(mine, self._comms[route.axis])
 
     def panels(self, who: str, stays: str, block: Tensor) -> Panels:
-        """An input on its way, in whichever form."""
+        """Return the panels of an input: an iterator if operands stream, else a tensor [q, ...]."""
         return self._stream(who, stays, block) if self.streams else self.gather(who, stays, block)
 
     def multiply(self, target: str, stays: str, operands: dict[str, Panels | Tensor], out: Tensor | None) -> Moving:
-        """The target's block. Operands: the staying one's block, the panels of the others.
+        """Compute this rank's block of a product.
 
-        `out`: where the block should be; None: anywhere.
+        Args:
+            target: the matrix to compute.
+            stays: the stationary matrix.
+            operands: by matrix: this rank's block of the stationary one, the panels of others.
+            out: memory for the block; None: new memory.
         """
         inputs = {
             who: repeat(held, self.q) if who == stays and isinstance(held, Tensor) else held
@@ -185,14 +198,14 @@ class Summa:
             yield x
 
     def scatter(self, who: str, stays: str, panels: Tensor, out: Tensor | None = None) -> Moving:
-        """The block of an output, the sum of every rank's panels [q, ...]; in `out`, where it is given."""
+        """Begin to reduce-scatter the panels [q, ...] of an output to this rank's block; into `out`, if given."""
         route = ROUTES[stays][who]
         part = torch.empty_like(panels[0]) if out is None or route.transposed else out
         work = self._comms[route.axis].reduce_scatter(part, panels, wait=False)
         return Moving(work, lambda: self._home(part, route, out))
 
     def _reduce_panels(self, pairs: Iterable[tuple[Tensor, Tensor]], route: Route, out: Tensor | None) -> Moving:
-        """Multiply a panel while the last one is summed."""
+        """Multiply each panel while the previous panel is reduced."""
         comm = self._comms[route.axis]
         mine: Tensor | None = None
         last: Work | None = None
@@ -209,14 +222,14 @@ class Summa:
         return Moving(last, lambda: self._home(part, route, out))
 
     def _home(self, part: Tensor, route: Route, out: Tensor | None) -> Tensor:
-        """The block at the rank that it belongs to."""
+        """Return the block on the rank that holds it, in `out` if given."""
         block = self.transpose(part) if route.transposed else part
         if out is None or block is out:
             return block
         return out.copy_(block)
 
     def _stack(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """The pairs' products, one after another [q, ...]."""
+        """Return the products of the pairs, stacked [q, ...]."""
         panels: Tensor | None = None
         for panel, (a, b) in enumerate(pairs):
             if panels is None:
@@ -226,7 +239,7 @@ class Summa:
         return panels
 
     def _accumulate(self, pairs: Iterable[tuple[Tensor, Tensor]], out: Tensor | None) -> Tensor:
-        """The sum of the pairs' products."""
+        """Return the sum of the pairs' products."""
         total: Tensor | None = None
         for a, b in pairs:
             if total is not None:
