@@ -35,21 +35,21 @@ operations compute the remaining elements of an incomplete vector with different
 
 
 class Bits(Section):
-    """Which layouts end with the same bits; a word stands for the kind."""
+    """The layouts with equal bits; a single word sets `kind`."""
 
     kind: Literal["usual", "layout-free"] = "usual"
-    """usual: a layout ends with its own last bits, run after run; layout-free: all layouts end with the same ones."""
+    """usual: runs of one layout end with equal bits; layout-free: runs of all layouts end with equal bits."""
     samples: Positive = 1
-    """layout-free: samples that a kernel gets at a time. More is faster where samples are short."""
+    """layout-free: samples of a kernel call. More samples are faster if samples are short."""
     tensor: Positive = 1
-    """layout-free: equal parts of heads, widths and tables that a kernel gets at a time; tensor sizes divide it."""
+    """layout-free: number of parts of heads, widths and tables, one per kernel call; a multiple of tensor sizes."""
     hidden: Positive = 1
-    """layout-free: equal parts of the hidden width that a kernel gets at a time; layout.tensor.q divides it."""
+    """layout-free: number of parts of the hidden width, one per kernel call; a multiple of layout.tensor.q."""
     sequence: Positive = 1
-    """layout-free: equal runs of a sequence that a kernel gets at a time; sizes that cut sequences divide it."""
+    """layout-free: number of runs of a sequence, one per kernel call; a multiple of sizes that cut sequences."""
 
     attention: Literal["heads", "runs"] = "heads"
-    """layout-free: queries that a kernel of attention gets: whole sequences'; or one run's, so that rings may cut."""
+    """layout-free: queries of an attention kernel call: whole sequences, or one run, which rings require."""
 
     @property
     def layout_free(self) -> bool:

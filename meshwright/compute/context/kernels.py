@@ -1,6 +1,6 @@
-"""Attention kernels that return output and log-sum-exp, from which a ring combines blocks.
+"""Attention kernels that return output and log-sum-exp, so that a ring can combine blocks.
 
-| kernel      | device, inputs                                   | l          | memory beside arguments         |
+| kernel      | device, inputs                                   | l          | memory besides arguments        |
 |-------------|--------------------------------------------------|------------|---------------------------------|
 | `CpuKernel` | CPUs                                             | [B, A, t]  | -                               |
 | `Flash`     | GPUs with FlashAttention, half, no mask          | [B, A, t]  | -                               |
@@ -9,7 +9,7 @@
 | `Capped`    | all: scores with a soft cap                      | [B, A, t]  | TILE_ELEMENTS scores, 3 times   |
 
 l: the log-sum-exp of a query's scores. t': t rounded up to a multiple of 32. A backward kernel takes output and l of
-whole sequences: recomputed weights are those of the whole softmax, so gradients of blocks add up (Liu et al., arXiv
+whole sequences: it recomputes the weights of the whole softmax, so gradients of blocks add up (Liu et al., arXiv
 2310.01889). No fused kernel of torch has a soft cap. Sinks are added to the l of any kernel (by_kernel.py).
 
 An H100 has run `Flash` and `Efficient` (tests/test_one_gpu.py). Without a GPU tests check the arguments of both, on
@@ -179,7 +179,7 @@ class Flash(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         lengths = query.shape[2], key.shape[2]
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            # The kernel reads l as one run of memory, whatever its strides.
+            # The kernel ignores the strides of l, so l must be contiguous.
             gradient, query, key, value, whole.out, whole.sums.contiguous(), None, None, *lengths, 0.0, causal,
             *whole.seeds, scale=scale,
         )  # fmt: skip
@@ -187,7 +187,7 @@ class Flash(Kernel):
 
 
 class Efficient(Kernel):
-    """The memory-efficient attention of a GPU (Rabe and Staats, arXiv 2112.05682, as xFormers wrote it)."""
+    """The memory-efficient attention of a GPU (Rabe and Staats, arXiv 2112.05682, in the form of xFormers)."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
@@ -203,7 +203,7 @@ class Efficient(Kernel):
         causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         heads, key, value = key.shape[1], _for_each_query(key, query), _for_each_query(value, query)
-        # Rows behind the last have no weight: exp(x - inf).
+        # Padding rows have weights of 0: exp(x - inf).
         filling = -query.shape[2] % _LSE_MULTIPLE
         sums = torch.nn.functional.pad(whole.sums, (0, filling), value=torch.inf)
         dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(

@@ -16,7 +16,7 @@ EXACT_HEADS = "meshwright.compute.bits.assembly:heads_of"
 
 
 def open_context(config: Config, mesh: Mesh) -> Context:
-    """Return this rank's context: its tokens of each sequence, and how attention reads the tokens of other ranks."""
+    """Return this rank's context: the rank's tokens of each sequence, and attention to the tokens of other ranks."""
     context = config.layout.context
     strategy, exact, widens = context.strategy, config.bits.cuts, config.precision.widens
     if context.size == 1 and not exact and not widens:

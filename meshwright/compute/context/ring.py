@@ -12,7 +12,7 @@ mask. At step s rank i has the block of rank j = (i - s) mod c:
 | block    | causal: queries    | keys               | not causal | documents kept apart                     |
 |----------|--------------------|--------------------|------------|------------------------------------------|
 | j = i    | both chunks        | both, the diagonal | all of all | each document's; the one in both chunks  |
-| j < i    | both chunks        | the first          | all of all | those that go on from an earlier chunk,  |
+| j < i    | both chunks        | the first          | all of all | documents that began in an earlier chunk,|
 | j > i    | the second         | both               | all of all | one for two chunks at most, or nothing   |
 
 Sends to the next rank, with n = B·A·(T/c)·E numbers: forward c - 1 blocks [2, n] of keys and values. Backward the same
@@ -110,7 +110,7 @@ class _AroundRing(torch.autograd.Function):
 
 
 def _merge(merged: Attended, part: Attended, piece: Piece) -> None:
-    """Merge another piece's output and l into those of earlier pieces."""
+    """Merge another piece's output and l into the merged output and l of earlier pieces."""
     out, sums = (x[piece.rows, :, piece.queries] for x in merged[:2])
     both = torch.logaddexp(sums, part.sums)
     out.mul_((sums - both).exp_().unsqueeze(-1))
@@ -168,7 +168,7 @@ class RingAttention(CutContext):
             yield Piece(rows, slice(chunk, count), whole, False)
 
     def steps(self, starts: np.ndarray, window: int | None) -> list[int]:
-        """Return the steps in which some rank's queries attend to keys of the received block; equal on all ranks."""
+        """Return the steps with queries, on any rank, that attend to the received block; equal on all ranks."""
         chunk = starts.shape[1] // (2 * self.size)
         # Find the first chunk with keys for each chunk's queries, in any row. The document at the chunk's first token
         # reaches furthest back, limited by the window of the chunk's first query.

@@ -1,6 +1,6 @@
-"""Attention with a soft cap or sinks, which F.scaled_dot_product_attention does not know.
+"""Attention with a soft cap or sinks, which F.scaled_dot_product_attention does not support.
 
-| asked of it                                     | computed by                             | holds               |
+| spec                                            | computed by                             | holds               |
 |-------------------------------------------------|-----------------------------------------|---------------------|
 | sinks                                           | the device's fused kernel (`kernel_of`) | no scores           |
 | soft cap, also with sinks                       | `Capped`: products over tiles of scores | tiles of scores     |
@@ -52,8 +52,10 @@ def attend_shaped(
 
 
 def addend(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the addend [B or 1, A or 1, T or 1, S] of a mask: half of the least number where no query sees a key, so
-    that a row without keys has finite sums."""
+    """Return a mask as an addend [B or 1, A or 1, T or 1, S]: half of the least number for hidden keys.
+
+    Half, so that a row without visible keys has finite sums.
+    """
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min / 2)
     return mask[(None,) * (4 - mask.dim())].to(dtype)
@@ -63,8 +65,7 @@ def attend_in_steps(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float, spec: AttentionSpec,
     widens: bool,
 ) -> Tensor:  # fmt: skip
-    """Attend by torch's operators, whose gradients are autograd's: the weights are a tensor, of which dropout sets some
-    to zero, and a bias has a gradient."""
+    """Attend by torch's operators, with gradients by autograd: for dropout of weights, or a bias with a gradient."""
     dtype = query.dtype
     if widens and dtype in HALVES:
         query, key, value = (x.float() for x in (query, key, value))

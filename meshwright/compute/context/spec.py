@@ -1,8 +1,8 @@
 """The question that a layer asks of attention, as one value: `attend(query, key, value, spec)`.
 
-A layer fixes `causal`, `window`, `scale` and `dropout` when it is made; each call adds its tensors. Numbers and tensors
-are one value: recomputation (torch's checkpoint) keeps its arguments as objects, and an autograd function gets the
-tensors by themselves. A kernel or a context that does not know a field refuses a spec that sets this field (`only`).
+A layer fixes `causal`, `window`, `scale` and `dropout` at construction; each call adds tensors. Numbers and tensors are
+one value, since recomputation (torch's checkpoint) keeps arguments as objects. An autograd function gets the tensors
+separately. A kernel or a context without support for a field refuses a spec with this field set (`only`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class AttentionSpec:
     dropout: float = 0.0
     """The share of weights set to zero in this call."""
     documents: Tensor | None = None
-    """int64 [B, T] of whole sequences: the place at which each token's document begins. A causal token sees its own
-    document alone (documents.py)."""
+    """int64 [B, T] of whole sequences: the position of the first token of each token's document. A causal token sees
+    only tokens of the same document (documents.py)."""
     seen: Tensor | None = None
     """bool [B, 1, 1, S] of whole sequences: False for a key that no query sees, such as padding."""
     bias: Tensor | None = None
@@ -88,7 +88,7 @@ class AttentionSpec:
             return self
         bias = self.bias.to(dtype)  # autocast's queries are narrower than a bias that layers pass on
         if self.seen is not None:
-            # The least finite number, not -inf: a row in which nothing may be seen would be 0 / 0.
+            # The least finite number, not -inf: a row without visible keys would be 0 / 0.
             bias = bias.masked_fill(~self.seen, torch.finfo(dtype).min)
         return replace(self, bias=bias, seen=None)
 

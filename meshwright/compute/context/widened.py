@@ -1,4 +1,4 @@
-"""Attention of halves on CPUs whose products of halves are slow: backward in float32 (precision.products).
+"""Attention in half precision on CPUs with slow half-precision products: backward in float32 (precision.products).
 
 The forward kernel reads halves as fast as float32, the backward kernel does not. Operands of the backward kernel are
 widened, and gradients are rounded once; halves alone are kept in between.

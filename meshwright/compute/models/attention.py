@@ -1,4 +1,4 @@
-"""Attention without its linears, over a rank's heads; the block of GPT-2, BERT and ViT: self-attention and a GELU
+"""Attention over a rank's heads, without linears; the block of GPT-2, BERT and ViT: self-attention and a GELU
 feed-forward."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def split_heads(x: Tensor, heads: int) -> tuple[Tensor, ...]:
     """Split [B, T, G, N/G] into G tensors [B, A, T, E].
 
-    By `unbind`, whose gradient is one stack; each `select` would have a gradient as large as x.
+    By `unbind`, since the gradient is then one stack; each `select` would have a gradient as large as x.
     """
     return tuple(part.transpose(1, 2) for part in x.unflatten(-1, (heads, -1)).unbind(2))
 
@@ -55,7 +55,7 @@ class AttentionCore(RunsInContext):
         """
         own, follows = self.spec, self.spec.causal and key.shape[2] > query.shape[2]
         # The kernels' causal mask has no offset for several queries after a cache. A single query attends to the whole
-        # cache, from which keys outside of the window are dropped.
+        # cache, which holds no keys outside of the window.
         assert not follows or query.shape[2] == 1, "only one token at a time can follow a cache"
         assert not follows or own.window is None or key.shape[2] <= own.window, "a cache keeps a window's keys"
         causal, window = own.causal and bias is None and not follows, None if follows else own.window

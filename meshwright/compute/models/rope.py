@@ -1,11 +1,11 @@
-"""Rotary positions (Su et al., arXiv 2104.09864): pairs of a head's numbers are turned by angles that grow with the
+"""Rotary positions (Su et al., arXiv 2104.09864): pairs of a head's elements are rotated by angles proportional to the
 token's position, so that scores depend on distances.
 
     y1 = x1 cos - x2 sin,  y2 = x2 cos + x1 sin        x1, x2 [..., E/2]: the halves of a head
     dx1 = dy1 cos + dy2 sin,  dx2 = dy2 cos - dy1 sin
 
-Angles, cosines and sines are float32 whatever the run's precision, as in transformers: element by element the same bits
-for the same position, whichever rank holds it.
+Angles, cosines and sines are float32 in any precision of the run, as in transformers. They are computed element by
+element, so a position has equal bits on every rank.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from meshwright.compute.models.rotary_section import LinearRope, Llama3Rope, Pla
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of tokens' angles, float32, [T, E/2], or [B, T, E/2] where rows have positions of their own."""
+    """Cosines and sines of tokens' angles, float32: [T, E/2], or [B, T, E/2] if positions differ by row."""
 
     cosines: Tensor
     sines: Tensor
 
 
 def rotation_of(rope: PlainRope, width: int, positions: Tensor) -> Rotation:
-    """The rotation of tokens at `positions` [T] or [B, T] in heads of so many numbers."""
+    """Return the rotation of tokens at `positions` [T] or [B, T], for heads of `width` elements."""
     frequencies, scale = inverse_frequencies(rope, width)
     there = to_device({"frequencies": frequencies}, positions.device)  # the host does not wait for a GPU
     angles = positions.unsqueeze(-1).float() * there["frequencies"]
@@ -37,16 +37,16 @@ def rotation_of(rope: PlainRope, width: int, positions: Tensor) -> Rotation:
 
 
 def inverse_frequencies(rope: PlainRope, width: int) -> tuple[Tensor, float]:
-    """The angle of each pair by position, float32 [E/2], in radians; and the factor of cosines and sines."""
-    # On a CPU whatever the device, and in float32: the numbers that transformers has.
+    """Return the angle of each pair per position, float32 [E/2], in radians; and the factor of cosines and sines."""
+    # Always on a CPU and in float32, for numbers equal to transformers'.
     powers: Tensor = rope.theta ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)
     plain = 1.0 / powers
     match rope:
         case LinearRope():
             return plain / rope.factor, 1.0
         case Llama3Rope():
-            # Long waves are divided, short ones kept; how much of one between is kept grows with the turns that it
-            # makes in the original positions.
+            # Frequencies of long waves are divided, of short waves kept, and between mixed: the kept share grows with
+            # the number of turns within the original positions.
             low, high = rope.low_frequency, rope.high_frequency
             waves = 2 * math.pi / plain
             kept = (rope.original / waves - low) / (high - low)
@@ -60,7 +60,7 @@ def inverse_frequencies(rope: PlainRope, width: int) -> tuple[Tensor, float]:
 
 
 def _by_turns(rope: YarnRope, powers: Tensor) -> Tensor:
-    """YaRN's: a ramp over dims between those that turn `fast` and `slow` times in the original positions."""
+    """Return YaRN's frequencies: a ramp from the dim with `fast` turns in the original positions to `slow` turns."""
     pairs = len(powers)
     waves = (rope.original / (turns * 2 * math.pi) for turns in (rope.fast, rope.slow))
     first, last = (pairs * math.log(wave) / math.log(rope.theta) for wave in waves)
@@ -68,14 +68,14 @@ def _by_turns(rope: YarnRope, powers: Tensor) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pairs - 1)
     if first == last:
-        last += 0.001  # a step, as transformers makes it
+        last += 0.001  # makes a step of the ramp, as in transformers
     divided = ((torch.arange(pairs, dtype=torch.float32, device="cpu") - first) / (last - first)).clamp(0, 1)
     kept = 1 - divided
     return 1.0 / (rope.factor * powers) * (1 - kept) + 1.0 / powers * kept
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation that keeps the tables of cosines and sines alone for its backward pass; all layers share these."""
+    """A rotation that saves only the tables of cosines and sines for backward; all layers share the tables."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class _Rotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cosines, sines = ctx.saved_tensors
-        # A rotation's gradient is the rotation back.
+        # The gradient of a rotation is the inverse rotation.
         return _turned(gradient, cosines, -sines), None, None
 
 
@@ -95,14 +95,14 @@ def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     first, second = wide.chunk(2, -1)
     y = torch.empty(x.shape, dtype=wide.dtype, device=x.device)
     y1, y2 = y.chunk(2, -1)
-    # Into halves of one result: cat would copy both once more.
+    # Both halves are written into one result: `cat` would copy both.
     torch.mul(first, cosines, out=y1).addcmul_(second, sines, value=-1)
     torch.mul(second, cosines, out=y2).addcmul_(first, sines)
     return y.to(x.dtype)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """x [B, T, K, G, E] turned by its tokens' rotation; contiguous."""
+    """Rotate x [B, T, K, G, E] by the tokens' rotation. The result is contiguous."""
     cosines, sines = (table[..., None, None, :].to(torch.promote_types(x.dtype, table.dtype)) for table in rotation)
     if torch.compiler.is_compiling():
         first, second = x.to(cosines.dtype).chunk(2, -1)

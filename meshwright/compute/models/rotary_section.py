@@ -1,5 +1,5 @@
-"""The section of decoders with rotary positions, RMS norms and SwiGLUs, some of experts: what Llama's family and
-DeepSeek's have in common. No torch.
+"""The base of the config sections of Llama's and DeepSeek's families: decoders with rotary positions, RMS norms and
+gated feed-forwards, optionally of experts. No torch.
 
 | rope.kind | frequencies                                                      | after                         |
 |-----------|------------------------------------------------------------------|-------------------------------|
@@ -30,12 +30,12 @@ Factor = Annotated[float, Field(ge=1)]
 
 
 class PlainRope(Section):
-    """Rotary positions as they were first: the same angles at any length."""
+    """Rotary positions in the original form: frequencies do not depend on the length."""
 
     score_factor: ClassVar[float] = 1.0
     """The factor of latent attention's scores."""
     kind: Literal["plain"] = "plain"
-    """How the frequencies are lengthened."""
+    """How frequencies are scaled for longer sequences."""
     theta: AboveZero = 10000.0
     """The base of the frequencies' powers."""
 
@@ -45,46 +45,46 @@ class LinearRope(PlainRope):
 
     kind: Literal["linear"]  # type: ignore[assignment]
     factor: Factor
-    """How many times longer sequences are than the first training's."""
+    """The length of sequences, relative to the original training's."""
 
 
 class Llama3Rope(PlainRope):
-    """Long waves are divided by the factor, short ones kept, and what is between is mixed (Llama 3.1)."""
+    """Frequencies of long waves are divided by the factor, of short waves kept, between mixed (Llama 3.1)."""
 
     kind: Literal["llama3"]  # type: ignore[assignment]
     factor: Factor
-    """The divisor of long waves."""
+    """The divisor of the frequencies of long waves."""
     original: Positive
-    """Positions of the training before it was lengthened."""
+    """Positions of the original training, with shorter sequences."""
     low_frequency: AboveZero = 1.0
-    """Waves longer than original / low_frequency are divided by the factor."""
+    """Frequencies of waves longer than original / low_frequency are divided by the factor."""
     high_frequency: AboveZero = 4.0
     """Waves shorter than original / high_frequency are kept."""
 
 
 class YarnRope(PlainRope):
-    """Slow dims are divided by the factor, fast ones kept, and what is between is mixed (arXiv 2309.00071)."""
+    """Frequencies of slow dims are divided by the factor, of fast dims kept, between mixed (arXiv 2309.00071)."""
 
     kind: Literal["yarn"]  # type: ignore[assignment]
     factor: Factor
-    """The divisor of slow dims."""
+    """The divisor of the frequencies of slow dims."""
     original: Positive
-    """Positions of the training before it was lengthened."""
+    """Positions of the original training, with shorter sequences."""
     slow: AboveZero = 1.0
-    """Dims that turn fewer times than this within the original positions are divided by the factor."""
+    """Dims with fewer turns than this within the original positions are divided by the factor."""
     fast: AboveZero = 32.0
-    """Dims that turn more often than this are kept."""
+    """Dims with more turns than this within the original positions are kept."""
     attention_factor: AboveZero | None = None
-    """Queries and keys are multiplied by it; null: 0.1 ln(factor) + 1."""
+    """The factor of queries and keys; null: 0.1 ln(factor) + 1."""
     truncate: bool = True
     """Whether the ramp begins and ends at whole dims."""
     mscale: AboveZero | None = None
     """DeepSeek's: with mscale_all_dim, queries and keys are multiplied by the ratio of both temperatures instead."""
     mscale_all_dim: AboveZero | None = None
-    """The divisor of that ratio; latent attention multiplies its scores by the square of this temperature."""
+    """The divisor of mscale's ratio; latent attention multiplies scores by the square of this temperature."""
 
     def temperature(self, weight: float = 1.0) -> float:
-        """0.1 weight ln(factor) + 1, by which YaRN multiplies queries and keys."""
+        """Return YaRN's factor of queries and keys, 0.1 · weight · ln(factor) + 1."""
         return 0.1 * weight * math.log(self.factor) + 1.0
 
     @property
@@ -137,7 +137,7 @@ class RotaryTransformer(TextTransformer):
     experts: ExpertsSection | None = None
     """A mixture of experts; null: one feed-forward for all tokens."""
     positions: Positive = 2048
-    """Tokens that a sequence may have; there is no table of them."""
+    """The most tokens of a sequence; there is no table of positions."""
     vocabulary: Positive = 32000
     norm_epsilon: AboveZero = 1e-5
     dropout: Share = 0.0
@@ -149,7 +149,7 @@ class RotaryTransformer(TextTransformer):
 
     @property
     def expand_groups(self) -> int:
-        """Outputs of a feed-forward's first linear for each input of its second."""
+        """Outputs of a feed-forward's first linear for each input of the second."""
         return 2 if self.activation == "swiglu" else 1
 
     @property
@@ -164,7 +164,7 @@ class RotaryTransformer(TextTransformer):
 
     @property
     def expert_layers(self) -> int:
-        """Layers whose feed-forward is of experts."""
+        """Number of layers with experts."""
         return max(0, self.layers - self.experts.dense_layers) if self.experts is not None else 0
 
     def has_experts(self, layer: int) -> bool:
@@ -182,7 +182,7 @@ class RotaryTransformer(TextTransformer):
 
     @property
     def router_losses(self) -> str:
-        """The field that gives routers losses; empty where none has."""
+        """The field that adds losses to routers; empty without such losses."""
         experts = self.experts
         if experts is None or not (experts.balance or experts.router_z):
             return ""

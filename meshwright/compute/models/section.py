@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Length(NamedTuple):
-    """Length of a sequence of tokens. `field`: the config field that holds it, or a text that replaces `reads`."""
+    """Length of a sequence of tokens. `field`: the config field of the length, or a text that replaces `reads`."""
 
     field: str
     number: int
@@ -47,7 +47,7 @@ class Routing:
     droppable_pairs: int = 0
     """Number of (token, expert) pairs per token, over all layers, that a capacity may drop."""
     stacked_matrices: str = ""
-    """The field by which one parameter holds several matrices."""
+    """The field that makes one parameter hold several matrices."""
     bias_rate: float = 0.0
     """Change per step of the biases that routers use to choose experts; 0 for constant biases."""
     counts_first: bool = False
@@ -108,7 +108,7 @@ class Network(Section):
     family: str
     """The form of the network."""
     hidden: Positive = 768
-    """H: the width of what goes from layer to layer."""
+    """H: the width of the activations between layers."""
     dropout: Share = 0.1
     """The share of activations that training sets to zero."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
@@ -180,7 +180,7 @@ class Transformer(Network):
     has_attention: ClassVar[bool] = True
 
     layers: Layers = 12
-    """L: blocks of attention and feed-forward; an encoder-decoder has so many of each."""
+    """L: blocks of attention and feed-forward; an encoder-decoder has L of each."""
     heads: Positive = 12
     """A: attention heads of a layer."""
 
@@ -206,9 +206,9 @@ class TextTransformer(Transformer):
     has_further_tables: ClassVar[bool] = False
 
     positions: Positive = 1024
-    """Tokens that a sequence may have."""
+    """The most tokens of a sequence."""
     vocabulary: Positive = 50257
-    """V: tokens that the network knows; those of data.tokenizer, or more."""
+    """V: size of the vocabulary; at least the vocabulary of data.tokenizer."""
 
     @property
     def num_tokens(self) -> int:  # type: ignore[override]

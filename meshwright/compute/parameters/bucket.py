@@ -4,7 +4,7 @@ A bucket's parameters have one dtype, one optimizer rule and one set of axes to 
 reverse order of registration, about the order of finished gradients in a backward pass.
 A `Slot` is the part of a bucket that this rank's optimizer steps: the whole, a slice (ZeRO-1), nothing (a worker of a
 parameter server), or the matrices that the rank owns (Muon under ZeRO-1, since a slice would cut them). A `Place` is
-the position of a part of a parameter in a slot, from which checkpoints are written.
+the position of a part of a parameter in a slot; checkpoints are written by place.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class SlotSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """Flat memory that this rank's optimizer steps: `parameter` [n], its .grad [n], and their places.
+    """Flat memory that this rank's optimizer steps: `parameter` [n], `parameter.grad` [n], and the places of both.
 
-    `slices`: the flat memory of which this slot is the rank's slice. `part_axes`: axes whose ranks hold different
-    parts, over which a norm is summed (besides the pipeline's stages). `shared`: names of groups inside of an axis
-    whose ranks hold the same parameters: ENDS (a tied table), HEAD_COPIES (key-value heads).
+    `slices`: the flat memory that contains this slot, cut by rank. `part_axes`: axes with different parts on each rank;
+    a norm is summed over these axes and the pipeline's stages. `shared`: names of groups inside of an axis with equal
+    parameters on each rank: ENDS (a tied table), HEAD_COPIES (key-value heads).
     """
 
     parameter: nn.Parameter
@@ -93,7 +93,7 @@ class Slot:
         return SlotSize(self.parameter.numel(), self.parameter.dtype, self.rule, matrices)
 
     def state_slices(self, shape_of: Callable[[tuple[int, ...]], tuple[int, ...]] | None) -> Slices:
-        """Return the memory of a state whose shape follows from each matrix's; None: that of the weights."""
+        """Return the memory of a state, with shape_of(shape of each matrix); None: the memory of the weights."""
         if shape_of is None:
             return self.slices
         places, start = [], 0
@@ -310,7 +310,7 @@ def _make_bucket(
         places.append(Place(name, spec.shape, box, start, stop))
         start = stop
     axes = kind.sum_axes, kind.cut_axes
-    # No axes of the grid, but groups inside of one whose ranks hold the same. Stages hold different parameters.
+    # Groups inside of an axis with equal parameters, not axes of the grid. Stages hold different parameters.
     shared = tuple(axis for axis in kind.sum_axes if axis in (HEAD_COPIES, ENDS))
     copies = tuple(axis for axis in (*mesh.grid.names, *shared) if axis != PIPE and axis not in kind.cut_axes)
     return Bucket(

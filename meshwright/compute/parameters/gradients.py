@@ -8,7 +8,7 @@ A layer's backward pass passes a function `write(out, beta)` that computes a gra
   Qi et al., arXiv 2401.10241).
 - Notify the data-parallel strategy of each finished gradient, so that full buckets can be reduced.
 - If two chunks of a rank use one parameter (a tied table), accumulate each chunk's gradient in separate memory, by
-  microbatch. Messages decide which chunk runs first; in shared memory they would decide the sum's last bits.
+  microbatch. The order of messages decides which chunk runs first, and would decide the last bits of a shared sum.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ WriteGradient = Callable[[Tensor, int], object]
 parameter's dtype."""
 
 WeightWork = Callable[[bool], None]
-"""work(final): compute a gradient and add it to the parameter's sum. `final`: no other work follows in this step."""
+"""work(final): add a gradient to the parameter's sum. `final`: no other work follows in this step."""
 
 Views = Mapping[nn.Parameter, Tensor]
-"""Each parameter's part of its bucket's gradients, in the parameter's shape."""
+"""For each parameter, the view of the bucket's gradients in the parameter's shape."""
 
 OnGradient = Callable[[nn.Parameter], None]
 """on_gradient(parameter): called after a microbatch's gradient of the parameter has been added."""
@@ -42,7 +42,7 @@ OnFirst = Callable[[nn.Parameter], None]
 
 
 def memory_of(x: Tensor) -> tuple[int, int]:
-    """Return a tensor's storage and offset, which identify its memory."""
+    """Return a tensor's storage and offset, which identify the memory."""
     return x.untyped_storage()._cdata, int(x.storage_offset())
 
 

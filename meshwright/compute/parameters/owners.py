@@ -48,7 +48,7 @@ def dealt(
 def owners(segments: Segments) -> Iterator[tuple[int, int, int]]:
     """Yield each rank that owns a segment, with the segment's first element and its end.
 
-    Ranks are numbered among those that sum the bucket.
+    Ranks are numbered among the ranks that sum the bucket.
     """
     for owner, (start, stop) in enumerate(pairwise(segments)):
         if start < stop:

@@ -23,7 +23,7 @@ By = Literal["matrices", "elements", "signs", "nothing"]
 
 @dataclass(frozen=True)
 class StepRule:
-    """The way in which a step changes parameters. All parameters of a bucket have one rule."""
+    """The change that a step makes to parameters. All parameters of a bucket have one rule."""
 
     by: By
     """matrices: the optimizer's step of whole matrices. elements: the optimizer's step of each element. signs: a fixed
@@ -64,7 +64,7 @@ NORM = Role("norm", StepRule("elements"), stored="float32")
 BIAS = Role("bias", StepRule("elements"))
 """An addend of a product or of attention's scores."""
 ROUTER_BIAS = Role("router bias", StepRule("signs"), stored="float32")
-"""An addend of the scores by which a router chooses experts. In half precision a step of 0.001 would be lost."""
+"""An addend of a router's scores for the choice of experts. In half precision a step of 0.001 would be lost."""
 
 RuleOf = Callable[[Role], StepRule]
-"""rule_of(role): the rule by which a run's optimizer steps parameters of the role (Update.rule_of)."""
+"""rule_of(role): the optimizer's step rule for parameters of the role (Update.rule_of)."""

@@ -69,7 +69,7 @@ def assign(costs: Sequence[float], num_subgrids: int) -> Assignment:
                 for subgrid, (load, hand, share) in enumerate(zip(loads, hands, shares, strict=True))
             )
             shares[least] += 1
-        left = iter(alike)  # dealt in runs: equal branches lie side by side, and their slices need no reordering
+        left = iter(alike)  # equal branches of a sub-grid are neighbours, so slices need no reordering
         for subgrid, share in enumerate(shares):
             hands[subgrid] += islice(left, share)
             loads[subgrid] += share * cost
@@ -132,7 +132,7 @@ class Branches(ShardedModule):
                 raise ConfigError.of(field, list(values), "has a part without a width", "whole numbers from 1 up")
         self.assignment = assign([1.0] * count if costs is None else costs, size)
         self.mine = self.assignment[mesh.index(axis)]
-        self.order = tuple(chain(*self.assignment))  # the branches in the order in which their parts lie on the axis
+        self.order = tuple(chain(*self.assignment))  # the branches in the order of the ranks on the axis
         self._in_order = list(self.order) == sorted(self.order)
         holders = range(_num_holders(common, size))
         self.held = nearly_even(num_rows, holders, size)[mesh.index(axis)]
@@ -141,8 +141,8 @@ class Branches(ShardedModule):
         self.exit = self._crossing(holders, (out_widths or [1] * count) if self.concats else None)
         owners = {branch: subgrid for subgrid, hand in enumerate(self.assignment) for branch in hand}
         for branch, module in enumerate(modules):
-            # Every rank declares every branch, its own with rows and the others' without: names and buckets are then
-            # the same everywhere.
+            # Every rank declares every branch (branches of other ranks without rows), so that all ranks have equal
+            # names and buckets.
             self.add_owned(str(branch), module, (axis, owners[branch]))
 
     def _crossing(self, holders: range, shares: Sequence[int] | None) -> Segment | Translated:
@@ -229,7 +229,7 @@ def _num_holders(common: Common, size: int) -> int:
 
 
 def _check_step(field: str, word: str, words: tuple[str, str], widths_field: str, widths: Sequence[int] | None) -> None:
-    """Check a step; `words`: valid words, the second of which cuts a dim."""
+    """Check a step. `words`: valid words; the second cuts a dim."""
     if word not in words:
         raise ConfigError.of(field, word, "is no step between common layers and branches", " or ".join(words))
     if widths is not None and word != words[1]:

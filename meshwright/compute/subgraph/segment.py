@@ -7,9 +7,9 @@ layers (D&SP), or the first rank has all rows and computes the common layers alo
 | step   | result                                           | D&SP           | D&SP-cSub | backward |
 |--------|--------------------------------------------------|----------------|-----------|----------|
 | enter  | all rows, on each rank                           | all-gather     | broadcast | leave    |
-| leave  | the sum over ranks, each row on its holder       | reduce-scatter | reduce    | enter    |
+| leave  | the sum over ranks, each row on one rank         | reduce-scatter | reduce    | enter    |
 | slice  | a rank's part of a dim, of all rows              | all-to-all     | scatter   | concat   |
-| concat | all parts of a dim, each row on its holder       | all-to-all     | gather    | slice    |
+| concat | all parts of a dim, each row on one rank         | all-to-all     | gather    | slice    |
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Segment(Boundary):
             mesh: The rank's mesh.
             axis: The segment's axis.
             num_rows: B, if the first rank computes the common layers alone (batches of other ranks have no rows); None
-                if all ranks compute them.
+                if all ranks compute the common layers.
             in_order: Whether sums have the order of a balanced tree (ranks/trees.py).
         """
         self.mesh = mesh

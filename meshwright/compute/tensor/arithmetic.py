@@ -1,8 +1,8 @@
 """The arithmetic of a kit's layers: the products of each linear, and the forms of norms, look-ups, heads and experts.
 
-A kit says how weights are cut and how activations cross ranks; its `Arithmetic` says what each rank computes of its
-part. `Arithmetic` computes all that a rank holds at once. A subclass computes otherwise: in pieces of one shape
-(bits/arithmetic.py), in narrower numbers, or with adapters next to the weights.
+A kit decides the placements of weights and the collectives of activations. `Arithmetic` decides the computation on each
+rank: here each product, norm or head is one call over this rank's part. Subclasses compute in pieces of a fixed shape
+(bits/arithmetic.py), in lower precision, or with adapters next to the weights.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from meshwright.ranks.mesh import Mesh
 
 
 class Arithmetic:
-    """All that a rank holds at once."""
+    """Arithmetic with one call over everything that a rank holds."""
 
     products: Products
     """The products of matrices."""
     in_order: ClassVar[bool] = False
     """Whether sums over ranks have the order of a tree (ranks/trees.py)."""
     draws_masks: ClassVar[bool] = False
-    """Whether masks of dropout are drawn by the arithmetic, equal on whichever rank; else a kit draws each rank's."""
+    """True: the arithmetic draws dropout masks, independent of the rank. False: the kit draws masks for each rank."""
     parts: int = 1
-    """Parts of a pair's inner width that are multiplied one by one, each with a key-value head of its own."""
+    """Parts of a pair's inner width that are multiplied one by one, each with a separate key-value head."""
 
     def __init__(self, products: Products = PLAIN) -> None:
         self.products = products
@@ -48,8 +48,14 @@ class Arithmetic:
     def expand(
         self, outputs: tuple[int, ...], heads: HeadGroups | None, ranks: int, rank: int
     ) -> tuple[Products, int]:  # fmt: skip
-        """Return (products of the first linear of a pair, ranks that hold the same columns). `heads`: as in columns_of;
-        `ranks`, `rank`: of the axis that cuts the outputs."""
+        """Return (products of the first linear of a pair, number of ranks that hold the same columns).
+
+        Args:
+            outputs: the linear's outputs, (N,) or (groups, N/groups).
+            heads: as in `columns_of`.
+            ranks: size of the axis that shards the outputs.
+            rank: this rank's index on the axis.
+        """
         (columns,) = columns_of(outputs, heads, ranks, rank)
         own = self.products
         return (own if columns.held is None else ColumnProducts(columns, own)), columns.copies
@@ -59,26 +65,36 @@ class Arithmetic:
         return self.products
 
     def between(self, role: LinearRole, outputs: int) -> Products:
-        """Return the products of a linear outside of pairs, of which a rank has this number of outputs."""
+        """Return the products of a linear outside of pairs. `outputs`: the number of outputs on this rank."""
         return self.products
 
     def lookup(self, *, inside: bool = False, shares: int = 1) -> Addends:
-        """Return the addends of a table's gradient. `inside`: the ids are as inside of a pair; `shares`: the number of
-        ranks whose ids are looked up together."""
+        """Return the addends of a table's gradient. `inside`: ids are held as inside of a pair; `shares`: number of
+        ranks with ids that are looked up together."""
         return at_once
 
     def norm(
         self, mesh: Mesh, width: int, epsilon: float, kind: Literal["layer", "rms"], *, bias: bool,
         placements: Placements, heads_over: tuple[str, ...] = (), inside: bool = False,
     ) -> ShardedModule:  # fmt: skip
-        """Make a norm. `placements`: of the width; `heads_over`: the axes that cut the heads, of a norm over a head's
-        width; `inside`: of branches."""
+        """Make a norm.
+
+        Args:
+            mesh: the ranks.
+            width: the normed width.
+            epsilon: the addend to the variance.
+            kind: layer or rms.
+            bias: whether a layer norm adds a bias.
+            placements: of the width.
+            heads_over: the axes that shard the heads, for a norm over a head's width.
+            inside: True inside of branches.
+        """
         return Norm(mesh, width, epsilon, kind, bias=bias, heads_over=heads_over)
 
     def head(
         self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary, make: type[TableHead]
     ) -> TableHead:  # fmt: skip
-        """Make a head with its loss, of classes that the boundary's axis cuts. `make`: the kit's own class."""
+        """Make a head with a loss. The boundary's axis shards the classes. `make`: the kit's class of heads."""
         classes = boundary.inner(0) or {axis: Shard(0) for axis in shape.over}
         return make(mesh, shape, tied, classes, classes, boundary, self.products)
 

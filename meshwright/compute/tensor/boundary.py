@@ -1,21 +1,21 @@
-"""How activations cross into a pair of linears that is cut over an axis, and out of it again.
+"""Boundaries: the collectives by which activations enter and leave a pair of linears that an axis shards.
 
-How a kit holds activations between two pairs of linears: whole on every rank of the axis, or cut along a dim of them.
+Between two pairs of linears, activations are whole on every rank of the axis, or sharded along a dim:
 
 | form  | activation between pairs                               | into a pair          | out of a pair            |
 |-------|--------------------------------------------------------|----------------------|--------------------------|
-| uncut | [B, T, H], of one rank                                 | as it is             | as it is                 |
-| whole | [B, T, H] on every rank: 1-D                           | as it is             | all-reduce               |
-| cut   | [B, T/tensor, H]: 1-D, cut by sequence; [b, T, H/col]: 2-D | all-gather along it | reduce-scatter along it |
+| uncut | [B, T, H], one rank                                    | identity             | identity                 |
+| whole | [B, T, H] on every rank: 1-D                           | identity             | all-reduce               |
+| cut   | [B, T/tensor, H]: 1-D, cut by sequence; [b, T, H/col]: 2-D | all-gather (dim) | reduce-scatter (dim)     |
 
-Sub-graphs cut rows, or leave them to one rank (subgraph/segment.py). Going back, gradients enter and leave a pair as
-activations do. Cut by sequence moves the same bytes as whole, but for an all-gather of the pair's input that the
-backward pass does again instead of keeping it.
+Sub-graphs shard rows, or keep all rows on one rank (subgraph/segment.py). In the backward pass gradients cross a pair
+in the opposite direction with the same collectives. Cut by sequence sends the same bytes as whole, except that the
+backward pass gathers the pair's input again instead of keeping it.
 (Megatron-LM: arXiv 1909.08053; sequence parallelism: Korthikanti et al., arXiv 2205.05198.)
 
-What all heads share comes into branches by no linear: a rotary key (multi-head latent attention, arXiv 2405.04434,
-section 2.1.2). It enters as activations do, and each head of a rank gets a copy (`start_copies`); its gradient is the
-sum over the heads of all ranks, which leaves (arithmetic.py).
+An activation that all heads share, such as a rotary key (multi-head latent attention, arXiv 2405.04434, section 2.1.2),
+enters branches without a linear: by the boundary, then as a copy for each head of a rank (`start_copies`). The gradient
+is summed over the heads of all ranks (arithmetic.py).
 """
 
 from __future__ import annotations
@@ -42,21 +42,22 @@ from meshwright.ranks.trees import start_tree_all_reduce, start_tree_reduce_scat
 
 
 class Boundary:
-    """How activations enter a pair and leave it, Megatron's f and g; by itself one that no axis cuts.
+    """The collectives at the two ends of a pair, Megatron's f and g. The base class is the form `uncut`.
 
-    `start_*` are for layers that write their own backward, `enter` and `leave` for others. `axis`: cuts the pair; "" if
-    none does. `split_axes`: the axes whose ranks hold different parts of an activation between pairs. `keeps`: the
-    whole activation is kept for the backward pass instead of being gathered again. `holds`: this rank holds activations
-    outside of the pair, hence also the bias added to the sum.
+    `start_*` are for layers with a handwritten backward pass, `enter` and `leave` for others.
     """
 
     axis: str = ""
+    """The axis that shards the pair; "": no axis."""
     split_axes: tuple[str, ...] = ()
+    """The axes with different parts of an activation on each rank, between pairs."""
     keeps: bool = False
+    """True: the whole activation is kept for the backward pass. False: it is gathered again."""
     holds: bool = True
+    """True if this rank holds activations outside of the pair, and hence the bias that is added to the sum."""
 
     def start_enter(self, x: Tensor) -> Moving:
-        """Begin to make the whole activation [B, T, H] from this rank's part."""
+        """Begin to gather the whole activation [B, T, H] from the parts of all ranks."""
         return here(x)
 
     start_leave = start_enter
@@ -74,10 +75,10 @@ class Boundary:
         return x
 
     whole = part
-    """Every rank's x [B, t, n] in the order of tokens, differentiable; all ranks continue with the same result."""
+    """All ranks' x [B, t, n] in the order of tokens, differentiable. All ranks continue with the same result."""
 
     def inner(self, dim: int) -> Placements:
-        """The placements of a parameter whose `dim` is cut like the inner width."""
+        """Return the placements of a parameter with `dim` sharded like the inner width."""
         return {self.axis: Shard(dim)} if self.axis else {}
 
 
@@ -86,8 +87,11 @@ UNCUT = Boundary()
 
 @dataclass
 class WholeActivations(Boundary):
-    """Every rank of the axis holds the whole activation. `in_order`: sums in the order of a balanced tree
-    (ranks/trees.py); `enter` and `leave` need no order, since with `in_order` they only add zeros."""
+    """The form `whole`: every rank of the axis holds the whole activation.
+
+    `in_order`: sums have the order of a balanced tree (ranks/trees.py). `enter` and `leave` need no order, since their
+    sums with `in_order` only add zeros.
+    """
 
     mesh: Mesh
     axis: str
@@ -109,7 +113,7 @@ SEQUENCE, HIDDEN = -2, -1
 
 
 class CutActivations(Boundary):
-    """Rank r of the axis holds the r-th part of an activation along `dim`. `in_order`: as above."""
+    """The form `cut`: rank r of the axis holds part r of an activation along `dim`. `in_order`: as above."""
 
     def __init__(self, mesh: Mesh, axis: str, dim: int, *, in_order: bool = False) -> None:
         self.mesh, self.axis, self.dim = mesh, axis, dim
@@ -132,13 +136,13 @@ class CutActivations(Boundary):
         return x.chunk(self.mesh.size(self.axis), self.dim)[self.mesh.index(self.axis)]
 
     def whole(self, x: Tensor) -> Tensor:
-        # Each rank's part among zeros, summed: the gradient is whole on every rank, which takes its part.
+        # A sum of parts padded with zeros. The gradient is then whole on every rank, and each rank takes one part.
         size, index, count = self.mesh.size(self.axis), self.mesh.index(self.axis), x.shape[self.dim]
         room = (*(0, 0) * (-1 - self.dim), index * count, (size - 1 - index) * count)
         return all_reduce(F.pad(x, room), self.mesh, self.axis)
 
 
 def start_copies(x: Tensor, heads: int, boundary: Boundary) -> Moving:
-    """Begin to make a copy of x, held as between pairs, for each of this rank's `heads`: [B, T, heads, N]."""
+    """Begin to gather x [B, t, N], sharded as between pairs, and copy it for this rank's heads: [B, T, heads, N]."""
     entering = boundary.start_enter(x)
     return Moving(entering.work, lambda: entering.result().unsqueeze(2).expand(-1, -1, heads, -1))

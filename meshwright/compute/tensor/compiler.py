@@ -1,12 +1,12 @@
-"""torch's compiler (Inductor) in this process: its caches, and a start ahead of the first graph.
+"""torch's compiler (Inductor) in this process: caches, and an early start of the work before the first graph.
 
-Inductor asks on a CPU which vector instructions the C++ compiler and the processor have, by ten C++ files and ten
-processes; by the processes also if the files are on disk. Then it compiles the header of all kernels. Neither depends
-on a graph, so a thread does both while the model is built and the first graph is traced.
+On a CPU Inductor detects the vector instructions of the C++ compiler and the processor with ten C++ files and ten
+processes; the processes run even if the files are on disk. Then Inductor compiles the header of all kernels. Neither
+depends on a graph, so a thread does both while the model is built and the first graph is traced.
 
 | work on a CPU                                      | is done by                                                      |
 |----------------------------------------------------|-----------------------------------------------------------------|
-| whether libtorch has AVX2 and AVX-512, 4 of the 10 | nobody: wheels of torch have them (tests/.../test_graphs.py)    |
+| whether libtorch has AVX2 and AVX-512, 4 of the 10 | skipped: wheels of torch have both (tests/.../test_graphs.py)   |
 | other vector instructions; the header              | a thread, from the first compiled layer or function on          |
 | a graph's kernels, a file each                     | torch's threads, one a core                                     |
 | a layer's forward and backward pass                | the cache on disk, though both have autograd Functions          |
@@ -28,10 +28,10 @@ from torch import fx
 from meshwright.ranks.environment import fuse_multiply_adds
 
 EMPTY_KERNEL = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel(float* x) {}\n'
-"""A C++ function as Inductor writes them."""
+"""A C++ function in Inductor's form."""
 
 _ONE_SEARCH = Lock()
-"""Held by the thread that begins the search: ranks of a process may be its threads."""
+"""Held by the thread that begins the search, since ranks may be threads of one process."""
 
 Backend = str | Callable[..., Any]
 
@@ -48,8 +48,8 @@ def start_compiler(device: str) -> Backend:
     import torch._inductor.config
 
     fuse_multiply_adds()
-    # These settings are of one thread alone, so each rank that is a thread makes them. A cached graph's key has the
-    # operations of a Function's forward and backward pass.
+    # These settings are local to a thread, so each rank that is a thread sets them. Caching is safe: the key of a
+    # cached graph contains the operations of a Function's forward and backward pass.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     if torch._inductor.config.cpp.vec_isa_ok is None:
         torch._inductor.config.cpp.vec_isa_ok = True
@@ -61,12 +61,13 @@ def start_compiler(device: str) -> Backend:
 
 
 def inductor_on_cpu(graph: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None) -> Any:
-    """Compile a graph by Inductor as soon as the vector instructions are known: torch's search for them changes the
-    compiler's flags for a while, and two searches at a time would end with different flags.
+    """Compile a graph by Inductor after the search for vector instructions has ended.
 
-    Keys of Inductor's cache have no vector instructions, though a kernel's loops are written for one vector length. A
-    kernel that AVX-512 wrote writes behind its memory on AVX2, and the reverse leaves elements unset. The length as an
-    option is in the key.
+    torch's search temporarily changes the compiler's flags; two searches at the same time would end with wrong flags.
+
+    The keys of Inductor's cache do not contain the vector instructions, though the loops of a kernel are written for
+    one vector length. A kernel for AVX-512 writes past the end of memory on AVX2, and the reverse leaves elements
+    unset. So the length is passed as an option, which is part of the key.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -78,7 +79,7 @@ def inductor_on_cpu(graph: fx.GraphModule, inputs: Sequence[Any], options: dict[
 
 @cache
 def vectors_found() -> Future[Any]:
-    """Begin to look for vector instructions, once in a process, and to compile the header behind."""
+    """Begin the search for vector instructions, once per process; the same thread then compiles the header."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 

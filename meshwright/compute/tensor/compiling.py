@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def attention_outside(config: Config) -> str | None:
-    """Return the reason for which attention is not compiled, if there is one."""
+    """Return the reason that attention is not compiled; None if it is compiled."""
     layout = config.layout
     if layout.context.size > 1:
         return f"over {layout.context.size} ranks"

@@ -8,12 +8,12 @@ ranks of a group hold all of the group's columns, [H, (G + 2) E], and multiply b
 | G queries            | [i G/c, (i + 1) G/c)          |
 | key, value           | both, as the other c - 1 do   |
 
-Each rank's gradient is zero for the other ranks' queries, and for key and value covers its own queries only. The
-gradients are summed over the copies once a step.
+Each rank's gradient is zero for the other ranks' queries; for key and value the gradient covers this rank's queries.
+The gradients are summed over the copies once a step.
 
 Alternative (Megatron-LM): cut the columns into p equal runs and gather the products, c - 1 of c parts of
-[B, T, (G + 2) E] in each layer and microbatch, forward and backward. Holding only its own queries would save a rank
-(G - G/c) H E elements, and make the parameter two boxes in a checkpoint.
+[B, T, (G + 2) E] in each layer and microbatch, forward and backward. A rank with only the used queries would save
+(G - G/c) H E elements, and the parameter would be two boxes in a checkpoint.
 """
 
 from __future__ import annotations
@@ -74,9 +74,12 @@ def columns_of(
     """Return the columns of each of a rank's parts of a linear with outputs (N,) or (groups, N/groups).
 
     Args:
-        heads: the heads whose queries, keys and values the outputs are, if they are; several ranks, or parts of all
-            ranks, may share one.
-        parts: of this rank; all_parts: of all ranks.
+        outputs: the linear's outputs.
+        heads: the heads, if the outputs are queries, keys and values; several ranks, or parts, may share a head.
+        ranks: number of ranks.
+        rank: this rank's index.
+        parts: number of parts of this rank.
+        all_parts: number of parts of all ranks.
     """
     if heads is not None and heads.count < max(ranks, all_parts):
         return tuple(heads.shared_by(ranks, rank, parts, part) for part in range(parts))
@@ -85,13 +88,16 @@ def columns_of(
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of the rank's weight and bias that a linear uses: `runs` (start, stop) of the `held` ones, of which
-    `copies` ranks have copies. `copy`: index among the parts that share them. None held are said: all are used."""
+    """The columns of a rank's weight and bias that a linear uses."""
 
     runs: tuple[tuple[int, int], ...] = ()
+    """(start, stop) of each run of used columns."""
     held: int | None = None
+    """Number of columns on this rank; None: all columns are used."""
     copies: int = 1
+    """Number of ranks with the same columns."""
     copy: int = 0
+    """Index of this part among the parts that share a head."""
 
     def of(self, x: Tensor) -> Tensor:
         """The used columns of x [..., N]."""

@@ -156,8 +156,8 @@ class ScoresClasses:
 def ranges(start: int, stop: int, row_bytes: int, most_bytes: int, least: int = 1) -> Iterator[slice]:
     """Yield start..stop in slices of at most `most_bytes`, but at least `least` rows.
 
-    Slices of at least 128 (or 8) rows are rounded down to a multiple of 128 (or 8), the tile of a product, since rows are
-    the inner dim of the table's gradient.
+    Slices of at least 128 (or 8) rows are rounded down to a multiple of 128 (or 8), the tile of a product: rows are the
+    inner dim of the table's gradient.
     """
     rows = max(least, most_bytes // max(1, row_bytes))
     rows -= rows % next(tile for tile in (128, 8, 1) if tile <= rows)

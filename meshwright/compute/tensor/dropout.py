@@ -1,4 +1,4 @@
-"""Dropout between the two linears of a pair, of which a rank holds a part of the width."""
+"""Dropout between the two linears of a pair, over this rank's part of the inner width."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.compute.tensor.kit import Kit
 
 
 class InnerDropout(nn.Module):
-    """Dropout of [B, T, N/p] between the two linears of a pair, where each rank draws for its own part of the width."""
+    """Dropout of [B, T, N/p] between the two linears of a pair; each rank draws a mask for one part of the width."""
 
     def __init__(self, kit: Kit, rate: float) -> None:
         super().__init__()
@@ -18,11 +18,7 @@ class InnerDropout(nn.Module):
         """Draws instead, if masks are free of the layout."""
 
     def draw_by(self, by_block: nn.Module) -> None:
-        """Draw masks by blocks.
-
-        Args:
-            by_block: drops elements of [B, T, N/p], with masks that no layout changes.
-        """
+        """Draw masks by blocks. `by_block`: drops elements of [B, T, N/p], with equal masks in every layout."""
         self.by_block = by_block
 
     def forward(self, x: Tensor) -> Tensor:

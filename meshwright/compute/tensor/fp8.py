@@ -75,9 +75,10 @@ def rounded(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Fp8Products(Products):
-    """Products of y and dx, whose factors are rounded to e4m3; those of weight and bias gradients are others."""
+    """Products for y and dx with factors rounded to e4m3."""
 
     others: Products
+    """The products for gradients of weights and biases."""
     emulates: bool
     """Whether numbers of e4m3 are multiplied in float32."""
 
@@ -113,11 +114,11 @@ class Narrowed:
     count: int = 0
     """Linears in FP8."""
     spared: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """(inputs, outputs) on this rank of linears whose widths are no multiples of 16, by name in a layer."""
+    """(inputs, outputs) on this rank of linears that are not in FP8, by name in a layer: no multiples of 16."""
 
 
 def inner_layers(num_layers: int) -> range:
-    """Return the layers whose linears are in FP8: all but the first and the last."""
+    """Return the layers with linears in FP8: all but the first and the last."""
     return range(1, num_layers - 1)
 
 
@@ -125,9 +126,9 @@ def narrow(blocks: nn.ModuleDict, num_layers: int, device_type: str) -> Narrowed
     """Let the linears of a chain's layers multiply in FP8.
 
     Args:
-        blocks: layers by their numbers in the chain.
-        num_layers: of the chain.
-        device_type: on which the layers run.
+        blocks: the layers, by number in the chain.
+        num_layers: number of layers of the chain.
+        device_type: the device of the layers.
     """
     found, change = Narrowed(), partial(Fp8Products, emulates=device_type == "cpu")
     for layer in inner_layers(num_layers):

@@ -6,13 +6,13 @@
 | backward | dx = dy Wᵀ, db = the sum of dy over rows | meshwright::add_gradients adds xᵀ dy and db to the gradients  |
 |          |                                          | in the buckets (gradients.py), at once or as deferred work    |
 
-The compiler fuses norms, residual sums, GELU and the sums of biases. Buckets, deferred gradients and hooks are those of
-a run without graphs. The operation finds its layer by a number. The number is a tensor on the host and an input of the
-graph, so that equal layers share one graph. The operation returns the gradient of a tensor without elements, the anchor
-of the layer, so that a compiler does not drop the operation.
+The compiler fuses norms, residual sums, GELU and the sums of biases. Buckets, deferred gradients and hooks are the same
+as in a run without graphs. The operation finds the layer by a number. The number is a tensor on the host and an input
+of the graph, so that equal layers share one graph. The operation returns the gradient of a tensor without elements, the
+anchor of the layer, so that a compiler does not drop the operation.
 
-Graphs end in front of a module with `in_graphs` False: a layer that sends activations to other ranks, experts. Another
-graph begins behind. compiling.py has the reasons for which attention is not in graphs.
+A graph ends before a module with `in_graphs` False: a layer that sends activations to other ranks, experts. The next
+graph begins after the module. compiling.py lists the reasons that attention is not in graphs.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ if TYPE_CHECKING:
 BACKEND = "inductor"
 """The compiler of graphs."""
 SHAPES = 64
-"""Graphs of a function for as many shapes and kinds of layers; torch computes further ones as they are."""
+"""The most graphs of a function (for different shapes and kinds of layers); torch runs further ones uncompiled."""
 
 _layers: WeakValueDictionary[int, SerialLinear] = WeakValueDictionary()
-"""The layers of this process, of all ranks that are its threads, by number."""
+"""The layers of this process by number, of all ranks that are threads."""
 _numbers = count()
 _hidden: set[type[nn.Module]] = set()
-"""Classes of which graphs do not see `forward`."""
+"""Classes with a `forward` that is outside of graphs."""
 
 
 @torch.library.custom_op("meshwright::add_gradients", mutates_args=())
 def _add_gradients(x: Tensor | None, dy: Tensor, dbias: Tensor | None, number: Tensor) -> Tensor:
-    """Add to the gradients of a layer's weight and bias. Returns the gradient [0] of its anchor.
+    """Add to the gradients of a layer's weight and bias. Returns the gradient [0] of the layer's anchor.
 
     Args:
         x: [n, I]; None if the weight is frozen.
@@ -63,7 +63,7 @@ def _add_gradients(x: Tensor | None, dy: Tensor, dbias: Tensor | None, number: T
     layer = _layers[int(number)]
     left: list[Tensor | None] = []
     if x is not None:
-        if layer.gradients.defers:  # a compiler takes the memory of both again when its graph ends
+        if layer.gradients.defers:  # the compiled graph reuses the memory of both after the graph's end
             x, dy = x.clone(), dy.clone()
         read = layer.products.read(dy)
         addends = layer.products.weight_gradients(lambda: x, read)
@@ -134,7 +134,7 @@ def compile_block(config: Config, block: nn.Module) -> None:
             _layers[number] = module
             module.join_graph(number, linear_in_graph)
         elif isinstance(module, ShardedModule | Experts) and not module.in_graphs and kind not in _hidden:
-            # Of the class: graphs are made for functions, and a function of each layer would be a graph of each.
+            # On the class: a graph belongs to a function, so a function per layer would be a graph per layer.
             kind.forward = outside(kind.forward)
             _hidden.add(kind)
     if BACKEND != "inductor":

@@ -13,7 +13,7 @@
 
 With sequence parallelism an activation of [B, T, H] outside of a pair is [B, T/tensor, H], and an all-reduce becomes an
 all-gather on one side and a reduce-scatter on the other (boundary.py).
-A transform is computed by every rank for its tokens, as Megatron-LM does with BERT's: it is one in 12 L of the work.
+A transform is computed whole by every rank for the rank's tokens, as in Megatron-LM's BERT: 1 / (12 L) of the work.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from meshwright.ranks.mesh import Mesh
 
 
 class MegatronKit(SerialKit):
-    """1-D tensor parallelism over the `tensor` axis; what it does not cut is as on one device."""
+    """1-D tensor parallelism over the `tensor` axis; layers that the axis does not shard are as on one device."""
 
     def __init__(
         self, mesh: Mesh, *, sequence_parallel: bool = False, arithmetic: Arithmetic = AT_ONCE
@@ -74,5 +74,5 @@ class MegatronKit(SerialKit):
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
         if rate == 0 or self.split_axes or self.arithmetic.draws_masks:
             return nullcontext()
-        drawn = int(torch.randint(2**62, ()))  # by all ranks of a replica alike
+        drawn = int(torch.randint(2**62, ()))  # equal on all ranks of a replica
         return own_stream(f"{drawn}/{self.mesh.index('tensor')}", self.mesh.device)

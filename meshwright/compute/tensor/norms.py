@@ -1,4 +1,4 @@
-"""Norms, computed in float32 or better, of activations whose hidden dim, or whose groups, a rank holds whole.
+"""Norms, computed in float32 or better. A rank holds the whole hidden dim, or whole groups of channels.
 
 | norm  | of             | over                        | weights   |
 |-------|----------------|-----------------------------|-----------|
@@ -6,13 +6,14 @@
 | rms   | [B, T, H]      | H; no mean (arXiv 1910.07467) | [H]     |
 | group | [B, T, H]      | T and the channels of a group (arXiv 1803.08494) | [H], [H] |
 
-Layer norm over a hidden dim that is cut over an axis.
+Layer norm over a hidden dim that is sharded over an axis (`SplitLayerNorm`):
 
-forward:  sums of x and x² over H: one all-reduce of [R, 2]        x̂ = (x - mean) / sqrt(variance + ε),  y = x̂ γ + β
-backward: sums of dx̂ and dx̂ x̂ over H: one all-reduce of [R, 2]     dx = (dx̂ - mean(dx̂) - x̂ mean(dx̂ x̂)) / sqrt(...)
+forward:  sums of x and x² over H: one all-reduce of [R, 2]      x̂ = (x - mean) / sqrt(variance + ε),  y = x̂ γ + β
+backward: sums of dx̂ and dx̂ x̂ over H: one all-reduce of [R, 2]   dx = (dx̂ - mean(dx̂) - x̂ mean(dx̂ x̂)) / sqrt(...)
 
-R rows. (Tesseract, section 3.2.2.) Forward sums are float64: E[x²] - E[x]² would lose float32's digits where the mean
-is large. Sums are written where they travel, and worked on there: a GPU pays such small kernels by their number.
+R rows. (Tesseract, section 3.2.2.) Forward sums are float64: E[x²] - E[x]² would lose float32's digits if the mean is
+large. Sums are computed in the memory of the all-reduce and updated in place, since a GPU's time for such small kernels
+depends on the number of kernels.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from meshwright.ranks.mesh import Mesh
 
 
 def kernel_operands(h: Tensor, device_type: str, *weights: Tensor) -> tuple[Tensor, ...]:
-    """h and weights as torch's norms take them, of one dtype.
+    """Return h and weights in one dtype, as operands of torch's norms.
 
-    A GPU's kernels add up in float32 whatever they read, so the few weights are rounded there, and h goes in as it is.
-    A CPU's add up the weights' gradients in half precision (5.9 off in sums of about 32, of 1,024 bf16 rows), so h is
-    widened; in a graph on every device, where this costs no pass.
+    A GPU's kernels add in float32 for inputs of any dtype, so there the few weights are rounded and h is not cast. A
+    CPU's kernels add the weights' gradients in half precision (error 5.9 in sums of about 32, of 1,024 bf16 rows), so
+    there h is cast to the weights' dtype. Compiled graphs cast h on every device, since a fused cast costs no pass.
     """
     if device_type == "cuda" and not torch.compiler.is_compiling():
         return h, *(weight.to(h.dtype) for weight in weights)
@@ -44,8 +45,10 @@ def kernel_operands(h: Tensor, device_type: str, *weights: Tensor) -> tuple[Tens
 
 
 class Norm(ShardedModule):
-    """Layer norm over the last dim, or x / sqrt(mean(x^2) + epsilon) · weight (rms); computed in float32 or better,
-    whatever the precision of the input, which is the output's."""
+    """Layer norm over the last dim, or x / sqrt(mean(x^2) + epsilon) · weight (rms).
+
+    Computed in float32 or better; the output has the dtype of the input.
+    """
 
     in_graphs = True
 
@@ -53,7 +56,7 @@ class Norm(ShardedModule):
         self, mesh: Mesh, width: int, epsilon: float, kind: Literal["layer", "rms"] = "layer", *, bias: bool = True,
         heads_over: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
-        """`heads_over`: the axes that cut the heads, of a norm over a head's width."""
+        """Make the norm. `heads_over`: the axes that shard the heads, for a norm over a head's width."""
         super().__init__(mesh)
         self.kind, self.epsilon = kind, epsilon
         spec = ShardSpec((width,), initial=ONES, role=NORM, partial_over=heads_over)
@@ -66,22 +69,22 @@ class Norm(ShardedModule):
         return self.normed(x, weight, cast[0] if cast else None).to(h.dtype)
 
     def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Norm x, scale it by the weight and add the bias; all of one dtype."""
+        """Return norm(x) · weight + bias; all have one dtype."""
         return self.of_unit_scale(x, weight.shape, weight, bias)
 
     def of_unit_scale(
         self, x: Tensor, shape: torch.Size, weight: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        """Norm x over its last dim, of this shape."""
+        """Norm x over the last dim, of shape `shape`."""
         if self.kind == "rms":
             return F.rms_norm(x, shape, weight, self.epsilon)
         return F.layer_norm(x, shape, weight, bias, self.epsilon)
 
 
 class GroupNorm(ShardedModule):
-    """The channels of `groups` groups, each group with its own mean and variance over all positions.
+    """Norm of the channels of each group by the mean and variance of the group over all positions.
 
-    `placements`: of the channels, of which a rank holds whole groups.
+    `placements`: of the channels; a rank holds whole groups.
     """
 
     def __init__(self, mesh: Mesh, channels: int, groups: int, epsilon: float, placements: Placements) -> None:
@@ -97,8 +100,10 @@ class GroupNorm(ShardedModule):
 
 
 class SplitLayerNorm(torch.autograd.Function):
-    """Layer norm of x [..., H/n] over all `hidden` elements; weight and bias [H/n], float32 or float64. A narrower x is
-    read and written as it is, and nothing between is rounded."""
+    """Layer norm of x [..., H/n] over all `hidden` elements; weight and bias [H/n], float32 or float64.
+
+    A narrower x is read, and y is written in the dtype of x, without rounding in between.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, hidden: int, epsilon: float, comm: Comm) -> Tensor:
@@ -121,7 +126,7 @@ class SplitLayerNorm(torch.autograd.Function):
         normed, scale, weight = ctx.saved_tensors
         dnormed = dy * weight
         product = dy * normed
-        sums = dnormed.new_empty(dnormed[..., 0].numel(), 2)  # of rows: dnormed, and its product with normed
+        sums = dnormed.new_empty(dnormed[..., 0].numel(), 2)  # by row: the sums of dnormed and of dnormed · normed
         torch.sum(dnormed.flatten(0, -2), -1, out=sums[:, 0])
         torch.mv(product.flatten(0, -2), weight, out=sums[:, 1])
         moving = ctx.comm.all_reduce(sums, wait=False)  # under the vectors' gradients

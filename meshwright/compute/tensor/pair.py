@@ -1,4 +1,4 @@
-"""A pair of linears whose inner width is cut over an axis (Megatron-LM, arXiv 1909.08053, section 3).
+"""A pair of linears with the inner width sharded over an axis (Megatron-LM, arXiv 1909.08053, section 3).
 
 p: the axis's size. A `Boundary` says how activations enter and leave the pair.
 
@@ -54,7 +54,7 @@ class _Expand(torch.autograd.Function):
         layer: CutExpand = ctx.layer
         boundary, products = layer.boundary, layer.products
         entering: Moving | None = None
-        if ctx.needs_input_grad[1]:  # of a frozen weight nobody reads x
+        if ctx.needs_input_grad[1]:  # the gradient of a frozen weight, the only reader of x, is not computed
             entering = here(x) if boundary.keeps else layer.gradients.start(lambda: boundary.start_enter(x))
         incoming = products.read(dy)  # x enters under dx's products
         leaving: Moving | None = None
@@ -130,7 +130,7 @@ class CutExpand(LinearLayer):
         return y.unflatten(-1, self.weight.shape[1:]) if self.weight.dim() > 2 else y
 
     def held(self, weight: Tensor) -> Tensor:
-        """Return the weight [H, N/p] as products need it."""
+        """Return the whole rows of the weight, [H, N/p], for products."""
         return weight
 
     def add_weight_gradients(self, weight: Tensor, addends: Iterable[WriteGradient]) -> Tensor | None:
@@ -139,7 +139,7 @@ class CutExpand(LinearLayer):
 
 
 class CutContract(LinearLayer):
-    """The second linear of a pair. Its bias is added once, to the sum, where it is held."""
+    """The second linear of a pair. The bias is added once, to the sum, on ranks that hold the result."""
 
     def __init__(
         self, mesh: Mesh, inputs: int, outputs: int, initial: Initial, boundary: Boundary, *, bias: ShardSpec | None,

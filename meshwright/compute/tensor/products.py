@@ -1,15 +1,16 @@
-"""The products of a layer y = x W + b: the one place in which matrices are multiplied.
+"""The products of a layer y = x W + b: the only place of matrix multiplications.
 
 | product          | reads     | gives                                                        |
 |------------------|-----------|--------------------------------------------------------------|
 | forward          | x, W, b   | y = x W + b                                                  |
 | input gradient   | dy, W     | dx = dy Wᵀ                                                   |
-| weight gradients | x, dy     | addends of dW = xᵀ dy, written where the bucket holds dW     |
-| bias gradients   | dy        | addends of db, the sum of dy over its rows                   |
+| weight gradients | x, dy     | addends of dW = xᵀ dy, written into the bucket               |
+| bias gradients   | dy        | addends of db, the sum of dy over the rows                   |
 
-All are made of `multiply` and `write_product`, which 2-D layers, heads and experts call for panels, chunks and rows. A
-kit hands each layer its products (arithmetic.py). `Products` multiplies all that a rank holds at once, in the dtype of
-the operands. A subclass overrides the four to compute a layer in other numbers, or the two to do so everywhere.
+All four use `multiply` and `write_product`; 2-D layers, heads and experts call these two for panels, chunks and rows.
+A kit passes products to each layer (arithmetic.py). `Products` multiplies all rows and columns of a rank in one call,
+in the dtype of the operands. A subclass overrides the four to change the precision of layers, or the two to change the
+precision everywhere.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from torch import Tensor, nn
 from meshwright.compute.parameters.shard import ShardedModule, WriteGradient
 
 ADDS_WIDE = torch.__version__ >= "2.13"
-"""Earlier versions of torch add a product of halves only to a half."""
+"""Whether torch can add a half-precision product to a float32 tensor; earlier versions cannot."""
 
 
 class Products:
-    """One product each of all rows and columns that a rank holds."""
+    """Products in one call over all rows and columns that a rank holds."""
 
     def multiply(self, a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Multiply a [n, K] by b [K, N].
@@ -43,10 +44,10 @@ class Products:
         return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
 
     def write_product(self, a: Tensor, b: Tensor, out: Tensor, beta: int) -> None:
-        """Write a b + beta · out to `out`. With a and b bound it writes a gradient, as `write_part` and `write_sum` do.
+        """Write a b + beta · out to `out`. With a and b bound, this is a `WriteGradient`.
 
-        If the factors are narrower than `out`, a GPU's kernel adds without rounding; a CPU has none that does, and
-        multiplies first.
+        If the factors are narrower than `out`, a GPU's kernel adds the product without rounding. A CPU has no such
+        kernel, and rounds the product first.
         """
         if out.dtype == a.dtype:
             torch.addmm(out, a, b, beta=beta, out=out)
@@ -68,11 +69,11 @@ class Products:
 
     @property
     def between(self) -> Products:
-        """The products of a gradient as it is held between two pairs, before it enters one."""
+        """The products for a gradient that is sharded as between pairs."""
         return self
 
     def changed(self, change: ChangeProducts) -> Products:
-        """Return these products with the columns of a weight that are used, as another function has them."""
+        """Return these products with change(products) in place of the products of the used columns."""
         return change(self)
 
     def outputs_of(self, held: int) -> int:
@@ -126,22 +127,18 @@ ChangeProducts = Callable[[Products], Products]
 
 
 class LinearLayer(ShardedModule):
-    """A layer y = x W + b with a weight [I, ..., N], whose products may be changed once it is made."""
+    """A layer y = x W + b with a weight [I, ..., N]. The products may be changed after construction."""
 
     weight: nn.Parameter
     products: Products
 
     def change_products(self, change: ChangeProducts) -> None:
-        """Multiply by other products from now on.
-
-        Args:
-            change: returns them in place of these, of the columns that are used.
-        """
+        """Multiply by change(products of the used columns) from now on."""
         self.products = self.products.changed(change)
 
 
 def add_gradients(layer: ShardedModule, name: str, like: Tensor, addends: Iterable[WriteGradient]) -> Tensor | None:
-    """Add the addends to the gradient of a layer's parameter; returns what the backward pass hands to autograd."""
+    """Add the addends to the gradient of a layer's parameter. Returns the sum for autograd; None if in a bucket."""
     total: Tensor | None = None
     for write in addends:
         total = added(total, layer.add_gradient(name, like, write))
@@ -149,7 +146,7 @@ def add_gradients(layer: ShardedModule, name: str, like: Tensor, addends: Iterab
 
 
 def added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
-    """Add two addends of a gradient that autograd is handed; None if their layer adds them up by itself."""
+    """Add two addends of a gradient for autograd. None: the layer has added the gradient to a bucket."""
     return more if total is None or more is None else total + more
 
 
@@ -170,5 +167,5 @@ def write_sum(rows: Tensor, out: Tensor, beta: int) -> None:
 
 
 def side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Join the parts of a tensor along its last dim."""
+    """Join the parts of a tensor along the last dim."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)

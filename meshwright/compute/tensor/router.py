@@ -1,6 +1,6 @@
 """The router: chooses k of n experts for each token, weighs their outputs, and balances the experts' loads.
 
-    s = softmax(x R) or sigmoid(x R)      chosen: the k largest of s + b, of the groups whose two best sum highest
+    s = softmax(x R) or sigmoid(x R)      chosen: the k largest of s + b, in the groups with the highest sum of two best
                                           w_e = scale s_e, or scale s_e over the sum of the chosen
 
 Biases b take part in the choice only: no loss has a gradient with respect to b (balance without a loss, Wang et al.,
@@ -8,20 +8,20 @@ arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2). A step moves ea
 
     b_e -= rate sign(n c_e - k T)         c_e: tokens of the global batch that took e; T: its tokens
 
-n c_e - k T is a sum over tokens, as a gradient is: so it is b's gradient here, and the same buckets sum it over
-microbatches and ranks. It is counted in the backward pass, once, also where the forward pass is computed again.
+n c_e - k T is a sum over tokens, as a gradient is. So it is stored as the gradient of b, and the usual buckets sum it
+over microbatches and ranks. The backward pass counts it, so that recomputed forward passes are not counted twice.
 
-The balance of a set of tokens (Switch Transformer, arXiv 2101.03961, equation 4; without its and DeepSeek's 1/k):
+The balance of a set of tokens (Switch Transformer, arXiv 2101.03961, equation 4; without the factor 1/k of the paper
+and of DeepSeek):
 
-    balance = n Σ_e f_e P_e        f_e: pairs of a token and one of its k experts that are e's, over the set's tokens
-                                   P_e: the mean of its tokens' p_e = s_e over the sum of all s
+    balance = n Σ_e f_e P_e        f_e: (token, expert) pairs with expert e, over the number of tokens of the set
+                                   P_e: the mean over the set's tokens of p_e = s_e over the sum of all s
 
-`balance_over` says what is a set: one sequence, so that the value is the same however sequences are dealt; a
-microbatch; the step's global batch, whose f_e a pass without gradients counts beforehand (Qiu et al., arXiv
-2501.11873, who take the running mean instead). A gradient goes through P alone, which is linear: each sequence's share
-of the balance is n Σ_e f_e p̄_e with the set's f and its own mean p̄, and their mean is the balance. Where ranks hold
-parts of a sequence, counts are summed over them (one all-reduce of [B, n], forward), and a rank's own tokens give its
-part of the share.
+The set is `balance_over`: one sequence (the value then does not depend on the layout), a microbatch, or the step's
+global batch. For the global batch a pass without gradients counts f_e in advance (Qiu et al., arXiv 2501.11873, use
+the running mean instead). The gradient flows through P only, and P is linear: the balance is the mean over sequences of
+n Σ_e f_e p̄_e, with f of the set and p̄ of the sequence. If ranks hold parts of a sequence, counts are summed over the
+ranks (one all-reduce of [B, n], forward), and each rank computes a part of p̄ from its own tokens.
 
 The z-loss (ST-MoE, arXiv 2202.08906, equation 5) is the mean over tokens of log(Σ_e exp(x R))².
 """
@@ -184,7 +184,7 @@ class Router(ShardedModule):
         return scores.topk(shape.chosen, -1)[1]
 
     def _losses(self, logits: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
-        """Return the balance loss and z-loss of each sequence [B], times their coefficients."""
+        """Return the sum of balance loss and z-loss of each sequence [B], times the two coefficients."""
         shape, inside = self.shape, self.boundary.split_axes
         cut = tuple(axis for axis in self.mesh.grid.names if axis in (*inside, "context"))
         tokens = scores.shape[1] * self.mesh.size(*cut)

@@ -1,4 +1,4 @@
-"""The tensor sections of a layout: what each kind of tensor parallelism is to the config and to the planner. No torch.
+"""The tensor sections of a layout: the facts on each kind of tensor parallelism for config and planner. No torch.
 
 | kind      | axes            | batch rows split over | divides                                                     |
 |-----------|-----------------|-----------------------|-------------------------------------------------------------|
@@ -6,7 +6,7 @@
 | megatron  | tensor          | -                     | branches, widths, tables; sequence_parallel: sequences too  |
 | tesseract | depth, row, col | depth, row            | branches, widths, tables                                    |
 
-sub-graphs: subgraph/section.py. A kind is added by a subclass of TensorSection and its line in the registry
+sub-graphs: subgraph/section.py. To add a kind, write a subclass of TensorSection and one line in the registry
 (docs/extending.md).
 """
 
@@ -31,17 +31,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cut:
-    """A number of the model or the data that a layout divides into equal parts.
-
-    `field`, which holds the `number`, may be words, if `reads` names the fields that make it. `by`: the layout's field.
-    """
+    """A number of the model or the data that a layout divides into equal parts."""
 
     field: str
+    """The field of the number; or a text, if `reads` lists the fields that determine the number."""
     number: int
     by: str
+    """The layout's field that sets the number of parts."""
     parts: int
     note: str = ""
+    """Text after the number in messages."""
     reads: tuple[str, ...] = ()
+    """The fields that determine the number; empty: `field`."""
 
     @property
     def problem(self) -> Problem | None:
@@ -54,9 +55,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class PaddedCut(Cut):
-    """The rows of tables, which are padded: whatever their `number`, another padding makes their parts equal.
+    """The rows of padded tables: for any number of rows, another padding makes the parts equal.
 
-    `field` holds the `multiple` that rows are padded to.
+    `field`: the field of `multiple`; tables are padded to a multiple of this number of rows.
     """
 
     multiple: int = 1
@@ -72,8 +73,10 @@ class PaddedCut(Cut):
 
 @dataclass(frozen=True)
 class HeadsCut(Cut):
-    """Branches that fall into `members` equal parts each, a key-value head into its queries: where parts are more than
-    branches, several have the same one, and some of its members each."""
+    """Branches of `members` equal parts each, such as key-value heads with several queries.
+
+    With more parts than branches, several parts share a branch, and each has some of the members.
+    """
 
     members: int = 1
 
@@ -95,7 +98,7 @@ class Rows(NamedTuple):
     at_once: int = 1
     """Number of these parts on a rank between the two linears of a pair."""
     by: str = ""
-    """In words, before the number of parts: which fields say so."""
+    """Text before the number of parts in messages: the fields that set it."""
     leads: int = 1
     """Number of ranks in a group with one computing rank (the first); the others wait."""
 
@@ -111,21 +114,21 @@ class TensorSection(Section):
     kit_class: ClassVar[str]
     """The kit's class, `module:attribute`; the first argument is the mesh."""
     kit_fields: ClassVar[Mapping[str, str]] = {}
-    """The arguments of the kit's class besides the mesh, and the fields of the config that they are."""
+    """The config field for each argument of the kit's class, besides the mesh."""
     rules: ClassVar[tuple[Rule, ...]] = ()
-    """Refusals: with which other fields the kind does not go, and why; checked where the kind is chosen."""
+    """Rules on combinations with other fields, checked for layouts of this kind."""
     idle_alone: ClassVar[tuple[str, ...]] = ()
     """Fields without effect if the layout has one tensor rank."""
     gives_effect_to: ClassVar[tuple[str, ...]] = ()
     """Fields of other sections that have an effect with this kind, and by default with no other."""
     heads_axis: ClassVar[str] = ""
-    """The axis that cuts attention's heads, where several of its ranks can hold the same key-value head
+    """The axis that shards attention's heads, if several ranks of the axis can hold the same key-value head
     (tensor/copies.py)."""
     holds_experts: ClassVar[bool] = False
     """Whether the kit has feed-forwards of experts."""
     by_parts: ClassVar[str] = ""
-    """The class of the kit that multiplies part by part, so that bits can be free of the layout (bits/section.py); ""
-    where there is none."""
+    """The class of the kit that multiplies part by part, for `bits: layout-free` (bits/section.py); "": not supported.
+    """
     inner_axis: ClassVar[str] = ""
     """The axis that splits activations between the two linears of a pair."""
     inner_field: ClassVar[str] = "layout.tensor.size"
@@ -144,7 +147,7 @@ class TensorSection(Section):
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The axes that split tokens: gradients of uncut parameters are summed over them."""
+        """The axes that split tokens; gradients of parameters that are not sharded are summed over these axes."""
         return self.batch_axes
 
     @property
@@ -170,7 +173,7 @@ class TensorSection(Section):
 
     @property
     def words(self) -> str:
-        """The kind as tables name it, with the settings that change what a rank does; nothing where nothing is cut."""
+        """The name of the kind in tables, with the settings that change a rank's work; empty if nothing is sharded."""
         cut = ", cut by sequence" if self.cuts_sequences else ""
         return f"{self.kind}{cut}" if self.axes else ""
 
@@ -180,18 +183,23 @@ class TensorSection(Section):
 
     @classmethod
     def candidates(cls, devices: int) -> Iterator[Self]:
-        """The sections that a planner tries on so many devices. Their sizes must divide these."""
+        """Yield the sections that a planner tries on `devices` devices. Sizes must divide this number."""
         yield from ()
 
     def kit_settings(self, config: Config) -> Mapping[str, Any]:
-        """The values of these arguments, and of others that are no fields."""
+        """Return the values of `kit_fields`; a subclass may add arguments that are not config fields."""
         return {name: field_of(config, field) for name, field in self.kit_fields.items()}
 
     def kit(self, config: Config, mesh: Mesh, arithmetic: Arithmetic | None = None) -> Kit:
-        """Make the words that models are written in, for a rank. The kit's room and torch are imported here, not
-        before. `arithmetic`: None: all that a rank holds is computed at once.
+        """Make the kit of a rank. The kit's package and torch are imported here, not before.
 
-        Raises ConfigError if the kit is another package's and takes no arithmetic.
+        Args:
+            config: the run's config.
+            mesh: the rank's mesh.
+            arithmetic: the computation on each rank; None: the kit's default.
+
+        Raises:
+            ConfigError: the kit is of another package and takes no arithmetic.
         """
         computes = {} if arithmetic is None else {"arithmetic": arithmetic}
         make = load_entry(self.by_parts if arithmetic is not None and arithmetic.in_order else self.kit_class)
@@ -203,7 +211,7 @@ class TensorSection(Section):
 
 
 def whole_layers(config: Config, by: str, parts: int) -> Iterator[Cut]:
-    """The cuts of a kit that divides all of a layer, and the tables: branches, widths, padded rows."""
+    """Yield the cuts of a kit that shards all layers and tables: branches, widths, padded rows."""
     model = config.model
     heads = model.branches
     yield HeadsCut(heads.field, heads.number, by, parts, members=heads.members)
@@ -214,7 +222,7 @@ def whole_layers(config: Config, by: str, parts: int) -> Iterator[Cut]:
 
 
 class Whole(TensorSection):
-    """No tensor parallelism: every rank of a replica's one holds whole layers."""
+    """No tensor parallelism: a rank holds whole layers."""
 
     kind: Literal["none"] = "none"
     kit_class: ClassVar[str] = "meshwright.compute.tensor.serial:SerialKit"
@@ -239,9 +247,9 @@ class Megatron(TensorSection):
 
     kind: Literal["megatron"]
     size: Positive
-    """Ranks that a layer is cut over."""
+    """Number of ranks that shard a layer."""
     sequence_parallel: bool = False
-    """Tokens of norms and dropout are split over the same ranks: less memory, as many bytes."""
+    """Tokens of norms and dropout are split over the same ranks: less memory, the same bytes sent."""
 
     axis_fields: ClassVar[tuple[tuple[str, str], ...]] = (("tensor", "size"),)
     kit_class: ClassVar[str] = "meshwright.compute.tensor.megatron:MegatronKit"
@@ -263,7 +271,7 @@ class Megatron(TensorSection):
             note = f"{length.note}, as sequence_parallel asks"
             yield Cut(length.field, length.number, "layout.tensor.size", self.size, note, length.reads)
             if length.number % self.size:
-                return  # the lengths behind it are made of this one
+                return  # later lengths are computed from this one
 
     @classmethod
     def candidates(cls, devices: int) -> Iterator[Self]:
@@ -285,9 +293,9 @@ class Tesseract(TensorSection):
 
     kind: Literal["tesseract"]
     q: Positive
-    """Rows and columns of ranks; q x q x d are a layer's."""
+    """Number of rows and of columns of ranks; q x q x d ranks share a layer."""
     d: Positive = 1
-    """Layers of such squares, each with 1/d of the batch, at most q."""
+    """Number of such squares, each with 1/d of the batch; at most q."""
 
     axis_fields: ClassVar[tuple[tuple[str, str], ...]] = (("depth", "d"), ("row", "q"), ("col", "q"))
     kit_class: ClassVar[str] = "meshwright.compute.tensor.tesseract:TesseractKit"

@@ -1,4 +1,4 @@
-"""SwiGLU (Shazeer, arXiv 2002.05202): silu(gate) · up of a linear's two groups, in one pass that keeps its input alone.
+"""SwiGLU (Shazeer, arXiv 2002.05202): silu(gate) · up of a linear's two groups, in one pass that saves only the input.
 
     silu(g) = g σ(g)        dgate = dy · up · silu'(gate),  dup = dy · silu(gate)
 
@@ -54,7 +54,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 def swiglu(x: Tensor) -> Tensor:
     """[..., 2, N], gates and ups -> [..., N]."""
-    if torch.compiler.is_compiling():  # a compiler makes one pass of it both ways
+    if torch.compiler.is_compiling():  # the compiler fuses these operations into one pass, forward and backward
         gate, up = x.unbind(-2)
         return F.silu(gate) * up
     y: Tensor = _Swiglu.apply(x.flatten(0, -3))

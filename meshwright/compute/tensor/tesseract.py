@@ -11,11 +11,11 @@ b = B/(depth·row): this rank's rows of the batch.
 | scores    | [b, T, H/col] | [H/col, n]       | [b, T, n]     | all-reduce over col                  | -         |
 | head      | [b, T, H/col] | [V/row, H/col]   | loss          | h over col, weight over row (*)      | the same  |
 
-(*) The weight transposed first (summa.py), and [C, 3] a chunk of C tokens over col (cross_entropy.py). The logits stay
-where they are, [b·T, V/col]: they are the largest of the product's three.
+(*) The weight is transposed first (summa.py), and [C, 3] is sent over col for each chunk of C tokens
+(cross_entropy.py). The logits [b·T, V/col], the largest of the product's three matrices, are stationary.
 
-A weight's gradient is summed over depth, a vector's over depth and row, by the one synchroniser: these axes split the
-tokens.
+These axes split the tokens, so the data-parallel strategy sums the gradient of a weight over depth, and of a vector
+over depth and row.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Linear(torch.autograd.Function):
         dy = dy.contiguous()
         choice, summa = layer.choice(dy.shape[0]), layer.weights.summa
         for_dx = layer.operands(choice.dx, {Y: dy, W: layer.columns.of(weight)})
-        dx = layer.of_activations.multiply(X, choice.dx, for_dx, None)  # travels under dW's product
+        dx = layer.of_activations.multiply(X, choice.dx, for_dx, None)  # sent during dW's product
         held = {Y: for_dx[Y]} if choice.dw == choice.dx and not summa.streams else {}
 
         def write(out: Tensor, beta: int) -> None:
@@ -89,7 +89,7 @@ class _Linear(torch.autograd.Function):
 
 
 class TesseractLinear(LinearLayer):
-    """x W + b. What stays in each product is chosen from the sizes."""
+    """The linear x W + b. The stationary matrix of each product is chosen by the sizes."""
 
     def __init__(
         self,
@@ -114,12 +114,15 @@ class TesseractLinear(LinearLayer):
 
     def change_products(self, change: ChangeProducts) -> None:
         super().change_products(change)
-        own = self.weights.summa  # which weight gradients stay with
+        own = self.weights.summa  # still used for weight gradients
         self.of_activations = Summa(self.mesh, streams=own.streams, products=change(own.products))
 
     def sizes(self, rows: int) -> Sizes:
-        """The blocks of the product with `rows` rows of x. Of the weight's shape alone: under zero3 a weight of which
-        autograd keeps a cast copy has no memory in the backward pass."""
+        """Return the sizes of the product with `rows` rows of x, from the weight's shape.
+
+        Only the shape is read: under zero3 the weight's memory may be freed in the backward pass, if autograd keeps a
+        cast copy.
+        """
         outputs = self.columns.num_of(self.weight.shape[1:].numel())
         return Sizes(rows, self.weight.shape[0], outputs, self.mesh.size("row"))
 
@@ -127,7 +130,7 @@ class TesseractLinear(LinearLayer):
         return best_stationary(self.sizes(rows), self.weights.form)
 
     def operands(self, stays: str, blocks: dict[str, Tensor]) -> dict[str, Panels | Tensor]:
-        """The staying operand's block as it is, the others on their way."""
+        """Return the block of the stationary operand, and the panels of the others."""
         return {
             who: block if who == stays
             else self.weights.panels(self, stays, block) if who == W
@@ -142,8 +145,10 @@ class TesseractLinear(LinearLayer):
 
 
 class TesseractNorm(ShardedModule):
-    """Norm over a hidden dim that is cut over col; in float32 or better. Both ways it sends [b, T, 2] over col, rms
-    [b, T, 1]."""
+    """Norm over a hidden dim that is sharded over col, in float32 or better.
+
+    Sent over col, forward and backward: [b, T, 2]; for rms [b, T, 1].
+    """
 
     def __init__(self, mesh: Mesh, hidden: int, epsilon: float, kind: NormKind, *, bias: bool) -> None:
         super().__init__(mesh)
@@ -165,7 +170,7 @@ class TesseractNorm(ShardedModule):
 
 
 class TesseractHead(TableHead):
-    """Classes over col: logits [b·T, V/col] stay where they are made."""
+    """A head with classes sharded over col; logits [b·T, V/col] are not sent."""
 
     def __init__(
         self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary, products: Products
@@ -195,7 +200,7 @@ class TesseractKit(KitBase):
         self.weights = Weights(mesh, policy, self.kept, arithmetic.products)
 
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
-        # A row of ranks looks its ids [B/depth, T] up together, and each keeps its own rows of the sum.
+        # The ranks of the `row` axis look up their ids [B/depth, T] together; each keeps its rows of the sum.
         before, after = (partial(verb, mesh=self.mesh, axis="row", dim=0) for verb in (all_gather, reduce_scatter))
         placements = {"row": Shard(0), "col": Shard(1)}
         addends = self.arithmetic.lookup(shares=self.mesh.size("row"))
@@ -207,7 +212,7 @@ class TesseractKit(KitBase):
         self, width: int, epsilon: float, *, kind: NormKind = "layer", groups: int = 1, bias: bool = True,
         inside: bool = False,
     ) -> nn.Module:  # fmt: skip
-        if inside or kind == "group":  # of a width that a rank has whole
+        if inside or kind == "group":  # a rank holds the whole width
             return super().norm(width, epsilon, kind=kind, groups=groups, bias=bias, inside=inside)
         return TesseractNorm(self.mesh, width, epsilon, kind, bias=bias and kind == "layer")
 
@@ -222,11 +227,11 @@ class TesseractKit(KitBase):
     def linear(self, role: LinearRole, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         if role == "transform":
             return self.contract(inputs, outputs, initial, bias=bias)
-        if role == "patches":  # that every rank of a row has whole
+        if role == "patches":  # every rank of a row has whole patches
             return SerialLinear(
                 self.mesh, inputs, (outputs,), initial, {"col": Shard(1)}, bias=False, products=self.arithmetic.products
             )  # fmt: skip
-        # A few numbers a token, whole on every rank of a row: the sum of what each makes of its part of H.
+        # Scores are a few numbers per token, summed over the ranks' parts of H and whole on every rank of a row.
         after = partial(all_reduce, mesh=self.mesh, axis="col")
         return SerialLinear(
             self.mesh, inputs, (outputs,), initial, {"col": Shard(0)}, bias=False, after=after,

@@ -62,7 +62,7 @@ def product_rates(half: str) -> Rates:
 
 
 def half_of(x: Tensor) -> torch.dtype | None:
-    """Return the half in which a product of x is computed, under autocast too; None if in other numbers."""
+    """Return the half-precision dtype of products of x, also under autocast; None for other dtypes."""
     dtype = autocast_dtype(x) or x.dtype
     return dtype if dtype in HALVES else None
 
