@@ -247,7 +247,7 @@ class Megatron(TensorSection):
 
     kind: Literal["megatron"]
     size: Positive
-    """Number of ranks that shard a layer."""
+    """Ranks that a layer is cut over."""
     sequence_parallel: bool = False
     """Tokens of norms and dropout are split over the same ranks: less memory, the same bytes sent."""
 
