@@ -1,27 +1,27 @@
-"""`mw.parity`: prove that any parallel training program computes what one process computes.
+"""`mw.parity`: prove that any parallel training program computes the same as one process.
 
     @parity.check(ranks=2)
     def ddp(job):
         job.reference(build_model(), loss=loss_of, batch=batch_of)
         job.parallel(DistributedDataParallel(job.copy()), batch=job.rows("data"))
 
-    check.py, cases.py  @check and its parameters, starting the ranks, the result
-    worker.py, job.py   a check on a rank: what its function is given; it writes what the models gave
-    batches.py, reference.py             one process, and the tolerances that are derived from it
-    program.py, trace.py                 the parallel program's steps; modules' outputs and gradients, by hooks
+    check.py, cases.py  @check and parametrize; starts the ranks; the result
+    worker.py, job.py   a check on a rank: the job that the function receives; writes records
+    batches.py, reference.py             the run on one process, and the tolerances derived from it
+    program.py, trace.py                 steps of the parallel program; modules' outputs and gradients, by hooks
     policy.py                            FSDP2's mixed precision on one process
-    parts.py, locate.py, explain.py      what a local tensor is of the reference's
-    judge.py, kinds.py, terms.py         what is wrong first: the rules, in the order of cause and effect
-    forward.py, gradients.py, later.py, leaks.py    where, and of which kind
-    recorder.py, sampling.py             a training script as it runs, kept in a folder
-    norm.py, norm_sums.py, norm_rules.py the norm that any loop clips by, without a reference
+    parts.py, locate.py, explain.py      a local tensor as a part, a copy or a term of the reference's tensor
+    judge.py, kinds.py, terms.py         the first mistake: the rules, in the order of cause and effect
+    forward.py, gradients.py, later.py, leaks.py    the place and the kind of the mistake
+    recorder.py, sampling.py             records of a running training script, in a folder
+    norm.py, norm_sums.py, norm_rules.py the norm for clipping in any loop, without a reference
     adapters.py, exports.py, probes.py   adapters' gradients, copies and export, without a reference
     states.py                            packed documents that see each other, without a reference
-    recorded.py, runs.py                 two such folders, by the same comparison
-    register.py, registered.py           the plans that a library's models carry, a check each
+    recorded.py, runs.py                 two record folders, by the same comparison
+    register.py, registered.py           the plans in a library's models, one check each
     command.py, report.py, plugin.py     the command line; a table, JSON, a page; pytest
 
-It knows nothing of Meshwright's models, kits and configs.
+The package does not depend on Meshwright's models, kits and configs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`@parity.check`: a function that says what is right and what is to be compared, run on CPU processes.
+"""`@parity.check`: a function with a reference and a parallel program, run on CPU processes and compared.
 
-    collect(file) -> its checks        run_check(check) -> a ParityResult for each number of ranks
+    collect(file) -> the file's checks        run_check(check) -> a ParityResult
 
-launch.launcher starts a check's processes; the starting process compares the files that they leave.
+launch.launcher starts a check's processes; the starting process compares the files of these processes.
 """
 
 from __future__ import annotations
@@ -39,32 +39,30 @@ CHECK_PRECISIONS = ("float64", "float32", "bf16", "own")
 ALLCLOSE = 1e-5
 """The relative tolerance of torch.allclose and numpy.allclose."""
 PROGRAM = __package__.replace(".", " ").replace("_", "-")
-"""How a user calls it: `meshwright parity`."""
+"""The command for users: `meshwright parity`."""
 CHECK_WORKER = f"{__package__}.worker:check_rank"
 
 
 @dataclass(frozen=True)
 class ParityCheck:
-    """One run of a check's function.
-
-    `axes`: names and sizes, outermost first; their product is the number of ranks. `number`: which of the functions
-    that the file's import marks, `case`: which of its parameters; a rank finds both by these, since two functions may
-    have one name.
-    """
+    """One run of a check's function."""
 
     name: str
     file: Path
     axes: tuple[tuple[str, int], ...]
+    """Names and sizes, outermost first; the product of the sizes is the number of ranks."""
     precision: str
     threads: int = 1
     number: int = 0
+    """Index of the function among the functions that the file's import marks; names may not be unique."""
     line: int = 0
-    """The first line of the function, or that of the mark if it is no plain function."""
+    """The first line of the function, or the line of the mark if the check is no plain function."""
     case: int = 0
+    """Index of the case of parameters."""
     words: str = ""
-    """The values of the case, as its name says them; empty without parameters."""
+    """The values of the case, as in the check's title; empty without parameters."""
     preload: tuple[str, ...] = ()
-    """Modules that ranks share one import of."""
+    """Modules that are imported once for all ranks."""
 
     @property
     def title(self) -> str:
@@ -74,20 +72,24 @@ class ParityCheck:
 
 @dataclass(frozen=True)
 class ParityResult:
-    """A check's outcome. `finding`: the first mistake; `dead`: parameters with a zero gradient, about which nothing is
-    proven; `error`: why there is no comparison; `modules`: in forward order; `narrow`: a type to which the reference
-    itself rounds."""
+    """The outcome of a check."""
 
     check: ParityCheck
     precision: str
     seconds: float
     rows: tuple[Row, ...] = ()
+    """The comparisons."""
     finding: Mistake | None = None
+    """The first mistake."""
     modules: tuple[ModuleLine, ...] = ()
+    """Calls of modules in forward order."""
     dead: tuple[str, ...] = ()
+    """Parameters with a zero gradient, for which the check proves nothing."""
     error: str = ""
+    """The reason for a missing comparison."""
     notes: tuple[str, ...] = field(default=())
     narrow: str = ""
+    """A narrower type to which the reference itself rounds."""
 
     @property
     def failed(self) -> tuple[Row, ...]:
@@ -100,7 +102,7 @@ class ParityResult:
     @property
     def remedy(self) -> str:
         """A line with the finding's remedy and a link; empty without a finding."""
-        # Here, as verify's findings have a sentence of their own.
+        # Imported here, since verify has separate texts.
         from meshwright.parity.remedies import PAGE, REMEDIES
 
         if self.finding is None:
@@ -109,7 +111,7 @@ class ParityResult:
 
     @property
     def seen_by_losses(self) -> str:
-        """How `allclose` of the losses, the usual test, would have judged a failing program."""
+        """The verdict that `allclose` of the losses, the usual test, gives on a failing program; else empty."""
         losses = [row for row in self.rows if row.kind == "loss"]
         if self.holds or not losses:
             return ""
@@ -146,10 +148,15 @@ def parity_check(
 ) -> CheckMark:
     """Make a function of a `parity.Job` a check, which `meshwright parity` and pytest collect.
 
-    `ranks`: how many processes; of several numbers each is a run of its own. `axes`: the sizes of named axes; where
-    their product is not the number of ranks, one more axis, `data`, stands before them. `precision`: float64, float32,
-    bf16, or own, which casts nothing. What it returns has `.parametrize(names, values)`, after which it is as well the
-    mark: each row of values is a check. pytest's own `@pytest.mark.parametrize` on the function does the same.
+    Args:
+        ranks: number of processes; a sequence gives one run per number.
+        axes: sizes of named axes. If the product is not the number of ranks, an outer axis `data` is added.
+        precision: float64, float32, bf16, or own (no casts).
+        threads: torch threads of a process.
+
+    Returns:
+        The decorator. Its method `.parametrize(names, values)` returns a decorator with one check per row of values;
+        `@pytest.mark.parametrize` on the function does the same.
     """
     if precision not in CHECK_PRECISIONS:
         raise ConfigError.of("precision", precision, "is not a precision of a check", ", ".join(CHECK_PRECISIONS))
@@ -159,7 +166,7 @@ def parity_check(
 
 @dataclass(frozen=True)
 class CheckMark:
-    """`@parity.check(...)`: marks a function as a check on each of some grids."""
+    """The decorator `@parity.check(...)`: marks a function as one check per grid."""
 
     grids: tuple[tuple[tuple[str, int], ...], ...]
     precision: str
@@ -170,15 +177,23 @@ class CheckMark:
         self, names: str | Sequence[str], values: Iterable[Any],
         ids: Iterable[Any] | Callable[..., Any] | None = None,
     ) -> CheckMark:  # fmt: skip
-        """The same mark, for a check of each row of values; `names`, `values` and `ids` are pytest's. Several follow
-        each other, the first outermost. Raises ConfigError as `Parameters.of`."""
+        """Return the mark with one check per row of values. Repeated calls nest, the first outermost.
+
+        Args:
+            names: as in pytest.
+            values: as in pytest.
+            ids: as in pytest.
+
+        Raises:
+            ConfigError: as in `Parameters.of`.
+        """
         return replace(self, parameters=(*self.parameters, Parameters.of(names, values, ids)))
 
     def __call__(self, function: Checked) -> Checked:
         name = name_of(function)
-        # A callable that is no function (functools.partial, a bound method) has no place of its own for the checks.
+        # A callable that is no function (functools.partial, a bound method) cannot store attributes for the checks.
         marked: Checked = function if isinstance(function, FunctionType) else partial_of(function)
-        # The ranks import the file again, and its import marks the same functions in the same order.
+        # Ranks import the file again, and the import marks the same functions in the same order.
         body = module_frame()
         made: list[Checked] = body.f_globals.setdefault(MARKED, [])
         made.append(marked)
@@ -193,14 +208,14 @@ class CheckMark:
 
 
 MARKED = f"__{__package__.replace('.', '_')}_checks__"
-"""The name, in a module that marks functions as checks, of the list of these functions in the order of marking. The
-package of parity alone has a list of its own."""
+"""The name of a module's list of marked functions, in the order of marking. The stand-alone parity package has another
+name."""
 
 
 def module_frame() -> FrameType:
-    """The frame of the module body that runs at present: the file whose import calls `@parity.check`.
+    """Return the frame of the module body that is being imported, which calls `@parity.check`.
 
-    Not the file of the function's code: a factory in another file writes functions for every file that calls it.
+    The file of the function's code may differ: a factory in another file makes functions for several files.
     """
     frame = currentframe()
     while frame is not None and frame.f_code.co_name != "<module>":
@@ -211,7 +226,7 @@ def module_frame() -> FrameType:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """A name for people: that of the function inside of functools.partial; `lambda`; a callable object's class."""
+    """Return a name for people: of the function inside of functools.partial, `lambda`, or a callable object's class."""
     while isinstance(function, partial):
         function = function.func
     if isinstance(function, FunctionType | MethodType | BuiltinFunctionType):
@@ -220,7 +235,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def partial_of(function: Checked) -> Checked:
-    """A function that calls `function`, any callable."""
+    """Return a function that calls `function`, any callable."""
 
     def call(job: Any, **given: Any) -> None:
         function(job, **given)
@@ -230,8 +245,8 @@ def partial_of(function: Checked) -> Checked:
 
 
 def grid_of(ranks: int, axes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """Axes whose sizes multiply to `ranks`."""
-    # An axis of data is what most checks mean by "more ranks", so that it need not be written.
+    """Return axes with sizes that multiply to `ranks`."""
+    # Most checks mean data parallelism by more ranks, so the axis `data` is implied.
     product = math.prod(axes.values())
     if ranks < 2:
         raise ConfigError.of("ranks", ranks, "has nothing to compare with one process", "2 or more")
@@ -246,7 +261,7 @@ def grid_of(ranks: int, axes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
 
 
 def collect(file: Path) -> list[ParityCheck]:
-    """The checks of a file, in order, those that it imports behind its own.
+    """Return the checks of a file in order, then the checks that the file imports.
 
     Raises:
         ConfigError: If the file has none.
@@ -267,11 +282,11 @@ def collect(file: Path) -> list[ParityCheck]:
 
 
 MENTIONS = re.compile(r"parity|\b\w*checks?\b")
-"""A word that every file with checks has: the module's name, or that of a module of checks which it imports."""
+"""A word in every file with checks: the name of parity, or of an imported module of checks."""
 
 
 def as_it_is(file: Path) -> str:
-    """The remedy for a training script in place of checks."""
+    """Return the advice for a training script in place of checks."""
     return f"a training script as it is is recorded: {PROGRAM} record --out FOLDER {file}"
 
 
@@ -285,10 +300,10 @@ def without_checks(file: Path) -> ConfigError:
 
 
 def named_checks(names: Mapping[str, Any]) -> list[ParityCheck]:
-    """The checks of a module's names: those that its import has marked, then those of functions that it imports.
+    """Return the checks of a module: functions that its import has marked, then imported functions with marks.
 
-    Each function has a name of its own: the first of the module's names for it, or the function's own; a second
-    function of one name is `check-2`.
+    Names are unique: the first name of a function in the module, or the function's name. A second function with an
+    equal name is `check-2`.
     """
     bound = {id(value): name for name, value in reversed(list(names.items())) if isinstance(value, FunctionType)}
     own: Sequence[Any] = names.get(MARKED, ())
@@ -307,25 +322,27 @@ def named_checks(names: Mapping[str, Any]) -> list[ParityCheck]:
 
 
 def checks_of(value: object) -> Iterator[ParityCheck]:
-    """The checks of a value of a module: those of a decorated function."""
+    """Yield the checks of a decorated function; none for other values."""
     if isinstance(value, FunctionType):
-        # Checks are kept in the function itself, not in a list of the module: an imported function has its checks.
+        # Checks are stored in the function, not in the module, so that an imported function keeps its checks.
         marked = vars(value).get("parity_checks", ())
-        # The package of parity alone has a class of its own: its checks are its plugin's to collect, and run once.
+        # The stand-alone parity package has another class; its plugin collects these checks.
         for check in (check for check in marked if isinstance(check, ParityCheck)):
             cases = cases_of(value, check.number)
             yield from (replace(check, case=case, words=words) for case, (words, _) in enumerate(cases))
 
 
 _IMPORTING: ContextVar[bool] = ContextVar("importing", default=False)
-"""Whether a rank imports a script of checks at this moment."""
+"""Whether a rank is importing a script of checks."""
 
 
 def load_checks(file: Path, importing: bool = False) -> Any:
-    """The module of a file of checks; what stands beside it can be imported. `importing`: by a rank, which takes what
-    stands above the first `run_check` of a script without a main guard."""
+    """Import a file of checks as a module, with the folder of the file on the path.
+
+    `importing`: a rank imports the file; the import of a script without a main guard ends at the first `run_check`.
+    """
     folder = str(file.resolve().parent)
-    # Like `python FILE`, which puts the folder of the script first.
+    # As `python FILE`, which puts the script's folder first.
     if folder not in sys.path:
         sys.path.insert(0, folder)
     if not file.is_file():
@@ -338,25 +355,25 @@ def load_checks(file: Path, importing: bool = False) -> Any:
 
 
 class StillImporting(BaseException):
-    """Ends a rank's import of a script at the call that starts checks without a main guard."""
+    """Exception that ends a rank's import of a script without a main guard at the call that starts checks."""
 
-    # A BaseException, so that a script's `except Exception` does not swallow it.
+    # A BaseException, so that an `except Exception` in the script does not catch it.
 
 
 def run_check(check: ParityCheck, precision: str | None = None) -> ParityResult:
-    """Run a check on its ranks and compare. A check that fails to run gives a result with its error.
+    """Run a check on its ranks and compare. A check that fails to run gives a result with an error.
 
-    In float64 a float32 inside hides all behind its rounding, so such a check is run once more in float32: the result
-    is that one's, where the reference rounds itself or where another mistake shows there.
+    In a float64 check, a rounding to float32 hides other mistakes. Such a check runs again in float32. The float32
+    result is returned if the reference itself rounds, or if another mistake is visible in float32.
     """
     if _IMPORTING.get():
-        # A rank that imports the script needs what stands above this call, and must not start ranks again.
+        # A rank that imports the script needs only the definitions above this call, and must not start ranks again.
         raise StillImporting
     return behind_rounding(_run_once(check, precision or check.precision), lambda: _run_once(check, "float32"))
 
 
 def behind_rounding(result: ParityResult, again: Callable[[], ParityResult]) -> ParityResult:
-    """The float64 result, or the float32 result `again()` if rounding to float32 hides a mistake behind it."""
+    """Return the float64 result, or the float32 result `again()` if a rounding to float32 hides a mistake."""
     kind = "" if result.finding is None else result.finding.kind
     if result.precision != "float64" or result.error or not (result.narrow or kind == "lower precision"):
         return result
@@ -364,7 +381,7 @@ def behind_rounding(result: ParityResult, again: Callable[[], ParityResult]) -> 
     if result.narrow:
         return replace(behind, notes=(f"the reference rounds to {result.narrow} inside: compared in float32",))
     found, first = behind.finding, result.finding
-    # The same place again is the same rounding: bf16's shows in float32 as well.
+    # An equal place is the same rounding: a rounding to bf16 is visible in float32 too.
     same = found is not None and first is not None and found.module == first.module and found.kind == "wrong values"
     if found is None or found.kind == "lower precision" or same:
         return replace(result, notes=("equal in float32: nothing else is behind this rounding",) * behind.holds)
@@ -380,7 +397,7 @@ def _run_once(check: ParityCheck, precision: str) -> ParityResult:
         try:
             with without_main():
                 launch(job, math.prod(size for _, size in check.axes), "torch", threads=check.threads)
-        # Ctrl-C ends the command; any other end of the ranks is this check's result, and the next check runs.
+        # Ctrl-C ends the command. Any other failure of ranks is this check's result, and the next check runs.
         except Interrupted:
             raise
         except MeshwrightError as error:
@@ -390,8 +407,11 @@ def _run_once(check: ParityCheck, precision: str) -> ParityResult:
 
 @contextmanager
 def without_main() -> Iterator[None]:
-    """A context with an empty main module, which multiprocessing imports in each process it starts: a script without a
-    main guard would start its checks again there. Ranks find the check by its file."""
+    """Replace the main module by an empty one in a context.
+
+    multiprocessing imports the main module in each new process, and a script without a main guard would start checks
+    again there. Ranks find the check by the file.
+    """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -401,15 +421,15 @@ def without_main() -> Iterator[None]:
 
 
 def judged(check: ParityCheck, precision: str, folder: Path, start: float) -> ParityResult:
-    """The result of what a check's ranks have left."""
-    # Imported here, as these need torch, and pytest imports this module for every collection, with checks or without.
+    """Return the result of the records of a check's ranks."""
+    # Imported here, since these need torch, and pytest imports this module in every collection.
     from meshwright.parity.judge import Evidence, explain_modules, one_thread
     from meshwright.parity.kinds import first_finding
     from meshwright.parity.rows import compare_all
 
     evidence = Evidence(folder, math.prod(size for _, size in check.axes))
     with one_thread():
-        # After the rows, and before the finding, which reads both.
+        # The finding reads rows and modules.
         rows = tuple(compare_all(evidence))
         evidence.modules = explain_modules(evidence)
         finding = first_finding(evidence, rows)

@@ -1,9 +1,9 @@
 """Parity's command line, shared by `meshwright parity` and the stand-alone package.
 
-parity CHECKS.py                       checks of a file, each a parallel program against one process
-parity record --out FOLDER SCRIPT ...  a training script run as it is, and what its modules gave, in a folder
-parity compare A B                     two such folders
-parity register transformers           the plans that a library's models carry, a check each
+parity CHECKS.py                       run the checks of a file, each a parallel program against one process
+parity record --out FOLDER SCRIPT ...  run an unchanged training script, and record modules' outputs in a folder
+parity compare A B                     compare two records
+parity register transformers           check the plans in a library's models, one check each
 """
 
 from __future__ import annotations
@@ -28,17 +28,21 @@ if TYPE_CHECKING:
     from meshwright.parity.report import PageHead
 
 SETTLED_SECONDS = 0.2
-"""Time for threads that wait for Python's lock: each asks for it every 0.005 s."""
+"""Time for threads that wait for Python's lock; each thread tries every 0.005 s."""
 
 
 def run_words(words: Sequence[str]) -> int:
-    """Run the command that some words ask for; its exit code. Raises MeshwrightError, whose text is the user's."""
+    """Run a command line and return the exit code.
+
+    Raises:
+        MeshwrightError: a mistake of the user, with a text for the user.
+    """
     if words[:1] == ["record"]:
         return record_run(record_parser().parse_args(words[1:]))
     if words[:1] == ["compare"]:
         return compare_folders(compare_parser().parse_args(words[1:]), command_text(words))
     if words[:1] == ["register"]:
-        # Here: a check needs nothing of it.
+        # Imported here, since checks do not need the register.
         from meshwright.parity.register import register_parser, register_plans
 
         return register_plans(register_parser().parse_args(words[1:]), command_text(words))
@@ -97,7 +101,7 @@ def check_file(arguments: argparse.Namespace, command: str) -> int:
         results.append(run_check(check, precision))
     code = tell(results, arguments, report.PageHead(arguments.file.name, command))
     if arguments.certificate is not None:
-        # Here: a check without a certificate does not ask for the libraries' versions.
+        # Imported here, since only certificates need the versions of libraries.
         from meshwright.parity.certificate import write_certificate
 
         written = write_certificate(results, arguments.certificate, command)
@@ -106,7 +110,7 @@ def check_file(arguments: argparse.Namespace, command: str) -> int:
 
 
 def record_parser() -> argparse.ArgumentParser:
-    """The options of `record`, which stand before the script; all behind it is the script's."""
+    """Return the parser of `record`: options before the script; all words after the script are the script's."""
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} record",
         description="Run a training script as it is, and keep what its modules gave. Under torchrun: "
@@ -126,7 +130,7 @@ def record_parser() -> argparse.ArgumentParser:
 
 
 def record_run(arguments: argparse.Namespace) -> int:
-    """Run a script while it is recorded."""
+    """Run a script and record it."""
     from meshwright.parity.recorder import Recorder, RecordPlan
 
     try:
@@ -144,24 +148,24 @@ def record_run(arguments: argparse.Namespace) -> int:
         raise ConfigError.of("SCRIPT", script, "is no file", "a Python script; a module behind -m")
     plan = RecordPlan(arguments.out, steps, arguments.most, axes, arguments.perturb, arguments.stop)
     sys.argv = [script, *arguments.words]
-    # As `python SCRIPT` and `python -m MODULE` have it: the user's program is imported from where the user has it.
+    # As with `python SCRIPT` and `python -m MODULE`: the user's modules are imported from the user's folder.
     sys.path.insert(0, str(Path.cwd() if arguments.is_module else Path(script).resolve().parent))
     run = partial(runpy.run_module, alter_sys=True) if arguments.is_module else runpy.run_path
     recorder = Recorder(plan)
     try:
         with recorder:
-            # Held, as the models by the recorder: freed below.
+            # Kept until after the sleep, then freed; the recorder keeps the models as well.
             held = run(script, run_name="__main__")
     finally:
-        # torch frees a DDP module while it holds Python's lock and joins gloo's threads, and a thread may be waiting
-        # for that lock (to free what it reduced in the last backward pass): a deadlock. All threads run first.
+        # torch frees a DDP module with Python's lock held and joins gloo's threads. A thread may wait for this lock, to
+        # free the gradients of the last backward pass: a deadlock. The sleep lets all threads run first.
         time.sleep(SETTLED_SECONDS)
     del held
     return 0
 
 
 def compare_parser() -> argparse.ArgumentParser:
-    """The options of `compare`."""
+    """Return the parser of `compare`."""
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} compare",
         description="Compare two recorded runs: layouts, versions, or a run and one process. Exit code 1 if they "
@@ -193,7 +197,7 @@ def compare_folders(arguments: argparse.Namespace, command: str) -> int:
 
 
 def tell(results: Sequence[ParityResult], arguments: argparse.Namespace, head: PageHead) -> int:
-    """Print results, write their page and summary; the exit code, 1 if something differs."""
+    """Print results, write the page and the summary. Returns the exit code: 1 if something differs."""
     from meshwright.parity import report, summary
 
     written = None if arguments.page is None else str(report.write_page(results, arguments.page, head))
@@ -211,7 +215,7 @@ def tell(results: Sequence[ParityResult], arguments: argparse.Namespace, head: P
 
 
 def main() -> None:
-    """The package's own command. A user's mistake is its text on stderr, never a traceback."""
+    """Run the package's command. A user's mistake prints a text to stderr, never a traceback."""
     escape_unknown_characters()
     try:
         code = run_words(sys.argv[1:])

@@ -1,15 +1,16 @@
-"""The first module in forward order whose output is none of the reference's: its place, and the kind of the mistake.
+"""Finds the first module in forward order with a wrong output: the place and the kind of the mistake.
 
-| what the first wrong module has                        | the mistake                                            |
-|--------------------------------------------------------|--------------------------------------------------------|
-| an output that lacks what a partial sum before lacks    | that sum was not reduced: missing reduction            |
-| a wrong input                                          | in the code of the parent, or of its parents           |
-| slices missing                                         | wrong part                                             |
-| a linear's product and bias, each times a number       | scaled                                                 |
-| the reference's times a number                         | scaled                                                 |
-| the output of the weights before                       | stale weights (in the second step)                     |
-| the rounding of a narrower type                        | lower precision                                        |
-| other values                                           | wrong values                                           |
+| first wrong module                                       | mistake                                             |
+|----------------------------------------------------------|-----------------------------------------------------|
+| output - reference = partial sum - whole sum, of a       | missing reduction: the partial sum was not reduced  |
+| module before                                            |                                                     |
+| a wrong input                                            | in the code of the parent, or of a parent's parent  |
+| slices missing                                           | wrong part                                          |
+| a linear's product and bias, each times a number         | scaled                                              |
+| the reference's output times a number                    | scaled                                              |
+| the output with the weights before the last step         | stale weights (in the second step)                  |
+| the rounding of a narrower type                          | lower precision                                     |
+| other values                                             | wrong values                                        |
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ from meshwright.parity.terms import lost_words, rounded_sum, weights_of
 
 
 def forward_finding(evidence: Evidence, lines: Sequence[ModuleLine], at: str = "") -> Mistake | None:
-    """The mistake of the first module whose output is none of the reference's; None where all are explained.
+    """Return the mistake of the first module with a wrong output; None if all outputs are explained.
 
-    `at`: the mark of the traced pass that the lines are of.
+    Args:
+        evidence: the records of both sides.
+        lines: the calls of modules in forward order.
+        at: the mark of the traced pass.
     """
     for place, line in enumerate(lines):
         if line.output is None or line.output.explained:
@@ -52,13 +56,16 @@ def forward_finding(evidence: Evidence, lines: Sequence[ModuleLine], at: str = "
 
 
 def is_lost(line: ModuleLine) -> bool:
-    """Whether a module's input is not the reference's. A partial sum is explained, but no whole input."""
+    """Return True if a module's input is not the reference's. A partial sum is explained, but is no whole input."""
     return line.input is not None and (not line.input.explained or line.input.kind == PARTIAL)
 
 
 def _outermost(lines: Sequence[ModuleLine], line: ModuleLine) -> tuple[str, ModuleLine | None]:
-    """The module in whose own code a line's wrong input was made: the nearest around it that was given the right one.
-    And the child to which the wrong one was given first; None where the line's own input is right."""
+    """Find the module with the code that made a line's wrong input: the nearest enclosing one with a right input.
+
+    Returns:
+        (name of the module, the child that first received a wrong input, or None if the line's input is right).
+    """
     if not is_lost(line):
         return line.name, None
     by_name = {other.name: other for other in reversed(lines)}
@@ -70,20 +77,20 @@ def _outermost(lines: Sequence[ModuleLine], line: ModuleLine) -> tuple[str, Modu
         if around is not None and not (where and is_lost(around)):
             return where, child
         child = child if around is None else around
-    # A stage of a pipeline: what stands between two stages has no name but that of the second.
+    # A stage of a pipeline: code between two stages has no module, so the second stage is named.
     return child.name, child
 
 
 def _unreduced(evidence: Evidence, lines: Sequence[ModuleLine], place: int, at: str) -> Mistake | None:
-    """Partial sums before a wrong line that were never reduced."""
+    """Find partial sums before a wrong line that were not reduced."""
     line, tail = lines[place], list[ModuleLine]()
     for other in reversed(lines[:place]):
         if other.output is None or other.output.kind in (COPY, CUT):
-            break  # a right whole came after all partial sums before it
+            break  # a right whole output: earlier partial sums were reduced
         tail.insert(0, other)
     if not tail:
         return _unreduced_product(evidence, lines, place, at)
-    # The sum may be due in any of a chain of modules that hand it on; the first has made it.
+    # A chain of modules may pass the partial sum on; the first made it.
     source, kind = tail[0], "input" if is_lost(line) else "output"
     explained = source.output
     assert explained is not None
@@ -97,9 +104,9 @@ def _unreduced(evidence: Evidence, lines: Sequence[ModuleLine], place: int, at: 
         confirmed = is_lost(line)
     else:
         alike = partials[0].shape == whole.shape == ours[0].shape == theirs.shape
-        # All that is wrong is what each rank's term lacks of the sum: a residual that was added to it, say.
+        # The error equals the difference of the rank's term and the sum, e.g. after a residual was added to the term.
         lacking = [relative_error(x - theirs, p - whole) for x, p in zip(ours, partials, strict=True)] if alike else [1]
-        # A term of a rank differs from the others'; what all ranks have alike was reduced, and is wrong otherwise.
+        # Terms differ between ranks. A tensor that is equal on all ranks was reduced, and is wrong for another reason.
         differing = any(relative_error(x, ours[0]) > 1e-3 for x in ours)
         confirmed = max(lacking) < 1e-2 or (is_lost(line) and differing)
     if not confirmed:
@@ -111,8 +118,11 @@ def _unreduced(evidence: Evidence, lines: Sequence[ModuleLine], place: int, at: 
 
 
 def _unreduced_product(evidence: Evidence, lines: Sequence[ModuleLine], place: int, at: str) -> Mistake | None:
-    """A product that no module has made, and that nobody has added up: the ranks' wrong inputs, added up, are the
-    reference's and once more per rank what was added to the product, an output before (and a bias)."""
+    """Find a partial product outside of modules that was not reduced.
+
+    The sum of the ranks' wrong inputs is then the reference's input plus (ranks - 1) times the addend of the product:
+    an earlier output (and a bias).
+    """
     line = lines[place]
     kind = "input" if is_lost(line) else "output"
     calls = evidence.reference.num_calls(line.name)
@@ -141,8 +151,11 @@ def _unreduced_product(evidence: Evidence, lines: Sequence[ModuleLine], place: i
 
 
 def _summed(evidence: Evidence, lines: Sequence[ModuleLine], place: int) -> Mistake | None:
-    """An output that lacks a rank's term of a sum, has it twice, or has terms that were rounded: the terms are the
-    ranks' outputs of a module before, or of a linear those of the inputs whose weights each rank holds."""
+    """Find an output that is a sum without a rank's term, with a term twice, or with rounded terms.
+
+    The terms are the ranks' outputs of the module before; for a row-parallel linear, the products of the reference's
+    input with each rank's part of the weight.
+    """
     line = lines[place]
     theirs = evidence.reference.call("output", line.name, line.call, evidence.reference.num_calls(line.name))
     held = evidence.locals_of("output", line)
@@ -180,7 +193,7 @@ def _summed(evidence: Evidence, lines: Sequence[ModuleLine], place: int) -> Mist
 
 
 def _terms_of_linear(evidence: Evidence, line: ModuleLine) -> dict[int, Tensor] | None:
-    """By rank, the product [..., out] of the inputs whose weights it holds, of a linear that is cut by its inputs."""
+    """Return each rank's product [..., out], for a linear that is sharded by input columns; else None."""
     name = f"{line.name}.weight"
     taken = evidence.reference.call("input", line.name, line.call, evidence.reference.num_calls(line.name))
     if taken is None or name not in evidence.names or evidence.weight(name).ndim != 2:
@@ -195,7 +208,7 @@ def _terms_of_linear(evidence: Evidence, line: ModuleLine) -> dict[int, Tensor] 
 
 
 def _stale(evidence: Evidence, line: ModuleLine, at: str) -> Mistake | None:
-    """Whether a module's output was computed with the weights before the last step."""
+    """Find a module with an output computed from the weights before the last step."""
     calls = evidence.reference.num_calls(line.name)
     before = evidence.reference.call("earlier-output", line.name, line.call, calls, at=at)
     held = evidence.locals_of("output", line, at)
@@ -210,7 +223,7 @@ def _stale(evidence: Evidence, line: ModuleLine, at: str) -> Mistake | None:
 
 
 def _of_values(evidence: Evidence, line: ModuleLine, where: str, child: ModuleLine | None, at: str) -> Mistake:
-    """The mistake in the values of a line's output, or of the input that a child was given."""
+    """Return the mistake in the values of a line's output, or of a child's input."""
     output, name = line.output, line.name or "the model"
     assert output is not None
     step = " in the second step" if at else ""
@@ -237,7 +250,7 @@ def _of_values(evidence: Evidence, line: ModuleLine, where: str, child: ModuleLi
 
 
 def _narrow(evidence: Evidence, line: ModuleLine, at: str) -> str:
-    """The narrower type that a module's outputs are off by the rounding of."""
+    """Return the narrower type with the rounding error of a module's outputs; empty if there is none."""
     calls = evidence.reference.num_calls(line.name)
     whole = evidence.reference.call("output", line.name, line.call, calls, at=at)
     held = [x for side in evidence.ranks if (x := side.call("output", line.name, line.call, calls, at=at)) is not None]
@@ -248,7 +261,7 @@ def _narrow(evidence: Evidence, line: ModuleLine, at: str) -> str:
 
 
 def _linear_finding(evidence: Evidence, line: ModuleLine) -> Mistake | None:
-    """A linear's product and bias, each times a number: the product of one rank alone, reduced twice, a bias a rank."""
+    """Find a linear with wrong multiples of product and bias: one rank's product, reduced twice, a bias per rank."""
     if f"{line.name}.bias" not in evidence.names:
         return None
     bias, calls = evidence.weight(f"{line.name}.bias"), evidence.reference.num_calls(line.name)
@@ -256,7 +269,7 @@ def _linear_finding(evidence: Evidence, line: ModuleLine) -> Mistake | None:
     ours = evidence.locals_of("output", line)
     if whole is None or ours is None or bias.shape != ours[0].shape[-1:]:
         return None
-    # A row-parallel linear whose ranks each add the bias: the sum has the product once and the bias once a rank.
+    # A row-parallel linear with a bias added on each rank: the sum has the product once and one bias per rank.
     for axes in axis_subsets(evidence.coordinates):
         group = next(group for group in groups_over(evidence.coordinates, axes))
         product, times = _product_and_bias(torch.stack([ours[rank] for rank in group]).sum(0), whole, bias)
@@ -273,7 +286,7 @@ def _linear_finding(evidence: Evidence, line: ModuleLine) -> Mistake | None:
 
 
 def _product_and_bias(ours: Tensor, whole: Tensor, bias: Tensor) -> tuple[float, float]:
-    """How many times a linear's output has the reference's product, and how many times the bias; nan for neither."""
+    """Return (multiple of the reference's product, multiple of the bias) in a linear's output; nan if neither fits."""
     found = fit(ours, whole, 0.0)
     if found is None:
         return math.nan, math.nan

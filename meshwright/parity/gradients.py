@@ -1,8 +1,8 @@
-"""The kind and the place of a mistake that shows in gradients alone: all outputs of the first step are right.
+"""Finds the kind and the place of a mistake that is visible only in gradients: all outputs of the first step are right.
 
 A gradient is compared with the results of known mistakes: the reference times an axis's size, one rank's term, the mean
-of ranks' means, terms clipped before they were added. These are computed, not guessed: the reference has also run each
-rank's share of the data alone.
+of ranks' means, terms clipped before the sum. These results are computed, not guessed: the reference has also computed
+the gradients of each rank's share of the data alone.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from meshwright.parity.record import CHUNK, LOCAL, PASSES, ROUNDED, USE
 from meshwright.parity.terms import lost_words, pieces_of, rounded_sum, weights_of
 
 LOOSE = 64.0
-"""A hypothesis on what a wrong tensor is holds within so many times what a right one may be off, where that is less
-than a thousandth, and leaves at most a quarter of the error."""
+"""A hypothesis explains a wrong gradient if the hypothesis reproduces it within 64 times the allowed error (at most
+1e-3), and removes at least 75 % of the error."""
 
 
 def near(allowed: float) -> float:
-    """The relative error within which a hypothesis holds."""
+    """Return the largest relative error with which a hypothesis holds."""
     return max(allowed, min(LOOSE * allowed, 1e-3))
 
 
 ALL = "(all parameters)"
 MOST = 0.9
-"""All parameters, but for those whose gradient is nothing but rounding (the bias of a key), are so many at least."""
+"""The least share of trained parameters that counts as all. Gradients of only rounding (a key's bias) may be right."""
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """`module`: where the mistake is, a path of the reference's; `text`: a sentence for a person."""
+    """A mistake of a program. `module`: the place, as a path in the reference; `text`: a sentence for people."""
 
     kind: str
     module: str
@@ -47,56 +47,60 @@ class Mistake:
 
 
 OF_SHARES = "the mean of what each rank's share gives alone"
-"""The words on a gradient whose terms are right for each rank's samples alone: of other samples as well."""
+"""The text for a gradient that is the mean of right terms, each computed from one rank's samples."""
 
 MODEL = "(the model)"
-"""The name of a mistake's place in the top-level model's own code, which has no path."""
+"""The place of a mistake in the code of the top-level model, which has no path."""
 
 
 def owner_of(parameter: str) -> str:
-    """The path of a parameter's module; empty for one of the top-level model's own."""
+    """Return the path of a parameter's module; empty for a parameter of the top-level model."""
     return parameter.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A kind, and the sentence's end that says what the wrong tensor is. `module`: the place, where it is known."""
+    """An explanation of a wrong tensor."""
 
     kind: str
     text: str
+    """The end of a sentence that begins with "the gradient is"."""
     module: str = ""
+    """The place, if known."""
 
 
 @dataclass(frozen=True)
 class GradientStep:
-    """The gradients that are looked at: of which step, kept as which kind, beside which lines of modules."""
+    """The gradients of one step."""
 
     step: int
     kind: str
+    """The kind of the gradients in the records."""
     lines: Sequence[ModuleLine]
+    """The calls of modules in the step."""
 
 
 def gradient_finding(evidence: Evidence, wrong: Sequence[str], seen: GradientStep) -> Mistake:
-    """The mistake behind wrong gradients of a step whose outputs are all right."""
+    """Return the mistake that explains wrong gradients of a step with right outputs."""
     scales: Mapping[int, float] = {}
     if evidence.reference.facts.clip is not None:
         causes, scales = _before_clipping(evidence, wrong, seen)
         if (thawed := _thawed(evidence, seen, scales)) is not None and not causes:
             return thawed
-        # What is left is explained by the norm alone.
+        # Without causes, the norm alone explains the wrong gradients.
         wrong, scales = (causes, scales) if causes else (wrong, {})
     hypotheses = {name: hypothesis_of(evidence, name, seen.step, seen.kind, scales) for name in wrong}
     kinds = {name: h.kind for name, h in hypotheses.items()}
     facts = evidence.reference.facts
     trained = evidence.trained(seen.step)
-    # A gradient that is nothing but rounding on the reference is no witness.
+    # A gradient of only rounding on the reference proves nothing.
     alike = {kinds[name] for name in wrong if name in trained} or set(kinds.values())
-    # What is wrong alike everywhere was done to all gradients at once: by the reduction, the loss or the clipping.
+    # An equal mistake in all gradients was made for all at once: by the reduction, the loss or the clipping.
     if len(wrong) >= MOST * len(trained) and len(alike) == 1 and alike & _EVERYWHERE:
         first = hypotheses[wrong[0]]
         return Mistake(first.kind, first.module or ALL, f"the gradient of every parameter is {first.text}")
-    # Which parameter a second name belongs to is not recorded. A table used twice is a matrix, so that a program in
-    # which nothing but matrices called weight is wrong has most likely lost one of two uses.
+    # The record does not say to which parameter a second name belongs. A table with two uses is a matrix. So if only
+    # matrices named weight are wrong, the program has most likely lost one of two uses.
     several = (f"{USE}1", seen.step) in evidence.reference.recorded
     if facts.tied and not several and all(n.endswith("weight") and evidence.weight(n).ndim == 2 for n in wrong):
         name = wrong[0]
@@ -109,14 +113,14 @@ def gradient_finding(evidence: Evidence, wrong: Sequence[str], seen: GradientSte
     module = gradient_line.name if gradient_line else ""
 
     places = {name: order.index(owner_of(name)) if owner_of(name) in order else -1 for name in wrong}
-    # The wrong parameter of the last module: its gradient came first, and those before it may only follow from it.
+    # The wrong parameter of the last module has the first gradient; wrong gradients of earlier modules may follow.
     nearest = max(wrong, key=lambda name: places[name])
     h = hypotheses[nearest]
     owner = owner_of(nearest)
     own_line = next((line for line in seen.lines if line.name == owner), None)
     partial = own_line is not None and own_line.gradient is not None and own_line.gradient.kind == PARTIAL
-    # A partial sum at the parameter's own module is nearer than any wrong gradient behind it; but a gradient that all
-    # ranks have alike was added up since, and divided once too often, say.
+    # A partial sum at the parameter's module is nearer than any wrong gradient of later modules. But a gradient that is
+    # equal on all ranks was reduced afterwards, and then e.g. divided once too often.
     if partial and h.kind not in ("scaled", "accumulated", "clipping"):
         assert own_line is not None
         return _backward_finding(evidence, own_line, nearest, h, seen)
@@ -130,12 +134,16 @@ def gradient_finding(evidence: Evidence, wrong: Sequence[str], seen: GradientSte
 def _before_clipping(
     evidence: Evidence, wrong: Sequence[str], seen: GradientStep
 ) -> tuple[list[str], dict[int, float]]:  # fmt: skip
-    """The gradients that were wrong before they were clipped, and by which factor each rank has clipped otherwise.
+    """Separate gradients that were wrong before clipping from gradients that only have a wrong clipping factor.
 
-    A wrong gradient changes the norm, and with it all others by one factor a rank. That of most of them is the norm's;
-    a gradient that has another factor, or none, was wrong before. Nothing is known where most have no factor.
+    A wrong gradient changes the norm, and with the norm all other gradients, by one factor per rank. The factor of most
+    gradients is the norm's. A gradient with another factor, or without one, was wrong before clipping. If most
+    gradients have no factor, nothing is known.
+
+    Returns:
+        (names of gradients that were wrong before clipping, each rank's clipping factor relative to the reference's).
     """
-    factors: dict[int, list[tuple[str, float | None, float]]] = {}  # by rank: name, factor, how exact it is
+    factors: dict[int, list[tuple[str, float | None, float]]] = {}  # by rank: (name, factor, accuracy of the factor)
     for name in evidence.trained(seen.step):
         exact = max(1e-6, evidence.allowed("gradient", seen.step, name))
         raw = evidence.reference.get("raw-gradient", seen.step, name)
@@ -159,9 +167,9 @@ def _before_clipping(
 
 
 def _thawed(evidence: Evidence, seen: GradientStep, scales: Mapping[int, float]) -> Mistake | None:
-    """A frozen parameter's gradient that has entered the norm by which all others are clipped.
+    """Find a frozen parameter with a gradient that was counted in the norm for clipping.
 
-    By definition the norm is then the root of the squares of the reference's norm and that of this gradient.
+    The norm is then the root of the sum of squares of the reference's norm and the norm of this gradient.
     """
     facts = evidence.reference.facts
     clip, norm = facts.clip, facts.norms[seen.step - 1]
@@ -173,7 +181,7 @@ def _thawed(evidence: Evidence, seen: GradientStep, scales: Mapping[int, float])
         first: dict[Part, float] = {}
         for _, part, ours, _ in evidence.pieces(seen.kind, seen.step, name):
             first.setdefault(part, 0.0 if ours is None else float(ours.square().sum()))
-        # As large as before clipping: what is kept was multiplied by clip / norm, as the others were.
+        # The size before clipping: recorded gradients are multiplied by clip / norm.
         entered[name] = sum(first.values()) * (norm / (clip * scale)) ** 2
     total = math.sqrt(norm**2 + sum(entered.values()))
     if not any(entered.values()) or not math.isclose(norm / total, scale, rel_tol=1e-3):
@@ -195,17 +203,17 @@ _EVERYWHERE = {
     "stale weights",
     "lower precision",
 }
-"""Kinds of mistakes that hit all gradients alike, so have no module."""
+"""Kinds of mistakes that affect all gradients equally, so have no module."""
 
 
 _OF_SUMS = {"token counts", "accumulation", "incomplete sum", "missing reduction"}
-"""Kinds of hypotheses that say exactly which sum a gradient is, so that they explain those before it as well."""
+"""Kinds of hypotheses that name the exact sum of a gradient. They also explain the gradients of earlier modules."""
 
 
 def _backward_finding(
     evidence: Evidence, line: ModuleLine, parameter: str, h: Hypothesis, seen: GradientStep
 ) -> Mistake:  # fmt: skip
-    """The gradient of a module's output is wrong: its consumer has made it."""
+    """Return the mistake for a wrong gradient of a module's output, which the consumer of the output computed."""
     facts, gradient, lines = evidence.reference.facts, line.gradient, seen.lines
     assert gradient is not None
     later = [
@@ -213,12 +221,12 @@ def _backward_finding(
         for other in lines[lines.index(line) + 1 :]
         if other.gradient is not None and other.gradient.kind == PARTIAL
     ]
-    # A partial sum further back is explained, and yet is the cause of what is unexplained here.
+    # A partial sum at a later module is explained, but is the cause of the unexplained gradient here.
     source = line if gradient.kind == PARTIAL or not later else later[-1]
     maker = facts.consumers.get(source.name) or facts.parents.get(source.name)
-    if not maker:  # the model's own code takes the output: for the module, likely, that it calls next
+    if not maker:  # the model's code reads the output, most likely for the module called next
         maker = next((other.name for other in lines[lines.index(source) + 1 :] if other.name), "(loss)")
-    # A list of modules computes nothing: what takes its modules' outputs is the code of the module around it.
+    # A list of modules computes nothing: the code of the enclosing module reads the outputs of listed modules.
     known = {other.name for other in lines}
     while maker and maker != "(loss)" and maker not in known and facts.parents.get(maker):
         maker = facts.parents[maker]
@@ -235,7 +243,7 @@ def _backward_finding(
     held = evidence.locals_of("output-gradient", source, at)
     copies = source.output is not None and source.output.kind == COPY
     if copies and held is not None and any(relative_error(x, held[0]) > near(gradient.allowed) for x in held):
-        # A mixture of partial sums and of wholes has no sum that is right; but copies have one gradient.
+        # No sum of a mixture of partial sums and whole gradients is right, but copies must have equal gradients.
         text = (
             f"the output of {source.name} is the same on all ranks, and the gradient that {maker} gives back to it is "
         )
@@ -250,8 +258,15 @@ def _backward_finding(
 def hypothesis_of(
     evidence: Evidence, name: str, step: int, kind: str = "gradient", scales: Mapping[int, float] | None = None
 ) -> Hypothesis:  # fmt: skip
-    """The hypothesis that explains a parameter's wrong gradient. `scales`: by which factor each rank's clipping differs
-    from the reference's, where that follows from gradients that were wrong before."""
+    """Return the hypothesis that explains a parameter's wrong gradient.
+
+    Args:
+        evidence: the records of both sides.
+        name: the parameter.
+        step: the step of the gradient.
+        kind: the kind of the gradient in the records.
+        scales: each rank's clipping factor relative to the reference's, if known.
+    """
     pieces = []
     whole = evidence.reference.get("gradient", step, name)
     for rank, own, part in evidence.holders[name]:
@@ -260,13 +275,13 @@ def hypothesis_of(
             ours = evidence.ranks[rank].get(kind, step, own)
             pieces.append((rank, part, ours if ours is None or not scales else ours / scales.get(rank, 1.0), theirs))
     allowed = near(evidence.allowed("gradient", step, name))
-    # Absent and zero gradients count alike: wrappers that clear gradients leave either.
+    # Absent and zero gradients are treated as equal: wrappers that clear gradients leave either.
     if all(ours is None or not ours.any() for _, _, ours, _ in pieces):
         return Hypothesis("no gradient", "none, or zero everywhere")
     full = [
         (rank, part, torch.zeros_like(theirs) if ours is None else ours, theirs) for rank, part, ours, theirs in pieces
     ]
-    # Copies that differ come first: of a gradient that has two values no single factor can be right.
+    # Different copies are checked first: no single factor can be right for two different gradients.
     clipped = evidence.reference.facts.clip is not None and not scales
     if (differing := _differing(evidence, full, allowed, clipped)) is not None:
         return differing
@@ -289,7 +304,7 @@ Pieces = Sequence[tuple[int, Part, Tensor, Tensor]]
 
 
 def _differing(evidence: Evidence, full: Pieces, allowed: float, clipped: bool) -> Hypothesis | None:
-    """Ranks with the same part and different gradients of it: what their sum or mean is."""
+    """Find ranks with different gradients of the same part, and explain the sum or mean of these."""
     by_part: dict[Part, list[tuple[int, Tensor, Tensor]]] = {}
     for rank, part, ours, theirs in full:
         by_part.setdefault(part, []).append((rank, ours, theirs))
@@ -301,7 +316,7 @@ def _differing(evidence: Evidence, full: Pieces, allowed: float, clipped: bool) 
             text = f"another for each of its {len(own)} copies on a rank, and only their sum is the reference's: untied"
             return Hypothesis("incomplete sum", text)
         factors = [factor_of(ours, theirs) for _, ours, theirs in held]
-        # A factor for each rank and clipping: each divided by the norm of what it alone holds.
+        # One factor per rank, with clipping: each rank divided by the norm of its parts alone.
         if clipped and all(f is not None for f in factors):
             words = ", ".join(f"{f:.4g}" for f in factors if f is not None)
             return Hypothesis(
@@ -309,7 +324,7 @@ def _differing(evidence: Evidence, full: Pieces, allowed: float, clipped: bool) 
             )
         places = [evidence.coordinates[rank] for rank, _, _ in held]
         axes = "+".join(axis for axis in places[0] if len({place[axis] for place in places}) > 1)
-        # One axis after the other, then all: a missing reduction is nearly always over one.
+        # Each axis alone, then all together: a missing reduction is nearly always over one axis.
         for axis in (*axes.split("+"), axes):
             group = next(g for g in groups_over(evidence.coordinates, axis.split("+")) if held[0][0] in g)
             terms = [ours for rank, ours, _ in held if rank in group]
@@ -325,8 +340,10 @@ def _differing(evidence: Evidence, full: Pieces, allowed: float, clipped: bool) 
 
 
 def _of_terms(evidence: Evidence, name: str, full: Pieces, allowed: float) -> Hypothesis | None:
-    """The first step's gradient as a sum that lacks terms, has some twice, or whose terms were rounded: terms of ranks,
-    of uses of the parameter, of pieces of its module's input."""
+    """Explain the first step's gradient as a sum with missing, doubled or rounded terms.
+
+    The terms are the gradients by rank, by microbatch, by use of the parameter, or by piece of the module's input.
+    """
     raw, whole = (evidence.reference.get(kind, 1, name) for kind in ("raw-gradient", "gradient"))
     if whole is None:
         return None
@@ -348,14 +365,14 @@ def _of_terms(evidence: Evidence, name: str, full: Pieces, allowed: float) -> Hy
         sets.append((words, parts))
     dtype = evidence.reference.facts.dtype
     for names, terms in sets:
-        # True by construction: the terms are those of the reference's own sum.
+        # Terms that do not add up to the reference's gradient explain nothing.
         if len(terms) < 2 or relative_error(torch.stack(terms).sum(0), raw) > allowed:
             continue
         found = [weights_of(ours, theirs, [part.take(x) * clipped for x in terms], allowed)
                  for _, part, ours, theirs in full if relative_error(ours, theirs) > allowed]  # fmt: skip
         told = {None if w is None else lost_words(w, names) for w in found}
         if len(told) == 1 and (sentence := told.pop()) is not None:
-            # A microbatch that counts twice was reduced or added once more when a later one was.
+            # A doubled microbatch was reduced or added again together with a later one.
             again = terms is microbatches[1] and sentence[0] == "scaled"
             return Hypothesis("accumulation" if again else sentence[0], sentence[1])
         for each in (terms, [x * len(terms) for x in terms]):
@@ -374,14 +391,16 @@ def _of_terms(evidence: Evidence, name: str, full: Pieces, allowed: float) -> Hy
 
 
 def _microbatch_terms(evidence: Evidence, name: str, raw: Tensor) -> tuple[list[str], list[Tensor]]:
-    """The terms that the microbatches of the ranks give. Each is known but for the share of all labels that it has: the
-    shares are those that make the reference's sum of the terms."""
+    """Return descriptions and gradients of the ranks' microbatches, weighted by the microbatch's share of all labels.
+
+    The shares are solved for by least squares, so that the terms add up to the reference's gradient.
+    """
     micro = max((side.facts.micro for side in evidence.ranks), default=1)
     words, terms = list[str](), list[Tensor]()
     for number in range(micro if micro > 1 else 0):
         for rank, side in enumerate(evidence.ranks):
             x = side.get(f"{CHUNK}{micro}:{number}", 1, name)
-            # Ranks of one data group have the same microbatches; one without labels has no term.
+            # Ranks of one data group have equal microbatches. A microbatch without labels has no term.
             if x is not None and x.any() and not any(torch.equal(x, y) for y in terms):
                 words.append(f"microbatch {number + 1} of rank {rank}")
                 terms.append(x)
@@ -393,7 +412,7 @@ def _microbatch_terms(evidence: Evidence, name: str, raw: Tensor) -> tuple[list[
 
 
 def _piece_terms(evidence: Evidence, name: str, raw: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-    """A linear's weight gradient [out, in] by equal pieces of its input [..., in], along each leading dim."""
+    """Yield the terms of a linear's weight gradient [out, in] by equal pieces of the input [..., in] along each dim."""
     owner = owner_of(name)
     x, dy = (evidence.reference.call(kind, owner, 0, 1) for kind in ("input", "output-gradient"))
     if x is None or dy is None or x.ndim != dy.ndim or x.shape[:-1] != dy.shape[:-1] or x.ndim < 2:
@@ -413,7 +432,7 @@ def _piece_terms(evidence: Evidence, name: str, raw: Tensor) -> Iterator[tuple[i
 def _same_everywhere(
     evidence: Evidence, name: str, step: int, full: Pieces, allowed: float, clipped: bool
 ) -> Hypothesis | None:  # fmt: skip
-    """One wrong gradient, equal on all of its ranks: a factor, one rank's term, the mean of means, no clipping, ..."""
+    """Explain a wrong gradient that is equal on all ranks: a factor, one rank's term, a mean of means, no clipping."""
     raw = evidence.reference.get("raw-gradient", step, name)
     if clipped and raw is not None and _multiple(raw, full, allowed) == 1.0:
         return Hypothesis("clipping", "not clipped")
@@ -424,26 +443,26 @@ def _same_everywhere(
         return Hypothesis("stale weights", "that of the step before")
     if step == 1 and (term := _of_some_terms(evidence, name, full, allowed)) is not None:
         return term
-    # Never above 0.3: beyond that anything is a multiple of anything.
+    # At most 0.3: with a larger tolerance any tensor is a multiple of any other.
     loose = max(1e-3, min(allowed, 0.3))
     factors = [factor_of(ours, theirs, loose) for _, _, ours, theirs in full]
     known = [f for f in factors if f is not None]
-    # Parts of one parameter on several ranks must agree on the factor, else it is not one mistake.
+    # Parts of one parameter on several ranks must have one factor, else there are several mistakes.
     spread = max(1e-2, loose / 2)
     alike = len(known) == len(factors) and max(known) - min(known) <= spread * abs(max(known))
     if alike and abs(known[0] - 1) > spread:
         words = axis_words(evidence.sizes, known[0])
-        # Scaled so far that its norm was left unclipped: a factor of the gradient as it was before.
+        # Scaled down so far that the norm was not clipped: a factor of the reference's unclipped gradient.
         unclipped = None if not clipped or raw is None else _multiple(raw, full, loose)
         if not words and unclipped and (words := axis_words(evidence.sizes, unclipped)):
             return Hypothesis("scaled", f"the unclipped reference's times {unclipped:.4g}{words}")
-        # A factor that is no axis' size, where gradients are clipped: the ratio of the right norm and another.
+        # With clipping, a factor that is no axis's size is the ratio of the right norm and another norm.
         if clipped and not words:
             return Hypothesis("clipping", f"the reference's times {known[0]:.4g}: clipped by another norm")
         return Hypothesis("scaled", f"the reference's times {known[0]:.4g}{words}")
     if clipped and known and len(known) == len(factors):
         off = max(abs(f - 1) for f in known)
-        # torch adds 1e-6 to the norm that it divides by: of a gradient n times as large so much is left.
+        # torch divides by norm + 1e-6, so clipping leaves a small error of a scaled gradient.
         if alike and off < 1e-3:
             return Hypothesis(
                 "clipping", f"off by {off:.1e}: what clipping by another norm leaves, of scaled gradients"
@@ -457,9 +476,9 @@ def _same_everywhere(
 
 
 def _multiple(whole: Tensor, full: Pieces, allowed: float) -> float | None:
-    """The number that all ranks' pieces are the whole's times, rounded to 1 where it is that; None where there is none.
+    """Return the common factor of all ranks' pieces relative to `whole`, exactly 1 if nearly 1; None without one.
 
-    The second bound: near in bf16 is a third of everything, so a hypothesis must also explain most of the error.
+    A hypothesis must also explain most of the error, since the allowed error in bf16 is up to a third.
     """
     factors = []
     for _, part, ours, theirs in full:
@@ -474,15 +493,16 @@ def _multiple(whole: Tensor, full: Pieces, allowed: float) -> float | None:
 
 
 def _of_some_terms(evidence: Evidence, name: str, full: Pieces, allowed: float) -> Hypothesis | None:
-    """The gradient of the first step as the mean of ranks' or microbatches' means, or the term of one of these."""
+    """Explain the first step's gradient as the mean of ranks' or microbatches' means, or as one rank's or
+    microbatch's term."""
     alone = [x for side in evidence.ranks if (x := side.get(LOCAL, 1, name)) is not None]
-    # Ranks of one data group have the same share: their equal terms are one term.
+    # Ranks of one data group have equal shares, and their equal terms are one term.
     distinct = [x for i, x in enumerate(alone) if not any(torch.equal(x, y) for y in alone[:i])]
-    clipped = evidence.reference.facts.clip is not None  # the pieces are then a whole gradient's times some number
+    clipped = evidence.reference.facts.clip is not None  # the pieces are then scaled by an unknown number
     raw = evidence.reference.get("raw-gradient", 1, name)
 
     def is_mean(terms: Sequence[Tensor]) -> bool:
-        # Where the mean of the terms is the right sum, it explains nothing.
+        # If the mean of the terms is the right gradient, the mean explains nothing.
         mean = torch.stack(list(terms)).mean(0)
         if raw is not None and relative_error(mean, raw) <= allowed:
             return False
@@ -497,7 +517,7 @@ def _of_some_terms(evidence: Evidence, name: str, full: Pieces, allowed: float) 
         text = f"{OF_SHARES}: a statistic of all samples is taken of each rank's own"
         return Hypothesis("missing reduction", text)
     for x in distinct if len(distinct) > 1 else ():
-        # A program may have divided by the ranks before the sum that it then left out, or multiplied for it.
+        # A program may have divided by the number of ranks, or multiplied, for the sum that is missing.
         for times in (1.0, 1 / len(distinct), float(len(distinct))):
             factor = _multiple(times * x, full, allowed)
             if factor is not None and (clipped or factor == 1.0):
@@ -520,11 +540,11 @@ def _of_some_terms(evidence: Evidence, name: str, full: Pieces, allowed: float) 
 
 
 def _clipped_first(full: Pieces, alone: Sequence[Tensor], allowed: float) -> Hypothesis | None:
-    """Whether the gradient is a sum of the ranks' own, each with a factor: clipped before they were added."""
+    """Explain the gradient as a sum of ranks' gradients with a factor each: clipped before the sum."""
     for _, part, ours, _ in full:
         terms = torch.stack([part.take(x).flatten() for x in alone], 1)
         weights = torch.linalg.lstsq(terms, ours.flatten()[:, None]).solution
-        # Free factors: the norm by which each rank has clipped is not known here.
+        # The factors are free, since the norm of each rank's clipping is unknown.
         if relative_error((terms @ weights).view_as(ours), ours) > allowed:
             return None
     return Hypothesis(
@@ -533,7 +553,7 @@ def _clipped_first(full: Pieces, alone: Sequence[Tensor], allowed: float) -> Hyp
 
 
 def _has_earlier(evidence: Evidence, name: str, step: int, full: Pieces) -> bool:
-    """Whether the gradient is the right one and multiples of those of earlier steps; times a number, if clipped."""
+    """Return True if the gradient is the right one plus multiples of earlier steps' gradients (scaled, if clipped)."""
     clipped = evidence.reference.facts.clip is not None
     kinds = ["gradient"] * (step - 1) + ["raw-gradient" if clipped else "gradient"]
     steps = [x for k, kind in enumerate(kinds, 1) if (x := evidence.reference.get(kind, k, name)) is not None]
@@ -541,7 +561,7 @@ def _has_earlier(evidence: Evidence, name: str, step: int, full: Pieces) -> bool
         terms = torch.stack([part.take(x).flatten() for x in steps], 1)
         weights = torch.linalg.lstsq(terms, ours.flatten()[:, None]).solution
         fits = relative_error((terms @ weights).view_as(ours), ours) < 1e-2
-        # This step's gradient once, and at least a tenth of an earlier one, or it is rounding that the fit has used up.
+        # This step's gradient once, and at least a tenth of an earlier one; a smaller multiple may fit only rounding.
         last, earlier = float(weights[-1]), float(weights[:-1].abs().max())
         once = last > 0 if clipped else abs(last - 1) <= 1e-2
         if not fits or not once or earlier < 0.1 * last:

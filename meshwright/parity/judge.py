@@ -1,8 +1,8 @@
-"""Reads what the ranks of a check have left, compares it with the reference, and says what is wrong first, and where.
+"""Reads the records of a check's ranks and explains modules' tensors, for the search of the first mistake (kinds.py).
 
-The order is that of cause and effect: what a rank was given (weights, data), outputs of modules in forward order,
-losses, gradients in backward order, then what later steps add: the optimizer, stale weights, unequal counts, dropout.
-The first that is wrong is the finding; what follows from it is in the rows.
+The search follows cause and effect: a rank's inputs (weights, data), outputs of modules in forward order, losses,
+gradients in backward order, then effects of later steps: the optimizer, stale weights, unequal counts, dropout. The
+first mistake is the finding; the consequences are in the rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshwright.parity.reference import MARGIN
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """A context in which torch uses one thread: for a check's small tensors, waking threads takes most of the time."""
+    """Limit torch to one thread in a context: for a check's small tensors, starting threads takes most of the time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -41,7 +41,7 @@ def one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ModuleLine:
-    """A module in forward order: what its outputs and their gradients are on the ranks, where they were traced."""
+    """One call of a module: explanations of the ranks' traced output, output gradient and input."""
 
     name: str
     type: str
@@ -52,12 +52,16 @@ class ModuleLine:
 
 
 class Evidence:
-    """The records of both sides of a comparison, which lie in a folder; or the reference's in another.
+    """The records of both sides of a comparison, in one folder, or with the reference's in another.
 
-    `names`: of the reference's parameters; `unequal_step`: the one whose batch has unequal numbers of labels in its
-    rows, 0 for none. `coordinates`: each rank's place on every axis; `sizes`: the number of ranks on each. `parts`:
-    each rank's parameters as parts of the reference's; `holders`: by these, which ranks hold a part, under which name.
-    `modules`: of the first step, where it was traced and is asked for.
+    Attributes:
+        names: The reference's parameters.
+        unequal_step: The step with unequal numbers of labels in the rows of the batch; 0 if there is none.
+        coordinates: Each rank's index on every axis.
+        sizes: The number of ranks on each axis.
+        parts: Each rank's parameters as parts of the reference's.
+        holders: By the reference's parameter, (rank, the rank's name, part).
+        modules: The modules of the first step, if traced and set by the caller.
     """
 
     def __init__(self, folder: Path, num_ranks: int, reference: Path | None = None) -> None:
@@ -76,7 +80,7 @@ class Evidence:
         self._moved = {(kind, step, name): value for kind, step, name, value in facts.moved}
 
     def allowed(self, kind: str, step: int, name: str) -> float:
-        """The promised error of a kind; else MARGIN times what one rounding moves, and at least MARGIN roundings."""
+        """Return the stated error of a kind; else MARGIN times the change by one rounding (at least one unit)."""
         facts = self.reference.facts
         if (stated := facts.stated.get(kind.partition(":")[0])) is not None:
             return stated
@@ -85,7 +89,7 @@ class Evidence:
         return MARGIN * max(self._moved.get((kind, step, name), 0.0), eps)
 
     def locals_of(self, kind: str, line: ModuleLine, at: str = "") -> list[Tensor] | None:
-        """All ranks' tensors of a call of a module, where all have one, of one shape."""
+        """Return all ranks' tensors of a module's call; None unless all ranks have one, of equal shapes."""
         calls = self.reference.num_calls(line.name)
         held = [side.call(kind, line.name, line.call, calls, at=at) for side in self.ranks]
         tensors = [x for x in held if x is not None]
@@ -93,12 +97,12 @@ class Evidence:
 
     @cached_property
     def missing(self) -> dict[str, int]:
-        """How many elements of each parameter are on no rank; read at every step, so counted once."""
+        """The number of elements of each parameter that no rank holds. Cached, since every step reads it."""
         held = {name: [part for _, _, part in self.holders[name]] for name in self.names}
         return {name: missing_places(parts, self.weight(name).shape) for name, parts in held.items()}
 
     def pieces(self, kind: str, step: int, name: str) -> Iterator[tuple[int, Part, Tensor | None, Tensor]]:
-        """Rank, part, its tensor and the reference's values, of all parts of a parameter that are not empty."""
+        """Yield (rank, part, the rank's tensor, the reference's values) for all non-empty parts of a parameter."""
         whole = self.reference.get(kind, step, name)
         for rank, own, part in self.holders[name]:
             # The reference has no gradient: the program must have none either, or zeros.
@@ -109,20 +113,20 @@ class Evidence:
                 yield rank, part, self.ranks[rank].get(kind, step, own), theirs
 
     def trained(self, step: int = 1) -> list[str]:
-        """The parameters that are trained and whose gradient in a step is more than rounding, unlike a key's bias's."""
+        """Return the trained parameters with gradients of more than rounding in a step (unlike a key's bias)."""
         facts = self.reference.facts
         still = {*facts.dead, *facts.frozen}
         live = [name for name in self.names if name not in still]
         return [name for name in live if self.allowed("gradient", step, name) < 0.5] or live
 
     def weight(self, name: str) -> Tensor:
-        """The reference's first value of a parameter, in float64."""
+        """Return the reference's first value of a parameter, in float64."""
         x = self.reference.get("initial", 0, name)
         assert x is not None, name
         return x
 
     def replicas_differ(self, kind: str, step: int, name: str) -> bool:
-        """Whether ranks that hold the same part of a parameter have different values of it."""
+        """Return True if ranks with the same part of a parameter have different values."""
         first: dict[Part, Tensor] = {}
         return any(
             relative_error(x, first.setdefault(part, x)) > self.allowed(kind, min(step, COMPARED_STEPS), name)
@@ -132,19 +136,21 @@ class Evidence:
 
 
 def explain_modules(evidence: Evidence, at: str = "") -> list[ModuleLine]:
-    """Every call of a module of the reference that some rank has made, as the forward passes ended. `at`: the mark of
-    the traced pass."""
+    """Explain every call of a module of the reference that some rank made, in the order of ending forward passes.
+
+    `at`: the suffix of the traced pass.
+    """
     facts = evidence.reference.facts
     called = [{name for name, _ in facts.order if side.num_calls(name, at)} for side in evidence.ranks]
     every = [name for name, _ in facts.order if name]
     leaves = [name for name in every if not any(other.startswith(f"{name}.") for other in every)]
-    # Ranks that have called other modules are stages of a pipeline, where not all have called the first and the last:
-    # experts are not, of which each rank has its own.
+    # Ranks that called different modules are stages of a pipeline if some ranks did not call the first or last module.
+    # Ranks with different experts are no stages.
     staged = any(names != called[0] for names in called) and not all({*leaves[:1], *leaves[-1:]} <= n for n in called)
-    # Each stage of a pipeline is called the model, and of several calls in a pass it makes nobody knows which.
+    # In a pipeline each stage is named as the model, and several calls of a module cannot be told from each other.
     several = {name for name, call in facts.order if call}
     order = [(name, call) for name, call in facts.order if not staged or (name and name not in several)]
-    # Gradients inside of the model are compared up to the scale of a rank's own loss, which a later reduction may undo.
+    # Gradients inside of the model are compared up to the scale of a rank's loss, which a later reduction may undo.
     factors = {rank: _loss_factor(evidence, side, order, at) for rank, side in enumerate(evidence.ranks)}
     lines = []
     for name, call in order:
@@ -157,7 +163,7 @@ def explain_modules(evidence: Evidence, at: str = "") -> list[ModuleLine]:
 
 
 def _routed(evidence: Evidence, name: str, number: int, calls: int) -> bool:
-    """Whether a router deals rows to a module: the second step has another number of them, or zeros pad them."""
+    """Return True if a router sends rows to a module: the number of rows differs in step 2, or zeros pad the rows."""
     side = evidence.reference
     first, second = (side.call("input", name, number, calls, at=at) for at in ("", PASSES[2]))
     if first is None or first.ndim < 2:
@@ -167,7 +173,7 @@ def _routed(evidence: Evidence, name: str, number: int, calls: int) -> bool:
 
 
 def _used_rows(side: SideRecord[Any], x: Tensor, reading: Sequence[Any], at: str) -> Tensor:
-    """The rows of a routed module's tensor whose outputs get a gradient: no padding, and nothing that was dropped."""
+    """Return the rows of a routed module's tensor with a gradient of the output: no padding and no dropped rows."""
     name, number, calls, *rest = reading
     skip, once = rest or (0, True)
     gradient = side.call("output-gradient", name, number, calls, skip, once, at)
@@ -180,12 +186,12 @@ def _used_rows(side: SideRecord[Any], x: Tensor, reading: Sequence[Any], at: str
 def _explain(
     evidence: Evidence, kind: str, name: str, number: int, factors: Mapping[int, float], at: str
 ) -> Explanation | None:
-    """The explanation of a module's tensor, or the first of several readings that explain nothing.
+    """Explain a module's tensor by several readings; returns the first that explains it, else the first reading.
 
-    A pipeline's stage may be called once more, before all, to learn its shapes. What microbatches give alike may be a
-    table, or rows that are equal by chance. Where a rank's output gets no gradient, nobody uses it: a pooler takes the
-    first token of each rank's part of the sequence, and that of the first rank alone goes on. Rows that a router deals
-    come in any order, and some are padding.
+    A pipeline's stage may be called once more at the beginning, to infer shapes. Equal tensors of microbatches may be a
+    table, or rows that are equal by chance. An output without a gradient is unused: a pooler reads the first token of
+    each rank's part of the sequence, and only the first rank's is used. Rows from a router have any order, and some are
+    padding.
     """
     calls = evidence.reference.num_calls(name)
     whole = evidence.reference.call(kind, name, number, calls, at=at)
@@ -194,7 +200,7 @@ def _explain(
     if routed and whole is not None and whole.ndim > 1:
         whole = _used_rows(evidence.reference, whole, (name, number, calls), at)
     first: Explanation | None = None
-    # The simplest reading first; its error is reported if none explains the tensors.
+    # The simplest reading is first; if no reading explains the tensors, the error of the first is reported.
     several = any(side.num_calls(name, at) > calls for side in evidence.ranks)
     for dim, skip, once in product((0, 1) if several else (0,), (0, calls), (True, False)):
         every = {
@@ -211,35 +217,34 @@ def _explain(
         used = {rank: x for rank, x in scaled.items() if not evidence.ranks[rank].unused(name, at)}
         for tensors in (scaled, used) if 0 < len(used) < len(scaled) else (scaled,):
             allowed = evidence.allowed(kind, step, name)
-            # Terms that are equal are no terms of a sum, but of a gradient they may be: losses are divided by ranks.
+            # Equal tensors are no terms of an output's sum, but may be terms of a gradient: losses divided by ranks.
             explanation = explain_tensors(
                 tensors, whole, allowed, evidence.coordinates, any_order=routed, equal_terms=kind != "output"
             )
             if explanation.explained:
                 return explanation
-            # Rows that a router did not deal are no part of a weight that a rank lacks.
+            # Rows that a router did not send do not show that a rank lacks a part of a weight.
             explanation = replace(explanation, leaves_out=explanation.leaves_out and not routed)
-            # A reading of another shape says less than one that is off.
+            # A reading with another shape says less than a reading with an error.
             if first is None or (math.isinf(first.error) and not math.isinf(explanation.error)):
                 first = explanation
     return first
 
 
 def _loss_factor(evidence: Evidence, side: SideRecord[PartFacts], order: Sequence[tuple[str, int]], at: str) -> float:
-    """By what a rank's loss is scaled, read off the gradient of its last module: a mean over its own share, say."""
+    """Return the scale of a rank's loss, from the last module's gradient; e.g. for a mean over the rank's share."""
     kind = f"output-gradient{at}"
     last = next((name for name, _ in reversed(order) if side.get(kind, 0, name) is not None), None)
     if last is None:
         return 1.0
     calls, allowed = evidence.reference.num_calls(last), evidence.allowed("output-gradient", 1, last)
     whole = evidence.reference.call("output-gradient", last, calls - 1, calls, at=at)
-    # Whole numbers before any other: losses are divided by ranks and microbatches, and a fit of a factor is never
-    # exact.
+    # Whole numbers first: losses are divided by ranks and microbatches, and a fitted factor is never exact.
     counts = [float(n) for n in range(1, max(8, len(evidence.ranks)) + 1)]
     for ours in (side.call("output-gradient", last, calls - 1, calls, skip, at=at) for skip in (0, calls)):
         if whole is not None and ours is not None and bool(ours.any()):
             fits = ((factor, fit(ours / factor, whole, allowed)) for n in counts for factor in (n, 1 / n))
-            # Lazily: the first that fits ends the search, mostly 1.
+            # Lazy: the first factor that fits, mostly 1, ends the search.
             exact = (factor for factor, found in fits if found is not None and found.error <= allowed)
             found = fit(ours, whole, 0.0)
             if factor := next(exact, None) or (None if found is None else factor_of(ours, found.piece)):

@@ -1,23 +1,23 @@
-"""The kind of a mistake, and its module, from all that a check has left. The first that is wrong is the finding.
+"""Finds the kind and the module of the first mistake, from the records of a check. The first mistake is the finding.
 
-| kind                | what shows it                                                                                |
+| kind                | evidence                                                                                     |
 |---------------------|----------------------------------------------------------------------------------------------|
 | wrong part          | a first weight that is no part of the reference's, or a part that no rank holds              |
-| wrong data          | rows of the global batch that no rank takes, or a share that is no part of it                |
-| missing reduction   | partial sums taken for the whole; copies that differ over an axis; a rank's own statistics   |
-| scaled              | right but for a factor: the size of an axis, a mean for a sum, a sum for a mean              |
+| wrong data          | rows of the global batch that no rank takes, or a share that is no part of the global batch  |
+| missing reduction   | partial sums used as the whole; copies that differ over an axis; statistics of one rank      |
+| scaled              | right except for a factor: the size of an axis, a mean for a sum, a sum for a mean           |
 | incomplete sum      | a sum without the terms of some ranks, microbatches, pieces or uses (terms.py)               |
 | token counts        | the mean of ranks' means; right with equal numbers of labels and wrong with unequal          |
-| leak                | outputs that move with other tokens than the reference's do                                  |
-| clipping            | all gradients off by one factor where they are clipped, or left unclipped                    |
-| no gradient         | zero, or none, where the reference has one                                                   |
+| leak                | outputs that change with other tokens than on the reference                                  |
+| clipping            | all gradients off by one factor with clipping, or left unclipped                             |
+| no gradient         | zero, or none, but the reference has a gradient                                              |
 | accumulated         | the gradient of all steps so far: it was not set to zero                                     |
-| accumulation        | right in one pass, and wrong where several add up their gradients                            |
+| accumulation        | right in one pass, and wrong in several passes that add up gradients                         |
 | optimizer           | right gradients, wrong weights after the step                                                |
-| cut update          | weights that the optimizer made of each rank's part as if it were the whole                  |
+| cut update          | weights that the optimizer updated as if each rank's part were the whole                     |
 | stale weights       | right weights, and outputs of the weights before; weights that were not written back         |
-| wrong buffer        | right weights, and running statistics or the like that are not the reference's               |
-| dropout             | replicas are equal without dropout and differ with it                                        |
+| wrong buffer        | right weights, and wrong running statistics or other buffers                                 |
+| dropout             | replicas that are equal without dropout and differ with dropout                              |
 | lower precision     | off by the rounding of a narrower type than the model's, of the tensor or of terms           |
 | wrong values        | none of these                                                                                |
 """
@@ -40,7 +40,7 @@ from meshwright.parity.record import CLIPPED, COARSE
 
 
 def first_finding(evidence: Evidence, rows: Sequence[Row]) -> Mistake | None:
-    """The first mistake in the order of cause and effect; None where all holds."""
+    """Return the first mistake in the order of cause and effect; None without a mistake."""
     failed: dict[tuple[str, int], list[str]] = {}
     for row in (row for row in rows if not row.holds):
         failed.setdefault((row.kind, row.step), []).append(row.name)
@@ -49,12 +49,12 @@ def first_finding(evidence: Evidence, rows: Sequence[Row]) -> Mistake | None:
     found = (mistake for rule in FIRST_STEP if (mistake := rule(case)) is not None)
     later = (mistake for step in steps for rule in EVERY_STEP if (mistake := rule(case, step)) is not None)
     first = next(found, None) or next(later, None) or _dropout(evidence)
-    # A parameter of the top-level model's own has a module without a path.
+    # The top-level model, for parameters outside of submodules, has an empty path.
     return first if first is None or first.module else replace(first, module=MODEL)
 
 
 def other_weights(case: Case) -> Mistake | None:
-    """First weights that are not the reference's make everything behind them wrong."""
+    """Find wrong first weights; all later results depend on these."""
     if not (wrong := case.wrong("initial", 0)):
         return None
     text = f"the first values of {wrong[0]}{and_more(wrong)} are not the reference's"
@@ -62,7 +62,7 @@ def other_weights(case: Case) -> Mistake | None:
 
 
 def no_part(case: Case) -> Mistake | None:
-    """A rank's first weight that is no part of the reference's."""
+    """Find a rank's first weight that is no part of the reference's."""
     for rank, side in enumerate(case.evidence.ranks):
         for name, why in side.facts.lost.items():
             text = f"rank {rank}'s first value of {name} ({why}) is no part of the reference's weights"
@@ -71,7 +71,7 @@ def no_part(case: Case) -> Mistake | None:
 
 
 def held_by_none(case: Case) -> Mistake | None:
-    """Elements of a parameter that no rank holds."""
+    """Find a parameter with elements that no rank holds."""
     for name in case.evidence.names:
         if missing := case.evidence.missing[name]:
             held = [part for _, _, part in case.evidence.holders[name]]
@@ -81,15 +81,14 @@ def held_by_none(case: Case) -> Mistake | None:
 
 
 def taken_by_none(case: Case) -> Mistake | None:
-    """Samples of the global batch that no rank takes. A share in a form of the program's own says nothing."""
+    """Find samples of the global batch that no rank takes. A share in a private form of the program proves nothing."""
     for key, shape in case.evidence.reference.facts.batch.items():
         rows = [side.facts.rows.get(key) for side in case.evidence.ranks]
         held = [Part.from_json(tree) for tree in rows if tree is not None]
-        # Rows that were mixed, padded or packed are no slices of the batch; whether they are the right ones shows in
-        # the loss.
+        # Rows that were mixed, padded or packed are no slices of the batch. Wrong rows of this kind change the loss.
         if not shape or len(held) < len(rows):
             continue
-        # Of equal slices a rank may have taken any.
+        # If slices are equal, a rank may have taken any of these.
         alike = [Part.from_json(tree) for side in case.evidence.ranks for tree in side.facts.alike.get(key, ())]
         if missing_places([*held, *alike], shape):
             where = "; ".join(f"rank {rank}: {part}" for rank, part in enumerate(held))
@@ -100,7 +99,7 @@ def taken_by_none(case: Case) -> Mistake | None:
 
 
 def foreign_share(evidence: Evidence) -> str:
-    """A sentence on the first tensor of a rank's share that looks like samples and is none of the global batch's."""
+    """Return a sentence on the first tensor of a rank's share that is no part of the global batch; empty if none."""
     for rank, side in enumerate(evidence.ranks):
         for key, tree in side.facts.rows.items():
             if tree is None:
@@ -109,7 +108,7 @@ def foreign_share(evidence: Evidence) -> str:
 
 
 def stepped_twice(case: Case) -> Mistake | None:
-    """An optimizer that steps several times in what is one step of the reference."""
+    """Find an optimizer that steps several times during one step of the reference."""
     times = max((side.facts.stepped[0] for side in case.evidence.ranks if side.facts.stepped), default=0)
     if times < 2 or not case.failed:
         return None
@@ -118,15 +117,15 @@ def stepped_twice(case: Case) -> Mistake | None:
 
 
 def comparable_lines(case: Case) -> list[ModuleLine]:
-    """The modules whose samples have the reference's arrangement.
+    """Return the modules with samples in the reference's arrangement.
 
-    Experts get samples of other ranks, or each microbatch's by themselves. The module around them then gives the right
-    output, and they give another: it is left out where all else is right, or where a pass runs in microbatches.
+    Experts receive samples of other ranks, or of each microbatch separately. The output of the enclosing module is then
+    right, and the outputs of experts differ. These experts are left out if all else is right, or with microbatches.
     """
     lines = case.evidence.modules
     if case.failed and all(side.facts.micro < 2 for side in case.evidence.ranks):
         return lines
-    # Partial sums may be what is wrong.
+    # A partial sum may be the mistake, so it does not count as right in a failed check.
     right = {line.name: line.output.explained and (not case.failed or line.output.kind in (COPY, CUT))
              for line in lines if line.output is not None}  # fmt: skip
     around = {name: max((o for o in right if name.startswith(f"{o}.")), key=len, default=name) for name in right}
@@ -135,7 +134,7 @@ def comparable_lines(case: Case) -> list[ModuleLine]:
 
 
 def wrong_output(case: Case) -> Mistake | None:
-    """The first module whose output is none of the reference's; a leak, or other samples, where these explain it."""
+    """Find the first module with a wrong output; returns a leak or wrong samples if these explain the output."""
     evidence = case.evidence
     lines = comparable_lines(case)
     found = forward_finding(evidence, lines)
@@ -143,7 +142,7 @@ def wrong_output(case: Case) -> Mistake | None:
         return found
     first = next((line for line in lines if line.output is not None and not line.output.explained), None)
     foreign = foreign_share(evidence)
-    # The first module of all reads the samples themselves.
+    # The very first module reads the samples.
     if foreign and first is not None and first is evidence.modules[0]:
         return Mistake("wrong data", "(data)", f"{foreign}, and {found.text}")
     for rank, side in enumerate(evidence.ranks):
@@ -156,13 +155,13 @@ def wrong_output(case: Case) -> Mistake | None:
     if leak is None or first is None:
         return found
     order = [line.name for line in evidence.modules]
-    # What leaks behind the first wrong module only follows from it.
+    # A leak in a later module than the first wrong one is only a consequence.
     before = leak.module == MODEL or order.index(leak.module) <= order.index(first.name)
     return Mistake("leak", found.module, leak.text) if before else found
 
 
 def wrong_gradient(case: Case) -> Mistake | None:
-    """Gradients that are wrong in the first step, all of whose outputs are right."""
+    """Find wrong gradients in a first step with right outputs."""
     if not (wrong := case.wrong("gradient", 1)):
         return None
     evidence = case.evidence
@@ -185,7 +184,7 @@ def wrong_gradient(case: Case) -> Mistake | None:
 
 
 def wrong_clipping(case: Case) -> Mistake | None:
-    """Gradients that are right before they are clipped, and wrong behind it."""
+    """Find gradients that are right before clipping, and wrong after clipping."""
     evidence = case.evidence
     if not (wrong := case.wrong(CLIPPED, 1)):
         return None
@@ -206,12 +205,12 @@ def wrong_clipping(case: Case) -> Mistake | None:
 
 
 def hidden_leak(case: Case) -> Mistake | None:
-    """A leak that rounding hides: where it is fine, what leaks is a wrong output as well."""
+    """Find a leak that coarse rounding hides. In finer types a leak is also a wrong output."""
     return leak_finding(case.evidence) if case.evidence.reference.facts.dtype in COARSE else None
 
 
 def reported_loss(case: Case) -> Mistake | None:
-    """A loss alone is wrong only in what is reported, where the gradients that it gave are right."""
+    """Find a wrong loss with right gradients: only the reported number is wrong."""
     if ("loss", 1) not in case.failed:
         return None
     right = "gradients" if ("gradient", 1) in case.evidence.reference.recorded else "weights"
@@ -220,7 +219,7 @@ def reported_loss(case: Case) -> Mistake | None:
 
 
 def reported_norm(case: Case) -> Mistake | None:
-    """A gradient norm alone is wrong only in what is reported, where the gradients that it measures are right."""
+    """Find a wrong gradient norm with right gradients: only the reported number is wrong."""
     if ("norm", 1) not in case.failed:
         return None
     text = "the gradient norm that the program reports is not the reference's, whose gradients are right"
@@ -240,13 +239,16 @@ FIRST_STEP: tuple[Callable[[Case], Mistake | None], ...] = (
     reported_norm,
     hidden_leak,
 )
-"""The rules of what a rank was given and of the first step, in the order of cause and effect: the first that says
-something is the finding. Each rule's docstring is its sentence."""
+"""The rules on a rank's inputs and on the first step, in the order of cause and effect; the first mistake found is the
+finding."""
 
 
 def copies(case: Case, step: int) -> Mistake | None:
-    """Copies that differ by less than a coarse type's tolerance: equal gradients and other weights were stepped by
-    something else, gradients under clipping most likely by norms of their own."""
+    """Find copies that differ by less than the tolerance of a coarse type.
+
+    Different weights with equal gradients were changed by something other than the step. Gradients that differ under
+    clipping were most likely clipped by a different norm on each rank.
+    """
     if not (wrong := case.wrong("copy", step)):
         return None
     kind, _, name = wrong[0].partition(" of ")
@@ -257,7 +259,7 @@ def copies(case: Case, step: int) -> Mistake | None:
 
 
 def states(case: Case, step: int) -> Mistake | None:
-    """States of the optimizer that are wrong where weights and gradients are right."""
+    """Find wrong states of the optimizer with right weights and gradients."""
     if not (wrong := case.wrong("state", step)):
         return None
     text = f"{wrong[0]}{and_more(wrong)} is wrong after step {step}, and all weights and gradients are right"
@@ -268,7 +270,7 @@ def states(case: Case, step: int) -> Mistake | None:
 
 
 def buffers(case: Case, step: int) -> Mistake | None:
-    """Buffers that are wrong where weights are right: a model that trains right and evaluates wrong."""
+    """Find wrong buffers with right weights: the model trains right and evaluates wrong."""
     if not (wrong := case.wrong("buffer", step)):
         return None
     text = f"the buffer {wrong[0]}{and_more(wrong)} is not the reference's after step {step}, and the weights are"
@@ -280,8 +282,10 @@ EVERY_STEP: tuple[Callable[[Case, int], Mistake | None], ...] = (later_finding, 
 
 
 def _dropout(evidence: Evidence) -> Mistake | None:
-    """Replicas that dropout has made different: outputs that were equal on some ranks, or weights of one part. Last:
-    with dropout there is no reference, and only replicas can be held against each other."""
+    """Find replicas that differ because of dropout: outputs that were equal on some ranks, or weights of one part.
+
+    This rule is last: with dropout there is no reference, and only replicas can be compared with each other.
+    """
     if not any(side.facts.dropout for side in evidence.ranks):
         return None
     for line in evidence.modules:
@@ -292,7 +296,7 @@ def _dropout(evidence: Evidence) -> Mistake | None:
         ]
         held = [(plain, dropped) for plain, dropped in pairs if plain is not None and dropped is not None]
         for plain, dropped in held:
-            # Ranks whose outputs are equal without dropout must drop the same; others have masks of their own by right.
+            # Ranks with equal outputs without dropout must have equal masks; others may have different masks.
             first = next(pair for pair in held if pair[0].shape == plain.shape
                          and relative_error(plain, pair[0]) <= line.output.allowed)  # fmt: skip
             if dropped.shape == first[1].shape and relative_error(dropped, first[1]) > line.output.allowed:

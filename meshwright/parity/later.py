@@ -1,4 +1,4 @@
-"""Mistakes that show after right first gradients: in weights, and in later steps."""
+"""Finds mistakes that are visible only after right first gradients: in weights, and in later steps."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from meshwright.parity.record import PASSES, UPDATED
 
 @dataclass(frozen=True)
 class Case:
-    """A check as the rules see it. `failed`: the names of comparisons that do not hold, by kind and step."""
+    """The input of the rules. `failed`: the names of failed comparisons, by kind and step."""
 
     evidence: Evidence
     failed: Mapping[tuple[str, int], list[str]]
 
     def wrong(self, kind: str, step: int) -> list[str]:
-        """The parameters of a kind that are wrong after a step, in the reference's order; or names of other rows."""
+        """Return the parameters with a failed comparison of a kind after a step, in order; or names of other rows."""
         names = self.failed.get((kind, step), [])
         return [name for name in self.evidence.names if name in names] or names
 
 
 def and_more(names: Sequence[str]) -> str:
-    """`(and 3 more)`, of names of which the first is said."""
+    """Return ` (and 3 more)` for the names after the first; empty if there is one."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def wrong_weights(case: Case, step: int) -> Mistake | None:
-    """Weights that are wrong after a step whose outputs and gradients are right."""
+    """Explain weights that are wrong after a step with right outputs and gradients."""
     evidence, wrong = case.evidence, case.wrong("weight", step)
     if not wrong:
         return None
-    if wrong[0] not in evidence.names:  # all of them as one
+    if wrong[0] not in evidence.names:  # all parameters are compared as one tensor
         text = "all gradients are right, and the weights are wrong: look at what the optimizer does"
         return Mistake("optimizer", ALL, text)
     others, facts = and_more(wrong), evidence.reference.facts
@@ -74,7 +74,7 @@ def wrong_weights(case: Case, step: int) -> Mistake | None:
         if where == ALL:
             return Mistake("stale weights", ALL, f"{text}: not stepped, or what was stepped is not written back")
         return Mistake("optimizer", where, f"{text}: the optimizer does not have it")
-    # Where no gradient was kept, nothing says whether the optimizer or a reduction before it is wrong.
+    # Without recorded gradients it is unknown whether the optimizer or the reduction before is wrong.
     kept = any(x is not None for name in wrong for _, _, x, _ in evidence.pieces("gradient", step, name))
     moves: tuple[list[Tensor], list[Tensor]] = [], []
     for name in wrong if not kept and where == ALL and step == 1 else ():
@@ -90,7 +90,7 @@ def wrong_weights(case: Case, step: int) -> Mistake | None:
 
 
 def _other_rates(evidence: Evidence, step: int) -> str | None:
-    """A sentence on learning rates in a step that are not the reference's; None where they are, or nobody knows."""
+    """Return a sentence on a wrong learning rate in a step; None if the rates are right or unknown."""
     rates = evidence.reference.facts.rates
     theirs = rates[step - 1] if len(rates) >= step else []
     for rank, side in enumerate(evidence.ranks):
@@ -102,7 +102,7 @@ def _other_rates(evidence: Evidence, step: int) -> str | None:
 
 
 def _cut_updates(evidence: Evidence, wrong: Sequence[str], step: int) -> Mistake | None:
-    """Whether weights are what the optimizer makes of each rank's part as if that were a whole parameter."""
+    """Find weights that the optimizer updated as if each rank's part were a whole parameter."""
     if step != 1:
         return None
     for name in wrong:
@@ -117,7 +117,7 @@ def _cut_updates(evidence: Evidence, wrong: Sequence[str], step: int) -> Mistake
 
 
 def is_unmoved(evidence: Evidence, name: str, step: int) -> bool:
-    """Whether all ranks' parts of a weight are after a step bit by bit what the reference's were before it."""
+    """Return True if all ranks' parts of a weight are equal after a step to the reference's before the step."""
     before = evidence.reference.get("weight", step - 1, name) if step > 1 else evidence.weight(name)
     held = [(part, x) for rank, own, part in evidence.holders[name]
             if (x := evidence.ranks[rank].get("weight", step, own)) is not None]  # fmt: skip
@@ -126,8 +126,10 @@ def is_unmoved(evidence: Evidence, name: str, step: int) -> bool:
 
 
 def later_finding(case: Case, step: int) -> Mistake | None:
-    """A mistake that shows in a later step first: stale weights, adding up, unequal counts. All is right in the steps
-    before. Wrong weights alone are left to `wrong_weights`."""
+    """Find a mistake that is first visible in a later step: stale weights, accumulation, unequal counts.
+
+    All earlier steps are right. `wrong_weights` handles wrong weights alone.
+    """
     if step == 1:
         return None
     evidence, failed, wrong = case.evidence, case.failed, case.wrong("gradient", step)
@@ -145,7 +147,7 @@ def later_finding(case: Case, step: int) -> Mistake | None:
         )
         return Mistake("token counts", "(loss)", text)
     if h is not None:
-        # Other gradients of right data and a right first step come from weights that were not the stepped ones.
+        # With right data and a right first step, wrong gradients show weights that are not the stepped weights.
         kind = h.kind if h.kind in ("clipping", "scaled", "lower precision") else "stale weights"
         where = ALL if kind != "stale weights" else owner_of(wrong[0])
         return Mistake(kind, where, f"all is right before, and the gradient of {wrong[0]} in step {step} is {h.text}")
@@ -162,11 +164,11 @@ def later_finding(case: Case, step: int) -> Mistake | None:
 
 
 def _second_step(evidence: Evidence, wrong: Sequence[str]) -> Mistake | None:
-    """The mistake that the second step's own trace and passes show."""
+    """Find a mistake in the trace and the passes of the second step."""
     if _is_stale(evidence):
         text = "the second step's loss is that of the first weights: what is stepped is not what computes"
         return Mistake("stale weights", ALL, text)
-    # In one pass and in two halves: what is right in the first is wrong in how gradients are added up.
+    # Gradients that are right in one pass and wrong in two halves show a mistake in accumulation.
     halved = any(("whole-gradient", HALVED_STEP) in side.recorded for side in evidence.ranks)
     kind = "whole-gradient" if halved else "gradient"
     right = halved and all(is_right(evidence, name, kind) for name in wrong)
@@ -185,7 +187,7 @@ def _second_step(evidence: Evidence, wrong: Sequence[str]) -> Mistake | None:
 
 
 def is_right(evidence: Evidence, name: str, kind: str) -> bool:
-    """Whether all ranks' pieces of a gradient of the second step are the reference's."""
+    """Return True if all ranks' pieces of a gradient of the second step are right."""
     whole = evidence.reference.get("gradient", HALVED_STEP, name)
     allowed = evidence.allowed("gradient", HALVED_STEP, name)
     held = [(part, evidence.ranks[rank].get(kind, HALVED_STEP, own)) for rank, own, part in evidence.holders[name]]
@@ -195,12 +197,12 @@ def is_right(evidence: Evidence, name: str, kind: str) -> bool:
 
 
 def _is_stale(evidence: Evidence) -> bool:
-    """Whether the second step's loss is that of the first weights."""
+    """Return True if the second step's loss is the loss of the first weights."""
     stale, right = evidence.reference.facts.stale_loss, evidence.reference.facts.losses[1]
     losses = [x for side in evidence.ranks if (x := side.facts.losses[1]) is not None]
     if stale is None:
         return False
     allowed = near(evidence.allowed("loss", 2, "")) * abs(stale)
-    # A rank's own loss, or the mean over ranks that each report their share's.
+    # A rank's loss, or the mean over ranks if each rank reports the loss of a share.
     choices = (*losses, *((sum(losses) / len(losses),) if losses else ()))
     return any(abs(x - stale) <= min(allowed, 0.25 * abs(x - right)) for x in choices)

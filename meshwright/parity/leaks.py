@@ -1,9 +1,9 @@
-"""The leak probe: change one position of most samples, and count outputs that must not move but do.
+"""The leak probe: change one position of most samples, and count outputs that change but must not.
 
-The reference shows which outputs depend on a changed position: later ones under a causal mask, those of the same
-document where several are packed into a row. On the ranks the same elements may move, and no others: one that does has
-seen a later token, another document, or another row. In half precision too small a leak hides behind rounding, and
-shows here all the same, as what must not move keeps its bits.
+The reference shows which outputs depend on a changed position: later positions under a causal mask, and positions of
+the same document if several documents are packed into a row. On the ranks only the same elements may change. Any other
+changed element depends on a later token, another document, or another row. In half precision rounding hides a small
+leak from comparisons, but not from this probe: elements that must not change keep their bits.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from meshwright.parity.parts import PADDING, Part
 from meshwright.parity.record import COARSE, PROBES, SideRecord
 
 MOST_MOVE = 0.9
-"""The share of what moves on the reference that moves on the ranks as well, where a mistake is a leak: rows that lie
-in another order move elsewhere, and see nothing that they must not."""
+"""A mistake is a leak only if at least this share of the reference's changed elements also change on the ranks. Rows in
+another order change elsewhere, without a leak."""
 
 
 def leak_finding(evidence: Evidence) -> Mistake | None:
-    """The first module in forward order whose outputs move where they must not; None where there was no probe."""
+    """Find the first module in forward order with outputs that change but must not; None without a probe."""
     if not evidence.reference.facts.probe or not all(side.facts.probed for side in evidence.ranks):
         return None
     for line in evidence.modules:
@@ -39,7 +39,7 @@ def leak_finding(evidence: Evidence) -> Mistake | None:
             if bool(wrong.any()) and not leaked:
                 rank, place = number, (*wrong.nonzero()[0].tolist(),)
             leaked += int(wrong.sum())
-        # Where nearly all moves, also in rows that nobody changed, rows lie in another order: that is no leak.
+        # If nearly all elements change, also in rows that were not changed, rows are in another order: no leak.
         if 0 < leaked <= MOST_MOVE * still:
             row, position = place
             text = (
@@ -52,7 +52,7 @@ def leak_finding(evidence: Evidence) -> Mistake | None:
 
 
 def _movements(evidence: Evidence, line: ModuleLine) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Rank, which of its [rows, positions] of a module's output have moved, and which of them move on the reference."""
+    """Yield (rank, changed elements of the rank's output, changed elements of the reference): bool [rows, places]."""
     whole = [_probed(evidence.reference, line, evidence, at) for at in PROBES]
     if whole[0] is None or whole[1] is None or whole[0].shape != whole[1].shape:
         return
@@ -62,7 +62,7 @@ def _movements(evidence: Evidence, line: ModuleLine) -> Iterator[tuple[int, Tens
     moves = (whole[0] != whole[1]).flatten(2).any(2)
     size = float(whole[0].square().mean().sqrt())
     dtype = evidence.reference.facts.dtype
-    # What must not move is computed from the same numbers in the same order: but for a few roundings it stays.
+    # An element that must not change is computed from equal numbers in equal order: it changes by a few roundings.
     allowed = (
         4 * torch.finfo(vars(torch)[dtype]).eps if dtype in COARSE else near(evidence.allowed("output", 1, line.name))
     )
@@ -80,7 +80,7 @@ def _movements(evidence: Evidence, line: ModuleLine) -> Iterator[tuple[int, Tens
 
 
 def _probed(side: SideRecord, line: ModuleLine, evidence: Evidence, at: str) -> Tensor | None:
-    """A side's output of a module in a pass of the probe, as [rows, positions, ...]."""
+    """Return one side's output of a module in a pass of the probe, as [rows, positions, ...]."""
     calls = evidence.reference.num_calls(line.name, at)
     x = side.call("output", line.name, line.call, calls, at=at) if calls else None
     if x is None or x.ndim < 3:

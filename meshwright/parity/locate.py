@@ -1,8 +1,8 @@
 """Locate each of a rank's parameters within the reference's weights.
 
-First by value, which needs no declaration and shows a wrong slice as what it is. Norms and biases, whose elements were
-all equal until parity spread the reference's, get their new values by what is known of their places: a DTensor's
-placements, an equal shape, the rows that the module's weight has.
+Parameters are located by value first, which needs no declaration and finds wrong slices. Norms and biases had constant
+values until parity changed the reference's elements (`spread_constants`). These parameters get new values by other
+facts on their places: a DTensor's placements, an equal shape, the rows of the module's weight.
 """
 
 from __future__ import annotations
@@ -25,32 +25,39 @@ def locate(
     part: PartOf | None,
     places: Mapping[str, tuple[int, int]],
 ) -> tuple[dict[str, Part], dict[str, str]]:
-    """The part of each parameter, and the parameters that are none, with their shapes.
+    """Locate each parameter.
 
-    `constants`: parameters of the reference that were spread, and their value before. `load`: write the reference's
-    values instead of looking for the parameter's own. `places`: this rank's index and the size of every axis, outermost
-    first.
+    Args:
+        parameters: this rank's parameters by name.
+        wholes: the reference's parameters by name.
+        constants: by name, the value of a reference's parameter before its elements were changed.
+        load: write the reference's values instead of searching for the parameter's values.
+        part: the user's function: part(name) gives the reference's name and slices.
+        places: (this rank's index, size) of every axis, outermost first.
+
+    Returns:
+        (part of each located parameter, shapes of other parameters).
     """
     parts: dict[str, Part] = {}
     lost: dict[str, str] = {}
-    for name in sorted(parameters, key=lambda name: parameters[name].ndim < 2):  # weights before the biases beside them
+    for name in sorted(parameters, key=lambda name: parameters[name].ndim < 2):  # a module's weight before the bias
         local = local_of(parameters[name])
         stated = _stated(name, parameters[name], wholes, part, parts, places)
         found = None
         if not load:
-            # The stated part first: equal slices have several places, and this is the one that the program means.
+            # The stated part first: equal slices have several places, and the program states the intended one.
             values = None if stated is None else stated.take(wholes[stated.name]).to(local.dtype)
             if values is not None and values.shape == local.shape and bool((values == local).all()):
                 found = stated
             else:
-                # A program may call its parameters otherwise: then any parameter of the reference may be the one.
+                # A program may use other names: then any parameter of the reference may match.
                 likely = [name] if name in wholes else list(wholes)
                 by_value = (find_part(other, local, wholes[other].to(local.dtype)) for other in likely)
                 found = next((piece for piece in by_value if piece is not None), None)
         if found is None and stated is not None:
             before = constants.get(stated.name)
-            # A program that was built anew has the norm's ones where the reference was spread: no mistake, so it gets
-            # the values.
+            # A newly built program still has the constant (a norm's ones) from before the reference was changed. That
+            # is no mistake, so the values are written.
             fresh = before is not None and is_constant(local) and float(local.flatten()[0]) == before
             if load or fresh:
                 write_local(parameters[name], stated.take(wholes[stated.name]))
@@ -66,9 +73,9 @@ def _stated(
     name: str, x: Tensor, wholes: Mapping[str, Tensor], part: PartOf | None, parts: Mapping[str, Part],
     places: Mapping[str, tuple[int, int]],
 ) -> Part | None:  # fmt: skip
-    """The part by the user's function, a DTensor's placements, Megatron's attributes, an equal shape, or the module's
-    other parameter."""
-    # The user's word goes first: it is asked for where all else is silent or wrong.
+    """Return the part by the user's function, a DTensor's placements, Megatron's attributes, an equal shape, or the
+    module's other parameter; None if none applies."""
+    # The user's function has priority: it is given if other sources are missing or wrong.
     if part is not None:
         target, slices = part(name)
         pairs = zip(slices, wholes[target].shape, strict=True)
@@ -76,7 +83,7 @@ def _stated(
     if name not in wholes:
         return None
     local, whole = local_of(x), wholes[name]
-    # A DTensor knows its offsets; a flattened one has other dims and says nothing about this parameter.
+    # A DTensor has offsets, but a flattened one has other dims and does not describe this parameter.
     box = box_of(x)
     if box is not None and len(box[0]) == whole.ndim:
         return box_part(name, *box, whole.shape)
@@ -84,7 +91,7 @@ def _stated(
         return _megatron_part(name, local, whole, vars(x)["partition_dim"], vars(x).get("partition_stride", 1), places)
     if local.shape == whole.shape:
         return Part(name, (None,) * whole.ndim)
-    # A bias has no values to be found by; its rows are those of the weight beside it, which has been found already.
+    # A constant bias cannot be found by value; it has the rows of the module's weight, which is already located.
     module = name.rpartition(".")[0]
     for other, beside in parts.items():
         rows = beside.index[0] if beside.index else None
@@ -96,10 +103,10 @@ def _stated(
 def _megatron_part(
     name: str, local: Tensor, whole: Tensor, dim: int, stride: int, places: Mapping[str, tuple[int, int]]
 ) -> Part | None:
-    """The part that Megatron-Core's attributes say: of n ranks rank r holds chunks r, r + n, ... of `stride` * n.
+    """Return the part by Megatron-Core's attributes: of n ranks, rank r holds chunks r, r + n, ... of `stride` * n.
 
-    SwiGLU's fused gate and up have stride 2, q, k and v of whole groups of heads lie beside each other. Tables are
-    padded to what divides. The axis is the innermost of the fitting size, as Megatron orders its ranks.
+    SwiGLU's fused gate and up have stride 2; q, k and v are stored group by group. Tables are padded to a divisible
+    size. The axis is the innermost axis of the fitting size, as in Megatron's order of ranks.
     """
     length, own = whole.shape[dim], local.shape[dim]
     ranks = -(-length // own)
@@ -116,11 +123,11 @@ def _megatron_part(
 def placed_otherwise(
     weights: Mapping[str, Tensor], parts: Mapping[str, Part], wholes: Mapping[str, Tensor]
 ) -> dict[str, str]:
-    """The parts that DTensors' placements name, by parameter, if the values are those of another part.
+    """Return the parts by DTensors' placements, for parameters with the values of another part.
 
     Args:
         weights: This rank's tensors by name.
-        parts: The parts that their values are.
+        parts: The parts by value.
         wholes: The reference's tensors by name.
     """
     said: dict[str, str] = {}

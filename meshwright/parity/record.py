@@ -1,8 +1,8 @@
-"""The file that each side of a comparison leaves, and its reader: the reference's, and one a rank.
+"""The record of each side of a comparison: one file of the reference, and one per rank; with a reader.
 
-Tensors lie under a kind, a step and a name (parameters' gradients, weights and optimizer states) or under a kind, a
-call and a module's path (what the trace kept); numbers and names stand beside them as JSON. `meshwright parity` and
-`meshwright verify` write the same file, so that one comparison (judge.py) serves both.
+Tensors have the key (kind, step, name) for parameters' gradients, weights and optimizer states, or (kind, call, path of
+the module) for traced tensors. Numbers and names are in a JSON file next to the tensors. `meshwright parity` and
+`meshwright verify` write the same form, so that one comparison (judge.py) serves both.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from meshwright.parity.trace import Trace
 from meshwright.ranks.foreign import read_json
 
 REFERENCE, PARALLEL = "reference", "rank"
-"""The names of the two sides' records; that of a rank ends with its number."""
+"""The names of the two sides' records; a rank's name ends with the rank's number."""
 LOCAL = "alone"
 """The kind of the reference's gradients of one rank's share of the data alone."""
 CHUNK = "alone:"
-"""Kinds that begin so are the same of one of several chunks of the share's rows: `alone:2:0`, the first of two."""
+"""Prefix of kinds: the reference's gradients of one chunk of the share's rows: `alone:2:0`, the first of two chunks."""
 USE = "use:"
-"""Kinds that begin so are the reference's gradients by the uses of a parameter: `use:0`, the first in a pass."""
+"""Prefix of kinds: the reference's gradients by use of a parameter: `use:0`, the first use in a pass."""
 ROUNDED = "rounded:"
-"""Kinds that begin so are the reference's gradients, had its outputs been rounded to a type: `rounded:bfloat16`."""
+"""Prefix of kinds: the reference's gradients after the outputs are rounded to a type: `rounded:bfloat16`."""
 UPDATED = "updated-alone"
-"""The kind of the weights that the reference's optimizer makes of one rank's part as if there were no other."""
+"""The kind of weights after the reference's optimizer stepped one rank's part as a whole parameter."""
 PASSES = {1: "", 2: "@2"}
-"""The traced steps, and the mark that the kinds of their trace end with."""
+"""The traced steps, each with the suffix of kinds in the step's trace."""
 PROBES = ("@before", "@after")
-"""The marks of the two passes of a probe: before and after some samples change."""
+"""The suffixes of kinds in the two passes of a probe: before and after some samples change."""
 CLIPPED = "clipped"
-"""The kind of a recorded run's gradients behind clipping; `gradient` is then the kind of those before it."""
+"""The kind of a recorded run's gradients after clipping; `gradient` is then the kind before clipping."""
 STATE = "state:"
-"""Kinds of tensors that begin so are an optimizer's: `state:exp_avg`."""
+"""Prefix of kinds of an optimizer's states: `state:exp_avg`."""
 
 StepTensors = Mapping[tuple[str, int, str], Tensor]
 """By kind, step and name."""
@@ -49,66 +49,83 @@ StepTensors = Mapping[tuple[str, int, str], Tensor]
 
 @dataclass(frozen=True)
 class ReferenceFacts:
-    """`stated`: the largest relative error of a kind that is promised; of other kinds it is derived from `moved`, what
-    one rounding moves by (kind, step, name). `together`: kinds whose parameters are compared as one tensor.
-
-    `dead`: parameters whose gradient is zero everywhere. `frozen`: those that ask for none. `tied`: second names of
-    parameters. `batch`: shapes by key.
-    `order`: calls of modules as their forward passes end; `consumers`, `parents`, `classes`: of modules, by path.
-    `unequal`: the last step's samples have unequal numbers of labels. `stale_loss`: the first weights' on the second
-    batch. `narrow`: a narrower type that the reference itself rounds to. `rates`: learning rates by step.
-    `buffers`: those that training moves. `probe`: key of the samples that the probe changes.
-    """
+    """Facts of the reference."""
 
     names: list[str]
+    """The parameters."""
     losses: list[float]
+    """By step."""
     norms: list[float]
+    """By step: the norm of the gradients before clipping."""
     dtype: str
     stated: dict[str, float] = field(default_factory=dict)
+    """By kind, the stated largest relative error; for other kinds the error is derived from `moved`."""
     together: list[str] = field(default_factory=list)
+    """Kinds with all parameters compared as one tensor."""
     moved: list[tuple[str, int, str, float]] = field(default_factory=list)
+    """(kind, step, name, relative change by one rounding)."""
     dead: list[str] = field(default_factory=list)
+    """Parameters with gradients that are zero everywhere."""
     tied: list[str] = field(default_factory=list)
+    """Second names of parameters."""
     clip: float | None = None
     batch: dict[str, list[int]] = field(default_factory=dict)
+    """Shapes of the global batch's tensors, by key."""
     unequal: bool = False
+    """True if the samples of the last step have unequal numbers of labels."""
     stale_loss: float | None = None
+    """The loss of the first weights on the second batch."""
     order: list[tuple[str, int]] = field(default_factory=list)
+    """(module, call) in the order of ending forward passes."""
     consumers: dict[str, str] = field(default_factory=dict)
+    """By module, the module that reads the output."""
     parents: dict[str, str] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
     frozen: list[str] = field(default_factory=list)
+    """Parameters without requires_grad."""
     narrow: str = ""
+    """A narrower type to which the reference itself rounds."""
     rates: list[list[float]] = field(default_factory=list)
+    """Learning rates by step."""
     buffers: list[str] = field(default_factory=list)
+    """Buffers that training changes."""
     probe: str = ""
+    """Key of the samples that the probe changes."""
 
 
 @dataclass(frozen=True)
 class PartFacts:
-    """`losses` and `norms` by step, None where this rank has none. `parts`: what each of its tensors is of the
-    reference's parameters, by its own name. `lost`: first weights that are no part of them. `rows`: which part of every
-    tensor of the global batch it took, and `alike` all parts of the same values. `dropout`: the last step was made with
-    it. `halves`: the second was made in two halves of the samples, whose gradients were added up. `counts`: labels of
-    its share by step. `stepped`: how often an optimizer stepped in each step, `rates`: its learning rates. `micro`:
-    microbatches in the first. `probed`: whether the probe's passes are there. `said`: the parts by the placements of
-    DTensors that hold another part."""
+    """Facts of one rank."""
 
     losses: list[float | None]
+    """By step; None if this rank has no loss."""
     parts: dict[str, Any]
+    """By this rank's name of a tensor, the part of the reference's parameter."""
     coordinates: dict[str, int]
     norms: list[float | None] = field(default_factory=list)
+    """By step; None if this rank has no norm."""
     lost: dict[str, str] = field(default_factory=dict)
+    """First weights that are no part of the reference's parameters."""
     dropout: bool = False
+    """True if the last step had dropout."""
     halves: bool = False
+    """True if the second step added up the gradients of two halves of the samples."""
     rows: dict[str, Any] = field(default_factory=dict)
+    """By key, this rank's part of the global batch."""
     alike: dict[str, list[Any]] = field(default_factory=dict)
+    """By key, all parts of the global batch with equal values."""
     counts: list[int | None] = field(default_factory=list)
+    """By step, the number of labels in this rank's share."""
     stepped: list[int] = field(default_factory=list)
+    """By step, the number of steps of an optimizer."""
     rates: list[list[float]] = field(default_factory=list)
+    """By step, the optimizers' learning rates."""
     micro: int = 1
+    """Number of microbatches in the first step."""
     probed: bool = False
+    """True if the passes of the probe are recorded."""
     said: dict[str, str] = field(default_factory=dict)
+    """By name, the part according to a DTensor's placements, if the tensor holds another part."""
 
 
 COARSE = ("bfloat16", "float16")
@@ -121,8 +138,8 @@ def write_record(
     folder: Path, name: str, tensors: StepTensors, facts: ReferenceFacts | PartFacts,
     traces: Mapping[str, Trace] | None = None,
 ) -> None:  # fmt: skip
-    """Leave one side's record in a folder. `traces`: by the mark of their pass."""
-    # "|" is in no name of a parameter or module, and dots are in all of them.
+    """Write one side's record to a folder. `traces`: by the suffix of the pass."""
+    # "|" is in no name of a parameter or module.
     named = {f"{kind}|{step}|{own}": x for (kind, step, own), x in tensors.items()}
     for at, trace in (traces or {}).items():
         named |= {f"{kind}{at}|{call}|{module}": x for (kind, module, call), x in trace.tensors.items()}
@@ -131,7 +148,7 @@ def write_record(
 
 
 class SideRecord(Generic[SideFacts]):
-    """One side's record, read: its facts, and its tensors in float64."""
+    """Reader of one side's record: facts, and tensors in float64."""
 
     def __init__(self, folder: Path, name: str, facts: type[SideFacts]) -> None:
         self.facts: SideFacts = facts(**read_json(folder / f"{name}.json"))
@@ -139,25 +156,25 @@ class SideRecord(Generic[SideFacts]):
         self._keys = self._file.keys
 
     def get(self, kind: str, step: int, name: str) -> Tensor | None:
-        """A tensor in float64, by kind, step (or call) and name (or module's path); None where it was not kept."""
+        """Return a tensor in float64, by kind, step (or call) and name (or module's path); None if not recorded."""
         key = f"{kind}|{step}|{name}"
         if key not in self._keys:
             return None
         x = self._file.get(key)
-        # Differences of narrower types would round once more, by as much as is measured.
+        # Differences in narrower types would round again, by about the measured error.
         return x.to(torch.float64)
 
     @cached_property
     def recorded(self) -> set[tuple[str, int]]:
-        """The kinds and steps of which there are tensors."""
+        """The kinds and steps of recorded tensors."""
         return {(kind, int(step)) for kind, step, _ in (key.split("|", 2) for key in self._keys)}
 
     def num_calls(self, name: str, at: str = "") -> int:
-        """How often a module was called in a traced pass of this side; `at`: the mark of the pass."""
+        """Return the number of calls of a module in a traced pass of this side. `at`: the suffix of the pass."""
         return next(call for call in count() if f"output{at}|{call}|{name}" not in self._keys)
 
     def unused(self, name: str, at: str = "") -> bool:
-        """Whether a module's outputs have gradients that are zero everywhere."""
+        """Return True if the gradients of a module's outputs are zero everywhere."""
         calls = range(self.num_calls(name, at))
         gradients = [x for n in calls if (x := self.get(f"output-gradient{at}", n, name)) is not None]
         return bool(gradients) and not any(x.any() for x in gradients)
@@ -166,14 +183,20 @@ class SideRecord(Generic[SideFacts]):
         self, kind: str, name: str, number: int, calls: int, skip: int = 0, once: bool = True, at: str = "",
         dim: int = 0,
     ) -> Tensor | None:  # fmt: skip
-        """A module's tensor in its call `number` of `calls` in a pass over the model, of all microbatches together.
+        """Return a module's tensor in one call of a pass, with all microbatches joined to the batch.
 
-        Microbatches one after the other are the batch. `once`: what a module gives alike in each (a table of positions)
-        is kept once; the gradients of its outputs are added. `skip`: calls at the beginning that are no microbatch's.
-        `dim`: along which microbatches are put together; 1 where a loss is taken in chunks of the sequence.
+        Args:
+            kind: the kind of tensor.
+            name: the module.
+            number: number of the call in a pass over the model.
+            calls: number of calls in a pass over the model.
+            skip: number of first calls that belong to no microbatch.
+            once: keep a tensor that is equal in all microbatches (a table of positions) once, and add the gradients.
+            at: the suffix of the traced pass.
+            dim: the dim along which microbatches are joined; 1 if the loss is computed in chunks of the sequence.
         """
         every = range(self.num_calls(name, at))
-        # A pass without gradients, by which a pipeline learns its shapes, is no microbatch.
+        # A pass without gradients, in which a pipeline infers shapes, is no microbatch.
         first = next((n for n in every if f"output-gradient{at}|{n}|{name}" in self._keys), len(every))
         trained = every[first:]
         # Call i of microbatch m is number m * calls + i.
@@ -184,7 +207,7 @@ class SideRecord(Generic[SideFacts]):
         outputs = [x for n in numbers if (x := self.get(f"output{at}", n, name)) is not None]
         if once and all(torch.equal(x, outputs[0]) for x in outputs):
             return torch.stack(tensors).sum(0) if kind == "output-gradient" else tensors[0]
-        # What has other shapes beside that dim cannot be put together: the first stands for all.
+        # Tensors with other shapes besides that dim cannot be joined: the first one is returned.
         beside = {tuple(y.shape[:dim]) + tuple(y.shape[dim + 1 :]) for y in tensors}
         alike = len(beside) == 1 and tensors[0].ndim > dim
         return torch.cat(tensors, dim) if alike else tensors[0]

@@ -1,4 +1,4 @@
-"""Reads what record left of a run: of each rank its steps, their microbatches put together, samples made common."""
+"""Reads the record of a run: the steps of each rank, with microbatches concatenated and samples at common strides."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from meshwright.ranks.errors import ParityError
 from meshwright.ranks.foreign import plain_folder, read_json
 
 Key = tuple[str, int, str]
-"""Kind, call (1 for what has none) and the module's or parameter's name."""
+"""Kind, call (1 for tensors without calls) and the name of the module or parameter."""
 
 
 class RenamedFile:
-    """A file of tensors by other keys. `names`: the file's key by the new one."""
+    """A file of tensors with other keys. `names`: new key -> key in the file."""
 
     def __init__(self, file: TensorFile | RenamedFile, names: Mapping[str, str]) -> None:
         self._file, self._names, self.keys = file, names, set(names)
@@ -35,17 +35,19 @@ class RenamedFile:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A step of a rank: facts, and its tensors as they were kept. `clipped`: gradients are kept before clipping too."""
+    """A recorded step of a rank: facts and tensors."""
 
     facts: StepFacts
     file: TensorFile | RenamedFile
 
     @property
     def clipped(self) -> bool:
+        """True if gradients are recorded both before and after clipping."""
         return any(text.startswith(f"{CLIPPED}|") for text in self.file.keys)
 
     def as_stepped(self) -> RecordedStep:
-        """The step with the optimizer's gradients as `gradient`, and those before clipping as `raw-gradient`."""
+        """Return the step with the optimizer's gradients as `gradient`, and gradients before clipping as
+        `raw-gradient`."""
         kinds = {CLIPPED: "gradient", "gradient": "raw-gradient"} if self.clipped else {}
 
         def renamed(text: str) -> str:
@@ -57,7 +59,7 @@ class RecordedStep:
         return RecordedStep(facts, RenamedFile(self.file, {renamed(text): text for text in self.file.keys}))
 
     def kept(self, key: Key, x: Tensor) -> tuple[tuple[int, ...], Strides]:
-        """The shape of the whole tensor, and the strides of its samples."""
+        """Return (the shape of the whole tensor, the strides of the samples x)."""
         shape, strides = self.facts.kept.get("{}|{}|{}".format(*key), (x.shape, (1,) * x.ndim))
         return tuple(shape), tuple(strides)
 
@@ -71,7 +73,7 @@ class RecordedStep:
 
 
 class RecordedRank:
-    """One rank's folder. `steps`: those that were finished."""
+    """One rank's folder. `steps`: the finished steps."""
 
     def __init__(self, folder: Path) -> None:
         tree = read_json(folder / "run.json")
@@ -92,15 +94,20 @@ class RecordedRank:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """All ranks of a run, in order. `axes`: those that were told to record, or others to read the ranks by."""
+    """All ranks of a run, in order."""
 
     folder: Path
     ranks: tuple[RecordedRank, ...]
     axes: tuple[tuple[str, int], ...]
+    """Names and sizes of the ranks' axes, outermost first: from the record, or another reading of the ranks."""
 
     @classmethod
     def read(cls, folder: Path) -> RecordedRun:
-        """Raises ParityError where the folder holds no record, or not that of all ranks."""
+        """Read a folder.
+
+        Raises:
+            ParityError: the folder has no record, or lacks ranks.
+        """
         plain_folder(folder)
         found = {int(path.parent.name.removeprefix("rank-")): path.parent for path in folder.glob("rank-*/run.json")}
         if not found:
@@ -116,12 +123,12 @@ class RecordedRun:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that all ranks finished."""
+        """The steps that are finished on all ranks."""
         return sorted(set.intersection(*(rank.steps for rank in self.ranks)))
 
     @property
     def readings(self) -> list[RecordedRun]:
-        """The run by its axes; where none were told, also by every two whose sizes multiply to its ranks."""
+        """The run with the recorded axes. If no axes were given, also with each pair of axes of the right size."""
         number = len(self.ranks)
         if self.axes != (("rank", number),):
             return [self]
@@ -130,15 +137,19 @@ class RecordedRun:
 
     @property
     def coordinates(self) -> list[dict[str, int]]:
-        """Each rank's place on every axis."""
+        """The index of each rank on every axis."""
         names = [name for name, _ in self.axes]
         return [dict(zip(names, place, strict=True)) for place in product(*(range(size) for _, size in self.axes))]
 
 
 def put_together(step: RecordedStep) -> tuple[dict[Key, Tensor], list[tuple[str, int]]]:
-    """A step's tensors as those of one pass: rows of microbatches one behind the other, in the order of their calls.
+    """Join the microbatches of a step to one pass, row by row in the order of the calls.
 
-    What microbatches give alike, as a table of positions, is kept once, and its gradients are added."""
+    A tensor that is equal in all microbatches, such as a table of positions, is kept once; its gradients are summed.
+
+    Returns:
+        (tensors of the step, calls of modules in one pass).
+    """
     passes = max(1, step.facts.passes)
     calls = Counter(name for name, _ in step.facts.order)
     per_pass = {name: n // passes if n % passes == 0 else n for name, n in calls.items()}
@@ -170,8 +181,12 @@ def rows_of_microbatches(kind: str, parts: Sequence[Tensor], outputs: Sequence[T
 
 
 def common_strides(steps: Iterable[RecordedStep]) -> tuple[dict[tuple[str, str], Strides], list[tuple[str, str]]]:
-    """The samples that all of some steps' tensors of a kind and a name have in common; and those that have none, as
-    parts begin between samples, or have other dims."""
+    """Find common samples of the tensors of several steps.
+
+    Returns:
+        (strides of the common samples by kind and name, kinds and names without common samples: parts begin between
+        samples, or dims differ).
+    """
     kept: dict[tuple[str, str], list[tuple[tuple[int, ...], Strides]]] = {}
     for step in steps:
         for key, x in step.tensors.items():
@@ -180,7 +195,7 @@ def common_strides(steps: Iterable[RecordedStep]) -> tuple[dict[tuple[str, str],
 
 
 def common_first(ranks: Iterable[RecordedRank]) -> tuple[dict[tuple[str, str], Strides], list[tuple[str, str]]]:
-    """The same of first weights."""
+    """Find common samples of the first weights of several ranks, as `common_strides`."""
     kept: dict[tuple[str, str], list[tuple[tuple[int, ...], Strides]]] = {}
     for rank in ranks:
         for name, x in rank.first.items():
@@ -209,7 +224,7 @@ def _common(
 def at_strides(
     step: RecordedStep, common: Mapping[tuple[str, str], Strides], lost: Iterable[tuple[str, str]]
 ) -> RecordedStep:
-    """A step whose tensors are the samples that it has in common with others, without those that have none."""
+    """Return a step with tensors reduced to the common samples, without the `lost` tensors."""
     gone, tensors = set(lost), {}
     for key, x in step.tensors.items():
         if (at := (key[0], key[2])) not in gone:

@@ -4,14 +4,14 @@ script.
     with parity.recording("out/two", model, steps=(1, 2)):      # around the training loop
         ...
 
-The script need not change: hooks of torch's own see every module that is called, every optimizer that steps and every
-loss that is differentiated. The model is what is called with gradients and has parameters; a step ends where an
-optimizer has stepped and the model is called again.
+The script need not change: global hooks of torch see every module that is called, every optimizer that steps and every
+loss that is differentiated. The model is the module with parameters that is called with gradients. A step ends when the
+model is called again after an optimizer has stepped.
 
 A folder holds rank-R/run.json, rank-R/first.safetensors (the weights before the first step) and, for each recorded
-step, rank-R/step-N.safetensors and then step-N.json: a step without the latter was not finished. A run that rounding
-has moved lies in perturbed-SEED beside them. Gradients are those before clipping, if torch's functions clip them; the
-optimizer's are then kept as `clipped`.
+step, rank-R/step-N.safetensors and then step-N.json: a step without step-N.json was not finished. A run with one
+rounding added (`--perturb`) is in the subfolder perturbed-SEED. If torch's functions clip gradients, `gradient` is
+recorded before clipping, and the optimizer's gradients as `clipped`.
 """
 
 from __future__ import annotations
@@ -46,28 +46,29 @@ from meshwright.ranks.errors import ParityError
 from meshwright.ranks.streams import say
 
 MOST = 65536
-"""The most elements kept of a tensor."""
+"""The most elements of a tensor that are recorded."""
 
 
 @dataclass(frozen=True)
 class RecordPlan:
-    """`steps`: numbers of those that are kept, from 1. `most`: elements kept of a tensor. `axes`: names and sizes of
-    the ranks' axes, outermost first. `seed`: of a run that rounding moves, None for one as it is. `stop`: the script
-    ends behind the last step that is kept."""
+    """The settings of a recording."""
 
     folder: Path
     steps: tuple[int, ...] = (1, 2)
+    """Numbers of the recorded steps, from 1."""
     most: int = MOST
+    """The most elements of a tensor that are recorded."""
     axes: tuple[tuple[str, int], ...] = ()
+    """Names and sizes of the ranks' axes, outermost first."""
     seed: int | None = None
+    """Seed of a run that is perturbed by one rounding; None: an unchanged run."""
     stop: bool = False
+    """True: end the script after the last recorded step."""
 
 
 @dataclass
 class RunFacts:
-    """A rank's record of the run. `boxes`: offsets of a DTensor's part; `kept`: the shape and strides of each
-    parameter of which samples are kept; `frozen`: parameters that ask for no gradient. `compiled`: a part was compiled,
-    and recorded as it is written; `dropout`: there was some, and it was off."""
+    """A rank's record of the run."""
 
     rank: int
     world_size: int
@@ -76,43 +77,53 @@ class RunFacts:
     dtype: str = ""
     names: list[str] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
+    """Parameters without requires_grad."""
     classes: dict[str, str] = field(default_factory=dict)
     boxes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By name, the offsets of this rank's part of a DTensor."""
     kept: dict[str, tuple[tuple[int, ...], Strides]] = field(default_factory=dict)
+    """By name, the shape and the strides of parameters recorded as samples."""
     compiled: bool = False
+    """True if a part of the model was compiled; it was recorded uncompiled."""
     dropout: bool = False
+    """True if the model has dropout; it was off."""
     models: int = 0
 
 
 @dataclass
 class StepFacts:
-    """A rank's record of a step. `norms`: of whole tensors, `kept`: the shape and strides of those of which
-    samples are kept, both by key. `passes`: calls of the model. `losses`: all that were differentiated, `stepped`: how
-    often an optimizer stepped, `rates`: its learning rates. `clips`: the largest norm and the norm of each clipping,
-    `added`: backward passes behind one."""
+    """A rank's record of a step."""
 
     passes: int = 0
+    """Number of calls of the model."""
     losses: list[float] = field(default_factory=list)
+    """All losses that were differentiated."""
     order: list[tuple[str, int]] = field(default_factory=list)
     consumers: dict[str, str] = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)
+    """By key, the norm of the whole tensor, for tensors recorded as samples."""
     kept: dict[str, tuple[tuple[int, ...], Strides]] = field(default_factory=dict)
+    """By key, the shape and the strides of tensors recorded as samples."""
     stepped: int = 0
+    """Number of steps of an optimizer."""
     rates: list[float] = field(default_factory=list)
+    """The optimizers' learning rates."""
     clips: list[tuple[float, float]] = field(default_factory=list)
+    """(largest allowed norm, norm) of each clipping."""
     added: int = 0
+    """Number of backward passes after a clipping."""
 
 
 def whole_model(module: nn.Module) -> nn.Module:
-    """The largest module that holds another: scripts call parts of a model as well."""
-    # Searched once a model: torch's modules do not know their parents.
+    """Return the largest module that contains `module`, since scripts also call parts of a model."""
+    # Searched once per model, since torch's modules do not know their parents.
     alive = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
     holding = [x for x in alive if any(inner is module for inner in x.modules())]
     return max(holding, key=lambda x: sum(1 for _ in x.modules()), default=module)
 
 
 class Recorder:
-    """Watches this process, while it is entered. `models`: those to record, by default each that is called."""
+    """Context that records this process. `models`: the models to record; by default each model that is called."""
 
     def __init__(self, plan: RecordPlan, models: Sequence[nn.Module] = ()) -> None:
         self.plan, self.models = plan, list(models)
@@ -148,16 +159,16 @@ class Recorder:
 
         def differentiated(tensors: Any, *arguments: Any, **keywords: Any) -> None:
             if self._trace is not None:
-                # Gradients that are added to are clipped anew.
+                # Gradients change again, so the next clipping records them again.
                 self.step.added += bool(self._unclipped)
                 self._unclipped.clear()
                 self._differentiated = True
                 self.step.losses += [float(local_of(x)) for x in all_tensors(tensors) if x.numel() == 1]
             backward(tensors, *arguments, **keywords)
 
-        # A compiled module calls no hooks, or is compiled anew with each.
+        # A compiled module calls no hooks, or is compiled again for each hook.
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
-        # Where the loss is made nobody knows but the script; this is the one place that it goes through.
+        # Only the script knows the place of the loss, but every loss passes through torch.autograd.backward.
         self._stack.enter_context(patch.object(torch.autograd, "backward", differentiated))
         for handle in (
             register_module_forward_pre_hook(self.before_module),
@@ -203,7 +214,7 @@ class Recorder:
             ) from error
 
     def keep(self, key: str, x: Tensor, offsets: Sequence[int] = ()) -> Tensor:
-        """The samples of a tensor; the step's facts get its norm, shape and strides."""
+        """Return the samples of a tensor; for a sampled tensor, record norm, shape and strides in the step's facts."""
         strides = strides_of(x.shape, self.plan.most)
         if max(strides, default=1) > 1:
             self.step.kept[key] = (tuple(x.shape), strides)
@@ -212,7 +223,7 @@ class Recorder:
         return sampled(x, strides, offsets)
 
     def before_module(self, module: nn.Module, arguments: Any) -> None:
-        """Before any module's forward pass."""
+        """Handle a call of any module, before the forward pass."""
         if in_backward() or not torch.is_grad_enabled():
             return
         if id(module) in self._outside:
@@ -222,7 +233,7 @@ class Recorder:
             if not any(p.requires_grad for p in model.parameters()):
                 self._outside[id(module)] = module
                 return
-            # A wrapper of what was called before: the same model.
+            # A wrapper of a recorded model replaces this model.
             self.models = [m for m in self.models if all(m is not inner for inner in model.modules())] + [model]
             self._inside |= {id(inner) for inner in model.modules()}
         if any(module is model for model in self.models):
@@ -232,14 +243,14 @@ class Recorder:
         elif self._whole or module is not (self._part or module):
             return
         else:
-            # A container whose own forward pass nobody calls, as Lightning's modules: its first part is called for it.
+            # A container without calls of its forward pass, as Lightning's modules: the first part called replaces it.
             self._part = module
         if self._stepped:
             self._end_step()
             if self.number > max(self.plan.steps):
                 if self.plan.stop:
                     raise SystemExit(0)
-                # The script frees its models from here on.
+                # Drop references, so that the script can free models from here on.
                 self.models, self._inside, self._outside, self._buffers = [], set(), {}, {}
                 return
         if self._first:
@@ -249,7 +260,7 @@ class Recorder:
         self.step.passes += 1
         if self._trace is None:
             one = len(self.models) == 1
-            # Samples, and the norms of the whole tensors; a file's key has the call before the name.
+            # Keys of the file have the call before the name.
             self._trace = Trace(
                 self.models[0] if one else [("", model) for model in self.models],
                 keep=lambda key, x: self.keep(f"{key[0]}|{key[2]}|{key[1]}", x),
@@ -257,18 +268,18 @@ class Recorder:
             self._trace.__enter__()
             for model in self.models if self._part is None else [module]:
                 self._trace.handles.append(model.register_forward_hook(self.after_model, with_kwargs=True))
-            # torch made its list of this call's hooks before there was a trace.
+            # torch listed the hooks of this call before the trace existed.
             raw = {id(m): raw for model in self.models for raw, m in model.named_modules()}[id(module)]
             self._trace._before(clean_names([raw])[raw])(module, arguments, {})
 
     def after_model(self, module: nn.Module, arguments: Any, keywords: Any, result: Any) -> None:
-        """Keep what a model was given: behind its pass, as only then torch tells keywords of a call under way."""
+        """Record a model's arguments, after the pass: only hooks after a call receive keywords."""
         if not in_backward():
             for place, x in enumerate(x for x in all_tensors((arguments, keywords)) if x.ndim):
                 self.tensors[f"sample:{place}|{self.step.passes - 1}|"] = self.keep(f"sample:{place}", local_of(x))
 
     def _begin_run(self) -> None:
-        """At the first call: dropout off, the first weights, and what one rounding moves of them."""
+        """Begin at the first call: switch dropout off, record the first weights, and add perturbations if asked."""
         self._first, run = False, self.run
         for model in self.models:
             run.dropout |= self._stack.enter_context(without_dropout(model))
@@ -300,7 +311,7 @@ class Recorder:
                 write_local(parameter, hooks.rounded(local_of(parameter)))
 
     def before_clipping(self, arguments: Mapping[str, Any]) -> None:
-        """Before torch scales gradients: the gradients, and the norm that they are scaled by."""
+        """Record gradients and norms, before torch clips the gradients."""
         if self._trace is None:
             return
         given = arguments["parameters"]
@@ -315,7 +326,7 @@ class Recorder:
         self.step.clips.append((float(arguments["max_norm"]), float(norm)))
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Before an optimizer steps: the gradients that it sees."""
+        """Record the optimizer's gradients, before the optimizer steps."""
         if self._trace is None:
             return
         if not self._times[id(optimizer)]:
@@ -325,7 +336,7 @@ class Recorder:
         self._differentiated = False
 
     def _keep_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """The gradients of an optimizer's parameters, which its step sees or has seen."""
+        """Record the gradients of an optimizer's parameters."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, p in self._parameters().items():
             if id(p) in own and (gradient := gradient_of(p)) is not None:
@@ -333,21 +344,21 @@ class Recorder:
                 self.tensors[key] = self.keep(key, gradient, self.run.boxes.get(name, ()))
 
     def after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """After an optimizer has stepped: its states; the trace sees no more calls."""
+        """Record the optimizer's states, after the optimizer has stepped, and end the trace."""
         self._stepped = True
         if self._trace is not None and self._differentiated and self._times[id(optimizer)] == 1:
-            # A closure made the gradients inside of the step, as Lightning's does.
+            # A closure computed the gradients inside of the step, as in Lightning.
             self._keep_gradients(optimizer)
         for name, p in self._parameters().items() if self._trace is not None else ():
             for kind, x in states_of(optimizer, p):
                 key = f"{STATE}{kind}|1|{name}"
                 self.tensors[key] = self.keep(key, x, self.run.boxes.get(name, ()))
-        # Not as the model is called: torch has then listed the hooks of that call.
+        # Not at the next call of the model: torch would already have listed the hooks of that call.
         if self._trace is not None:
             self._trace.__exit__(None, None, None)
 
     def _end_step(self) -> None:
-        """The step is over: its weights, and its files."""
+        """End a step: record weights and buffers, and write the files."""
         if self._trace is not None:
             trace, self._trace = self._trace, None
             for name, p in self._parameters().items():
@@ -362,17 +373,17 @@ class Recorder:
             self.step.stepped = max(self._times.values(), default=0)
             with self._writing(f"step {self.number}"):
                 write_tensors(self.folder / f"step-{self.number}.safetensors", self.tensors)
-                # Last: a step that has it is whole.
+                # Written last, to mark the step as complete.
                 self._write_json(f"step-{self.number}.json", asdict(self.step))
             self.recorded += 1
         self.step, self.tensors, self._times, self._unclipped = StepFacts(), {}, Counter(), set()
         self.number, self._stepped = self.number + 1, False
         if self.number > max(self.plan.steps):
-            # The rest of the script runs as if nobody had watched: compiled, with dropout, without hooks.
+            # The rest of the script runs unobserved: compiled, with dropout, without hooks.
             self._stack.close()
 
     def _complete_clipped(self) -> None:
-        """In a step with clipping every gradient has both forms; one that no optimizer saw has none."""
+        """In a step with clipping, give every gradient both forms; drop gradients without an optimizer."""
         if not any(key.startswith(f"{CLIPPED}|") for key in self.tensors):
             return
         self._clips = True
@@ -394,13 +405,13 @@ class Recorder:
         unfinished.replace(self.folder / name)
 
     def _parameters(self) -> dict[str, Tensor]:
-        """The models' parameters by their names without the words of wrappers."""
+        """Return the models' parameters by name, without prefixes of wrappers."""
         named = {raw: p for model in self.models for raw, p in model.named_parameters()}
         names = clean_names(list(named))
         return {names[raw]: p for raw, p in named.items()}
 
     def _floating_buffers(self) -> dict[str, Tensor]:
-        """The models' buffers of real numbers by their names without the words of wrappers."""
+        """Return the models' floating-point buffers by name, without prefixes of wrappers."""
         named = {raw: local_of(x) for model in self.models for raw, x in floating_buffers(model).items()}
         names = clean_names(list(named))
         return {names[raw]: x for raw, x in named.items()}
@@ -415,12 +426,19 @@ def recording(
     most: int = MOST,
     perturb: int | None = None,
 ) -> Iterator[None]:
-    """Record the training inside, for `meshwright parity compare`.
+    """Record the training inside of the context, for `meshwright parity compare`.
 
-    `models`: what is trained; by default what is called with gradients and has parameters. `steps`: numbers of the
-    steps that are kept, from 1. `axes`: names and sizes of the ranks' axes, outermost first. `most`: elements that are
-    kept of a tensor. `perturb`: a seed; all is then moved by one rounding, from which a comparison takes what may
-    differ. Raises ParityError where the folder cannot be written, or nothing was recorded.
+    Args:
+        folder: the folder of the record.
+        models: the trained models; by default modules with parameters that are called with gradients.
+        steps: numbers of the recorded steps, from 1.
+        axes: names and sizes of the ranks' axes, outermost first.
+        most: the most elements of a tensor that are recorded.
+        perturb: a seed; weights and activations are then changed by one rounding. A comparison derives tolerances
+            from such a run.
+
+    Raises:
+        ParityError: the folder cannot be written, or nothing was recorded.
     """
     plan = RecordPlan(Path(folder), tuple(sorted(steps)), most, tuple((axes or {}).items()), perturb)
     with Recorder(plan, models):

@@ -1,8 +1,8 @@
-"""The reference: the whole model on one process, stepped by torch itself, and what one rounding moves of it.
+"""The reference: the whole model on one process, stepped by torch, and the changes of its tensors by one rounding.
 
-Tolerances are derived, not tuned. The same steps run again, twice, with the weights and every module's output and
-gradient moved by one rounding of their type. A right parallel program adds in another order, which moves its numbers
-about as much; what it may differ by is MARGIN times that, whatever the precision, the model and the optimizer.
+Tolerances are derived, not tuned. The same steps run twice more, with weights and every module's outputs and gradients
+perturbed by one rounding of the type. A right parallel program adds in another order, which changes numbers by about
+the same amount. The allowed error is MARGIN times this change, for any precision, model and optimizer.
 """
 
 from __future__ import annotations
@@ -31,28 +31,34 @@ from meshwright.ranks.dtensor import local_of
 from meshwright.ranks.errors import ParityError
 
 MARGIN = 8.0
-"""How many times the movement of one rounding a right program may differ by: ranks add in another order, in several
-places, and the perturbed runs are two draws."""
+"""The allowed error, in units of the change by one rounding. Above 1, since ranks add in another order in several
+places, and two perturbed runs are only two draws."""
 
 PERTURBED_RUNS = 2
 
 
 @dataclass
 class StepRecording:
-    """Some steps of a model: `tensors` by (kind, step, name), losses and norms by step from 1, traces by pass.
-
-    `rates`: the optimizers' learning rates in each step."""
+    """Recorded steps of a model."""
 
     losses: list[float] = field(default_factory=list)
+    """By step."""
     norms: list[float] = field(default_factory=list)
+    """By step."""
     tensors: dict[tuple[str, int, str], Tensor] = field(default_factory=dict)
+    """By (kind, step from 1, name)."""
     traces: dict[str, Trace] = field(default_factory=dict)
+    """By the suffix of the pass."""
     rates: list[list[float]] = field(default_factory=list)
+    """By step, the optimizer's learning rates."""
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a model in place, and its complex tensors to complex ones: `Module.to` drops their imaginary parts, which
-    turns Llama's rotary tables into other ones. torch has no complex type that goes with bf16: there they stay."""
+    """Cast a model in place; complex tensors to the complex type of `dtype`.
+
+    `Module.to` would drop imaginary parts, and change Llama's rotary tables. torch has no complex type for bf16:
+    complex tensors are then not cast.
+    """
     own = {torch.float32: torch.complex64, torch.float64: torch.complex128}.get(dtype)
 
     def cast(x: Tensor) -> Tensor:
@@ -64,10 +70,10 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def spread_constants(model: nn.Module) -> dict[str, float]:
-    """Move parameters whose elements are all equal (norms, biases) a little apart, in place; their old values by name.
+    """Add noise to parameters with constant values (norms, biases), in place. Returns the old values by name.
 
-    A bias of zeros hides a bias that is added twice, a norm's weight of ones one that is not applied; and their parts
-    could not be told apart.
+    A bias of zeros would hide a bias that is added twice, and a norm's weight of ones a weight that is not applied.
+    Also, different parts of a constant parameter are equal.
     """
     moved = {}
     generator = torch.Generator().manual_seed(77)
@@ -82,10 +88,10 @@ def spread_constants(model: nn.Module) -> dict[str, float]:
 
 
 def backward_of(model: Any, loss: Loss, batches: Sequence[Any]) -> float:
-    """The mean of the losses of some batches; their gradients are added up."""
+    """Run the backward passes of some batches, with gradients added up. Returns the mean of the losses."""
     total = 0.0
     for batch in batches:
-        # The mean over equal parts is the mean over all; a loss that is a sum is not, which `may_accumulate` finds out.
+        # The mean over equal parts is the mean over all. This fails for a loss that is a sum (`may_accumulate`).
         value = loss(model, batch) / len(batches)
         value.backward()
         total += float(local_of(value))
@@ -93,8 +99,7 @@ def backward_of(model: Any, loss: Loss, batches: Sequence[Any]) -> float:
 
 
 def may_accumulate(model: nn.Module, recipe: ReferenceRecipe, batch: Any) -> bool:
-    """Whether two halves of a batch give the reference the loss and gradients of the whole: means over equally many do,
-    sums do not."""
+    """Return True if two halves of a batch give the gradients of the whole batch: true for a mean, false for a sum."""
     halves = chunks_of(batch, 2)
     gradients = [gradient_alone(model, recipe, batches) for batches in ([batch], halves)] if halves else []
     # Statistics that every pass moves (batch norm) would move twice.
@@ -102,17 +107,16 @@ def may_accumulate(model: nn.Module, recipe: ReferenceRecipe, batch: Any) -> boo
         return False
     whole, added = (torch.cat([x.flatten().double() for x in tensors.values()]) for tensors in gradients)
     eps = torch.finfo(next(iter(gradients[0].values())).dtype).eps
-    # Another order of adding: some roundings, and far from the factor 2 that a sum would be off by.
+    # Another order of additions gives an error of some roundings, far from the factor 2 of a sum.
     return relative_error(added, whole) < 100 * eps
 
 
 UNREADABLE = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError, AssertionError)
-"""Errors of a loss that is given samples in a form which it does not read, as those of one rank alone may be."""
+"""Errors of a loss function with samples in an unsupported form, such as one rank's share alone."""
 
 
 def gradient_alone(model: nn.Module, recipe: ReferenceRecipe, batches: Sequence[Any]) -> dict[str, Tensor]:
-    """The reference's gradient of some batches' mean loss, as if there were no others; none where the reference's
-    loss cannot take them."""
+    """Return the reference's gradient of the mean loss of some batches alone; empty if the loss cannot read these."""
     model = copy.deepcopy(model)
     with without_dropout(model), torch.random.fork_rng(devices=[]):
         try:
@@ -123,7 +127,8 @@ def gradient_alone(model: nn.Module, recipe: ReferenceRecipe, batches: Sequence[
 
 
 class Uses(TorchFunctionMode):
-    """Gives each use of a parameter in a pass a view of its own, and keeps the view's gradient, by name and use."""
+    """Mode that gives each use of a parameter in a pass a separate view, and keeps the view's gradient by name and use.
+    """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -146,7 +151,7 @@ class Uses(TorchFunctionMode):
         return view
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        # Attributes are no uses, but for transposes.
+        # Reading an attribute is no use, except for transposes.
         name = getattr(function, "__name__", "")
         transposes = [vars(torch._C.TensorBase)[attribute].__get__ for attribute in ("T", "mT")]
         writes = name.endswith("_") and not name.endswith("__")
@@ -156,7 +161,7 @@ class Uses(TorchFunctionMode):
 
 
 def gradients_by_use(model: nn.Module, recipe: ReferenceRecipe) -> dict[str, list[Tensor]]:
-    """The first step's gradients of parameters that a pass uses more than once, by name, in the order of the uses."""
+    """Return the first step's gradients by use, for parameters that a pass uses more than once: name -> gradients."""
     model = copy.deepcopy(model)
     uses = Uses(dict(model.named_parameters()))
     with without_dropout(model), torch.random.fork_rng(devices=[]):
@@ -164,13 +169,13 @@ def gradients_by_use(model: nn.Module, recipe: ReferenceRecipe) -> dict[str, lis
             with uses:
                 loss = recipe.loss(model, recipe.global_batch(1))
             loss.backward()
-        except UNREADABLE:  # a program that asks which tensor it has
+        except UNREADABLE:  # a program that depends on the identity of parameters
             return {}
     return {name: [x for _, x in sorted(each.items())] for name, each in uses.gradients.items() if len(each) > 1}
 
 
 def gradient_of_rounded(model: nn.Module, recipe: ReferenceRecipe, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The first step's gradients, had the model's outputs been rounded to a type and sent on."""
+    """Return the first step's gradients with the model's outputs rounded to `dtype`, as in a message."""
     model = copy.deepcopy(model)
     straight = lambda x: x + (x.to(dtype).to(x) - x).detach() if x.is_floating_point() else x  # noqa: E731
     rounded = lambda module, arguments, result: tree_map_only(Tensor, straight, result)  # noqa: E731
@@ -179,7 +184,7 @@ def gradient_of_rounded(model: nn.Module, recipe: ReferenceRecipe, dtype: torch.
 
 
 def moves_buffers(model: nn.Module, recipe: ReferenceRecipe) -> bool:
-    """Whether a forward pass writes into the model's buffers."""
+    """Return True if a forward pass writes into the model's buffers."""
     copied = copy.deepcopy(model)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         recipe.loss(copied, recipe.global_batch(1))
@@ -196,12 +201,12 @@ def record(model: nn.Module, recipe: ReferenceRecipe, steps: int, rounding: int 
         hooks = Rounding(model, rounding)
         with torch.no_grad():
             for parameter in parameters.values():
-                # The weights as well: their rounding is what a run in this type cannot know of itself.
+                # Weights too, since the rounding of weights is part of the uncertainty of this type.
                 parameter.copy_(hooks.rounded(parameter))
     optimizer = recipe.optimizer(list(parameters.values()))
     scheduler = None if recipe.scheduler is None else recipe.scheduler(optimizer)
     for step in range(1, steps + 1):
-        # In the second step also what first weights would give: a module that still has them is known by it.
+        # In the second step also record outputs of the first weights, to detect modules with stale weights.
         earlier = first if step == 2 and rounding is None else None
         trace = Trace(model, earlier=earlier)
         with trace if step in PASSES else nullcontext():
@@ -210,7 +215,7 @@ def record(model: nn.Module, recipe: ReferenceRecipe, steps: int, rounding: int 
         if step in PASSES:
             result.traces[PASSES[step]] = trace
         result.losses.append(float(loss.detach()))
-        # Before clipping, to know a program that does not clip.
+        # Before clipping, to detect a program that does not clip.
         keep(result, "raw-gradient", step, {n: p.grad for n, p in parameters.items()})
         result.norms.append(math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters.values()
                                           if p.grad is not None)))  # fmt: skip
@@ -234,24 +239,24 @@ def record(model: nn.Module, recipe: ReferenceRecipe, steps: int, rounding: int 
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The different learning rates of an optimizer's groups, the smallest first."""
+    """Return the distinct learning rates of an optimizer's groups, in ascending order."""
     return sorted({float(group["lr"]) for group in optimizer.param_groups if "lr" in group})
 
 
 def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers of a model that are real numbers: running statistics, tables, a router's corrections."""
+    """Return the floating-point buffers of a model: running statistics, tables, a router's corrections."""
     return {name: x for name, x in model.named_buffers() if x.is_floating_point() and x.numel()}
 
 
 def keep(result: StepRecording, kind: str, step: int, tensors: Mapping[str, Tensor | None]) -> None:
-    """Add copies of named tensors, without those that are None."""
+    """Add copies of named tensors to the recording; None is left out."""
     for name, x in tensors.items():
         if x is not None:
             result.tensors[kind, step, name] = x.detach().clone()
 
 
 def states_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Names and this rank's values of a parameter's states that have its shape. Counters of steps are none."""
+    """Yield (name, this rank's values) of a parameter's states of the parameter's shape; step counters are left out."""
     for kind, x in optimizer.state.get(parameter, {}).items():
         if isinstance(x, Tensor) and x.is_floating_point() and x.shape == parameter.shape:
             yield kind, local_of(x)
@@ -260,7 +265,7 @@ def states_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Iterator[t
 def keep_states(
     result: StepRecording, step: int, optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, Tensor]
 ) -> None:
-    """Add copies of the optimizers' states that have their parameter's shape: Adam's moments, a momentum."""
+    """Add copies of optimizer states of the parameter's shape (Adam's moments, a momentum) to the recording."""
     for optimizer in optimizers:
         for name, parameter in parameters.items():
             for kind, x in states_of(optimizer, parameter):
@@ -268,8 +273,10 @@ def keep_states(
 
 
 def movements(exact: StepRecording, perturbed: Iterable[StepRecording]) -> list[tuple[str, int, str, float]]:
-    """How far one rounding moves each tensor, relatively, in the 2-norm, by kind, step and name: at least its kind's
-    median. Losses have no name."""
+    """Return (kind, step, name, relative change by one rounding in the 2-norm) of each tensor.
+
+    The change is the largest of the perturbed runs, and at least the median of the kind. Losses have an empty name.
+    """
     moved: dict[tuple[str, int, str], float] = {}
     for other in perturbed:
         pairs = [(key, x, exact.tensors[key]) for key, x in other.tensors.items()]
@@ -278,7 +285,7 @@ def movements(exact: StepRecording, perturbed: Iterable[StepRecording]) -> list[
                   for (kind, name, call), x in exact.traces[at].tensors.items()
                   if (kind, name, call) in other.traces[at].tensors]  # fmt: skip
         for key, x, y in pairs:
-            if x.shape != y.shape:  # rows that a router dealt otherwise
+            if x.shape != y.shape:  # a router assigned rows differently
                 continue
             moved[key] = max(moved.get(key, 0.0), relative_error(x, y))
         for step, (a, b) in enumerate(zip(exact.losses, other.losses, strict=True), 1):
@@ -286,18 +293,18 @@ def movements(exact: StepRecording, perturbed: Iterable[StepRecording]) -> list[
     by_kind: dict[tuple[str, int], list[float]] = {}
     for (kind, step, _), value in moved.items():
         by_kind.setdefault((kind, step), []).append(value)
-    # A tensor that two draws happened to leave alone would have no tolerance at all: its kind's median stands for it.
+    # A tensor that two draws left unchanged by chance would have no tolerance, so the kind's median is the minimum.
     medians = {key: sorted(values)[len(values) // 2] for key, values in by_kind.items()}
     return [(*key, max(value, medians[key[:2]])) for key, value in moved.items()]
 
 
-# Layers alone: functional dropout, as in attention, has no switch that could be thrown from outside.
+# Only layers: functional dropout, as in attention, cannot be switched off from outside.
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
 @contextmanager
 def without_dropout(*models: nn.Module) -> Iterator[bool]:
-    """Dropout layers drop nothing while the context is entered; whether there are any."""
+    """Switch dropout layers off in a context. Yields True if a layer has a rate above 0."""
     layers = [module for model in models for module in model.modules() if isinstance(module, DROPOUTS)]
     rates = [layer.p for layer in layers]
     for layer in layers:
@@ -311,8 +318,8 @@ def without_dropout(*models: nn.Module) -> Iterator[bool]:
 
 @contextmanager
 def unmoved(*models: nn.Module) -> Iterator[None]:
-    """Restore behind the context all that a pass moves beside parameters: buffers, tensors that modules keep as
-    attributes, torch's and Python's random numbers. Both passes of a probe then begin alike."""
+    """Restore all state of a pass except parameters after a context: buffers, tensors in attributes of modules, torch's
+    and Python's random state. Both passes of a probe then begin with equal state."""
     held = [(tensors, name, x, x.detach().clone()) for model in models for module in model.modules()
             for tensors in (module._buffers, vars(module)) for name, x in tensors.items()
             if isinstance(x, Tensor)]  # fmt: skip
@@ -329,7 +336,7 @@ def unmoved(*models: nn.Module) -> Iterator[None]:
 
 
 class NarrowTypes(TorchDispatchMode):
-    """Notes the floating types, narrower than its inputs', that an operation gives: a loss that casts to float32."""
+    """Mode that finds the narrowest floating type of results narrower than the operands, e.g. a loss in float32."""
 
     narrowest: torch.dtype | None = None
 
@@ -344,8 +351,11 @@ class NarrowTypes(TorchDispatchMode):
 
 
 def check_repeatable(model: nn.Module, recipe: ReferenceRecipe) -> str:
-    """The narrowest type that the reference rounds to inside, or nothing. Raises ParityError where two passes of the
-    reference differ: what is random cannot be compared."""
+    """Return the narrowest type to which the reference rounds inside, or "".
+
+    Raises:
+        ParityError: two passes of the reference differ (it is random), or the loss is not finite.
+    """
     losses, narrow = [], NarrowTypes()
     # Other seeds, the same batch: only a random model gives other losses.
     for seed in (1, 2):
@@ -364,8 +374,7 @@ def check_repeatable(model: nn.Module, recipe: ReferenceRecipe) -> str:
 
 
 def dead_parameters(exact: StepRecording, names: Sequence[str]) -> list[str]:
-    """Trained parameters of the reference whose gradient is zero everywhere at all steps: comparing them proves
-    nothing."""
+    """Return the trained parameters with a zero gradient at all steps; a comparison of these proves nothing."""
     steps = range(1, len(exact.losses) + 1)
     return [
         name for name in names

@@ -1,9 +1,9 @@
-"""A line for each kind of mistake: what to do about it, and where docs/parity.md says more."""
+"""One line of advice for each kind of mistake, and the page with more (docs/parity.md)."""
 
 from __future__ import annotations
 
 PAGE = "docs/parity.md"
-"""In the repository. No address: a link would go to a page that is not published."""
+"""The path in the repository; not a URL, since the page is not published."""
 
 REMEDIES = {
     "wrong part": "take this rank's own slice of the whole weight: of q, k and v, or gate and up, each on its own",

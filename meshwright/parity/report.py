@@ -1,4 +1,4 @@
-"""A check's result as a table for people, a dict for scripts, and a page that shows the modules in forward order."""
+"""Reports of checks: a table in the terminal, a dict for scripts, and an HTML page with modules in forward order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = {"loss": "losses", "gradient": "gradients", "weight": "weights", "state"
 
 
 def as_dict(results: Sequence[ParityResult]) -> dict[str, Any]:
-    """Every check with its finding, its comparisons and its modules."""
+    """Return every check with finding, comparisons and modules, as a dict for JSON."""
     checks = [
         {
             "check": result.check.name,
@@ -50,10 +50,10 @@ def as_dict(results: Sequence[ParityResult]) -> dict[str, Any]:
 
 
 def worst_row(rows: Sequence[Row]) -> Row:
-    """The row that is furthest off for what it may be. Not-a-number is further than any number.
+    """Return the row with the largest error relative to the allowed error. NaN counts as largest.
 
-    A right row that may be off by all of itself is rounding alone, as the gradient of a key's bias, which no softmax
-    feels: it stands for its kind only where there is no other.
+    A row with an allowed error of 100 % or more has only rounding, e.g. the gradient of a key's bias, which a softmax
+    cancels. Such a row is returned only if there is no other.
     """
     return max(
         rows, key=lambda row: (not row.holds, row.error != row.error, row.allowed < 1, row.error / (row.allowed or 1.0))
@@ -61,11 +61,11 @@ def worst_row(rows: Sequence[Row]) -> Row:
 
 
 def render(results: Sequence[ParityResult]) -> None:
-    """A row a check, with the worst comparison of each kind; then what is wrong, and where.
+    """Print a table with the worst comparison of each kind per check, then the mistakes with their places.
 
     A check has two lines, so that the table fits in a terminal of 80 columns.
     """
-    # A column only for what some check compares: the table has to fit 80 columns.
+    # Columns only for kinds that some check compares, so that the table fits 80 columns.
     kinds = {kind: label for kind, label in KINDS.items() if any(row.kind == kind for r in results for row in r.rows)}
     cells = [["check", *kinds.values(), ""]]
     for result in results:
@@ -99,7 +99,7 @@ class PageHead:
     Attributes:
         program: The file of checks, or the two records, by name.
         command: The command line that wrote the page.
-        recorded: Whether two recorded runs are compared, and not a program with one process.
+        recorded: Whether the page compares two recorded runs, not a program with one process.
     """
 
     program: str
@@ -117,8 +117,8 @@ LEGEND = {
 
 
 def write_page(results: Sequence[ParityResult], path: Path, head: PageHead) -> Path:
-    """One HTML file that needs nothing else."""
-    # Here: a check in a terminal needs no templates.
+    """Write one self-contained HTML file."""
+    # Imported here, since a check in a terminal needs no templates.
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     templates = Environment(
@@ -146,14 +146,14 @@ def write_page(results: Sequence[ParityResult], path: Path, head: PageHead) -> P
 
 
 def as_marks(text: str) -> Markup:
-    """The text as HTML, in which words between backticks are code."""
+    """Return the text as HTML, with words between backticks as code."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def folded(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines with one for neighbouring blocks that are equal in all lines and to the reference: `blocks.0 to 11`."""
+    """Fold neighbouring blocks with equal lines and without mistakes into one: `blocks.0 to 11`."""
     made: list[dict[str, Any]] = []
     at = 0
     while at < len(lines):
@@ -178,13 +178,13 @@ NUMBERED = re.compile(r"(?P<before>.*?)(?P<number>\d+)")
 
 
 def block_at(lines: Sequence[dict[str, Any]], at: int) -> list[dict[str, Any]]:
-    """A module's line with those of all modules inside."""
+    """Return the line of a module and the lines of all modules inside."""
     end = next((n for n in range(at + 1, len(lines)) if lines[n]["depth"] <= lines[at]["depth"]), len(lines))
     return list(lines[at:end])
 
 
 def is_like(block: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> bool:
-    """Whether two blocks differ in their number alone, and have nothing wrong."""
+    """Return True if two blocks differ only in the number, and have no mistake."""
     ours, theirs = (NUMBERED.fullmatch(lines[0]["name"]) for lines in (block, other))
     if ours is None or theirs is None or ours["before"] != theirs["before"] or len(block) != len(other):
         return False
@@ -197,10 +197,12 @@ def is_like(block: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) ->
 
 
 def _page_lines(result: ParityResult) -> list[dict[str, Any]]:
-    """The modules as a person reads them, parents before their children; the finding's is marked. One that is at no
-    module, as of the data, the loss or all parameters, has the first row."""
+    """Return the modules as table rows, parents before children, with the module of the finding marked.
+
+    A finding without a module (data, loss, all parameters) becomes the first row.
+    """
     named = None if result.finding is None else result.finding.module
-    # Modules whose own parameters have wrong gradients are marked, beside the first.
+    # Modules with wrong gradients of parameters are marked too, in addition to the finding's module.
     wrong = {owner_of(row.name) for row in result.failed if row.kind == "gradient"}
     lines = {line.name: line for line in reversed(result.modules)}  # of several calls the first
     above = {name: [n for n in lines if n != name and (not n or name.startswith(f"{n}."))] for name in lines}
@@ -227,12 +229,12 @@ def _page_lines(result: ParityResult) -> list[dict[str, Any]]:
 
 
 def _parents_first(modules: Sequence[ModuleLine]) -> list[str]:
-    """Forward passes end with the parent; a reader begins with it."""
+    """Return names with parents before children; lines are in the order of ending forward passes, parents last."""
     names = list(dict.fromkeys(line.name for line in modules))
 
     def visit(parent: str) -> list[str]:
         inside = [n for n in names if n != parent and (not parent or n.startswith(f"{parent}."))]
-        # Direct children: those that lie in no other module of the inside.
+        # Direct children: modules that are in no other module of `inside`.
         children = [n for n in inside if not any(n.startswith(f"{other}.") for other in inside)]
         return [x for child in children for x in (child, *visit(child))]
 

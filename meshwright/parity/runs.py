@@ -1,8 +1,8 @@
-"""`parity compare A B`: two recorded runs, step by step, by the comparison that checks have.
+"""`parity compare A B`: compare two recorded runs step by step, with the comparison of checks.
 
-A is the reference: one process, or ranks whose tensors are put together; B's ranks hold copies, cuts or partial sums of
-it. Two runs of one layout are compared rank by rank. What may differ is derived from A as rounding moves it
-(`record --perturb`); over steps that lie far apart it grows with what training makes of a rounding.
+A is the reference: one process, or the joined tensors of several ranks. B's ranks hold copies, cuts or partial sums of
+A's tensors. Two runs of one layout are compared rank by rank. The tolerances are derived from runs of A with
+perturbations of one rounding (`record --perturb`). In later steps they grow as training amplifies the perturbation.
 """
 
 from __future__ import annotations
@@ -45,13 +45,17 @@ from meshwright.ranks.errors import ParityError
 from meshwright.ranks.launch.session import temporary_folder
 
 PartOf = Callable[[str, int], tuple[str, tuple[slice, ...]]]
-"""A parameter of B and a rank, to the parameter of A that it is a part of and its slices."""
+"""part(name of a parameter of B, rank): (name of the parameter of A, slices of this rank's part)."""
 
 TRACED = ("input", "output", "output-gradient")
 
 
 def compare_runs(first: RecordedRun, second: RecordedRun, part: PartOf | None = None) -> list[ParityResult]:
-    """A result for each step that both runs have. Raises ParityError where they cannot be compared."""
+    """Compare each step that both runs have.
+
+    Raises:
+        ParityError: the runs cannot be compared.
+    """
     steps = sorted({*first.steps} & {*second.steps})
     if not steps:
         raise ParityError(
@@ -81,7 +85,7 @@ def compare_runs(first: RecordedRun, second: RecordedRun, part: PartOf | None = 
 
 
 def same_samples(first: RecordedRun, other: RecordedRun, number: int) -> bool:
-    """Whether two runs of a layout were given the same samples in a step."""
+    """Return True if two runs of a layout read the same samples in a step."""
     for one, two in zip(first.ranks, other.ranks, strict=True):
         if number in two.steps:
             a, b = (rank.step(number).tensors for rank in (one, two))
@@ -93,7 +97,7 @@ def same_samples(first: RecordedRun, other: RecordedRun, number: int) -> bool:
 
 @dataclass
 class StepComparison:
-    """One step of two runs. `a` and `b`: what their ranks have left, as samples that all have in common."""
+    """One step of two runs. `a` and `b`: the recorded steps of the ranks, at common samples."""
 
     first: RecordedRun
     second: RecordedRun
@@ -105,7 +109,7 @@ class StepComparison:
     def __post_init__(self) -> None:
         having = [self.second, self.first, *(run for run in self.moved if self.number in run.steps)]
         ours, theirs, *moved = ([rank.step(self.number) for rank in run.ranks] for run in having)
-        # Gradients before clipping are compared first, if all runs keep them: the optimizer's follow from them.
+        # Gradients before clipping are compared first, if all runs keep both: clipped gradients follow from these.
         clipped = [all(step.clipped for step in steps) for steps in (ours, theirs, *moved)]
         before, self.explained_by_norm = all(clipped), clipped[1] and not clipped[0]
         if not before:
@@ -127,7 +131,7 @@ class StepComparison:
 
     @property
     def same_layout(self) -> bool:
-        """Whether each rank of one run has the shapes of the other's."""
+        """True if equal ranks of both runs have tensors of equal shapes."""
         if len(self.a) != len(self.b):
             return False
         return all(
@@ -141,14 +145,14 @@ class StepComparison:
         if len(self.a) == 1 or not self.same_layout:
             found = self._against_whole()
         else:
-            # Each rank beside the same rank: their tensors have nothing to be put together.
+            # Each rank is compared with the same rank; nothing is joined over ranks.
             alone = [{axis: 0 for axis, _ in self.second.axes}]
             pairs = [
                 self._judge(*put_together(self.a[rank]), self._first(self.first.ranks[rank]), [rank], alone, [rank])
                 for rank in range(len(self.a))
             ]
             found = min(pairs, key=earliness)
-            # Other layouts may have the same shapes: rows that were dealt otherwise.
+            # Different layouts may have equal shapes, with rows assigned differently.
             if not found.holds and self.first.axes != self.second.axes and (other := self._against_whole()).holds:
                 found = other
         named = re.compile(r"\bstep 1\b")
@@ -160,7 +164,7 @@ class StepComparison:
         return replace(found, finding=finding, rows=rows, notes=notes, dead=(), seconds=time.monotonic() - start)
 
     def _notes(self, found: ParityResult) -> Iterator[str]:
-        """Sentences on what was not compared."""
+        """Yield sentences on the parts of the runs that were not compared."""
         for unseen, why in self.unseen:
             if unseen:
                 more = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
@@ -194,7 +198,7 @@ class StepComparison:
             )
 
     def _against_whole(self) -> ParityResult:
-        """B's ranks as parts of A's whole, by the axes that explain most."""
+        """Compare B's ranks as parts of A's whole tensors, with the axes that explain most."""
         best: ParityResult | None = None
         for first_axes, second_axes in product(self.first.readings, self.second.readings):
             self.first, self.second = first_axes, second_axes
@@ -210,7 +214,7 @@ class StepComparison:
         return best
 
     def _first(self, rank: RecordedRank) -> dict[str, Tensor]:
-        """A rank's first weights, as samples that all have."""
+        """Return a rank's first weights at the common samples."""
         first = {}
         for name, x in rank.first.items():
             if name not in self.lost:
@@ -220,7 +224,7 @@ class StepComparison:
         return first
 
     def _moved(self, ranks: Sequence[int]) -> dict[tuple[str, int, str], float]:
-        """How far one rounding moves each tensor of the reference, on the rank where it moves it most."""
+        """Return the relative change of each tensor of the reference by one rounding: the largest over the ranks."""
         moved: dict[tuple[str, int, str], float] = {}
         for rank in ranks:
             exact, *others = (as_recording(step) for step in (self.a[rank], *(run[rank] for run in self.perturbed)))
@@ -255,7 +259,7 @@ class StepComparison:
             if kind not in TRACED:
                 if name in recipes:
                     made = _made(recipes[name], held, places, strict=False)
-                    # Of copies that differ the first rank's.
+                    # If copies differ, the first rank's copy is taken.
                     whole[key] = next(iter(held.values())) if made is None else made
                 continue
             ours = {rank: tensors[key] for rank, tensors in enumerate(theirs) if key in tensors}
@@ -275,7 +279,7 @@ class StepComparison:
         self, whole: Mapping[Key, Tensor], order: list[tuple[str, int]], first: Mapping[str, Tensor],
         of_first: Sequence[int], coordinates: Sequence[Mapping[str, int]], of_second: Sequence[int],
     ) -> ParityResult:  # fmt: skip
-        """Write both sides as a check's ranks leave them, and let its judge read them."""
+        """Write both sides in the form of a check's records, and judge these as a check."""
         run = self.first.ranks[of_first[0]].facts
         located = [self._parts(rank, self._first(self.second.ranks[rank]), first) for rank in of_second]
         names = [name for name in first if not any(name in vague for _, _, vague in located)]
@@ -287,13 +291,13 @@ class StepComparison:
         moved = [(*key, value) for key, value in self._moved(of_first).items()]
         parents = {name: name.rpartition(".")[0] for name in run.classes if name}
         gradients = {name for (kind, _, name), x in whole.items() if kind == "gradient" and bool(x.any())}
-        # An optimizer that steps tensors of its own leaves no gradients: nothing says then which are frozen or zero.
+        # An optimizer with private copies of parameters records no gradients; frozen and zero gradients are unknown.
         keeps = any(kind == "gradient" for kind, _, _ in whole)
         frozen = [name for name in names if name in run.frozen or (keeps and ("gradient", 1, name) not in whole)]
         samples = {
             kind: list(x.shape) for (kind, _, _), x in whole.items() if kind.startswith("sample:") and x.ndim > 1
         }
-        # Gradients before clipping are compared as such; else a norm explains what the clipped ones are off by.
+        # Gradients before clipping are compared directly; else the norm explains the error of clipped gradients.
         known = self.explained_by_norm and len(steps[0].clips) == 1
         clip, norms = (steps[0].clips[0][0], [steps[0].clips[0][1]]) if known else (None, [])
         facts = ReferenceFacts(
@@ -313,7 +317,7 @@ class StepComparison:
             evidence = Evidence(folder, len(of_second))
             rows = list(compare_all(evidence))
             evidence.modules = explain_modules(evidence)
-            if len(of_first) == 1:  # of ranks put together nobody knows which norms add up
+            if len(of_first) == 1:  # for several ranks it is unknown which norms add up
                 rows += self._norms(evidence, of_first, of_second)
             found = first_finding(evidence, rows)
             if found is not None and found.kind == "wrong values" and len(of_first) == 1 and len(of_second) > 1:
@@ -335,8 +339,11 @@ class StepComparison:
     def _own_means(
         self, whole: Mapping[Key, Tensor], order: Sequence[tuple[str, int]], of_second: Sequence[int]
     ) -> Mistake | None:
-        """Whether each rank takes the mean over its own labels: its outputs' gradients are the reference's of its rows
-        times a factor of its own, and the factors' inverses, the ranks' shares of all labels, add up to 1."""
+        """Find ranks that each take the mean over the rank's labels.
+
+        The gradients of a rank's outputs are then the reference's gradients of these rows times one factor per rank.
+        The inverses of the factors, the ranks' shares of all labels, add up to 1.
+        """
         held = [put_together(self.b[rank])[0] for rank in of_second]
         samples = [key for key, x in whole.items() if key[0].startswith("sample:") and x.ndim > 1]
         last = next((("output-gradient", call, name) for name, call in reversed(order)
@@ -369,7 +376,7 @@ class StepComparison:
         samples = put_together(step)[0]
         for key, theirs in whole.items():
             ours = samples.get(key)
-            # Samples in other dims are in a form of the program's own, and say nothing.
+            # Samples with another number of dims have a private form of the program, and are not compared.
             if key[0].startswith("sample:") and ours is not None and ours.ndim == theirs.ndim > 1:
                 found = find_part(key[0], ours, theirs) if ours.dtype == theirs.dtype else None
                 rows[key[0]] = None if found is None else found.as_json()
@@ -384,7 +391,11 @@ class StepComparison:
     def _parts(
         self, rank: int, locals_: Mapping[str, Tensor], wholes: Mapping[str, Tensor]
     ) -> tuple[dict[str, Part], dict[str, str], set[str]]:
-        """The part of A that each parameter of a rank is; those that are none; names of A whose part is not known."""
+        """Locate each parameter of a rank in A.
+
+        Returns:
+            (part of A by name, shapes of parameters that are no part of A, parameters of A with an unknown part).
+        """
         facts = self.second.ranks[rank].facts
         stated: dict[str, Part] = {}
         for name, x in locals_.items():
@@ -413,7 +424,7 @@ class StepComparison:
                 lost[name] = f"shape {tuple(locals_[name].shape)}"
         vague = set[str]()
         for name, part in list(parts.items()):
-            # Equal numbers are found anywhere: only what is known of the weight beside them says where they belong.
+            # Constant values match at any place: only the located weight of the same module decides the place.
             if name not in stated and not part.whole and is_constant(locals_[name]):
                 beside = self.part_beside(name, locals_[name], parts)
                 parts[name] = beside or part
@@ -421,7 +432,7 @@ class StepComparison:
         return parts, lost, vague
 
     def part_beside(self, name: str, local: Tensor, parts: Mapping[str, Part]) -> Part | None:
-        """The part that a bias is by the rows of its module's weight, of which samples may be known."""
+        """Return the part of a bias by the rows of the weight of the same module; None if unknown."""
         for other, part in parts.items():
             rows = part.index[0] if part.index else None
             if other != name and other.rpartition(".")[0] == name.rpartition(".")[0] and local.ndim == 1 and rows:
@@ -432,7 +443,7 @@ class StepComparison:
         return None
 
     def _norms(self, evidence: Evidence, of_first: Sequence[int], of_second: Sequence[int]) -> Iterator[Row]:
-        """The norms of tensors of which samples are compared: those of copies, and of all cuts together."""
+        """Yield comparisons of norms for sampled tensors: norms of copies, and of all cuts together."""
         pieces = {line.name for line in evidence.modules if line.output and line.output.kind in (COPY, CUT)}
         for kind in ("output", "gradient", "weight"):
             for name in dict.fromkeys(key[2] for key in self.a[of_first[0]].tensors if key[0] == kind):
@@ -444,12 +455,12 @@ class StepComparison:
                 )
                 if theirs and ours:
                     error = abs(math.sqrt(ours / theirs) - 1)
-                    # In float32 a norm adds up its own rounding.
+                    # A norm in float32 accumulates rounding, hence 1e-5.
                     yield Row("norm", f"{kind} of {name}", error, 4 * evidence.allowed(kind, 1, name) + 1e-5, 1)
 
 
 def squares_of(steps: Sequence[RecordedStep], kind: str, name: str) -> float | None:
-    """The sum of squares of some ranks' tensors of a name an element, of which some keep samples; else None."""
+    """Return the mean square over the elements of some ranks' tensors; None unless some are recorded as samples."""
     total, number, is_sampled = 0.0, 0, False
     for step in steps:
         for text in step.file.keys:
@@ -464,7 +475,7 @@ def squares_of(steps: Sequence[RecordedStep], kind: str, name: str) -> float | N
 
 
 def as_recording(step: RecordedStep) -> StepRecording:
-    """A recorded step as the steps of a reference are, from which movements are read."""
+    """Return a recorded step as a `StepRecording`, for `movements`."""
     whole, _ = put_together(step)
     trace = Trace(nn.Module(), tensors={(k, n, c): x for (k, c, n), x in whole.items() if k in TRACED})
     tensors = {(k, c, n): x for (k, c, n), x in whole.items()
@@ -473,7 +484,7 @@ def as_recording(step: RecordedStep) -> StepRecording:
 
 
 def earliness(result: ParityResult) -> tuple[bool, bool, int]:
-    """How early a rank's result shows a mistake: outputs in forward order before gradients in backward order."""
+    """Return a sort key, least for the earliest mistake: outputs in forward order, then gradients in backward order."""
     order = list(enumerate(result.modules))
     forward = next((place for place, line in order if line.output and not line.output.explained), None)
     if forward is not None:
@@ -486,11 +497,11 @@ def earliness(result: ParityResult) -> tuple[bool, bool, int]:
 
 
 Recipe = tuple[tuple[str, str, int], ...]
-"""The way to put ranks together over each axis, innermost first: copy, cat along a dim, or sum."""
+"""(axis, word, dim) for each axis, innermost first: join ranks by copy, by cat along a dim, or by sum."""
 
 
 def wholes_of(held: Mapping[int, Tensor], places: Sequence[Mapping[str, int]]) -> Iterator[tuple[Recipe, Tensor]]:
-    """Ways to put ranks' tensors together, the plainest first: copies, cuts along one dim an axis, sums."""
+    """Yield ways to join ranks' tensors, the simplest first: copies, cuts along one dim per axis, sums."""
     axes = [axis for axis in reversed(list(places[0])) if len({places[rank][axis] for rank in held}) > 1]
     dims = range(next(iter(held.values())).ndim)
     options = [("copy", 0), *(("cat", dim) for dim in dims), ("sum", 0)]
@@ -514,7 +525,7 @@ def _made(
         for rest, terms in groups.items():
             same = len({x.shape for x in terms}) == 1
             if word == "copy":
-                # Replicas of a run have the same bits, or nearly: they came from one sum.
+                # Replicas of a run have equal bits, or nearly equal ones: they are results of one sum.
                 near = same and all(relative_error(x, terms[0]) < 1e-5 for x in terms)
                 if strict and not near:
                     return None
