@@ -1,10 +1,10 @@
-"""Adapters get gradients on every rank, hold equal values, and are exported as trained, without a reference.
+"""Checks that adapters get gradients on every rank, hold equal values, and are exported as trained; no reference.
 
     probe = parity.adapter_probe(model, optimizer)     # before the loop, on every rank
     ...                                                # the loop
     probe.exported("adapter/")                         # a folder with safetensors, or a state dict
 
-At each of the first steps ranks tell each other marks of values and gradients. exports.py compares what was saved.
+At each of the first steps ranks exchange marks of values and gradients. exports.py compares the saved tensors.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Step = list[dict[str, Adapter]]
 
 
 class AdapterProbe:
-    """Watches the first steps of an optimizer. `findings`: what is wrong; `line`: the verdict in sentences."""
+    """Probe of the first steps of an optimizer. `findings`: the mistakes; `line`: the verdict in sentences."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], parts: Sequence[str], steps: int) -> None:
         self.optimizers, self.parts, self.num_steps = optimizers, parts, steps
@@ -80,13 +80,13 @@ class AdapterProbe:
         self._stack.callback(optimizers[0].register_step_pre_hook(self.before_step).remove)
 
     def _wholes(self) -> Iterator[tuple[str, Tensor]]:
-        """Each adapter as a whole, on the CPU: a collective for DTensors."""
+        """Yield each adapter as a whole tensor on the CPU. Collective for DTensors."""
         for name, parameter in self.adapters.items():
             yield name, whole_of(parameter.detach()).cpu()
 
     @torch.no_grad()
     def before_step(self, *_: Any) -> None:
-        """Tell all ranks what this one holds, as its optimizer is about to step."""
+        """Send marks of this rank's adapters to all ranks, before the optimizer's step. Collective."""
         stepped = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         own = {}
         for name, parameter in self.adapters.items():
@@ -103,7 +103,7 @@ class AdapterProbe:
             self._judge()
 
     def _judge(self) -> None:
-        """End the watch, and judge the steps, once there are some."""
+        """End the probe, and judge the steps, if there are some."""
         if not self._steps:
             return
         self._stack.close()
@@ -128,9 +128,13 @@ class AdapterProbe:
     def exported(
         self, source: Mapping[str, Tensor] | str | Path | None, rename: Callable[[str], str] | None = None
     ) -> list[ProbeFinding]:
-        """Compare an export with the trained adapters: a state dict, a file of safetensors or a folder of them. All
-        ranks call; a rank without the export gives None. `rename`: a parameter's name in the export; by default its
-        own, also without prefixes and without peft's name of the adapter."""
+        """Compare an export with the trained adapters. Collective.
+
+        Args:
+            source: a state dict, a safetensors file or a folder of such files; None on ranks without the export.
+            rename: rename(name) gives a parameter's name in the export; by default equal, also without prefixes and
+                without peft's name of the adapter.
+        """
         self._judge()
         wholes = dict(self._wholes())
         boxes = {name: box_of(parameter) for name, parameter in self.adapters.items()}
@@ -155,7 +159,7 @@ def step_findings(steps: Sequence[Step], parts: Sequence[str]) -> list[ProbeFind
 
 
 def causes_of(steps: Sequence[Step], name: str, are_parts: bool) -> Iterator[tuple[str, str, str]]:
-    """(kind, cause, remedy) of what is wrong with an adapter."""
+    """Yield (kind, cause, remedy) of each mistake of an adapter."""
     held = {rank: [step[rank][name] for step in steps] for rank, own in enumerate(steps[0]) if name in own}
     held = {rank: line for rank, line in held.items() if not line[0].empty}
     if lacking := [rank for rank, line in held.items() if not line[0].stepped]:
@@ -167,7 +171,7 @@ def causes_of(steps: Sequence[Step], name: str, are_parts: bool) -> Iterator[tup
                "call the adapted module in the forward pass (enable the adapter); with recomputed layers let inputs "
                "require gradients (enable_input_require_grads)")  # fmt: skip
         return
-    # Where B starts at zero, A has a zero gradient in step 1 alone. A cut adapter may have rows that no token uses.
+    # If B starts at zero, A has a zero gradient only in step 1. A sharded adapter may have rows that no token uses.
     idle = [rank for rank, line in held.items() if not any(each.is_moved for each in line)]
     if len(steps) > 1 and idle and (are_parts or len(idle) == len(held)):
         yield ("zero gradient", f"its gradient is zero on {ranks_in(idle)} in all of {len(steps)} steps",
@@ -194,7 +198,7 @@ def causes_of(steps: Sequence[Step], name: str, are_parts: bool) -> Iterator[tup
 
 
 def ranks_in(ranks: Sequence[int]) -> str:
-    """Ranks as a text."""
+    """Return ranks as a text."""
     shown = ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
@@ -202,11 +206,16 @@ def ranks_in(ranks: Sequence[int]) -> str:
 def adapter_probe(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], parts: Sequence[str] = (), steps: int = 3
 ) -> AdapterProbe:
-    """Watch a model's adapters for some steps, and compare what is exported: one line before a loop, on every rank.
+    """Watch a model's adapters for some steps, and compare exports. Call once before a loop, on every rank.
 
-    `model`: its parameters that require gradients are adapters. `optimizer`: all that step on one backward pass.
-    `parts`: patterns of names that each rank has for itself (experts). Plain tensors of one name are copies without it;
-    a DTensor says what a rank holds. Training is the same to the bit. Every rank must reach each step.
+    The bits of training do not change. Every rank must reach each step.
+
+    Args:
+        model: the model; its parameters with requires_grad are the adapters.
+        optimizer: all optimizers that step after one backward pass.
+        parts: patterns of names of tensors that are different parts on each rank (experts). Other plain tensors of one
+            name are copies; a DTensor's placements say what a rank holds.
+        steps: number of steps.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if not optimizers or steps < 1:

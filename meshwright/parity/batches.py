@@ -1,8 +1,8 @@
 """The batches of a check: equal on every rank, in the check's precision, with ids and labels that expose mistakes.
 
-| batch   | what parity changes in it                                                                       |
+| batch   | changes by parity                                                                               |
 |---------|-------------------------------------------------------------------------------------------------|
-| all     | some token ids and labels are the first and the last of the ranges that ranks may hold            |
+| all     | some token ids and labels are the first and last of the ranges that ranks may hold              |
 | 3       | unequal numbers of labels in different rows; a last row of padding                              |
 | a probe | batch 1, and a second time with one position of most rows changed                               |
 """
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 COMPARED_STEPS = 3
-"""Number of compared steps: stale weights and a wrong optimizer show only after the first."""
+"""Number of compared steps: stale weights and a wrong optimizer are visible only after the first."""
 
 HALVED_STEP = 2
-"""The step that parity takes in two halves of the samples, whose gradients the program must add."""
+"""The step that parity takes in two halves of the samples; the program must add up the gradients."""
 
 DROPOUT_STEP = COMPARED_STEPS + 1
-"""One more step, with dropout: replicas must stay equal under it."""
+"""One more step, with dropout: replicas must stay equal."""
 
 IGNORED_LABEL = -100
 """The label that torch's cross entropy ignores."""
@@ -35,29 +35,31 @@ MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 
 @dataclass(frozen=True)
 class ReferenceRecipe:
-    """How the reference is trained. `labels`: the key of the global batch whose entries of -100 do not count.
-
-    `ids`: keys of integers that index a table or the logits, and the number of its rows. `sizes`: by how many ranks
-    such a table may be cut. `probe`: key of the samples that a probe changes, None where none is made.
-    """
+    """The training of the reference."""
 
     loss: Loss
     batch: Callable[[torch.Generator], Any]
     optimizer: MakeOptimizer
     clip: float | None
     labels: Any
+    """The global batch's key of labels; labels of -100 do not count."""
     dtype: torch.dtype | None
     scheduler: MakeScheduler | None = None
     ids: Mapping[Any, int] = field(default_factory=dict)
+    """By key of integers that index a table or the logits, the number of rows."""
     sizes: tuple[int, ...] = ()
+    """Numbers of ranks that may shard a table."""
     probe: str | None = None
+    """Key of the samples that a probe changes; None: no probe."""
 
     def global_batch(self, step: int) -> Any:
-        """The global batch of a step (from 1), equal on every rank. The last step's rows have unequal numbers of
-        labels."""
+        """Return the global batch of a step (from 1), equal on every rank.
+
+        The rows of the last step have unequal numbers of labels.
+        """
         generator = torch.Generator().manual_seed(1000 + step)
         with torch.random.fork_rng(devices=[]):
-            # For a user's `batch` that ignores its generator: equal numbers on every rank and in every run.
+            # Seeded for a user's `batch` that ignores the generator: equal on every rank and in every run.
             torch.manual_seed(2000 + step)
             batch = cast_batch(self.batch(generator), self.dtype)
         for key, rows in self.ids.items():
@@ -76,7 +78,7 @@ class ReferenceRecipe:
 
 
 def probe_key(batch: Any, ids: Mapping[Any, int], labels: Any) -> str | None:
-    """The samples that a probe changes: the ids of tokens, else the first real [rows, positions, ...] of a batch."""
+    """Return the key of the samples for a probe: token ids, else the first floating [rows, positions, ...] tensor."""
     tensors = tensors_by_key(batch)
     floating = [key for key, x in tensors.items() if x.is_floating_point() and x.ndim > 2]
     tokens = [str(key) for key in ids if tensors[str(key)].ndim == 2 and str(key) != str(labels)]
@@ -84,14 +86,14 @@ def probe_key(batch: Any, ids: Mapping[Any, int], labels: Any) -> str | None:
 
 
 def changed_positions(rows: int, positions: int) -> list[int | None]:
-    """The position that a probe changes in each row: first, last, middle, none, in turn."""
-    # Under a causal mask the last position moves nothing before it; the first moves nothing in later documents.
+    """Return the position that a probe changes in each row: first, last, middle, none, in turn."""
+    # Under a causal mask the last position changes no earlier ones; the first changes nothing in later documents.
     every = (0, positions - 1, positions // 2, None)
     return [positions // 2] if rows == 1 else [every[row % 4] for row in range(rows)]
 
 
 def with_changes(x: Tensor, ids: int | None) -> Tensor:
-    """Samples [rows, positions, ...] with one position of most rows changed. `ids`: integers are less than that."""
+    """Return samples [rows, positions, ...] with one position of most rows changed. `ids`: the bound of integers."""
     changed = x.clone()
     for row, position in enumerate(changed_positions(*x.shape[:2])):
         if position is not None:
@@ -100,7 +102,7 @@ def with_changes(x: Tensor, ids: int | None) -> Tensor:
 
 
 def cast_batch(batch: Any, dtype: torch.dtype | None) -> Any:
-    """The batch with floating tensors cast to the check's precision."""
+    """Return the batch with floating tensors cast to the check's precision."""
     if isinstance(batch, Tensor):
         return batch.to(dtype) if dtype is not None and batch.is_floating_point() else batch
     if isinstance(batch, Mapping):
@@ -111,7 +113,7 @@ def cast_batch(batch: Any, dtype: torch.dtype | None) -> Any:
 
 
 def tensors_by_key(batch: Any) -> dict[str, Tensor]:
-    """A batch's tensors by key or position; a batch that is one tensor has the key `batch`."""
+    """Return a batch's tensors by key or position; a batch of a single tensor has the key `batch`."""
     if isinstance(batch, Tensor):
         return {"batch": batch}
     items = (
@@ -121,7 +123,7 @@ def tensors_by_key(batch: Any) -> dict[str, Tensor]:
 
 
 def replaced(batch: Any, key: Any, x: Tensor) -> Any:
-    """A batch with another tensor under a key."""
+    """Return a batch with another tensor under a key."""
     if isinstance(batch, Tensor):
         return x
     changed = dict(batch) if isinstance(batch, Mapping) else list(batch)
@@ -130,8 +132,11 @@ def replaced(batch: Any, key: Any, x: Tensor) -> Any:
 
 
 def with_boundaries(ids: Tensor, rows: int, sizes: Sequence[int]) -> Tensor:
-    """Ids, some replaced by the first and last of the ranges that ranks may hold: random ids may miss a mistake at a
-    range's end. Entries below 0 stay; an id out of 0 ... `rows` leaves all as they are."""
+    """Return ids with some replaced by the first and last ids of the ranges that ranks may hold.
+
+    Random ids may miss a mistake at the end of a range. Entries below 0 are kept. If an id is out of range, nothing is
+    replaced.
+    """
     allowed = (ids >= 0).flatten().nonzero()[:, 0]
     if ids.is_floating_point() or not len(allowed) or bool((ids >= rows).any()):
         return ids
@@ -148,9 +153,9 @@ def with_boundaries(ids: Tensor, rows: int, sizes: Sequence[int]) -> Tensor:
 
 
 def ids_of(model: nn.Module, loss: Loss, batch: Any, labels: Any) -> dict[Any, int]:
-    """The keys of a batch whose integers index a table of the model's, and its labels, each with the number of rows.
+    """Return the number of rows by key, for tensors of a batch that index a table of the model, and for labels.
 
-    A tensor of the batch is one of ids where an embedding was given it, or a view of it.
+    A tensor holds ids if an embedding received the tensor or a view.
     """
     known = {x.untyped_storage().data_ptr(): key for key, x in tensors_by_key(batch).items() if x.numel()}
     found: dict[Any, int] = {}
@@ -159,7 +164,7 @@ def ids_of(model: nn.Module, loss: Loss, batch: Any, labels: Any) -> dict[Any, i
     def taken(module: nn.Embedding, arguments: Any) -> None:
         x = arguments[0] if arguments else None
         key = known.get(x.untyped_storage().data_ptr()) if isinstance(x, Tensor) else None
-        # A tensor that indexes two tables is more than token ids.
+        # If a tensor indexes two tables, the smaller one bounds the ids.
         if key is not None:
             found[key] = min(module.num_embeddings, found.get(key, module.num_embeddings))
 
@@ -175,7 +180,7 @@ def ids_of(model: nn.Module, loss: Loss, batch: Any, labels: Any) -> dict[Any, i
         loss(model, batch)
     for handle in handles:
         handle.remove()
-    # The last linear called gives the logits, if labels are in its range.
+    # The last linear called is taken as the head, which gives the logits.
     targets = None if labels is None else tensors_by_key(batch).get(str(labels))
     if targets is not None and str(labels) not in found and classes and not targets.is_floating_point():
         found[str(labels)] = classes
@@ -185,8 +190,10 @@ def ids_of(model: nn.Module, loss: Loss, batch: Any, labels: Any) -> dict[Any, i
 
 
 def counts_up(ids: Tensor) -> bool:
-    """Whether integers mostly count up (positions, segments, documents): a program may compute these itself, and random
-    ones would be meaningless."""
+    """Return True if integers mostly count up (positions, segments, documents).
+
+    A program may compute such integers itself, and random ones would be meaningless.
+    """
     if ids.ndim < 2 or ids.shape[-1] < 2:
         return False
     steps = ids[..., 1:] - ids[..., :-1]
@@ -194,19 +201,21 @@ def counts_up(ids: Tensor) -> bool:
 
 
 def unequal(batch: Any, labels: Any) -> Any:
-    """A batch whose first half of rows keeps a quarter of its labels, and whose last row is padding: ranks then have
-    unequal numbers of them."""
+    """Return a batch with unequal numbers of labels on ranks.
+
+    The first half of the rows keeps a quarter of the labels, and the last row is padding.
+    """
     if labels is None:
         return batch
     changed = dict(batch) if isinstance(batch, Mapping) else list(batch)
     x = changed[labels].clone()
-    # The first half's rows go to the first ranks, so that a mean of means weighs them wrongly.
+    # The first ranks hold the first half of the rows, so that a mean of means has wrong weights.
     half = x[: max(1, x.shape[0] // 2)]
     if half.ndim > 1:
         half[:, max(1, half.shape[1] // 4) :] = IGNORED_LABEL
     else:
         half[max(1, half.shape[0] // 4) :] = IGNORED_LABEL
-    # A row of padding, as the last batch of a data set has; one row at least stays whole.
+    # A row of padding, as in the last batch of a data set; at least one row keeps all labels.
     if len(x) > len(half) + 1:
         x[-1] = IGNORED_LABEL
     changed[labels] = x
@@ -214,15 +223,15 @@ def unequal(batch: Any, labels: Any) -> Any:
 
 
 def count_labels(batch: Any, labels: Any) -> int | None:
-    """The number of labels of a batch that count; None where it has no labels of integers."""
+    """Return the number of counted labels of a batch; None without integer labels."""
     x = None if labels is None else tensors_by_key(batch).get(str(labels))
     return None if x is None or x.is_floating_point() else int((x != IGNORED_LABEL).sum())
 
 
 def chunks_of(batch: Any, number: int) -> list[Any]:
-    """A batch in equal chunks of its rows; none where the rows of a tensor cannot be cut so."""
+    """Split a batch into equal chunks of rows; empty if the rows of a tensor are not divisible."""
     if isinstance(batch, Tensor):
-        # Other numbers of rows have no equal chunks, and a mean over unequal ones is another number.
+        # Chunks must be equal, since a mean over unequal chunks is another number.
         fits = batch.ndim > 0 and len(batch) > 0 and len(batch) % number == 0
         return list(batch.chunk(number)) if fits else []
     if isinstance(batch, Mapping) and batch:

@@ -1,7 +1,7 @@
-"""A check's parameters: `parity.check(...).parametrize(names, values)`, or pytest's own mark on the function.
+"""A check's parameters: `parity.check(...).parametrize(names, values)`, or pytest's mark on the function.
 
-Both are read where checks are collected, so that marks may stand in any order; a rank finds its values by the case's
-number in the order of the product, the parameters that stand first outermost.
+Both are read at collection, so marks may have any order. A rank finds the values of a case by its number in the order
+of the product, with the first parameters outermost.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from meshwright.ranks.errors import ConfigError
 
 PARAMETERS = "parity_parameters"
-"""The attribute of a function that has the parameters of each of its marks, by the number of the mark."""
+"""The attribute of a function with the parameters of each mark, by the number of the mark."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Names of a function's arguments, and rows of values for them, each with the word that a check is called by."""
+    """Names of a function's arguments, and rows of values, each with the word for the check's title."""
 
     names: tuple[str, ...]
     rows: tuple[tuple[str, tuple[Any, ...]], ...]
@@ -30,18 +30,18 @@ class Parameters:
         argnames: str | Sequence[str], argvalues: Iterable[Any], ids: Iterable[Any] | Callable[..., Any] | None = None,
         indirect: Any = False, scope: Any = None,
     ) -> Parameters:  # fmt: skip
-        """Parameters as pytest takes them.
+        """Make parameters from the arguments of pytest's parametrize.
 
         Args:
-            argnames: Names, or one text of them with commas.
-            argvalues: A value for each case, or a row of values where there are several names; also `pytest.param`.
-            ids: A word for each case (None for one: made of its values), or a function of a value.
-            indirect: Must be False: values for fixtures.
-            scope: Has no effect: values are made by each rank's import.
+            argnames: Names, or one text of names with commas.
+            argvalues: A value for each case, or a row of values for several names; also `pytest.param`.
+            ids: A word for each case (None: made of the values), or a function of a value.
+            indirect: Must be False: values for fixtures are not supported.
+            scope: Has no effect: each rank's import makes the values.
 
         Raises:
-            ConfigError: A row has another number of values than there are names, `ids` another number of words than
-                there are cases, a case has marks of pytest's, or values are for fixtures.
+            ConfigError: The number of values is not the number of names, the number of `ids` is not the number of
+                cases, a case has pytest marks, or values are for fixtures.
         """
         if indirect:
             raise ConfigError.of("parametrize", "indirect", "needs fixtures, which ranks do not have", "values")
@@ -68,7 +68,7 @@ class Parameters:
 
 
 def word_of(value: Any, otherwise: str, by_value: Callable[..., Any] | None) -> str:
-    """The word of a value in a check's name: of numbers, texts, functions and classes their own; else `otherwise`."""
+    """Return the word for a value in a check's title: numbers, texts and names of functions; else `otherwise`."""
     if by_value is not None and (word := by_value(value)) is not None:
         return str(word)
     if value is None or isinstance(value, (str, int, float, bool)):
@@ -77,10 +77,10 @@ def word_of(value: Any, otherwise: str, by_value: Callable[..., Any] | None) -> 
 
 
 def cases_of(function: Callable[..., Any], number: int) -> list[tuple[str, dict[str, Any]]]:
-    """The cases of a marked function's mark `number`: a word and the arguments beside the job.
+    """Return (word, arguments besides the job) of each case of a function's mark `number`.
 
     Raises:
-        ConfigError: The function has other arguments than the job and its parameters.
+        ConfigError: The function has other arguments than the job and the parameters.
     """
     told = getattr(function, PARAMETERS, {}).get(number, ())
     marks: Any = getattr(function, "pytestmark", ())

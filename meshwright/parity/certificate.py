@@ -44,7 +44,7 @@ def write_certificate(results: Sequence[ParityResult], path: Path, command: str)
 
 
 def facts_of(results: Sequence[ParityResult], command: str) -> dict[str, Any]:
-    """The certificate's fields: claim, limits, checks, SHA-256 of sources, versions, processor, date, command."""
+    """Return the fields: claim, limits, checks, SHA-256 of sources, versions, processor, date, command."""
     files = sources_of(results[0].check.file)
     return {
         "claim": CLAIM,
@@ -60,7 +60,7 @@ def facts_of(results: Sequence[ParityResult], command: str) -> dict[str, Any]:
 
 
 def check_facts(result: ParityResult) -> dict[str, Any]:
-    """A check's name, axes, precision, numbers of comparisons, and the worst comparison's relative error."""
+    """Return a check's name, axes, precision, numbers of comparisons, and the relative error of the worst one."""
     worst = worst_row(result.rows)
     return {
         "name": result.check.name + (f"[{result.check.words}]" if result.check.words else ""),
@@ -75,7 +75,7 @@ def check_facts(result: ParityResult) -> dict[str, Any]:
 
 
 def sources_of(file: Path) -> dict[str, Path]:
-    """The file of checks and the modules of its folder that its import has loaded, by path from the folder."""
+    """Return the file of checks and the loaded modules of the same folder, by path from the folder."""
     folder = file.resolve().parent
     loaded = (getattr(module, "__file__", None) for module in tuple(sys.modules.values()))
     own = {Path(path).resolve() for path in loaded if path} | {file.resolve()}
@@ -85,7 +85,7 @@ def sources_of(file: Path) -> dict[str, Path]:
 
 
 def libraries_of(files: Iterable[Path]) -> dict[str, str]:
-    """The versions of the installed packages that the files import, by distribution."""
+    """Return the versions of the installed packages that the files import, by distribution."""
     imported = set[str]()
     for file in files:
         for node in ast.walk(ast.parse(file.read_bytes())):

@@ -1,11 +1,11 @@
-"""Explains the ranks' tensors by the reference's: copies of it, cuts, partial sums, or none of these.
+"""Explains the ranks' tensors by the reference's tensor: copies, cuts, partial sums, or none of these.
 
-| explanation | the ranks hold                                                    |
-|-------------|-------------------------------------------------------------------|
-| copy        | the reference's tensor, each                                      |
-| cut         | a block of it, or two along a dim; or its slices along one dim    |
-| partial     | terms whose sum over an axis is the reference's, or a cut of it   |
-| wrong       | something else; `factor` where it is the reference's times that   |
+| explanation | each rank holds                                                          |
+|-------------|--------------------------------------------------------------------------|
+| copy        | the reference's tensor                                                   |
+| cut         | a block of the reference's tensor, two along a dim, or slices of one dim |
+| partial     | a term; the sum over an axis is the reference's tensor, or a cut         |
+| wrong       | other values; `factor` if they are a multiple of the reference's         |
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from meshwright.parity.parts import Part, box_candidates
 COPY, CUT, PARTIAL, WRONG = "copy", "cut", "partial", "wrong"
 
 MOST_SLICES = 4096
-"""The most slices among which the nearest one is searched."""
+"""The most slices of a dim for the search of nearest slices."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """`error`: relative, of the best explanation. `axis`: over which partial sums are added. `rank`: the worst.
-
-    `leaves_out`: every rank has a cut, and slices of the reference are on no rank.
-    """
+    """The best explanation of the ranks' tensors."""
 
     kind: str
     error: float
+    """The relative error of the explanation."""
     allowed: float
     axis: str = ""
+    """The axis over which partial sums are added."""
     factor: float | None = None
+    """The multiple of the reference's tensor, if wrong tensors are one."""
     rank: int = 0
+    """The rank with the largest error."""
     leaves_out: bool = False
+    """True if every rank has a cut, but no rank has some slices of the reference's tensor."""
 
     @property
     def explained(self) -> bool:
@@ -49,23 +51,28 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Fit:
-    """How well one local tensor is a piece of the reference's: `part` of `view`, whose values are `piece`."""
+    """The fit of a local tensor to a piece of the reference's tensor."""
 
     error: float
     piece: Tensor
+    """The values of `part` in `view`."""
     part: Part
     view: Tensor
+    """The reference's tensor, with dims swapped or flattened if necessary."""
 
 
 def fit(local: Tensor, whole: Tensor, allowed: float, any_order: bool = False) -> Fit | None:
-    """The best fit of a local tensor among the copy, blocks and slices of the whole; None where no shape fits.
+    """Return the best fit of a local tensor among the copy, blocks and slices of the whole; None if no shape fits.
 
-    `allowed`: the relative error, in the 2-norm, at which the search ends. `any_order`: rows may lie otherwise.
+    Args:
+        local: a rank's tensor.
+        whole: the reference's tensor.
+        allowed: the relative error in the 2-norm at which the search ends.
+        any_order: rows may have another order.
     """
     best: Fit | None = None
     for view in _views(local, whole):
-        # The norm of a piece of this size of an evenly distributed tensor: a piece of small values is not measured by
-        # its own small norm.
+        # The expected norm of a piece of this size; the norm of the piece would be too small for small values.
         scale = float(torch.linalg.vector_norm(view)) * math.sqrt(local.numel() / max(1, view.numel()))
         for part in _candidates(local, view, any_order):
             piece = part.take(view)
@@ -73,15 +80,15 @@ def fit(local: Tensor, whole: Tensor, allowed: float, any_order: bool = False) -
             error = difference / scale if scale else difference
             if best is None or not error >= best.error:
                 best = Fit(error, piece, part, view)
-            # Take the first that fits: candidates go from simple to contrived.
+            # Take the first that fits: candidates are ordered from simple to contrived.
             if error <= allowed:
                 return best
     return best
 
 
 def _views(local: Tensor, whole: Tensor) -> Iterator[Tensor]:
-    """The reference's tensor with batch and sequence in their order, swapped, or flattened into one dim."""
-    # [B, T, H] of one framework is [T, B, H] of Megatron, and [B * T, H] where heads or experts take tokens.
+    """Yield the reference's tensor with batch and sequence unchanged, swapped, or flattened into one dim."""
+    # [B, T, H] is [T, B, H] in Megatron, and [B * T, H] for heads or experts that read tokens.
     if local.ndim == whole.ndim:
         yield whole
         if whole.ndim >= 3:
@@ -95,7 +102,7 @@ def _views(local: Tensor, whole: Tensor) -> Iterator[Tensor]:
 
 
 def _candidates(local: Tensor, whole: Tensor, any_order: bool = False) -> Iterator[Part]:
-    """Parts that a local tensor may be: all, blocks, and blocks of slices, the nearest along one of the cut dims."""
+    """Yield parts that a local tensor may be: the whole, blocks, and blocks of the nearest slices along a cut dim."""
     cut = [dim for dim in range(whole.ndim) if local.shape[dim] != whole.shape[dim]]
     if not cut:
         yield Part("", (None,) * whole.ndim)
@@ -111,14 +118,16 @@ def _candidates(local: Tensor, whole: Tensor, any_order: bool = False) -> Iterat
             continue
         for block in _blocks(local, whole, [d for d in cut if d != dim]):
             mine, theirs = (x.movedim(dim, 0).reshape(x.shape[dim], -1) for x in (local, block.take(whole)))
-            # By distance and not by equality: outputs are off by rounding, other than first weights.
+            # By distance, not by equality: outputs have rounding errors, unlike first weights.
             nearest = tuple(torch.cdist(mine, theirs).argmin(1).tolist())
             yield Part("", tuple(nearest if d == dim else index for d, index in enumerate(block.index)))
 
 
 def _blocks(local: Tensor, whole: Tensor, cut: Sequence[int]) -> Iterator[Part]:
-    """Blocks of a local shape along the dims `cut`, and blocks that are two along one of them: the k-th from the
-    beginning and the k-th from the end, of half the length, as a ring's ranks share a causal sequence."""
+    """Yield blocks of a local shape along the dims `cut`, and pairs of half blocks along one dim.
+
+    A pair is the k-th half block from the beginning and the k-th from the end, as in a causal ring (zigzag).
+    """
     yield from box_candidates("", local.shape, whole.shape, cut)
     for dim in cut:
         half, ranks = local.shape[dim] // 2, whole.shape[dim] // max(1, local.shape[dim])
@@ -126,13 +135,13 @@ def _blocks(local: Tensor, whole: Tensor, cut: Sequence[int]) -> Iterator[Part]:
             continue
         for block in box_candidates("", local.shape, whole.shape, [d for d in cut if d != dim]):
             for k in range(ranks):
-                # Rank k of a causal ring has pieces k and 2 * ranks - 1 - k, which evens out the work under the mask.
+                # Rank k of a causal ring has pieces k and 2 * ranks - 1 - k, for equal work under the mask.
                 ends = tuple(half * at + i for at in (k, 2 * ranks - 1 - k) for i in range(half))
                 yield Part("", tuple(ends if d == dim else index for d, index in enumerate(block.index)))
 
 
 def _leaves_out(fits: Sequence[Fit], allowed: float) -> bool:
-    """Whether the ranks' cuts together lack slices of the reference's that are like none that they have."""
+    """Return True if the ranks' cuts together lack slices of the reference that differ from all covered slices."""
     view = fits[0].view
     for dim in range(view.ndim):
         if any(f.view.shape != view.shape or f.part.index[dim] is None for f in fits):
@@ -141,7 +150,7 @@ def _leaves_out(fits: Sequence[Fit], allowed: float) -> bool:
         rest = sorted(set(range(view.shape[dim])) - set(covered))
         if rest:
             slices = view.movedim(dim, 0).reshape(view.shape[dim], -1)
-            # Equal slices, such as rows of padding, may be left out: another like them is there.
+            # A slice that is equal to a covered one, such as a row of padding, may be left out.
             nearest = torch.cdist(slices[rest], slices[covered]).min(1).values
             size = float(torch.linalg.vector_norm(slices)) / math.sqrt(len(slices))
             if bool((nearest > max(allowed, 1e-3) * size).any()):
@@ -153,8 +162,16 @@ def explain_tensors(
     locals_: Mapping[int, Tensor], whole: Tensor, allowed: float, coordinates: Sequence[Mapping[str, int]], *,
     any_order: bool = False, equal_terms: bool = True,
 ) -> Explanation:  # fmt: skip
-    """Explain what the ranks hold. `coordinates`: each rank's place on every axis. `any_order`: of rows. `equal_terms`:
-    a sum may be of equal terms; else these are the whole divided by their number."""
+    """Explain the ranks' tensors.
+
+    Args:
+        locals_: by rank, the local tensor.
+        whole: the reference's tensor.
+        allowed: the allowed relative error.
+        coordinates: each rank's index on every axis.
+        any_order: rows may have another order.
+        equal_terms: equal tensors may be terms of a sum; else they are the whole divided by a number.
+    """
     fits = {rank: fit(x, whole, allowed, any_order) for rank, x in locals_.items()}
     errors = {rank: math.inf if f is None else f.error for rank, f in fits.items()}
     # (True, nan) sorts above every (False, number): not-a-number is the worst.
@@ -166,7 +183,7 @@ def explain_tensors(
         if not _leaves_out(good, allowed):
             return Explanation(CUT, errors[worst], allowed, rank=worst)
         return Explanation(WRONG, 1.0, allowed, rank=worst, leaves_out=True)
-    # Look for a sum only if the tensors by themselves explain nothing.
+    # Look for a sum only if the tensors are neither copies nor cuts.
     terms = list(locals_.values())
     equal = len({x.shape for x in terms}) == 1 and all(torch.allclose(x, terms[0], rtol=1e-9) for x in terms)
     for axes in axis_subsets(coordinates) if equal_terms or not equal else ():
@@ -175,20 +192,20 @@ def explain_tensors(
             return Explanation(PARTIAL, error, allowed, "+".join(axes), rank=worst)
     found = fits[worst]
     factor = None if found is None else factor_of(locals_[worst], found.piece)
-    # Of a factor near 1 all but a little of the error must be its own.
+    # A factor near 1 must explain nearly all of the error.
     if factor is not None and found is not None and abs(factor - 1) <= 0.1:
         factor = factor_of(locals_[worst], found.piece, 0.1 * abs(factor - 1))
     return Explanation(WRONG, errors[worst], allowed, factor=factor, rank=worst)
 
 
 def axis_subsets(coordinates: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
-    """Sets of axes with more than one rank, the smaller first."""
+    """Return the sets of axes with more than one rank, smaller sets first."""
     axes = [axis for axis in coordinates[0] if len({place[axis] for place in coordinates}) > 1]
     return list(chain.from_iterable(combinations(axes, n) for n in range(1, len(axes) + 1)))
 
 
 def groups_over(coordinates: Sequence[Mapping[str, int]], axes: Sequence[str]) -> list[list[int]]:
-    """The ranks that differ only in their places on some axes."""
+    """Return the groups of ranks that differ only in the indices on `axes`."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, place in enumerate(coordinates):
         groups.setdefault(tuple(i for axis, i in place.items() if axis not in axes), []).append(rank)
@@ -199,17 +216,16 @@ def _sum_error(
     locals_: Mapping[int, Tensor], whole: Tensor, allowed: float, coordinates: Sequence[Mapping[str, int]],
     axes: Sequence[str], any_order: bool,
 ) -> float | None:  # fmt: skip
-    """The error of the sums over some axes as pieces of the whole; None where they have other shapes, or where all
-    sums together lack slices of it.
+    """Return the error of sums over some axes as pieces of the whole; None for other shapes, or missing slices.
 
-    Terms may be larger than their sum, and so is what rounding does to it.
+    The error is relative to the terms if these are larger than the sum, since rounding grows with the terms.
     """
     errors, fits = [], []
     for group in groups_over(coordinates, axes):
         terms = [locals_[rank] for rank in group if rank in locals_]
         if not terms:
-            continue  # a stage of a pipeline that has not the module
-        # A group of which a rank lacks its term has no sum: the rank that is missing would count as zero.
+            continue  # a stage of a pipeline without the module
+        # A group with a missing term has no sum, since the missing term would count as zero.
         if len(terms) < len(group) or len({x.shape for x in terms}) > 1:
             return None
         total = torch.stack(terms).sum(0)

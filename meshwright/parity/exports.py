@@ -1,4 +1,4 @@
-"""An export of adapters against the trained values: which tensor differs, and what it holds in their place."""
+"""Compares an export of adapters with the trained values: finds tensors that differ, and the cause."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def export_findings(
     parts: Sequence[str],
     rename: Callable[[str], str] | None,
 ) -> list[ProbeFinding]:
-    """Find each adapter that an export lacks or changes; equal on all ranks. Collective."""
+    """Find each adapter that an export lacks or changes. Collective; returns equal findings on all ranks."""
     facts = {
         name: [str(x.dtype).removeprefix("torch."), list(x.shape), boxes[name],
                hashlib.sha256(bytes_of(x)).hexdigest()] for name, x in wholes.items()
@@ -62,7 +62,7 @@ def export_findings(
 
 
 def opened(source: Mapping[str, Tensor] | str | Path) -> dict[str, Tensor]:
-    """The tensors of a state dict, of a file of safetensors or of a folder of them."""
+    """Return the tensors of a state dict, of a safetensors file or of a folder of such files."""
     if isinstance(source, Mapping):
         return {name: x.detach().cpu() for name, x in source.items() if isinstance(x, Tensor)}
     path = Path(source)
@@ -73,7 +73,7 @@ def opened(source: Mapping[str, Tensor] | str | Path) -> dict[str, Tensor]:
 
 
 def key_in(export: Mapping[str, Tensor], name: str, rename: Callable[[str], str] | None) -> str | None:
-    """A parameter's name in an export: its own, or without a prefix or peft's name of the adapter."""
+    """Return a parameter's name in an export: equal, without a prefix, or without peft's name of the adapter."""
     if rename is not None:
         return rename(name) if rename(name) in export else None
     words = name.split(".")
@@ -91,7 +91,7 @@ def key_in(export: Mapping[str, Tensor], name: str, rename: Callable[[str], str]
 
 
 def values_of(name: str, own: Tensor | None, per_rank: Sequence[Mapping[str, tuple]]) -> dict[int, Tensor]:
-    """An adapter's different values by the first rank that holds them. Sent only if ranks differ. Collective."""
+    """Return an adapter's distinct values by the first rank with each. Sent only if ranks differ. Collective."""
     first: dict[str, int] = {}
     for rank, facts in enumerate(per_rank):
         if name in facts:
@@ -106,7 +106,7 @@ def values_of(name: str, own: Tensor | None, per_rank: Sequence[Mapping[str, tup
 
 
 def is_equal(x: Tensor, wanted: Tensor) -> bool:
-    """Whether tensors are equal up to a rounding of the coarser dtype."""
+    """Return True if tensors are equal up to one rounding of the coarser dtype."""
     if x.shape != wanted.shape:
         return False
     eps = max(torch.finfo(each.dtype).eps for each in (x, wanted) if each.is_floating_point())
@@ -116,7 +116,7 @@ def is_equal(x: Tensor, wanted: Tensor) -> bool:
 def difference(
     x: Tensor, variants: Mapping[int, Tensor], cuts: Mapping[int, Box], are_parts: bool, initial: Tensor | None
 ) -> tuple[str, str, float] | None:
-    """(kind, cause with remedy, factor) of an exported tensor; None if it is right."""
+    """Return (kind, cause with remedy, factor) for a wrong exported tensor; None for a right one."""
     rank, trained = next(iter(variants.items()))
     if len(variants) > 1:
         wholes = list(joined(list(variants.values()))) if are_parts else []
@@ -157,7 +157,7 @@ def difference(
 
 
 def joined(parts: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Parts of ranks as one tensor: side by side in each dimension, and stacked."""
+    """Yield ways to join the parts of ranks: concatenated along each dim, and stacked."""
     if len({part.shape for part in parts}) == 1:
         yield from (torch.cat(list(parts), dim) for dim in range(parts[0].ndim))
         yield torch.stack(list(parts))

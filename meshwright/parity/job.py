@@ -1,7 +1,7 @@
-"""A check on one rank: the user's two models are stepped on the same samples and recorded.
+"""A check on one rank: both models of the user take steps on equal samples, and are recorded.
 
-The comparison sends no message: each rank writes a file, rank 0 the reference's as well, and the starting process reads
-them (judge.py). So a check works with, and disturbs, no communication library.
+The comparison sends no messages: each rank writes a file, rank 0 also the reference's, and the starting process reads
+all files (judge.py). So a check works with any communication library, and does not disturb it.
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ from meshwright.ranks.grid import Grid
 
 
 def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
-    """The optimizer of a check that names none."""
+    """Return the default optimizer of a check."""
     return torch.optim.SGD(parameters, lr=0.1)
 
 
 DROPOUT_PASS = "@dropout"
-"""The mark of the pass with dropout."""
+"""The suffix of kinds in the pass with dropout."""
 STEPS = range(1, COMPARED_STEPS + 1)
 MOST_MICRO = 16
-"""The most microbatches whose gradients are kept separately."""
+"""The largest number of microbatches with gradients that are recorded separately."""
 
 
 class Place(Protocol):
@@ -93,9 +93,13 @@ class Place(Protocol):
 
 
 class ParityJob:
-    """A check as one rank sees it: say what the reference is, then what the parallel program is.
+    """A check on one rank: call `reference`, then `parallel`.
 
-    `rank`, `world_size`, `axes` (names and sizes, outermost first); `device_mesh`: torch's, with the axes' names.
+    Attributes:
+        rank: This rank.
+        world_size: Number of ranks.
+        axes: Names and sizes of the axes, outermost first.
+        compared: Whether `parallel` was called.
     """
 
     def __init__(self, mesh: Place, dtype: torch.dtype | None, folder: Path) -> None:
@@ -111,18 +115,18 @@ class ParityJob:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """torch's device mesh over all ranks, with the check's axes. Made when it is first asked for, by all ranks."""
-        # Not in __init__: torch then opens process groups, which a check of another library has no use for.
+        """torch's device mesh over all ranks, with the check's axes. Collective at the first use."""
+        # Not made in __init__, since it opens process groups, which checks of other libraries do not need.
         if self._mesh is None:
             self._mesh = device_mesh(tuple(self.axes.items()))
         return self._mesh
 
     def index(self, axis: str) -> int:
-        """This rank's place on an axis."""
+        """Return this rank's index on an axis."""
         return self._grid.index(self.rank, axis)
 
     def rows(self, axis: str) -> Callable[[Any], Any]:
-        """For `batch=`: this rank's equal share of the rows of every tensor in a batch, by its place on an axis."""
+        """Return a function for `batch=`: it takes this rank's equal share of rows, by the index on an axis."""
         index, size = self.index(axis), self.axes[axis]
 
         def share(batch: Any) -> Any:
@@ -145,21 +149,27 @@ class ParityJob:
         clip: float | None = None,
         labels: Any = "labels",
     ) -> None:
-        """The whole model on one process. `loss(model, batch)` is a scalar, `batch(generator)` makes a global batch.
+        """Define the reference: the whole model on one process.
 
-        `optimizer(parameters)` makes the optimizer of the reference, and of a parallel program without `step`;
-        `scheduler(optimizer)` its learning-rate scheduler, stepped once a step. `clip`: the global norm to which the
-        reference's gradients are clipped. Parameters that ask for no gradient are frozen: their weights are compared.
-        `labels`: the batch's key of labels whose -100 do not count; the third step then has unequal numbers of them on
-        different ranks. None: no such step.
+        Parameters without requires_grad are frozen; only their weights are compared.
+
+        Args:
+            model: the whole model; cast in place to the check's precision.
+            loss: loss(model, batch) returns a scalar.
+            batch: batch(generator) makes a global batch.
+            optimizer: optimizer(parameters) makes the optimizer of the reference, and of a program without `step`.
+            scheduler: scheduler(optimizer) makes a learning-rate scheduler, stepped once per step.
+            clip: the global norm to which the reference's gradients are clipped.
+            labels: the batch's key of labels; labels of -100 do not count. The third step then has unequal numbers of
+                labels on different ranks. None: no such step.
         """
         if self._dtype is not None:
             cast_model(model, self._dtype)
-        # In the user's model, not in the copy: programs that are built from it later begin with the same values.
+        # In the user's model, not in the copy, so that programs built from the model begin with equal values.
         self._constants = spread_constants(model)
         recipe = ReferenceRecipe(loss, batch, optimizer, clip, None, self._dtype, scheduler)
         first = recipe.global_batch(1)
-        # The key of the labels, where the batch has it; None where nothing is known of labels.
+        # The key of the labels if the batch has it, else None.
         numbered = isinstance(labels, int) and isinstance(first, (tuple, list))
         key = labels if (labels in first if isinstance(first, Mapping) else numbered) else None
         ids = ids_of(copy.deepcopy(model), loss, first, key)
@@ -169,15 +179,19 @@ class ParityJob:
         with without_dropout(self._model), torch.random.fork_rng(devices=[]):
             self._calls, still = self._probe_reference(recipe)
             self._recipe = recipe = recipe if still else replace(recipe, probe=None)
-            # Only rank 0: the others would compute the same.
+            # Only on rank 0: other ranks would compute the same.
             if self.rank == 0:
                 narrow = check_repeatable(self._model, recipe)
                 self._write_reference(record(self._model, recipe, COMPARED_STEPS), narrow)
-        torch.manual_seed(1)  # rank 0 has drawn as much as the others
+        torch.manual_seed(1)  # equal random state on all ranks, though only rank 0 trained
 
     def _probe_reference(self, recipe: ReferenceRecipe) -> tuple[Counter[str], bool]:
-        """How often the reference calls each module in a pass, and whether a probe would show anything: an output of a
-        changed row that stays."""
+        """Run the probe on the reference.
+
+        Returns:
+            (number of calls of each module in a pass, True if some output of a changed row stays unchanged, so that a
+            probe can show a leak).
+        """
         model, traces = copy.deepcopy(self._known[0]), []
         for batch in recipe.probe_batches or (recipe.global_batch(1),):
             traces.append(Trace(model))
@@ -194,7 +208,7 @@ class ParityJob:
         return calls, any(still)
 
     def copy(self) -> nn.Module:
-        """A copy of the reference's model with its first weights: what is to be made parallel."""
+        """Return a copy of the reference's model with the first weights, to make parallel."""
         return copy.deepcopy(self._known[0])
 
     @property
@@ -208,7 +222,7 @@ class ParityJob:
         trace = exact.traces[PASSES[1]]
         initial = {name: p.detach() for name, p in model.named_parameters()}
         frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-        # First weights lie in the record, so that the judge needs neither the model nor its code.
+        # First weights are in the record, so that the judge needs neither the model nor its code.
         keep(exact, "initial", 0, initial)
         for name, uses in gradients_by_use(model, recipe).items():
             for number, x in enumerate(uses):
@@ -218,10 +232,10 @@ class ParityJob:
             if torch.finfo(coarse).eps > torch.finfo(born).eps:
                 keep(exact, f"{ROUNDED}{name}", 1, gradient_of_rounded(model, recipe, coarse))
         with torch.no_grad():
-            # The loss that a program would report in its second step if it had stepped other weights than it computes
-            # with. Of a copy: a pass may move running statistics.
+            # The loss in the second step of a program that steps other weights than it computes with. Computed on a
+            # copy, since a pass may change running statistics.
             stale = float(recipe.loss(copy.deepcopy(model), recipe.global_batch(2)))
-        # Tied parameters appear once under `named_parameters()`; their second names come with the duplicates.
+        # Tied parameters appear once in `named_parameters()`; second names need remove_duplicate=False.
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         parents = {name: name.rpartition(".")[0] for name, _ in model.named_modules() if name}
         moved = [name for name, x in floating_buffers(model).items()
@@ -254,21 +268,26 @@ class ParityJob:
         weights: Callable[[], Mapping[str, Tensor]] | None = None,
         buffers: bool = True,
     ) -> None:
-        """The same training by the parallel program; call it on every rank, once.
+        """Run the same training by the parallel program. Call once on every rank.
 
-        `model`: a module; or the stages of this rank, a list of modules with the reference's names inside, or a mapping
-        from the reference's paths to modules. `batch(global_batch)` is this rank's share (without it: all of it).
-        `step(model, batch)`, or `step(model, batch, job)`, takes one whole step (forward, backward, reduction,
-        clipping, optimizer) and returns the loss, or None on a rank that has none; without it parity does
-        `loss(model, batch).backward()` and a step of the reference's optimizer, once in two halves of the samples, if
-        one process gives the same. `load`: give this rank the reference's weights by `part(name)`, a DTensor's
-        placements or Megatron-Core's attributes; without it a weight that the model lacks is a finding. `part(name)`:
-        the reference's parameter that this rank's `name` is a part of, and its slices.
-        `gradients`: whether `.grad` holds the whole gradient when the optimizer steps; see also `keep_gradients`.
-        `weights()`: this rank's weights between steps, if parameters are none (ZeRO 3). `buffers`: compare them.
+        Args:
+            model: a module; or this rank's stages: a list of modules with the reference's names inside, or a mapping
+                from the reference's paths to modules.
+            loss: the loss function; None: the reference's.
+            step: step(model, batch) or step(model, batch, job) takes one whole step (forward, backward, reduction,
+                clipping, optimizer) and returns the loss; None on a rank without a loss. Without `step`, parity calls
+                `loss(model, batch).backward()` and the reference's optimizer. One step then adds up the gradients of
+                two halves of the samples, if one process gives equal gradients that way.
+            batch: batch(global_batch) returns this rank's share; None: the whole batch.
+            load: write the reference's weights on this rank, by `part`, a DTensor's placements or Megatron-Core's
+                attributes. Without `load`, a weight that is no part of the reference's is a finding.
+            part: part(name) returns (the reference's name, slices) of this rank's parameter `name`.
+            gradients: whether `.grad` holds the whole gradient before the optimizer's step; see `keep_gradients`.
+            weights: weights() returns this rank's weights between steps, if parameters do not hold them (ZeRO 3).
+            buffers: compare buffers.
         """
         (whole, recipe), self.compared = self._known, True
-        # The norm of a parallel program's clipping is compared: parity cannot clip in the program's place.
+        # The program's norm for clipping is compared, so parity cannot clip for the program.
         if step is None and recipe.clip is not None:
             raise ParityError("job.reference(clip=...) needs job.parallel(step=...), which clips as the program does")
         wholes = {name: p.detach() for name, p in whole.named_parameters()}
@@ -284,13 +303,13 @@ class ParityJob:
             step is None and may_accumulate(whole, recipe, recipe.global_batch(HALVED_STEP)),
         )  # fmt: skip
         parts, lost = locate(program.weights(), wholes, self._constants, load, part, axes)
-        # Read now: the steps move weights away from the first values that parts were found by.
+        # Read before the steps change the values by which parts were found.
         said = placed_otherwise(program.weights(), parts, wholes)
         recording, drops, probed = self._take_steps(program)
         micro = self._keep_alone(recording, parts, program.share if batch else None)
         first = recipe.global_batch(1)
         taken, wanted = tensors_by_key(program.share(first)), tensors_by_key(first)
-        # Samples in other dims have a form of the program's own; None: the dims are right, and the values are no part.
+        # Samples with another number of dims have a private form. None: right number of dims, but no part of the batch.
         found = {k: find_part(k, x, wanted[k]) for k, x in taken.items() if k in wanted and x.ndim == wanted[k].ndim}
         facts = PartFacts(
             program.losses, {n: p.as_json() for n, p in parts.items()}, {axis: self.index(axis) for axis in self.axes},
@@ -303,8 +322,11 @@ class ParityJob:
         write_record(self._folder, f"{PARALLEL}-{self.rank}", recording.tensors, facts, recording.traces)
 
     def _take_steps(self, program: SteppedProgram) -> tuple[StepRecording, bool, bool]:
-        """All steps of the program: the compared ones, the probe's, and one with dropout; whether there is dropout, and
-        whether the probe's weights stayed."""
+        """Take all steps of the program: the compared steps, the probe, and one step with dropout.
+
+        Returns:
+            (recording, True if the model has dropout, True if the probe left the weights unchanged).
+        """
         recipe, recording = self._known[1], StepRecording()
         with without_dropout(*(m for _, m in named_models(program.model))) as drops:
             for number in STEPS:
@@ -313,19 +335,21 @@ class ParityJob:
             probed = bool(recipe.probe) and program.take_probe(
                 recording, dict(zip(PROBES, map(program.share, recipe.probe_batches), strict=True))
             )
-        if drops:  # last, as its random masks move the weights away from the reference's
+        if drops:  # last, since random masks move weights away from the reference's
             program.take_step(recording, DROPOUT_STEP, program.share(recipe.global_batch(1)), DROPOUT_PASS)
         return recording, drops, probed
 
     def _keep_alone(
         self, recording: StepRecording, parts: Mapping[str, Part], share: Callable[[Any], Any] | None
     ) -> int:
-        """Keep what mistakes would make of this rank's gradients and weights, for the judge to compare with: the
-        gradient of its share alone, of each of its microbatches, and the update of its parts alone. Returns the number
-        of microbatches."""
+        """Record the results of known mistakes, for the judge to compare with.
+
+        These are the gradient of this rank's share alone, of each microbatch, and the optimizer's update of each part
+        alone. Returns the number of microbatches.
+        """
         whole, recipe = self._known
         own = recipe.global_batch(1) if share is None else share(recipe.global_batch(1))
-        # Calls of modules tell how many microbatches the program has made of its share.
+        # The number of microbatches follows from the number of calls of modules.
         called = Counter(name for name, _ in recording.traces[PASSES[1]].order)
         ratios = Counter(called[name] // n for name, n in self._calls.items() if called[name] % n == 0)
         micro = max((ratio for ratio in ratios if ratio), key=lambda ratio: ratios[ratio], default=1)
@@ -346,14 +370,13 @@ class ParityJob:
                 p.grad = gradients[name].view_as(p)
             try:
                 recipe.optimizer(list(local.values())).step()
-            except UNREADABLE:  # an optimizer that knows the whole's shapes
+            except UNREADABLE:  # an optimizer that needs whole shapes
                 return micro
             keep(recording, UPDATED, 1, {n: local_of(p) for n, p in local.items() if not parts[n].whole})
         return micro
 
     def keep_gradients(self, named: Mapping[str, Tensor]) -> None:
-        """Inside of `step`: this rank's whole gradients by its parameters' names, where they are not in `.grad` when
-        the optimizer steps."""
+        """Pass this rank's whole gradients by name, inside of `step`, if `.grad` does not hold these."""
         assert self._program is not None
-        # Cloned: the program may use their memory again before its step ends.
+        # Cloned, since the program may reuse the memory before the end of the step.
         self._program.given |= {n: local_of(x).clone() for n, x in self._program.by_reference_names(named).items()}

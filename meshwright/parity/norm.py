@@ -1,9 +1,9 @@
-"""The norm of full gradients against the norm that a training loop clips by, without a reference.
+"""Compares the norm of full gradients with the norm that a training loop uses for clipping, without a reference.
 
     probe = parity.norm_probe(model, optimizer)     # before the loop, on every rank
 
-At each of the first steps all ranks tell each other the norms of their gradients, before and after clipping. torch's
-clipping functions are watched for the norms that the loop has computed. norm_rules.py compares both.
+At each of the first steps all ranks exchange norms of gradients, before and after clipping. Hooks on torch's clipping
+functions read the norms that the loop computed. norm_rules.py compares both.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from meshwright.ranks.errors import ParityError
 from meshwright.ranks.streams import say
 
 HASHED = 65536
-"""The most elements of a tensor that are hashed to recognise its copies."""
+"""The most elements of a tensor that are hashed to recognise copies."""
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Relative error of a norm by the coarsest dtype that took part in it."""
+"""Allowed relative error of a norm, by the coarsest dtype in its computation."""
 
 
 class Watched:
-    """A function of torch.nn.utils.clip_grad as long as somebody sees its calls.
+    """Replacement of a function of torch.nn.utils.clip_grad while probes watch the calls.
 
-    torch wraps the function once, so that every name that a script imported calls the wrapper. The wrapper's own
-    reference is what changes here. Several probes may watch, and end in any order.
+    torch wraps the function once, and every imported name calls the wrapper. The wrapper's reference to the function is
+    replaced here. Several probes may watch, and end in any order.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -67,7 +67,7 @@ class Watched:
 
 
 def watch(wrapper: Any, tell: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
-    """Call `tell` with the arguments of each call of a function of clip_grad; the result ends it."""
+    """Call `tell` with the arguments of each call of a function of clip_grad. Returns a function that ends this."""
     if wrapper is None or len(wrapper.__closure__ or ()) != 1:
         raise ParityError(f"torch {torch.__version__} makes clipping functions in another form than norm_probe watches")
     (cell,) = wrapper.__closure__
@@ -79,7 +79,7 @@ def watch(wrapper: Any, tell: Callable[[dict[str, Any]], None]) -> Callable[[], 
 
 
 def mark_of(gradient: Tensor | None) -> Mark:
-    """A gradient's sum and the norms of eight pieces: enough to tell copies from other values."""
+    """Return a gradient's sum and the norms of eight pieces, to distinguish copies from other values."""
     if gradient is None:
         return (0.0,)
     x = gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -89,7 +89,7 @@ def mark_of(gradient: Tensor | None) -> Mark:
 
 
 def place_of(parameter: Tensor) -> tuple[str, bool]:
-    """The shape, place and values of this rank's part as a text, and whether all values are one."""
+    """Return (shape, place and hash of this rank's part as a text, True if the part is constant)."""
     local = local_of(parameter)
     values = sampled(local, strides_of(local.shape, HASHED))
     words = hashlib.sha256(bytes_of(values.cpu())).hexdigest()
@@ -98,8 +98,7 @@ def place_of(parameter: Tensor) -> tuple[str, bool]:
 
 
 class NormProbe:
-    """Watches the first steps of an optimizer. `findings`: what is wrong, once the steps are over; `line`: the verdict
-    in a sentence for each finding."""
+    """Probe of the first steps of an optimizer. `findings`: the mistakes, after the steps; `line`: the verdict."""
 
     def __init__(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], max_norm: float | None, steps: int
@@ -127,7 +126,7 @@ class NormProbe:
             raise ParityError(self.line)
 
     def _names(self) -> dict[int, tuple[str, Tensor]]:
-        """The name of each parameter of the models and of each tensor that was clipped besides, by id."""
+        """Return (name, tensor) by id, of the models' parameters and of other clipped tensors."""
         found: dict[int, tuple[str, Tensor]] = {}
         for number, model in enumerate(self.models):
             cleaned = clean_names([raw for raw, _ in model.named_parameters()])
@@ -138,11 +137,11 @@ class NormProbe:
         return found | self._outside
 
     def norm_taken(self, arguments: dict[str, Any]) -> None:
-        """Before torch takes a norm: its order, which the other function is not told."""
+        """Keep the order of a norm, before torch computes it; the clipping function does not receive the order."""
         self._order = float(arguments["norm_type"])
 
     def clipped(self, arguments: dict[str, Any]) -> None:
-        """Before torch scales gradients: their norms, and the norm that they are scaled by."""
+        """Keep the gradients' norms and the total norm, before torch scales the gradients."""
         tensors = arguments["parameters"]
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         names, passed = self._names(), dict[str, Tensor]()
@@ -155,24 +154,24 @@ class NormProbe:
         order, self._order = self._order, 2.0
         trained = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         total = torch.as_tensor(whole_of(arguments["total_norm"]))
-        # A generator that was read before has no parameters left: its norm scales nothing.
+        # A generator that was read before is empty, so the norm scales nothing.
         emptied = not tensors and float(total) > 0
         if not emptied and not any(id(parameter) in trained for parameter in passed.values()):
-            return  # another optimizer's
+            return  # parameters of another optimizer
         self._tolerance = max(self._tolerance, TOLERANCES.get(total.dtype, 0.0))
-        # What is clipped again was scaled before: the last call counts.
+        # If gradients are clipped again, the last call counts.
         self._clips = [clip for clip in self._clips if not clip.names & passed.keys()]
         self._clips.append(Clip(frozenset(passed), float(arguments["max_norm"]), float(total), order))
         self._before |= {name: mark_of(gradient_of(parameter)) for name, parameter in passed.items()}
 
     @torch.no_grad()
     def before_step(self, *_: Any) -> None:
-        """Tell all ranks what this one holds, as its optimizer is about to step."""
+        """Send this rank's parts to all ranks, before the optimizer's step. Collective."""
         trained = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         passed = {name for clip in self._clips for name in clip.names}
         parts: dict[str, Part] = {}
         for key, (name, parameter) in self._names().items():
-            # At its first step: copies that are not reduced move apart.
+            # Places are read at the first step, since copies without a reduction diverge later.
             if name not in self._places:
                 self._places[name] = place_of(parameter)
             place, constant = self._places[name]
@@ -193,7 +192,7 @@ class NormProbe:
                     say(line, file=sys.stderr, flush=True)
 
     def _judge(self) -> None:
-        """End the probe, and judge the steps that it has seen."""
+        """End the probe, and judge the recorded steps."""
         self._stack.close()
         if self.line:
             return
@@ -209,13 +208,18 @@ def norm_probe(
     max_norm: float | None = None,
     steps: int = 3,
 ) -> NormProbe:
-    """Compare the norm that a loop clips by with the norm of the full gradients, for some steps: one line in a script,
-    before its loop and after its optimizer is made, on every rank.
+    """Compare the norm of a loop's clipping with the norm of the full gradients, for some steps.
 
-    `model`: the module that is trained, or this rank's stages. `optimizer`: all that step on one backward pass; a step
-    begins where the first one does, which every rank must reach. `max_norm`: of a loop that scales gradients itself;
-    torch's clipping functions are watched without it. Rank 0 prints the verdict after the last step; `probe.findings`
-    holds it on each rank, and `probe.check()` raises it. Training is the same to the bit. Afterwards it costs nothing.
+    Call once in a script on every rank, before the loop and after the optimizer is made. Rank 0 prints the verdict
+    after the last step; each rank has `probe.findings`, and `probe.check()` raises an error for mistakes. The bits of
+    training do not change. After the last step the probe has no cost.
+
+    Args:
+        model: the trained module, or this rank's stages.
+        optimizer: all optimizers that step after one backward pass. A step begins with the first optimizer's step,
+            which every rank must reach.
+        max_norm: for a loop that scales gradients by hand; without it, torch's clipping functions are watched.
+        steps: number of steps.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)

@@ -1,6 +1,6 @@
-"""The norm that a loop clips by, compared with the norm of full gradients: findings, each a sentence.
+"""Rules that compare a loop's norm for clipping with the norm of full gradients; each finding is a sentence.
 
-A sentence is said only if its sum gives the loop's norm on every rank, in all steps up to the first that differs.
+A wrong sum is named only if it gives the loop's norm on every rank, in all steps up to the first that differs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from meshwright.parity.norm_sums import EPSILON, Clip, Explanation, RankStep, Sc
 
 @dataclass(frozen=True)
 class NormFinding:
-    """`factor`: the full norm over the loop's, which is 1 in a right loop; of gradients that are scaled late their
-    scale, of copies that differ the greatest norm over the least."""
+    """A mistake in a loop's clipping.
+
+    `factor`: the full norm divided by the loop's norm, 1 in a right loop; for gradients that are scaled late, the
+    scale; for copies that differ, the greatest norm divided by the least.
+    """
 
     kind: str
     module: str
@@ -33,7 +36,7 @@ class Verdict:
 
 
 def module_of(table: Table, pairs: Sequence[tuple[int, str]]) -> str:
-    """The module of the largest of some gradients."""
+    """Return the module of the largest of some gradients."""
     sizes = {(r, name): table.squares[0, h, r] for h, held in enumerate(table.held) for r, name in held.names.items()}
     name = max(pairs, key=lambda pair: float(sizes[pair]))[1]
     return name.rpartition(".")[0] or name
@@ -44,7 +47,7 @@ def number(x: float | Tensor) -> str:
 
 
 def by_rank(norms: dict[int, float]) -> str:
-    """Norms as a text: one if all ranks have it, otherwise those of the first ranks."""
+    """Return norms as a text: one number if all ranks have it, else the numbers of the first ranks."""
     if max(norms.values()) - min(norms.values()) <= 1e-4 * max(norms.values()):
         return number(next(iter(norms.values())))
     shown = ", ".join(f"{number(norm)} on rank {rank}" for rank, norm in list(norms.items())[:4])
@@ -52,13 +55,13 @@ def by_rank(norms: dict[int, float]) -> str:
 
 
 def listed(pairs: Sequence[tuple[int, str]]) -> str:
-    """Names as a text: the first two, and the number of others."""
+    """Return names as a text: the first two, and the number of others."""
     names = list(dict.fromkeys(name for _, name in pairs))
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def causes_of(scope: Scope, found: Explanation) -> Iterator[tuple[str, str, str, str]]:
-    """(kind, module, cause, remedy) of each part of an explanation."""
+    """Yield (kind, module, cause, remedy) of each part of an explanation."""
     table, ranks = scope.table, range(scope.table.num_ranks)
     if found.extra:
         yield ("frozen", module_of(table, found.extra),
@@ -92,7 +95,7 @@ def causes_of(scope: Scope, found: Explanation) -> Iterator[tuple[str, str, str,
 
 
 def wrong_norm(scope: Scope) -> NormFinding:
-    """The finding on a loop's norm that is not the full one."""
+    """Return the finding on a loop's norm that is not the full norm."""
     table, found = scope.table, scope.explanation()
     full = table.full(scope.wanted)[1]
     ratios = full[:, None] / scope.used
@@ -115,7 +118,7 @@ def wrong_norm(scope: Scope) -> NormFinding:
 
 
 def unreduced(table: Table) -> Iterator[NormFinding]:
-    """Copies whose gradients differ before clipping in the last step: as they step as well, or no more."""
+    """Yield findings on copies with different gradients before clipping: not reduced at all, or only after clipping."""
     t = len(table.steps) - 1
     differing = [held for held in table.held if not held.open and not table.copies_agree(held.names)]
     if not differing:
@@ -138,7 +141,7 @@ def unreduced(table: Table) -> Iterator[NormFinding]:
 
 
 def scaled_late(scopes: Sequence[Scope]) -> Iterator[NormFinding]:
-    """All gradients of all ranks were multiplied by one number between clipping and the step."""
+    """Yield a finding if all gradients of all ranks were multiplied by one number between clipping and the step."""
     ratios = []
     for scope in scopes:
         for t, clips in enumerate(scope.clips):
@@ -156,7 +159,7 @@ def scaled_late(scopes: Sequence[Scope]) -> Iterator[NormFinding]:
 
 
 def merged(clips: Sequence[Clip]) -> list[Clip]:
-    """Calls of a step with one norm are one clipping of several groups of parameters."""
+    """Merge calls of a step with equal norms: one clipping of several groups of parameters."""
     found: list[Clip] = []
     for clip in clips:
         for place, other in enumerate(found):
@@ -169,7 +172,7 @@ def merged(clips: Sequence[Clip]) -> list[Clip]:
 
 
 def wrong_clipping(scopes: Sequence[Scope]) -> list[NormFinding]:
-    """Wrong norms; without any, gradients that no norm scales, or that are scaled again."""
+    """Return findings on wrong norms; else on gradients that are not scaled, or scaled again."""
     table = scopes[0].table
     findings = [wrong_norm(scope) for scope in scopes if not scope.is_full()]
     if findings or table.hand:
@@ -183,7 +186,7 @@ def wrong_clipping(scopes: Sequence[Scope]) -> list[NormFinding]:
 
 
 def not_judged(clips: list[list[list[Clip]]]) -> str:
-    """Why some clipping cannot be judged; empty if it can."""
+    """Return the reason that clipping cannot be judged; empty if it can."""
     numbers = {len(own) for step in clips for own in step if own}
     if not numbers:
         return "the loop gives no gradient to a clipping function of torch: give max_norm= if it clips by hand"
@@ -194,9 +197,9 @@ def not_judged(clips: list[list[list[Clip]]]) -> str:
 
 
 def counted_as_parts(steps: Sequence[Sequence[RankStep]], clips: list[list[list[Clip]]], hand: bool) -> str:
-    """A note on equal weights with different gradients, if the loop's norms are right with these as parts; or empty.
+    """Return a note on equal weights with different gradients, if the loop's norms are right with these as parts.
 
-    Experts that start from one seed look like copies that nobody reduces, and the loop knows.
+    Empty otherwise. Experts that start from one seed look like copies without a reduction, but the loop is right.
     """
     if not list(unreduced(Table(steps, hand))):
         return ""
@@ -211,11 +214,11 @@ def counted_as_parts(steps: Sequence[Sequence[RankStep]], clips: list[list[list[
 
 
 def judged(steps: Sequence[Sequence[RankStep]], max_norm: float | None) -> Verdict:
-    """The verdict on some steps of all ranks. `max_norm`: of a loop that does not call torch's functions."""
+    """Return the verdict on some steps of all ranks. `max_norm`: of a loop that does not call torch's functions."""
     clipped = any(each.clips for step in steps for each in step)
     hand = not clipped and max_norm is not None
     if max_norm is not None and hand:
-        # All that has a gradient may have been counted.
+        # Every tensor with a gradient may have been counted.
         steps = [
             [replace(each, clips=(Clip(frozenset(each.parts), max_norm, max_norm),)) for each in step] for step in steps
         ]
@@ -229,7 +232,7 @@ def judged(steps: Sequence[Sequence[RankStep]], max_norm: float | None) -> Verdi
     alike = "" if reason else counted_as_parts(steps, clips, hand)
     for length in range(1, len(steps) + 1):
         table = Table(steps[:length], hand, as_parts=bool(alike))
-        # A wrong norm parts copies a step later: the first step that shows something decides.
+        # After a wrong norm, copies differ one step later, so the first step with a mistake decides.
         if (apart := list(unreduced(table))) or reason:
             findings = findings or apart
         else:

@@ -1,4 +1,4 @@
-"""The sums that a loop may clip by, right and wrong, from the norms that its ranks have told each other."""
+"""Computes the norms that a loop may use for clipping, right and wrong, from the norms of all ranks' gradients."""
 
 from __future__ import annotations
 
@@ -18,48 +18,54 @@ Mark = tuple[float, ...]
 """The sum of a gradient, and the norms of its pieces."""
 
 EPSILON = 1e-6
-"""The number that torch adds to a norm before it divides by it."""
+"""The number that torch adds to a norm before a division by the norm."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's part of a parameter. `place`: equal texts are copies, unless all values are one (`constant`). `trained`:
-    the optimizer steps it; `before`, `after`: its gradient before clipping and at the step."""
+    """A rank's part of a parameter."""
 
     place: str
+    """Shape, offsets and hash of values as a text; equal texts are copies, unless `constant`."""
     constant: bool
+    """True if all values are equal."""
     trained: bool
+    """True if the optimizer steps the part."""
     before: Mark
+    """The gradient before clipping."""
     after: Mark
+    """The gradient at the optimizer's step."""
 
 
 @dataclass(frozen=True)
 class Clip:
-    """A call that scales the gradients of these parameters by max_norm / total. `order`: of the norm."""
+    """A call that scales the gradients of `names` by max_norm / total."""
 
     names: frozenset[str]
     max_norm: float
     total: float
+    """The loop's norm."""
     order: float = 2.0
+    """The order of the norm."""
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """A step of one rank: its parts with gradients or states, and its calls."""
+    """A step of one rank: parts with gradients or optimizer states, and clipping calls."""
 
     parts: dict[str, Part]
     clips: tuple[Clip, ...]
     tolerance: float
 
     def as_json(self) -> bytes:
-        """The step as a text for the other ranks."""
+        """Return the step as JSON for other ranks."""
         clips = [asdict(clip) | {"names": sorted(clip.names)} for clip in self.clips]
         parts = {name: asdict(part) for name, part in self.parts.items()}
         return json.dumps({"parts": parts, "clips": clips, "tolerance": self.tolerance}).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> RankStep:
-        """The step that another rank has sent."""
+        """Read the JSON of another rank."""
         tree = parse_json(text)
         parts = {name: Part(**part | {key: tuple(part[key]) for key in ("before", "after")})
                  for name, part in tree["parts"].items()}  # fmt: skip
@@ -69,18 +75,19 @@ class RankStep:
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor, or one part: the ranks that hold copies, each with its name there. `open`: all values are one and the
-    gradients differ, so that nothing tells parts from copies that were not reduced."""
+    """A tensor, or one part of a tensor, with its copies."""
 
     names: dict[int, str]
+    """By rank with a copy, the parameter's name on this rank."""
     open: bool = False
+    """True if the part is constant and gradients differ: it is unknown if these are parts, or copies not reduced."""
 
 
 Pairs = tuple[tuple[int, str], ...]
-"""Ranks, each with the name of a parameter there."""
+"""(rank, name of a parameter on the rank)."""
 
 FORMS = ("once", "each", "mean of squares", "sum of norms", "mean of norms")
-"""How a loop may add up: each tensor once, or with its copies, and three wrong sums."""
+"""The sums of a loop: each tensor once, or each copy, and three wrong sums."""
 
 
 def square(mark: Mark) -> float:
@@ -88,12 +95,12 @@ def square(mark: Mark) -> float:
 
 
 def are_similar(marks: Sequence[Mark], tolerance: float, by_length: bool) -> bool:
-    """Whether gradients are equal up to rounding. `by_length`: up to a factor."""
+    """Return True if gradients are equal up to rounding. `by_length`: also up to a factor."""
     sizes = [math.sqrt(square(mark)) for mark in marks]
     if by_length:
         marks = [tuple(x / size for x in mark) if size else mark for mark, size in zip(marks, sizes, strict=True)]
         sizes = [float(size > 0) for size in sizes]
-    # A sum of many numbers may be larger than their norm, and rounds so.
+    # A sum of many numbers may be larger than the norm, with a larger rounding error.
     bound = tolerance * max(sizes)
     return all(
         max(column) - min(column) <= bound * (1 if place else 10)
@@ -102,10 +109,13 @@ def are_similar(marks: Sequence[Mark], tolerance: float, by_length: bool) -> boo
 
 
 class Table:
-    """The steps of all ranks. `hand`: the loop scales by itself, so that gradients are known after clipping alone.
+    """The gradients of all ranks by step.
 
-    `squares`, `trained`: [steps, tensors, ranks], of gradients before clipping. `open`: [tensors]. `as_parts`: equal
-    weights with different gradients are parts.
+    Attributes:
+        hand: True if the loop scales gradients by hand; gradients are then known only after clipping.
+        squares: [steps, tensors, ranks], squared norms of gradients before clipping.
+        trained: [steps, tensors, ranks], True if the optimizer steps the tensor.
+        open: [tensors], as in `Held`.
     """
 
     def __init__(self, steps: Sequence[Sequence[RankStep]], hand: bool, as_parts: bool = False) -> None:
@@ -126,7 +136,7 @@ class Table:
         self.trained = self.table(lambda t, rank, name, part: float(part.trained)) > 0
 
     def table(self, value: Callable[[int, int, str, Part], float]) -> Tensor:
-        """A number for each part in each step, 0 where a rank holds none."""
+        """Return value(step, rank, name, part) for each part, [steps, tensors, ranks]; 0 for ranks without a part."""
         found = torch.zeros(len(self.steps), len(self.held), self.num_ranks, dtype=torch.float64)
         for t, step in enumerate(self.steps):
             for h, held in enumerate(self.held):
@@ -136,12 +146,12 @@ class Table:
         return found
 
     def trained_marks(self, t: int, names: dict[int, str], after: bool = False) -> dict[int, Mark]:
-        """The gradients of some ranks' parts that are trained, by rank."""
+        """Return the gradients of some ranks' trained parts, by rank."""
         parts = {rank: part for rank, name in names.items() if (part := self.steps[t][rank].parts.get(name))}
         return {rank: part.after if after else part.before for rank, part in parts.items() if part.trained}
 
     def copies_agree(self, names: dict[int, str], after: bool = False) -> bool:
-        """Whether all ranks have the same gradient, in every step. A norm of its own may have scaled it by hand."""
+        """Return True if all ranks have equal gradients in every step; with `hand`, up to a factor per rank."""
         for t in range(len(self.steps)):
             marks = list(self.trained_marks(t, names, after).values())
             large = any(math.sqrt(square(mark)) > self.floor for mark in marks)
@@ -150,8 +160,10 @@ class Table:
         return True
 
     def _held(self) -> Iterator[Held]:
-        """Parts of one name and place are copies. Where all values are one, gradients decide, then the module's
-        other parameters."""
+        """Yield the tensors with their copies. Parts of one name and place are copies.
+
+        For constant parts the gradients decide, then the other parameters of the module.
+        """
         groups: dict[str, dict[str, dict[int, Part]]] = {}  # by name, then by place
         for step in self.steps:
             for rank, each in enumerate(step):
@@ -184,14 +196,14 @@ class Table:
             yield from twins
 
     def full(self, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of full tensors by step: its least and its greatest value, which differ by what is open."""
+        """Return the least and the greatest norm of full tensors by step; these differ if tensors are open."""
         squares = self.squares * counted
         greatest, smallest = squares.amax(2), torch.where(counted, self.squares, math.inf).amin(2).nan_to_num(0.0, 0.0)
         least = torch.where(self.open, smallest, greatest).sum(1).sqrt()
         return least, torch.where(self.open, squares.sum(2), greatest).sum(1).sqrt()
 
     def forms(self, counted: Tensor, line: Sequence[int]) -> dict[str, Tensor]:
-        """The norms by step that a loop may make on some ranks, right or wrong."""
+        """Return the norms by step that a loop may compute from the ranks of `line`, by the form of the sum."""
         squares = (self.squares * counted)[:, :, list(line)]
         own = squares.sum(1)
         once = torch.where(self.open, squares.sum(2), squares.amax(2)).sum(1)
@@ -200,11 +212,11 @@ class Table:
 
 
 Line = Callable[[int], tuple[int, ...]]
-"""The ranks that a rank adds up with."""
+"""line(rank): the ranks of the sum on this rank."""
 
 
 def lines_of(num_ranks: int) -> Iterator[Line]:
-    """The groups over which a loop may sum: all ranks, one, then every size and distance."""
+    """Yield the groups of ranks over which a loop may sum: all ranks, one rank, then every size and distance."""
     shapes = [(size, stride) for size in range(2, num_ranks) if num_ranks % size == 0
               for stride in range(1, num_ranks) if num_ranks % (size * stride) == 0]  # fmt: skip
     for size, stride in [(num_ranks, 1), *([(1, 1)] if num_ranks > 1 else []), *shapes]:
@@ -218,18 +230,26 @@ def lines_of(num_ranks: int) -> Iterator[Line]:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a norm is another: `lacks` and `extra`: parts that it leaves out or counts; `line`, `form`: the ranks that
-    it adds up, and how."""
+    """The sum that gives a loop's norm."""
 
     lacks: Pairs
+    """Parts that the sum leaves out."""
     extra: Pairs
+    """Parts that the sum counts but should not."""
     line: Line
+    """The ranks of the sum."""
     form: str
+    """The form of the sum (`FORMS`)."""
 
 
 class Scope:
-    """One clipping of each step. `used`: the loop's norm, [steps, ranks], NaN where a rank clips nothing. `wanted`,
-    `passed`: the parts that it should and does scale, [steps, tensors, ranks]."""
+    """One clipping of each step.
+
+    Attributes:
+        used: [steps, ranks], the loop's norm; NaN if a rank clips nothing.
+        wanted: [steps, tensors, ranks], the parts that the clipping should scale.
+        passed: [steps, tensors, ranks], the parts that the clipping scales.
+    """
 
     def __init__(self, table: Table, number: int, clips: list[list[list[Clip]]], alone: bool) -> None:
         self.table = table
@@ -247,16 +267,16 @@ class Scope:
         )
         self.lacks = self.pairs(self.wanted & ~self.passed)
         self.extra = self.pairs(self.passed & ~table.trained)
-        # Scaled gradients fall short of max_norm by the number that torch adds, too.
+        # torch's EPSILON also makes scaled gradients smaller than max_norm.
         self.slack = table.tolerance + (2 * EPSILON / self.max_norm if table.hand else 0.0)
 
     def pairs(self, mask: Tensor) -> Pairs:
-        """The ranks and names of a mask with a gradient in any step."""
+        """Return the ranks and names in a mask with a gradient in any step."""
         some = (mask & (self.table.squares > 0)).any(0).nonzero().tolist()
         return tuple((rank, self.table.held[h].names[rank]) for h, rank in some)
 
     def is_full(self) -> bool:
-        """Whether the loop's norm is the full one on every rank in every step."""
+        """Return True if the loop's norm is the full norm on every rank in every step."""
         least, most = self.table.full(self.wanted)
         if self.table.hand:
             if bool((least > self.max_norm * (1 + self.table.tolerance)).any()):
@@ -266,31 +286,31 @@ class Scope:
         return bool((((self.used >= low) & (self.used <= high)) | self.used.isnan()).all())
 
     def is_reached(self) -> bool:
-        """Whether the full norm is max_norm, or more, in any step."""
+        """Return True if the full norm is at least max_norm in any step."""
         return bool((self.table.full(self.wanted)[1] >= self.max_norm * (1 - self.slack)).any())
 
     def distance(self, values: Tensor) -> float:
-        """The greatest relative error of these norms, [steps, ranks], as the loop's own; infinite if they are not."""
+        """Return the greatest relative error of `values` [steps, ranks] to the loop's norms; infinite if not equal."""
         errors = (values / self.used - 1).nan_to_num(0.0, math.inf, math.inf)
         if not self.table.hand:
             return found if (found := float(errors.abs().max())) <= self.table.tolerance else math.inf
-        # A norm below max_norm scales nothing. One rank in every step must reach it: a coincidence is no proof.
+        # A norm below max_norm scales nothing. One rank in every step must reach max_norm, to exclude coincidences.
         short = -float(errors.amax(1).min())
         return abs(short) if short <= self.slack and float(errors.max()) <= self.table.tolerance else math.inf
 
     def explanation(self) -> Explanation | None:
-        """The sum that gives the loop's norms best; of equal ones the simplest."""
+        """Return the sum that gives the loop's norms with the smallest error; of equal sums the simplest."""
         counts: list[tuple[Tensor, Pairs, Pairs]] = [(self.wanted, (), ())]
         if self.lacks or self.extra:
             counts.append((self.passed, self.lacks, self.extra))
-        # No rank counts parts, or a module of one name; or one rank alone does, as if the others' were copies.
+        # No rank counts sharded tensors, or a module of one name; or only one rank does, as if others had copies.
         held = self.table.held
         cut = torch.tensor([each.open or len(each.names) < self.table.num_ranks for each in held])[:, None]
         names = {name for each in held for name in each.names.values()}
         masks = [cut]
         for word in sorted({word for name in names for word in name.split(".") if not word.isdigit()}):
             masks.append(self.table.table(lambda t, rank, name, _, word=word: float(word in name.split("."))) > 0)  # type: ignore[misc]
-        # The first rank that holds a tensor of this name, whichever number of layer or expert it has.
+        # The first rank with a tensor of this name, without the numbers of layers and experts.
         lowest: dict[str, int] = {}
         for rank, name in self.pairs(self.wanted):
             pattern = re.sub(r"\d+", "", name)
@@ -304,10 +324,10 @@ class Scope:
         found: list[tuple[float, Explanation]] = []
         for counted, lacks, extra in counts:
             sums = {group: self.table.forms(counted, group) for line in lines for group in map(line, ranks)}
-            # A rank's own norm before wrong sums: once scaled by hand, every rank has the same.
+            # One rank's norm comes before wrong sums, since after scaling by hand every rank has the same.
             for form, line in product(FORMS, lines):
                 distance = self.distance(torch.stack([sums[line(rank)][form] for rank in ranks], 1))
                 found.append((distance, Explanation(lacks, extra, line, form)))
         least = min(distance for distance, _ in found)
-        near = 2 * least + self.table.tolerance / 100  # an equal sum differs by rounding alone
+        near = 2 * least + self.table.tolerance / 100  # equal sums differ only by rounding
         return next(each for distance, each in found if distance <= near) if least < math.inf else None

@@ -1,9 +1,9 @@
-"""Find by value which elements of a reference tensor a rank holds.
+"""Finds by value which elements of a reference tensor a rank holds.
 
-A framework may cut a parameter by rows, by columns, in blocks, as rows of q, k and v of a fused weight, or flatten it
-first; and it may call it otherwise. Weights are random, so a slice of the reference's initial weight that is equal to a
-slice of the local one, bit by bit, is the same slice. So nothing need be known of the framework, and a wrong slice
-shows where it was taken from.
+A framework may shard a parameter by rows, by columns, in blocks, or as rows of q, k and v of a fused weight. It may
+flatten the parameter first, or use another name. Weights are random, so bit-equal slices of the reference's initial
+weight and of the local weight are the same slice. No knowledge of the framework is needed, and the source of a wrong
+slice is visible.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ Index = tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class Part:
-    """The part of the reference's parameter `name`: per dim the indices in order, None for all of them.
-
-    `flat`: of the flattened parameter, as flat buffers of parameters hold it.
-    """
+    """A part of the reference's parameter `name`."""
 
     name: str
     index: tuple[Index, ...]
+    """For each dim the indices in order; None: all."""
     flat: bool = False
+    """True: a part of the flattened parameter, as in flat buffers of parameters."""
 
     def take(self, whole: Tensor) -> Tensor:
-        """The part's values of the reference's tensor; zeros in padding."""
+        """Return the part's values from the reference's tensor; zeros in padding."""
         x = whole.flatten() if self.flat else whole
         for dim, index in enumerate(self.index):
             if index is not None:
                 places = torch.tensor(index, dtype=torch.long)
-                # PADDING is -1, which no index may be: row 0 is taken for it, and zeroed below.
+                # PADDING (-1) is no valid index: row 0 is read instead, and zeroed below.
                 x = x.index_select(dim, places.clamp(min=0))
                 if (places == PADDING).any():
                     shape = [-1 if d == dim else 1 for d in range(x.ndim)]
@@ -56,13 +55,13 @@ class Part:
         if self.whole:
             return "all of it"
         runs = [[] if index is None else _runs(index) for index in self.index]
-        # `0:4,8:12` for 0 1 2 3 8 9 10 11, as one would write slices; padding has no index of the reference's.
+        # `0:4,8:12` for 0 1 2 3 8 9 10 11; padding has no index in the reference.
         held = [",".join(f"{start}:{stop}" for start, stop in each if start != PADDING) or "padding" for each in runs]
         words = [":" if index is None else text for index, text in zip(self.index, held, strict=True)]
         return f"{'flat ' if self.flat else ''}[{', '.join(words)}]"
 
     def as_json(self) -> dict[str, Any]:
-        """The part as JSON, its indices as runs (start, stop)."""
+        """Return the part as JSON, with indices as runs (start, stop)."""
         return {"name": self.name, "index": [None if i is None else _runs(i) for i in self.index], "flat": self.flat}
 
     @classmethod
@@ -73,7 +72,7 @@ class Part:
 
 
 def _runs(index: Sequence[int]) -> list[tuple[int, int]]:
-    """(0, 4), (8, 12) for 0 1 2 3 8 9 10 11. An element of padding is a run of its own."""
+    """Return runs of consecutive indices: (0, 4), (8, 12) for 0 1 2 3 8 9 10 11. Each padding element is a run."""
     runs: list[tuple[int, int]] = []
     for i in index:
         if runs and i == runs[-1][1] and i != PADDING:
@@ -84,19 +83,18 @@ def _runs(index: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def is_constant(x: Tensor) -> bool:
-    """Whether all elements are equal, as those of a fresh bias or norm: nothing can be found by such values."""
+    """Return True if all elements are equal, as in a new bias or norm; such parts cannot be found by value."""
     return x.numel() > 0 and bool((x == x.flatten()[0]).all())
 
 
 def find_part(name: str, local: Tensor, whole: Tensor) -> Part | None:
-    """The part of `whole` that `local` is, bit by bit; None where it is none. An empty tensor is an empty part."""
+    """Find the part of `whole` with the bits of `local`; None if there is none. An empty tensor is an empty part."""
     if local.shape == whole.shape and torch.equal(local, whole):
         return Part(name, (None,) * whole.ndim)
     if local.ndim != whole.ndim:
         return _find_flat(name, local, whole) if local.ndim == 1 else None
     cut = [dim for dim in range(whole.ndim) if local.shape[dim] != whole.shape[dim]]
-    # A vector as one run: single values of bf16 are equal by chance, so that slices of length 1 would be found
-    # anywhere.
+    # A vector is searched as one run: single bf16 values are equal by chance, so slices of length 1 match anywhere.
     if local.ndim == 1 and local.numel() and (run := _find_flat(name, local, whole)):
         return Part(name, run.index)
     if len(cut) <= 1:
@@ -105,7 +103,7 @@ def find_part(name: str, local: Tensor, whole: Tensor) -> Part | None:
     found = next((block for block in blocks if torch.equal(block.take(whole), local)), None)
     if found is not None or len(cut) > 2:
         return found
-    # A block along one dim of slices along the other: rows of a data rank, positions of a ring that skips some.
+    # A block along one dim and slices along the other: rows of a data rank, non-consecutive positions of a ring.
     for dim, other in (cut, cut[::-1]):
         for block in box_candidates(name, local.shape, whole.shape, [dim]):
             if block.index[dim] is not None and (piece := _find_slices(name, local, block.take(whole), other)):
@@ -115,27 +113,29 @@ def find_part(name: str, local: Tensor, whole: Tensor) -> Part | None:
 
 
 def _find_slices(name: str, local: Tensor, whole: Tensor, dim: int) -> Part | None:
-    """Slices along one dim, in any order; those that come after the last that is found are padding."""
+    """Find slices along one dim, in any order. Slices after the last match are padding."""
     places: dict[bytes, list[int]] = {}
     for place, piece in enumerate(whole.unbind(dim)):
-        # By bits: 0.0 and -0.0 differ, and not-a-number is equal to itself. In a dictionary: comparing all pairs of
-        # slices of a vocabulary would take hours.
+        # By bits: 0.0 and -0.0 differ, and NaN is equal to itself. A dictionary, since comparing all pairs of slices of
+        # a vocabulary would take hours.
         places.setdefault(bytes(bytes_of(piece)), []).append(place)
     index: list[int] = []
     for piece in local.unbind(dim):
         candidates = places.get(bytes(bytes_of(piece)), [PADDING])
-        following = index[-1] + 1 if index else 0  # of equal slices the next in order
+        following = index[-1] + 1 if index else 0  # of equal slices, the next in order is taken
         index.append(following if following in candidates else candidates[0])
     found = [i for i in index if i != PADDING]
-    # Padding stands at the end; a slice in the middle that is not the reference's is a wrong one.
+    # Padding is only at the end; an unknown slice in the middle is wrong.
     if local.shape[dim] and (not found or PADDING in index[: len(found)]):
         return None
     return Part(name, tuple(tuple(index) if d == dim else None for d in range(whole.ndim)))
 
 
 def parts_alike(name: str, local: Tensor, whole: Tensor) -> list[Part]:
-    """All parts of `whole` that have the values of `local`, a part of it: of equal slices, such as the numbers of
-    documents that are packed alike in all rows, values do not say which one a rank took."""
+    """Return all parts of `whole` with the values of `local`, since equal slices cannot be distinguished.
+
+    Example: the numbers of documents, if documents are packed equally in all rows.
+    """
     cut = [dim for dim in range(whole.ndim) if local.shape[dim] != whole.shape[dim]]
     if local.ndim == 1 and cut and local.numel():
         starts = (whole.unfold(0, local.numel(), 1) == local).all(1).nonzero().flatten().tolist()
@@ -149,11 +149,11 @@ def parts_alike(name: str, local: Tensor, whole: Tensor) -> list[Part]:
 
 
 def box_candidates(name: str, local: Sequence[int], whole: Sequence[int], cut: Sequence[int]) -> list[Part]:
-    """All blocks of a local shape in a whole one: at multiples of their sizes along the dims `cut`, and at the ends."""
+    """Return all blocks of a local shape in a whole shape: at multiples of the size along `cut`, and at the ends."""
     if any(not 0 < local[dim] <= whole[dim] for dim in cut):
         return []
     last = {dim: whole[dim] - local[dim] for dim in cut}
-    # The last start as well: where the size does not divide, the last block still ends with the dim.
+    # The last start is included: if the size does not divide the dim, the last block still ends with the dim.
     starts = product(*(sorted({*range(0, last[dim] + 1, local[dim]), last[dim]}) for dim in cut))
     return [
         Part(name, tuple(
@@ -165,11 +165,11 @@ def box_candidates(name: str, local: Sequence[int], whole: Sequence[int], cut: S
 
 
 def _find_flat(name: str, local: Tensor, whole: Tensor) -> Part | None:
-    """A run of the flattened parameter."""
+    """Find a run of the flattened parameter."""
     flat, size = whole.flatten(), local.numel()
     if size == 0:
         return Part(name, ((),), flat=True)
-    # Only where the first element fits: whole runs are compared at few places.
+    # Whole runs are compared only at places with an equal first element.
     for start in (flat[: flat.numel() - size + 1] == local[0]).nonzero().flatten().tolist():
         if torch.equal(flat[start : start + size], local):
             return Part(name, (tuple(range(start, start + size)),), flat=True)
@@ -177,7 +177,7 @@ def _find_flat(name: str, local: Tensor, whole: Tensor) -> Part | None:
 
 
 def box_part(name: str, offsets: Sequence[int], sizes: Sequence[int], whole: Sequence[int]) -> Part:
-    """The part that a box of a tensor of shape `whole` is."""
+    """Return the box at `offsets` of a tensor of shape `whole` as a part."""
     index = tuple(
         None if size == length else tuple(range(offset, offset + size))
         for offset, size, length in zip(offsets, sizes, whole, strict=True)
@@ -186,7 +186,7 @@ def box_part(name: str, offsets: Sequence[int], sizes: Sequence[int], whole: Seq
 
 
 def missing_places(parts: Sequence[Part], shape: Sequence[int]) -> int:
-    """The number of elements of a tensor of this shape that no part holds."""
+    """Return the number of elements of a tensor of this shape that no part holds."""
     covered = torch.zeros(tuple(shape), dtype=torch.bool)
     for part in parts:
         if part.whole:
@@ -195,6 +195,6 @@ def missing_places(parts: Sequence[Part], shape: Sequence[int]) -> int:
         indices = [list(range(n)) if i is None else [j for j in i if j != PADDING]
                    for i, n in zip(part.index, view.shape, strict=True)]  # fmt: skip
         if all(indices):
-            # An outer product of the dims' indices: a part is a block, with gaps perhaps along each dim.
+            # The outer product of the dims' indices: a part is a block, possibly with gaps along each dim.
             view[torch.meshgrid(*(torch.tensor(i) for i in indices), indexing="ij")] = True
     return int((~covered).sum())

@@ -1,7 +1,7 @@
-"""pytest's plugin, an entry point of this package: functions under `@parity.check` are tests, one a number of ranks.
+"""The pytest plugin, an entry point of this package: functions under `@parity.check` are tests, one per grid.
 
-A check is found in any file that pytest collects, whatever the function is called; a failed one shows what is wrong and
-where, and no stack of calls. The option --parity-precision stands for every check's own.
+A check is found in any file that pytest collects, under any function name. A failed check shows the mistake and the
+place, without a traceback. The option --parity-precision replaces the precision of every check.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwright.parity.check import CHECK_PRECISIONS, MARKED, ParityCheck, check
 
 
 class ParityFailure(Exception):
-    """A check that does not hold, as pytest reports it."""
+    """Error of a check that does not hold."""
 
 
 class ParityItem(pytest.Item):
@@ -27,7 +27,7 @@ class ParityItem(pytest.Item):
     def runtest(self) -> None:
         result = run_check(self.check, self.config.getoption("--parity-precision"))
         if not result.holds:
-            # Eight are enough to see a pattern; the rest follows from the same mistake.
+            # Eight rows are enough to show a pattern; all follow from one mistake.
             rows = [f"  {row.kind} of {row.label}: {row.error:.1e} > {row.allowed:.1e}" for row in result.failed[:8]]
             told = [text for text in (result.remedy and f"remedy: {result.remedy}", result.seen_by_losses) if text]
             raise ParityFailure("\n".join([result.error or result.verdict, *rows, *told]))
@@ -43,9 +43,9 @@ class ParityItem(pytest.Item):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--parity-precision`."""
+    """Add the option `--parity-precision`."""
     group = parser.getgroup("parity")
-    # Installed as a part of meshwright and as a package of its own, the plugin is here twice: one option serves both.
+    # With meshwright and the stand-alone package installed, the plugin is loaded twice; one option serves both.
     if not any("--parity-precision" in option.names() for option in group.options):
         group.addoption(
             "--parity-precision", choices=CHECK_PRECISIONS, default=None, help="instead of what each check says"
@@ -53,8 +53,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> list[ParityItem] | None:
-    """The checks that a module's import has marked, at the module's list of them; none at their functions' names, so
-    that pytest does not call these as tests. None for anything else, which is pytest's to look at."""
+    """Collect a module's checks at the module's list of marked functions.
+
+    Returns an empty list for a check's function, so that pytest does not call it as a test, and None for other objects.
+    """
     module = collector.getparent(pytest.Module)
     names = {} if module is None else vars(module.obj)
     if name == MARKED and collector is module:
@@ -64,7 +66,7 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> list[Pa
         checks = list(checks_of(obj))
         if not checks:
             return None
-        # A check of another file, imported under another name, is collected where its file is.
+        # A check of another file, imported under another name, is collected with that file.
         made_here = any(obj is function for function in names.get(MARKED, ()))
         checks = [] if made_here or checks[0].name != name else checks
     return [ParityItem.from_parent(collector, name=check.title, check=check) for check in checks]

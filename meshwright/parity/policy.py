@@ -14,11 +14,11 @@ Loss = Callable[[Any, Any], Any]
 
 
 class _Cast(nn.Module):
-    """A model that computes with its parameters cast, as FSDP2's gathered ones are; its own stay as they are."""
+    """A model that computes with cast copies of the parameters, as FSDP2 does with gathered parameters."""
 
     def __init__(self, model: nn.Module, policy: Any) -> None:
         super().__init__()
-        self._kept, self._policy = [model], policy  # in a list: no module of this one, so that paths stay
+        self._kept, self._policy = [model], policy  # in a list, so that it is no submodule and paths stay the same
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         (model,), policy = self._kept, self._policy
@@ -33,9 +33,10 @@ class _Cast(nn.Module):
 
 
 def cast_like(policy: Any, loss: Loss) -> Loss:
-    """A loss for `job.reference` that computes as a model under `fully_shard(..., mp_policy=policy)` does, for a check
-    with precision="own": parameters and floating inputs in `policy.param_dtype`, the output in `policy.output_dtype`;
-    gradients arrive in the parameters' own type.
+    """Return a loss for `job.reference` that computes like a model under `fully_shard(..., mp_policy=policy)`.
+
+    For a check with precision="own". Parameters and floating inputs are cast to `policy.param_dtype`, the output to
+    `policy.output_dtype`. Gradients have the parameters' dtype.
 
         job.reference(model, loss=parity.cast_like(policy, loss_of), batch=batch_of)
     """

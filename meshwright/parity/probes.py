@@ -1,4 +1,4 @@
-"""Findings of the probes that need no reference: one sentence each, equal on every rank."""
+"""Findings of probes without a reference: one sentence each, equal on every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.ranks.streams import say
 
 @dataclass(frozen=True)
 class ProbeFinding:
-    """`factor`: of values that are a multiple of the right ones; 1 otherwise."""
+    """A mistake that a probe found. `factor`: of values that are a multiple of the right values; else 1."""
 
     kind: str
     module: str
@@ -23,13 +23,13 @@ class ProbeFinding:
 
 
 def shared(findings: Sequence[ProbeFinding]) -> list[ProbeFinding]:
-    """The findings of all ranks, each once. Collective over torch's default process group, if one was joined."""
+    """Return the findings of all ranks, each once. Collective over torch's default process group, if one was joined."""
     texts = from_all_ranks(json.dumps([asdict(finding) for finding in findings]).encode())
     return list(dict.fromkeys(ProbeFinding(**tree) for text in texts for tree in parse_json(text)))
 
 
 def announce(probe: str, sentences: Sequence[str]) -> str:
-    """The sentences as lines, which rank 0 prints."""
+    """Print the sentences as lines on rank 0. Returns the lines."""
     line = "\n".join(f"{probe}: {words}" for words in sentences)
     if (joined_place() or (0, 1))[0] == 0:
         for words in line.split("\n"):
@@ -38,6 +38,6 @@ def announce(probe: str, sentences: Sequence[str]) -> str:
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Names as a text: the first two, and the number of others."""
+    """Return names as a text: the first two, and the number of others."""
     distinct = list(dict.fromkeys(names))
     return ", ".join(distinct[:2]) + (f" and {len(distinct) - 2} more" if len(distinct) > 2 else "")

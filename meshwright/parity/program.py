@@ -1,5 +1,7 @@
-"""A parallel program as parity steps it on one rank: its modules and weights by the reference's names, and what is
-watched while it steps (gradients before the optimizer, how often that steps, its learning rates)."""
+"""Steps a parallel program on one rank, and records modules, weights and gradients under the reference's names.
+
+Also recorded: gradients before the optimizer's step, the number of steps of an optimizer, learning rates.
+"""
 
 from __future__ import annotations
 
@@ -29,50 +31,55 @@ from meshwright.ranks.dtensor import gradient_of, local_of
 from meshwright.ranks.errors import ParityError
 
 Model = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
-"""A rank's model; or its stages, with the reference's names inside of them, or by the names that they have there."""
+"""A rank's model; or the rank's stages: a list with the reference's names inside, or a mapping by the reference's path.
+"""
 
 
 def named_models(model: Model) -> list[tuple[str, nn.Module]]:
-    """A rank's modules with the path in the reference that theirs begin with."""
+    """Return (path in the reference, module) of each module of a rank."""
     if isinstance(model, nn.Module):
         return [("", model)]
     return list(model.items()) if isinstance(model, Mapping) else [("", one) for one in model]
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile has a part of the model. Hooks would compile each of its modules anew, alone."""
+    """Return True if a part of the model is compiled. Hooks would cause a separate compilation of each module."""
     return any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in model.modules())
 
 
 @dataclass
 class SteppedProgram:
-    """A parallel program as `job.parallel` was told of it. `known`: paths of the reference's modules; `share`: this
-    rank's part of a global batch; `gradients`: whether `.grad` has them; `compares_buffers`: whether they are kept;
-    `halves`: one step may be taken in two halves of the samples; `given`: gradients that the step has handed to
-    `keep_gradients`."""
+    """A parallel program with the arguments of `job.parallel`."""
 
     model: Model
     known: frozenset[str]
+    """Paths of the reference's modules."""
     held: Callable[[], Mapping[str, Tensor]] | None
+    """held(): this rank's weights; None: the model's parameters."""
     loss: Loss
     step: Callable[[Any, Any], Any] | None
     optimizer: torch.optim.Optimizer | None
     scheduler: Any
     share: Callable[[Any], Any]
+    """share(global_batch): this rank's part."""
     gradients: bool
+    """True if `.grad` holds the gradients."""
     compares_buffers: bool
+    """True if buffers are recorded."""
     halves: bool
+    """True if one step is taken in two halves of the samples."""
     losses: list[float | None] = field(default_factory=list)
     stepped: list[int] = field(default_factory=list)
     given: dict[str, Tensor] = field(default_factory=dict)
+    """Gradients that the step passed to `keep_gradients`."""
 
     @property
     def compiled(self) -> bool:
-        """Whether torch.compile has a part of the model, or of one of its stages."""
+        """True if a part of the model, or of a stage, is compiled."""
         return any(is_compiled(model) for _, model in named_models(self.model))
 
     def weights(self) -> dict[str, Tensor]:
-        """This rank's weights, by the reference's names where it has these."""
+        """Return this rank's weights, without words of wrappers in the names."""
         if self.held is not None:
             return self.by_reference_names(self.held())
         named: dict[str, Tensor] = {}
@@ -87,12 +94,19 @@ class SteppedProgram:
         return self.by_reference_names(named)
 
     def by_reference_names(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors under the names that the reference has for them: without the words of wrappers."""
+        """Return tensors under the reference's names: without words of wrappers."""
         names = clean_names(list(named), self.known)
         return {names[raw]: x for raw, x in named.items()}
 
     def take_step(self, recording: StepRecording, number: int, batch: Any, at: str | None) -> None:
-        """One step of the program. `at`: the mark of a traced pass, None where it is not traced."""
+        """Take one step of the program, and record it.
+
+        Args:
+            recording: receives the tensors.
+            number: number of the step.
+            batch: this rank's batch.
+            at: the suffix of a traced pass; None: not traced.
+        """
         parameters, kept = self.weights(), not self.gradients
         times: dict[torch.optim.Optimizer, int] = {}
 
@@ -106,7 +120,7 @@ class SteppedProgram:
             times[stepped] = times.get(stepped, 0) + 1
 
         rates = set[float]()
-        # The program's own step may clear gradients as it ends: they are read as the first of its optimizers begins.
+        # The program's step may clear gradients at the end, so gradients are read before the first optimizer's step.
         watch = register_optimizer_step_pre_hook(before_optimizer)
         try:
             value = self._step(recording, number, batch, at)
@@ -121,7 +135,7 @@ class SteppedProgram:
         self.losses.append(None if value is None else float(local_of(torch.as_tensor(value))))
         self.stepped.append(max(times.values(), default=0))
         recording.rates.append(sorted(rates))
-        # `weights()` again, not `parameters`: wrappers may have put other tensors in their place.
+        # `weights()` again, since wrappers may have replaced parameters.
         keep(recording, "weight", number, {n: local_of(p) for n, p in self.weights().items()})
         buffers = {path_in(prefix, name): local_of(x) for prefix, model in named_models(self.model)
                    for name, x in floating_buffers(model).items()}  # fmt: skip
@@ -129,7 +143,7 @@ class SteppedProgram:
         keep_states(recording, number, times, parameters)
 
     def _step(self, recording: StepRecording, number: int, batch: Any, at: str | None) -> Any:
-        """The program's own step, or parity's for it; the loss."""
+        """Run the program's step, or the default step. Returns the loss."""
         if self.step is not None:
             with self.traced(recording, at):
                 return self.step(self.model, batch)
@@ -138,7 +152,7 @@ class SteppedProgram:
             value = backward_of(self.model, self.loss, [batch])
         halves = chunks_of(batch, 2) if self.halves and number == HALVED_STEP else []
         if halves:
-            # In one pass first: what is wrong there is wrong in these samples, and not in adding up.
+            # First in one pass: a mistake in one pass is no mistake of accumulation.
             whole = {name: gradient_of(p) for name, p in self.weights().items()}
             keep(recording, "whole-gradient", number, whole)
             self.optimizer.zero_grad()
@@ -151,8 +165,11 @@ class SteppedProgram:
 
     @contextmanager
     def traced(self, recording: StepRecording, at: str | None) -> Iterator[None]:
-        """Trace what runs inside under a mark. Compiled modules run as they are written, as each hook would break and
-        compile them anew; the steps that are not traced run what is compiled."""
+        """Trace the passes inside of a context, with a suffix of kinds.
+
+        Compiled modules run uncompiled, since each hook would break the graph and compile again. Steps without a trace
+        run the compiled modules.
+        """
         if at is None:
             yield
             return
@@ -162,7 +179,7 @@ class SteppedProgram:
             yield
 
     def take_probe(self, recording: StepRecording, batches: Mapping[str, Any]) -> bool:
-        """Both passes of a probe, traced, with weights that do not move; False where they do all the same."""
+        """Trace both passes of a probe with constant weights. Returns False if the weights changed nevertheless."""
         before = {name: local_of(p).clone() for name, p in self.weights().items()}
         for at, batch in batches.items():
             models = [model for _, model in named_models(self.model)]
@@ -173,14 +190,14 @@ class SteppedProgram:
                 else:
                     with still_optimizers():
                         self.step(self.model, batch)
-        # A step that moves weights without a torch optimizer moves every output: nothing can be said of samples then.
+        # A step that changes weights without a torch optimizer changes every output, so the probe proves nothing.
         after = self.weights()
         return all(torch.equal(local_of(after[name]), x) for name, x in before.items())
 
 
 @contextmanager
 def still_optimizers() -> Iterator[None]:
-    """Every step of an optimizer inside has the learning rate 0, so that weights stay bit by bit."""
+    """Set the learning rate of optimizers to 0 in a context, so that weights keep their bits."""
     kept: list[Any] = []
 
     def stop(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -202,7 +219,7 @@ def still_optimizers() -> Iterator[None]:
 
 
 def takes_job(step: Callable[..., Any]) -> bool:
-    """Whether a step has three places: the model, the batch, and the job."""
+    """Return True if a step has three required positional arguments: model, batch and job."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     places = [p for p in inspect.signature(step).parameters.values() if p.kind in kinds and p.default is p.empty]
     return len(places) == 3

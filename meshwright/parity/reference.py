@@ -127,8 +127,7 @@ def gradient_alone(model: nn.Module, recipe: ReferenceRecipe, batches: Sequence[
 
 
 class Uses(TorchFunctionMode):
-    """Mode that gives each use of a parameter in a pass a separate view, and keeps the view's gradient by name and use.
-    """
+    """Mode that gives each use of a parameter a separate view, and keeps the gradient of the view by name and use."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()

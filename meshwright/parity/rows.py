@@ -1,5 +1,5 @@
-"""All comparisons of a parallel program with its reference: losses, norms, and every parameter's gradient, weight and
-optimizer states, put together from the ranks' parts."""
+"""All comparisons of a parallel program with the reference: losses, norms, and every parameter's gradient, weight and
+optimizer states, joined from the ranks' parts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from meshwright.parity.record import CLIPPED, COARSE, STATE
 
 
 def compare_all(evidence: Evidence) -> Iterator[Row]:
-    """Every comparison, in the order in which a mistake would show. Parameters are left out where a rank's first
-    weights are none of the reference's."""
+    """Yield every comparison, in the order in which a mistake would be visible.
+
+    Comparisons of parameters are left out if a rank's first weight is no part of the reference's.
+    """
     facts, recorded = evidence.reference.facts, evidence.reference.recorded
     yield from parameter_rows(evidence, "initial", 0)
     yield from number_rows(evidence, "loss", facts.losses, [side.facts.losses for side in evidence.ranks], summed=True)
     yield from number_rows(evidence, "norm", facts.norms, [side.facts.norms for side in evidence.ranks])
-    # Without its place in the reference a parameter has nothing to be compared with; the finding says so.
+    # A parameter without a place in the reference cannot be compared; the finding says so.
     if any(side.facts.lost for side in evidence.ranks):
         return
     states = sorted({kind for kind, _ in recorded if kind.startswith(STATE)})
@@ -36,7 +38,7 @@ def compare_all(evidence: Evidence) -> Iterator[Row]:
 
 
 def buffer_rows(evidence: Evidence, step: int) -> Iterator[Row]:
-    """Buffers that training moves, after a step: each rank has the reference's, or a cut of it."""
+    """Compare the buffers that training changes, after a step: each rank has the reference's buffer, or a cut."""
     for name in evidence.reference.facts.buffers:
         whole, errors = evidence.reference.get("buffer", step, name), []
         for side in evidence.ranks:
@@ -49,8 +51,10 @@ def buffer_rows(evidence: Evidence, step: int) -> Iterator[Row]:
 
 
 def copy_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:
-    """Gradients or weights after a step on ranks that hold the same part. All that a rank may be off by it shares with
-    the others: what they add up is the same number on all of them."""
+    """Compare copies of gradients or weights after a step with each other. The allowed error is 0.
+
+    Copies are results of one reduction, so copies have equal rounding errors.
+    """
     for name in evidence.names:
         first: dict[Part, Tensor] = {}
         errors = [
@@ -58,7 +62,7 @@ def copy_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:
             for rank, own, part in evidence.holders[name]
             if (x := evidence.ranks[rank].get(kind, step, own)) is not None
         ]
-        # More tensors than parts: at least one part is held twice.
+        # With more tensors than parts, at least one part has copies.
         if len(errors) > len(first):
             yield Row("copy", f"{kind} of {name}", worst_of(errors), 0.0, step)
 
@@ -67,7 +71,7 @@ def number_rows(
     evidence: Evidence, kind: str, reference: Sequence[float], ranks: Sequence[Sequence[float | None]], *,
     summed: bool = False,
 ) -> Iterator[Row]:  # fmt: skip
-    """Numbers of steps: each rank's own. `summed`: or else the mean or the sum over ranks that have one.
+    """Compare each rank's numbers by step. `summed`: the mean or a sum over ranks may be equal instead.
 
     Two infinities, of a step that overflows on both sides, are equal.
     """
@@ -79,18 +83,18 @@ def number_rows(
         errors = [0.0 if x == theirs else abs(x - theirs) / (abs(theirs) or 1.0) for x in (*ours, *others)]
         own = worst_of(errors[: len(ours)])
         error = min((own, *errors[len(ours) :]), key=lambda e: (e != e, e))
-        # Where numbers of labels differ, each rank's own loss may be of a form that nobody here knows; one number of
-        # all ranks says that it is the loss of the whole.
+        # With unequal numbers of labels, the ranks' losses may have an unknown form, and are not compared. An equal
+        # number on all ranks is the loss of the whole, and is compared.
         if summed and len(set(ours)) > 1 and step == evidence.unequal_step and error > evidence.allowed(kind, step, ""):
             continue
         yield Row(kind, f"step {step}", error, evidence.allowed(kind, step, ""), step)
 
 
 def _put_together(evidence: Evidence, step: int, ours: Sequence[float]) -> Iterator[float]:
-    """The losses that ranks' own may be parts of: their mean, their sums over some axes, their mean over labels.
+    """Yield candidates for the whole loss from the ranks' losses: the mean, sums over some axes, the mean over labels.
 
-    In a step whose ranks have unequal numbers of labels the plain mean is no loss of the whole; it is one there only
-    where it is the reference's all the same.
+    In a step with unequal numbers of labels the plain mean is not the loss of the whole in general, but may be equal to
+    the reference's.
     """
     yield sum(ours) / len(ours)
     if len(ours) < len(evidence.ranks):
@@ -98,42 +102,43 @@ def _put_together(evidence: Evidence, step: int, ours: Sequence[float]) -> Itera
         return
     for axes in axis_subsets(evidence.coordinates):
         sums = [math.fsum(ours[rank] for rank in group) for group in groups_over(evidence.coordinates, axes)]
-        # Other axes have copies of each sum, or none at all of them is right.
+        # Over other axes the sums must be copies, so the sum that differs most is yielded.
         yield max(sums, key=lambda x: abs(x - sums[0]))
     counts = [side.facts.counts[step - 1] if side.facts.counts else None for side in evidence.ranks]
     known: list[int] = [n for n in counts if n is not None]
-    # Equal numbers on all ranks are a mean that was made already: weighing it once more would change nothing.
+    # Equal losses on all ranks are already a mean; a weighted mean would not change these.
     if len(known) == len(ours) and any(known) and len(set(ours)) > 1:
         yield math.fsum(n * x for n, x in zip(known, ours, strict=True) if n) / sum(known)
 
 
 def worst_of(errors: Iterable[float]) -> float:
-    """The largest of some errors, of which one that is not a number is larger than any number."""
+    """Return the largest error; NaN is larger than any number."""
     return max(errors, key=lambda error: (error != error, error))
 
 
 def parameter_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:
-    """Every parameter's tensor of a kind after a step, relative to the reference's norm; or all of them as one tensor,
-    where what is promised is promised of all together.
+    """Compare every parameter's tensor of a kind after a step, relative to the norm of the reference's tensor.
 
-    A tensor that no rank keeps is left out (wrappers clear gradients in their step); one that some ranks lack is off by
-    all, and by infinity where some elements are on no rank. Of an optimizer's states each part needs one holder: ZeRO
-    gives each parameter's states to an owner.
+    Kinds with a stated error for all parameters together are compared as one tensor.
+
+    Tensors that no rank records are left out (wrappers clear gradients in the step). A part that a rank lacks counts as
+    zeros; elements that no rank holds give an infinite error. Each part of an optimizer's state needs only one holder,
+    since ZeRO assigns the states of a parameter to one owner.
     """
     if not any(x is not None for n in evidence.names for _, _, x, _ in evidence.pieces(kind, step, n)):
         return
     name_of_kind, _, state = kind.partition(":")
     prefix, squares = f"{state} of " if state else "", []
     for name in evidence.names:
-        # A program may compute a gradient of a frozen weight, and leave it; that it moves shows in the weight.
+        # A program may compute a gradient of a frozen weight without a step; a step would change the weight.
         if name in evidence.reference.facts.frozen and kind in ("gradient", CLIPPED):
             continue
         whole = evidence.reference.get(kind, step, name)
-        # A state that the reference's optimizer has for other parameters only.
+        # The reference's optimizer has no such state for this parameter.
         if whole is None and state:
             continue
-        # The parameter's difference is put together of its parts, of each the copy that is furthest off: the mean over
-        # replicas would hide one that is wrong. Elements that are on no rank are infinitely wrong.
+        # The error is summed over parts, with the worst copy of each part: a mean over replicas would hide a wrong one.
+        # Elements that no rank holds have an infinite error.
         worst: dict[Part, float] = {}
         pieces = list(evidence.pieces(kind, step, name))
         owned = {part for _, part, kept, _ in pieces if kept is not None} if state else set()

@@ -1,9 +1,9 @@
-"""Packed documents do not see each other: through attention, recurrent states, convolutions or positions.
+"""Checks that packed documents do not see each other by attention, recurrent states, convolutions or positions.
 
     parity.state_probe(model, {"input_ids": row}, lengths=[40, 24]).check()
 
-One document's tokens are replaced at a time, and nothing at the positions of other documents may change. Each document
-is also computed alone. The module at fault is the first with an output that moves and an input that stays.
+The tokens of one document at a time are replaced, and nothing may change at the positions of other documents. Each
+document is also computed alone. The module at fault is the first with a changed output and an unchanged input.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KINDS = (
 
 @dataclass
 class Run:
-    """A forward pass: inputs and outputs of modules as [positions, values], and modules as their calls end."""
+    """A forward pass: inputs and outputs of modules as [positions, values], in the order of ending calls."""
 
     inputs: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     outputs: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -45,18 +45,18 @@ class Run:
 
 @dataclass(frozen=True)
 class Move:
-    """A module with an output that changes from an input that does not; `size`: the change over the output's size."""
+    """A module with a changed output and an unchanged input. `size`: the change relative to the output's size."""
 
     module: str
     size: float
 
 
 def by_position(x: Tensor, length: int) -> Tensor | None:
-    """A tensor of one row as [positions, values]; None if no dim is the row's length."""
+    """Return a tensor of one row as [positions, values]; None if no dim has the row's length."""
     if x.ndim >= 2 and x.shape[0] == 1:
         x = x[0]
     dims = [dim for dim, size in enumerate(x.shape) if size == length]
-    # A causal convolution pads on both sides, and its module cuts off the end.
+    # A causal convolution pads on both sides, and the enclosing module cuts off the end.
     if not dims and x.ndim == 2 and length < x.shape[1] <= length + 16:
         x, dims = x[:, :length], [1]
     return x.movedim(dims[0], 0).reshape(length, -1) if dims and x.numel() else None
@@ -64,7 +64,7 @@ def by_position(x: Tensor, length: int) -> Tensor | None:
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Give modules their modes, buffers and other tensors back, and torch its random states."""
+    """Restore modes, buffers and other tensors of modules, and torch's random states, after a context."""
     modules = list(model.modules())
     modes = [module.training for module in modules]
     places = [place for module in modules for place in (module._buffers, module.__dict__)]
@@ -85,7 +85,7 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 def run(model: nn.Module, batch: Batch, call: Call, length: int) -> Run:
-    """A forward pass in eval mode, which leaves the model as it was."""
+    """Run a forward pass in eval mode; the model's state is restored."""
     with restored(model), torch.no_grad():
         model.eval()
         torch.manual_seed(0)
@@ -96,7 +96,7 @@ def run(model: nn.Module, batch: Batch, call: Call, length: int) -> Run:
         rows = by_position(x, length)
         if rows is not None:
             (found.inputs if kind == "input" else found.outputs)[name, number] = rows
-    # As calls end: a module comes behind those inside of it.
+    # In the order of ending calls: a module follows the modules inside.
     found.outputs = {key: found.outputs[key] for key in trace.order if key in found.outputs}
     floats = [x for x in all_tensors(result) if x.is_floating_point() and x.ndim > 1]
     found.result = next((rows for x in floats if (rows := by_position(x.detach(), length)) is not None), None)
@@ -104,7 +104,7 @@ def run(model: nn.Module, batch: Batch, call: Call, length: int) -> Run:
 
 
 def change(before: Tensor | None, after: Tensor | None, roundings: int) -> float:
-    """The largest change over the size, 0 if it is rounding."""
+    """Return the largest change relative to the size of `before`; 0 if the change is rounding."""
     if before is None or after is None or before.shape != after.shape or not before.numel():
         return 0.0
     size = float(before.double().square().mean().sqrt())
@@ -115,7 +115,10 @@ def change(before: Tensor | None, after: Tensor | None, roundings: int) -> float
 
 
 def moves(before: Run, after: Run, place: slice, there: slice, roundings: int) -> list[Move]:
-    """The modules at fault for a change from `place` of one run to `there` of another, none inside of a further one."""
+    """Return the modules at fault for a difference between `place` of one run and `there` of another.
+
+    A module that contains a module at fault is left out.
+    """
     found: list[Move] = []
     for key, output in before.outputs.items():
         if key not in after.outputs:
@@ -130,7 +133,7 @@ def moves(before: Run, after: Run, place: slice, there: slice, roundings: int) -
 
 
 def kind_of(model: nn.Module, name: str) -> tuple[str, str]:
-    """The kind of a module that mixes positions, and its remedy."""
+    """Return (kind, remedy) of a module that mixes positions."""
     modules = dict(model.named_modules())
     words = {clean: type(modules[raw]).__name__ for raw, clean in clean_names(list(modules)).items()}
     for text in (words.get(name, ""), name.rpartition(".")[2]):
@@ -141,7 +144,7 @@ def kind_of(model: nn.Module, name: str) -> tuple[str, str]:
 
 
 def other_tokens(x: Tensor, place: slice) -> Tensor:
-    """A copy of a row with other tokens at a place: from the same row, so that the vocabulary has them."""
+    """Return a copy of a row with other tokens at a place, all taken from the row, so that the vocabulary has them."""
     x = x.clone()
     old, generator = x[0, place], torch.Generator().manual_seed(1)
     if x.is_floating_point():
@@ -157,7 +160,7 @@ def other_tokens(x: Tensor, place: slice) -> Tensor:
 
 
 def alone(batch: Batch, place: slice, length: int) -> Batch:
-    """The batch of one document: each tensor cut where it has the row's length, positions from 0."""
+    """Return the batch of one document: dims of the row's length are cut, and positions start at 0."""
     count, cut = place.stop - place.start, Batch()
     for name, x in batch.items():
         if name.startswith("cu_seq"):
@@ -178,7 +181,7 @@ def alone(batch: Batch, place: slice, length: int) -> Batch:
 
 
 def places_of(batch: Batch, tokens: str, lengths: Sequence[int] | None) -> list[slice]:
-    """Where each document of the row lies."""
+    """Return the slice of each document in the row."""
     length = batch[tokens].shape[1]
     positions = batch.get("position_ids")
     if lengths is None:
@@ -193,7 +196,7 @@ def places_of(batch: Batch, tokens: str, lengths: Sequence[int] | None) -> list[
 
 
 class StateProbe:
-    """The verdict on a packed row. `findings`: what is wrong; `line`: the verdict in sentences."""
+    """The verdict on a packed row. `findings`: the mistakes; `line`: the verdict in sentences."""
 
     def __init__(self, model: nn.Module, batch: Batch, places: list[slice], tokens: str, call: Call) -> None:
         self.model, self.batch, self.places, self.tokens, self.call = model, batch, places, tokens, call
@@ -213,7 +216,7 @@ class StateProbe:
             raise ParityError(self.line)
 
     def _leaks(self, base: Run) -> Iterator[ProbeFinding]:
-        """The modules through which a change of one document reaches another, each once for each direction."""
+        """Yield the modules through which one document reaches another, each once per direction."""
         seen = set[tuple[str, bool]]()
         for source, place in enumerate(self.places):
             batch = self.batch | {self.tokens: other_tokens(self.batch[self.tokens], place)}
@@ -230,7 +233,7 @@ class StateProbe:
                     yield ProbeFinding(kind, move.module, f"{words} (max change {move.size:.2g} of its size); {remedy}")
 
     def _alone(self, base: Run) -> Iterator[ProbeFinding]:
-        """The module that first computes something else in a packed row than in a document alone."""
+        """Yield the first module with a different output for a packed row than for a document alone."""
         for number, place in enumerate(self.places):
             count = place.stop - place.start
             single = run(self.model, alone(self.batch, place, self.length), self.call, count)
@@ -255,11 +258,16 @@ def state_probe(
     tokens: str = "input_ids",
     call: Call | None = None,
 ) -> StateProbe:
-    """Show that the documents of a packed row do not see each other: a few forward passes, before a loop.
+    """Show that the documents of a packed row do not see each other, by a few forward passes before a loop.
 
-    `batch`: what the model is called with by keyword, or its tokens alone; the first row is looked at. `lengths`: of
-    the row's documents, by default as position_ids restart. `tokens`: the batch's tokens, or embeddings. `call`: runs
-    the model on a batch in another way. Modes, buffers and random states are as before; no gradient is computed.
+    Modes, buffers and random states are restored; no gradient is computed.
+
+    Args:
+        model: the model.
+        batch: the model's keyword arguments, or only the tokens; the first row is tested.
+        lengths: lengths of the row's documents; by default documents begin at restarts of position_ids.
+        tokens: the key of the batch's tokens, or embeddings.
+        call: call(model, batch) runs the model; by default model(**batch).
     """
     if isinstance(batch, Tensor):
         batch, call = {tokens: batch}, call or (lambda model, batch: model(batch[tokens]))

@@ -33,16 +33,16 @@ def annotate(results: Sequence[ParityResult]) -> None:
 
 
 def place_of(file: Path) -> str:
-    """The file as a path from the current folder, if it is in it: GitHub shows annotations of such paths."""
+    """Return the file relative to the current folder, if inside: GitHub shows annotations only for such paths."""
     whole, here = file.resolve(), Path.cwd()
     return whole.relative_to(here).as_posix() if whole.is_relative_to(here) else str(whole)
 
 
 def of_a_message(text: str) -> str:
-    """The text as GitHub's workflow commands escape a message."""
+    """Escape a text as a message of GitHub's workflow commands."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def of_a_property(text: str) -> str:
-    """The text as GitHub's workflow commands escape a property."""
+    """Escape a text as a property of GitHub's workflow commands."""
     return of_a_message(text).replace(":", "%3A").replace(",", "%2C")

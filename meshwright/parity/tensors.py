@@ -1,7 +1,7 @@
-"""Tensors by name in one file, written whole or not at all, and read one by one.
+"""Files of named tensors, written atomically and read one tensor at a time.
 
 The format is safetensors': eight bytes with the length of a header, the header as JSON (type, shape and place by name),
-and the tensors' bytes. It takes so few lines that a package of parity alone needs no library for it.
+and the tensors' bytes. The few lines here save the stand-alone parity package a dependency.
 """
 
 from __future__ import annotations
@@ -25,14 +25,18 @@ NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 def bytes_of(x: Tensor) -> memoryview:
-    """A host tensor's bytes in the order of its elements, in its own memory if it is contiguous."""
-    # Of a single element torch keeps any stride, calls it contiguous, and then refuses to read its bytes.
+    """Return the bytes of a host tensor in the order of elements, without a copy if the tensor is contiguous."""
+    # A tensor of one element may have any stride and is contiguous, but torch then refuses to view the bytes.
     return x.detach().contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors of any device and strides. Raises OSError; then `path` is as it was before."""
-    # The widest first, so that each lies at a multiple of its elements' size.
+    """Write tensors of any device and strides.
+
+    Raises:
+        OSError: the file cannot be written; an existing file is unchanged.
+    """
+    # The widest types first, so that each tensor is aligned to the element size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     header, end = {}, 0
     for name, x in ordered.items():
@@ -52,18 +56,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 class TensorFile:
-    """A file of tensors, mapped into memory: each is read when it is asked for."""
+    """A file of tensors, mapped into memory. `get` reads one tensor."""
 
     def __init__(self, path: Path) -> None:
         with open_plain(path) as file:
-            # Copied on write: torch takes no memory that cannot be written to.
+            # Copy on write, since torch accepts only writable memory.
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._begin = 8 + int.from_bytes(self._bytes[:8], "little")
         self._header = parse_json(self._bytes[8 : self._begin])
         self.keys = set(self._header) - {"__metadata__"}
 
     def get(self, key: str) -> Tensor:
-        """A tensor on the CPU, which shares the file's memory."""
+        """Return a tensor on the CPU that shares the memory of the mapped file."""
         facts = self._header[key]
         start, end = facts["data_offsets"]
         dtype = TYPES[facts["dtype"]]

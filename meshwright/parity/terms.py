@@ -1,7 +1,7 @@
-"""A wrong sum by its terms: which of them are lost, added twice, or rounded on the way.
+"""Explains a wrong sum by terms that are missing, added twice, or rounded before the sum.
 
-A wrong sum over ranks, microbatches, pieces of a sequence or uses of a weight is w_1 t_1 + ... + w_n t_n + rest; the
-reference gives the terms t and the rest. One least-squares problem gives the weights: a right sum has 1 everywhere.
+A wrong sum over ranks, microbatches, pieces of a sequence or uses of a weight is w_1 t_1 + ... + w_n t_n + rest. The
+terms t and the rest are known from the reference. Least squares gives the weights w; in a right sum all are 1.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from meshwright.parity.compare import NARROW, relative_error
 
 
 def weights_of(ours: Tensor, theirs: Tensor, terms: Sequence[Tensor], allowed: float) -> list[float] | None:
-    """How often `ours` has each term of the sum `theirs`; None where no weights explain what it is off by.
+    """Return the weight of each term of the sum `theirs` in `ours`; None if no weights explain the difference.
 
-    All tensors have one shape. A term that `ours` has once too often counts 2, one that it lacks counts 0.
+    All tensors have one shape. A doubled term has the weight 2, a missing term 0.
     """
     off = (ours - theirs).flatten()
     rows = torch.stack([x.flatten() for x in terms])  # [terms, elements]
-    # With a term for every element or two any tensor is a sum of terms.
+    # With fewer than two elements per term, any tensor is a sum of the terms.
     if rows.shape[1] < 2 * len(rows) or not bool(torch.isfinite(off).all()):
         return None
     sizes = torch.linalg.vector_norm(rows, dim=1)
     if not bool(sizes.all()):
         return None
     rows = rows / sizes[:, None]
-    gram = rows @ rows.T  # [terms, terms]: a table of millions of elements is not decomposed itself
-    # Equal or dependent terms have no weights of their own.
+    gram = rows @ rows.T  # [terms, terms], far smaller than a table of millions of elements
+    # Equal or dependent terms have no unique weights.
     if float(torch.linalg.eigvalsh(gram)[0]) < 1e-8:
         return None
     weights, rest = torch.zeros(len(rows), dtype=rows.dtype), off
-    for _ in range(3):  # the Gram matrix has squared the rounding: each turn takes up the rest of the last
+    for _ in range(3):  # iterative refinement, since the Gram matrix squares the condition number
         weights = weights + torch.linalg.solve(gram, rows @ rest)
         rest = off - weights @ rows
     size = float(torch.linalg.vector_norm(ours))
@@ -43,8 +43,10 @@ def weights_of(ours: Tensor, theirs: Tensor, terms: Sequence[Tensor], allowed: f
 
 
 def lost_words(weights: Sequence[float], names: Sequence[str]) -> tuple[str, str] | None:
-    """The kind and a sentence's end on terms with other weights than 1; None where the weights are no whole numbers, or
-    no term has the weight 1."""
+    """Return (kind of mistake, end of a sentence) for weights other than 1.
+
+    None if a weight is no whole number, if no term has the weight 1, or if all have it.
+    """
     whole = [round(w) for w in weights]
     if any(abs(w - n) > 0.05 or n < 0 for w, n in zip(weights, whole, strict=True)) or 1 not in whole:
         return None
@@ -56,9 +58,9 @@ def lost_words(weights: Sequence[float], names: Sequence[str]) -> tuple[str, str
 
 
 def rounded_sum(ours: Tensor, terms: Sequence[Tensor], rest: Tensor, dtype: str, allowed: float) -> str:
-    """The type, narrower than `dtype`, to which terms were rounded before they were added; empty where none was.
+    """Return the type narrower than `dtype` to which terms were rounded before the sum; empty if none explains `ours`.
 
-    `rest`: what the sum has beside the terms.
+    `rest`: the part of the sum that is not in the terms.
     """
     total = torch.stack(list(terms)).sum(0) + rest
     for name, narrow in NARROW:
@@ -66,7 +68,7 @@ def rounded_sum(ours: Tensor, terms: Sequence[Tensor], rest: Tensor, dtype: str,
             continue
         travelled = [x.to(narrow) for x in terms]
         wide = torch.stack([x.double() for x in travelled]).sum(0) + rest
-        # A transport adds in the narrow type, in the order of the ranks; two terms have one order.
+        # A collective may add in the narrow type, in the order of ranks.
         coarse = torch.stack(travelled).sum(0, dtype=narrow).double() + rest
         for made in (wide, coarse):
             if relative_error(ours, made) <= min(allowed, 0.1 * relative_error(ours, total)):
@@ -75,6 +77,6 @@ def rounded_sum(ours: Tensor, terms: Sequence[Tensor], rest: Tensor, dtype: str,
 
 
 def pieces_of(values: Callable[[slice], Tensor], length: int) -> Mapping[int, list[Tensor]]:
-    """By number of pieces, the terms that equal pieces of a dim of this length give: `values` of each piece."""
+    """Return, by number of equal pieces of a dim of this length, `values` of each piece."""
     counts = [n for n in range(2, min(length, 16) + 1) if length % n == 0]
     return {n: [values(slice(i * length // n, (i + 1) * length // n)) for i in range(n)] for n in counts}

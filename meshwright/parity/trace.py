@@ -1,8 +1,8 @@
-"""Records what every module of a model takes and gives during one step, and the gradients, by forward hooks.
+"""Records the inputs, outputs and gradients of every module of a model during one step, by forward hooks.
 
-Both models are traced under the same names: the wrappers of DDP, FSDP, torch.compile and checkpointing add words to a
-module's path, which are left out. A module that is called several times in a step (microbatches) is kept once a call.
-Calls inside of the backward pass are recomputation, and are not kept.
+Both models are traced under equal names: the wrappers of DDP, FSDP, torch.compile and checkpointing add words to a
+module's path, which are removed. A module that is called several times in a step (microbatches) is recorded per call.
+Calls inside of the backward pass are recomputation, and are not recorded.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.utils.hooks import RemovableHandle
 from meshwright.ranks.dtensor import local_of
 
 WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
-"""Words that wrappers put into the paths of what they wrap."""
+"""Words that wrappers add to the paths of wrapped modules."""
 
 
 def clean_names(names: Iterator[str] | list[str], known: frozenset[str] = frozenset()) -> dict[str, str]:
-    """Each name as the reference calls it. A leading `module.` (DDP) goes where no name of the reference begins so."""
+    """Return the reference's name for each name. A leading `module.` (DDP) is removed unless a known name has it."""
     wraps = not any(name.split(".")[0] == "module" for name in known)
     cleaned = {}
     for name in names:
@@ -36,15 +36,15 @@ def clean_names(names: Iterator[str] | list[str], known: frozenset[str] = frozen
 
 
 def path_in(prefix: str, name: str) -> str:
-    """The path of something of a module that has the path `prefix` itself."""
+    """Join the path of a module and a name inside of the module."""
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
 def all_tensors(value: Any) -> list[Tensor]:
-    """The tensors of arguments or a result, in order: in tuples, lists and mappings alike."""
+    """Return the tensors of arguments or a result in order, also inside of tuples, lists and mappings."""
     if isinstance(value, Tensor):
         return [value]
-    # transformers' outputs are mappings, too.
+    # transformers' outputs are mappings.
     if isinstance(value, Mapping):
         return [x for inner in value.values() for x in all_tensors(inner)]
     if isinstance(value, (tuple, list)):
@@ -53,38 +53,39 @@ def all_tensors(value: Any) -> list[Tensor]:
 
 
 def traced_tensor(value: Any) -> Tensor | None:
-    """The tensor that stands for a module's input or output: the first of floating point that is no single number."""
-    # The first, not the largest: eager attention also returns its weights, [B, heads, T, T], which are larger.
+    """Return the tensor to record for an input or output: the first floating tensor with two dims or more."""
+    # The first, not the largest: eager attention also returns attention weights [B, heads, T, T], which are larger.
     floats = [x for x in all_tensors(value) if x.is_floating_point()]
     return next((x for x in floats if x.ndim > 1), floats[0] if floats else None)
 
 
 def in_backward() -> bool:
-    """Whether autograd is running: a module that is called now is called by recomputation."""
-    # Not `torch.is_grad_enabled()`: reentrant checkpointing makes its only forward calls without autograd.
+    """Return True during a backward pass; a call of a module is then recomputation."""
+    # Not `torch.is_grad_enabled()`: reentrant checkpointing makes the only forward calls without autograd.
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 @dataclass
 class Trace:
-    """`tensors`: (kind, module, call) -> local tensor, of the kinds input, output and output-gradient.
-
-    `order`: modules and calls as their forward passes end. `consumers`: the first module that takes a module's
-    output as it is. `model`: one, or several stages of a rank with the names that they have in the whole; the output
-    of a stage that has none is nobody's.
-    `handles`: hooks that go with the trace.
-    `keep`: what stands for the tensor of a key in `tensors`; by default a copy, as its module may write into it later.
-    `earlier`: a copy with earlier weights; what its modules give for the same is kept as the kind earlier-output.
-    """
+    """Context that records the tensors of a model's modules."""
 
     model: nn.Module | Sequence[tuple[str, nn.Module]]
+    """A model; or (path in the whole model, module) of each stage of a rank. Stages with an empty path have no record
+    of the stage itself, only of the modules inside."""
     known: frozenset[str] = frozenset()
+    """Paths of the reference's modules."""
     earlier: nn.Module | None = None
+    """A copy with earlier weights. The outputs of its modules for equal inputs are recorded as earlier-output."""
     tensors: dict[tuple[str, str, int], Tensor] = field(default_factory=dict)
+    """(kind, module, call) -> local tensor, of the kinds input, output and output-gradient."""
     order: list[tuple[str, int]] = field(default_factory=list)
+    """(module, call) in the order of ending forward passes."""
     consumers: dict[str, str] = field(default_factory=dict)
+    """By module, the first module that reads the output unchanged."""
     handles: list[RemovableHandle] = field(default_factory=list)
+    """Hooks that end with the trace."""
     keep: Callable[[tuple[str, str, int], Tensor], Tensor] = lambda key, x: x.clone()
+    """keep(key, x): the tensor to record; by default a copy, since a module may write into x later."""
     _calls: dict[str, int] = field(default_factory=dict)
     _outputs: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
 
@@ -97,7 +98,7 @@ class Trace:
             for raw, module in modules.items():
                 name = names[raw]
                 if name in seen:
-                    continue  # a wrapper of a module that has the name
+                    continue  # the inner module of a wrapper with the same name
                 seen.add(name)
                 self.handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
                 self.handles.append(module.register_forward_hook(self._after(name), with_kwargs=True))
@@ -129,13 +130,13 @@ class Trace:
         def hook(module: nn.Module, arguments: Any, keywords: Any, result: Any) -> None:
             if in_backward():
                 return
-            # Counted here, as forward passes end, and read by the hook before: the next call has the next number.
+            # Counted at the end of a forward pass; the hook before a call reads the number.
             call = self._calls.get(name, 0)
             self._calls[name] = call + 1
             for x in all_tensors(result):
-                self._outputs.setdefault(id(x), (name, x))  # held, so that no other tensor gets its id
+                self._outputs.setdefault(id(x), (name, x))  # kept alive, so that no other tensor gets the same id
             given = traced_tensor(result)
-            if given is None or isinstance(given, nn.Parameter):  # weights are compared as such
+            if given is None or isinstance(given, nn.Parameter):  # parameters are compared elsewhere
                 return
             self.order.append((name, call))
             key = "output", name, call
@@ -144,7 +145,7 @@ class Trace:
             if given.requires_grad and not given.is_leaf:
 
                 def keep_gradient(gradient: Tensor | None) -> None:
-                    if gradient is not None:  # autograd may have none for an output that only looks as if it were used
+                    if gradient is not None:  # None for an output without effect on the loss
                         key = "output-gradient", name, call
                         self.tensors[key] = self.keep(key, local_of(gradient))
 
@@ -153,13 +154,13 @@ class Trace:
         return hook
 
     def _keep_earlier(self, name: str, call: int, module: nn.Module, arguments: Any, keywords: Any) -> None:
-        """Keep the output that a module with weights of its own would have with the earlier ones."""
+        """Record the output that a module with parameters would have with the earlier weights."""
         own = dict(module.named_parameters(recurse=False))
         if self.earlier is None or not own:
             return
-        # A copy of the module, as a forward pass may leave something in it (statistics, a loss of experts' balance).
+        # A copy of the module, since a forward pass may change state (statistics, a loss of experts' balance).
         before = self.earlier.get_submodule(name)
-        # In the type that the module computes with now: a reference may cast its weights, as FSDP2's policies do.
+        # In the module's current dtype: a reference may cast weights, as FSDP2's policies do.
         cast = {n: x.to(own[n].dtype) for n, x in before.named_parameters(recurse=False) if n in own}
         with torch.no_grad():
             given = traced_tensor(functional_call(before, cast, arguments, keywords))
@@ -168,9 +169,9 @@ class Trace:
 
 
 class Rounding:
-    """Perturbs every module's output, and its gradient, by about one rounding: what right programs may differ by.
+    """Perturbs every module's output and output gradient by about one rounding, to measure the effect of rounding.
 
-    Each element is multiplied by 1 + eps or 1 - eps, eps the unit roundoff of its type, by chance.
+    Each element is multiplied by 1 + eps or 1 - eps at random, eps the machine epsilon of the type.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -179,7 +180,7 @@ class Rounding:
         def perturb(module: nn.Module, arguments: Any, result: Any) -> Any:
             if in_backward() or not isinstance(result, Tensor) or not result.is_floating_point():
                 return None
-            # The difference is detached, so that the gradient passes as it is and is rounded once, by its own hook.
+            # The difference is detached, so that the gradient passes unchanged and is perturbed once, by the hook.
             moved = result + (self.rounded(result.detach()) - result.detach())
             if moved.requires_grad:
                 moved.register_hook(self.rounded)
@@ -188,7 +189,7 @@ class Rounding:
         self.handles = [module.register_forward_hook(perturb) for module in model.modules()]
 
     def rounded(self, x: Tensor) -> Tensor:
-        """x · (1 ± eps), the sign of each element by chance."""
-        # Random signs: roundings all upwards would add up, and the tolerance with them.
+        """Return x · (1 ± eps), with a random sign for each element."""
+        # Random signs, since perturbations of one sign would add up to a large tolerance.
         signs = torch.randint(0, 2, x.shape, generator=self._generator).to(x.device) * 2 - 1
         return x * (1 + signs.to(x.dtype) * torch.finfo(x.dtype).eps)

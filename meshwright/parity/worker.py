@@ -1,7 +1,7 @@
-"""A check's process: calls its function on one rank.
+"""A check's process: calls the check's function on one rank.
 
-The launcher imports this module once, in the process that it forks ranks from. torch's optimizers import its compiler
-when the first is made, for seconds; imported here, that is paid once, and not by every rank of every check.
+The launcher imports this module once, in the process from which ranks are forked. The first torch optimizer imports
+torch's compiler, which takes seconds. The import here takes this time once, not in every rank of every check.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.launch.signals import StopRequest
 
 CASTS = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "own": None}
-"""The reference is cast to these; own: nothing is cast."""
+"""The dtypes to which the reference is cast; own: no cast."""
 
 
 PATIENCE_SECONDS = 120.0
-"""Models of checks are small: who waits longer waits for a rank that will not come."""
+"""The timeout of collectives: models of checks are small, so a longer wait means that a rank has failed."""
 
 
 @dataclass
 class GridPlace:
-    """A rank's place, as a check needs it."""
+    """A rank's place in a grid."""
 
     rank: int
     grid: Grid
@@ -44,8 +44,19 @@ def check_rank(
     environment: Environment, stop: StopRequest, *, file: str, name: str, number: int, case: int,
     axes: Sequence[Any], precision: str, out: str,
 ) -> None:  # fmt: skip
-    """Run a check's process: the function that the file's import marks as its `number`, with the values of its `case`,
-    on the rank that the environment says, of a grid of `axes`."""
+    """Run a check's process.
+
+    Args:
+        environment: gives the rank.
+        stop: unused; every worker of the launcher has it.
+        file: the file of checks.
+        name: the check's name, for messages.
+        number: index of the function among the functions that the file's import marks.
+        case: index of the case of parameters.
+        axes: names and sizes of the grid's axes.
+        precision: the precision of the check.
+        out: the folder of records.
+    """
     place = GridPlace(environment.rank, Grid(tuple((axis, size) for axis, size in axes)))
     marked = vars(load_checks(Path(file), importing=True)).get(MARKED, [])
     if number >= len(marked):
@@ -60,9 +71,9 @@ def check_rank(
 
 
 def call_check(function: Callable[[ParityJob], None], mesh: Place, precision: str, folder: Path) -> None:
-    """Call a check's function on one rank, in the precision that parameters are then made in."""
+    """Call a check's function on one rank, with the precision as torch's default dtype."""
     before, dtype = torch.get_default_dtype(), CASTS[precision]
-    # Models are made inside of the check: so their parameters are born in its precision, and not rounded twice.
+    # Models are made inside of the check, so parameters are created in the precision, not rounded twice.
     torch.set_default_dtype(dtype or before)
     torch.manual_seed(1)
     try:
@@ -70,6 +81,6 @@ def call_check(function: Callable[[ParityJob], None], mesh: Place, precision: st
         function(job)
     finally:
         torch.set_default_dtype(before)
-    # Silence would pass as equality.
+    # A check without a comparison must not pass.
     if not job.compared:
         raise ParityError(f"{name_of(function)} ended without job.parallel(): there is nothing to compare")
