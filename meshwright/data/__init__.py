@@ -1,4 +1,4 @@
 """Text, pairs and images in, batches out: corpus -> split -> tokenizer -> packed files -> samples.
 
-Text is read, packed and counted without torch: the launcher does it before any rank exists.
+Reading, packing and counting text needs no torch: the launcher prepares data before the ranks start.
 """

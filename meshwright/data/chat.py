@@ -1,12 +1,12 @@
-"""Renders dialogues by the tokenizer's chat template, and finds the assistant's text, the only part that is learned.
+"""Renders dialogues by the tokenizer's chat template, and finds the assistant's text, the only learned part.
 
 | template                                 | the assistant's text                                      |
 |------------------------------------------|-----------------------------------------------------------|
 | {% generation %} ... {% endgeneration %} | the text inside the block, as in transformers             |
 | no such block                            | the answers that placeholders find in the text (spans.py)    |
 
-A template is a Jinja program by the tokenizer's author. A process of its own renders it, in Jinja's sandbox and within
-bounds (renderer.py), with the names that transformers provides, except for the date: the same file must give the same
+A template is a Jinja program by the tokenizer's author. A separate process renders templates, in Jinja's sandbox and
+within bounds (renderer.py), with the names that transformers provides, except for the date: equal files must give equal
 tokens every day.
 """
 
@@ -31,26 +31,26 @@ from meshwright.ranks.errors import DataError
 from meshwright.ranks.foreign import read_named, read_text
 
 TEMPLATE = "chat_template.jinja"
-"""The file beside a tokenizer.json that holds its template, where tokenizer_config.json does not."""
+"""The file with the template next to a tokenizer.json, if tokenizer_config.json has none."""
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 _BEGIN, _END = RESERVED[:2]
 _ANSWER = "\ufdd2"
-"""A third reserved code point, which stands for an answer."""
+"""A third reserved code point, a placeholder for an answer."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template's text, and the values that it is rendered with."""
+    """A template's text, with the values for rendering."""
 
     text: str
     where: str
     """The template's file."""
     tokens: Mapping[str, str] = field(default_factory=dict)
-    """The spellings of special tokens by the names that the template uses."""
+    """The spellings of special tokens, by the template's names."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Values that a run gives: data.template_arguments."""
+    """Values of the run: data.template_arguments."""
 
     @cached_property
     def _renderer(self) -> Renderer:
@@ -61,12 +61,16 @@ class ChatTemplate:
         return Forms(self._renderer, self._variables(None))
 
     def _variables(self, tools: Sequence[Any] | None) -> dict[str, Any]:
-        """The variables of every text of a dialogue. tools: JSON schemas that the assistant may call."""
+        """Return the variables of every text of a dialogue. `tools`: JSON schemas that the assistant may call."""
         defaults = {"tools": tools, "documents": None, "add_generation_prompt": False}
         return defaults | dict(self.tokens) | dict(self.arguments)
 
     def means_nothing(self, messages: Sequence[ChatMessage]) -> frozenset[str]:
-        """The keys of messages that the template has no word for, such as an id or a time. Raises DataError."""
+        """Return the keys of messages that the template does not mention, such as an id or a time.
+
+        Raises:
+            DataError: the template cannot be loaded.
+        """
         others = frozenset(key for message in messages for key in message) - KNOWN
         return others - self._renderer.mentions(others) if others else others
 
@@ -77,16 +81,16 @@ class ChatTemplate:
         prompt: bool = False,
         tools: Sequence[Any] | None = None,
     ) -> str:
-        """The dialogue's text.
+        """Render a dialogue.
 
         Args:
-            messages: in any form that a record may have.
-            place: its file and line, for errors.
+            messages: in any form of a record.
+            place: file and line, for errors.
             prompt: append the prompt for an answer.
             tools: JSON schemas of the tools that the assistant may call.
 
         Raises:
-            DataError: the template does not take the messages, or takes more time or memory than a text may.
+            DataError: the template refuses the messages, or exceeds the bounds of time or memory for a text.
         """
         fitted = self._forms.fitted(Dialogue(messages, place))
         render: Render = {"messages": fitted, "add_generation_prompt": prompt}
@@ -96,29 +100,41 @@ class ChatTemplate:
         return text
 
     def question(self, asked: str, place: str) -> tuple[str, str]:
-        """The text of a dialogue of one question up to the answer, and the text that closes an answer. Raises
-        DataError."""
+        """Return (text of a dialogue of one question up to the answer, text that closes an answer).
+
+        Raises:
+            DataError: as `render`.
+        """
         ask, answer = {"role": "user", "content": asked}, {"role": SPEAKER, "content": _ANSWER}
         whole = self.render([ask, answer], place)
         return self.render([ask], place, prompt=True), whole.rpartition(_ANSWER)[2].replace(_END, "")
 
     def prompt(self, messages: Sequence[ChatMessage], place: str, *, goes_on: bool = False) -> str:
-        """A dialogue's text with the prompt for an answer. `goes_on`: end instead with the content of the last message,
-        which the model continues. Raises DataError where the template does not write the message."""
+        """Return a dialogue's text with the prompt for an answer.
+
+        Args:
+            messages: the dialogue.
+            place: file and line, for errors.
+            goes_on: end instead with the content of the last message, for the model to continue.
+
+        Raises:
+            DataError: as `render`, or the template does not write the last message.
+        """
         text, _ = _without_marks(self.render(messages, place, prompt=not goes_on))
         if not goes_on:
             return text
         begun = messages[-1]["content"]
-        # Templates may strip a message on one side or both, so it is searched without its outer white space.
+        # Templates may strip a message on one or both sides, so the search leaves out outer white space.
         before, found, _ = text.rpartition(begun.strip())
         if not found:
             raise DataError(f"{place}: {self.where} does not write the last message, which is to be gone on with")
         return before + (begun.lstrip() if text.startswith(begun.lstrip(), len(before)) else found)
 
     def dialogue(self, dialogue: Dialogue) -> tuple[str, Spans]:
-        """The dialogue's text, and the spans that are learned: the assistant's messages but the `unlearned` ones.
+        """Return (the dialogue's text, the learned spans): the assistant's messages except `dialogue.unlearned`.
 
-        Raises DataError where the spans cannot be found, or a text that is to be learned is left out.
+        Raises:
+            DataError: the spans cannot be found, or the template leaves out a text to learn.
         """
         variables, marked = self._variables(dialogue.tools), _MARKS.search(self.text) is not None
 
@@ -143,7 +159,7 @@ class ChatTemplate:
 
 
 def _without_marks(text: str) -> tuple[str, Spans]:
-    """A rendered text without its marks, and the spans between them."""
+    """Return (a rendered text without marks, the spans between marks)."""
     plain, spans, begin = "", [], 0
     for part in re.split(f"([{_BEGIN}{_END}])", text):
         if part == _BEGIN:
@@ -156,30 +172,47 @@ def _without_marks(text: str) -> tuple[str, Spans]:
 
 
 def kept_template(folder: Path, asked: AskedMarks = AskedMarks()) -> ChatTemplate | None:
-    """The template in a checkpoint's folder, if any. Raises DataError where it cannot be read."""
+    """Return the template in a checkpoint's folder, if any.
+
+    Raises:
+        DataError: the template cannot be read.
+    """
     in_settings = read_settings(folder / SETTINGS).get("chat_template") is not None
     has_template = in_settings or (folder / TEMPLATE).is_file()
     return template_of(str(folder / "tokenizer.json"), None, asked) if has_template else None
 
 
 def template_for(data: MessagesData, kept: Path | None = None) -> ChatTemplate:
-    """The template of a run's dialogues. `kept`: a checkpoint's folder, whose template wins. Raises DataError."""
+    """Return the template of a run's dialogues. `kept`: a checkpoint's folder; a template there has priority.
+
+    Raises:
+        DataError: there is no template.
+    """
     template = None if kept is None else kept_template(kept, data.asked)
     template = template or template_of(data.tokenizer, data.template, data.asked)
     return replace(template, arguments=data.arguments)
 
 
 def closing_token(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
-    """The id of the special token that closes an answer, if any. Raises DataError if the template does not render."""
+    """Return the id of the special token that closes an answer, if any.
+
+    Raises:
+        DataError: the template does not render.
+    """
     (ids, _) = tokenizer.encode_placed(template.question("?", "a question")[1], marked=True)
     return next((token for token in ids[:1] if tokenizer.name_of(token) in tokenizer.special_tokens), None)
 
 
 def template_of(tokenizer: str, template: str | None, asked: AskedMarks = AskedMarks()) -> ChatTemplate:
-    """The template in the file `template`, or where that is None in the folder of tokenizer.json.
+    """Return a tokenizer's chat template.
 
-    `asked`: data.begin and data.end, which replace the tokenizer's bos_token and eos_token. Raises DataError where it
-    has no template.
+    Args:
+        tokenizer: the tokenizer.json file.
+        template: the template's file; None: the template in the folder of tokenizer.json.
+        asked: data.begin and data.end, which replace the tokenizer's bos_token and eos_token.
+
+    Raises:
+        DataError: there is no template.
     """
     beside = Path(tokenizer).expanduser().parent
     settings = read_settings(beside / SETTINGS) if tokenizer.endswith(".json") else {}

@@ -1,18 +1,18 @@
 """Corpora to pack: records of one text (documents), or of two (pairs: families/seq2seq/pairs.py).
 
-| source                            | its documents                                                    | read by  |
+| source                            | documents                                                        | read by  |
 |-----------------------------------|------------------------------------------------------------------|----------|
 | stdlib                            | the files of Python's standard library                           | us       |
-| unicode                           | names of Unicode's characters, in runs of neighbours, one a line | us       |
+| unicode                           | names of neighbouring Unicode characters, one per line           | us       |
 | a text file                       | the file                                                         | us       |
 | records (records.py)              | the key or column `text` of each, or `data.column`               | us, pyarrow |
 | a saved data set                  | the same                                                         | datasets |
 | a folder                          | the documents of the split's files, sorted by relative path      |          |
-| hub:OWNER/NAME                    | the same, of its train split or `data.split`, streamed           | datasets |
+| hub:OWNER/NAME                    | the same, of the train split or `data.split`, streamed           | datasets |
 
-A document is a non-empty string; documents of white space alone are left out. The order is the same on every machine
-that has the same files. A source is packed once (packing.py), after which order, mixtures and resuming do not depend on
-its form.
+A document is a non-empty string; documents of only white space are left out. The order is the same on every machine
+with the same files. A source is packed once (packing.py). Order, mixtures and resuming then do not depend on the
+source's form.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from meshwright.ranks.errors import DataError
 TEXT_KEY = "text"
 NO_PICKS = Picks()
 _OLD_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-"""The records that version 0.1.0 read, whose prepared folders keep their names."""
+"""The forms of records that version 0.1.0 read; prepared folders of these keep their names."""
 
-# Python's tests are 19 of the library's 31 MB, hold files that are wrong on purpose, and are missing in some
-# distributions. `encodings` holds generated tables of code points.
+# Python's tests are 19 of the library's 31 MB, contain files that are wrong on purpose, and are missing in some
+# distributions. `encodings` contains generated tables of code points.
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"})
 
 
@@ -51,38 +51,39 @@ class Corpus:
 
     kind: Literal["text", "pairs", "messages"]
     where: str
-    """The source as the user wrote it, for errors."""
+    """The source in the user's spelling, for errors."""
     name: str
     """A short name without a path of this machine."""
     identity: list[object]
-    """Facts that change with the source, found without reading it (names, sizes, times)."""
+    """Facts that change with the source, found without reading (names, sizes, times)."""
     read: Callable[[], Iterator[tuple[Text, ...]]]
     """Yields every record, in the same order each time."""
     names: tuple[str, ...] = ()
-    """The files that are read, relative to the source; none of a source that is a name."""
+    """The files to read, relative to the source; empty for a source that is a name."""
     split: str | None = None
-    """The split of a folder or data set that is read, if it shows one."""
+    """The split to read of a folder or data set, if there are splits."""
     left_out: tuple[str, ...] = ()
     """Files of the source's folder that are not read."""
     ignored: set[str] = field(default_factory=set)
-    """Keys of messages that mean nothing to the chat template, filled as records are read."""
+    """Keys of messages that the chat template does not mention, filled while records are read."""
 
 
 def text_corpus(source: str, picks: Picks = NO_PICKS) -> Corpus:
-    """The documents of a source."""
+    """Return the documents of a source as a corpus."""
     read = lambda: ((document,) for document in documents(source, picks))  # noqa: E731
     return Corpus("text", source, source_name(source), source_identity(source, picks), read, *told_of(source, picks))
 
 
 def source_corpus(data: RecordSection) -> Corpus:
-    """The documents of a run's source."""
+    """Return the documents of a run's source as a corpus."""
     return text_corpus(data.source, data.picks)
 
 
 def documents(source: str, picks: Picks = NO_PICKS) -> Iterator[Text]:
-    """Yields the documents of `source`: a name (stdlib, unicode, hub:...), or the path of a file or folder.
+    """Yield the documents of `source`: a name (stdlib, unicode, hub:...), or the path of a file or folder.
 
-    Raises DataError naming the file, the line (jsonl) or row (parquet), and the missing key.
+    Raises:
+        DataError: a record has no text; the error names the file, the line (jsonl) or row (parquet), and the key.
     """
     if source == STDLIB:
         texts: Iterator[Text] = _stdlib_documents()
@@ -100,7 +101,11 @@ def documents(source: str, picks: Picks = NO_PICKS) -> Iterator[Text]:
 
 
 def text_of(record: object, where: str, column: str | None) -> Text:
-    """Return the text of a record. Raises DataError where it has none under the key."""
+    """Return the text of a record.
+
+    Raises:
+        DataError: the record has no text under the key.
+    """
     if not isinstance(record, dict):
         if column is not None:
             raise DataError(f"{where}: is a text and has no keys: data.column={column} has no effect; leave it out")
@@ -117,7 +122,7 @@ def text_of(record: object, where: str, column: str | None) -> Text:
 
 
 def source_name(source: str) -> str:
-    """A short name of the source, without a path of this machine."""
+    """Return a short name of the source, without a path of this machine."""
     if source == STDLIB:
         return f"stdlib of Python {platform.python_version()}"
     if source == UNICODE:
@@ -129,8 +134,7 @@ def source_name(source: str) -> str:
 
 
 def source_identity(source: str, picks: Picks = NO_PICKS) -> list[object]:
-    """Facts that change with the source and what is read of it, found without reading it: names, sizes and, of paths,
-    modification times."""
+    """Return facts that change with the source or the picks, found without reading: names, sizes, times of paths."""
     if source == STDLIB:
         listed = [(name, path.stat().st_size) for name, path in _stdlib_files()]
         return [STDLIB, platform.python_version(), listed]
@@ -138,14 +142,14 @@ def source_identity(source: str, picks: Picks = NO_PICKS) -> list[object]:
     if source == UNICODE or source.startswith(HUB):
         return [source_name(source), *picked]
     chosen = choose_files(source, picks.split)
-    # Where version 0.1.0 read the files as another form, or not at all: its prepared folders must not pass for these.
+    # Version 0.1.0 read other files in another form, or not at all, so the identity must differ from its folders'.
     plain = chosen.form in (None, "text") or all(file.suffix.lower() in _OLD_SUFFIXES for file in chosen.files)
     old = plain and not any(compression_of(file) for file in chosen.files)
     return [*_identity(source, chosen.files), *([] if old else [f"as {chosen.form}"]), *picked]
 
 
 def path_identity(source: str) -> list[object]:
-    """The facts of all files of a path, whatever their forms."""
+    """Return the facts of all files of a path, in any form."""
     path = existing(source).resolve()
     return _identity(source, [path] if path.is_file() else folder_files(path))
 
@@ -157,7 +161,7 @@ def _identity(source: str, files: Iterable[Path]) -> list[object]:
 
 
 def told_of(source: str, picks: Picks = NO_PICKS) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
-    """The last fields of a Corpus: the files, the split, and what is left out."""
+    """Return the last fields of a Corpus: (files, split, files left out)."""
     if source in (STDLIB, UNICODE):
         return (), None, ()
     if source.startswith(HUB):
@@ -167,7 +171,7 @@ def told_of(source: str, picks: Picks = NO_PICKS) -> tuple[tuple[str, ...], str 
 
 
 def _stdlib_files() -> list[tuple[str, Path]]:
-    """(name within the library, path), sorted by name, since the order of rglob differs between machines."""
+    """Return (name within the library, path), sorted by name, since the order of rglob differs between machines."""
     root = Path(sysconfig.get_path("stdlib"))
     named = ((path.relative_to(root), path) for path in root.rglob("*.py"))
     return sorted((name.as_posix(), path) for name, path in named if not _LEFT_OUT.intersection(name.parts))
@@ -175,23 +179,23 @@ def _stdlib_files() -> list[tuple[str, Path]]:
 
 def _stdlib_documents() -> Iterator[str]:
     for _, path in _stdlib_files():
-        # Source files in other encodings (PEP 263) are left out: the user cannot mend them.
+        # Source files in other encodings (PEP 263) are left out, since the user cannot convert them.
         with suppress(UnicodeDecodeError):
             yield path.read_bytes().decode()
 
 
 _RUN = 32
-"""Names of characters in a document, neighbours in the code charts."""
+"""Names of neighbouring characters in a document."""
 _NUMBERED = re.compile(r"\d|IDEOGRAPH|HANGUL SYLLABLE|-[0-9A-F]+$")
-"""Names made of numbers or syllables, 100,000 that repeat each other."""
+"""Names of numbers or syllables: 100,000 repetitive names."""
 
 
 HUB_SPLIT = "train"
-"""The split of a data set of the Hub that is read where a run names no other."""
+"""The default split of a data set on the Hub."""
 
 
 def hub_records(source: str, picks: Picks) -> Iterator[tuple[str, Any]]:
-    """A split of a data set on the Hub, streamed without a local copy."""
+    """Yield the records of a split of a data set on the Hub, streamed without a local copy."""
     name, _, configuration = source.removeprefix(HUB).partition(":")
     datasets = library("datasets", Path(source))
     try:

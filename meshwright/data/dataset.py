@@ -21,11 +21,11 @@ if TYPE_CHECKING:  # the launcher prepares data without torch
 
 @dataclass(frozen=True)
 class Opened:
-    """The splits of a prepared data set, and its tokenizer if it has one."""
+    """The splits of a prepared data set, and the tokenizer, if there is one."""
 
     train: Samples
     held_out: Samples | None
-    """None where the run does not validate."""
+    """None if the run does not validate."""
     tokenizer: Tokenizer | None
     notes: tuple[str, ...] = ()
     """Facts about the splits, printed when a run begins."""
@@ -34,9 +34,15 @@ class Opened:
 def open_splits(
     config: Config, samples: Callable[[Split], tuple[Samples, str]], tokenizer: Tokenizer | None = None
 ) -> Opened:
-    """Open the train split, and the validation split where the run validates. `samples(split)`: a split and its note.
+    """Open the train split, and the validation split if the run validates.
 
-    Raises DataError where the validation split does not fill one global batch, the least that a validation takes.
+    Args:
+        config: the run's config.
+        samples: samples(split) returns (samples, note for the user).
+        tokenizer: the tokenizer, if there is one.
+
+    Raises:
+        DataError: the validation split does not fill one global batch, the minimum for a validation.
     """
     train, note = samples("train")
     if not config.validation.every:
@@ -50,7 +56,11 @@ def open_splits(
 
 
 def open_corpus(data: TokenSection, config: Config, folder: Path) -> Opened:
-    """The splits of a packed corpus. Raises DataError where they are too small."""
+    """Open the splits of a packed corpus.
+
+    Raises:
+        DataError: a split is too small.
+    """
     packed = open_packed(folder)
     opened = open_splits(config, lambda split: data.samples(config, packed, split), packed.tokenizer)
     return replace(opened, notes=(*read_lines(packed), *opened.notes))

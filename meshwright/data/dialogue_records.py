@@ -1,4 +1,4 @@
-"""Records of dialogues, in the forms that data sets have, as the messages that a chat template reads.
+"""Converts records of dialogues, in the forms of published data sets, to the messages of chat templates.
 
 | form       | a record                                                      | a message                     |
 |------------|---------------------------------------------------------------|-------------------------------|
@@ -7,13 +7,13 @@
 | prompt     | {"prompt": ..., "completion": ...}, texts or lists of messages | as above                      |
 | alpaca     | {"instruction": ..., "input": ..., "output": ...}             | -                             |
 
-A key that is null is a key that is not there. Either list may have messages of either form. An alpaca record may have a
-`system` and a `history`, a list of pairs. Answers in a `prompt` are read and not learned.
+A null key counts as missing. Either list may have messages of either form. An alpaca record may have a `system` and a
+`history`, a list of pairs. Answers in a `prompt` are read and not learned.
 
-A message of the assistant may have `tool_calls` and thoughts (`reasoning_content`, `reasoning`, `thinking`), one of a
-tool `name` and `tool_call_id`. With `weight: 0` or `train: false` it is read and not learned. Other keys of a message
-are for the template; if it has none of their names, they mean nothing (an id, a time). Other keys of a record say
-nothing of the dialogue and are left aside.
+A message of the assistant may have `tool_calls` and thoughts (`reasoning_content`, `reasoning`, `thinking`); a message
+of a tool may have `name` and `tool_call_id`. With `weight: 0` or `train: false` a message is read and not learned.
+Other keys of a message are passed to the template; keys that the template does not mention have no effect (an id, a
+time). Other keys of a record are ignored.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ SPEAKERS = {
     **{name: name for name in ROLES},
     "human": "user", "gpt": SPEAKER, CALL: SPEAKER, "observation": TOOL, "function_response": TOOL, "function": TOOL,
 }  # fmt: skip
-"""Speakers of all forms by our roles."""
+"""The role of each speaker's name, in all forms."""
 CALLS = "tool_calls"
 THINKING = "thinking"
 THOUGHTS = ("reasoning_content", THINKING, "reasoning")
-"""The keys of the assistant's thoughts, as published templates and APIs spell them; the first that is there counts."""
+"""The keys of the assistant's thoughts in published templates and APIs; the first key of a message counts."""
 TOOL_KEYS = ("name", "tool_call_id")
 KNOWN = frozenset({"role", "content", CALLS, *THOUGHTS, *TOOL_KEYS})
-"""Keys of a message that mean something to templates in general."""
+"""Keys of a message that templates commonly use."""
 _LEARN = ("weight", "train")
 _ALPACA, _PROMPT = {"instruction", "output"}, {"prompt", "completion"}
 LISTS = ("messages", "conversations")
@@ -54,7 +54,7 @@ _CALL_FORM = '[{"type": "function", "function": {"name": ..., "arguments": {...}
 
 PLACEHOLDER = "\ufdd3"
 RESERVED = ("\ufdd0", "\ufdd1", PLACEHOLDER)
-"""Code points that no text has: marks around what is generated, and placeholders for texts (spans.py)."""
+"""Code points that no text contains: marks around generated text, and placeholders for texts (spans.py)."""
 
 ChatMessage = dict[str, Any]
 
@@ -67,25 +67,25 @@ class Dialogue:
     where: str
     """The file and line."""
     unlearned: frozenset[int] = frozenset()
-    """Places of the assistant's messages that are read only."""
+    """Indices of the assistant's messages that are not learned."""
     tools: Sequence[Any] | None = None
     """JSON schemas of the tools that the assistant may call."""
 
 
 def is_dialogue(record: Mapping[str, Any]) -> bool:
-    """Whether a record has the keys of a dialogue."""
+    """Return True if a record has the keys of a dialogue."""
     keys = {key for key, value in record.items() if value is not None}
-    # A record of Alpaca's keys that also has a `text` is one of texts.
+    # A record with Alpaca's keys and a `text` is a record of a text.
     return not keys.isdisjoint(LISTS) or ("text" not in keys and (keys >= _ALPACA or keys >= _PROMPT))
 
 
 def dialogue_of(record: object, where: str, special: Sequence[str]) -> Dialogue:
-    """The dialogue of a record in any of the forms.
+    """Return the dialogue of a record in any of the forms.
 
     Args:
         record: the value of a line or row.
-        where: its file and line, for errors.
-        special: tokens that no message may spell, since the template's own would mean the same to the model.
+        where: file and line, for errors.
+        special: tokens that no message may spell, since the tokenizer would read them as the template's marks.
 
     Raises:
         DataError: names the message and the fault.
@@ -108,7 +108,7 @@ def dialogue_of(record: object, where: str, special: Sequence[str]) -> Dialogue:
     tools = _tools(given.get("tools"), where)
     for place, said in (*((f"message {at}", one) for at, one in enumerate(checked, start=1)), ("tools", tools)):
         for token in (*special, *RESERVED):
-            # Keys and names of tools are rendered, too. A mark that a message spells would end it for the model.
+            # Keys and names of tools are rendered too. A mark in a text would end the message for the model.
             if any(token in text for text in _texts(said)):
                 spells = "its content spells" if place != "tools" else "spells"
                 raise DataError(f"{where} {place}: {spells} {token!r}, which the tokenizer reads as a mark of its own")
@@ -116,7 +116,11 @@ def dialogue_of(record: object, where: str, special: Sequence[str]) -> Dialogue:
 
 
 def messages_of(given: Mapping[str, Any], where: str) -> list[Any] | None:
-    """The list of messages of a record, or None. Raises DataError."""
+    """Return the list of messages of a record; None without one.
+
+    Raises:
+        DataError: a field is invalid.
+    """
     system = [{"role": "system", "content": given["system"]}] if given.get("system") else []
     if "messages" in given:
         messages = given["messages"]
@@ -128,7 +132,11 @@ def messages_of(given: Mapping[str, Any], where: str) -> list[Any] | None:
 
 
 def _side(given: Mapping[str, Any], key: str, role: str, where: str) -> list[Any]:
-    """The messages of a prompt or a completion. Raises DataError."""
+    """Return the messages of a prompt or a completion.
+
+    Raises:
+        DataError: the field is neither a text nor a list.
+    """
     said = given[key]
     if isinstance(said, str):
         return [{"role": role, "content": said}]
@@ -138,7 +146,11 @@ def _side(given: Mapping[str, Any], key: str, role: str, where: str) -> list[Any
 
 
 def _of_alpaca(record: Mapping[str, Any], where: str) -> list[Any]:
-    """The messages of a record of an instruction, an input that may be empty, and an output. Raises DataError."""
+    """Return the messages of an alpaca record: an instruction, an optional input, and an output.
+
+    Raises:
+        DataError: a field is invalid.
+    """
     messages: list[Any] = []
     for pair in record.get("history") or ():
         if not isinstance(pair, list) or len(pair) != 2:
@@ -151,7 +163,11 @@ def _of_alpaca(record: Mapping[str, Any], where: str) -> list[Any]:
 
 
 def _message(message: object, where: str) -> tuple[ChatMessage, bool]:
-    """A message in the form of templates; whether it may be learned. Raises DataError."""
+    """Return (a message in the form of templates, True if the message may be learned).
+
+    Raises:
+        DataError: the message is invalid.
+    """
     if not isinstance(message, dict):
         raise DataError(f"{where}: is no JSON object; wanted role and content, or from and value")
     given = {key: value for key, value in message.items() if value is not None}
@@ -174,7 +190,7 @@ def _message(message: object, where: str) -> tuple[ChatMessage, bool]:
         if "content" in given:
             checked["content"] = _content(given["content"], where)
         elif "content" in message and said != CALL:
-            checked["content"] = None  # as OpenAI writes a message that is a call alone
+            checked["content"] = None  # OpenAI's form of a message with only calls
         checked[CALLS] = calls
     else:
         checked["content"] = _content(given.get("content"), where)
@@ -189,7 +205,11 @@ def _message(message: object, where: str) -> tuple[ChatMessage, bool]:
 
 
 def _content(content: object, where: str) -> str | list[dict[str, str]]:
-    """A content that is a text, or a list of parts that are texts. Raises DataError."""
+    """Check a content: a text, or a list of parts that are texts.
+
+    Raises:
+        DataError: the content has another form.
+    """
     if not isinstance(content, list):
         return checked_text(content, where, "content")
     parts = []
@@ -206,12 +226,13 @@ def _content(content: object, where: str) -> str | list[dict[str, str]]:
 
 
 def _calls(given: Mapping[str, Any], where: str) -> list[dict[str, Any]] | None:
-    """The calls of a message as templates read them, without their keys that are null; None: it has none.
+    """Return the calls of a message in the form of templates, without null keys; None without calls.
 
-    Raises DataError.
+    Raises:
+        DataError: a call is invalid.
     """
     calls = given.get(CALLS)
-    if CALL in given:  # one call, or a list of calls, mostly as a text of JSON
+    if CALL in given:  # one call, or a list of calls, usually as a JSON text
         told = given[CALL]
         if isinstance(told, str):
             try:
@@ -242,10 +263,10 @@ def _calls(given: Mapping[str, Any], where: str) -> list[dict[str, Any]] | None:
 
 
 def _is_learned(message: Mapping[str, Any], role: str, where: str) -> bool:
-    """Whether a message may be learned: `weight: 0` and `train: false` say no.
+    """Return True if a message may be learned, False for `weight: 0` and `train: false`.
 
-    Raises DataError for a value that is neither yes nor no, for two that differ, and if another than the assistant is
-    to be learned.
+    Raises:
+        DataError: a value is neither yes nor no, two values differ, or a message of another role is to be learned.
     """
     given = {key: message[key] for key in _LEARN if key in message}
     for key, value in given.items():
@@ -259,7 +280,11 @@ def _is_learned(message: Mapping[str, Any], role: str, where: str) -> bool:
 
 
 def _tools(tools: object, where: str) -> list[Any] | None:
-    """The tools of a record, which some data sets have as a text of JSON, or as texts. Raises DataError."""
+    """Return the tools of a record; some data sets have a JSON text, or a list of JSON texts.
+
+    Raises:
+        DataError: the tools are no list of JSON schemas.
+    """
     tools = _parsed(tools, where)
     if tools is None or tools == []:
         return None
@@ -280,7 +305,7 @@ def _parsed(value: object, where: str) -> object:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Every text in a tree of JSON, keys too."""
+    """Yield every text in a JSON tree, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

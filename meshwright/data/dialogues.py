@@ -1,4 +1,4 @@
-"""Dialogues of a source. The forms of their records: dialogue_records.py."""
+"""Reads the dialogues of a source. The forms of records: dialogue_records.py."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from meshwright.ranks.foreign import read_text
 
 
 def claims_dialogues(data: Mapping[str, Any]) -> bool:
-    """Whether the source that a user wrote can be nothing but dialogues, as far as its form tells."""
+    """Return True if the form of a user's source can only mean dialogues."""
     source = str(data.get("source", STDLIB))
     if source in (STDLIB, UNICODE, DIGITS) or source.startswith(HUB):
         return False
     header = Path(source).expanduser() / PREPARED
     if header.is_file():
-        # By its text: a header is parsed, and refused, where the folder is opened.
+        # By the text, since a header is parsed and checked only when the folder is opened.
         return '"kind": "messages"' in read_text(header)
     split, column = data.get("split"), data.get("column")
     first = first_record(source, split if isinstance(split, str) else None)
@@ -34,17 +34,26 @@ def claims_dialogues(data: Mapping[str, Any]) -> bool:
 
 
 def read_dialogues(source: str, special: Sequence[str], picks: Picks = Picks()) -> Iterator[Dialogue]:
-    """The dialogue of each record of a source.
+    """Yield the dialogue of each record of a source.
 
-    `special`: tokens that no message may spell, since the template's own would mean the same to the model. Raises
-    DataError naming the file, the line and the fault.
+    Args:
+        source: a file or folder.
+        special: tokens that no message may spell, since the tokenizer would read them as the template's marks.
+        picks: the split and the column.
+
+    Raises:
+        DataError: a record is no dialogue; the error names the file, the line and the fault.
     """
     for where, record in read_records(choose_files(source, picks.split)):
         yield dialogue_of(_with_list(record, where, picks.column), where, special)
 
 
 def _with_list(record: object, where: str, column: str | None) -> dict[str, Any]:
-    """A record without its null values, its messages under the key of their form. Raises DataError."""
+    """Return a record without null values, and with messages under the key of the form.
+
+    Raises:
+        DataError: the record has no such messages.
+    """
     if not isinstance(record, dict):
         raise DataError(f"{where}: is no JSON object; wanted {WANTED}")
     given = {key: value for key, value in record.items() if value is not None}

@@ -1,4 +1,4 @@
-"""A large text file as one document: decoded in parts as they are read, never a string as a whole."""
+"""A large text file as one document, decoded part by part, never as a whole string."""
 
 from __future__ import annotations
 
@@ -9,31 +9,40 @@ from pathlib import Path
 from meshwright.ranks.foreign import open_named
 
 LARGE_BYTES = 2**24
-"""A text file of LARGE_BYTES and more is a LongText: a string and its copies take up to ten times the file's bytes."""
+"""The least size of a text file for a LongText. A string with its copies takes up to ten times the file's bytes."""
 _CHUNK_BYTES = 2**20
 
 
 class LongText:
     """Bytes begin..end of a file, as text. A slice by characters is a LongText; `str` decodes the whole.
 
-    Raises UnicodeDecodeError for bytes that are no UTF-8, when it is made.
+    The constructor raises UnicodeDecodeError for bytes that are no UTF-8.
     """
 
     def __init__(self, path: Path, begin: int, end: int) -> None:
         self._path = path
         self._begin, self._end = begin, end
-        # A pass over all bytes, which finds bytes that are no UTF-8.
+        # This pass over all bytes also finds bytes that are no UTF-8.
         self._characters = sum(map(len, self.chunks()))
 
     @classmethod
     def of_file(cls, path: Path) -> LongText:
-        """A file's text without a byte-order mark. Raises UnicodeDecodeError, OSError."""
+        """Return a file's text without a byte-order mark.
+
+        Raises:
+            UnicodeDecodeError: the file is no UTF-8.
+            OSError: the file cannot be read.
+        """
         with open_named(path) as file:
             begin = len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
         return cls(path, begin, path.stat().st_size)
 
     def chunks(self) -> Iterator[str]:
-        """The text in parts of about a million characters. Raises UnicodeDecodeError with the file's byte."""
+        """Yield the text in parts of about a million characters.
+
+        Raises:
+            UnicodeDecodeError: with the position of the byte in the file.
+        """
         decoder = codecs.getincrementaldecoder("utf-8")()
         with open_named(self._path) as file:
             file.seek(self._begin)
@@ -58,7 +67,7 @@ class LongText:
         return LongText(self._path, self._byte_of(first), self._byte_of(last))
 
     def _byte_of(self, character: int) -> int:
-        """The byte at which a character begins."""
+        """Return the position of the first byte of a character."""
         byte = self._begin
         for chunk in self.chunks() if character else ():
             if character <= len(chunk):
@@ -72,5 +81,5 @@ Text = str | LongText
 
 
 def chunks_of(text: Text) -> Iterable[str]:
-    """The parts of a large file, or the string."""
+    """Return the parts of a large file, or the string as one part."""
     return text.chunks() if isinstance(text, LongText) else (text,)

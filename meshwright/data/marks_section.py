@@ -1,4 +1,4 @@
-"""The words of a run on the tokens around a document: `data.begin` and `data.end`. How they are read: marks.py."""
+"""The settings for tokens around a document: `data.begin` and `data.end`. marks.py finds the tokens."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ if TYPE_CHECKING:
 
 AUTO, NONE = "auto", "none"
 END = "<|endoftext|>"
-"""The end token of tokenizers that are made here."""
+"""The end token of tokenizers made here."""
 
 
 class AskedMarks(NamedTuple):
-    """The two words: auto, none, or a token as the tokenizer spells it."""
+    """The two settings: auto, none, or a token's spelling."""
 
     begin: str = AUTO
     end: str = AUTO
 
 
 NO_BEGIN = AskedMarks(begin=NONE)
-"""The words for models that put a document into a template of their own."""
+"""The settings for models with a separate template of documents."""
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """A JSON file's settings; none where there is no such file. Raises DataError where it cannot be read."""
+    """Return the settings of a JSON file; empty if the file does not exist.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
     if not path.is_file():
         return {}
     try:
@@ -43,8 +47,8 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 @rule("data.begin", "data.end", "data.tokenizer", "data.source", "data.mixture")
 def marks_are_tokens(config: Config) -> Iterator[Problem]:
-    """The end token alone is known beforehand where a tokenizer is made here; a prepared folder brings its own."""
-    data = cast("TokenSection", config.data)  # whose rule this is
+    """Refuse unknown marks. A tokenizer made here has only the end token; a prepared folder contains a tokenizer."""
+    data = cast("TokenSection", config.data)  # a rule of TokenSection
     path = Path(data.tokenizer).expanduser()
     if all((Path(source).expanduser() / data.header).is_file() for source in data.sources):
         return

@@ -1,16 +1,16 @@
-"""Dialogues as samples: several in a window, each kept to itself, and of their tokens only the assistant's learned.
+"""Samples of dialogues: several dialogues in a window, attention within each, labels only on the assistant's tokens.
 
-A prepared folder of messages has one uint32 a token: the id, and two flags.
+A prepared folder of messages has one uint32 per token: the id, and two flags.
 
-| bits | hold                                            |
-|------|-------------------------------------------------|
-| 0-29 | the id                                          |
-| 30   | 1 in a dialogue's first token                   |
-| 31   | 1 in a token that the assistant says, or a part |
+| bits | content                                                        |
+|------|----------------------------------------------------------------|
+| 0-29 | the id                                                         |
+| 30   | 1 for a dialogue's first token                                 |
+| 31   | 1 for a token of the assistant's text, also if only partly so  |
 
-Dialogues fill windows in the file's order, each window until the next one does not fit; the rest is padding, a
-document of its own that predicts nothing. Windows are shuffled as all samples are. A dialogue of n tokens takes n - 1
-places: its last token is a label only.
+Dialogues fill windows in the order of the file; a window ends if the next dialogue does not fit. The rest of the window
+is padding, a separate document without labels. Windows are shuffled as other samples are. A dialogue of n tokens takes
+n - 1 places, since the last token is only a label.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from meshwright.data.split import Split
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.ranks.errors import DataError
 
-if TYPE_CHECKING:  # the launcher counts samples, and reads none: it needs no torch
+if TYPE_CHECKING:  # the launcher only counts samples, without torch
     from meshwright.compute.model import Batch, Samples
     from meshwright.config import Config
 
@@ -46,7 +46,7 @@ Turns = Literal["together", "last", "each"]
 
 
 def dialogue_corpus(data: MessagesData) -> Corpus:
-    """The rendered dialogues of a source: records of a text and, as JSON, the assistant's spans of it."""
+    """Return the rendered dialogues of a source: records of a text and, as JSON, the assistant's spans in the text."""
     template = template_for(data)
 
     def read() -> Iterator[tuple[str, ...]]:
@@ -65,7 +65,7 @@ def dialogue_corpus(data: MessagesData) -> Corpus:
         template.text,
         dict(template.tokens),
     ]
-    # Fields that version 0.1.0 did not have are left out where they are as its folders were.
+    # Fields that version 0.1.0 did not have are left out at their defaults, so that its folders keep their identity.
     fields = {"turns": data.turns, "arguments": data.arguments}
     identity += [fields] if data.turns != "together" or data.arguments else []
     told = told_of(data.source, data.picks)
@@ -73,10 +73,10 @@ def dialogue_corpus(data: MessagesData) -> Corpus:
 
 
 def samples_of(dialogue: Dialogue, turns: Turns) -> Iterator[Dialogue]:
-    """The dialogues that a record is trained on.
+    """Yield the dialogues for training on a record.
 
-    A template that leaves out thoughts of earlier answers writes those of the last one: `each` gives every answer a
-    dialogue that ends with the answer, as a model is asked for it.
+    Some templates write only the thoughts of the last answer. So `each` yields a dialogue for every answer that ends
+    with the answer, as in generation.
     """
     speaks = [at for at, message in enumerate(dialogue.messages) if message["role"] == SPEAKER]
     learned = [at for at in speaks if at not in dialogue.unlearned]
@@ -89,12 +89,12 @@ def samples_of(dialogue: Dialogue, turns: Turns) -> Iterator[Dialogue]:
 
 
 def flagged(tokenizer: Tokenizer, text: str, spans: Spans) -> np.ndarray:
-    """A dialogue's tokens with their flags, uint32 [n]."""
+    """Return a dialogue's tokens with flags, uint32 [n]."""
     ids, places = tokenizer.encode_placed(text, marked=True)
     tokens = np.array(ids, dtype=np.uint32)
     begins, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
     for begin, end in spans:
-        # A token across the border counts: the assistant says a part of it.
+        # A token across the border of a span counts as the assistant's.
         tokens[(begins < end) & (ends > begin)] |= SAID
     tokens[:1] |= DIALOGUE
     return tokens
@@ -104,15 +104,23 @@ class DialogueSamples(ShuffledSamples):
     """Windows of one split's dialogues: `tokens`, `labels` and `document_entries`, int64 [B, T]."""
 
     def __init__(self, corpus: PackedCorpus, split: Split, sequence: int, overlong: Overlong, seed: int) -> None:
-        """`sequence`: tokens a row. `overlong`: what becomes of dialogues that a row does not hold.
+        """Make the samples.
 
-        Raises DataError where none is left.
+        Args:
+            corpus: the prepared folder.
+            split: the split.
+            sequence: tokens of a row.
+            overlong: drop, or cut dialogues that are longer than a row.
+            seed: of the order.
+
+        Raises:
+            DataError: no dialogue is left.
         """
         self._tokens, self._sequence, self._padding = corpus.tokens(split), sequence, corpus.header.end
         starts = np.flatnonzero(self._tokens & DIALOGUE)
         lengths = np.diff(np.append(starts, len(self._tokens)))
         longer = lengths > sequence + 1
-        # Of a dialogue that is cut, what the assistant says behind the cut does not count.
+        # The assistant's tokens after the cut do not count.
         taken = np.minimum(lengths, sequence + 1)
         learned = np.array(
             [np.count_nonzero(self._tokens[at + 1 : at + n] & SAID) for at, n in zip(starts, taken, strict=True)],
@@ -124,7 +132,7 @@ class DialogueSamples(ShuffledSamples):
             raise DataError(
                 f"{corpus.name(split)}: no dialogue fits data.sequence={sequence}; the longest takes {most}"
             )
-        # n tokens are n - 1 inputs: the last is a label only.
+        # n tokens are n - 1 inputs, since the last token is only a label.
         self._starts, self._counts = starts[kept], taken[kept] - 1
         self._windows = _filled(self._counts.tolist(), sequence)
         windows, num_kept, num_longer = len(self._windows) - 1, int(kept.sum()), int(longer.sum())
@@ -158,14 +166,15 @@ class DialogueSamples(ShuffledSamples):
                 labels[row, place : place + count] = np.where(following & SAID, following & IDS, IGNORED)
                 begins[row, place] = True
                 place += count
-            # The padding is a document of its own; where a row is full the slice is empty.
+            # The padding is a separate document. In a full row the slice is empty.
             begins[row, place : place + 1] = True
         batch = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
         return batch | document_entries(begins)
 
 
 def _filled(counts: Sequence[int], most: int) -> np.ndarray:
-    """The first thing of each window, and their number, where windows of at most `most` are filled in order."""
+    """Fill windows of at most `most` in order; returns the index of the first item of each window, then the number
+    of items."""
     firsts, filled = [0], 0
     for at, count in enumerate(counts):
         if filled + count > most:
@@ -176,15 +185,19 @@ def _filled(counts: Sequence[int], most: int) -> np.ndarray:
 
 
 def dialogue_samples(data: MessagesData, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
-    """The windows of a split of a run's dialogues, with their note. Raises DataError where there are none."""
+    """Return (windows of a split of a run's dialogues, note for the user).
+
+    Raises:
+        DataError: there are no windows.
+    """
     dialogues = DialogueSamples(packed, split, data.sequence, data.overlong, config.seed)
     return dialogues, dialogues.note
 
 
 def learned_dialogues(section: DataSection, source: str | None) -> MessagesData | None:
-    """The section of the dialogues that a run on dialogues is measured by; None where a text is to be measured.
+    """Return the section of dialogues for measuring a run on dialogues; None if a text is measured.
 
-    `source`: what is measured in place of the run's own source.
+    `source`: the measured source; None: the run's source.
     """
     if not isinstance(section, MessagesData) or source is None:
         return section if isinstance(section, MessagesData) else None

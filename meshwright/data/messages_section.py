@@ -1,4 +1,4 @@
-"""The data section of dialogues: what the assistant says is learned, by a tokenizer's own chat template. No torch."""
+"""The data section of dialogues, rendered by a chat template; only the assistant's text is learned. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 OWN_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
-"""The variables of a template that are of each dialogue, and of no run."""
+"""The template's variables that each dialogue sets, not the run."""
 
 
 @rule("data.tokenizer", "data.template", "data.source", "data.turns", "data.template_arguments")
@@ -60,7 +60,7 @@ def a_dialogue_ends(config: Config) -> Iterator[Problem]:
 
 
 class MessagesData(RecordSection):
-    """Dialogues: records of them in a file or a folder, as messages, sharegpt or alpaca (dialogues.py)."""
+    """Dialogues: records in a file or a folder, in the forms messages, sharegpt or alpaca (dialogues.py)."""
 
     kind: Literal["messages"]
     gives: ClassVar[str] = "tokens"
@@ -83,18 +83,17 @@ class MessagesData(RecordSection):
     begin: str = AUTO
     """The bos_token of the template: auto (as the tokenizer's own files say), none, or a token's text."""
     end: str = AUTO
-    """The eos_token of the template, at which generating ends as well: auto, or a token's text."""
+    """The eos_token of the template, which also ends generation: auto, or a token's text."""
     template: str | None = None
-    """A file with the chat template; null: the tokenizer's own, beside its tokenizer.json."""
+    """A file with the chat template; null: the template next to tokenizer.json."""
     template_arguments: Annotated[tuple[tuple[str, bool | int | float | str], ...], BeforeValidator(parse_weights)] = ()
-    """Values for the template's own variables, in training and in answers: {enable_thinking: false}."""
+    """Values for the template's variables, in training and in answers: {enable_thinking: false}."""
     turns: Literal["together", "last", "each"] = "together"
-    """Answers that a dialogue is learned for: all in one text, the last, or each in a sample that ends with the answer.
-    """
+    """The answers of a dialogue that are learned: all in one text, the last, or each in a sample that ends with it."""
     overlong: Literal["drop", "cut"] = "drop"
-    """Dialogues longer than sequence are left out (drop), or their beginnings read (cut)."""
+    """Dialogues longer than sequence are left out (drop), or cut at the end (cut)."""
     column: str | None = None
-    """The key or column of a record that has its messages; null: messages, conversations."""
+    """The key or column of a record's messages; null: messages, conversations."""
 
     @property
     def picks(self) -> Picks:

@@ -1,4 +1,4 @@
-"""Mixture of sources by weight: a pure function from a sample's number to its source.
+"""Mixture of sources by weight: a pure function from a sample's number to a source.
 
 Each source is packed once, separately, with a common tokenizer: `bpe:SIZE` is trained on the train splits of all
 sources. A mixture's folder contains only mixture.json, which names the packed folders.

@@ -1,8 +1,8 @@
-"""A prepared folder: packed token files and the header that says what is in them.
+"""A prepared folder: packed token files, and a header with facts about these files.
 
-| file | holds |
+| file | content |
 |---|---|
-| train.bin, validation.bin | token ids, each document between its marks (marks.py); little-endian uint16, or uint32 |
+| train.bin, validation.bin | token ids, each document between marks (marks.py); little-endian uint16, or uint32 |
 | tokenizer.json | the tokenizer, in Hugging Face's form |
 | header.json | the facts below; no time and no path of the machine, so that the same corpus gives the same bytes |
 """
@@ -25,7 +25,7 @@ from meshwright.ranks.errors import ConfigError, DataError
 from meshwright.ranks.foreign import plain, read_json
 
 IDS, DIALOGUE, SAID = 2**30 - 1, 2**30, 2**31
-"""The bits of a token in a folder of messages: its id, and two flags (messages.py)."""
+"""The bits of a token in a folder of messages: the id, and two flags (messages.py)."""
 
 FORMAT: Literal[1] = 1
 HEADER, TOKENIZER = "header.json", "tokenizer.json"
@@ -49,9 +49,9 @@ class ReadFacts(Section):
     names: tuple[str, ...] = ()
     """The first files, relative to the source."""
     split: str | None = None
-    """The split that was read, where the source shows one."""
+    """The split that was read, if the source has splits."""
     left_out: tuple[str, ...] = ()
-    """Files of the source's folder that were not read, the first of them."""
+    """The first files of the source's folder that were not read."""
     records: Positive
     first: str
     last: str
@@ -65,23 +65,23 @@ class Header(Section):
     dtype: Literal["uint16", "uint32"]
     byte_order: Literal["little"] = "little"
     kind: Literal["text", "pairs", "messages"] = "text"
-    """pairs: a source and its target in turn, each packed as a document; messages: dialogues, of flagged tokens."""
+    """pairs: source and target in turn, each packed as a document; messages: dialogues of flagged tokens."""
     vocabulary_size: Positive
     end: Count
     """The id of the end token."""
     begin: Count | None = None
-    """The id in front of every document of text, which a dialogue's template has its own way to write; null: none."""
+    """The id before every document of text; null: none. A chat template writes this token of a dialogue itself."""
     ends: bool = True
-    """Whether the end token is behind every document."""
+    """Whether the end token is after every document."""
     tokenizer: str
     """bytes, bpe:SIZE as asked for, or file."""
     source: str
     validation_share: float
-    """The share that was asked for; the counts say what it became."""
+    """The wanted share; the counts give the actual share."""
     corpus_sha256: str
     train: SplitFacts
     validation: SplitFacts
-    """All counts are 0 where validation_share is."""
+    """All counts are 0 if validation_share is 0."""
     read: ReadFacts | None = None
     """The files and records; null in folders that version 0.1.0 prepared."""
     sha256: dict[str, str]
@@ -89,7 +89,7 @@ class Header(Section):
     regions: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """CRC-32 of every region of the token files (files.py); none in folders that version 0.1.0 prepared."""
     ignored: tuple[str, ...] = ()
-    """Keys of messages that the chat template has no word for."""
+    """Keys of messages that the chat template does not mention."""
 
     def facts(self, split: Split) -> SplitFacts:
         return self.train if split == "train" else self.validation
@@ -108,19 +108,20 @@ class PackedCorpus:
     tokenizer: Tokenizer
 
     def tokens(self, split: Split) -> np.ndarray:
-        """The split's token ids [num_tokens], mapped from the file and read-only."""
+        """Return the split's token ids [num_tokens], mapped from the file, read-only."""
         if not self.header.facts(split).tokens:  # an empty file cannot be mapped
             return np.empty(0, self.header.numpy_dtype)
         return np.asarray(np.memmap(self.folder / TOKEN_FILES[split], dtype=self.header.numpy_dtype, mode="r"))
 
     def name(self, split: Split) -> str:
-        """The split's name in messages."""
+        """Return the split's name for messages."""
         return f"the {split} split of {self.folder}"
 
     def check_files(self, cache: Path) -> None:
-        """Raises DataError where a file is not what was prepared, or holds ids beyond the vocabulary.
+        """Check the files' checksums and token ids. Costs nothing if `cache` has a record of a passed check.
 
-        Costs nothing where `cache` remembers a check that passed.
+        Raises:
+            DataError: a file has changed, or has ids outside of the vocabulary.
         """
         check_once(self.folder, self.header.sha256, self.header.regions, cache, self._unknown_token)
 
@@ -131,15 +132,21 @@ class PackedCorpus:
         ids = ids & IDS if self.header.kind == "messages" else ids
         if not len(ids) or int(ids.max()) < size:
             return None
-        # argmax of truth values: the first that is true.
+        # argmax of booleans gives the first True.
         place = int(np.argmax(ids >= size))
         where = f"byte {offset + place * ids.itemsize}"
         return f"holds token {ids[place]} at {where}, and the vocabulary ends at {size - 1}"
 
     def check_vocabulary(self, vocabulary: int, size: int = 0, besides: str = "") -> None:
-        """Raises ConfigError if a model of `vocabulary` tokens cannot hold the corpus' tokens.
+        """Check that a model of `vocabulary` tokens covers the corpus' tokens.
 
-        `size`: how many these are where there are tokens `besides` the tokenizer's own.
+        Args:
+            vocabulary: the model's number of tokens.
+            size: the corpus' number of tokens, if there are more than the tokenizer's.
+            besides: the text for the further tokens in the error.
+
+        Raises:
+            ConfigError: the vocabulary is too small.
         """
         size = size or self.header.vocabulary_size
         if vocabulary < size:
@@ -165,7 +172,7 @@ def open_packed(folder: Path, verify: bool = False) -> PackedCorpus:
             raise DataError(f"{path}: is missing; {DAMAGE_REMEDY}")
         if path.stat().st_size != wanted:
             raise DataError(f"{path}: holds {path.stat().st_size} bytes, its header says {wanted}; {DAMAGE_REMEDY}")
-    # The tokenizer in any case: it is small, and a wrong one would change every text.
+    # The tokenizer is always checked: it is small, and a wrong one would change every text.
     for name in sorted(header.sha256) if verify else [TOKENIZER]:
         if not (folder / name).is_file():
             raise DataError(f"{folder / name}: is missing; {DAMAGE_REMEDY}")

@@ -1,4 +1,4 @@
-"""Dialogues with placeholders: a private code point in place of each text that a message has.
+"""Dialogues with placeholders: a private code point replaces each text of a message.
 
 A render of such a dialogue shows the place of each text in the template's text.
 """
@@ -21,7 +21,7 @@ PLACEHOLDERS = re.compile(f"{PLACEHOLDER}(.)", re.DOTALL)
 
 
 def placeholder(number: int) -> str:
-    """The placeholder of a run."""
+    """Return the placeholder of a run."""
     return f"{PLACEHOLDER}{chr(_FIRST + number)}"
 
 
@@ -37,11 +37,12 @@ class Run:
 class Planted:
     """A dialogue with placeholders.
 
-    constants: texts that the template looks for, which stay, so that it takes the same branches.
+    `constants`: texts that the template searches for. These are not replaced, so that the template takes the same
+    branches.
     """
 
     def __init__(self, messages: Sequence[ChatMessage], constants: Iterable[str]) -> None:
-        # A tag, or two words: a single word, as well as white space, is in texts that mean nothing by it.
+        # Only tags, or several words: a single word, or white space, is also in ordinary texts.
         marks = (one for one in constants if len(one.strip()) > 1 and not one.isalnum())
         kept = sorted(map(re.escape, marks), key=len, reverse=True)
         self._kept = re.compile("|".join(kept)) if kept else None
@@ -49,18 +50,18 @@ class Planted:
         self.messages = [self.plant_message(at, message) for at, message in enumerate(messages)]
 
     def placeholders_of(self, message: int) -> list[str]:
-        """The placeholders of a message."""
+        """Return the placeholders of a message."""
         return [placeholder(number) for number, run in enumerate(self.runs) if run.message == message]
 
     def run_at(self, mark: str) -> Run:
         return self.runs[ord(mark[-1]) - _FIRST]
 
     def plant_message(self, at: int, message: ChatMessage) -> ChatMessage:
-        """A message with placeholders for its texts."""
+        """Return a message with placeholders for the texts."""
         planted = dict(message)
         if "content" in message:
             planted["content"] = self._tree(at, "content", message["content"])
-        # The same thoughts by several keys are written once, by any of these.
+        # Equal thoughts under several keys are written once, by any key.
         thoughts = {message[field]: field for field in reversed(THOUGHTS) if field in message}
         told = {text: self._planted(at, field, text) for text, field in thoughts.items()}
         planted |= {field: told[message[field]] for field in THOUGHTS if field in message}
@@ -69,7 +70,7 @@ class Planted:
         return planted
 
     def plant_call(self, at: int, call: Mapping[str, Any]) -> dict[str, Any]:
-        """A call with placeholders for the texts of its arguments, or for its name if no argument is a text."""
+        """Return a call with placeholders for the texts of arguments, or for the name if no argument is a text."""
         function, before = dict(call["function"]), len(self.runs)
         function["arguments"] = self._tree(at, CALLS, function["arguments"])
         if len(self.runs) == before:
@@ -80,7 +81,7 @@ class Planted:
         if isinstance(value, str):
             return self._planted(at, field, value)
         if isinstance(value, Mapping):
-            # The type of a part of a content is a word of the template's language.
+            # The type of a content part is a keyword for the template.
             return {key: one if key == "type" else self._tree(at, field, one) for key, one in value.items()}
         return [self._tree(at, field, one) for one in value] if isinstance(value, list) else value
 
@@ -91,7 +92,7 @@ class Planted:
             if core := inner.strip():
                 if len(self.runs) >= _MOST:
                     raise DataError(f"message {at + 1}: has more than {_MOST} texts")
-                # White space stays around a placeholder: templates strip it.
+                # White space around a text is kept, since templates strip it.
                 before, _, behind = inner.partition(core)
                 inner = f"{before}{placeholder(len(self.runs))}{behind}"
                 self.runs.append(Run(at, field, core))
@@ -101,8 +102,8 @@ class Planted:
 
 
 def aligned(planted: Planted, shown: str, text: str) -> Callable[[int], int] | None:
-    """A function from places of `shown` to those of `text`; None if the texts differ in more than the placeholders."""
-    begins: list[tuple[int, int, int, int]] = []  # of each placeholder: begin and end there and here
+    """Return a function from places in `shown` to places in `text`; None if more than placeholders differ."""
+    begins: list[tuple[int, int, int, int]] = []  # for each placeholder: begin and end in shown, begin and end in text
     parts = PLACEHOLDERS.split(shown)
     there = here = 0
     for number in range(0, len(parts), 2):
@@ -141,9 +142,9 @@ def aligned(planted: Planted, shown: str, text: str) -> Callable[[int], int] | N
 
 
 def forms_of(text: str) -> Iterable[str]:
-    """A text as templates write it: as it is, inside of JSON, as HTML, in other letters."""
+    """Yield the forms in which templates write a text: unchanged, as JSON, as HTML, in other letter case."""
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield json.dumps(text)[1:-1]
-    yield html.escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")  # as Jinja spells them
+    yield html.escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")  # Jinja's spelling of quotes
     yield from (text.upper(), text.lower(), text.capitalize(), text.title())

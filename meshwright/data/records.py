@@ -42,7 +42,7 @@ _UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _FIRST_BYTES = 2**16
 _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*", re.ASCII)
 _MOST_BYTES = 2**24
-"""The most bytes in which the first record of a JSON list is searched."""
+"""The most bytes of a JSON list that are searched for the first record."""
 
 
 def read_records(chosen: Chosen, wanted: Wanted = None) -> Iterator[Record]:
@@ -212,8 +212,8 @@ def read_tsv(path: Path, wanted: Wanted) -> Iterator[Record]:
 def _table(path: Path, rows: Iterator[tuple[int, list[str]]], wanted: Wanted) -> Iterator[Record]:
     """Yield the records of a table's rows, each with the number of its line.
 
-    A first row that holds a number, and lacks a wanted name, has no names: it is a record, and columns are named by
-    their places, 1, 2, ... Of two columns of which one begins with a number the other one is the text.
+    A first row with a number, but without a wanted name, is a record, not a header. Columns are then named 1, 2, ...
+    With two columns, one beginning with a number, the other column is the text.
     """
     number, columns = next(rows, (1, [""]))
     texts = [place for place, cell in enumerate(columns) if not _NUMBER.fullmatch(cell)]

@@ -1,4 +1,4 @@
-"""Texts of a chat template, rendered by a process of its own (template_process.py), which the kernel bounds."""
+"""Renders texts of a chat template in a separate process (template_process.py), with bounds set by the kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Render = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Refusal:
-    """A text that the template does not write: an error that its author raises, or a mistake in the program."""
+    """A refusal to render a text: an error raised by the template's author, or a mistake in the template."""
 
     why: str
 
@@ -32,32 +32,41 @@ class Refusal:
 class Renderer:
     """A template in a process that starts with the first text, and ends with this object.
 
-    Threads share the process, a text at a time. A process that is forked starts one of its own.
+    Threads share the process, one text at a time. A forked process starts a separate one.
     """
 
     def __init__(self, text: str, where: str) -> None:
-        """text: the template's text. where: its file, for errors."""
+        """Make the renderer. `text`: the template's text; `where`: the template's file, for errors."""
         self._text, self._where, self._lock = text, where, Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner, self._names, self._constants = 0, frozenset[str](), frozenset[str]()
 
     def mentions(self, names: Iterable[str]) -> frozenset[str]:
-        """The names that the template's program has, as a variable, a key or a text. Raises DataError."""
+        """Return the names that the template uses as a variable, a key or a text.
+
+        Raises:
+            DataError: the template cannot be loaded.
+        """
         with self._lock:
             self._start()
             return self._names.intersection(names)
 
     @property
     def constants(self) -> frozenset[str]:
-        """The texts that the program compares, searches or cuts with. Raises DataError."""
+        """The texts that the template compares with, searches for or splits by.
+
+        Raises:
+            DataError: the template cannot be loaded.
+        """
         with self._lock:
             self._start()
             return self._constants
 
     def render(self, variables: Mapping[str, Any], renders: Sequence[Render]) -> list[str | Refusal]:
-        """The text of each render. variables: the values that all renders share.
+        """Return the text of each render. `variables`: the values for all renders.
 
-        Raises DataError if the text is no template, or takes more time, memory or depth than a text may.
+        Raises:
+            DataError: the text is no template, or exceeds the bounds of time, memory or depth.
         """
         with self._lock:
             process = self._start()
@@ -69,7 +78,11 @@ class Renderer:
             return answers
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """The process, with the template loaded. Raises DataError."""
+        """Return the process with the template loaded.
+
+        Raises:
+            DataError: the template cannot be loaded.
+        """
         if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
             return self._process
         # Neither the current folder nor this one is in the path of modules; Jinja's folder is.
@@ -99,11 +112,15 @@ class Renderer:
         try:
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
-        except BrokenPipeError:  # the answer that is not there says why
+        except BrokenPipeError:  # reading the answer reports the reason
             return
 
     def _answer(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-        """The next answer. Raises DataError if a bound is reached."""
+        """Read the next answer.
+
+        Raises:
+            DataError: a bound is reached.
+        """
         assert process.stdout is not None
         line = process.stdout.readline()
         if line:
@@ -127,7 +144,7 @@ class Renderer:
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """Close the pipes, at which the process ends; a forked process leaves the process to its owner."""
+    """Close the pipes, which ends the process. Only the owner does this, not a forked process."""
     for pipe in (process.stdin, process.stdout, process.stderr):
         if pipe is not None:
             try:

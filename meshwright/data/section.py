@@ -1,18 +1,18 @@
-"""The base of the data sections of a config: the kinds of data that runs read, what each gives a model, where it is.
+"""The base of the data sections of a config: the kinds of data, the form of batches of each kind, and sources.
 
 | kind           | a sample                                                | gives             | read by         |
 |----------------|---------------------------------------------------------|-------------------|-----------------|
 | text           | a window of tokens, each labelled with the next         | tokens            | gpt2, llama     |
-| messages       | dialogues, in which the assistant's tokens are labelled | tokens            | gpt2, llama     |
+| messages       | dialogues with labels on the assistant's tokens         | tokens            | gpt2, llama     |
 | masked         | two texts with masked tokens                            | masked            | bert            |
 | sentence-pairs | two texts and their class                               | classified pairs  | bert-pairs      |
 | squad          | a question and a passage, and the answer's place        | answered passages | bert-spans      |
 | race           | a passage, a question, answers, the right one's number  | answered choices  | bert-choice     |
-| pairs          | a text, and the text to be written for it               | sequences         | transformer, t5 |
-| spans          | a text without some spans, and these                    | sequences         | t5, transformer |
+| pairs          | a source text and a target text                         | sequences         | transformer, t5 |
+| spans          | a text without some spans, and the spans                | sequences         | t5, transformer |
 | images         | an image and its class                                  | images            | vit, resnext    |
 
-A kind is added by a subclass of DataSection and its line in the registry (docs/extending.md). No torch here.
+To add a kind, write a subclass of DataSection and one line in the registry (docs/extending.md). No torch here.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ if TYPE_CHECKING:
     from meshwright.data.split import Split
 
 STDLIB, UNICODE, DIGITS = "stdlib", "unicode", "digits"
-"""Sources that are names: the source of Python's standard library, the names of Unicode's characters, scikit-learn's
+"""Sources by name: the source code of Python's standard library, the names of Unicode's characters, scikit-learn's
 images of digits."""
 HUB = "hub:"
-"""The beginning of a data set's name on the Hugging Face Hub: `hub:OWNER/NAME`, `hub:OWNER/NAME:CONFIGURATION`."""
+"""Prefix of a data set's name on the Hugging Face Hub: `hub:OWNER/NAME`, `hub:OWNER/NAME:CONFIGURATION`."""
 
 PREPARED = "header.json"
-"""The file that makes a folder a prepared one."""
+"""The file that marks a folder as prepared."""
 
 SENTINELS = 100
-"""Tokens that stand for spans cut out of a text (T5)."""
+"""Number of tokens that replace spans cut out of a text (T5)."""
 
 BUCKET_MULTIPLE = 8
-"""Lengths that batches of pairs are padded to are multiples of this."""
+"""Batches of pairs are padded to multiples of this length."""
 
 
 class Lengths(NamedTuple):
-    """Tokens that a sample's source and its target are padded to; a model that reads one text has no target."""
+    """Numbers of tokens to which a sample's source and target are padded; target 0 for a model that reads one text."""
 
     source: int
     target: int
@@ -68,42 +68,42 @@ class DataSection(Section):
     """Base of the kinds of data. Subclasses add fields and `kind`, a Literal."""
 
     kind: str
-    """The kind of samples; where a run does not say it, its model's family's, or the source's."""
+    """The kind of samples; by default the kind of the source, or of the model's family."""
 
     gives: ClassVar[str]
-    """The form of its batches: a family of models reads one form."""
+    """The form of batches; a family of models reads one form."""
     prepared_by: ClassVar[str]
-    """The function behind `prepare`, `module:attribute`. It and those below take the section first, as methods do."""
+    """The function of `prepare`, `module:attribute`. Like all functions below, the first argument is the section."""
     opened_by: ClassVar[str]
-    """The function behind `open`."""
+    """The function of `open`."""
     packed_by: ClassVar[str] = ""
-    """The function behind `pack`; none where runs alone prepare the kind."""
+    """The function of `pack`; empty if only runs prepare the kind."""
     template_by: ClassVar[str] = ""
-    """The function behind `chat_template`; none where samples are rendered by none."""
+    """The function of `chat_template`; empty without a template."""
     packs: ClassVar[Literal["", "text", "pairs", "messages"]] = ""
-    """The records of its packed corpus: documents, pairs of texts, or dialogues; empty where it has none."""
+    """The records of the packed corpus: documents, pairs of texts, or dialogues; empty without a packed corpus."""
     claimed_by: ClassVar[str] = ""
-    """The function of what a user wrote behind `claims`; none where no source tells the kind."""
+    """The function of `claims`, called with the user's config; empty if no source determines the kind."""
     source_names: ClassVar[tuple[str, ...]] = (STDLIB, UNICODE)
-    """The sources that are no paths."""
+    """The sources that are names, not paths."""
     source_forms: ClassVar[str] = "a text, jsonl, json, csv, tsv or parquet file, a folder of these, a prepared folder"
     reads_folders_alone: ClassVar[bool] = False
     reads_hub: ClassVar[bool] = False
     header: ClassVar[str] = PREPARED
-    """The file of a prepared folder that has the checksums of the others."""
+    """The file of a prepared folder with the checksums of other files."""
     sentinels: ClassVar[int] = 0
-    """Tokens that stand for spans, which the model must know besides its own special ones."""
+    """Number of tokens that replace spans, in addition to the model's special tokens."""
     lengths: ClassVar[Lengths] = Lengths(0, 0)
     """Tokens of a sample of the longest batch."""
     mixed: ClassVar[bool] = False
-    """Whether samples come from a mixture of sources, and not from `source`."""
+    """Whether samples are from a mixture of sources, not from `source`."""
     separate: ClassVar[bool] = False
-    """Whether attention keeps to the documents of a sample."""
+    """Whether attention is limited to the documents of a sample."""
     begins: ClassVar[bool] = False
-    """Whether a document may have a token in front of it (marks.py), as the kind's fields `begin` and `end` say; else
-    the model's own form of a sample has one."""
+    """True if the kind has fields `begin` and `end` for tokens around a document (marks.py). False: the model's form of
+    a sample has these tokens."""
     rules: ClassVar[tuple[Rule, ...]] = ()
-    """Rules of its fields, and of these with the model and the layout; checked where the kind is chosen."""
+    """Rules on the fields, alone and with model and layout, checked for runs of this kind."""
 
     source: str = STDLIB
     """A name (stdlib, unicode, digits), a file or folder, hub:OWNER/NAME (text), or a prepared folder."""
@@ -111,30 +111,40 @@ class DataSection(Section):
     """The share of the documents (of each class's images) that is held out."""
 
     def chat_template(self, kept: Path | None = None) -> ChatTemplate | None:
-        """The template that samples are rendered by, if any. `kept`: a checkpoint's folder, whose own goes first.
+        """Return the template for samples, if any.
 
-        Raises DataError where it cannot be read any more.
+        Args:
+            kept: a checkpoint's folder; a template in this folder has priority.
+
+        Raises:
+            DataError: the template cannot be read.
         """
         return cast("ChatTemplate", load_entry(self.template_by)(self, kept)) if self.template_by else None
 
     @classmethod
     def claims(cls, data: Mapping[str, Any]) -> bool:
-        """Whether what a user wrote (`kind` is not there) can be nothing but this kind."""
+        """Return True if a user's config without `kind` can only mean this kind."""
         return bool(cls.claimed_by and load_entry(cls.claimed_by)(data))
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The sources that are read."""
+        """The sources of the run."""
         return (self.source,)
 
     def prepare(self, config: Config, progress: ShowProgress) -> Path:
-        """Build the data set, or find it built; the folder. Raises DataError where it does not suit the run."""
+        """Build the data set unless it exists; returns the folder.
+
+        Raises:
+            DataError: the data set does not fit the run.
+        """
         return cast(Path, load_entry(self.prepared_by)(self, config, progress))
 
     def pack(self, config: Config, out: Path, progress: ShowProgress) -> Path:
-        """Build the data set in `out`, which runs may then name as their source; the folder.
+        """Build the data set in `out`, for use as a source of runs; returns the folder.
 
-        Raises ConfigError where the kind has no such folders, DataError as `prepare`.
+        Raises:
+            ConfigError: only runs prepare this kind.
+            DataError: as `prepare`.
         """
         if self.packed_by:
             return cast(Path, load_entry(self.packed_by)(self, config, out, progress))
@@ -143,15 +153,19 @@ class DataSection(Section):
         raise ConfigError.of("data.kind", self.kind, "is prepared by its runs alone", ", ".join(kinds))
 
     def open(self, config: Config, folder: Path) -> Opened:
-        """The splits in a prepared folder. Raises DataError where they are too small."""
+        """Open the splits of a prepared folder.
+
+        Raises:
+            DataError: a split is too small.
+        """
         return cast("Opened", load_entry(self.opened_by)(self, config, folder))
 
     def fingerprint(self, folder: Path) -> str:
-        """The identity of the prepared data, which checkpoints keep and ranks compare: a hash of its `contents`."""
+        """Return the hash of `contents`, the identity of the prepared data for checkpoints and for comparing ranks."""
         return hashlib.sha256(json.dumps(self.contents(folder), sort_keys=True).encode()).hexdigest()
 
     def contents(self, folder: Path) -> object:
-        """Words and numbers that tell this data from other: a folder's checksums, by the files that have them."""
+        """Return the facts that identify the data: the checksums of a folder's files, by name."""
         return read_json(folder / self.header)["sha256"]
 
 
@@ -192,14 +206,14 @@ def tokenizer_fits(config: Config) -> Iterator[Problem]:
             yield Problem("data.tokenizer", tokenizer, "is no such file", "bytes, bpe:SIZE, a tokenizer.json file")
         return
     asked = "257" if tokenizer == "bytes" else tokenizer.removeprefix("bpe:")
-    # 256 bytes and the end token are in every vocabulary that is made here.
+    # Every vocabulary made here has 256 bytes and the end token.
     if not asked.isdigit() or int(asked) < 257:
         rule_text = "does not name a vocabulary of 257 tokens or more"
         yield Problem("data.tokenizer", tokenizer, rule_text, "bpe:257, bpe:4096 ...")
         return
     size = int(asked)
     rule_text = f"is smaller than the {size} tokens of data.tokenizer={tokenizer}"
-    size += len(model.special_tokens) + data.sentinels  # a tokenizer of its own may have some of them already
+    size += len(model.special_tokens) + data.sentinels  # a tokenizer.json may contain some of these already
     if model.special_tokens:
         rule_text += f" and {', '.join(model.special_tokens)}"
     if data.sentinels:
@@ -210,9 +224,9 @@ def tokenizer_fits(config: Config) -> Iterator[Problem]:
 
 @rule("weights", "data.tokenizer", "data.source", "data.mixture")
 def weights_have_a_tokenizer(config: Config) -> Iterator[Problem]:
-    """The ids of another tokenizer would be other words to the weights."""
+    """Refuse weights without a tokenizer: another tokenizer would give the ids another meaning."""
     data = config.data
-    said = "tokenizer" in data.model_fields_set  # by the run, or by the folder of the weights
+    said = "tokenizer" in data.model_fields_set  # set by the run, or by the folder of the weights
     if (
         config.weights is None
         or said
@@ -225,7 +239,7 @@ def weights_have_a_tokenizer(config: Config) -> Iterator[Problem]:
 
 
 class TokenSection(DataSection):
-    """Base of the kinds that are made of a packed corpus of text."""
+    """Base of the kinds with a packed corpus of text."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         sequence_fits_positions,
@@ -239,12 +253,12 @@ class TokenSection(DataSection):
     packed_by: ClassVar[str] = "meshwright.data.packing:pack_corpus"
     opened_by: ClassVar[str] = "meshwright.data.dataset:open_corpus"
     corpus_by: ClassVar[str] = "meshwright.data.corpus:source_corpus"
-    """The function behind `corpus`."""
+    """The function of `corpus`."""
     samples_by: ClassVar[str]
-    """The function behind `samples`."""
+    """The function of `samples`."""
 
     tokenizer: str = "bytes"
-    """bytes, bpe:SIZE (trained on the source), or a tokenizer.json file. A prepared folder brings its own."""
+    """bytes, bpe:SIZE (trained on the source), or a tokenizer.json file. A prepared folder contains a tokenizer."""
     sequence: Positive = 256
     """Tokens of a sample, at most model.positions."""
 
@@ -254,13 +268,21 @@ class TokenSection(DataSection):
 
     @property
     def asked(self) -> AskedMarks:
-        """The tokens around a document, as the fields `begin` and `end` of the kinds that have them say."""
+        """The tokens around a document, by the fields `begin` and `end`, if the kind has these."""
         return AskedMarks(*(getattr(self, name) for name in AskedMarks._fields)) if self.begins else NO_BEGIN
 
     def corpus(self) -> Corpus:
-        """The records to pack. Raises DataError where there are none."""
+        """Return the records to pack.
+
+        Raises:
+            DataError: there are no records.
+        """
         return cast("Corpus", load_entry(self.corpus_by)(self))
 
     def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
-        """The samples of a split, and what a user should know of them. Raises DataError where there are none."""
+        """Return (samples of a split, note for the user).
+
+        Raises:
+            DataError: the split has no samples.
+        """
         return cast("tuple[Samples, str]", load_entry(self.samples_by)(self, config, packed, split))

@@ -1,16 +1,16 @@
 """Spans of the assistant's text in a rendered dialogue, within the one text for training.
 
-Published templates write a message differently if others follow it (Qwen3 adds an empty thought to the last answer
-alone), so no span can be measured by rendering shorter dialogues. The dialogue is rendered a second time, with a
-placeholder, a private code point, for each text of a message. Placeholders show the place of each message. Renders
-that end before an answer, or after an answer, show the template's own text around the answer.
+Published templates write a message differently if others follow (Qwen3 adds an empty thought only to the last answer).
+So shorter dialogues do not give the spans. The dialogue is rendered a second time, with a placeholder, a private code
+point, for each text of a message. Placeholders show the place of each message. Renders that end before an answer, or
+after an answer, show the template's text around the answer.
 
 | part of the text     | learned                                                                           |
 |----------------------|-----------------------------------------------------------------------------------|
 | the prompt           | no: the template writes it if asked for an answer (`<|im_start|>assistant\\n`)     |
-| behind the prompt    | yes: an empty thought, a header of calls, the answer                              |
-| behind the answer    | yes, up to the end of the turn (`<|im_end|>\\n`), as if the dialogue ended there   |
-| of other messages    | no                                                                                |
+| after the prompt     | yes: an empty thought, a header of calls, the answer                              |
+| after the answer     | yes, up to the end of the turn (`<|im_end|>\\n`), as if the dialogue ended there   |
+| other messages       | no                                                                                |
 
 If a shorter dialogue is a prefix of the text, both ways give the same spans.
 """
@@ -32,7 +32,7 @@ Spans = list[tuple[int, int]]
 Ask = Callable[[Sequence[Render]], list[str | Refusal]]
 
 _WORDS = re.compile(f"{PLACEHOLDER}.|<[^<>\\s]{{1,64}}>|\\[/?[A-Z_]+\\]|\\w+|.", re.DOTALL)
-"""The parts of a text that are never cut: marks, words, single characters."""
+"""The smallest parts of a text: marks, words, single characters."""
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,22 @@ class Reading:
     where: str
     """The template's file."""
     constants: frozenset[str]
-    """Texts that the template looks for."""
+    """Texts that the template searches for."""
     marked: bool
-    """The template has its own marks of the learned parts, so that no span is wanted."""
+    """True if the template marks the learned parts, so that no spans are needed."""
 
 
 def read_dialogue(ask: Ask, dialogue: Dialogue, reading: Reading) -> tuple[str, Spans]:
-    """Return the dialogue's text and the span of each answer that is learned.
+    """Return the dialogue's text and the span of each learned answer.
 
     Args:
         ask: renders texts.
-        dialogue: in the form that the template takes.
+        dialogue: in the template's form.
         reading: the template's facts.
 
     Raises:
-        DataError: the template refuses the dialogue, leaves out a text that is to be learned, or writes an answer in a
-            form that hides the span.
+        DataError: the template refuses the dialogue, leaves out a text to learn, or writes an answer in a form that
+            hides the span.
     """
     messages, place, where, marked = dialogue.messages, dialogue.where, reading.where, reading.marked
     planted = Planted(messages, reading.constants)
@@ -72,7 +72,7 @@ def read_dialogue(ask: Ask, dialogue: Dialogue, reading: Reading) -> tuple[str, 
     if isinstance(text, Refusal):
         raise DataError(f"{place}: {where} does not take it: {text.why}")
     if isinstance(shown, Refusal) or (positions := aligned(planted, shown, text)) is None:
-        # The template reads the texts of messages, so that placeholders change its branches.
+        # The template's branches depend on the texts of messages, so placeholders change the result.
         if marked:
             return text, []
         plain = [{**one, "messages": messages[: len(one["messages"])]} for one in renders[2:]]
@@ -98,7 +98,11 @@ _REMEDY = f"mark what the {SPEAKER} says by {{% generation %}} in a template of 
 def _by_prefixes(
     before: str | Refusal, through: str | Refusal, text: str, at: int, place: str, where: str
 ) -> tuple[int, int]:
-    """Return the span that a message appends to the text of a shorter dialogue. Raises DataError."""
+    """Return the span that a message appends to the text of a shorter dialogue.
+
+    Raises:
+        DataError: the shorter dialogue is no prefix of the text.
+    """
     for one in (before, through):
         if isinstance(one, Refusal):
             raise DataError(f"{place}: {where} does not take it: {one.why}")
@@ -111,9 +115,18 @@ def _by_prefixes(
 
 
 def _check_kept(planted: Planted, at: int, shown: str, alone: str | Refusal, place: str, reading: Reading) -> None:
-    """Raises DataError if the template leaves out a text of a message that is learned.
+    """Check that the template writes all texts of a learned message.
 
-    shown: the text with placeholders. alone: the same if the dialogue ends with the message.
+    Args:
+        planted: the dialogue with placeholders.
+        at: index of the message.
+        shown: the rendered text with placeholders.
+        alone: the rendered text if the dialogue ends with the message.
+        place: file and line, for errors.
+        reading: the template's facts.
+
+    Raises:
+        DataError: the template leaves out a text.
     """
     for mark in planted.placeholders_of(at):
         if mark in shown:
@@ -129,18 +142,21 @@ def _check_kept(planted: Planted, at: int, shown: str, alone: str | Refusal, pla
 
 
 class _Finder:
-    """The spans of answers in a text with placeholders."""
+    """Finder of the spans of answers in a text with placeholders."""
 
     def __init__(self, ask: Ask, planted: Planted, shown: str) -> None:
         self._ask, self._planted, self._shown = ask, planted, shown
 
     def span(self, at: int, before: str | Refusal, through: str | Refusal) -> tuple[int, int] | None:
-        """The span of message `at`; None if other messages' texts are inside.
+        """Return the span of message `at`; None if texts of other messages are inside.
 
-        before: the dialogue up to the message, with the prompt for it. through: the dialogue that ends with it.
+        Args:
+            at: index of the message.
+            before: the dialogue up to the message, with the prompt for an answer.
+            through: the dialogue that ends with the message.
         """
         shown = self._shown
-        # A template that adds messages to a text adds the answer's part.
+        # If the template only appends messages, the span is the appended text.
         texts = (before, through) if isinstance(before, str) and isinstance(through, str) else None
         if texts and texts[1].startswith(texts[0]) and shown.startswith(texts[1]):
             return len(texts[0]), len(texts[1])
@@ -152,7 +168,7 @@ class _Finder:
         return (begin, end) if inside <= set(own) else None
 
     def begin(self, first: int, before: str | Refusal) -> int:
-        """The place behind the prompt, in front of the placeholder at `first`."""
+        """Return the place after the prompt, before the placeholder at `first`."""
         shown = self._shown
         others = list(PLACEHOLDERS.finditer(shown, 0, first))
         anchor, behind = (others[-1].group(), others[-1].end()) if others else ("", 0)
@@ -162,25 +178,25 @@ class _Finder:
         if isinstance(before, str) and anchor in before:
             wanted = before[before.rindex(anchor) + len(anchor) :] if anchor else before
             shared = behind + _common(shown[behind:first], wanted)
-            # The texts may part in front of the prompt, at the end of a last message.
+            # The texts may differ before the prompt, at the end of a last message.
             begin = shared if found < 0 else max(shared, begin)
         return begin
 
     def closing(self, at: int, mark: str, tail: str, through: str | Refusal) -> int:
-        """The length of the end of the turn, behind the last placeholder of message `at`."""
+        """Return the length of the end of the turn, after the last placeholder of message `at`."""
         ends = []
         if isinstance(through, str) and mark in through:
             ends.append(through.split(mark, 1)[1])
         prompt = self._prompt()
         if prompt:
-            # With a prompt behind the message it is not the dialogue's last, for templates that know the difference.
+            # With a prompt after the message, templates do not treat the message as the last of the dialogue.
             (on,) = self._ask([{"messages": self._planted.messages[: at + 1], "add_generation_prompt": True}])
             if isinstance(on, str) and on.endswith(prompt) and mark in on:
                 ends.append(on.removesuffix(prompt).partition(mark)[2])
         return max((len(end) if tail.startswith(end) else _common(tail, end) for end in ends), default=0)
 
     def _prompt(self) -> str:
-        """The text that asks for an answer to a question."""
+        """Return the text that the template appends to ask for an answer."""
         question = [{"role": "user", "content": placeholder(0)}]
         asked, plain = self._ask([{"messages": question, "add_generation_prompt": True}, {"messages": question}])
         if isinstance(asked, Refusal) or isinstance(plain, Refusal):
@@ -189,7 +205,7 @@ class _Finder:
 
 
 def _common(one: str, other: str) -> int:
-    """The length of the beginning that two texts share, in whole words and marks."""
+    """Return the length of the common prefix of two texts, in whole words and marks."""
     length = 0
     for left, right in zip(_WORDS.finditer(one), _WORDS.finditer(other), strict=False):
         if left.group() != right.group():

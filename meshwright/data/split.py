@@ -1,8 +1,8 @@
-"""The records that are held out: chosen by content, in one pass over the corpus, before anything is written.
+"""The validation split: records chosen by content, in one pass over the corpus, before anything is written.
 
-Records are taken in the order of their hash until they make up the wanted share of the characters. So the split needs
-no seed, records of the same text fall on the same side, and the share is met however uneven they are. Where whole
-documents cannot give it (one huge file), the tail of the longest one is held out, cut at a line's start.
+Records are taken in the order of their hashes until the wanted share of characters is reached. So the split needs no
+seed, records of equal text are in one split, and the share is met for records of any lengths. If whole documents cannot
+give the share (one huge file), the tail of the longest document is held out, cut at the start of a line.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 MOST_SHOWN = 60
 """Characters of a record that are shown."""
 _LONG = 1000
-"""Characters of a text that may be cut where it has no space."""
+"""The fewest characters of a text that may be cut at a place without a space."""
 _WINDOW = 2**20
 _REPORT_EVERY = 256
 
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """The records of a corpus that are held out, and the counts of one pass over it."""
+    """The held-out records of a corpus, and the counts of one pass."""
 
     num_records: int
     num_characters: int
     corpus_sha256: str
-    """Over the records' hashes in order: the corpus' identity by content."""
+    """Hash of the records' hashes in order: the identity of the corpus by content."""
     held_out: frozenset[int] = field(repr=False)
     """Positions of the records of the validation split."""
     tail_of: int | None
-    """The document whose tail is held out instead, where whole documents cannot give the share."""
+    """The document with a held-out tail, if whole documents cannot give the share."""
     tail_characters: int
     first: str = ""
     last: str = ""
@@ -50,23 +50,24 @@ class SplitPlan:
 
 
 def plan_split(corpus: Corpus, validation: float, progress: ShowProgress) -> SplitPlan:
-    """Read the corpus once and choose what is held out: about `validation` of its characters.
+    """Read the corpus once and choose the held-out records: about `validation` of the characters.
 
-    Raises DataError if there is no text at all, or too few pairs or dialogues, which are not cut.
+    Raises:
+        DataError: there is no text, or too few pairs or dialogues, which are not cut.
     """
     hashes, lengths, whole = array("Q"), array("Q"), hashlib.sha256()
     first = last = ""
     for texts in corpus.read():
         last = str(texts[0][:MOST_SHOWN])
         first = first or last
-        # A pair is one record: its two sides must not be parted.
+        # A pair is one record, so both sides are in one split.
         text = texts[0] if len(texts) == 1 else "\t".join(map(str, texts))
         hashed = hashlib.blake2b(digest_size=16)
         for part in chunks_of(text):
             hashed.update(part.encode())
         digest = hashed.digest()
         whole.update(digest)
-        # 64 bits are enough to order records; the corpus' identity is over all of their digests.
+        # 64 bits are enough to order records; the identity of the corpus uses whole digests.
         hashes.append(int.from_bytes(digest[:8], "little"))
         lengths.append(len(text))
         if len(hashes) % _REPORT_EVERY == 0:
@@ -79,7 +80,7 @@ def plan_split(corpus: Corpus, validation: float, progress: ShowProgress) -> Spl
         return SplitPlan(len(hashes), total, whole.hexdigest(), frozenset(), None, 0, first, last)
     if not held_out and corpus.kind != "text":
         things = {"pairs": "pairs", "messages": "dialogues"}[corpus.kind]
-        different = len(set(hashes))  # equal ones are held out together
+        different = len(set(hashes))  # equal records are in one split
         counted = f"{len(hashes)} {things}" + (f" ({different} of them different)" if different < len(hashes) else "")
         has = f"has {counted}, too few to hold out data.validation={validation} of them"
         raise DataError(f"{corpus.where}: {has}; give more {things}, a larger share, or 0 to hold out none")
@@ -97,9 +98,10 @@ def plan_split(corpus: Corpus, validation: float, progress: ShowProgress) -> Spl
 
 
 def split_records(corpus: Corpus, plan: SplitPlan) -> Iterator[tuple[Split, tuple[Text, ...]]]:
-    """Every record with the split it belongs to, in the corpus' order.
+    """Yield (split, record) for every record, in the order of the corpus.
 
-    Raises DataError if the source is no longer what the plan has seen, or the tail cannot be cut.
+    Raises:
+        DataError: the source has changed since the plan, or the tail cannot be cut.
     """
     at = -1
     for at, texts in enumerate(corpus.read()):
@@ -116,14 +118,14 @@ def split_records(corpus: Corpus, plan: SplitPlan) -> Iterator[tuple[Split, tupl
 
 
 def _choose(hashes: np.ndarray, lengths: np.ndarray, target: float) -> frozenset[int]:
-    """Positions held out: between half and one and a half of `target` characters, or none if that cannot be."""
+    """Return held-out positions with 0.5 to 1.5 times `target` characters; empty if impossible."""
     distinct, group = np.unique(hashes, return_inverse=True)  # np.unique sorts: the order of the hashes
     characters = np.bincount(group, weights=lengths)
     taken, chosen = 0.0, np.zeros(len(distinct), dtype=bool)
     for at, length in enumerate(characters.tolist()):
         if taken >= target:
             break
-        # A document that is too large is passed over, and the next in order is tried.
+        # A document that is too large is skipped.
         if taken + length <= 1.5 * target:
             chosen[at] = True
             taken += length
@@ -131,11 +133,14 @@ def _choose(hashes: np.ndarray, lengths: np.ndarray, target: float) -> frozenset
 
 
 def _tail_start(source: str, whole: Text, tail: int) -> int:
-    """The start of the held-out tail of about `tail` characters: the nearest line's start, or the nearest space where
-    lines are much longer than the tail; in a long text without spaces any character. Both parts have words in them."""
-    # Never more than half: the longest document may be shorter than twice the share.
+    """Return the start of the held-out tail of about `tail` characters.
+
+    The start is the nearest start of a line. If lines are much longer than the tail, it is the nearest space; in a long
+    text without spaces, any character. Both parts have words.
+    """
+    # At most half, since the longest document may be shorter than twice the share.
     wanted = max(len(whole) - tail, len(whole) // 2)
-    # Of a large file the place is looked for in the millions of characters around it.
+    # In a large file only the millions of characters around the wanted place are searched.
     begin = max(0, wanted - _WINDOW) if isinstance(whole, LongText) else 0
     text = str(whole[begin : wanted + _WINDOW]) if isinstance(whole, LongText) else whole
     wanted -= begin

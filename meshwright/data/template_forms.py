@@ -1,13 +1,13 @@
-"""The forms of messages that a chat template takes, tried on placeholders, once for each template.
+"""Finds the forms of messages that a chat template accepts, by renders with placeholders, once for each template.
 
-| of a record                       | forms, tried in this order                                                    |
+| in a record                       | forms, tried in this order                                                    |
 |-----------------------------------|-------------------------------------------------------------------------------|
 | content                           | a text; a list of parts (templates of models that see)                        |
 | content as a list of parts        | kept, if the template writes the text of each part; else one text              |
 | arguments of a call               | an object; a text of JSON (DeepSeek's templates)                              |
 | no content at a message of calls  | kept; null; no key; an empty text                                             |
 | role developer                    | kept, if the template has the word; else system                               |
-| thoughts by one of their keys     | by `reasoning_content` and `thinking`, as transformers gives them             |
+| thoughts under any key            | as `reasoning_content` and `thinking`, as in transformers                     |
 
 A form is right if the template takes the messages and writes the placeholders, and no repr of Python.
 """
@@ -35,7 +35,7 @@ from meshwright.ranks.errors import DataError
 from meshwright.ranks.foreign import parse_json
 
 _ABSENT = object()
-"""A key that is not there."""
+"""A missing key."""
 _ONE, _TWO, _THREE = (f"{PLACEHOLDER}{chr(0xF0000 + number)}" for number in range(3))
 _REPRS = ("'type'", '"type"', "{'", "&#39;")
 
@@ -48,7 +48,11 @@ class Forms:
         self._silent: dict[str, dict[str, Any]] = {}
 
     def fitted(self, dialogue: Dialogue) -> list[ChatMessage]:
-        """The messages in the template's forms. Raises DataError."""
+        """Return the messages in the template's forms.
+
+        Raises:
+            DataError: arguments of a call are no JSON object.
+        """
         return [
             self._message(message, f"{dialogue.where} message {at}")
             for at, message in enumerate(dialogue.messages, start=1)
@@ -78,7 +82,7 @@ class Forms:
         return fitted
 
     def _writes(self, messages: Sequence[ChatMessage], *wanted: str) -> bool:
-        """Whether the template takes the messages, and writes each of the wanted texts, and no repr around them."""
+        """Return True if the template accepts the messages and writes each wanted text, without Python's repr."""
         (text,) = self._renderer.render(self._variables, [{"messages": list(messages)}])
         if not isinstance(text, str) or any(one not in text for one in wanted):
             return False
@@ -86,7 +90,7 @@ class Forms:
 
     @cached_property
     def wants_parts(self) -> bool:
-        """Whether the template takes a content as parts alone."""
+        """Whether the template accepts a content only as parts."""
         texts = [("user", _ONE), (SPEAKER, _TWO)]
         if self._writes([{"role": role, "content": text} for role, text in texts], _ONE, _TWO):
             return False
@@ -108,7 +112,7 @@ class Forms:
 
     @cached_property
     def wants_text(self) -> bool:
-        """Whether the template takes arguments as a text of JSON alone."""
+        """Whether the template accepts arguments only as a JSON text."""
         arguments = {"k": _TWO}
         for given in (arguments, json.dumps(arguments, ensure_ascii=False)):
             for content in ("", None, _ABSENT):
@@ -119,7 +123,7 @@ class Forms:
         return False
 
     def _silence(self, message: ChatMessage, as_text: bool) -> dict[str, Any]:
-        """The content of a message that is calls alone, as the template takes it."""
+        """Return the content of a message with only calls, in a form that the template accepts."""
         given = message.get("content", _ABSENT)
         arguments: Any = {"k": _TWO}
         if as_text:
@@ -131,13 +135,17 @@ class Forms:
                 # A template that prints a missing content prints Python's None.
                 if isinstance(text, str) and _TWO in text and "None" not in text.partition(_ONE)[2]:
                     return {} if content is _ABSENT else {"content": content}
-        # The template knows no calls: it is asked for a text, and the call that it leaves out is told.
+        # The template does not support calls: the content is an empty text, and the missing call is reported later.
         empty = [{"type": "text", "text": ""}] if self.wants_parts else ""
         return {"content": empty} if not self._renderer.mentions([CALLS]) or given is _ABSENT else {"content": given}
 
 
 def _with_arguments(call: dict[str, Any], as_text: bool, where: str) -> dict[str, Any]:
-    """A call with its arguments in the template's form. Raises DataError if a text is no JSON of an object."""
+    """Return a call with arguments in the template's form.
+
+    Raises:
+        DataError: a text of arguments is no JSON object.
+    """
     function = call["function"]
     arguments = function["arguments"]
     if isinstance(arguments, str) and not as_text:

@@ -1,16 +1,16 @@
 """A process that renders chat templates for its parent, within bounds of time, memory and length.
 
-A template is a program by a stranger. Jinja's sandbox keeps a template from Python's objects, not from endless loops,
-texts of 100 GB, or lists that double; some of these run in C, and no count of steps ends them. So the parent sends
-requests to this process, which the kernel ends: by a timer of processor time for each text, and by a limit of address
-space. The parent's machine may be busy: time that others take does not count.
+A template is an untrusted program. Jinja's sandbox protects Python's objects, but does not stop endless loops, texts of
+100 GB, or lists that double. Some of these run in C, so a count of steps would not stop such a program. So the parent
+sends requests to this process, and the kernel bounds the process: by a timer of processor time for each text, and by a
+limit of address space. Processor time is not affected by other processes on a busy machine.
 
 | a request (one line of JSON)                              | answers (a line of JSON each), or {"error": ...} |
 |-----------------------------------------------------------|--------------------------------------------------|
 | {"template": TEXT}, first                                 | {"names": [...], "constants": [...]}             |
 | {"variables": {...}, "renders": [{"messages": ...}, ...]} | {"text": ...} for each render                    |
 
-Run by its path: it imports Jinja, and nothing of this package.
+The parent runs this file by path. It imports Jinja, and nothing of this package.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from functools import partial
 from typing import Any, NoReturn
 
 PROCESSOR_SECONDS = 1.0
-"""For one text. An ordinary one takes a thousandth of this."""
+"""The limit for one text. An ordinary text takes a thousandth."""
 MEMORY_BYTES = 2**30
 LONGEST_TEXT = 2**24
-"""Characters of one text."""
+"""The most characters of one text."""
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Reserved code points around the text of {% generation %}."""
 DAY = date(2024, 7, 26)
-"""The day of `strftime_now`: a date of today would change the tokens from day to day. Published templates of Llama have
-this one in their own text."""
+"""The day of `strftime_now`: the current date would change the tokens every day. Published templates of Llama contain
+this date."""
 
 
 def main() -> None:
@@ -58,10 +58,10 @@ def tell(answer: dict[str, Any]) -> None:
 
 
 def within_bounds(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The answer of some work, or its error. The kernel ends this process where the work takes too long.
+    """Run `work`. The kernel ends this process if the work takes too long.
 
     Returns:
-        The answer; or `error`, and `bound` if the error is a bound of this process and not the template's own.
+        The answer; or `error`, with `bound` if the error is a bound of this process, not an error of the template.
     """
     from jinja2 import TemplateError
 
@@ -77,7 +77,7 @@ def within_bounds(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"error": f"asks for more than a machine has: {error}", "bound": True}
     except TemplateError as error:
         return {"error": str(error)}
-    # A template raises anything that a program may: IndexError, TypeError, ZeroDivisionError.
+    # A template may raise any exception: IndexError, TypeError, ZeroDivisionError.
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
@@ -85,11 +85,11 @@ def within_bounds(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def load(text: str) -> dict[str, Any]:
-    """The compiled template, the names in it, and the texts that it compares, searches and cuts with."""
+    """Return the compiled template, its names, and the texts of comparisons, searches and splits."""
     from jinja2 import nodes
 
     environment = make_environment()
-    # A template that asks whether there is a clock has a date of its own where there is none.
+    # A template that tests for a clock has a default date without a clock.
     if "strftime_now" in text and "strftime_now is " not in text:
         environment.globals["strftime_now"] = DAY.strftime
     tree = environment.parse(text)
@@ -113,13 +113,13 @@ def write(program: Any, variables: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_environment() -> Any:
-    """Jinja's sandbox with the names that transformers provides."""
+    """Return Jinja's sandbox with the names that transformers provides."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """The block {% generation %}, which puts marks around its text."""
+        """The block {% generation %}, which puts marks around the text inside."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja's own form
 

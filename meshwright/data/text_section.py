@@ -1,4 +1,4 @@
-"""The data sections of text: windows of tokens; the base of the kinds whose samples may be a mixture. No torch."""
+"""The data section of text (windows of tokens), and the base of kinds with mixtures of sources. No torch."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from meshwright.data.files import ShowProgress
 
 BLOCK = 1000
-"""Samples of which each source of a mixture has an exact share."""
+"""Number of consecutive samples with an exact share of each source of a mixture."""
 MIXTURE = "mixture.json"
 
 
 def parse_weights(value: object) -> object:
-    """`{a.txt: 3, b.txt: 1}` -> ((a.txt, 3), (b.txt, 1)): a config is a key of tables, which a mapping cannot be in."""
+    """Convert `{a.txt: 3, b.txt: 1}` to ((a.txt, 3), (b.txt, 1)), since a config must be hashable."""
     return tuple(value.items()) if isinstance(value, Mapping) else value
 
 
 def shares_of(weights: Mapping[str, float]) -> tuple[int, ...]:
-    """Whole shares of BLOCK in the ratio of the weights: rounded down, what is left to the largest remainders."""
+    """Return integer shares of BLOCK in the ratio of the weights (largest remainder method)."""
     exact = [BLOCK * weight / sum(weights.values()) for weight in weights.values()]
     shares = [int(share) for share in exact]
-    # Largest remainders first, the earlier source among equal ones: on every machine the same shares.
+    # Largest remainders first, of equal remainders the earlier source, so that shares are equal on every machine.
     by_remainder = sorted(range(len(exact)), key=lambda index: (shares[index] - exact[index], index))
     for index in by_remainder[: BLOCK - sum(shares)]:
         shares[index] += 1
@@ -61,7 +61,7 @@ class MixedSection(RecordSection):
     mixture: Annotated[tuple[tuple[str, Annotated[float, Field(gt=0)]], ...], BeforeValidator(parse_weights)] = ()
     """Several sources and the weight of each, in place of source: {wiki.txt: 3, stdlib: 1}."""
     column: str | None = None
-    """The key or column of a record that has its text; null: text."""
+    """The key or column of a record's text; null: text."""
 
     @property
     def picks(self) -> Picks:
@@ -73,7 +73,7 @@ class MixedSection(RecordSection):
         return dict(self.mixture)
 
     def __hash__(self) -> int:
-        """A dict has no hash, and a plan remembers by sections."""
+        """Hash the fields, since plans are cached by section, and a dict field has no hash."""
         return hash(self.model_dump_json())
 
     @property
@@ -122,7 +122,7 @@ def separate_documents_have_an_end(config: Config) -> Iterator[Problem]:
 
 
 class TextData(MixedSection):
-    """Windows of tokens, each labelled with the one that follows."""
+    """Windows of tokens, each token labelled with the next."""
 
     rules: ClassVar[tuple[Rule, ...]] = (*MixedSection.rules, documents_are_kept_apart, separate_documents_have_an_end)
     begins: ClassVar[bool] = True
@@ -131,11 +131,11 @@ class TextData(MixedSection):
     gives: ClassVar[str] = "tokens"
     samples_by: ClassVar[str] = "meshwright.data.sampler:token_samples"
     begin: str = AUTO
-    """The token in front of a document: auto (as the tokenizer's own files say), none, or a token's text."""
+    """The token before a document: auto (from the tokenizer's files), none, or a token's text."""
     end: str = AUTO
-    """The token behind a document: auto (as the tokenizer's own files say), none, or a token's text."""
+    """The token after a document: auto (from the tokenizer's files), none, or a token's text."""
     documents: Literal["joined", "separate"] = "joined"
-    """joined: a token sees all before it in its window; separate: those of its own document alone."""
+    """joined: a token sees all earlier tokens of the window; separate: only earlier tokens of the same document."""
 
     @property
     def separate(self) -> bool:  # type: ignore[override]

@@ -1,12 +1,12 @@
-"""Text to token ids and back: one thin class around the `tokenizers` library, for all kinds.
+"""Tokenizers: a thin class around the `tokenizers` library, for all kinds.
 
 | kind | vocabulary | end of text |
 |---|---|---|
 | `bytes` | the 256 bytes, id = byte | 256 |
 | `bpe:SIZE` | byte-level pairs, trained on the corpus | 0 |
-| a tokenizer.json file | its own (GPT-2: 50257) | its own (GPT-2: 50256), as marks.py reads it |
+| a tokenizer.json file | of the file (GPT-2: 50257) | found by marks.py (GPT-2: 50256) |
 
-`bytes` and `bpe` lose nothing: decode(encode(text)) == text for every text, also one that spells out the end token.
+`bytes` and `bpe` are lossless: decode(encode(text)) == text for every text, also if the text spells the end token.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from meshwright.ranks.foreign import parse_json, read_named
 BYTES = "bytes"
 BPE_PREFIX = "bpe:"
 SHORT_PIECE, LONG_PIECE = 2**13, 2**20
-"""Characters of a piece where a tokenizer splits texts in front of spaces, and where it may not: an encoding of the
-library holds a hundred bytes a character, and a short one stays in a cache."""
+"""Characters of a piece: short if a tokenizer splits texts before spaces, else long. An encoding of the library has 100
+bytes per character, and a short one stays in a cache."""
 
 
 class Tokenizer:
-    """A tokenizer with its marks. Build one with the functions below."""
+    """A tokenizer with marks, made by the functions below."""
 
     def __init__(self, library: tokenizers.Tokenizer, marks: Marks) -> None:
-        # A text that spells out a special token is still text: only the packer writes the real end token.
+        # A text that spells a special token is still text: only the packer writes the real end token.
         library.encode_special_tokens = True
         library.no_truncation()
         library.no_padding()
@@ -46,36 +46,38 @@ class Tokenizer:
         self.vocabulary_size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         """One more than the largest id."""
         self.marks, self.begin, self.end = marks, marks.begin, marks.end
-        """The ids of the tokens in front of every document (None: no token) and behind it."""
+        """The ids of the tokens before (None: no token) and after every document."""
         self.opening: tuple[int, ...] = () if self.begin is None else (self.begin,)
-        """`begin` as ids to put in front: one, or none."""
+        """`begin` as a tuple of ids to prepend; empty without one."""
         self.first = self.end if self.begin is None else self.begin
-        """The id that a text's first token is predicted from: the beginning, or the end of the text before."""
+        """The id before a text's first token: the begin token, or the end token of the preceding text."""
         self.piece_characters = SHORT_PIECE if splits_at_spaces(library) else LONG_PIECE
-        """The characters of the `pieces` that a text is encoded in."""
+        """The characters of the `pieces` for encoding."""
 
     def name_of(self, token: int) -> str:
-        """A token as the vocabulary spells it."""
+        """Return a token's spelling in the vocabulary."""
         return str(self._library.id_to_token(token))
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without an end token."""
+        """Return the ids of a text, without an end token."""
         return [token for ids in self.encode_batch(pieces(text, self.piece_characters)) for token in ids]
 
     def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
-        """The ids of each text, on all cores. Long texts: cut them with `pieces` first, to bound the memory."""
+        """Return the ids of each text, computed on all cores. Cut long texts by `pieces` first, to bound the memory."""
         return [encoding.ids for encoding in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_placed(self, text: str, *, marked: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of a text, as `encode` gives them, and the characters of each. `marked`: special tokens' spellings in
-        the text are marks, as in a rendered chat."""
+        """Return (ids of a text, (begin, end) of each id in characters).
+
+        `marked`: spellings of special tokens in the text are special tokens, as in a rendered chat.
+        """
         encoding = (self._marking if marked else self._library).encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     @cached_property
     def _marking(self) -> tokenizers.Tokenizer:
-        """This tokenizer as one to which a special token's spelling is that token."""
-        # A copy: the setting belongs to the library's object, and packing runs with the other one.
+        """A copy of the library's tokenizer that reads spellings of special tokens as special tokens."""
+        # A copy, since the setting belongs to the library's object, and packing uses the other setting.
         library = tokenizers.Tokenizer.from_str(self._library.to_str())
         library.encode_special_tokens = False
         return library
@@ -87,19 +89,23 @@ class Tokenizer:
         return tuple(token.content for token in added if token.special)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids; bytes that form no character become U+FFFD. Raises DataError on an unknown id."""
+        """Return the text of the ids; bytes that form no character become U+FFFD.
+
+        Raises:
+            DataError: an id is unknown.
+        """
         for token in ids:
             if not 0 <= token < self.vocabulary_size:
                 raise DataError(f"token {token} is not in the tokenizer's vocabulary of {self.vocabulary_size}")
         return str(self._library.decode(list(ids), skip_special_tokens=False))
 
     def id_of(self, name: str) -> int | None:
-        """The id of a token by its spelling; None where there is no such token."""
+        """Return the id of a token by the spelling; None for an unknown token."""
         token: int | None = self._library.token_to_id(name)
         return token
 
     def to_json(self) -> str:
-        """The tokenizer as Hugging Face's tokenizer.json. The same tokenizer always gives the same text."""
+        """Return the text of tokenizer.json; equal tokenizers give equal texts."""
         return str(self._library.to_str(pretty=True)) + "\n"
 
     def save(self, path: Path) -> None:
@@ -107,15 +113,14 @@ class Tokenizer:
         path.write_text(self.to_json(), encoding="utf-8")
 
     def settings_beside(self, texts: Mapping[str, str]) -> dict[str, str]:
-        """The texts of the files beside a tokenizer.json, by file name, in which these marks are what `auto` finds.
+        """Return the texts of the files next to a tokenizer.json, by name, so that `auto` finds this tokenizer's marks.
 
-        They are changed where a run has named other marks alone.
+        The texts are changed only if a run set other marks.
         """
         beside = {name: parse_json(text) for name, text in texts.items() if name.endswith(".json")}
         if marks_of(self._library, "tokenizer.json", beside)[:2] == self.marks[:2]:
             return dict(texts)
-        # `auto` of a later run, and transformers, read these files: they must find the marks that the model was trained
-        # with.
+        # `auto` of a later run, and transformers, read these files, and must find the marks of the training.
         names: dict[str, object] = {"eos_token": self.name_of(self.end)}
         if self.begin is not None:
             names["bos_token"] = self.name_of(self.begin)
@@ -126,8 +131,8 @@ class Tokenizer:
 
 
 def byte_tokenizer(asked: AskedMarks = AskedMarks()) -> Tokenizer:
-    """Every byte a token: id = byte, 256 ends a text."""
-    # The byte-level alphabet in the order of its bytes: printable Latin-1 is itself, the rest follows from U+0100.
+    """Make a tokenizer with one token per byte: id = byte; 256 is the end token."""
+    # The byte-level alphabet in the order of bytes: printable Latin-1 unchanged, other bytes from U+0100 on.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
@@ -145,9 +150,16 @@ def train_bpe(
     progress: ShowProgress = silent,
     characters: int | None = None,
 ) -> Tokenizer:
-    """A byte-level BPE of at most `size` tokens (fewer if the texts are too small to give as many pairs).
+    """Train a byte-level BPE of at most `size` tokens (fewer if the texts have too few pairs).
 
-    The same texts in the same order give the same tokenizer, byte for byte. `characters`: of all texts, if known.
+    Equal texts in equal order give equal tokenizers, byte for byte.
+
+    Args:
+        texts: the texts.
+        size: size of the vocabulary.
+        asked: the marks of the run.
+        progress: shows progress.
+        characters: number of characters of all texts, if known.
     """
     if size < 257:
         raise DataError(f"{BPE_PREFIX}{size}: a vocabulary holds at least the 256 bytes and the end token: 257 or more")
@@ -157,7 +169,7 @@ def train_bpe(
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=[END],
-        # Every byte is in the vocabulary, whatever the texts hold: no text is unknown.
+        # Every byte is in the vocabulary, so that every text can be encoded.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -168,7 +180,11 @@ def train_bpe(
 
 
 def load_tokenizer(path: Path, asked: AskedMarks | Marks = AskedMarks()) -> Tokenizer:
-    """Read a tokenizer.json, and its marks as a run asks for them. Raises DataError naming the file."""
+    """Read a tokenizer.json with the marks that a run asks for.
+
+    Raises:
+        DataError: the file cannot be read; the error names the file.
+    """
     try:
         text = read_named(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -180,7 +196,11 @@ def load_tokenizer(path: Path, asked: AskedMarks | Marks = AskedMarks()) -> Toke
 def parse_tokenizer(
     text: str, where: str, beside: Beside | None = None, asked: AskedMarks | Marks = AskedMarks()
 ) -> Tokenizer:
-    """A tokenizer from tokenizer.json's text and the files beside it. Raises DataError naming `where`."""
+    """Make a tokenizer from the text of tokenizer.json and the files next to it.
+
+    Raises:
+        DataError: the text is no tokenizer.json; the error names `where`.
+    """
     try:
         library = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception for every defect
@@ -189,7 +209,11 @@ def parse_tokenizer(
 
 
 def tokenizer_kind(tokenizer: str) -> str:
-    """The tokenizer's kind as headers name it. Raises DataError where there is no such tokenizer."""
+    """Return the tokenizer's kind for headers: bytes, bpe:SIZE or file.
+
+    Raises:
+        DataError: there is no such tokenizer.
+    """
     if tokenizer.startswith(BPE_PREFIX):
         size = tokenizer.removeprefix(BPE_PREFIX)
         if not size.isdecimal() or int(size) < 257:
@@ -210,8 +234,15 @@ def make_tokenizer(
     asked: AskedMarks = AskedMarks(),
     characters: int | None = None,
 ) -> Tokenizer:
-    """The tokenizer that a config names, with the marks that it asks for; only bpe:SIZE reads `texts`, to be trained on
-    them. `characters`: of all texts, if known."""
+    """Make the tokenizer of a config.
+
+    Args:
+        tokenizer: bytes, bpe:SIZE or a file.
+        texts: read only to train bpe:SIZE.
+        progress: shows progress.
+        asked: the marks of the run.
+        characters: number of characters of all texts, if known.
+    """
     if tokenizer_kind(tokenizer) == "file":
         return load_tokenizer(Path(tokenizer).expanduser(), asked)
     if tokenizer == BYTES:
@@ -220,9 +251,11 @@ def make_tokenizer(
 
 
 def splits_at_spaces(library: tokenizers.Tokenizer) -> bool:
-    """Whether the library's own splitting begins a piece at every space that a word follows (GPT-2, Llama 3, Qwen), so
-    that no token holds such a space behind another character. A normalizer may see the whole text, and an added token
-    may be two spaces (GPT-NeoX)."""
+    """Return True if the library begins a new piece at every space before a word (GPT-2, Llama 3, Qwen).
+
+    No token then contains such a space after another character. False with a normalizer, which may read the whole text,
+    or with an added token across spaces (GPT-NeoX has tokens of two spaces).
+    """
     added = [token for token in library.get_added_tokens_decoder().values() if not token.special]
     spanning = any(" " in token.content[1:] or token.lstrip or token.rstrip for token in added)
     if library.pre_tokenizer is None or library.normalizer is not None or spanning:
@@ -233,20 +266,20 @@ def splits_at_spaces(library: tokenizers.Tokenizer) -> bool:
 
 _BOUNDARY = re.compile(r"(?= \S)")
 _PROBE = "a b 1 22, 333 - x\n y  z\t é ü。 日本 'll don't 4th #! \u00a0 q A Bc"
-"""Kinds of characters in front of and behind a space."""
+"""A text with different kinds of characters before and after a space."""
 
 
 def pieces(text: Text, characters: int = LONG_PIECE) -> Iterator[str]:
-    """The text in parts of about `characters`, so that a huge document needs no huge memory.
+    """Yield the text in parts of about `characters`, so that the memory for a huge document is bounded.
 
-    The cut lies in front of a space that a word follows, where GPT-2's splitting rule begins a new token whatever
-    stands before it: the parts' tokens are the whole text's tokens. A text without such a place stays whole.
+    A cut is before a space that a word follows. GPT-2's splitting rule always begins a new token there, so the tokens
+    of the parts are the tokens of the text. A text without such a place is not cut.
     """
     rest = ""
     for chunk in chunks_of(text):
         text, start = rest + chunk, 0
         while len(text) - start > characters:
-            # Searched from the wanted length on, so that a part is as long as that and a little more.
+            # Searched from the wanted length on, so a part is a little longer.
             space = _BOUNDARY.search(text, start + characters)
             if space is None:
                 break
