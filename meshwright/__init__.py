@@ -1,7 +1,7 @@
 """Meshwright: parallel training of Transformers in any mixture of the published strategies.
 
-`import meshwright as mw` gives the names of docs/api.md. Each is imported when it is first asked for: the command
-line's help, and a mistake in a config, need none of them.
+`import meshwright as mw` gives the names of docs/api.md. Each name is imported at the first use, since the command
+line's help, and errors in a config, need none.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _HOMES = {
     "restore": "training.checkpoint.restore",
     "train_step": "training.step",
 }
-"""Modules of the names that are not api.py's. None of the names is a module's own but `launch`."""
+"""The modules of names that are not in api.py. Only `launch` is itself a module."""
 
 
 def __getattr__(name: str) -> Any:

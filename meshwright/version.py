@@ -1,4 +1,4 @@
-"""The version of the package and its folder, at its ground: nobody below needs the package's face for them."""
+"""The version and the folder of the package, in a module without imports from the package."""
 
 from pathlib import Path
 

@@ -213,7 +213,7 @@ class _ResultModule(Protocol):
 
 
 def print_result(report: _ResultModule, result: object, as_json: bool, written: Sequence[Path] | None = None) -> None:
-    """Print a result with `report`, the module of its tool, and list the files that were written."""
+    """Print a result with `report`, the tool's module, and list the files that were written."""
     if as_json:
         print(json.dumps(report.as_dict(result) | ({} if written is None else {"written": list(map(str, written))})))
         return

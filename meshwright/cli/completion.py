@@ -27,7 +27,7 @@ def complete_shipped(kind: str) -> Callable[[str], list[str]]:
 
 
 def complete_field(incomplete: str) -> list[str]:
-    """Complete the dotted name of a field or a section, as `meshwright config` takes it."""
+    """Complete the dotted name of a field or a section, for `meshwright config`."""
     return [word.removesuffix("=") for word in _names(_schema(), incomplete)]
 
 
@@ -39,7 +39,7 @@ def complete_word(ctx: typer.Context, incomplete: str) -> list[str]:
     schema, before = _schema(), [*(ctx.params.get("overrides") or ())]
     if before[-1:] == ["="]:
         return list(_values(schema, "".join(before[-2:-1]), incomplete))
-    if not incomplete and before and "=" not in before[-1] and before[-2:-1] != ["="]:  # right behind the sign
+    if not incomplete and before and "=" not in before[-1] and before[-2:-1] != ["="]:  # directly after the sign
         return list(_values(schema, before[-1], ""))
     field, equals, value = incomplete.partition("=")
     if equals:
@@ -75,7 +75,7 @@ def _names(schema: Schema, incomplete: str) -> Iterator[str]:
 
 
 def _values(schema: Schema, field: str, beginning: str) -> Iterator[str]:
-    """Yield a field's listed values and its default, if they begin with `beginning`."""
+    """Yield a field's listed values and the default value that begin with `beginning`."""
     nodes = [schema]
     for part in field.split("."):
         nodes = [inner for node in nodes for key, inner in _keys(schema, node) if key == part]

@@ -1,4 +1,4 @@
-"""Commands on a run file: train it, prove it, plan it, compare its layouts; and the measuring of this machine."""
+"""Commands on a run file: train, verify, plan, compare layouts; and the command that measures this machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def _load_with_remarks(run: Path, overrides: Sequence[str] | None) -> Config:
-    """Return the checked run, and print its oddities (legal, but senseless) on stderr.
+    """Return the checked run, and print oddities (legal, but senseless settings) on stderr.
 
     `train` prints the oddities itself, once the data is known.
     """
@@ -189,7 +189,7 @@ def explain(
 
 
 VERIFIED_STEPS = 5
-"""Steps that verify compares if nobody says how many, and the run is no shorter."""
+"""The default number of steps that verify compares; fewer for a shorter run."""
 
 
 @app.command(rich_help_panel=PROVE)

@@ -46,7 +46,7 @@ class DataParallel(Section):
     def axes(self) -> tuple[tuple[str, int], ...]:
         """The axes over which a layer sends no activations, with sizes: `replicate` (shard groups, if several), `data`.
 
-        `data` counts the ranks of a shard group or, with shared experts, its groups of `expert` ranks.
+        `data` counts the ranks of a shard group; with sharded experts, the group's subgroups of `expert` ranks.
         """
         shard = self.size if self.shard is None else self.shard
         groups = self.size // shard
@@ -194,12 +194,12 @@ class Layout(Section):
 
     @property
     def layer_axes(self) -> tuple[tuple[str, int], ...]:
-        """The axes over which ranks compute a layer together and wait for each other inside the layer."""
+        """The axes with ranks that compute a layer together and wait for each other inside the layer."""
         return *self.data.expert_axes, *self.context.axes, *self.tensor.axes
 
     @property
     def peer_axes(self) -> tuple[str, ...]:
-        """The axes over which ranks run a stage's tasks in one order, since the tasks contain collectives."""
+        """The axes with ranks that run a stage's tasks in one order, since the tasks contain collectives."""
         data = ("data",) if self.data.strategy.slices else ()
         return *data, *(name for name, _ in self.layer_axes)
 

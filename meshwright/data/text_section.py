@@ -51,7 +51,7 @@ def every_source_has_a_share(config: Config) -> Iterator[Problem]:
 
 
 class MixedSection(RecordSection):
-    """Base of the kinds whose samples may come from several sources."""
+    """Base of the kinds with samples from one source or a mixture of sources."""
 
     rules: ClassVar[tuple[Rule, ...]] = (*RecordSection.rules, every_source_has_a_share)
     reads_hub: ClassVar[bool] = True
