@@ -7,8 +7,8 @@ divided by their number in the global batch it is a mean, also where ranks and m
 
 A model as a chain: embeddings, layers, head and losses. A rank may hold all of it or a chunk.
 
-What passes from layer to layer is a tuple of tensors, of the same shapes after every layer, so that a pipeline may cut
-the chain between any two.
+Layers pass a tuple of tensors, of the same shapes after every layer, so that a pipeline may cut the chain between any
+two layers.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Chunk:
         layers: Numbers of the layers.
         first: Whether the chunk has the embeddings.
         last: Whether the chunk has the head and losses.
-        head_over: The axis whose ranks have a part of the head's classes each; empty: the last chunk has the head.
+        head_over: The axis that shards the head's classes over ranks; empty: the last chunk has the head.
     """
 
     layers: Sequence[int]

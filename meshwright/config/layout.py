@@ -44,7 +44,7 @@ class DataParallel(Section):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The axes over which a layer sends no activations, with sizes: `replicate` (shard groups, if several), `data`.
+        """The axes without messages of activations in a layer, with sizes: `replicate` (if shard groups), `data`.
 
         `data` counts the ranks of a shard group; with sharded experts, the group's subgroups of `expert` ranks.
         """
@@ -54,7 +54,7 @@ class DataParallel(Section):
 
     @property
     def expert_axes(self) -> tuple[tuple[str, int], ...]:
-        """The axis over which experts are sharded, if any."""
+        """The axis that shards experts, if any."""
         return (("expert", self.expert),) if self.expert > 1 else ()
 
     @property

@@ -142,7 +142,7 @@ def aligned(planted: Planted, shown: str, text: str) -> Callable[[int], int] | N
 
 
 def forms_of(text: str) -> Iterable[str]:
-    """Yield the forms in which templates write a text: unchanged, as JSON, as HTML, in other letter case."""
+    """Yield the forms of a text in rendered templates: unchanged, as JSON, as HTML, in other letter case."""
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield json.dumps(text)[1:-1]

@@ -3,7 +3,7 @@
 | file                    | says                                                        | from the folder of |
 |-------------------------|-------------------------------------------------------------|--------------------|
 | config.json             | the model, its dtype, the ids of special tokens             | the weights        |
-| generation_config.json  | how transformers generates, and at which tokens it ends     | the weights        |
+| generation_config.json  | transformers' settings of generation, and the end tokens    | the weights        |
 | tokenizer_config.json   | the spellings of special tokens, often the chat template    | the tokenizer      |
 | special_tokens_map.json | the spellings of special tokens                             | the tokenizer      |
 | chat_template.jinja     | the chat template; a run's own (`data.template`) goes first | the tokenizer      |

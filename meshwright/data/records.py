@@ -178,8 +178,8 @@ def _first_of_list(path: Path) -> Any:
 
 
 def read_csv(path: Path, wanted: Wanted) -> Iterator[Record]:
-    # Python's limit of 131,072 characters a field is a setting of the module. It is raised and stays so: another
-    # reader may be in the middle of its file.
+    # Python's limit of 131,072 characters per field is a setting of the module. The limit is raised and not restored,
+    # since another reader may be reading a file.
     csv.field_size_limit(sys.maxsize)
     try:
         with open_file(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
@@ -190,7 +190,7 @@ def read_csv(path: Path, wanted: Wanted) -> Iterator[Record]:
 
 
 def text_lines(path: Path) -> Iterator[str]:
-    """Yield the lines without their ends. Only a line feed ends one: Unicode's other separators are text."""
+    """Yield the lines without line ends. Only a line feed ends a line: Unicode's other separators are text."""
     number = 1
     try:
         with open_file(path) as file:

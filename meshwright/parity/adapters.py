@@ -214,7 +214,7 @@ def adapter_probe(
         model: the model; its parameters with requires_grad are the adapters.
         optimizer: all optimizers that step after one backward pass.
         parts: patterns of names of tensors that are different parts on each rank (experts). Other plain tensors of one
-            name are copies; a DTensor's placements say what a rank holds.
+            name are copies; a DTensor's placements give the part of a rank.
         steps: number of steps.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)

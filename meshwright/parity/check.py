@@ -84,7 +84,7 @@ class ParityResult:
     modules: tuple[ModuleLine, ...] = ()
     """Calls of modules in forward order."""
     dead: tuple[str, ...] = ()
-    """Parameters with a zero gradient, for which the check proves nothing."""
+    """Parameters with a zero gradient; the check proves nothing for these."""
     error: str = ""
     """The reason for a missing comparison."""
     notes: tuple[str, ...] = field(default=())

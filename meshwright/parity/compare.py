@@ -57,7 +57,7 @@ def factor_of(ours: Tensor, theirs: Tensor, tolerance: float = 1e-2) -> float | 
 def axis_words(sizes: Mapping[str, int], factor: float | None) -> str:
     """Return the end of a sentence on a factor that is an axis's size, or 1 / size; empty for other factors."""
     for axis, n in sizes.items() if factor is not None else ():
-        # A factor equal to two axes' sizes is attributed to the outer axis: one number cannot tell them apart.
+        # A factor equal to the sizes of two axes is attributed to the outer axis, since one number cannot decide.
         if n > 1 and math.isclose(factor or 0, n, rel_tol=1e-2):
             return f", the size of {axis}: added up once too often, or a sum where a mean belongs"
         if n > 1 and math.isclose(factor or 0, 1 / n, rel_tol=1e-2):

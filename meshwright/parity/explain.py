@@ -36,7 +36,7 @@ class Explanation:
     """The relative error of the explanation."""
     allowed: float
     axis: str = ""
-    """The axis over which partial sums are added."""
+    """The axis of the sum, for partial sums."""
     factor: float | None = None
     """The multiple of the reference's tensor, if wrong tensors are one."""
     rank: int = 0
@@ -67,7 +67,7 @@ def fit(local: Tensor, whole: Tensor, allowed: float, any_order: bool = False) -
     Args:
         local: a rank's tensor.
         whole: the reference's tensor.
-        allowed: the relative error in the 2-norm at which the search ends.
+        allowed: the relative error in the 2-norm that ends the search.
         any_order: rows may have another order.
     """
     best: Fit | None = None

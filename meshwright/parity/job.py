@@ -95,6 +95,12 @@ class Place(Protocol):
 class ParityJob:
     """A check on one rank: call `reference`, then `parallel`.
 
+    A program's `step` has all of forward, backward, reduction, clipping and optimizer; it returns None on a rank without
+    a loss. Without `step` in `parallel`, parity calls `loss(model, batch).backward()` and the reference's optimizer.
+    The second step then adds up the gradients of two halves of the samples, if one process gives equal gradients so.
+
+    Without `load` in `parallel`, a weight that is no part of the reference's is a finding.
+
     Attributes:
         rank: This rank.
         world_size: Number of ranks.
@@ -271,16 +277,11 @@ class ParityJob:
         """Run the same training by the parallel program. Call once on every rank.
 
         Args:
-            model: a module; or this rank's stages: a list of modules with the reference's names inside, or a mapping
-                from the reference's paths to modules.
+            model: a module; or stages: a list of modules with the reference's names, or a mapping by reference path.
             loss: the loss function; None: the reference's.
-            step: step(model, batch) or step(model, batch, job) takes one whole step (forward, backward, reduction,
-                clipping, optimizer) and returns the loss; None on a rank without a loss. Without `step`, parity calls
-                `loss(model, batch).backward()` and the reference's optimizer. One step then adds up the gradients of
-                two halves of the samples, if one process gives equal gradients that way.
+            step: step(model, batch) or step(model, batch, job) takes one whole step, and returns the loss or None.
             batch: batch(global_batch) returns this rank's share; None: the whole batch.
-            load: write the reference's weights on this rank, by `part`, a DTensor's placements or Megatron-Core's
-                attributes. Without `load`, a weight that is no part of the reference's is a finding.
+            load: write the reference's weights, by `part`, a DTensor's placements or Megatron-Core's attributes.
             part: part(name) returns (the reference's name, slices) of this rank's parameter `name`.
             gradients: whether `.grad` holds the whole gradient before the optimizer's step; see `keep_gradients`.
             weights: weights() returns this rank's weights between steps, if parameters do not hold them (ZeRO 3).
@@ -303,7 +304,7 @@ class ParityJob:
             step is None and may_accumulate(whole, recipe, recipe.global_batch(HALVED_STEP)),
         )  # fmt: skip
         parts, lost = locate(program.weights(), wholes, self._constants, load, part, axes)
-        # Read before the steps change the values by which parts were found.
+        # Read before the steps change the values that gave the parts.
         said = placed_otherwise(program.weights(), parts, wholes)
         recording, drops, probed = self._take_steps(program)
         micro = self._keep_alone(recording, parts, program.share if batch else None)

@@ -216,7 +216,7 @@ Line = Callable[[int], tuple[int, ...]]
 
 
 def lines_of(num_ranks: int) -> Iterator[Line]:
-    """Yield the groups of ranks over which a loop may sum: all ranks, one rank, then every size and distance."""
+    """Yield the groups of ranks of a loop's possible sums: all ranks, one rank, then every size and distance."""
     shapes = [(size, stride) for size in range(2, num_ranks) if num_ranks % size == 0
               for stride in range(1, num_ranks) if num_ranks % (size * stride) == 0]  # fmt: skip
     for size, stride in [(num_ranks, 1), *([(1, 1)] if num_ranks > 1 else []), *shapes]:
@@ -324,7 +324,7 @@ class Scope:
         found: list[tuple[float, Explanation]] = []
         for counted, lacks, extra in counts:
             sums = {group: self.table.forms(counted, group) for line in lines for group in map(line, ranks)}
-            # One rank's norm comes before wrong sums, since after scaling by hand every rank has the same.
+            # One rank's norm is tried before wrong sums, since after scaling by hand every rank has the same.
             for form, line in product(FORMS, lines):
                 distance = self.distance(torch.stack([sums[line(rank)][form] for rank in ranks], 1))
                 found.append((distance, Explanation(lacks, extra, line, form)))

@@ -1,4 +1,4 @@
-"""FSDP2's mixed precision on one process: the reference of a check whose program casts by a MixedPrecisionPolicy."""
+"""FSDP2's mixed precision on one process: a reference for programs that cast by a MixedPrecisionPolicy."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ class SideRecord(Generic[SideFacts]):
             dim: the dim along which microbatches are joined; 1 if the loss is computed in chunks of the sequence.
         """
         every = range(self.num_calls(name, at))
-        # A pass without gradients, in which a pipeline infers shapes, is no microbatch.
+        # A pass without gradients, by a pipeline that infers shapes, is no microbatch.
         first = next((n for n in every if f"output-gradient{at}|{n}|{name}" in self._keys), len(every))
         trained = every[first:]
         # Call i of microbatch m is number m * calls + i.

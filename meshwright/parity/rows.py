@@ -16,7 +16,7 @@ from meshwright.parity.record import CLIPPED, COARSE, STATE
 
 
 def compare_all(evidence: Evidence) -> Iterator[Row]:
-    """Yield every comparison, in the order in which a mistake would be visible.
+    """Yield every comparison, in the order of cause and effect.
 
     Comparisons of parameters are left out if a rank's first weight is no part of the reference's.
     """

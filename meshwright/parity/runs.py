@@ -235,8 +235,13 @@ class StepComparison:
     def _merged(
         self, sides: Sequence[tuple[dict[Key, Tensor], list[tuple[str, int]]]], firsts: Sequence[Mapping[str, Tensor]]
     ) -> tuple[dict[Key, Tensor], list[tuple[str, int]], dict[str, Tensor]]:
-        """The whole tensors of a reference of several ranks: of all ways to put theirs together the first of which B's
-        are copies, cuts or terms."""
+        """Join the tensors of a reference of several ranks.
+
+        Of all ways to join a tensor, the first is taken for which B's tensors are copies, cuts or terms of the whole.
+
+        Returns:
+            (tensors, calls of modules, first weights).
+        """
         places, theirs = self.first.coordinates, [put_together(step)[0] for step in self.b]
         moved = self._moved(range(len(self.a)))
         eps = torch.finfo(vars(torch)[self.first.ranks[0].facts.dtype]).eps
@@ -246,7 +251,7 @@ class StepComparison:
             held = {rank: one[name] for rank, one in enumerate(firsts) if name in one}
             for recipe, x in wholes_of(held, places):
                 found = [find_part(name, local[name], x.to(local[name].dtype)) for local in mine if name in local]
-                # Padding fits into what lacks something.
+                # A match with padding is no match: the joined tensor lacks elements.
                 fits = all(p is not None and all(PADDING not in i for i in p.index if i) for p in found)
                 if name not in first or fits:
                     first[name], recipes[name] = x, recipe

@@ -1,7 +1,7 @@
 """A check's process: calls the check's function on one rank.
 
-The launcher imports this module once, in the process from which ranks are forked. The first torch optimizer imports
-torch's compiler, which takes seconds. The import here takes this time once, not in every rank of every check.
+The launcher imports this module once, in the process that forks the ranks. The first torch optimizer imports torch's
+compiler, which takes seconds. The import here takes this time once, not in every rank of every check.
 """
 
 from __future__ import annotations

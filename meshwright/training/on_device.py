@@ -50,7 +50,7 @@ _OURS = frozenset([F.scaled_dot_product_attention, attend_widened, kernel_of, F.
 
 
 class AsOnDevice(TorchFunctionMode):
-    """A mode in which meta tensors run a device's operators.
+    """A mode that makes meta tensors run a device's operators.
 
     F.scaled_dot_product_attention runs the device's `attention` (a fused kernel if the inputs allow, as torch would
     choose). Dropout on a GPU is one kernel, and GELU on a CPU is our own. Under autocast tensors are cast before use,
@@ -211,8 +211,8 @@ def _dropout(x: Tensor, share: float, *, on_gpu: bool) -> Tensor:
 
 
 class _SharedKeys(torch.autograd.Function):
-    """A fused attention whose kernels read one key for several queries. Going back each query has a gradient of its
-    own for its key, which are summed (flash_api.cpp of FlashAttention-2)."""
+    """A fused attention with one key for several queries. In the backward pass each query gives a separate gradient of
+    the key; the gradients are summed (flash_api.cpp of FlashAttention-2)."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Experts whose products have shapes and addresses that do not depend on the layout.
+"""Experts with products of shapes and addresses that do not depend on the layout.
 
 The rows of each sending rank are a separate product, as on a rank that has all experts. Operands are aligned as if
 allocated separately: some libraries choose kernels by address, and the address of a part depends on the preceding
@@ -18,11 +18,11 @@ from meshwright.compute.tensor.experts import Experts, GroupedLinear, Runs, Trad
 from meshwright.compute.tensor.products import write_part
 
 ALIGNED_BYTES = 64
-"""Bytes of a cache line and of the widest vector, at which torch aligns allocations."""
+"""Bytes of a cache line and of the widest vector; torch aligns allocations to this size."""
 
 
 class AlignedLinear(GroupedLinear):
-    """A linear of experts whose operands are aligned."""
+    """A linear of experts with aligned operands."""
 
     def operand(self, x: Tensor) -> Tensor:
         return x.clone() if not x.is_contiguous() or x.data_ptr() % ALIGNED_BYTES else x

@@ -27,7 +27,7 @@ class Incoming:
     """The gradient dy of a layer's output, by runs and parts."""
 
     runs: list[list[Tensor]]
-    """Of each run, the parts of the columns [rows, N/parts], in separate memory."""
+    """By run, the parts of the columns [rows, N/parts], in separate memory."""
     batch: int
     """B of dy."""
 

@@ -89,7 +89,7 @@ class Heads:
 
 
 class WidenedHeads(Heads):
-    """Attention whose backward kernel gets half-precision inputs as float32."""
+    """Attention with a backward kernel that gets half-precision inputs as float32."""
 
     widens = True
 

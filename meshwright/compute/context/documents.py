@@ -3,7 +3,7 @@
 Each document is a separate causal attention, without a mask. With a window of W tokens a query attends to the last W
 keys, and earlier keys are not computed.
 
-`starts` [B, T], int64: the position in the row at which each token's document begins. The host chooses kernels by
+`starts` [B, T], int64: the position in the row of the first token of each token's document. The host chooses kernels by
 `starts`, so a run keeps it in host memory (model.py). In a plan `starts` has no values: a row is one document, which
 takes the most memory and time.
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from meshwright.compute.context.spec import AttentionSpec, outside
 
 BLOCK = 128
-"""Tokens of short documents that share one kernel with a mask: a kernel call costs as much as the scores of about 128
+"""Tokens of short documents that share one kernel with a mask: a kernel call costs the same as the scores of about 128
 tokens."""
 
 

@@ -9,7 +9,7 @@ Sinks are added once, after all blocks are merged (by_kernel.py). A rank compute
 Zigzag: a sequence has 2c chunks, and rank i holds chunks i and 2c-1-i. All ranks then have equal work under a causal
 mask. At step s rank i has the block of rank j = (i - s) mod c:
 
-| block    | causal: queries    | keys               | not causal | documents kept apart                     |
+| block    | causal: queries    | keys               | not causal | separate documents                       |
 |----------|--------------------|--------------------|------------|------------------------------------------|
 | j = i    | both chunks        | both, the diagonal | all of all | each document's; the one in both chunks  |
 | j < i    | both chunks        | the first          | all of all | documents that began in an earlier chunk,|
@@ -23,7 +23,7 @@ A window limits pieces to the visible keys. A step without pieces is skipped.
 
 All ranks know the first token of each document. A step is skipped if no rank needs another rank's block in that step.
 A block is sent directly to the rank that needs it, and its gradients directly to the owner. Short documents need only
-the neighbours' chunks: 2 steps for any number of ranks. A document that fills the row sends as much as a ring, except
+the neighbours' chunks: 2 steps for any number of ranks. A document that fills the row sends the bytes of a ring, except
 for the last send to the owner.
 """
 

@@ -55,7 +55,7 @@ class ExpertsSection(Section):
     balance: AtLeastZero = 0.0
     """The coefficient of the load-balancing loss: the mean over layers and the batch's sequences."""
     balance_over: Literal["sequence", "microbatch", "batch"] = "sequence"
-    """The tokens over which the load-balancing loss counts loads; batch: the step's global batch."""
+    """The tokens that the load-balancing loss counts together; batch: the step's global batch."""
     router_z: AtLeastZero = 0.0
     """The coefficient of the router's z-loss: the mean over tokens and layers of log(sum(exp(logits)))²."""
     capacity: AboveZero | None = None

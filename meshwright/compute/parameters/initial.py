@@ -97,7 +97,7 @@ def _blocks(shape: tuple[int, ...], initial: Initial, wanted: Box, label: str) -
     rows = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
     numbers = range(wanted.offsets[0] // rows, (wanted.offsets[0] + wanted.lengths[0] - 1) // rows + 1)
     count = min(torch.get_num_threads(), len(numbers))
-    # New memory for each block would cost as much as drawing the block: the system clears each page.
+    # Memory is reused: new memory for each block would take the time of drawing the block, since the system clears it.
     memory = torch.empty(min(len(numbers), count + (count > 1)), min(rows, shape[0]), *shape[1:])
 
     def draw(index: int) -> tuple[Box, Tensor]:

@@ -38,7 +38,7 @@ class _Common(ShardedModule):
 
     def of_no_rows(self, x: Tensor, *width: int) -> Tensor:
         """Return the layer's output for x [0, T, N]: no rows, of the weight's width."""
-        # A function of x: the backward pass has to reach the next split on this rank too, where other ranks wait.
+        # A function of x, since the backward pass must reach the next split on this rank too: other ranks wait there.
         nothing = x.sum(-1)[..., *[None] * len(width)].expand(*x.shape[:-1], *width)
         return nothing.to(autocast_dtype(x) or x.dtype)  # the product's dtype, which the next split sends
 
@@ -64,7 +64,7 @@ class Absent(ShardedModule):
     """A layer without rows, owned by another rank."""
 
     def __init__(self, layer: ShardedModule) -> None:
-        """Declare the parameters of `layer`, whose owner is set."""
+        """Declare the parameters of `layer`, which has an owner."""
         super().__init__(layer.mesh)
         for name, spec in layer.specs.items():
             self.declare(name, spec)

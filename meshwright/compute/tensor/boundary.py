@@ -1,4 +1,4 @@
-"""Boundaries: the collectives by which activations enter and leave a pair of linears that an axis shards.
+"""Boundaries: the collectives of activations at the two ends of a pair of linears that an axis shards.
 
 Between two pairs of linears, activations are whole on every rank of the axis, or sharded along a dim:
 

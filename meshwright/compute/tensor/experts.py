@@ -1,4 +1,4 @@
-"""Experts: n feed-forwards, of which each token takes k (Mixtral, arXiv 2401.04088; Qwen3-MoE).
+"""Experts: n feed-forwards; each token uses k experts (Mixtral, arXiv 2401.04088; Qwen3-MoE).
 
     y = Σ over a token's k experts e of  w_e · contract_e(swiglu(expand_e(x)))        experts and w_e: router.py
 
@@ -64,9 +64,9 @@ Runs = Sequence[Sequence[int]] | Tensor
 """Rows of each expert, by run: one run, or one of each sending rank (bits/experts.py). Or the ends of experts' rows,
 int32 [n] on the device, if one kernel multiplies all of them (`Experts.grouped`)."""
 GROUPED = (9, 10)
-"""Major compute capabilities of GPUs for which torch has that kernel, of bfloat16."""
+"""Major compute capabilities of GPUs with this kernel in torch, for bfloat16."""
 ALIGNED_BYTES = 16
-"""Bytes at whose multiples the kernel reads rows and weights."""
+"""The alignment in bytes of rows and weights for this kernel."""
 
 
 class _Grouped(torch.autograd.Function):
@@ -121,7 +121,7 @@ class GroupedLinear(ShardedModule):
         return torch.cat([self.products.multiply(part, own.t() if turned else own) for part, own in operands])
 
     def addends(self, x: Tensor, dy: Tensor, runs: Runs) -> Iterable[WriteGradient]:
-        """Yield functions, each of which writes an addend of the weight's gradient."""
+        """Yield functions that each write an addend of the weight's gradient."""
         if isinstance(runs, Tensor):
 
             def write(out: Tensor, beta: int) -> None:
@@ -308,7 +308,7 @@ class Experts(nn.Module):
         """Keep the first C tokens of each sequence and expert, ordered by expert, sequence and position.
 
         Returns:
-            The order of rows; h, whose backward pass counts dropped pairs.
+            The order of rows; h, with a backward pass that counts dropped pairs.
         """
         (rows, tokens, copies), count = ids.shape, self.shape.count
         before = earlier_tokens(ids, count)

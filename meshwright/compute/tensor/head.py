@@ -114,6 +114,6 @@ class TableHead(ShardedModule, UsesIslands, ScoresClasses):
 
     @torch.no_grad()
     def num_correct(self, h: Tensor, labels: Tensor) -> Tensor:
-        """Count the tokens of this rank's rows whose most likely class is the label. Without gradients."""
+        """Count the tokens of this rank's rows with the label as the most likely class. Without gradients."""
         rows, table = self.operands(h, labels)
         return num_correct(rows, table, self.bias, labels.flatten(), self.classes)

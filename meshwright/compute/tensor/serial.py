@@ -45,7 +45,7 @@ LinearInGraph = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Product
 
 
 class Embedding(ShardedModule):
-    """A table [V, H] of which a call returns rows.
+    """A table [V, H]; a call returns rows.
 
     If an axis shards the rows, each rank looks up the ids in its shard and returns zeros for other ids; `after` sums
     over ranks.

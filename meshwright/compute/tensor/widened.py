@@ -1,9 +1,9 @@
-"""Products of halves as float32 products of the same numbers, on CPUs that have no fast product of halves.
+"""Half-precision products as float32 products of the same numbers, on CPUs without fast half-precision products.
 
-A CPU with AVX-512-BF16 or AMX multiplies bf16 faster than float32; one without takes 20 to 120 times as long
-(github.com/pytorch/pytorch/issues/146508). There operands are widened, multiplied in float32 and rounded once, which
-is what a bf16 product does that adds up in float32: weights, activations and gradients are stored in halves as before.
-Attention's backward kernel is context/widened.py's; its forward kernel reads halves as fast as float32.
+A CPU with AVX-512-BF16 or AMX multiplies bf16 faster than float32; other CPUs take 20 to 120 times as long
+(github.com/pytorch/pytorch/issues/146508). On these CPUs operands are cast to float32, multiplied and rounded once,
+like a bf16 product with float32 accumulation. Weights, activations and gradients are still stored in half precision.
+Attention's backward kernel is in context/widened.py; the forward kernel reads halves as fast as float32.
 
 | `precision.products` | a product reads  | adds up in | gives   |
 |----------------------|------------------|------------|---------|
