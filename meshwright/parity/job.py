@@ -95,9 +95,10 @@ class Place(Protocol):
 class ParityJob:
     """A check on one rank: call `reference`, then `parallel`.
 
-    A program's `step` has all of forward, backward, reduction, clipping and optimizer; it returns None on a rank without
-    a loss. Without `step` in `parallel`, parity calls `loss(model, batch).backward()` and the reference's optimizer.
-    The second step then adds up the gradients of two halves of the samples, if one process gives equal gradients so.
+    A program's `step` has all of forward, backward, reduction, clipping and optimizer. It returns the loss; None on a
+    rank without a loss. Without `step` in `parallel`, parity calls `loss(model, batch).backward()` and the reference's
+    optimizer. The second step then adds up gradients of two halves of the samples, if one process gives equal gradients
+    that way.
 
     Without `load` in `parallel`, a weight that is no part of the reference's is a finding.
 
