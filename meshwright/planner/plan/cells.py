@@ -5,6 +5,7 @@ A family's layouts differ in few fields, and each part of an estimate depends on
 | part                                 | differs in a family with                        | common to               |
 |--------------------------------------|-------------------------------------------------|-------------------------|
 | lower bound of seconds               | microbatch, recomputation                       | schedules, limits       |
+| seconds of the pipeline phase        | microbatch, schedule and limit, recomputation   | syncs, offload          |
 | memory of weights, gradients, states | chunks, their placement, the type of gradients  | microbatches, schedules |
 | memory of activations                | microbatch, schedule and limit, recomputation   | syncs, shards, offload  |
 
@@ -25,7 +26,7 @@ from meshwright.config.registry import entries
 from meshwright.config.section import with_field
 from meshwright.planner.plan.buckets import streams
 from meshwright.planner.plan.memory import Memory, fits, verdict
-from meshwright.planner.plan.remembered import PARTS, remembered
+from meshwright.planner.plan.remembered import LAYER, PARTS, remembered
 from meshwright.planner.plan.site import transport_on
 from meshwright.planner.plan.space import (
     CHUNKS,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 _Held = dict[Tail, tuple[float, float]]
 _Bounds = dict[tuple[str | int, int, TransportName], float]
+_Phases = dict[tuple[Tail, TransportName], float]
 _Alone = dict[tuple[str, int, str, bool], tuple[Memory, int]]
 """Memory without activations by the changed field's name, chunks, placement, and whether gradients are widened."""
 
@@ -65,14 +67,34 @@ class Judge:
     def bound(self, config: Config, chunks: int, transport: TransportName) -> float:
         """The lower bound of a layout's seconds, over all orders of its axes."""
         config = with_field(with_field(config, "layout.pipeline.chunks", chunks), "layout.transport", transport)
-        # Orders of axes differ in the ranks that share a node.
-        return min(self.models.least_seconds(one) for one in orders_of(config, self.job))
+        return min(map(self.models.least_seconds, self.ordered(config)))
+
+    def ordered(self, config: Config) -> list[Config]:
+        """The layout in each order of its axes that gives a layer other links between its ranks."""
+        return [with_field(config, "layout.order", order) for order in self._orders(config)]
+
+    @remembered(
+        *LAYER, "layout.pipeline.size", "layout.data.size", "layout.data.shard", "layout.ranks_per_node",
+        "layout.transport",
+    )  # fmt: skip
+    def _orders(self, config: Config) -> Collection[tuple[str, ...] | str]:
+        links = self.models.links_of_layer
+        return {
+            links(with_field(config, "layout.order", order)): order for order in orders_of(config, self.job)
+        }.values()
 
     @remembered(
         *PARTS, "batch", "layout.data.size", "layout.data.shard", "layout.pipeline.size", "layout.ranks_per_node",
     )  # fmt: skip
     def bounds(self, config: Config) -> _Bounds:
         """Bounds by recomputation, chunks and transport, to be filled: the same for all syncs and offloads."""
+        return {}
+
+    @remembered(
+        *PARTS, "batch", "layout.data.size", "layout.data.shard", "layout.pipeline.size", "layout.ranks_per_node",
+    )  # fmt: skip
+    def phases(self, config: Config) -> _Phases:
+        """Seconds of the pipeline phase by tail and transport, to be filled: the same for all syncs and offloads."""
         return {}
 
     @remembered(*PARTS, "micro", "num_microbatches", "layout.pipeline.size")
@@ -116,6 +138,11 @@ class Cell:
         return self.judge.bounds(self.config)
 
     @cached_property
+    def phases(self) -> _Phases:
+        """Lower bounds of seconds by tail and transport."""
+        return self.judge.phases(self.config)
+
+    @cached_property
     def transport(self) -> TransportName:
         """The carrier of messages."""
         return transport_on(self.judge.job.cluster, self.config)
@@ -144,6 +171,15 @@ class Cell:
             config = with_field(self.config, RECOMPUTE, tail.recompute)
             self.bounds[key] = self.judge.bound(config, chunks, self.transport)
         return self.bounds[key]
+
+    def phase(self, tail: Tail) -> float:
+        """A lower bound of the layout's seconds under its own schedule and limit, in any order of axes."""
+        key = tail, self.transport
+        if key not in self.phases:
+            config = with_field(tail.of(self.config), "layout.transport", self.transport)
+            orders = self.judge.ordered(config)
+            self.phases[key] = min(map(self.judge.models.phase_seconds, orders))
+        return self.phases[key]
 
     def without_activations(self, tail: Tail, field: str = "", value: str = "") -> tuple[Memory, int]:
         """Estimates.alone_memory, of the layout or of the same one with another value of a field."""

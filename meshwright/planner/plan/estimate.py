@@ -116,6 +116,15 @@ class Estimates:
         steps = 0.0 if streams(config) else ending.steps
         return SURE * (passes.seconds + exposed + hidden + ending.norm + steps)
 
+    def links_of_layer(self, config: Config) -> Hashable:
+        """All that a layer's seconds depend on of the order of axes."""
+        return self.planner.site.links(config)
+
+    def phase_seconds(self, config: Config) -> float:
+        """SURE times the estimated seconds of the pipeline phase with messages that take no time, a lower bound of
+        estimated_seconds in all orders of axes with these links inside of a layer."""
+        return SURE * self._passes(config, self._partition(config), self.planner.site.links(config), False).seconds
+
     def least_seconds(self, config: Config) -> float:
         """A lower bound of the estimated seconds of all layouts that differ in schedule, limit or sync only: the
         chain's work, shared equally among stages."""
@@ -175,7 +184,8 @@ class Estimates:
         return memory, held_of(config, buckets).passing
 
     @remembered(*PARTS, "micro", "num_microbatches", WIDENS, "memory.recompute", "layout.pipeline")
-    def _passes(self, config: Config, partition: tuple[int, ...], links: Links) -> _Passes:
+    def _passes(self, config: Config, partition: tuple[int, ...], links: Links, sends: bool = True) -> _Passes:
+        """The pipeline phase. `links`: also between stages, if it `sends` messages."""
         shapes, works, placement = self.parts.shapes(config, partition), {}, placement_of(config)
         rule, count = rule_of(config), config.num_microbatches
         # Of the order of axes a layer's seconds depend on the strides of its own.
@@ -189,11 +199,12 @@ class Estimates:
         weights = [chunk.weights for chunk in chunks]
         limits = [rule.limit_at(stage, placement, count) for stage in range(placement.num_stages)]
         # Messages of rank 0's pipeline only; a prediction takes each stage's first rank.
-        ranks, site = links.stages(), self.planner.site
+        ranks, site = links.stages() if sends else [], self.planner.site
         hops = [
-            site.message_seconds(config, links, ranks[start], ranks[end], chunk.outgoing_bytes) if start != end else 0.0
+            site.message_seconds(config, links, ranks[start], ranks[end], chunk.outgoing_bytes)
+            if sends and start != end else 0.0
             for (start, end), chunk in zip(pairwise(placement.stage_of), chunks[:-1], strict=True)
-        ]
+        ]  # fmt: skip
         seconds = pipeline_seconds(forward, backward, weights, hops, limits, count, placement)
         return _Passes(seconds, sum(forward) + sum(hops), max(weights if rule.splits else backward))
 

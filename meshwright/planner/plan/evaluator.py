@@ -129,17 +129,20 @@ class Evaluator:
             cell = Cell(self._judge, sized, whole.alone)
             if not self._may_be_fast(cell, _own_tail(sized), found, cutoff):
                 continue
-            # Asked once, and only where a microbatch may be fast. Weights do not depend on the microbatch's size: the
-            # largest, with the narrowest gradients, stands for all.
-            if has_room is None:
-                largest = with_field(family, "batch.micro", family.replica_batch)
-                has_room = self._has_room(Cell(self._judge, largest, whole.alone), _own_tail(largest), found)
-            if not has_room:
-                continue
             tails, refused = self._judge.tails(sized)
             for problem in refused.values():
                 found.refused.setdefault(family.layout.tensor.kind, problem)
             for tail in tails:
+                # Without recomputation the bound is lower, and needs no recording of recomputed attention.
+                if not self._may_be_fast(cell, tail.keeper or tail, found, cutoff, phase=True):
+                    continue
+                # Asked once, and only where a layout may be fast. Weights do not depend on the microbatch's size: the
+                # largest, with the narrowest gradients, stands for all.
+                if has_room is None:
+                    largest = with_field(family, "batch.micro", family.replica_batch)
+                    has_room = self._has_room(Cell(self._judge, largest, whole.alone), _own_tail(largest), found)
+                if not has_room:
+                    return
                 # Memory does not depend on the order of axes: one estimate serves all orders that follow.
                 memory = self._room(cell, tail, found, cutoff)
                 if memory is not None:
@@ -169,6 +172,8 @@ class Evaluator:
                 seen.add(saving)
                 if not cell.fits(tail):
                     waiting.append(saving)
+                if not self._may_be_fast(cell, tail.keeper or tail, found, cutoff, phase=True):
+                    continue
                 memory = self._room(cell, tail, found, cutoff, full)
                 if memory is not None:
                     self._estimate(saving, memory, found, cutoff)
@@ -183,22 +188,23 @@ class Evaluator:
     def predict_or_memory(self, config: Config, cutoff: float = math.inf) -> Prediction | Memory | None:
         """The prediction if the layout fits, else the memory that does not; None where the step takes `cutoff` seconds
         or more."""
+        # The clock takes least, then the memory of the first microbatches, then the replay of allocations.
+        if cutoff < math.inf and self.models.planner.seconds(config) >= cutoff:
+            return None
         memory = self.models.planner.least_memory(config)
         if not fits(memory, self.job.cluster):
             return memory
-        # The replay of allocations takes longer than the clock, so the clock decides first.
-        if cutoff < math.inf and self.models.planner.seconds(config) >= cutoff:
-            return None
         prediction = self.models.planner.predict(config)
         return next((memory for memory in prediction.memory if not fits(memory, self.job.cluster)), prediction)
 
-    def _may_be_fast(self, cell: Cell, tail: Tail, found: SearchState, cutoff: float) -> bool:
-        """Whether the lower bound of a layout's seconds, over all orders of its axes, is below `cutoff`."""
+    def _may_be_fast(self, cell: Cell, tail: Tail, found: SearchState, cutoff: float, *, phase: bool = False) -> bool:
+        """Whether the lower bound of a layout's seconds, over all orders of its axes, is below `cutoff`. `phase`: also
+        that of its own schedule."""
         seconds = cell.bound(tail)
         if seconds < cell.lowest:
             cell.lowest, layer = seconds, cell.config.layout.layer
             found.least[layer] = min(seconds, found.least.get(layer, seconds))
-        if seconds < cutoff:
+        if seconds < cutoff and (not phase or cutoff == math.inf or cell.phase(tail) < cutoff):
             return True
         found.count(cell.config, slow=True)
         return False
@@ -206,13 +212,13 @@ class Evaluator:
     def _room(
         self, cell: Cell, tail: Tail, found: SearchState, cutoff: float, full: Collection[Config] = ()
     ) -> Memory | None:
-        """The estimated memory of a layout, if it fits and some order of axes may be below `cutoff`."""
+        """The estimated memory of a layout that may be fast without recomputation, if it fits and some order of axes
+        may be below `cutoff`."""
         keeper = tail.keeper or tail
-        # The bound without recomputation is asked first: it is lower, and needs no recording of recomputed attention.
-        if not self._may_be_fast(cell, keeper, found, cutoff) or cell.waits(tail, full):
+        if cell.waits(tail, full):
             return None
         if keeper is not tail and (
-            cell.recomputes_for_nothing(tail) or not self._may_be_fast(cell, tail, found, cutoff)
+            cell.recomputes_for_nothing(tail) or not self._may_be_fast(cell, tail, found, cutoff, phase=True)
         ):
             return None
         # Weights alone are cheaper to count than activations, and rule out whole families.

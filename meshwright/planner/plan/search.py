@@ -4,13 +4,15 @@
 |---------------------------|-------------------------------------------------------------|----------------------|
 | the work of its parts     | recordings at two sizes of microbatch, scaled: of all       | the top K are faster |
 |                           | schedules and limits of a size of microbatch at once        |                      |
+| the pipeline phase under  | the same recordings, without messages between stages: of    | the top K are faster |
+| its schedule and limit    | all syncs and offloads at once                              |                      |
 | the memory of its weights | parameters in buckets, with gradients and states: of a      | it does not fit      |
 |                           | whole family at once (space.py)                             |                      |
 | an estimate of its memory | the same recordings (estimate.py)                           | it does not fit      |
 | an estimate of its step,  | the same, on the links between its ranks                    | the top K are faster |
 | in each order of axes     |                                                             |                      |
-| the memory of its tensors | recordings of its own, its first microbatches simulated     | it does not fit      |
-| its seconds               | the whole step (predict.py)                                 | the top K are faster |
+| its seconds               | recordings of its own, the whole step (predict.py)          | the top K are faster |
+| the memory of its tensors | the same recordings, its first microbatches simulated       | it does not fit      |
 | its memory                | its allocations, replayed (process.py)                      | it does not fit      |
 
 The run file's own layout is predicted first, if it is legal. Layouts follow in rounds (evaluator.round_of): one stage

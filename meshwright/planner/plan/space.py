@@ -157,10 +157,9 @@ def own_layout(job: SearchJob) -> Config | None:
     return with_field(run, "batch.micro", run.micro)
 
 
-def orders_of(config: Config, job: SearchJob) -> Iterator[Config]:
-    """The layout in each order of its axes that may be chosen."""
-    for order in _allowed(CHOICES[-1], config, job):
-        yield with_field(config, "layout.order", order)
+def orders_of(config: Config, job: SearchJob) -> Iterable[tuple[str, ...] | str]:
+    """The orders of a layout's axes that may be chosen."""
+    return _allowed(CHOICES[-1], config, job)
 
 
 def savings(config: Config, job: SearchJob) -> Iterator[Config]:

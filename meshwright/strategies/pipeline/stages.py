@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from meshwright.compute.model import Chunk
@@ -16,6 +17,9 @@ from meshwright.strategies.pipeline.schedule import MESSAGE_DRIVEN, ONE_F_ONE_B,
 
 if TYPE_CHECKING:
     from meshwright.config import Config
+
+_whole_chunks = cache(ChunkPlacement)
+"""A search asks a hundred thousand times for few placements."""
 
 ALONE_IN_FLIGHT = 2
 """Limit of a single stage (no pipeline) if rows are sent to experts while another microbatch's tasks run."""
@@ -58,7 +62,7 @@ def chunks_of(partition: Sequence[int], head_over: tuple[str, ...] = ()) -> tupl
 def placement_of(config: Config) -> ChunkPlacement:
     """Return the placement of chunks on stages."""
     pipeline = config.layout.pipeline
-    return ChunkPlacement(pipeline.size, pipeline.chunks if pipeline.size > 1 else 1, pipeline.placement)
+    return _whole_chunks(pipeline.size, pipeline.chunks if pipeline.size > 1 else 1, pipeline.placement)
 
 
 def piece_placement_of(config: Config, partition: Sequence[int]) -> ChunkPlacement:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.config import Config, parse_config
-from meshwright.config.section import Section
+from meshwright.config.section import Section, with_field
 from meshwright.planner.plan.cluster import Cluster
 from meshwright.planner.plan.memory import Memory
 from meshwright.planner.plan.predict import Prediction
@@ -90,6 +91,13 @@ class MadeUp:
 
     def least_seconds(self, config: Config) -> float:
         return 0.7
+
+    def phase_seconds(self, config: Config) -> float:
+        """The same whichever the sync, the offload and the carrier of messages."""
+        return 0.7 * (1 + self.drawn(with_field(config, "layout.transport", "auto"), "seconds"))
+
+    def links_of_layer(self, config: Config) -> Hashable:
+        return config.layout.order
 
     def recomputes_for_nothing(self, config: Config) -> bool:
         return False
