@@ -5,14 +5,18 @@ The planner runs one rank of a layout this way: sent bytes are exact, and an obs
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshwright.ranks.comm import DONE, Comm, PieceSizes, RankGroup, Sent, SoloComm, Work, size_bytes
-from meshwright.ranks.grid import Grid
+from meshwright.ranks.grid import EXPERT, Grid
 from meshwright.ranks.ledger import FROM_HOST, HOST, MESSAGE, TO_HOST
 from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta, Side, both_sides, neighbours_of
 from meshwright.ranks.mesh import Mesh
@@ -124,6 +128,60 @@ class LedgerTransport(Transport):
         return PlannedMailbox(group) if len(group.ranks) > 1 else Mailbox(group.axis)
 
 
+Dispatcher = Literal["alltoall", "deepep", "hybridep", "allgather"]
+"""How a program sends rows to experts on other ranks (tensor/dispatched.py)."""
+
+
+class Choice(NamedTuple):
+    """How a router chooses: `chosen` of `experts`, of `groups_chosen` of `groups` groups."""
+
+    experts: int
+    chosen: int
+    groups: int = 1
+    groups_chosen: int = 1
+
+
+def units_of(choice: Choice, units: int) -> float:
+    """The mean number of units (ranks, nodes) with an expert of a token, if experts are dealt out evenly in order.
+
+    A token takes any groups, and any experts of these groups, equally often. A unit that has u of a token's m
+    candidates has none of the token's k experts with the probability (m - u choose k) / (m choose k).
+    """
+    each, size = choice.experts // units, choice.experts // choice.groups
+    candidates = choice.groups_chosen * size
+    every, total = math.comb(candidates, choice.chosen), 0.0
+    chosen = list(combinations(range(choice.groups), choice.groups_chosen))
+    for first in range(0, choice.experts, each):
+        common = [max(0, min(first + each, (g + 1) * size) - max(first, g * size)) for g in range(choice.groups)]
+        owns = Counter(sum(common[group] for group in groups) for groups in chosen)
+        total += sum(times * (1 - math.comb(candidates - own, choice.chosen) / every) for own, times in owns.items())
+    return total / len(chosen)
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """The ranks of another program over which experts are dealt, and how rows reach these.
+
+    Attributes:
+        dispatcher: How rows are sent.
+        tensor: Ranks that cut one expert's matrices; 0: all of the tensor axis.
+        context: Whether ranks that hold parts of one sequence have different experts.
+    """
+
+    dispatcher: Dispatcher
+    tensor: int = 0
+    context: bool = False
+
+    def axes(self, grid: Grid) -> tuple[str, ...]:
+        """The axes of the ranks, in the grid's order."""
+        chosen = (EXPERT, "tensor", *(("context",) if self.context else ()))
+        return tuple(name for name in grid.names if name in chosen and grid.size(name) > 1)
+
+    def parts(self, grid: Grid) -> int:
+        """The number of ranks that cut one expert's matrices."""
+        return self.tensor or (grid.size("tensor") if "tensor" in grid.names else 1)
+
+
 @dataclass(frozen=True)
 class PlannedMesh(Mesh):
     """A rank's mesh in a job that does not run. Tensors are meta tensors, comms only write the ledger."""
@@ -136,6 +194,8 @@ class PlannedMesh(Mesh):
     """True if the program holds all logits of a microbatch at once."""
     of_capability: tuple[int, int] | None = None
     """The compute capability of the GPU that the job is planned for."""
+    make_experts: Callable[..., Any] | None = None
+    """A function (mesh, shape, boundary, products) that makes a layer's experts as another program has them."""
 
     @property
     def device_type(self) -> str:
@@ -151,10 +211,12 @@ class PlannedMesh(Mesh):
 def planned_mesh(
     grid: Grid, rank: int, token_axes: tuple[str, ...], stands_for: str = "cpu", observer: Observer = unobserved,
     imbalance: float = 1.0, *, whole_logits: bool = False, capability: tuple[int, int] | None = None,
+    make_experts: Callable[..., Any] | None = None,
 ) -> PlannedMesh:  # fmt: skip
     """Make a planned rank's mesh. `observer`: called with every collective; other arguments: fields of PlannedMesh."""
     transport = LedgerTransport(observer)
     return PlannedMesh(
         grid, rank, torch.device("meta"), transport, token_axes, grid.world_size, stands_for=stands_for,
         imbalance=imbalance, whole_logits=whole_logits, of_capability=capability,
+        make_experts=make_experts,
     )  # fmt: skip

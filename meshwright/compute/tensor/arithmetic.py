@@ -23,6 +23,7 @@ from meshwright.compute.tensor.products import PLAIN, Products
 from meshwright.compute.tensor.router import ExpertsShape
 from meshwright.ranks.collectives import Moving
 from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.planned import PlannedMesh
 
 
 class Arithmetic:
@@ -100,6 +101,9 @@ class Arithmetic:
 
     def experts(self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary) -> Experts:
         """Make a feed-forward of experts."""
+        if isinstance(mesh, PlannedMesh) and mesh.make_experts is not None:
+            planned: Experts = mesh.make_experts(mesh, shape, boundary, self.products)
+            return planned
         return Experts(mesh, shape, boundary, self.products)
 
     def start_sum_of_heads(self, x: Tensor, boundary: Boundary) -> Moving:

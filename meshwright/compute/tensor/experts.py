@@ -236,20 +236,22 @@ def dropped_pairs(model: nn.Module, device: torch.device) -> Tensor:
 
 
 class Experts(nn.Module):
-    """A router and experts. `boundary`: the axis that cuts the experts' inner width, and its collectives."""
+    """A router and experts. `boundary`: the axis that cuts the experts' inner width, and its collectives. `over`: the
+    axes over which experts are dealt."""
 
     linear: ClassVar[type[GroupedLinear]] = GroupedLinear
     in_graphs: ClassVar[bool] = False
 
     def __init__(
-        self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary = UNCUT, products: Products = PLAIN
+        self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary = UNCUT, products: Products = PLAIN,
+        over: tuple[str, ...] = (EXPERT,),
     ) -> None:  # fmt: skip
         super().__init__()
         self.mesh, self.shape, self.boundary = mesh, shape, boundary
         self.router = Router(mesh, shape, boundary, products)
-        self.travels = EXPERT in mesh.grid.names and mesh.size(EXPERT) > 1
+        apart: Placements = {axis: Shard(0) for axis in over if axis in mesh.grid.names and mesh.size(axis) > 1}
+        self.travels = bool(apart)
         self.dropped: Tensor | None = None
-        apart: Placements = {EXPERT: Shard(0)} if self.travels else {}
         up, down = shape.expand_sizes, (shape.count, shape.inner, shape.hidden)
         self.expand = self.linear(mesh, up, {**apart, **boundary.inner(3)}, shape.initial, products)
         self.contract = self.linear(mesh, down, {**apart, **boundary.inner(1)}, shape.last, products)

@@ -18,6 +18,15 @@ links).
 | gather, scatter            | pairs: sum over levels of peers there x (a + S/n / b)                                 |
 | send, of a ring            | a + S / b of the slowest step                                                         |
 
+Rows to experts that a kernel sends once (Rows; tensor/dispatched.py): S bytes, each token once to each of its ranks. A
+domain is the levels at which a rank sends at half of the innermost level's pace or faster (NVLink). A token goes once
+to each domain over the network, and is forwarded there, while other tokens are sent: the longer of both counts.
+
+| medium          | bytes out of a rank of a group of n in d domains of m    | bytes a second                          |
+|-----------------|----------------------------------------------------------|-----------------------------------------|
+| in the domain   | (m-1)/m S                                                | links', at most `per_sm` a SM           |
+| between domains | (d-1)/d S x a token's domains / a token's ranks          | links' x `between`                      |
+
 Sources: Thakur, Rabenseifner, Gropp, Optimization of collective communication operations in MPICH, IJHPCA 2005,
 sections 2 to 4; Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, JPDC 2009; NCCL's cost model
 (src/graph/tuning.cc: the lesser of rings, whose latency counts inner and outer steps apart, and trees).
@@ -32,12 +41,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import dropwhile
 from math import ceil, log2
+from typing import NamedTuple
 
 from meshwright.planner.plan.cluster import Cluster, Curve, Level, interpolated
 from meshwright.planner.plan.remembered import remembered
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE, Grid
 from meshwright.ranks.ledger import VERBS, Traffic
+from meshwright.ranks.planned import Choice, Dispatcher, units_of
 from meshwright.ranks.transports import TransportName
 
 
@@ -68,6 +79,42 @@ class _Shape:
     size: int
     spans: tuple[_Span, ...]
     close: bool
+
+
+class Kernels(NamedTuple):
+    """A dispatcher's kernels. `sms`: multiprocessors that the kernels take; `per_sm`: bytes a second that one sends to
+    its domain; `between`: the share of the links' pace that is reached between domains, by their number; 0: of more."""
+
+    sms: int
+    per_sm: float
+    between: Mapping[int, float]
+
+
+DISPATCHERS: Mapping[Dispatcher, Kernels] = {
+    # Megatron-LM, core/transformer/transformer_config.py: moe_deepep_num_sms. deepseek-ai/DeepEP,
+    # docs/README_Hybrid-EP.md, B200: 494 and 420 GB/s there and back with 24 multiprocessors, of which 7/8 leave the
+    # rank. docs/legacy.md, CX7 ports of 50 GB/s: 43, 57.5 and 50.5 GB/s of 2, 4 and 8 nodes, of which 1/2, 3/4 and 7/8
+    # leave the node: of 46 GB/s 0.47, 0.94 and 0.96.
+    "deepep": Kernels(20, 1.67e10, {2: 0.47, 0: 0.95}),
+    # moe_hybridep_num_sms. README_Hybrid-EP.md, kernels alone, GB200: 750 and 684 GB/s of 8 ranks with 16
+    # multiprocessors, of which 7/8 leave the rank; H100, 16 multiprocessors: 67.3, 57.6 and 49.9 GB/s of 2, 4, 8 nodes.
+    "hybridep": Kernels(16, 3.92e10, {2: 0.73, 0: 0.94}),
+}
+
+
+class Rows(NamedTuple):
+    """How rows are sent to experts. `choice`: the router's; `parts`: the ranks that cut one expert; `sms`: as in
+    Kernels."""
+
+    dispatcher: Dispatcher
+    choice: Choice
+    parts: int
+    sms: int
+
+
+def are_rows(axes: str, verb: str) -> bool:
+    """Whether a layer's collective is of rows to experts. Sequences are traded over the context axis alone."""
+    return verb == "all_to_all" and axes != "context"
 
 
 @dataclass(frozen=True)
@@ -221,12 +268,17 @@ class ClusterNetwork:
     cores, everything takes as many times as long as there are ranks to a core; a measurement has its own ranks'
     part in it already."""
 
-    def __init__(self, cluster: Cluster, backend: TransportName, grid: Grid) -> None:
-        """Raises ConfigError where the cluster has no links of this backend, or too few devices for the grid."""
+    def __init__(self, cluster: Cluster, backend: TransportName, grid: Grid, rows: Rows | None = None) -> None:
+        """`rows`: how rows are sent to experts; None: by all-to-alls.
+
+        Raises:
+            ConfigError: The cluster has no links of this backend, or too few devices for the grid.
+        """
         if backend not in cluster.links:
             rule = f"has no links in the cluster {cluster.name}"
             raise ConfigError.of("backend", backend, rule, ", ".join(cluster.links))
         links = cluster.links[backend]
+        self._rows = rows
         self.overlaps, self.tax, self.channels = links.overlaps, links.tax, links.channels
         tiers = Tiers(links.levels, grid)
         tiers.check()
@@ -242,6 +294,8 @@ class ClusterNetwork:
     def collective(self, axes: str, verb: str, payload_bytes: int) -> float:
         """Seconds of a collective over `axes` (`data`, `row+depth`) of the slowest group, while all groups over these
         axes do the same. `payload_bytes`: of the whole tensor, as in ledger.py."""
+        if self._rows is not None and are_rows(axes, verb):
+            return max(_dispatched(shape, self._rows, payload_bytes) for shape in self._tiers.shapes(axes))
         return max(self._group(shape, verb, payload_bytes) for shape in self._tiers.shapes(axes))
 
     def ranks(self, axes: str) -> int:
@@ -308,6 +362,22 @@ def _modelled(shape: _Shape, verb: str, payload_bytes: float) -> float:
     # same goes on with the sums, and the results come back. A tree moves the whole payload at each step and wins where
     # latency counts: small payloads, many units.
     return 2 * min(ring, sum(map(min, levels, trees)))
+
+
+def _dispatched(shape: _Shape, rows: Rows, payload_bytes: float) -> float:
+    """Seconds of rows that kernels send once to each rank, and once to each domain."""
+    if shape.size == 1:
+        return 0.0
+    kernels, paces = DISPATCHERS[rows.dispatcher], [span.bandwidth / span.members for span in shape.spans]
+    inner = [span for span, pace in zip(shape.spans, paces, strict=True) if 2 * pace >= paces[0]]
+    members = math.prod(span.units for span in inner)
+    pace = min(*paces[: len(inner)], rows.sms * kernels.per_sm)
+    inside, domains, between = (1 - 1 / members) * payload_bytes / pace, shape.size // members, 0.0
+    if domains > 1:
+        once = units_of(rows.choice, domains) / units_of(rows.choice, shape.size // rows.parts) / rows.parts
+        reached = kernels.between.get(domains, kernels.between[0])
+        between = (1 - 1 / domains) * payload_bytes * once / (paces[-1] * reached)
+    return max(inside, between) + sum(span.latency for span in shape.spans)
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from meshwright.compute.models.experts_section import experts_of
 from meshwright.config import Config
 from meshwright.planner.plan.cluster import Cluster
-from meshwright.planner.plan.network import ClusterNetwork
+from meshwright.planner.plan.network import DISPATCHERS, ClusterNetwork, Rows, are_rows
+from meshwright.planner.plan.recorder import Program
 from meshwright.planner.plan.remembered import remembered
 from meshwright.planner.plan.software import Software
-from meshwright.planner.plan.timing import Timer
+from meshwright.planner.plan.timing import Timer, slowed
 from meshwright.ranks.grid import HEAD_COPIES, PIPE, Grid
+from meshwright.ranks.planned import Choice
 from meshwright.ranks.transports import TransportName
+
+MULTIPROCESSORS = {8: 108, 9: 132, 10: 148}
+"""Multiprocessors of an A100, an H100 SXM, a B200 or B300 (NVIDIA's architecture papers), by major capability."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +80,42 @@ class Site:
         )  # fmt: skip
 
     @remembered()
-    def network(self, transport: TransportName, grid: Grid) -> ClusterNetwork:
-        """The links between a grid's ranks."""
-        return ClusterNetwork(self.cluster, transport, grid)
+    def network(self, transport: TransportName, grid: Grid, rows: Rows | None = None) -> ClusterNetwork:
+        """The links between a grid's ranks. `rows`: how rows are sent to experts; None: by all-to-alls."""
+        return ClusterNetwork(self.cluster, transport, grid, rows)
+
+    def rows(self, config: Config) -> Rows | None:
+        """How kernels of the program send rows to experts once; None: all-to-alls send all rows."""
+        ranks, experts = self.software.expert_ranks, experts_of(config)
+        if ranks is None or experts is None or ranks.dispatcher not in DISPATCHERS:
+            return None
+        choice = Choice(experts.count, experts.per_token, experts.groups, experts.groups_per_token)
+        sms = self.software.dispatch_sms or DISPATCHERS[ranks.dispatcher].sms
+        parts = ranks.tensor or dict(config.layout.tensor.axes).get("tensor", 1)
+        return Rows(ranks.dispatcher, choice, parts, sms)
+
+    def program_seconds(
+        self, program: Program, timer: Timer, links: ClusterNetwork | Links, transport: TransportName, config: Config,
+        *, alone: bool = False,
+    ) -> float:  # fmt: skip
+        """Seconds of a part's program, with what its layers send over a transport. `alone`: no other microbatch is
+        computed meanwhile, under which rows to experts could travel."""
+        facts, overlapped = self.cluster.links[transport], self.software.overlapped
+        usual = facts.overlaps if "layers" in overlapped else 0.0, facts.tax
+        whole = timer.seconds(program, links.collective, *usual)
+        if alone or "experts" not in overlapped or not config.model.routing.num_experts:
+            return whole
+
+        def others(axes: str, verb: str, payload_bytes: int) -> float:
+            return 0.0 if are_rows(axes, verb) else links.collective(axes, verb, payload_bytes)
+
+        computed = timer.seconds(program, others, *usual)
+        hidden = min(whole - computed, facts.overlaps * computed)
+        rows, tax = self.rows(config), facts.tax
+        every = MULTIPROCESSORS.get((self.cluster.device.capability or (0, 0))[0])
+        if rows is not None and every is not None:
+            tax = rows.sms / (every - rows.sms)
+        return whole - hidden + slowed(hidden * (1 + tax), tax)
 
     def links(self, config: Config, *more: str) -> Links:
         """The links between ranks that share a layer, or that differ on the axes `more`."""
@@ -86,7 +125,9 @@ class Site:
                 strides.append((name, size, stride))
             stride *= size
         transport = transport_on(self.cluster, config)
-        return Links(transport, stride, tuple(reversed(strides)), lambda: self.network(transport, config.grid))
+        return Links(
+            transport, stride, tuple(reversed(strides)), lambda: self.network(transport, config.grid, self.rows(config))
+        )
 
     def message_seconds(
         self, config: Config, links: ClusterNetwork | Links, sender: int, receiver: int, size: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
@@ -19,11 +20,12 @@ from meshwright.config.messages import problems_of
 from meshwright.config.section import Positive, Section, Size
 from meshwright.configs import shipped
 from meshwright.planner.plan.cluster import AttentionKernel, Cluster, Device, Share
+from meshwright.planner.plan.dispatched import experts_of_program
 from meshwright.planner.plan.recorder import LowProducts, Recorder
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.ranks.planned import planned_mesh
+from meshwright.ranks.planned import Dispatcher, ExpertRanks, planned_mesh
 from meshwright.training.decisions import compiled_on
 from meshwright.training.on_device import AsOnDevice, Attention
 
@@ -31,14 +33,14 @@ if TYPE_CHECKING:
     from meshwright.strategies.data_parallel.strategy import HeldBytes
 
 CutBy = Literal["data", "tensor", "context", "stages", "experts"]
-Communication = Literal["sums", "gathers", "layers"]
+Communication = Literal["sums", "gathers", "layers", "experts"]
 
 
 class Software(Section):
     """`attention`: how queries, keys and values are attended (on_device.py); None: fused where the device has such a
     kernel, else torch's own steps. `overlapped`: what is sent while the device computes: the sums of gradients, under
     the last backward pass; sharded weights as they are gathered and stepped ones as they are published; what a layer
-    sends between its own products."""
+    sends between its own products; rows to experts, under another microbatch's computation."""
 
     attention: Attention | None = None
     attention_kernel: AttentionKernel | None = None
@@ -49,6 +51,16 @@ class Software(Section):
     experts: Literal["together", "apart"] = "together"
     """Whether a GPU with torch's grouped product multiplies all experts' rows by one kernel, or each expert has its
     own."""
+    dispatch: Dispatcher | None = None
+    """How rows are sent to experts on other ranks: R rows by an all-to-all, each token once to a rank (deepep,
+    hybridep), or all tokens to all (allgather); None: as our own runs do."""
+    dispatch_sms: Size | Literal[0] = 0
+    """Multiprocessors that a dispatcher's kernels take; 0: the dispatcher's default."""
+    expert_tensor: Size | Literal[0] = 0
+    """Ranks that cut one expert's matrices, of another program: with fewer than a layer's tensor ranks, these have
+    different experts; 0: all tensor ranks of a layer."""
+    expert_context: bool = False
+    """Whether the ranks that hold parts of one sequence have different experts, of another program."""
     gelu: Literal["fused", "steps"] = "fused"
     """A kernel of its own, which torch has of GPT-2's since 1.12, or eight."""
     fuses_dropout: bool = False
@@ -134,10 +146,17 @@ class Software(Section):
     ) -> Mesh:
         """The first rank's mesh of a planned job on a kind of device and of a GPU's compute capability, whose
         collectives the recorder writes down."""
+        how = self.expert_ranks
         return planned_mesh(
             grid, 0, token_axes, kind, recorder.started, self.imbalance, whole_logits=self.logits == "whole",
             capability=capability if self.experts == "together" else None,
+            make_experts=None if how is None else partial(experts_of_program, how),
         )  # fmt: skip
+
+    @property
+    def expert_ranks(self) -> ExpertRanks | None:
+        """How the program deals experts and sends rows; None: as our own runs do."""
+        return None if self.dispatch is None else ExpertRanks(self.dispatch, self.expert_tensor, self.expert_context)
 
     def apart_bytes(self, config: Config, held: HeldBytes) -> int:
         """Bytes of gradients beyond those that our own runs hold: half-precision ones beside their float32 sums, or the
@@ -181,6 +200,8 @@ moment's decay and sum 8 + 12, root, bias correction and epsilon 8 each, the quo
 
 OWN_SOFTWARE = Software(compiles=True)
 OWN = "meshwright"
+FOREIGN = ("dispatch", "dispatch_sms", "expert_tensor", "expert_context")
+"""Facts of layouts that our own runs do not have."""
 
 
 JobForm = Literal["toml", "flags", "arguments", "accelerate", "automodel", "nanotron", "deepspeed"]
@@ -259,6 +280,9 @@ def load_program(name: str = OWN, facts: Sequence[str] = ()) -> Program:
         software = Software.model_validate(said)
     except ValidationError as error:
         raise ConfigError(problems_of(error, [], Software)) from error
+    if name == OWN and (foreign := next((fact for fact in FOREIGN if getattr(software, fact)), None)):
+        rule = "is how other programs send rows to experts: our own runs deal experts over layout.data.expert alone"
+        raise ConfigError.of("--fact", f"{foreign}={getattr(software, foreign)}", rule, "--software megatron-core")
     sources = {fact: each.source for fact, each in preset.facts.items()}
     sources |= {word.partition("=")[0]: "--fact" for word in facts}
     return Program(

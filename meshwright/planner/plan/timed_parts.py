@@ -106,17 +106,15 @@ class TimedParts:
         """The part's seconds at its quickest place in the step. Half of a backward pass's kernels count for weights,
         with the widening of a layer's gradients, which a recording of one microbatch lacks."""
         timer = self.planner.site.timer(links.world_size, config.precision.tf32)
-        overlapped = "layers" in self.planner.software.overlapped
-        facts = self.planner.cluster.links[links.transport]
-        overlaps = facts.overlaps if overlapped else 0.0
+        site, facts = self.planner.site, self.planner.cluster.links[links.transport]
 
-        def seconds(mix: _Mix, overlaps: float) -> float:
-            played = (n * timer.seconds(program, links.collective, overlaps, facts.tax) for n, program in mix)
-            return max(0.0, sum(played))
+        def seconds(mix: _Mix) -> float:
+            where = timer, links, links.transport, config
+            return max(0.0, sum(n * site.program_seconds(program, *where) for n, program in mix))
 
         forward, backward = (
             # Most microbatches neither gather (the first) nor sum (the last): the quickest place.
-            min((seconds(mix, overlaps), place) for place, mix in enumerate(part.programs[kind]))
+            min((seconds(mix), place) for place, mix in enumerate(part.programs[kind]))
             for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
         )
         mix = part.programs[TaskKind.BACKWARD][backward[1]]
@@ -126,7 +124,8 @@ class TimedParts:
         trained = sum(each.num_elements for each in matrices if each.spec.role.rule.trained)
         share = trained / whole if (whole := sum(each.num_elements for each in matrices)) else 1.0
         weights = sum(times * timer.computing(program) for times, program in mix) * share / (1 + share)
-        inputs, widened = seconds(mix, 0.0) - weights, 0.0
+        blocking = (n * timer.seconds(program, links.collective, 0.0, facts.tax) for n, program in mix)
+        inputs, widened = max(0.0, sum(blocking)) - weights, 0.0
         if config.widens_gradients and part.is_layer:
             learning = [each for each in part.parameters if each.spec.role.rule.trained]
             elements = sum(each.num_elements for each in learning)

@@ -20,7 +20,7 @@ from meshwright.planner.plan.recordings import bytes_of
 from meshwright.planner.plan.remembered import remembered
 from meshwright.planner.plan.site import Site, transport_on
 from meshwright.planner.plan.software import STEPPED_BYTES, STEPS_OF_ADAMW, Communication
-from meshwright.planner.plan.timing import slowed
+from meshwright.planner.plan.timing import Timer, slowed
 from meshwright.ranks.mailbox import AHEAD
 from meshwright.strategies.memory.offload import moment_bytes
 from meshwright.strategies.pipeline.clock import Pace
@@ -41,7 +41,8 @@ class TimedRun(Composition):
     ) -> None:
         super().__init__(config, stages, buckets, known)
         self.site, self.cluster, self.software = site, site.cluster, site.software
-        self.network = site.network(transport_on(site.cluster, config), config.grid)
+        self.transport = transport_on(site.cluster, config)
+        self.network = site.network(self.transport, config.grid, site.rows(config))
         world_size, tf32 = config.layout.world_size, config.precision.tf32
         self.timer = site.timer(world_size, tf32)
         self.devices_per_host = self.timer.ranks_per_node if self.software.one_process else 1
@@ -56,7 +57,10 @@ class TimedRun(Composition):
             self.pace = lambda busy: timer.gain(busy * ranks)
 
     def seconds(self, program: Program) -> float:
-        return self.timer.seconds(program, self.network.collective, self.overlap("layers"), self.network.tax)
+        return self._seconds(program, self.timer)
+
+    def _seconds(self, program: Program, timer: Timer, *, alone: bool = False) -> float:
+        return self.site.program_seconds(program, timer, self.network, self.transport, self.config, alone=alone)
 
     def overlap(self, communication: Communication) -> float:
         """The part of a communication that goes on under computation."""
@@ -117,11 +121,13 @@ class TimedRun(Composition):
         """The cost of a task at a position of the chain, with the messages by which its ranks agree on it."""
         if self.alike[position] != position:
             return self.cost(self.alike[position], kind, which)
-        timer, overlap = self.forward_timer if kind is TaskKind.FORWARD else self.timer, self.overlap("layers")
+        timer = self.forward_timer if kind is TaskKind.FORWARD else self.timer
+        # Nothing is computed beside the first forward and the last backward pass of a step.
+        alone = which == (0 if kind is TaskKind.FORWARD else len(self.counts) - 1)
         cost = self.chunk(position).cost(
             kind,
             which,
-            lambda program: timer.part + timer.seconds(program, self.network.collective, overlap, self.network.tax),
+            lambda program: timer.part + self._seconds(program, timer, alone=alone),
         )
         stage, chunk = self.placement.stage_of[position], position // self.placement.num_stages
         seconds = self.agreement + cost.seconds + self.moved_beside(stage, chunk, kind, which, cost.seconds)

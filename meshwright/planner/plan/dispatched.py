@@ -1,0 +1,143 @@
+"""Experts as other programs send rows to them, on meta tensors: for plans alone.
+
+T tokens of a rank, k experts a token, n ranks with experts, R = T k rows on average, U = T times the ranks of a token.
+
+| dispatcher | message there       | messages back  | copies there                       | copies back         |
+|------------|---------------------|----------------|------------------------------------|---------------------|
+| alltoall   | R rows, all-to-all  | R rows         | T to R rows; R to R, by expert     | R to R; R to T rows |
+| deepep,    | U rows, all-to-all  | U rows         | U to R rows                        | R to U rows         |
+| hybridep   |                     |                |                                    |                     |
+| allgather  | n T rows, gathered  | n T, summed    | n T to R rows                      | R to n T rows       |
+
+Megatron-Core, core/transformer/moe/token_dispatcher.py and moe_utils.py. DeepEP and Hybrid-EP send a token once to each
+rank that has an expert of the token, so no rank copies a token k times before. A copy is one kernel, and so is the
+backward pass of a copy. The weight of an expert multiplies inside of the activation (moe_utils.py, core_v0.12.0).
+
+**Ranks of experts.** Experts are dealt over the expert axis and, by `ExpertRanks`, over the tensor axis and the context
+axis. An expert that m ranks cut (Megatron's expert_tensor_parallel_size) is m experts of 1/m of the inner width, all of
+which a token takes: an all-to-all over n m ranks sends as many bytes as one over n ranks with a gather over m.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import chain, repeat
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.compute.tensor.boundary import UNCUT, Boundary
+from meshwright.compute.tensor.experts import Experts, GroupedLinear, Runs
+from meshwright.compute.tensor.products import Products
+from meshwright.compute.tensor.router import ExpertsShape, Router
+from meshwright.ranks.collectives import Moving, cross, start_all_gather, start_reduce_scatter
+from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.planned import Choice, ExpertRanks, PlannedMesh, units_of
+
+
+class OwnLinear(GroupedLinear):
+    """A grouped linear whose products, one an expert, write their parts of one result."""
+
+    def multiply(self, x: Tensor, weight: Tensor, runs: Runs, *, turned: bool = False) -> Tensor:
+        if isinstance(runs, Tensor):
+            return super().multiply(x, weight, runs, turned=turned)
+        lengths = [*chain(*runs)]
+        y = x.new_empty(len(x), weight.shape[1 if turned else 2])
+        for part, own, out in zip(x.split(lengths), chain(*repeat(weight, len(runs))), y.split(lengths), strict=True):
+            torch.mm(part, own.t() if turned else own, out=out)
+        return y
+
+
+class DispatchedExperts(Experts):
+    """A router and experts of a planned program."""
+
+    linear: ClassVar[type[GroupedLinear]] = OwnLinear
+
+    def __init__(
+        self, how: ExpertRanks, mesh: PlannedMesh, shape: ExpertsShape, boundary: Boundary, products: Products
+    ) -> None:  # fmt: skip
+        axes = how.axes(mesh.grid)
+        parts, ranks = how.parts(mesh.grid), mesh.size(*axes) if axes else 1
+        if shape.count * parts % ranks or shape.inner % parts or ranks % parts:
+            rule = f"does not deal {shape.count} experts of {parts} parts over {ranks} ranks"
+            raise ConfigError.of("expert_tensor", parts, rule, "parts and ranks that divide each other and the experts")
+        own = replace(shape, count=shape.count * parts, inner=shape.inner // parts, chosen=shape.chosen * parts)
+        super().__init__(mesh, own, UNCUT, products, over=axes)
+        self.router = Router(mesh, shape, boundary, products)
+        self.how, self.axes, self.parts, self.ranks = how, axes, parts, ranks
+        self.imbalance = mesh.imbalance
+
+    def forward(self, h: Tensor, places: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Run router and experts; arguments and result as in Experts."""
+        routed = self.router.route(self.router(h))
+        x = h.flatten(0, 1)
+        tokens, shape, ranks = len(x), self.shape, self.ranks
+        rows = tokens * shape.chosen
+        received = math.ceil(rows * (shape.capacity or (self.imbalance if ranks > 1 else 1.0)))
+        once = ranks > 1 and self.how.dispatcher in ("deepep", "hybridep")
+        if once or (ranks > 1 and self.how.dispatcher == "allgather"):
+            count = float(ranks)
+            if once:
+                router = self.router.shape
+                choice = Choice(router.count, router.chosen, router.groups, router.groups_chosen)
+                count = self.parts * units_of(choice, ranks // self.parts)
+            x = copied(self.sent(x, math.ceil(tokens * count)), received)
+        else:
+            x = copied(x, rows)
+            if ranks > 1:
+                x = self.sent(x, received)
+            if shape.count > ranks:  # by sender, then by expert
+                x = copied(x, received)
+        weights = copied(routed.weights.to(h.dtype).view(-1, 1), received)
+        each, more = divmod(received, shape.count // ranks)
+        lengths = [each + (number < more) for number in range(shape.count // ranks)]
+        runs: Runs = [lengths]
+        if self.grouped(x):
+            runs = torch.empty(len(lengths), dtype=torch.int32, device=x.device)
+        y: Tensor = self.contract(shape.activated(self.expand(x, runs)) * weights, runs)
+        if once or (ranks > 1 and self.how.dispatcher == "allgather"):
+            y = self.sent(copied(y, math.ceil(tokens * count)), tokens)
+        else:
+            if shape.count > ranks:
+                y = copied(y, received)
+            y = copied(self.sent(y, rows) if ranks > 1 else y, tokens)
+        return y.view_as(h), *routed.losses
+
+    def sent(self, x: Tensor, rows: int) -> Tensor:
+        """Send rows x [R, H] between the ranks of experts; [rows, H]. Backward: the way back."""
+        comm, before = self.mesh.comm(*self.axes), len(x)
+        if self.how.dispatcher == "allgather":
+            there, back = (start_all_gather, start_reduce_scatter)[:: 1 if rows > before else -1]
+            return cross(x, lambda x: there(x, comm, 0), lambda gradient: back(gradient.contiguous(), comm, 0))
+
+        def start(x: Tensor, rows: int) -> Moving:
+            out = x.new_empty(rows, *x.shape[1:])
+            return Moving(comm.all_to_all(out, x), lambda: out)
+
+        return cross(x, lambda x: start(x, rows), lambda gradient: start(gradient.contiguous(), before))
+
+
+def copied(x: Tensor, rows: int) -> Tensor:
+    """Copy rows x [R, ...] to others [rows, ...] by one kernel, which reads all R and writes all `rows`; so does the
+    backward pass."""
+    # Meta tensors have no values: a padding moves as many bytes as any permutation.
+    return F.pad(x, (0, 0, 0, rows - len(x)))
+
+
+def experts_of_program(
+    how: ExpertRanks, mesh: PlannedMesh, shape: ExpertsShape, boundary: Boundary, products: Products
+) -> Experts:  # fmt: skip
+    """Make a layer's experts. Tokens that all ranks of an axis hold are sent as our own runs send them.
+
+    Raises:
+        ConfigError: Tensor ranks with different experts have the same tokens.
+    """
+    if boundary.split_axes or not boundary.axis:
+        return DispatchedExperts(how, mesh, shape, boundary, products)
+    if how.parts(mesh.grid) != mesh.size(boundary.axis) or how.context:
+        rule = "needs tensor ranks with different tokens (layout.tensor.sequence_parallel)"
+        raise ConfigError.of("expert_tensor", how.tensor, rule, "0")
+    return Experts(mesh, shape, boundary, products)
