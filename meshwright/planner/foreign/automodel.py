@@ -61,7 +61,18 @@ def read_automodel(path: Path, asked: Asked, tree: Mapping[str, Any]) -> Foreign
     facts = ["fuses_elements=true"] if account.flag("compile.enabled") else []
     if account.flag("fp8.enabled"):
         facts.append("products=fp8")
+    if sent := account.word("model.backend.dispatcher", known=DISPATCHERS, default=None):
+        facts.append(f"dispatch={sent}")
+    if by := account.word("model.backend.experts", known=GROUPED, default=None):
+        facts.append(f"experts={by}")
     return ForeignJob("automodel", run, account, tuple(facts), "automodel")
+
+
+DISPATCHERS = (("deepep", "deepep"), ("hybridep", "hybridep"), ("torch", "allgather"))
+"""AutoModel's backends of a dispatcher, and ours, of a fact `dispatch`: torch gathers tokens and sums outputs
+(components/moe/layers.py, GroupedExperts)."""
+GROUPED = (("te", "apart"), ("gmm", "together"), ("torch_mm", "together"))
+"""Its backends of experts' products, and ours, of a fact `experts`."""
 
 
 def number(account: Account, name: str, default: int = 1) -> int:

@@ -45,7 +45,8 @@ class Degrees:
         schedule: Ours, of the pipeline.
         context: Ranks that cut a sequence.
         context_kind: `ring` or `ulysses`.
-        experts: Ranks over which experts are cut.
+        experts: Ranks over which experts are dealt.
+        expert_tensor: Ranks that cut one expert; None: as many as cut a layer, and replicas alone have other experts.
         sync: Ours, of `layout.data.sync`.
         shard: Ranks that cut states together; None: all replicas.
         replicas: The number of replicas that the file says; None: all other devices.
@@ -59,6 +60,7 @@ class Degrees:
     context: int = 1
     context_kind: str = "ring"
     experts: int = 1
+    expert_tensor: int | None = None
     sync: str = "allreduce"
     shard: int | None = None
     replicas: int | None = None
@@ -79,14 +81,37 @@ class Degrees:
             raise ConfigError.of("--devices", devices, rule, f"{self.replicas * others}")
         return replicas
 
+    def dealt(self, devices: int) -> tuple[int, bool]:
+        """The size of our expert axis, and whether the context axis deals experts too.
+
+        Megatron-LM numbers an expert's ranks first, then the ranks of other experts, out of all ranks of a stage: these
+        are the tensor ranks of a layer, then context ranks, then replicas (core/parallel_state.py).
+
+        Raises:
+            ConfigError: Some tensor ranks of a layer have equal experts.
+        """
+        axis, rest = divmod(self.experts * (self.expert_tensor or self.tensor), self.tensor)
+        if rest:
+            rule = f"times {self.experts} ranks of experts leaves equal experts on some of {self.tensor} tensor ranks"
+            raise ConfigError.of("--expert-tensor-parallel-size", self.expert_tensor, rule, f"{self.tensor}")
+        replicas = self.data(devices)
+        over_context = replicas % axis > 0 and axis % self.context == 0 and replicas % (axis // self.context) == 0
+        return (axis // self.context, True) if over_context and self.expert_tensor is not None else (axis, False)
+
+    def expert_facts(self, devices: int) -> tuple[str, ...]:
+        """The facts of the software that say which ranks have different experts."""
+        cut = self.expert_tensor not in (None, self.tensor)
+        over_context = self.dealt(devices)[1]
+        return (*([f"expert_tensor={self.expert_tensor}"] if cut else ()), *(["expert_context=true"] * over_context))
+
     def layout(self, devices: int) -> Tree:
         """The section `layout` of a run."""
         replicas = self.data(devices)
         layout: Tree = {"data": {"size": replicas, "sync": self.sync}}
         if self.shard not in (None, replicas):
             layout["data"]["shard"] = self.shard
-        if self.experts > 1:
-            layout["data"]["expert"] = self.experts
+        if (axis := self.dealt(devices)[0]) > 1:
+            layout["data"]["expert"] = axis
         if self.tensor > 1:
             layout["tensor"] = {"kind": "megatron", "size": self.tensor, "sequence_parallel": self.by_sequence}
         if self.stages > 1:

@@ -126,6 +126,8 @@ def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bo
     if isinstance(model, dict):
         if (model.get("experts") or {}).get("per_token") == 1:
             model["experts"]["renormalise"] = False  # one weight alone would be 1: Megatron takes the softmax before
+        if shared := given.number("moe-shared-expert-intermediate-size", 0) if model.get("experts") else 0:
+            model["experts"]["shared"] = shared
         model |= {"dropout": float(given.get("hidden-dropout", 0.1, DEFAULT))}
         model |= {"vocabulary_multiple": given.number("make-vocab-size-divisible-by", 128) * tensor}
     degrees = Degrees(
@@ -134,6 +136,10 @@ def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bo
         context_kind=given.word("cp-comm-type", CONTEXTS, "ring"),
         experts=given.number("expert-model-parallel-size"), sync=sync_of(given, bridge),
     )  # fmt: skip
+    sent: tuple[str, ...] = ()
+    if not isinstance(model, dict) or model.get("experts"):
+        degrees = replace(degrees, expert_tensor=given.number("expert-tensor-parallel-size", tensor))
+        sent = dispatched(given, bridge) if degrees.experts > 1 or isinstance(model, dict) else ()
     if given.on("use-distributed-optimizer") and (copies := given.number("num-distributed-optimizer-instances", 1)) > 1:
         parts = degrees.data(asked.devices) // copies
         degrees = replace(degrees, shard=parts) if parts > 1 else replace(degrees, sync="allreduce")
@@ -148,7 +154,8 @@ def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bo
     )  # fmt: skip
     if written := partition_of(given, stages, degrees.chunks, layers_of(model)):
         run["layout"]["pipeline"]["partition"] = written
-    return ForeignJob("megatron-core", run, account, facts_of(given, bridge), "arguments")
+    facts = (*facts_of(given, bridge), *sent, *degrees.expert_facts(asked.devices))
+    return ForeignJob("megatron-core", run, account, facts, "arguments")
 
 
 def told_model(given: Arguments, tree: Mapping[str, Any]) -> str | Tree | None:
@@ -338,8 +345,37 @@ def facts_of(given: Arguments, bridge: bool) -> tuple[str, ...]:
     recipe = f"{given.get('mixed-precision', '')} {given.get('fp8-recipe', '')}".lower()
     if given.get("fp8-format") or given.get("fp8") or "fp8" in recipe:
         facts.append("products=mxfp8" if "mxfp8" in recipe else "products=fp8")
-    under = [name for flag, name in OVERLAPS if given.on(flag) or (bridge and name != "layers")]
+    under = [name for flag, name in OVERLAPS if given.on(flag) or (bridge and name in ("sums", "gathers"))]
     return (*facts, f"overlapped={','.join(under) or '[]'}")
 
 
-OVERLAPS = (("overlap-grad-reduce", "sums"), ("overlap-param-gather", "gathers"), ("tp-comm-overlap", "layers"))
+def dispatched(given: Arguments, bridge: bool) -> tuple[str, ...]:
+    """Facts of the software that say how rows are sent to experts, and multiplied: without grouped products the experts
+    share a stream with all else. Raises ConfigError for an unknown dispatcher."""
+    told = given.word("moe-flex-dispatcher-backend", BACKENDS, None)
+    kind = given.word("moe-token-dispatcher-type", KINDS, "flex" if told else None)
+    if kind is None:
+        kind = "allgather"
+        given.account.assume("moe-token-dispatcher-type", kind, DEFAULT)
+    if given.on("moe-enable-deepep"):
+        told = "deepep"
+    if not given.on("moe-permute-fusion"):
+        given.account.assume("moe-permute-fusion", True, "each permutation of rows is one kernel in a plan")
+    kind = (told or "deepep") if kind == "flex" else kind
+    names = ("moe-flex-dispatcher-num-sms", f"moe-{kind}-num-sms")
+    sms = next((given.number(name) for name in names if given.get(name) not in NOTHING), None)
+    told_sms = [f"dispatch_sms={sms}"] if sms and kind in ("deepep", "hybridep") else []
+    return (f"dispatch={kind}", *told_sms, *(() if bridge or given.on("moe-grouped-gemm") else (ONE_STREAM,)))
+
+
+ONE_STREAM = "streams_bytes=[0, 0]"
+
+
+KINDS = (("alltoall", "alltoall"), ("alltoall_seq", "alltoall"), ("allgather", "allgather"), ("flex", "flex"))
+"""Megatron's --moe-token-dispatcher-type, and ours, of a fact `dispatch`."""
+BACKENDS = (("deepep", "deepep"), ("hybridep", "hybridep"))
+"""The kernels of its dispatcher `flex`."""
+OVERLAPS = (
+    ("overlap-grad-reduce", "sums"), ("overlap-param-gather", "gathers"), ("tp-comm-overlap", "layers"),
+    ("overlap-moe-expert-parallel-comm", "experts"),
+)  # fmt: skip

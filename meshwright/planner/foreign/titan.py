@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,8 @@ def read_fields(path: Path, asked: Asked, tree: Mapping[str, Any], form: JobForm
         sync=("zero2" if keeps else "zero3") if rest > 1 else "allreduce",
         replicas=None if shard < 0 else shard * replicate,
     )  # fmt: skip
+    if degrees.experts > 1:  # out of tensor ranks first, if these do not cut experts (distributed/parallel_dims.py)
+        degrees = replace(degrees, expert_tensor=account.number(f"{parallelism}expert_tensor_parallel_degree"))
     if "interleaved" in told.lower():
         account.assume("virtual stages", 2, "torchtitan gives a rank two stages of an interleaved schedule")
     replicas = degrees.data(asked.devices)
@@ -101,7 +104,8 @@ def read_fields(path: Path, asked: Asked, tree: Mapping[str, Any], form: JobForm
         offload="host" if account.flag(f"{training}enable_cpu_offload") else "none",
     )  # fmt: skip
     compiled = account.flag("compile.enable", f"{training}compile")
-    return ForeignJob("torchtitan" if compiled else "torchtitan-eager", run, account, facts_of(account, tree), form)
+    facts = (*facts_of(account, tree), *degrees.expert_facts(asked.devices))
+    return ForeignJob("torchtitan" if compiled else "torchtitan-eager", run, account, facts, form)
 
 
 def model_name(account: Account) -> str | None:
@@ -148,4 +152,8 @@ def facts_of(account: Account, tree: Mapping[str, Any]) -> tuple[str, ...]:
         facts.append("products=mxfp8")
     if account.flag("parallelism.enable_async_tensor_parallel", "compile.enable_async_tensor_parallel"):
         facts.append("overlapped=sums,gathers,layers")
+    if account.number("parallelism.expert_parallel_degree") > 1:
+        known = (("standard", "alltoall"), ("deepep", "deepep"), ("hybridep", "hybridep"))
+        sent = account.word("parallelism.expert_parallel_comm_backend", known=known, default="alltoall", why=DEFAULT)
+        facts.append(f"dispatch={sent}")
     return tuple(facts)

@@ -25,12 +25,20 @@ def _tensor(config: Config) -> int:
     return dict(config.layout.axes).get("tensor", 1)
 
 
+def _experts(config: Config, program: Program) -> tuple[int, int]:
+    """Ranks with different experts, and ranks that cut one expert, as Megatron-LM and torchtitan count both."""
+    tensor, software = _tensor(config), program.software
+    cut = software.expert_tensor or tensor
+    over_context = config.layout.context.size if software.expert_context else 1
+    return config.layout.data.expert * over_context * tensor // cut, cut
+
+
 def _local(config: Config) -> int:
     """Samples of a step on a replica."""
     return config.batch.global_ // config.layout.data.size
 
 
-def _titan_fields(config: Config) -> Iterator[tuple[str, str, object]]:
+def _titan_fields(config: Config, program: Program) -> Iterator[tuple[str, str, object]]:
     """torchtitan's fields: section, name, value."""
     layout = config.layout
     data, stages = layout.data, layout.pipeline.size
@@ -43,7 +51,12 @@ def _titan_fields(config: Config) -> Iterator[tuple[str, str, object]]:
         yield "parallelism", "fsdp_reshard_after_forward", "always" if data.strategy.gathers else "never"
     yield "parallelism", "tensor_parallel_degree", _tensor(config)
     yield "parallelism", "context_parallel_degree", layout.context.size
-    yield "parallelism", "expert_parallel_degree", data.expert
+    ranks, cut = _experts(config, program)
+    if config.model.routing.num_experts:
+        yield "parallelism", "expert_parallel_degree", ranks
+        yield "parallelism", "expert_tensor_parallel_degree", cut
+        backend = program.software.dispatch or "alltoall"
+        yield "parallelism", "expert_parallel_comm_backend", "standard" if backend == "alltoall" else backend
     yield "parallelism", "pipeline_parallel_degree", stages
     if stages > 1:
         yield "parallelism", "pipeline_parallel_schedule", "Interleaved1F1B" if layout.pipeline.chunks > 1 else "1F1B"
@@ -61,7 +74,7 @@ def _recomputed(config: Config, nothing: str, whole: str, operations: str) -> st
 def titan_toml(config: Config, program: Program) -> Iterator[str]:
     """torchtitan's TOML, of before February 2026."""
     section = ""
-    for name, field, value in _titan_fields(config):
+    for name, field, value in _titan_fields(config, program):
         if name != section:
             section = name
             yield f"[{name}]"
@@ -72,7 +85,7 @@ def titan_toml(config: Config, program: Program) -> Iterator[str]:
 
 def titan_flags(config: Config, program: Program) -> Iterator[str]:
     """Flags behind torchtitan's --module and --config."""
-    for name, field, value in _titan_fields(config):
+    for name, field, value in _titan_fields(config, program):
         yield f"--{name}.{field} {value}"
     policy = _recomputed(config, "None", "FullAC.Config()", "SelectiveAC.Config()")
     yield f"# activation_checkpoint={policy} in the config's function"
@@ -98,8 +111,22 @@ def megatron_words(config: Config, program: Program) -> Iterator[str]:
     if layout.context.size > 1:
         yield f"--context-parallel-size {layout.context.size}"
         yield f"--cp-comm-type {program.contexts[layout.context.kind]}"
-    if layout.data.expert > 1:
-        yield f"--expert-model-parallel-size {layout.data.expert}"
+    if config.model.routing.num_experts:
+        software = program.software
+        ranks, cut = _experts(config, program)
+        yield f"--expert-model-parallel-size {ranks}"
+        if cut != tensor:
+            yield f"--expert-tensor-parallel-size {cut}"
+        sent = software.dispatch or "alltoall"
+        flex = sent in ("deepep", "hybridep")
+        yield f"--moe-token-dispatcher-type {'flex' if flex else sent}"
+        if flex:
+            yield f"--moe-flex-dispatcher-backend {sent}"
+        if flex and software.dispatch_sms:
+            yield f"--moe-flex-dispatcher-num-sms {software.dispatch_sms}"
+        yield f"--moe-permute-fusion{' --moe-grouped-gemm' if any(software.streams_bytes) else ''}"
+        if "experts" in software.overlapped:
+            yield "--overlap-moe-expert-parallel-comm"
     if flag := program.syncs.get(layout.data.sync):
         yield flag
     policy = config.memory.policy
@@ -161,6 +188,10 @@ def automodel_words(config: Config, program: Program) -> Iterator[str]:
         yield f"    pp_schedule: {'interleaved1f1b' if chunks > 1 else '1f1b'}"
         yield f"    pp_microbatch_size: {config.micro}"
         yield f"    layers_per_stage: {-(-config.model.num_blocks // (stages * chunks))}"
+    if config.model.routing.num_experts and program.software.dispatch:
+        sent = "torch" if program.software.dispatch == "allgather" else program.software.dispatch
+        experts = "te" if program.software.experts == "apart" else "torch_mm"
+        yield f"model: {{backend: {{dispatcher: {sent}, experts: {experts}}}}}"
 
 
 def nanotron_words(config: Config, program: Program) -> Iterator[str]:

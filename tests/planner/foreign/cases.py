@@ -70,6 +70,27 @@ def llama3_8b_tokens():
     config.parallelism.fsdp_reshard_after_forward = "never"
     return config
 """
+BRIDGE_EXPERTS = """
+from megatron.bridge.recipes.utils import CommOverlapConfig
+
+def mixtral():
+    cfg = _pretrain_common()
+    cfg.model = GPTModelProvider(
+        num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8,
+        vocab_size=32000, seq_length=4096, gated_linear_unit=True, hidden_dropout=0.0, num_experts=8,
+        moe_router_topk=2, share_embeddings_and_output_weights=False,
+    )
+    cfg.model.tensor_model_parallel_size = 2
+    cfg.model.sequence_parallel = True
+    cfg.model.expert_model_parallel_size = 8
+    cfg.model.expert_tensor_parallel_size = 1
+    cfg.model.moe_flex_dispatcher_backend = "hybridep"
+    cfg.model.moe_token_dispatcher_type = "flex"
+    cfg.train.global_batch_size = 64
+    cfg.train.micro_batch_size = 1
+    cfg.comm_overlap = CommOverlapConfig(tp_comm_overlap=True, overlap_moe_expert_parallel_comm=True)
+    return cfg
+"""
 BRIDGE = """
 from megatron.bridge import AutoBridge
 
@@ -200,6 +221,8 @@ torchrun pretrain_gpt.py ${MODEL_ARGS[@]} ${MOE_ARGS[@]} --tokenizer-type Llama2
     --num-layers-per-virtual-pipeline-stage 8 --expert-model-parallel-size 8 --use-distributed-optimizer \\
     --sequence-parallel --bf16 --overlap-grad-reduce
 """
+FLEX = """--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-hybridep-num-sms 32
+    --expert-tensor-parallel-size 1 --overlap-moe-expert-parallel-comm --moe-permute-fusion"""
 ACCELERATE = """
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
@@ -284,6 +307,24 @@ enable = true
         {"batch.global_": 64, "micro": 2, "layout.data.size": 8, "layout.data.shard": 4, "layout.data.sync": "zero2",
          "layout.pipeline.size": 2, "layout.pipeline.chunks": 2, "layout.pipeline.schedule": "1f1b"},
     ),
+    "torchtitan with experts over tensor ranks.toml": Job(
+        {"experts.toml": """
+[model]
+name = "deepseek_v3"
+[training]
+local_batch_size = 4
+seq_len = 4096
+[parallelism]
+tensor_parallel_degree = 2
+expert_parallel_degree = 8
+expert_parallel_comm_backend = "deepep"
+[compile]
+enable = true
+"""},
+        16, "torchtitan",
+        {"layout.data.size": 8, "layout.data.expert": 4, "layout.tensor.size": 2},
+        ("dispatch=deepep", "expert_tensor=1"), options={"model": "deepseek-v3"},
+    ),
     "torchtitan registry, llama3_8b": Job(
         {"llama3/config_registry.py": TITAN}, 8, "torchtitan-eager",
         {"model.hidden": 4096, "batch.global_": 8, "micro": 1, "memory.recompute": "ops", "layout.data.sync": "zero3"},
@@ -326,7 +367,23 @@ enable = true
         {"train.sh": MIXTRAL}, 32, "megatron-core",
         {"model.experts.count": 8, "model.experts.per_token": 2, "model.vocabulary": 32000, "layout.data.expert": 8,
          "layout.pipeline.size": 4, "layout.pipeline.chunks": 1, "batch.global_": 256, "layout.data.sync": "zero1"},
-        ("overlapped=sums",), ("moe-token-dispatcher-type",),
+        ("overlapped=sums", "dispatch=alltoall"),
+    ),
+    "Megatron-LM with experts over tensor ranks": Job(
+        {"train.sh": MIXTRAL.replace("--moe-token-dispatcher-type alltoall", FLEX)
+         .replace("--tensor-model-parallel-size 1", "--tensor-model-parallel-size 2")},
+        32, "megatron-core",
+        # Eight ranks of experts are two tensor ranks of four replicas.
+        {"layout.data.expert": 4, "layout.data.size": 4, "layout.tensor.size": 2, "layout.pipeline.size": 4},
+        ("overlapped=sums,experts", "dispatch=hybridep", "dispatch_sms=32", "expert_tensor=1"),
+    ),
+    "Megatron-LM with experts over context ranks": Job(
+        {"train.sh": MIXTRAL.replace("--pipeline-model-parallel-size 4", "--context-parallel-size 4")
+         .replace("--num-layers-per-virtual-pipeline-stage 8", "").replace("--moe-token-dispatcher-type alltoall", "")},
+        8, "megatron-core",
+        # Eight ranks of experts are four context ranks of two replicas, and the file names no dispatcher.
+        {"layout.data.expert": 2, "layout.data.size": 2, "layout.context.size": 4},
+        ("overlapped=sums", "dispatch=allgather", "expert_context=true"),
     ),
     "Megatron-LM's arguments as YAML": Job(
         {"megatron.yaml": """
@@ -385,6 +442,11 @@ modules:
         {"model.hidden": 2048, "layout.data.size": 8, "batch.global_": 512}, ("overlapped=sums,gathers",),
         function="llama32_1b_1gpu",
     ),
+    "Megatron-Bridge, Mixtral with HybridEP": Job(
+        {"mixtral.py": BRIDGE_EXPERTS}, 16, "megatron-core",
+        {"layout.tensor.size": 2, "layout.data.expert": 4, "layout.data.size": 8, "layout.data.sync": "zero1"},
+        ("overlapped=sums,gathers,layers,experts", "dispatch=hybridep", "expert_tensor=1"), function="mixtral",
+    ),
     "AutoModel llama3_70b_pretrain.yaml": Job(
         {"pretrain.yaml": """
 recipe: TrainFinetuneRecipeForNextTokenPrediction
@@ -424,7 +486,7 @@ dataset: {seq_length: 4096}
 """},
         16, "automodel",
         {"model.hidden": 2048, "batch.global_": 1024, "layout.data.expert": 16, "layout.data.sync": "zero2"},
-        left_out=("model.backend.dispatcher", "model.backend.experts"),
+        ("dispatch=hybridep", "experts=apart"),
     ),
     "AutoModel megatron_pretrain_gpt2.yaml": Job(
         {"gpt2.yaml": """

@@ -67,7 +67,7 @@ def test_the_answer_is_read_back_to_the_same_layout(name: str, tmp_path: Path) -
     job = JOBS[name]
     found, config = read(tmp_path, job)
     form = found.form
-    words = str(foreign_words(load_program(found.program), config, form))
+    words = str(foreign_words(load_program(found.program, found.facts), config, form))
     ending = {"toml": ".toml", "deepspeed": ".json", "flags": ".sh", "arguments": ".sh"}.get(str(form), ".yaml")
     model = job.options.get("model", found.run["model"])
     named = model if isinstance(model, str) else "llama-3.1-8b"
@@ -85,6 +85,28 @@ def test_the_answer_is_read_back_to_the_same_layout(name: str, tmp_path: Path) -
     }
     assert second.layout.context.kind == config.layout.context.kind or config.layout.context.size == 1
     assert second.layout.data.shard == config.layout.data.shard
+    if config.model.routing.num_experts:
+        first, third = (load_program(job.program, job.facts).software for job in (found, again))
+        assert first.expert_ranks == third.expert_ranks
+        assert first.dispatch_sms == third.dispatch_sms
+        assert ("experts" in first.overlapped) == ("experts" in third.overlapped)
+
+
+def test_equal_experts_on_tensor_ranks_are_told(tmp_path: Path) -> None:
+    """Two ranks of experts are half of four tensor ranks: the other half would have the same experts."""
+    path = tmp_path / "job.sh"
+    flags = "--tensor-model-parallel-size 4 --sequence-parallel --num-experts 4 --disable-bias-linear --swiglu"
+    words = f"{flags} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+    path.write_text(MEGATRON.replace("--pipeline-model-parallel-size 4", words))
+    with pytest.raises(ConfigError, match="leaves equal experts on some of 4 tensor ranks"):
+        read_foreign(path, Asked(devices=8))
+
+
+def test_a_dispatcher_that_is_not_known_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "job.sh"
+    path.write_text(f"{MEGATRON} --num-experts 4 --disable-bias-linear --moe-token-dispatcher-type pigeons")
+    with pytest.raises(ConfigError, match="has no word of ours; valid: alltoall, alltoall_seq, allgather, flex"):
+        read_foreign(path, Asked(devices=8))
 
 
 def test_accelerate_reads_our_words(tmp_path: Path) -> None:
