@@ -12,7 +12,7 @@ from validation.beside import formula_bytes
 from validation.paper import read_table
 from validation.public import FOLDER, Judged, PublicRow, judge, load_sets
 from validation.scatter import sentence, write_page
-from validation.strategies import beyond, by_strategy, quantile, strategy
+from validation.strategies import beyond, by_dispatcher, by_strategy, quantile, strategy
 
 SETS = load_sets()
 COLUMNS = [
@@ -40,6 +40,52 @@ COLUMNS = [
     "memory_gb",
     "note",
 ]
+
+
+@pytest.mark.parametrize(
+    "model, device, note, micro, dispatch",
+    [
+        ("DeepSeekV3", "GB200", "25.11 NeMo Container", "1", "alltoall"),
+        ("DeepSeekV3", "B200", "26.02 NeMo Container", "1", "hybridep"),
+        ("DeepSeekV3", "GB300", "26.06 NeMo Container", "1", "hybridep, overlapped"),
+        ("DeepSeekV3", "B300", "26.06 NeMo Container", "2", "hybridep"),
+        ("Kimi_K2", "GB300", "26.06 NeMo Container", "2", "hybridep"),
+        ("Qwen3_30B_a3B", "B300", "26.06.01 NeMo Container", "8", "hybridep, overlapped"),
+        ("Qwen3_30B_a3B", "B200", "26.02 NeMo Container", "1", "alltoall"),
+        ("Qwen3_30B_a3B", "B200", "26.04 NeMo Container", "4", "hybridep"),
+        ("Qwen3_30B_a3B", "H100", "26.06 NeMo Container", "1", "hybridep"),
+        ("Qwen3_235B_a22B", "GB300", "26.04 NeMo Container", "2", "hybridep"),
+        ("Qwen3_235B_a22B", "H100", "26.02 NeMo Container", "1", "alltoall, overlapped"),
+        ("Qwen3_235B_a22B", "B300", "26.04 NeMo Container", "2", "alltoall"),
+    ],
+)
+def test_a_row_takes_the_facts_of_its_own_recipe(model: str, device: str, note: str, micro: str, dispatch: str) -> None:
+    """As the repository's files of that time say (sources stand beside the facts)."""
+    line = {"model": model, "device": device, "note": note, "micro": micro}
+    recipe = next(recipe for recipe in SETS["bridge"].recipes if recipe.fits(line))
+    software = load_program("megatron-core", recipe.facts).software
+    assert f"{software.dispatch}{', overlapped' if 'experts' in software.overlapped else ''}" == dispatch
+
+
+def test_more_ranks_of_experts_than_replicas_are_planned() -> None:
+    """32 ranks of experts are two tensor ranks of sixteen replicas."""
+    lines = [line for line in read_table(FOLDER / "bridge.csv") if line["device"] == "H100" and line["ep"] == "32"]
+    config = public.parse_config(public._tree(lines[0], SETS["bridge"]))
+    assert (config.layout.data.size, config.layout.data.expert) == (16, 16)
+    assert "expert_tensor=1" in public._facts(lines[0], SETS["bridge"])
+
+
+def test_rows_are_grouped_by_model_and_dispatcher() -> None:
+    lines = [{"model": model} for model in ("a", "a", "b", "b")]
+    rows = [
+        PublicRow("one", 1.0, None, 1.1, dispatch="deepep"), PublicRow("two", 1.0, None, 1.2, dispatch="alltoall"),
+        PublicRow("three", 1.0, None, 1.3, dispatch="deepep"), PublicRow("four", None, None, 1.3, dispatch="deepep"),
+    ]  # fmt: skip
+    found = {key: [row.label for row in group] for key, group in by_dispatcher(lines, rows).items()}
+    assert found == {
+        ("a", "alltoall"): ["two"], ("a", "deepep"): ["one"], ("b", "deepep"): ["three"],
+        ("all", "alltoall"): ["two"], ("all", "deepep"): ["one", "three"],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SETS)

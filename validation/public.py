@@ -16,12 +16,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from meshwright.config import parse_config
+from meshwright.config import Config, parse_config
 from meshwright.config.load import read_yaml
+from meshwright.planner.foreign.job import Degrees
 from meshwright.planner.plan.cluster import Cluster, load_cluster
 from meshwright.planner.plan.memory import Memory, verdict
 from meshwright.planner.plan.predict import Planner
-from meshwright.planner.plan.software import load_program
+from meshwright.planner.plan.software import Software, load_program
 from meshwright.ranks.errors import ConfigError
 from validation.arguments import job_of
 from validation.paper import Line, read_table
@@ -44,6 +45,24 @@ class MemoryColumn(BaseModel, extra="forbid", frozen=True):
     rank: Literal["fullest", "last"] = "fullest"
 
 
+class Recipe(BaseModel, extra="forbid", frozen=True):
+    """What a job's own file says of some rows, and the file: facts of rows of these models (by how names begin),
+    devices, notes (by a part of the note) and microbatches; nothing said: all."""
+
+    source: str
+    facts: tuple[str, ...]
+    models: tuple[str, ...] = ("",)
+    devices: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ("",)
+    micro: tuple[str, ...] = ()
+
+    def fits(self, line: Line) -> bool:
+        """Whether the facts are of a row."""
+        told = all(not own or line[key] in own for key, own in (("device", self.devices), ("micro", self.micro)))
+        named = line["model"].startswith(self.models)
+        return told and named and any(note in line["note"] for note in self.notes)
+
+
 class RowSet(BaseModel, extra="forbid", frozen=True):
     """A set's entry of sets.yaml."""
 
@@ -54,6 +73,8 @@ class RowSet(BaseModel, extra="forbid", frozen=True):
     arguments: bool = False
     facts: tuple[str, ...] = ()
     facts_by_note: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    recipes: tuple[Recipe, ...] = ()
+    expert_tensor: int | None = None
     clusters: dict[str, str | dict[str, Any]]
     family: str
     model: dict[str, Any] = Field(default_factory=dict)
@@ -73,15 +94,19 @@ class RowSet(BaseModel, extra="forbid", frozen=True):
 
 @dataclass(frozen=True)
 class PublicRow:
-    """A row and what was predicted of it: seconds and bytes, measured (None: not said) and predicted; `fits`: the
-    verdict of memory; `missing`: what a plan cannot say of it; `doubtful`: why it does not count; `ran_out`: whether it
-    ran out of the device's memory, of so many bytes."""
+    """A row and what was predicted of it: seconds and bytes, measured (None: not said) and predicted.
+
+    `dispatch`: how rows are sent to experts of other ranks; `fits`: the verdict of memory; `missing`: what a plan
+    cannot say of it; `doubtful`: why it does not count; `ran_out`: whether it ran out of the device's memory, of so
+    many bytes.
+    """
 
     label: str
     measured_seconds: float | None
     measured_bytes: float | None
     seconds: float | None = None
     bytes: float | None = None
+    dispatch: str = ""
     fits: str = ""
     missing: str = ""
     doubtful: str = ""
@@ -193,9 +218,18 @@ def _judged(line: Line, rows_set: RowSet, planners: dict[Any, Planner]) -> Publi
         row,
         seconds=prediction.seconds,
         bytes=float(_bytes(memory, rows_set.memory.of)) if rows_set.memory else None,
+        dispatch=_dispatch(planners[key].software, config),
         fits=verdict(fullest, prediction.cluster),
         device_bytes=prediction.cluster.device.memory_bytes,
     )
+
+
+def _dispatch(software: Software, config: Config) -> str:
+    """`hybridep, overlapped`; nothing for a layout without experts on other ranks."""
+    ranks = software.expert_ranks
+    if not config.model.routing.num_experts or ranks is None or not ranks.axes(config.grid):
+        return ""
+    return ranks.dispatcher + (", overlapped" if "experts" in software.overlapped else "")
 
 
 def _bytes(memory: Memory, of: str) -> int:
@@ -234,7 +268,19 @@ def _missing(line: Line, rows_set: RowSet) -> Iterator[str]:
 def _facts(line: Line, rows_set: RowSet) -> list[str]:
     low = _low(line)
     by_note = [fact for word, facts in rows_set.facts_by_note.items() if word in line["note"] for fact in facts]
-    return [*rows_set.facts, *by_note, *([f"products={low}"] if low else [])]
+    recipe = next((recipe.facts for recipe in rows_set.recipes if recipe.fits(line)), ())
+    if rows_set.arguments or not (line["tp"] and line["pp"]):
+        ranks: tuple[str, ...] = ()
+    else:
+        ranks = _degrees(line, rows_set).expert_facts(int(line["gpus"]))
+    return [*rows_set.facts, *by_note, *recipe, *ranks, *([f"products={low}"] if low else [])]
+
+
+def _degrees(line: Line, rows_set: RowSet) -> Degrees:
+    """The row's axes, as its program counts them."""
+    tensor, stages, context, experts = (int(line[key] or 1) for key in ("tp", "pp", "cp", "ep"))
+    cut = rows_set.expert_tensor if experts > 1 else None
+    return Degrees(tensor=tensor, stages=stages, context=context, experts=experts, expert_tensor=cut)
 
 
 def _low(line: Line) -> str | None:
@@ -247,6 +293,7 @@ def _tree(line: Line, rows_set: RowSet) -> dict[str, Any]:
     replicas = number["gpus"] // (number["tp"] * number["pp"] * number["cp"])
     word = next((word for word in SYNCS if line["sharding"].startswith(word)), "none")
     data: dict[str, Any] = {"size": replicas, "sync": SYNCS[word] if replicas * number["cp"] > 1 else "allreduce"}
+    number["ep"] = _degrees(line, rows_set).dealt(number["gpus"])[0]
     data |= {"expert": number["ep"]} if number["ep"] > 1 else {}
     part = (
         8 if word == HSDP else next((n for told, n in rows_set.sharding.items() if told in line["sharding"]), replicas)

@@ -3,6 +3,9 @@
 A strategy is a row's first cut of these: experts, stages, context, tensor; else data. A line a strategy: rows, the
 signed errors of seconds and of memory, rows of memory within 5 and 10 %, and the share that 95 % of the rows hold at
 most beyond what is predicted, by which a layout is tight (configs/software, memory.by).
+
+A second table has the rows whose experts are on several ranks, by model and by how rows are sent to experts: signed and
+mean errors of seconds, the least and the greatest, and the rows within 12 %.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from validation.public import FOLDER, PublicRow, judge, load_sets
 
 CUTS = (("ep", "experts"), ("pp", "stages"), ("cp", "context"), ("tp", "tensor"))
 QUANTILE = 0.95
+NEAR = 0.12
 
 
 def strategy(line: Line) -> str:
@@ -41,6 +45,16 @@ def by_strategy(lines: Sequence[Line], rows: Sequence[PublicRow]) -> dict[tuple[
     return dict(sorted(found.items()))
 
 
+def by_dispatcher(lines: Sequence[Line], rows: Sequence[PublicRow]) -> dict[tuple[str, str], list[PublicRow]]:
+    """Rows with predicted and measured seconds, by model and dispatcher; and by dispatcher alone."""
+    found: dict[tuple[str, str], list[PublicRow]] = defaultdict(list)
+    for line, row in zip(lines, rows, strict=True):
+        if row.dispatch and row.seconds is not None and row.measured_seconds is not None:
+            found[line["model"], row.dispatch].append(row)
+            found["all", row.dispatch].append(row)
+    return dict(sorted(found.items(), key=lambda item: (item[0][0] == "all", item[0])))
+
+
 def beyond(rows: Sequence[PublicRow]) -> list[float]:
     """The shares that rows hold beyond their predictions, 0 for those that hold less."""
     return [max(0.0, row.measured_bytes / row.bytes - 1) for row in rows if row.bytes and row.measured_bytes]
@@ -51,9 +65,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Signed errors by strategy.")
     parser.add_argument("names", nargs="*", metavar="SET", choices=[*sets, []], help="; all of them")
     table = Table("set", "device", "strategy", "rows", "seconds", "memory", "within 5, 10 %", "95 % hold at most")
+    sent = Table("set", "model", "rows to experts", "rows", "signed", "mean", "from", "to", "within 12 %")
     for name in parser.parse_args().names or sets:
         lines = list(read_table(FOLDER / f"{name}.csv"))
-        groups = by_strategy(lines, judge(name, sets[name]).rows)
+        judged = judge(name, sets[name]).rows
+        groups = by_strategy(lines, judged)
         for told in dict.fromkeys(each for _, each in groups):
             every = [row for (_, kind), rows in groups.items() if kind == told for row in rows]
             groups["all", told] = every
@@ -64,7 +80,16 @@ def main() -> None:
             means = [f"{math.fsum(each) / len(each):+.1%}" if each else "" for each in (timed, errors)]
             most = f"{quantile(beyond(rows)):.1%}" if errors else ""
             table.add_row(name, device, told, str(len(rows)), *means, near if errors else "", most)
-    Console(highlight=False, width=120).print(table)
+        for (model, dispatch), rows in by_dispatcher(lines, judged).items():
+            errors = [row.seconds_error for row in rows]
+            means = [math.fsum(each) / len(rows) for each in (errors, map(abs, errors))]
+            figures = f"{means[0]:+.1%}", f"{means[1]:.1%}", f"{min(errors):+.1%}", f"{max(errors):+.1%}"
+            near = str(sum(abs(error) <= NEAR for error in errors))
+            sent.add_row(name, model, dispatch, str(len(rows)), *figures, near)
+    console = Console(highlight=False, width=120)
+    console.print(table)
+    if sent.row_count:
+        console.print(sent)
 
 
 if __name__ == "__main__":
