@@ -175,7 +175,8 @@ def search(
 
     Raises ConfigError where no layout is legal, or none fits, with the bytes that the closest layout lacks.
     """
-    job = SearchJob(config, cluster, devices, frozenset(fixed), program.layouts if program else {})
+    known, experts = (program.layouts, program.software.expert_ranks) if program else ({}, None)
+    job = SearchJob(config, cluster, devices, frozenset(fixed), known, experts)
     evaluator = Evaluator(job, models or Estimates(Planner(cluster)), keep)
     current = _Search(evaluator, top, report, improved)
     # torch's first pass leaves reference cycles, which would count as memory: it runs while the collector is on.

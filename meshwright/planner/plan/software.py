@@ -285,12 +285,15 @@ def load_program(name: str = OWN, facts: Sequence[str] = ()) -> Program:
         raise ConfigError.of("--fact", f"{foreign}={getattr(software, foreign)}", rule, "--software megatron-core")
     sources = {fact: each.source for fact, each in preset.facts.items()}
     sources |= {word.partition("=")[0]: "--fact" for word in facts}
+    layouts = dict(preset.layouts)
+    if software.expert_tensor or software.expert_context:
+        layouts["layout.tensor.sequence_parallel"] = (True,)  # whose ranks have tokens of their own to send
     return Program(
         name,
         preset.program,
         software,
         sources,
-        preset.layouts,
+        layouts,
         preset.form,
         preset.syncs,
         preset.contexts,

@@ -43,6 +43,7 @@ from meshwright.config.section import Rule, Section, divisors, field_of, with_fi
 from meshwright.config.shorthand import in_words
 from meshwright.planner.plan.cluster import Cluster
 from meshwright.ranks.errors import Problem
+from meshwright.ranks.planned import ExpertRanks
 from meshwright.strategies.memory.section import FIELD as RECOMPUTE
 from meshwright.strategies.memory.section import KEEPS_ALL, policy_of
 
@@ -66,13 +67,15 @@ Refused = dict[str, Problem]
 @dataclass(frozen=True)
 class SearchJob:
     """The run, cluster and devices of a search. `fixed`: dotted names of fields that keep the run's values; `known`:
-    the values that a program knows of a field, by dotted name, where it knows some alone."""
+    the values that a program knows of a field, by dotted name, where it knows some alone; `experts`: how a program
+    deals experts."""
 
     run: Config
     cluster: Cluster
     devices: int
     fixed: Collection[str] = ()
     known: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    experts: ExpertRanks | None = None
 
     def is_known(self, name: str, value: Any) -> bool:
         """Whether a value of a field, or a section with fields that some values alone are known of, is known."""
@@ -393,9 +396,17 @@ def _shards(config: Config, job: SearchJob) -> tuple[int | None, ...]:
 
 def _experts(config: Config, job: SearchJob) -> list[int]:
     """Experts on every rank; held by the replicas of a node, so that rows stay there; and held by as many as can."""
-    data = config.layout.data
+    data, count = config.layout.data, config.model.routing.num_experts or 1
+    if job.experts is not None and config.model.routing.num_experts:
+        # Of a program that deals experts over a layer's ranks too, these are dealt first.
+        tensor, context = dict(config.layout.tensor.axes).get("tensor", 1), config.layout.context.size
+        parts = job.experts.tensor or tensor
+        over = tensor // parts * (context if job.experts.context else 1)
+        if tensor % parts or count % max(1, over):
+            return []
+        count //= over
     # Both must divide: replicas into groups, experts onto the ranks of a group.
-    sizes = divisors(math.gcd(data.shard or data.size, config.model.routing.num_experts or 1))
+    sizes = divisors(math.gcd(data.shard or data.size, count))
     here = max((size for size in sizes if size <= _replicas_of_node(config, job)), default=1)
     return sorted({1, here, sizes[-1]})
 

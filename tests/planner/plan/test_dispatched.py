@@ -14,6 +14,7 @@ from meshwright.planner.plan.network import DISPATCHERS, ClusterNetwork, Rows
 from meshwright.planner.plan.predict import Planner
 from meshwright.planner.plan.recorder import Kernel, Program, Start
 from meshwright.planner.plan.software import load_program
+from meshwright.planner.plan.space import SearchJob, legal_layouts
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.planned import Choice, units_of
@@ -263,3 +264,20 @@ def test_a_dispatchers_multiprocessors_are_a_fact() -> None:
     assert own is not None
     assert told is not None
     assert (own.sms, told.sms) == (DISPATCHERS["hybridep"].sms, 32)
+
+
+def test_a_search_deals_experts_over_the_ranks_of_a_layer_first() -> None:
+    """Eight experts on four tensor ranks leave two to replicas; on ranks that cut each expert, all eight."""
+    run = config_of({"data": {"size": 8}})
+    cluster = load_cluster("dgx-h100")
+    for facts, most in ((("expert_tensor=1",), {1: 8, 2: 4, 4: 2, 8: 1}), ((), {1: 8, 2: 4, 4: 2, 8: 1})):
+        program = load_program("megatron-core", facts)
+        job = SearchJob(run, cluster, 8, known=program.layouts, experts=program.software.expert_ranks)
+        found: dict[int, int] = {}
+        for config in legal_layouts(job):
+            tensor = dict(config.layout.axes).get("tensor", 1)
+            found[tensor] = max(found.get(tensor, 0), config.layout.data.expert)
+            assert tensor == 1 or config.layout.tensor.cuts_sequences or not facts
+            assert 8 % (config.layout.data.expert * (tensor if facts else 1)) == 0
+        assert found == {tensor: experts for tensor, experts in most.items() if tensor in found}
+        assert len(found) > 2
