@@ -1,16 +1,16 @@
-"""`meshwright doctor --nodes`: the nodes of a job as its ranks see them, run as one of the ranks.
+"""`meshwright doctor --nodes`: latency and bandwidth between a job's nodes, measured by its ranks.
 
     torchrun | srun | mpirun ... meshwright doctor --nodes [--cluster cluster.yaml --out nodes.yaml]
 
-Measured are the first ranks of each two hosts, and the first two ranks of each host, one pair at a time, so that a pair
-has the network for itself:
+Measured pairs: the first ranks of each two hosts, and the first two ranks of each host. One pair is measured at a time,
+without other traffic:
 
 | measure   | of                                                                    |
 |-----------|-----------------------------------------------------------------------|
 | latency   | an exchange of 8 bytes, both ways at once                             |
 | bandwidth | an exchange of up to 16 MiB, less the latency: bytes a second each way |
 
-If two hosts do not reach each other, the ranks' connections have failed before, with an error that names both hosts.
+If two hosts cannot connect, the launch has failed before, with an error that names both hosts.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from meshwright.training.meeting import ranks_without
 _SMALL_BYTES = 8
 _FIRST_BYTES, _MOST_BYTES = 2**18, 2**24
 _PAIR_SECONDS = 1.0
-"""Seconds for which a pair is measured, about: a slow link gets smaller messages."""
+"""Approximate seconds of a pair's measurement: a slow link gets smaller messages."""
 _WARM_UPS, _ROUNDS = 3, 15
 
 
 @dataclass(frozen=True)
 class NodeRank:
-    """A rank and its host. `clock_seconds`: its host's clock minus rank 0's."""
+    """A rank and its host. `clock_seconds`: the host's clock minus rank 0's."""
 
     rank: int
     host: str
@@ -77,7 +77,7 @@ class NodePair:
 
 @dataclass(frozen=True)
 class NodesReport:
-    """`folders`: by path, the ranks that do not see what rank 0 writes there."""
+    """The hosts, pairs and folders of a job. `folders`: by path, the ranks that do not see rank 0's files."""
 
     transport: TransportName
     ranks: tuple[NodeRank, ...]
@@ -85,7 +85,7 @@ class NodesReport:
     folders: dict[str, tuple[str, ...]]
 
     def levels(self, joins: int) -> tuple[Level, ...]:
-        """The links, innermost first: medians of the pairs. `joins`: devices of a node."""
+        """Return the links, innermost first, as medians of the pairs. `joins`: devices of a node."""
         groups = [[pair for pair in self.pairs if pair.within == within] for within in (True, False)]
         return tuple(
             Level(
@@ -99,10 +99,16 @@ class NodesReport:
 
 
 def examine_nodes(folders: Sequence[Path], cluster: Path | None, out: Path) -> NodesReport | None:
-    """Measure the nodes of the job that this process is a rank of; the report, on rank 0 alone.
+    """Measure the nodes of this process's job. Return the report on rank 0, None on other ranks.
 
-    `cluster`: a cluster file of one node; it is written to `out` with links over several. Raises ConfigError where
-    this process is no rank, and LaunchError where the ranks do not reach each other.
+    Args:
+        folders: Folders that all ranks should see; by default this one and the cache.
+        cluster: A cluster file of one node, or None.
+        out: The cluster file to write, with the measured links.
+
+    Raises:
+        ConfigError: This process is no rank.
+        LaunchError: The ranks cannot connect.
     """
     if not joined():
         rule = "measures the nodes of a job, and this process is no rank of any"
@@ -128,9 +134,11 @@ def examine_nodes(folders: Sequence[Path], cluster: Path | None, out: Path) -> N
 
 
 def with_links(base: Cluster, report: NodesReport) -> Cluster:
-    """The cluster of `base`'s nodes with the links that were measured between them.
+    """Return the cluster of `base`'s nodes with the measured links between nodes. Measurements within a node by
+    `calibrate` are kept.
 
-    Raises ConfigError where all ranks are on one host. What `calibrate` has measured within a node stays.
+    Raises:
+        ConfigError: All ranks are on one host.
     """
     own = base.links.get(report.transport, base.links["torch"])
     between = [level for level in report.levels(base.devices_per_node) if level.joins is None]
@@ -146,11 +154,10 @@ def with_links(base: Cluster, report: NodesReport) -> Cluster:
 
 
 def measure_nodes(rank: Rank, folders: Sequence[str]) -> dict[str, Any]:
-    """One rank's part: its host and clock, its pairs in the order that all ranks follow, and the folders that it
-    sees."""
+    """Run one rank's part: host and clock, the pairs in the order of all ranks, and the folders that the rank sees."""
     mesh = rank.mesh
     address = mesh.transport.peers.address if isinstance(mesh.transport, TorchTransport) else ""
-    mesh.world.barrier()  # all ranks leave it at about one moment: their clocks can be compared
+    mesh.world.barrier()  # all ranks leave the barrier at about one moment, so clocks can be compared
     own = NodeRank(mesh.rank, socket.gethostname(), chosen_interface(), address, time.time())
     ranks = [NodeRank(**json.loads(text)) for text in all_texts(json.dumps(asdict(own)), mesh.world)]
     hosts = [one.host for one in ranks]
@@ -171,26 +178,27 @@ def measure_nodes(rank: Rank, folders: Sequence[str]) -> dict[str, Any]:
 
 
 def _measured(mesh: Mesh, pair: tuple[int, int], hosts: Sequence[str]) -> dict[str, Any]:
-    """The pair's measures on its two ranks; zeros on the others, which wait."""
+    """Measure a pair on its two ranks; other ranks wait and return zeros."""
     latency = bandwidth = 0.0
     if mesh.rank in pair:
         other = pair[1 - pair.index(mesh.rank)]
         latency = _exchange_seconds(mesh.world, other, _SMALL_BYTES, _WARM_UPS, _ROUNDS)
-        # Both ranks take the size that one of them found.
+        # Both ranks use the smaller rate of the two.
         once = torch.tensor([_exchange_seconds(mesh.world, other, _FIRST_BYTES, 1, 1)], dtype=torch.float64)
         theirs = torch.empty_like(once)
         mesh.world.exchange(once, other, theirs, other)
         rate = _FIRST_BYTES / max(once.item(), theirs.item())
         size = min(_MOST_BYTES, max(_FIRST_BYTES, int(rate * _PAIR_SECONDS / (_ROUNDS + 1))))
         seconds = _exchange_seconds(mesh.world, other, size, 1, _ROUNDS)
-        # Less the latency, but by at most nine tenths: small messages on a fast link take little more than that.
+        # The latency is subtracted, at most nine tenths: small messages on a fast link take little longer than the
+        # latency.
         bandwidth = size / max(seconds - latency, seconds / 10)
     mesh.world.barrier()
     return asdict(NodePair(pair, (hosts[pair[0]], hosts[pair[1]]), latency, bandwidth))
 
 
 def _exchange_seconds(world: Comm, other: int, num_bytes: int, warm_ups: int, rounds: int) -> float:
-    """The median time of an exchange with the other rank."""
+    """Return the median seconds of an exchange with the other rank."""
     sent, received = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
     times = []
     for _ in range(warm_ups + rounds):
@@ -201,7 +209,7 @@ def _exchange_seconds(world: Comm, other: int, num_bytes: int, warm_ups: int, ro
 
 
 def as_dict(report: NodesReport) -> dict[str, Any]:
-    """For `--json`."""
+    """Return the report as plain values for `--json`."""
     return asdict(report)
 
 

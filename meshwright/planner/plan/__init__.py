@@ -1,1 +1,1 @@
-"""The planner: what a layout costs on a described cluster, in time and memory, and which layout is the best."""
+"""The planner: the step time and memory of a layout on a described cluster, and a search for the best layout."""

@@ -1,4 +1,4 @@
-"""The allocators behind torch's tensors, as bookkeeping: what they would have asked the device or the system for.
+"""The allocators of torch's tensors, as bookkeeping: the memory that they would request from the device or the system.
 
 On a GPU c10/cuda/CUDACachingAllocator.cpp with its default settings (no expandable segments, no largest split):
 
@@ -8,16 +8,16 @@ On a GPU c10/cuda/CUDACachingAllocator.cpp with its default settings (no expanda
 | less than 10 MiB                        | large | 20 MiB                           |
 | more                                    | large | the request in multiples of 2 MiB |
 
-A request takes the smallest free block of its pool that is large enough, of equal ones the first, and gives the rest of
-it back where that is at least 512 bytes of the small or more than 1 MiB of the large pool. A freed block is joined with
-free neighbours of its segment. Segments stay; where the device has no room for another one, all that are free as a
-whole are given back before the request is refused.
+A request takes the smallest free block of its pool that is large enough, among equal blocks the first. The rest of the
+block is split off if it has at least 512 bytes in the small pool, or more than 1 MiB in the large pool. A freed block
+is joined with free neighbours of its segment. Segments are kept. If the device has no room for another segment, all
+wholly free segments are returned to the device before the request is refused.
 
-Everything is on one stream. What comms send stays alive until it is waited for, so no block comes back later than its
-tensor goes.
+All kernels use one stream. A tensor that a comm sends stays allocated until the wait, so a block is freed with its
+tensor.
 
-On a CPU glibc's heap, which a rank lets serve all sizes and never shrink (machine.keep_freed_memory): the smallest free
-piece that is large enough, or more of the heap; what was ever touched stays resident.
+On a CPU glibc's heap, set to serve all sizes and never shrink (machine.keep_freed_memory): a request takes the smallest
+free piece that is large enough, or extends the heap. Touched memory stays resident.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ OWN_SEGMENT_ROUNDED_TO = 2 * 2**20
 """kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc and kRoundLarge."""
 
 ALIGNMENT = 64
-"""Tensors on a CPU begin at multiples of it (c10/core/alignment.h); glibc keeps a header of its own before each."""
+"""Tensors on a CPU begin at multiples of this (c10/core/alignment.h); glibc stores a header before each."""
 HEAP_HEADER = 16
 
 
 class OutOfDeviceMemory(Exception):
-    """The device has no room for a segment, not even when all cached ones are given back."""
+    """The device has no room for a segment, even with all cached segments returned."""
 
 
 @dataclass(slots=True, eq=False)
 class MemoryBlock:
-    """A piece of a segment. `before`, `after`: its neighbours in there."""
+    """A piece of a segment. `before`, `after`: the neighbours in the segment."""
 
     address: int
     size: int
@@ -55,19 +55,19 @@ class MemoryBlock:
 
 
 class Allocator:
-    """Free blocks by size, and their joining; subclasses say where new memory comes from. `allocated`: bytes in use;
-    `reserved`: bytes that the process has, at its most `peak_reserved`."""
+    """Free blocks by size, and the joining of neighbours; subclasses get new memory. `allocated`: bytes in use;
+    `reserved`: bytes held by the process, `peak_reserved` at most."""
 
     def __init__(self) -> None:
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        """(size, address) of each free block, by whether its pool is the small one; in order."""
+        """(size, address) of each free block, ascending, by whether its pool is the small one."""
         self._at: dict[int, MemoryBlock] = {}
         self._end = 0
         self.allocated = self.peak_allocated = 0
         self.reserved = self.peak_reserved = 0
 
     def allocate(self, size: int) -> MemoryBlock:
-        """Raises OutOfDeviceMemory where there is no room."""
+        """Allocate a block. Raises OutOfDeviceMemory if there is no room."""
         raise NotImplementedError
 
     def free(self, block: MemoryBlock) -> None:
@@ -83,7 +83,8 @@ class Allocator:
         self._give(block)
 
     def _used(self, block: MemoryBlock, size: int, least_rest: int) -> MemoryBlock:
-        """The first part of a block that is not among the free ones; the rest is, if it is so large."""
+        """Mark the first `size` bytes of a block as used. The rest becomes a free block if it has at least `least_rest`
+        bytes."""
         if block.size - size >= least_rest:
             rest = MemoryBlock(block.address + size, block.size - size, block.is_small, True, block, block.after)
             if rest.after is not None:
@@ -99,9 +100,9 @@ class Allocator:
         return block
 
     def _cached(self, size: int, is_small: bool) -> MemoryBlock | None:
-        """The best fit among free blocks."""
+        """Take the best fit from the free blocks; None if all are smaller."""
         free = self._free[is_small]
-        # Sorted by (size, address): the first that is large enough is the best fit at the lowest address.
+        # Sorted by (size, address): the first large enough block is the best fit at the lowest address.
         index = bisect_left(free, (size, 0))
         if index == len(free):
             return None
@@ -126,7 +127,7 @@ class Allocator:
 
 
 class CachingAllocator(Allocator):
-    """A GPU's. `limit_bytes`: the device's room for segments; None: any."""
+    """The allocator of a GPU. `limit_bytes`: the device's room for segments; None: unlimited."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         super().__init__()
@@ -146,7 +147,7 @@ class CachingAllocator(Allocator):
         else:
             whole = -(-size // OWN_SEGMENT_ROUNDED_TO) * OWN_SEGMENT_ROUNDED_TO
         if self._limit is not None and self.reserved + whole > self._limit:
-            # As torch does before it refuses: segments of which no block is in use go back to the device.
+            # As in torch, wholly free segments are returned to the device before the request is refused.
             for free in self._free.values():
                 for _, address in list(free):
                     block = self._at[address]
@@ -162,14 +163,14 @@ class CachingAllocator(Allocator):
 
 
 class Heap(Allocator):
-    """A CPU's. `reserved`: bytes up to the highest address that was ever in use."""
+    """The heap of a CPU process. `reserved`: bytes up to the highest address ever used."""
 
     _last: MemoryBlock | None = None
 
     def allocate(self, size: int) -> MemoryBlock:
         rounded = -(-(size + HEAP_HEADER) // ALIGNMENT) * ALIGNMENT
         block = self._cached(rounded, is_small=False)
-        if block is None:  # the last one is in use: a free one has become a part of what lies beyond (`_give`)
+        if block is None:  # the last block is in use: free ones at the end are cut off (`_give`)
             block = MemoryBlock(self._end, rounded, is_small=False, before=self._last)
             if self._last is not None:
                 self._last.after = block
@@ -184,7 +185,7 @@ class Heap(Allocator):
             super()._give(block)
             return
         block.is_free = True
-        # A free piece at the end of the heap is one with what lies beyond, so it is no piece at all.
+        # A free piece at the end of the heap joins the unused memory after the heap.
         self._end, self._last = block.address, block.before
         if self._last is not None:
             self._last.after = None

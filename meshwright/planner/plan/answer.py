@@ -1,5 +1,5 @@
-"""The answer of a search in sentences: the best layout, what a whole training takes and costs, how sure all of it is,
-and what would change it."""
+"""The answer of a search in sentences: the best layout, the time and price of a whole training, the error of
+predictions, and the changes that would alter the answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DAY, _HOUR, _MINUTE = 86400, 3600, 60
 
 @dataclass(frozen=True)
 class Training:
-    """A whole training: so many tokens, at dollars for a device and hour; None: not said."""
+    """A whole training: `tokens`, and `price` in dollars for a device and hour. None: not given."""
 
     tokens: float | None = None
     price: float | None = None
@@ -35,7 +35,7 @@ class Training:
         return None if self.tokens is None else self.tokens / tokens_per_step * best.seconds
 
     def dollars(self, best: Prediction) -> float | None:
-        """The price of all devices for as long."""
+        """Return the price of all devices for these seconds."""
         seconds = self.seconds(best)
         if seconds is None or self.price is None:
             return None
@@ -43,7 +43,7 @@ class Training:
 
 
 def parse_tokens(text: str | None) -> float | None:
-    """`100B`, `100e9` or `100,000,000,000` -> 1e11. Raises ConfigError for what is no number of tokens."""
+    """Convert `100B`, `100e9` or `100,000,000,000` to 1e11. Raises ConfigError for other text."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:E\+?\d+)?)\s*([KMBT]?)", re.sub("[,_]", "", text.strip().upper()))
@@ -69,7 +69,7 @@ def answer(best: Prediction, layout: str, training: Training) -> str:
 
 
 def sureness(cluster: Cluster, hidden: int) -> str:
-    """How far such predictions were from what was measured; of models as wide as this one, or not."""
+    """Return a sentence on the error of predictions for a cluster, measured on models of this width or of other widths."""
     known, more = cluster.checked, cluster.device.unpredicted_share
     memory = f"processes may hold {more:.0%} more memory than is predicted"
     if known is None:
@@ -93,7 +93,7 @@ def sureness(cluster: Cluster, hidden: int) -> str:
 
 
 def is_difference(share: float, cluster: Cluster) -> bool:
-    """Whether a share of a step's seconds is more than what predictions for the cluster were off by."""
+    """Return whether a share of a step's seconds exceeds the error of predictions for the cluster."""
     return cluster.checked is None or abs(share) > cluster.checked.error
 
 
@@ -101,7 +101,7 @@ NO_DIFFERENCE = "no difference that this prediction can tell"
 
 
 def tight_sentence(tight: Prediction, best: Prediction, layout: str) -> str:
-    """A layout that is faster than the first and may not fit: what it gains, and when it runs out of memory."""
+    """Return a sentence on a faster layout that may not fit: its gain, and the share at which memory runs out."""
     gain, cluster = 1 - tight.seconds / best.seconds, best.cluster
     worth = f"{gain:.1%} less" + ("" if is_difference(gain, cluster) else f", {NO_DIFFERENCE}")
     return (
@@ -111,12 +111,12 @@ def tight_sentence(tight: Prediction, best: Prediction, layout: str) -> str:
 
 
 def alike_sentence(predictions: Sequence[Prediction]) -> str | None:
-    """How many of the fastest nobody can tell from the first, if any."""
+    """Return a sentence on the number of fastest layouts within the error of the first; None if there is no other."""
     best = predictions[0]
     if best.cluster.checked is None:
         return f"How small a difference between layouts is real on {best.cluster.name} nobody has measured."
     alike = sum(not is_difference(one.seconds / best.seconds - 1, best.cluster) for one in predictions)
-    # One alone is the first itself.
+    # A count of one is the first layout itself.
     if alike < 2:
         return None
     error = best.cluster.checked.error
@@ -132,7 +132,7 @@ def duration_text(seconds: float) -> str:
     """`3 days and 2 hours`, `4 hours and 10 minutes`, `50 minutes`."""
     counts = [(max(1, round(seconds / _MINUTE)), "minute")]
     for size, unit, part, smaller in ((_HOUR, "hour", _MINUTE, "minute"), (_DAY, "day", _HOUR, "hour")):
-        # Rounded first, so that 23.99 hours are one day and not 24 hours.
+        # Rounding precedes the comparison, so 23.99 hours are one day and not 24 hours.
         if round(seconds / part) * part >= size:
             whole, rest = divmod(round(seconds / part), size // part)
             counts = [(whole, unit), (rest, smaller)] if rest and whole < 100 else [(whole, unit)]
@@ -147,15 +147,15 @@ def tokens_text(tokens: float) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """The step's seconds if one thing of the cluster were another."""
+    """The step's seconds under one change of the cluster."""
 
     what: str
     seconds: float
 
 
 def changes(best: Prediction, models: Estimates) -> tuple[Change, ...]:
-    """The seconds of the best layout with links of twice the bandwidth, with devices of twice the speed and, on a
-    device that has both, in bf16 if it is in FP8 or the reverse."""
+    """Predict the best layout under changes: links of twice the bandwidth, devices of twice the speed and, on devices
+    with FP8, the other format (bf16 or FP8)."""
     cluster = best.cluster
     device = cluster.device
     peaks = {dtype: 2 * peak for dtype, peak in device.peak_flops_per_second.items()}

@@ -1,11 +1,10 @@
-"""A cluster file of a data sheet's numbers: what a data sheet does not say is borrowed from a device of the same class.
+"""Curves of a cluster file with a data sheet's numbers alone: missing fields are taken from a device of the same class.
 
-efficiency, attention   a product fills a device when it has enough operations: the sides of products are scaled by
+efficiency, attention   a product fills a device if it has enough operations: the sides of products are scaled by
                         the cube root of the peaks' ratio
-bandwidth               a kernel fills the memory when it touches enough bytes: points are scaled by the ratio of
+bandwidth               a kernel fills the memory if it touches enough bytes: points are scaled by the ratio of
                         the bandwidths; large copies get 0.87 of a data sheet's number
-all other keys          as the lender has them
-latencies               a step of NCCL
+all other keys          values of the lender latencies               a step of NCCL
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ LENDERS = (
     ("cuda", "mxfp8", "dgx-b200"), ("cuda", "fp8", "dgx-h100"), ("cuda", "bf16", "dgx-a100"), ("cuda", "", "summit"),
     ("cpu", "", "two-cores"),
 )  # fmt: skip
-"""The cluster whose device lends, by kind and a dtype of the peak that tells the class; the first that fits."""
+"""Clusters with a device that lends, by kind and a dtype of the peak that identifies the class; the first match is used."""
 
 _LENT = (
     "kind", "capability", "memory", "peak", "efficiency", "efficiency_low", "attention", "attentions", "norms",
@@ -36,10 +35,12 @@ LATENCIES = (3.0e-6, 8.0e-6)
 
 
 def completed(tree: dict[str, Any], path: Path, lender: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-    """Return a cluster file's keys with those that its device borrows, if it has no curves of its own.
+    """Return a cluster file's keys with fields of the lender added, if the device has no curves of its own.
 
     Args:
-        lender: the keys of a shipped cluster's device, by the cluster's name.
+        tree: The file's keys.
+        path: The file.
+        lender: Returns the keys of a shipped cluster's device, by the cluster's name.
 
     Raises:
         ConfigError: `device.like` is no shipped cluster.
@@ -53,7 +54,7 @@ def completed(tree: dict[str, Any], path: Path, lender: Callable[[str], dict[str
     of_kind = [(dtype, name) for kind, dtype, name in LENDERS if kind == device.get("kind", "cuda")]
     like = device.get("like") or next((name for dtype, name in of_kind if not dtype or dtype in peak), None)
     if like is None:
-        return tree  # there is no such kind: the check of the fields says so
+        return tree  # an unknown kind: refused by the check of the fields
     if str(like) not in shipped("clusters"):
         raise ConfigError.of("device.like", like, "is no cluster that we have", ", ".join(shipped("clusters")))
     lent = lender(str(like))

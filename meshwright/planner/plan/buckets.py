@@ -1,6 +1,7 @@
-"""Gradients' buckets as a run would make them, the programs that sum and publish them, and a rank's memory with them.
+"""The buckets of gradients that a run would make, the programs that sum and publish them, and a rank's memory with
+them.
 
-The programs are the data-parallel policies' own (data_parallel/), run on buckets of meta tensors.
+The programs are recorded from the data-parallel policies (data_parallel/), run on buckets of meta tensors.
 """
 
 from __future__ import annotations
@@ -43,28 +44,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """A bucket of gradients. `names`: its parameters'; `num_elements`: with its padding; `stepped_elements`: those that
-    this rank's optimizer steps; `ranks`: that sum its gradients; `matrices`: the shape of each matrix among them, of a
-    rule that steps matrices; `blocks`: it is summed behind the backward pass; `summed_in`: its gradients' type.
-    `slices`: its gradients are slices: `reduce` then runs for each microbatch, but once if the bucket `waits` for the
-    step's end; `across` sums slices that other ranks have too, once. Where weights are slices, too, `gather` brings
-    them together, and `parts_back` are the parts of the model that read them going backward."""
+    """A bucket of gradients."""
 
     kind: BucketKey
+    """The facts that all parameters of the bucket share."""
     summed_in: torch.dtype
+    """The dtype of the gradients."""
     names: tuple[str, ...]
+    """Names of the bucket's parameters."""
     num_elements: int
+    """Elements with padding."""
     stepped_elements: int
+    """Elements stepped by this rank's optimizer."""
     ranks: int
+    """The number of ranks that sum these gradients."""
     matrices: tuple[tuple[int, ...], ...]
+    """The shape of each matrix that this rank steps, under a rule that steps whole matrices."""
     blocks: bool
+    """Whether the sum runs after the backward pass."""
     parts_back: frozenset[int]
+    """The parts of the model that read the weights in the backward pass."""
     waits: bool
+    """Whether sliced gradients are summed once, at the step's end, and not for each microbatch."""
     slices: bool
+    """Whether gradients are slices; `reduce` then runs for each microbatch, unless the bucket `waits`."""
     reduce: Program
     publish: Program
     across: Program
+    """The sum over ranks with equal slices, once a step."""
     gather: Program
+    """The all-gather of weights, if weights are slices."""
 
     @cached_property
     def sizes(self) -> BucketBytes:
@@ -80,24 +89,27 @@ class PlannedBucket:
         return SlotSize(self.stepped_elements, self.kind.dtype, self.kind.rule, self.matrices)
 
     def master_bytes(self, config: Config) -> int:
-        """Bytes of an element's float32 master, where weights are halves that have one."""
+        """Return the bytes of an element's float32 master; 0 without a master."""
         return master_bytes(config.optimizer, self.kind.dtype) if self.kind.rule.trained else 0
 
     def stored_bytes(self, config: Config) -> int:
-        """Bytes of this rank's slot in a checkpoint: weights or their masters, and moments."""
+        """Return the bytes of this rank's slot in a checkpoint: weights or masters, and moments."""
         weights = self.stepped_elements * (self.master_bytes(config) or self.kind.dtype.itemsize)
         return weights + sum(moment_bytes(config.optimizer, self.stepped)) * self.kind.rule.trained
 
     def touched_bytes(self, config: Config, device_type: str) -> int:
-        """Bytes that the norm and the optimizer's step read and write: weight and moments twice, gradients once in
-        each, and where weights are halves the gradient's widening and the rounding; on a CPU the float64 copy of which
-        the norm is (norm.py)."""
+        """Return the bytes that the norm and the optimizer's step read and write.
+
+        The step reads and writes weights and moments, and both read the gradient. Half-precision weights add the
+        gradient's widening and the rounding. On a CPU the norm adds a float64 copy (norm.py).
+        """
         size, gradient = self.kind.dtype.itemsize, self.summed_in.itemsize
-        # The norm reads the gradient; the step reads it, and reads and writes master or weight and every moment.
+        # The norm reads the gradient. The step reads the gradient, and reads and writes master or weight and every
+        # moment.
         each = gradient + max(SINGLE, size) * (2 + 1)
         if gradient < SINGLE:
             each += gradient + SINGLE
-        # Written once and read once: the CPU's norm is of a wide copy.
+        # The CPU's norm writes and reads a wide copy.
         if device_type == "cpu" and gradient < torch.float64.itemsize:
             each += 2 * torch.float64.itemsize
         if self.master_bytes(config):
@@ -110,7 +122,8 @@ class PlannedBucket:
 
 
 class _Group(NamedTuple):
-    """Parameters that share a bucket, as PlannedBucket has them; `shapes`: of each; `num_elements`: without padding."""
+    """Parameters that share a bucket, with the fields of PlannedBucket. `shapes`: of each; `num_elements`: without
+    padding."""
 
     kind: BucketKey
     names: tuple[str, ...]
@@ -121,33 +134,33 @@ class _Group(NamedTuple):
 
 
 class _Arrangement(NamedTuple):
-    """Facts by which parameters share a bucket."""
+    """Facts that determine the parameters of each bucket."""
 
     by_part: bool
     """Weights are gathered part by part."""
     by_chunk: bool
-    """A chunk fills buckets of its own, else a bucket would wait for the other chunk's backward pass."""
+    """A chunk has separate buckets, since a shared bucket would wait for the other chunk's backward pass."""
     bucket_bytes: int
     """0: by part, of any size."""
     grid: Grid
-    """The run's axes; of one rank each, unless matrices are dealt out to ranks."""
+    """The run's axes; all of size 1 unless matrices are assigned to ranks."""
     token_axes: tuple[str, ...]
     update: Update
     policy: str
-    """The data-parallel policy that deals matrices out; empty: the optimizer steps no matrices."""
+    """The data-parallel policy that assigns matrices to ranks; empty: the optimizer steps no matrices."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeldParameters:
-    """The parameters that a rank holds, in the model's order. Equal if they are the same object."""
+    """The parameters of a rank, in the model's order. Instances are equal only if identical."""
 
     parameters: tuple[Parameter, ...]
     tied: frozenset[str] = frozenset()
-    """Names of parameters that another stage holds, too."""
+    """Names of parameters that another stage also holds."""
 
     @remembered()
     def groups(self, rule: _Arrangement) -> list[_Group]:
-        """The parameters that share a bucket, in the order in which buckets leave."""
+        """Return the parameters of each bucket, in the order in which buckets are sent."""
         mesh = planned_mesh(rule.grid, 0, rule.token_axes)
         known, own = self.by_name, self.parameters
         using = {name: each.parts for name, each in known.items()} if rule.by_part else None
@@ -163,8 +176,7 @@ class HeldParameters:
                 kind, tuple(names), tuple([each.shape for each in members]),
                 sum([each.num_elements for each in members]),
                 frozenset([part for each in members for part in each.parts_back]),
-                # Gradients that come with B, or from two chunks, are whole only when the step's last microbatch is
-                # through.
+                # Gradients computed by B, or by two chunks, are complete only after the step's last microbatch.
                 any(each.comes_with_b or len(each.chunks) > 1 for each in members),
             ))  # fmt: skip
         return made
@@ -175,7 +187,7 @@ class HeldParameters:
 
     @cached_property
     def specs(self) -> dict[str, ShardSpec]:
-        """The parameters' specs, which are objects in common where parameters' are."""
+        """The parameters' specs; parameters that share a spec object share the result's."""
         tied = {each.name: replace(each.spec, tied=True) for each in self.parameters if each.name in self.tied}
         return {each.name: each.spec for each in self.parameters} | tied
 
@@ -185,18 +197,18 @@ class HeldParameters:
 
     @remembered("precision", "widens_gradients")
     def gradient_bytes(self, config: Config) -> int:
-        """Bytes of whole gradients."""
+        """Return the bytes of whole gradients."""
         return sum(each.gradient_bytes(config) for each in self.parameters)
 
 
 class Buckets:
-    """Plans buckets, and remembers the programs of equal ones."""
+    """Plans buckets, and caches the programs of equal ones."""
 
     def of(self, config: Config, rank: int, held: HeldParameters) -> list[PlannedBucket]:
-        """A rank's buckets, in the order in which they leave."""
+        """Return a rank's buckets, in the order in which buckets are sent."""
         grid, update = config.grid, config.optimizer.update
         mesh = planned_mesh(grid, rank, config.layout.token_axes)
-        if not update.matrix_step:  # nothing is dealt out to ranks
+        if not update.matrix_step:  # no matrix is assigned to a rank
             grid = Grid(tuple((name, 1) for name in grid.names), (grid.names[0], 1) if grid.copies else None)
         sync = config.layout.data.strategy
         policy, widens = load_entry(sync.policy)(), config.widens_gradients
@@ -209,7 +221,7 @@ class Buckets:
             mesh.token_axes, update, sync.policy if update.matrix_step else "",
         )  # fmt: skip
         for kind, names, shapes, elements, parts_back, waits in held.groups(arrangement):
-            # Layers have equal buckets but for names and parts.
+            # Buckets of layers are equal except for names and parts.
             alike = kind.dtype, kind.rule, kind.sum_axes, kind.segments, elements, shapes if update.matrix_step else ()
             if alike not in known:
                 if kind.sum_axes not in comms:
@@ -239,8 +251,8 @@ class Buckets:
         self, policy: str, dtype: torch.dtype, summed_in: torch.dtype, num_elements: int,
         axes: tuple[tuple[str, int], ...], index: int, segments: Segments,
     ) -> tuple[int, Program, Program, Program, Program]:  # fmt: skip
-        # Not the order of axes: what a sum sends is the same in every order, only its seconds differ (network.py). The
-        # rank's place among the ranks: a root does more than the others.
+        # The order of axes is no key: bytes sent are equal in every order, and only seconds differ (network.py). The
+        # rank's index is a key: a root sends more than the others.
         recorder, stand_ins = Recorder(), {ENDS: PIPE, HEAD_COPIES: f"axis of {HEAD_COPIES}"}
         copies = next(((stand_ins[name], size) for name, size in axes if name == HEAD_COPIES), None)
         grid = Grid(tuple((stand_ins.get(name, name), size) for name, size in axes), copies)
@@ -254,7 +266,8 @@ class Buckets:
         "layout.pipeline.size",
     )  # fmt: skip
     def share(self, config: Config) -> Program:
-        """The program by which rank 0 gets its rows of a step's batch; where it is the server, it scatters all."""
+        """Return the program that gives rank 0 its rows of a step's batch; if rank 0 is the server, the program
+        scatters all."""
         recorder = Recorder()
         mesh = planned_mesh(config.grid, 0, config.layout.token_axes, "cpu", recorder.started)
         sync = config.layout.data.strategy
@@ -273,8 +286,8 @@ class Buckets:
 def _stepped_matrices(
     kind: BucketKey, shapes: Sequence[tuple[int, ...]], rank: int | None
 ) -> tuple[tuple[int, ...], ...]:  # fmt: skip
-    """Return the shapes of the matrices that a rank steps. `rank`: among those that sum the bucket; None: one that
-    steps nothing of it."""
+    """Return the shapes of the matrices that a rank steps. `rank`: its index among the ranks that sum the bucket; None:
+    it steps no part of the bucket."""
     if kind.rule.by != "matrices" or rank is None:
         return ()
     if not kind.segments:
@@ -285,7 +298,7 @@ def _stepped_matrices(
 
 
 def loads_program(config: Config, rank: int, routers: int) -> Program:
-    """The program that sums what a rank's routers have counted of a batch (tensor/router.py)."""
+    """Return the program that sums the loads counted by a rank's routers over a batch (tensor/router.py)."""
     recorder = Recorder()
     mesh = planned_mesh(config.grid, rank, config.layout.token_axes, "cpu", recorder.started)
     wide = torch.promote_types(DTYPES[config.precision.dtype], torch.float32)
@@ -299,14 +312,18 @@ def _programs(
     policy: Policy, dtype: torch.dtype, summed_in: torch.dtype, num_elements: int, axes: Sequence[str],
     segments: Segments, mesh: Mesh, recorder: Recorder,
 ) -> tuple[int, Program, Program, Program, Program]:  # fmt: skip
-    """The number of elements that this rank steps, its programs that sum and publish a bucket, the one that sums over
-    the axes that the policy leaves out, and the one that gathers slices of weights."""
+    """Record a bucket's programs.
+
+    Returns:
+        The number of elements that this rank steps; then the programs `reduce`, `publish`, `across` and `gather` of
+        PlannedBucket.
+    """
     values = torch.empty(num_elements, dtype=dtype, device=mesh.device)
-    gradients = torch.empty(num_elements, dtype=summed_in, device=mesh.device)  # empty_like is steps in Python there
-    # No rule counts here: it is the segments that say how whole matrices are sent.
+    gradients = torch.empty(num_elements, dtype=summed_in, device=mesh.device)  # empty_like is Python code on meta
+    # The rule does not matter here: the segments determine how whole matrices are sent.
     bucket = Bucket(values, gradients, {}, (), StepRule("elements"), tuple(axes), (), segments=segments)
     comm = mesh.comm(*(axis for axis in axes if axis not in policy.apart))
-    # On meta tensors the policy sends nothing; its comm writes the program.
+    # On meta tensors the policy sends nothing; the comm records the program.
     start, stop = policy.owned(bucket, comm)
     with recorder.program(mesh.ledger) as recorded:
         policy.reduce(bucket, comm).wait()
@@ -318,23 +335,23 @@ def _programs(
         mesh.comm(*(axis for axis in axes if axis in policy.apart)).all_reduce(gradients[start:stop])
     across = recorded()
     with recorder.program(mesh.ledger) as recorded:
-        # What zero3 gathers before a task: the whole bucket of its ranks' slices.
+        # zero3's gather before a task: the whole bucket, from its ranks' slices.
         comm.all_gather(values, values[: values.numel() // comm.size])
     return stop - start, reduce, publish, across, recorded()
 
 
 def streams(config: Config) -> bool:
-    """Whether an optimizer steps each bucket as it comes: an offloaded one that does not wait for the norm, as clipping
-    and fp16's loss scale do."""
+    """Return whether an optimizer steps each bucket on arrival: it is offloaded, and does not wait for the norm
+    (clipping, the loss scale of fp16)."""
     waits = config.optimizer.clip is not None or config.precision.dtype == "fp16"
     return config.memory.offload.to != "none" and not waits
 
 
 def memory_of(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, site: Site) -> Memory:
-    """The memory of a rank with these buckets, whose tasks hold so much at most."""
+    """Return the memory of a rank with these buckets. `peak`: the most bytes held by its tasks."""
     software, (host, host_of_node) = site.software, host_bytes(config, buckets, peak, site)
     held = held_of(config, buckets)
-    # They exist when the tasks' memory is gone: so the larger of the two counts, not the sum.
+    # The copies exist after the tasks' memory is freed, so the larger of the two counts.
     widened = max(map(sum, widened_together(config, buckets, software)), default=0)
     most = max(peak.total_bytes + held.passing, widened)
     activations = min(peak.activation_bytes, most)
@@ -352,13 +369,13 @@ def memory_of(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, site
 
 
 def host_bytes(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, site: Site) -> tuple[int, int]:
-    """Bytes that a rank has in host memory apart from its device, and all ranks of a node if all have as much.
+    """Return the bytes in host memory apart from the device: of a rank, and of all ranks of a node with equal bytes.
 
-    They are activations, offloaded states, and what a GPU's checkpoint is copied into (checkpoint/staging.py). Of ranks
-    with equal slots one copies; how many of a node do so is taken to be their share of all ranks.
+    The bytes are activations, offloaded states, and the buffer of a GPU's checkpoint (checkpoint/staging.py). Of ranks
+    with equal slots one copies its slot to the host; a node's part of these ranks is taken to be its part of all ranks.
     """
     each = peak.host_bytes
-    if site.cluster.device.kind == "cpu":  # whose memory is the host's
+    if site.cluster.device.kind == "cpu":  # a CPU's memory is the host's
         return each, 0
     if config.memory.offload.to == "host":
         each += kept_bytes(config.optimizer, slots_of(buckets))
@@ -377,8 +394,11 @@ def host_bytes(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, sit
 
 
 def widened_together(config: Config, buckets: Sequence[PlannedBucket], software: Software) -> Iterator[list[int]]:
-    """The bytes of each float32 copy of half-precision gradients that an optimizer on the device has at a time; and of
-    each tensor of a piece that it rounds at random, at most a GPU's piece, as long as the longest slot."""
+    """Yield the bytes of float32 copies of half-precision gradients that an optimizer on the device holds at a time.
+
+    With random rounding, the bytes of a piece's tensors are yielded first: at most a GPU's piece, at most the longest
+    slot.
+    """
     if config.optimizer.rounds:
         longest = max((bucket.stepped_elements for bucket in buckets), default=0)
         yield [SINGLE * min(PIECE["cuda"], longest)] * (len(config.optimizer.update.states) + NOISE_TENSORS)
@@ -392,11 +412,11 @@ def widened_together(config: Config, buckets: Sequence[PlannedBucket], software:
 
 
 def held_of(config: Config, buckets: Sequence[PlannedBucket]) -> HeldBytes:
-    """The bytes of weights and gradients that a rank has of these buckets, as its strategy says."""
+    """Return a rank's bytes of weights and gradients in these buckets, from the strategy's synchroniser."""
     synchroniser: type[Synchroniser] = load_entry(config.layout.data.strategy.synchroniser)
     return synchroniser.held([bucket.sizes for bucket in buckets])
 
 
 def slots_of(buckets: Sequence[PlannedBucket]) -> list[SlotSize]:
-    """The sizes of the slots that a rank's optimizer steps."""
+    """Return the sizes of the slots that a rank's optimizer steps."""
     return [bucket.stepped for bucket in buckets if bucket.kind.rule.trained]

@@ -1,4 +1,4 @@
-"""The answer of a search: the simplest of layouts that a prediction cannot tell apart, and sizes that divide better."""
+"""The choice of an answer: the simplest of layouts with equal predictions, and sizes that divide better."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from meshwright.planner.plan.space import is_fixed
 from meshwright.ranks.errors import ConfigError
 
 WORTH = 0.03
-"""The share of a step that a simpler layout may cost, of what a prediction cannot tell."""
+"""The most that a simpler layout may cost, as a share of a step, within the error of predictions."""
 REPLICAS_ALONE = ("layout.tensor.kind", "layout.pipeline.size", "layout.context.size")
-"""Fields that keep one replica a device, if they keep their first values."""
+"""Fields that keep one replica a device by their defaults."""
 
 
 def answered(result: SearchResult, models: Estimates, fixed: Collection[str]) -> SearchResult:
-    """The result with the simplest layout in front, and with changes that alter its seconds.
+    """Return the result with the simplest layout first, and with changes of the run or the cluster that alter its
+    seconds.
 
     Args:
-        result: A search's.
+        result: A search's result.
         models: The search's estimates.
         fixed: Fields of the run that keep their values.
     """
@@ -35,16 +36,16 @@ def answered(result: SearchResult, models: Estimates, fixed: Collection[str]) ->
         return result
     try:
         found = (*nearest_sizes(result, models, fixed), *changes(result.predictions[0], models))
-    except KeyboardInterrupt:  # the answer is there
+    except KeyboardInterrupt:  # the answer is complete without changes
         return result
     return replace(result, changes=found)
 
 
 def simplest_first(result: SearchResult) -> SearchResult:
-    """The result with the simplest layout in front, of all that fit, take at most WORTH longer than the fastest, and
-    differ by less than the cluster's measured error.
+    """Return the result with the simplest layout first.
 
-    Without measured rows on the cluster, differences are taken as predicted: the fastest stays in front.
+    A candidate fits, takes at most WORTH longer than the fastest, and differs from the fastest by less than the
+    cluster's measured error. Without measured rows of the cluster, the fastest layout stays first.
     """
     fastest = result.predictions[0]
     if fastest.cluster.checked is None:
@@ -66,12 +67,14 @@ def simplest_first(result: SearchResult) -> SearchResult:
 
 
 def complexity(config: Config) -> tuple[int, int, int]:
-    """How much of a layout a person has to understand, the least first.
+    """Return a layout's complexity as a tuple to compare, the simplest least.
 
     Returns:
-        The number of axes and parts beside replicas (tensor, stages, chunks, context, experts, shards); how much the
-        ranks of a replica set share (the place of the sync in the registry); whether activations are computed again,
-        and states are moved.
+        The number of axes and parts besides replicas (tensor, stages, chunks, context, experts, shards); the index of
+            the
+        sync in the registry, which orders syncs by the state that replicas share; the number of recomputation and
+            offload
+        in use.
     """
     layout, memory = config.layout, config.memory
     sizes = [size for name, size in layout.axes if name not in ("data", "replicate")]
@@ -81,8 +84,8 @@ def complexity(config: Config) -> tuple[int, int, int]:
 
 
 def nearest_sizes(result: SearchResult, models: Estimates, fixed: Collection[str]) -> tuple[Change, ...]:
-    """The step's seconds with the nearest global batch, or the nearest fewer devices, of which each device gets as many
-    samples; empty if the devices divide the batch, or if one replica a device does not fit."""
+    """Predict the nearest global batch that the devices divide, and the nearest smaller number of devices that divides
+    the batch. Empty if the devices divide the batch, or if one replica a device does not fit."""
     best, job = result.predictions[0], result.job
     batch, devices = best.config.batch.global_, job.devices
     if batch % devices == 0 or any(is_fixed(field, fixed) for field in (*REPLICAS_ALONE, "layout.data.size")):

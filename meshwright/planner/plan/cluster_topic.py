@@ -1,4 +1,4 @@
-"""The fields of a cluster file as `meshwright config cluster` prints them: read off the sections themselves."""
+"""The fields of a cluster file, for `meshwright config cluster`; read from the section classes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SECTIONS: dict[str, type[Section]] = {
     f"{TOPIC}.links.torch.measured": Measured,
     f"{TOPIC}.checked": KnownError,
 }
-"""The sections of a cluster file, each before those in it."""
+"""The sections of a cluster file, each before its inner sections."""
 
 NUMBERS = ("efficiency", "low_efficiency", "attention_efficiency", "bandwidth_bytes_per_second")
-"""Curves of a device for which a number may stand; a level's bandwidth is a number alone."""
+"""Curves of a device that may be given as one number; a level's bandwidth is always a number."""
 
 _WORDS = {
     "number": "a number", "integer": "a whole number", "string": "a text", "boolean": "true, false",
@@ -44,7 +44,7 @@ def cluster_topic(name: str) -> Topic:
 
 
 def section_facts(path: str) -> SectionFacts:
-    """Return a section's fields by the names that a file has."""
+    """Return a section's fields by their names in a file."""
     section = SECTIONS[path]
     properties = config_schema(section)["properties"]
     fields = []

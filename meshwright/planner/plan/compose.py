@@ -1,10 +1,11 @@
-"""A run composed of recordings: what each stage's tasks cost, which parameters it holds, what its ranks send.
+"""A run composed of recordings: costs of each stage's tasks, its parameters, the bytes that its ranks send.
 
-Tasks run their parts one after the other, forward from the first, backward from the last; memory is followed from part
-to part. What a part gives to the next stays in memory, since the next one's backward pass reads it; what it gives to
-another stage leaves, and what came from one stays. Stages that do and hold the same are looked at once.
+Tasks run their parts one after the other, forward from the first, backward from the last. Memory is summed from part to
+part. A part's output to the next part stays in memory, since the next part's backward pass reads it. An output to
+another stage is freed after it is sent, and a received input stays. Stages with equal tasks and parameters are computed
+once.
 
-A stage of several chunks holds their parameters in common buckets, and does each chunk's tasks for itself.
+A stage of several chunks shares buckets among their parameters, and runs each chunk's tasks separately.
 """
 
 from __future__ import annotations
@@ -36,13 +37,16 @@ from meshwright.strategies.pipeline.task import TaskKind
 
 Sent = dict[tuple[str, str], Traffic]
 Gathered = Mapping[tuple[TaskKind, int], Sequence[int]]
-"""Buckets by the kind and the chunk of the task that gathers them."""
+"""Indices of the buckets that a task gathers, by the task's kind and chunk."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parts that run at once: one; or a group of `layers` like ones that are recomputed together, of which groups of
-    two and of one are recorded. `whole` records the group itself."""
+    """Chain parts that run together: one part, or a recomputed group of `layers` equal layers.
+
+    The cost of a group is extrapolated from recordings of two layers (`recording`) and of one (`smaller`). `whole`
+    records the group itself.
+    """
 
     recording: Recording
     parameters: tuple[Parameter, ...]
@@ -58,44 +62,48 @@ class Unit:
         return costs[0] if self.smaller is None else costs[0].extended(costs[1], self.layers - 2)
 
     def passes(self, kind: TaskKind, which: int) -> list[tuple[Program, int]]:
-        """The recorded programs that add up to the unit's task, and how often each counts: of a group that is extended
-        the recording of two layers layers - 1 times, less that of one."""
+        """Return the recorded programs that add up to the unit's task, each with its count. In an extrapolated group
+        two layers count layers - 1 times, and one layer 2 - layers times (negative)."""
         passes = [(self.recording.programs[kind][which], max(1, self.layers - 1))]
         if self.smaller is not None:
             passes.append((self.smaller.programs[kind][which], 2 - self.layers))
         return passes
 
     def freed(self, kind: TaskKind, read_bytes: int) -> int:
-        """After B, or where its W needs them after that: what it was given to read, so many bytes, and the gradient
-        that came back from the next part."""
+        """Return the bytes that a task frees: the unit's input of `read_bytes`, and the gradient received from the next
+        part. B frees both, except for bytes that W needs."""
         gradient_bytes = bytes_of(self.recording.outgoing)
         waits = (
             min(read_bytes, self.recording.kept_input_bytes),
             min(gradient_bytes, self.recording.kept_gradient_bytes),
         )
-        # Where nothing is split, no W comes, and a recording keeps nothing for it: B frees all.
+        # If W is no task of its own, a recording keeps nothing for W, and B frees all.
         return sum(waits) if kind is TaskKind.WEIGHT else read_bytes + gradient_bytes - sum(waits)
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The tasks of a chunk. `units`: in the order of the forward pass; `incoming`, `outgoing`: what passes the cuts
-    before and after it. `handed_bytes`: where the stage itself holds the position before, what that leaves in memory;
-    None: it comes by message. `hands_on`: whether the stage holds the position after."""
+    """The tasks of a chunk."""
 
     units: tuple[Unit, ...]
+    """In the order of the forward pass."""
     incoming: Forms
+    """Shapes and dtypes of the message before the chunk."""
     outgoing: Forms
+    """Shapes and dtypes of the message after the chunk."""
     handed_bytes: int | None = None
+    """Bytes left by the position before, if this stage also holds that position; None: the input is a message."""
     hands_on: bool = False
+    """Whether this stage also holds the position after."""
 
     def cost(self, kind: TaskKind, which: int, seconds: Seconds = lambda program: 0.0) -> Cost:
-        """The cost of a task of a microbatch at a place of the step (recordings.place); without `seconds` bytes and
-        operations alone."""
+        """Return the cost of a task at a place of the step (recordings.place); without `seconds` only bytes and
+        operations."""
         return reduce(Cost.then, self.costs(kind, which, seconds), Cost())
 
     def costs(self, kind: TaskKind, which: int, seconds: Seconds) -> list[Cost]:
-        """The cost of each unit, in the order in which they run; messages count at the ends."""
+        """Return the cost of each unit in the order of execution. Bytes of messages count in the first and the last
+        unit."""
         order = self.units if kind is TaskKind.FORWARD else self.units[::-1]
         costs = [unit.cost(kind, which, seconds) for unit in order]
         comes, leaves = self.handed_bytes is None, not self.hands_on
@@ -103,35 +111,37 @@ class ChunkPlan:
             pairs = pairwise(order)
             kept = (0 if unit.recording.holds_input else before.recording.output_bytes for before, unit in pairs)
             freed = [0, *kept]
-            # A received activation was allocated by the mailbox before the task, a sent one leaves with it; of a
-            # stage's own neighbouring chunk neither is true.
+            # The mailbox allocates a received activation before the task, and frees a sent one. Between chunks of one
+            # stage there is no message.
             freed[-1] += order[-1].recording.output_bytes * leaves - bytes_of(self.incoming) * comes
         else:
-            # B frees what its parts were given to read; whoever does not read its input had it freed in F already.
+            # B frees the inputs of its parts. A part that does not read its input freed it in F already.
             pairs = pairwise(order)
             given = [before.recording.output_bytes if unit.recording.holds_input else 0 for unit, before in pairs]
             given.append(bytes_of(self.incoming) if self.handed_bytes is None else self.handed_bytes)
             freed = [unit.freed(kind, own) for unit, own in zip(order, given, strict=True)]
         if kind is TaskKind.BACKWARD:
-            freed[0] -= bytes_of(self.outgoing) * leaves  # came with a message, and is counted there
+            freed[0] -= bytes_of(self.outgoing) * leaves  # received by a message, counted there
             freed[-1] += bytes_of(self.incoming) * comes  # made here, and sent
         return [replace(cost, kept_bytes=cost.kept_bytes - own) for cost, own in zip(costs, freed, strict=True)]
 
 
 COUNTING = "the pass that counts experts' loads"
-"""A forward pass before the step, where a router's balance is over the batch (training/step.py)."""
+"""A forward pass before the step, if a router's balance is over the batch (training/step.py)."""
 BUCKETS = "buckets"
-"""The part of the model that a sum of gradients is for: parameters that share flat memory."""
+"""The part of the model in the ledger of gradient sums: parameters that share flat memory."""
 
 
 @dataclass(frozen=True)
 class Sending:
-    """An item of a rank's ledger of a step, `times` times. `task`: forward, backward, weight, or what is done beside
-    them; `part`: of the model that it is for; `program`: what sends it, without events where it is not recorded."""
+    """An item of a rank's ledger of a step."""
 
     task: str
+    """The kind of task that sends: forward, backward or weight, or another part of the step."""
     part: str
+    """The part of the model."""
     program: Program
+    """The program that sends; without events if it is not recorded."""
     times: int = 1
 
 
@@ -143,17 +153,19 @@ class StagePlan:
     parameters: tuple[Parameter, ...]
 
     def apart_bytes(self, config: Config) -> int:
-        """Bytes of the second memory in which a stage of both ends adds up a tied table's gradients (gradients.py)."""
+        """Return the bytes of the second gradient buffer of a tied table, on a stage with embeddings and head
+        (gradients.py)."""
         ends = {EMBEDDINGS, HEAD}
-        # One chunk adds both uses up in one memory; two chunks, or pieces, come in an order that messages choose, and
-        # would round differently.
+        # One chunk adds both uses into one buffer. With two chunks, or pieces, the order of the sums would depend on
+        # messages and round differently.
         parted = len(self.chunks) > 1 or config.layout.data.in_pieces
         tied = [each for each in self.parameters if ends <= set(each.parts)] if parted else []
         return sum(each.gradient_bytes(config) for each in tied)
 
 
 def compose_stages(config: Config, recordings: Recordings, partition: Sequence[int]) -> list[StagePlan]:
-    """Every stage of a layout with so many layers a position; each position is given what the one before gives."""
+    """Compose every stage of a layout. `partition`: layers of each position; a position's input is the output of the
+    one before."""
     outline, placement = recordings.outline(config), placement_of(config)
     parameters: list[dict[str, Parameter]] = [{} for _ in range(placement.num_stages)]
     plans: list[ChunkPlan] = []
@@ -174,7 +186,7 @@ def compose_stages(config: Config, recordings: Recordings, partition: Sequence[i
                 parameters[stage][parameter.name] = used(parameter, before, chunk, number)
         plan = ChunkPlan(tuple(units), incoming, () if whole.last else forms)
         if plans and placement.stage_of[position - 1] == stage:
-            # In a v the middle positions lie on one stage: no message, the activation stays where it is.
+            # In a V placement one stage holds both middle positions: no message is sent.
             plan = replace(plan, handed_bytes=plans[-1].units[-1].recording.output_bytes)
             plans[-1] = replace(plans[-1], hands_on=True)
         plans.append(plan)
@@ -189,7 +201,7 @@ def compose_stages(config: Config, recordings: Recordings, partition: Sequence[i
 
 
 def _groups(config: Config, layers: Sequence[int]) -> Iterator[tuple[Config, Sequence[int]]]:
-    """Yield the layers that are recorded together, with the config by whose policy they run."""
+    """Yield the layers that are recorded together, each group with the config of its activation policy."""
     policy = config.memory.policy
     alone = replaced(config, FIELD, KEEPS_ALL, *COUNTS) if policy.by_groups else config
     for group in policy.groups(config, layers):
@@ -200,8 +212,14 @@ def _groups(config: Config, layers: Sequence[int]) -> Iterator[tuple[Config, Seq
 
 
 def used(parameter: Parameter, before: Parameter | None, chunk: Chunk, number: int) -> Parameter:
-    """The parameter with the part of a stage that uses it besides those of `before`; `chunk`: it is in there. `number`:
-    of the stage's chunk that the part belongs to."""
+    """Return the parameter with one more part of the stage in its list of users.
+
+    Args:
+        parameter: The parameter.
+        before: The same parameter with its earlier users; None: this is the first.
+        chunk: The part that uses the parameter.
+        number: The index of the stage's chunk with this part.
+    """
     layer, _ = split_name(parameter.name)
     part = layer if layer is not None else EMBEDDINGS if chunk.first else HEAD
     parts, parts_back = (before.parts, before.parts_back) if before else ((), ())
@@ -211,14 +229,15 @@ def used(parameter: Parameter, before: Parameter | None, chunk: Chunk, number: i
 
 
 def _unit(config: Config, recordings: Recordings, chunk: Chunk, incoming: Forms) -> Unit:
-    """The unit of a chunk's part, recorded whole where that is small, else extended from recordings of two and one."""
+    """Return the unit of a chunk's part: recorded whole if small, else extrapolated from recordings of two layers and
+    one."""
     count, layers = len(chunk.layers), chunk.layers
     alike, whole = {recordings.outline(config).alike[layer] for layer in layers}, partial(recordings.of, config, chunk)
-    # Groups of unlike layers do not grow by one layer's share: these are recorded as they are.
+    # A group of different layers does not grow by one layer's share, so it is recorded whole.
     if count <= 2 or len(alike) > 1:
         recording = whole(incoming)
         return Unit(recording, recording.parameters, partial(whole, incoming))
-    # Each layer once, though their programs are one recording: the parameters have names of their own.
+    # Each layer is recorded once, since names of parameters differ; equal layers share one program.
     ones = [recordings.of(config, Chunk(range(layer, layer + 1), False, False), incoming) for layer in layers]
     two = recordings.of(config, Chunk(layers[:2], False, False), incoming)
     parameters = tuple(parameter for one in ones for parameter in one.parameters)
@@ -226,9 +245,16 @@ def _unit(config: Config, recordings: Recordings, chunk: Chunk, incoming: Forms)
 
 
 class Composition:
-    """A resolved run's stages with the buckets of their gradients. `placement`: of their chunks; `like`: for each stage
-    the first one that does and holds the same; `buckets`: of these; `tied`: the parameters on two stages; `kinds`: of
-    the tasks; `peers`: the axes of the ranks that share a stage. `known`: the buckets, if they are planned."""
+    """A resolved run's stages with the buckets of their gradients.
+
+    Attributes:
+        placement: The stage of each chunk.
+        like: For each stage, the first stage with equal tasks and parameters.
+        buckets: The buckets of the stages in `like`; `known` gives buckets that are planned already.
+        tied: Names of the parameters on two stages.
+        kinds: The kinds of tasks.
+        peers: The axes over the ranks of a stage.
+    """
 
     def __init__(
         self,
@@ -259,10 +285,10 @@ class Composition:
         self.ranks = [self.grid.rank(origin | {PIPE: stage}) for stage in range(len(stages))]
         """The first rank of each stage."""
         names = [{parameter.name for parameter in stage.parameters} for stage in stages]
-        # Embeddings and head at the two ends: with one stage their gradients are added up locally, not sent.
+        # Embeddings and head at the two ends: a single stage adds their gradients locally and sends none.
         self.tied = tied = frozenset(names[0] & names[-1] if len(stages) > 1 else ())
-        # Stages of equal work run the same recordings as often, and have or lack a tied parameter alike: their costs,
-        # buckets and memory are counted once, since most stages of a long pipeline are alike.
+        # Stages of equal work run the same recordings as often, and share the answer to "holds a tied parameter".
+        # Costs, buckets and memory are computed once for them, since most stages of a long pipeline are equal.
         first: dict[Hashable, int] = {}
         self.like = []
         for stage, own in enumerate(stages):
@@ -294,16 +320,16 @@ class Composition:
         return self.stages[self.placement.stage_of[position]].chunks[position // self.placement.num_stages]
 
     def traffic(self, stage: int) -> Sent:
-        """The ledger of the stage's first rank: its kit's collectives, messages, agreements, gradients' sums."""
+        """Return the ledger of the stage's first rank: the kit's collectives, messages, agreements, sums of gradients."""
         total: Sent = {}
         for sending in self.sendings(stage):
             for key, entry in sending.program.traffic.items():
-                # Traffic is mutable and shared by recordings: copies are added, never the recording's own.
+                # Traffic is mutable, and recordings share it: copies are added.
                 total.setdefault(key, Traffic()).include(entry.scaled(sending.times))
         return total
 
     def sendings(self, stage: int) -> Iterator[Sending]:
-        """The same ledger, item by item."""
+        """Yield the items of the ledger in `traffic`."""
         yield from self._passes(stage, CATEGORIES, self.kinds, self.tasks)
         buckets = self.buckets[self.like[stage]]
         for places_gathered, times in zip(self.gathers(self.like[stage]), self.counts, strict=True):
@@ -316,7 +342,7 @@ class Composition:
                 yield Sending(f"gather for {COUNTING}", BUCKETS, buckets[index].gather, times)
             yield Sending(COUNTING, "experts' loads", self.loads(stage))
         for bucket in buckets:
-            # A bucket whose gradients are late keeps them whole, and is summed once at the step's end.
+            # A bucket with late gradients keeps whole gradients, and is summed once at the step's end.
             sums = self.config.num_microbatches if bucket.slices and not bucket.waits else 1
             yield Sending("sum of gradients", BUCKETS, bucket.reduce, sums)
             yield Sending("new weights", BUCKETS, bucket.publish)
@@ -325,7 +351,7 @@ class Composition:
     def _passes(
         self, stage: int, names: Mapping[TaskKind, str], kinds: Sequence[TaskKind], tasks: ChunkPlacement
     ) -> Iterator[Sending]:
-        """The sendings of all microbatches' tasks of these kinds. `tasks`: the placement whose numbers they have."""
+        """Yield the sendings of all microbatches' tasks of these kinds. `tasks`: the placement that numbers the tasks."""
         chunks, count = self.stages[stage].chunks, self.config.num_microbatches
         for which, times in enumerate(self.counts):
             for kind, chunk in product(kinds, chunks):
@@ -335,7 +361,7 @@ class Composition:
                     for program, passes in unit.passes(kind, which):
                         yield Sending(names[kind], part, program, times * passes)
         ledger, messages = Ledger(), self.messages(stage, back=TaskKind.BACKWARD in kinds)
-        # Messages are the same in each microbatch, so one is recorded and counted so many times.
+        # Messages are equal in all microbatches: one is recorded, and counted `count` times.
         with ledger.repeated(count):
             for other, side in sides_of(stage, self.placement).items():
                 for size in messages[side]:
@@ -344,18 +370,19 @@ class Composition:
         if self.agrees:
             ledger = Ledger()
             with ledger.repeated(count * len(kinds) * sum(map(len, tasks.numbers[stage]))):
-                # The stage's first rank tells its peers which task is next, in 8 bytes.
+                # The stage's first rank broadcasts the next task to its peers in 8 bytes.
                 ledger.record(self.peers, "broadcast", 8 * (self.grid.size(*self.peers.split("+")) - 1), 0)
             yield Sending("between stages", "which task is next", Program(traffic=ledger.traffic))
 
     def loads(self, stage: int) -> Program:
-        """The sum of the loads that a stage's routers have counted, of a balance over the batch."""
+        """Return the program that sums the loads counted by a stage's routers, for a balance over the batch."""
         names = [parameter.name for parameter in self.stages[stage].parameters]
         routers = sum(name.endswith("router.weight") for name in names)
         return loads_program(self.config, self.ranks[stage], routers) if routers else Program()
 
     def counting_gathers(self, stage: int) -> Counter[int]:
-        """How often the pass that counts experts' loads gathers each bucket; the head's stay (whole_weights)."""
+        """Return the number of times that the pass counting experts' loads gathers each bucket; the head's stay
+        gathered (whole_weights)."""
         if not self.config.layout.data.strategy.gathers:
             return Counter()
         buckets = self.buckets[self.like[stage]]
@@ -369,7 +396,7 @@ class Composition:
         return gathered
 
     def messages(self, stage: int, *, back: bool = True) -> dict[Side, list[int]]:
-        """Bytes of a microbatch's messages to each side: activations one way and, `back`, gradients the other way."""
+        """Return the bytes of a microbatch's messages to each side: activations and, with `back`, gradients."""
         passing = [self.chunk(position).outgoing for position in range(self.placement.num_positions - 1)]
         forms = message_forms(stage, self.placement, passing)
         return {
@@ -379,7 +406,7 @@ class Composition:
 
     @remembered()
     def gathers(self, stage: int) -> list[Gathered]:
-        """By the microbatch's place in the step, the buckets that its tasks gather on a stage in `like`
+        """Return the buckets gathered by the tasks of a stage in `like`, for each place in the step
         (data_parallel/gathering.py)."""
         if not self.config.layout.data.strategy.gathers:
             return [{} for _ in self.counts]
@@ -387,17 +414,17 @@ class Composition:
         chunks = [[layer for unit in chunk for layer in unit] for chunk in groups]
         every = (group for own in chunks for group in self.config.memory.policy.groups(self.config, own))
         again = {layer for group in every if group.wrapped for layer in group.layers}
-        # Weights that a part left gathered are found by the next, so the walk depends on the order of parts.
+        # A part finds the weights that the part before has gathered, so the walk depends on the order of parts.
         return gathered_buckets(self.buckets[stage], groups, len(self.counts), again)
 
     def groups(self, stage: int) -> list[list[list[int]]]:
-        """The layers of each unit of each chunk of a stage, in the order of the forward pass."""
+        """Return the layers of each unit of each chunk of a stage, in the order of the forward pass."""
         return [[unit_layers(unit) for unit in chunk.units] for chunk in self.stages[stage].chunks]
 
     @property
     def most_flops(self) -> float:
-        """Floating-point operations of products of the busiest rank in a step."""
-        # The busiest stage sets the pace; of stages that are alike one stands for all.
+        """Floating-point operations of the busiest rank's products in a step."""
+        # The busiest stage sets the pace; equal stages are computed once.
         again = [TaskKind.FORWARD] * self.config.model.routing.counts_first
         return max(
             sum(times * chunk.cost(kind, which).flops
@@ -408,7 +435,7 @@ class Composition:
 
 
 def unit_layers(unit: Unit) -> list[int]:
-    """The layers of a unit, by number; none where it is an end of the chain."""
+    """Return the numbers of a unit's layers; empty at an end of the chain."""
     layers = {split_name(parameter.name)[0] for parameter in unit.parameters}
     return sorted(layer for layer in layers if layer is not None)
 
@@ -416,9 +443,13 @@ def unit_layers(unit: Unit) -> list[int]:
 def gathered_buckets(
     buckets: Sequence[PlannedBucket], groups: Sequence[Sequence[Sequence[int]]], places: int, again: Collection[int]
 ) -> list[Gathered]:
-    """By the microbatch's place, what its tasks gather: the run's own walk, one microbatch after the other.
+    """Return the buckets gathered by the tasks at each place: the run's own walk, one microbatch after the other.
 
-    `groups`: as Composition.groups has them. `again`: layers that go forward again in the backward pass.
+    Args:
+        buckets: The stage's buckets.
+        groups: The layers, as `Composition.groups` returns.
+        places: The number of places in the step.
+        again: Layers that are recomputed in the backward pass.
     """
     walk, chunks = walk_through(buckets, groups)
     places_gathered: list[Gathered] = []
@@ -432,7 +463,8 @@ def gathered_buckets(
             units = [list(group) for group in groups[number] if group]
             ends = [EMBEDDINGS] * chunk.first, [HEAD] * chunk.last
             for group in filter(None, (ends[1], *reversed(units), ends[0])):
-                # A group's last layer goes backward first; a recomputed group then reads its weights forward once more.
+                # The backward pass starts at a group's last layer; a recomputed group then reads its weights forward
+                # once more.
                 backward += walk.backward(group[-1]).sent
                 if group in units and group[0] in again:
                     backward += [index for part in group for index in walk.forward(part).sent]
@@ -445,7 +477,7 @@ def gathered_buckets(
 def walk_through(
     buckets: Sequence[PlannedBucket], groups: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[Walk, list[Chunk]]:
-    """The run's own bookkeeping of gathered weights at a step's beginning, and a stage's chunks."""
+    """Return the run's own bookkeeping of gathered weights at a step's beginning, and a stage's chunks."""
     parts = sorted({part for bucket in buckets for part in bucket.kind.parts})
     of = {part: [index for index, bucket in enumerate(buckets) if part in bucket.kind.parts] for part in parts}
     kept = {
@@ -458,5 +490,5 @@ def walk_through(
     chunks = [
         Chunk(own, number == 0 and EMBEDDINGS in of, number == last and HEAD in of) for number, own in enumerate(layers)
     ]
-    # The run's own (data_parallel/gathering.py), so that planned and real gathers cannot differ.
+    # The run's own class (data_parallel/gathering.py), so planned and real gathers cannot differ.
     return Walk(of, kept, chunks), chunks

@@ -1,4 +1,4 @@
-"""A run before it is submitted: does it fit the cluster's devices, and which layout does, if it does not?"""
+"""A check of a run before submission: whether the run fits the cluster's devices, and if not, a layout that fits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Gate:
 
 
 def gate_of(config: Config, cluster: Cluster) -> Gate:
-    """Plan a run's own layout on a cluster; if the run does not fit, search for a layout that does.
+    """Plan a run's own layout on a cluster; if this layout does not fit, search for one that does.
 
     Raises:
         ConfigError: The layout cannot be planned, as Planner.predict.
@@ -56,12 +56,12 @@ def gate_of(config: Config, cluster: Cluster) -> Gate:
 
 
 def refuse_unfit(config: Config, cluster: Cluster, anyway: bool) -> str:
-    """The line on a run's plan, before the run is submitted.
+    """Return the line on a run's plan, before the run is submitted.
 
     Args:
         config: The run, with its layout.
         cluster: The cluster that the run is submitted to.
-        anyway: Whether a run that does not fit is let pass, with the line.
+        anyway: Whether a run that does not fit passes, with the line.
 
     Raises:
         ConfigError: The run does not fit, or cannot be planned.

@@ -1,8 +1,8 @@
-"""Recordings kept on disk between runs: a plan of a model that was planned before records nothing again.
+"""Recordings kept on disk between runs: a second plan of a model records nothing.
 
 A file has the recordings of one model, data and precision under one software on one kind of device. Its first line
-says so, with the version of torch and a digest of this package's code: under another one the file is not read. The
-rest is compressed JSON, a recording a line. A file that is cut off, changed or of another form counts as none.
+names these, the version of torch and a digest of this package's code; a file with another first line is not read. The
+rest is compressed JSON, a recording a line. A damaged file, or one of another form, counts as none.
 
 | in a line       | is                                                                            |
 |-----------------|-------------------------------------------------------------------------------|
@@ -11,7 +11,7 @@ rest is compressed JSON, a recording a line. A file that is cut off, changed or 
 | programs        | events by number, memory, traffic                                             |
 | specs           | distinct ShardSpecs of parameters                                             |
 
-Recordings that strategies of other packages may have changed are not kept, since no digest covers their code.
+Nothing is kept if strategies of other packages are installed, since the digest does not cover their code.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from meshwright.ranks.mailbox import TensorMeta
 from meshwright.strategies.pipeline.task import TaskKind
 
 MOST_FILES = 24
-"""Files that are kept; of more the least recently written ones are removed."""
+"""The number of files kept; beyond this, the least recently written files are removed."""
 
 MOST_BYTES = 2**30
-"""Bytes of a file's JSON: a longer one is not read."""
+"""Bytes of a file's JSON; a longer file is not read."""
 
 _FORM = "meshwright recordings 1"
 _EVENTS = {"kernel": Kernel, "start": Start, "copy": HostCopy, "wait": WaitFor}
@@ -63,7 +63,7 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 
 @cache
 def code_digest() -> str:
-    """A digest of this package's source files."""
+    """Return a digest of this package's source files."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode())
@@ -73,22 +73,22 @@ def code_digest() -> str:
 
 @dataclass
 class KeptRecordings:
-    """Reads and writes recordings in a folder. `files`: lines by key, of each file by what its first line says."""
+    """Reads and writes recordings in a folder. `files`: lines by key, for each file by its first line."""
 
     folder: Path
     files: dict[str, dict[str, str]] = field(default_factory=dict)
     found: int = 0
-    """Recordings that were there."""
+    """The number of recordings read from disk."""
     _changed: set[str] = field(default_factory=set)
     _whose: dict[tuple[int, ...], tuple[Sequence[object], str]] = field(default_factory=dict)
 
     @classmethod
     def here(cls) -> KeptRecordings | None:
-        """Return those of the cache folder; None beside strategies of other packages."""
+        """Return the recordings of the cache folder; None if strategies of other packages are installed."""
         return cls(cache_folder() / "recordings") if is_own() else None
 
     def find(self, whose: Sequence[object], key: str) -> Recording | None:
-        """The recording of a key, if it is kept. `whose`: the kind of device, the software, the model and its data."""
+        """Return the recording of a key, or None. `whose`: the kind of device, the software, the model and its data."""
         line = self.files[self._about(whose)].get(key)
         if line is None:
             return None
@@ -106,9 +106,9 @@ class KeptRecordings:
         self._changed.add(about)
 
     def save(self) -> None:
-        """Write the files with new recordings. A folder that cannot be written to is left as it is."""
+        """Write the files with new recordings. If the folder cannot be written, nothing happens."""
         for about in self._changed:
-            # A search in another process may have written since.
+            # Another process may have written recordings since: both are merged.
             body = "\n".join(
                 f"{key} {line}" for key, line in {**self._read(about), **self.files[about]}.items()
             ).encode()
@@ -126,13 +126,14 @@ class KeptRecordings:
         self._changed.clear()
 
     def _about(self, whose: Sequence[object]) -> str:
-        """The first line's words; their file is read once."""
-        # Sections that a search does not vary are the same objects, whose text takes longest.
+        """Return the words of the first line. The file with this line is read once."""
+        # Sections that a search does not vary are identical objects: converting these to text takes longest, so ids are
+        # cached.
         known = self._whose.get(ids := tuple(map(id, whose)))
         if known is None:
             kind, software, *sections = whose
             assert isinstance(software, Software)
-            # A set is in another order in each process.
+            # The order of a set differs between processes.
             facts = {name: sorted(x) if isinstance(x, frozenset) else x for name, x in software}
             about = f"{torch.__version__} {code_digest()} {kind} {facts} {sections}"
             known = self._whose[ids] = whose, about
@@ -157,7 +158,7 @@ class KeptRecordings:
 
 
 def encoded(recording: Recording) -> dict[str, Any]:
-    """The recording as JSON has it."""
+    """Return the recording as JSON values."""
     events: dict[Any, int] = {}
     specs: dict[int, tuple[int, ShardSpec]] = {}
     numbers: dict[int, int] = {}
@@ -210,11 +211,11 @@ def encoded(recording: Recording) -> dict[str, Any]:
 
 
 def decoded(tree: Any) -> Recording:
-    """The recording that `encoded` was made of. Raises ValueError, TypeError, KeyError, IndexError or AttributeError
+    """Return the recording of an `encoded` tree. Raises ValueError, TypeError, KeyError, IndexError or AttributeError
     for a tree of another form."""
 
     def whole(value: Any) -> Any:
-        """Lists of numbers and words as tuples."""
+        """Convert lists of numbers and words to tuples."""
         if isinstance(value, list):
             return tuple(map(whole, value))
         if not isinstance(value, int | str):

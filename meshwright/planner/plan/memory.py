@@ -2,16 +2,16 @@
 
 | part          | bytes                                                                                             |
 |---------------|---------------------------------------------------------------------------------------------------|
-| weights       | the buckets' values, with their padding                                                           |
-| gradients     | as much, or slices; in float32 where several microbatches of half-precision ones are added up     |
+| weights       | the buckets' values, with padding                                                                 |
+| gradients     | equally long, or slices; float32 if half-precision gradients of several microbatches are added    |
 | states        | float32 masters of half-precision weights, and moments; with offload the two half-buckets instead |
 | activations   | the most that microbatches in flight keep                                                         |
-| temporaries   | needed by tasks beside that at the fullest moment, buckets among it of which only slices are      |
-|               | kept; or the optimizer's float32 gradients                                                        |
-| context       | what the cluster says that a process holds before its first tensor, and libraries' workspaces     |
+| temporaries   | of tasks at the fullest moment, with gathered buckets if only slices are kept; or the optimizer's |
+|               | float32 gradients                                                                                 |
+| context       | a process before its first tensor, from the cluster file, and libraries' workspaces               |
 | cached        | the allocator's beyond tensors: segments in pieces, memory that was freed (process.py)            |
 | communicators | buffers of NCCL                                                                                   |
-| host          | activations and states moved there, and a GPU's checkpoint while it is written: in no total       |
+| host          | offloaded activations and states, and a GPU's checkpoint while being written: in no total         |
 | read          | other ranks' gradients in memory that ranks share: resident in each, there once, so in no total   |
 """
 
@@ -34,20 +34,23 @@ Fullness = Literal["fits", "tight", "does not fit"]
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as a rank holds it. `shape`: of the rank's part. `comes_with_b`: its gradient does not wait for W,
-    where weight gradients are tasks of their own. `read_back`: autograd keeps it for its part's backward pass. `parts`:
-    those of the chain that use it, `parts_back` those that read it going backward, and `chunks` those of its stage that
-    use it, once they are composed."""
+    """A parameter as a rank holds it."""
 
     name: str
     shape: tuple[int, ...]
+    """The shape of the rank's shard."""
     dtype: torch.dtype
     spec: ShardSpec
     comes_with_b: bool = False
+    """Whether the gradient is computed by B, if weight gradients are tasks (W)."""
     read_back: bool = True
+    """Whether autograd keeps the parameter for the backward pass."""
     parts: tuple[int, ...] = ()
+    """Parts of the chain that use the parameter, once stages are composed."""
     parts_back: tuple[int, ...] = ()
+    """Parts of the chain that read it in the backward pass."""
     chunks: tuple[int, ...] = ()
+    """Chunks of the stage that use it."""
 
     @cached_property
     def num_elements(self) -> int:
@@ -65,8 +68,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that a stage's tasks keep for microbatches in flight on the device, the most that is alive there at any
-    time, and the most that is kept in host memory."""
+    """The most bytes of a stage's tasks: kept for microbatches in flight, allocated on the device at any time, and kept
+    in host memory."""
 
     activation_bytes: int
     total_bytes: int
@@ -74,7 +77,7 @@ class Peak:
 
 
 CONTEXT = "the process itself (context)"
-"""In words, what a process holds without any tensor, on a GPU the CUDA context: no sequences."""
+"""The name of a process's memory without tensors: on a GPU the CUDA context. Not a sequence's context."""
 
 
 def bytes_text(size: float) -> str:
@@ -99,7 +102,7 @@ class Memory:
     """Bytes in host memory of all ranks of a node."""
     read: int = 0
     unpredicted: float | None = None
-    """The share that a process was measured to hold beyond such a prediction; None: the device's own."""
+    """The share that a process was measured to hold beyond a prediction; None: the device's own."""
 
     @property
     def total(self) -> int:
@@ -117,13 +120,13 @@ class Memory:
 
     @property
     def held(self) -> dict[str, int]:
-        """Bytes by who counts them: torch's max_memory_allocated and max_memory_reserved, and the process on its device
-        (nvidia-smi's), each with the one before."""
+        """Bytes by counter, each including the one before: torch's max_memory_allocated and max_memory_reserved, and
+        the process on its device (nvidia-smi)."""
         return {"allocated": self.allocated, "reserved": self.reserved, "process": self.total}
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by part; together they are `total`."""
+        """Bytes by part; the sum is `total`."""
         return {
             part: size
             for part, size in asdict(self).items()
@@ -132,7 +135,7 @@ class Memory:
 
     @property
     def text(self) -> str:
-        """`weights 1.20 GB, gradients 1.20 GB, ...`: the parts that there are."""
+        """`weights 1.20 GB, gradients 1.20 GB, ...`: the parts above zero."""
         sizes = {CONTEXT if part == "context" else part: size for part, size in self.parts.items()}
         sizes |= {"in host memory": self.host}
         return ", ".join(f"{part} {bytes_text(size)}" for part, size in sizes.items() if size)
@@ -140,24 +143,24 @@ class Memory:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The most bytes of tensors that a rank has at a time, and the most that its allocator holds for them."""
+    """A rank's peak bytes: of tensors, and held by the allocator for tensors."""
 
     allocated: int
     reserved: int
 
 
 def fits(memory: Memory, cluster: Cluster) -> bool:
-    """Whether a rank's memory fits into its device, and that of a node's ranks into the node's host memory."""
+    """Return whether a rank's memory fits its device, and the memory of a node's ranks fits the node's host memory."""
     return memory.total <= cluster.device.memory_bytes and not lacks_host(memory, cluster)
 
 
 def lacks_host(memory: Memory, cluster: Cluster) -> bool:
-    """Whether the ranks of a node need more host memory than the cluster says that a node has."""
+    """Return whether the ranks of a node need more host memory than the cluster file gives."""
     return cluster.host_memory_bytes is not None and memory.host_of_node > cluster.host_memory_bytes
 
 
 def missing(memory: Memory, cluster: Cluster) -> str:
-    """`1.20 GB are missing`: of the device's memory, or of a node's host memory."""
+    """Return `1.20 GB are missing`, of the device's memory or of a node's host memory."""
     if memory.total <= cluster.device.memory_bytes and cluster.host_memory_bytes is not None:
         lacking = bytes_text(memory.host_of_node - cluster.host_memory_bytes)
         return f"{lacking} of the {bytes_text(cluster.host_memory_bytes)} of a node's host memory are missing"
@@ -165,8 +168,8 @@ def missing(memory: Memory, cluster: Cluster) -> str:
 
 
 def verdict(memory: Memory, cluster: Cluster) -> Fullness:
-    """Whether a rank's memory fits: `tight` where it would not if processes hold as much more than is predicted as they
-    were measured to (Device.unpredicted_share, or of a program's own rows: KnownMemory, by strategy)."""
+    """Return whether a rank's memory fits. `tight`: it would not fit if the process held the measured share beyond the
+    prediction (Device.unpredicted_share, or a program's rows by strategy: KnownMemory)."""
     device = cluster.device
     if not fits(memory, cluster):
         return "does not fit"

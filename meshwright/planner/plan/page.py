@@ -1,8 +1,8 @@
-"""A search as a page for people: one HTML file (page.html, a Jinja2 template) that needs nothing else. Its one script
-copies the words of the answer.
+"""A search as one HTML file (page.html, a Jinja2 template) without other files. Its one script copies the answer's
+words.
 
-It begins with the question and the answer; the pictures are memory against time of all that was predicted, and bars of
-what a step's seconds and the fullest rank's memory are made of.
+The page begins with the question and the answer. One picture has memory against time for all predicted layouts. Two bar
+charts have the parts of a step's seconds and of the fullest rank's memory.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ WORDS = {
     "temporaries": "the most that a task needs beside what is kept: a recomputed group of layers, gathered weights",
     "cached": "what the allocator holds beyond tensors",
 }
-"""The page's words, explained."""
+"""The page's words, with explanations."""
 
 
 @dataclass(frozen=True)
 class StackedBar:
-    """A layout's numbers in parts. `widths`: of the picture, in percent; `told`: the parts in words."""
+    """A layout's numbers in parts. `widths`: percent of the picture; `told`: the parts in words."""
 
     name: str
     widths: Mapping[str, float]
@@ -69,7 +69,7 @@ class StackedBar:
 
 @dataclass(frozen=True)
 class StackedBars:
-    """Bars under one title. `edge`: where a device's memory ends, in percent of the picture."""
+    """Bars under one title. `edge`: the end of a device's memory, in percent of the picture."""
 
     title: str
     colours: Mapping[str, str]
@@ -79,7 +79,7 @@ class StackedBars:
 
 @dataclass(frozen=True)
 class Dot:
-    """A predicted layout in the picture of memory against time: its place in pixels, its verdict, itself in words."""
+    """A predicted layout in the picture of memory against time: its position in pixels, its verdict, its words."""
 
     x: float
     y: float
@@ -89,7 +89,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Memory against time. `ticks`: places and words of both axes; `edge`: the height of a device's memory."""
+    """Memory against time. `across`, `up`: positions and words of the axes; `edge`: the height of a device's memory."""
 
     dots: tuple[Dot, ...]
     across: tuple[tuple[float, str], ...]
@@ -100,8 +100,8 @@ class Scatter:
 
 
 def write_plan_page(result: SearchResult, path: Path, name: str = "") -> None:
-    """`name`: of the run or its model, for the title. Raises ConfigError where it cannot be written."""
-    # Everything on one page, escaped: names of runs and clusters are the user's.
+    """Write the page. `name`: the run or its model, for the title. Raises ConfigError if the file cannot be written."""
+    # Values are escaped, since names of runs and clusters are the user's.
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     best, job, run = result.predictions[0], result.job, result.job.run
     model = run.model
@@ -137,7 +137,7 @@ def write_plan_page(result: SearchResult, path: Path, name: str = "") -> None:
 
 
 def _row(one: Prediction, result: SearchResult) -> tuple[str, ...]:
-    """The cells of a layout: step, tokens a second, MFU, memory, days and dollars."""
+    """Return the cells of a layout: step, tokens a second, MFU, memory, days and dollars."""
     figures, training = figures_of(one), result.training
     seconds, dollars = training.seconds(one), training.dollars(one)
     return (
@@ -148,11 +148,11 @@ def _row(one: Prediction, result: SearchResult) -> tuple[str, ...]:
 
 
 def _scatter(result: SearchResult) -> Scatter:
-    """All that was predicted, by seconds from left to right and by memory from below."""
+    """Place all predicted layouts: seconds from left to right, memory from bottom to top."""
     device, width, height = result.job.cluster.device.memory_bytes, Scatter.width, Scatter.height
     slowest = max(one.seconds for one in result.predicted)
     fastest = min(one.seconds for one in result.predicted)
-    # At least a twentieth of the slowest, or layouts that are nearly equal would look far apart.
+    # The axis has at least a twentieth of the slowest, so nearly equal layouts do not look far apart.
     span, room = max(slowest - fastest, 0.05 * slowest), device * 1.05
 
     def place(seconds: float, size: float) -> tuple[float, float]:
@@ -190,7 +190,7 @@ def _memory(predictions: tuple[Prediction, ...]) -> StackedBars:
         parts = one.fullest.parts
         told = {name: bytes_text(size) for name, size in parts.items()}
         total, fullness = bytes_text(one.worst_memory), verdict(one.fullest, one.cluster)
-        # The device's edge stands a little inside of the picture, so that a tight bar is seen to end before it.
+        # The device's edge is inside the picture, so a tight bar visibly ends before the edge.
         bars.append(_bar(one, parts, device / 0.97, told, total, fullness))
     return StackedBars("The fullest device's memory, by part", _PARTS, tuple(bars), 97.0)
 

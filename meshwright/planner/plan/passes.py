@@ -1,23 +1,25 @@
-"""The pipeline phase of a step: the pipeline's own engine on the virtual clock, however many microbatches there are.
+"""The pipeline phase and the end of a step, simulated by the pipeline's engine on a virtual clock for any number of
+microbatches.
 
 The middle of a long step is periodic, so a shorter step is simulated and extended:
 
-| the shorter step is long enough when                                | and each further microbatch adds               |
+| the shorter step is long enough if                                  | and each further microbatch adds               |
 |---------------------------------------------------------------------|------------------------------------------------|
 | the pipeline's state recurs (`_period`)                             | its share of a period, and no memory           |
 | one microbatch more takes the slowest stage's seconds               | these seconds; without a limit also memory     |
 
-The first is exact: what a stage does depends on the pipeline's state alone. The second is exact under GPipe, whose
-stages do one kind of task at a time: its seconds are a maximum of sums that grow by a constant for each microbatch, at
-most by the slowest F and the slowest B, and from then on always. Under other schedules no step is faster than its
-slowest stage, and a step at this pace keeps it but for its first and last microbatches. Tests compare with whole
-simulations. If neither happens within MOST_TASKS tasks, the two longest steps are extrapolated linearly.
+The first rule is exact: a stage's next task depends on the pipeline's state alone. The second rule is exact under
+GPipe, since stages run one kind of task at a time. The seconds of GPipe are a maximum of sums, each with a constant
+growth a microbatch, at most the slowest F plus the slowest B. Once this growth is reached, it stays. Under other
+schedules no step is faster than the slowest stage, and a step at this pace keeps the pace except for its first and last
+microbatches. Tests compare both rules with whole simulations. If neither applies within MOST_TASKS tasks, the two
+longest steps are extrapolated linearly.
 
-The end of a step: gradients' sums after the pipeline, the optimizer, publishing. All ranks of a stage do the same, so
-one is simulated. A bucket leaves when the last task that writes it has passed the bucket's layers; buckets travel one
-after another, under the rest of that task. The optimizer begins when all gradients and the norm are there; an
-offloaded optimizer that needs no norm takes each bucket as it arrives. Published weights travel under the next step's
-first forward pass in its order. A step's seconds are from one first forward pass to the next.
+The end of a step: sums of gradients after the pipeline, the optimizer, publishing. All ranks of a stage do the same, so
+one is simulated. A bucket is sent once its last task has passed the bucket's layers. Buckets are sent one after
+another, during the rest of that task. The optimizer begins after all sums and the norm; an offloaded optimizer without
+a norm steps each bucket on arrival. Published weights are sent during the next step's first forward pass, in its order.
+A step's seconds are measured from one first forward pass to the next.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ _TICKS = 2.0**40
 """Clock ticks a second. Sums of whole ticks are exact, so that recurring states compare equal."""
 
 _ALIKE = 1e-9
-"""Tolerance in seconds for equal times where stages share cores, whose pace changes during a task."""
+"""Tolerance in seconds for equal times if stages share cores, since their pace changes during a task."""
 
 TaskCosts = Callable[[int, TaskKind, int], Cost]
 """costs(position, kind, place): cost of a task at a position of the chain; `place`: of its microbatch in the step
@@ -66,16 +68,17 @@ Pieces = Callable[[int, TaskKind, int], PieceCosts]
 
 @dataclass(frozen=True)
 class Passes:
-    """The pipeline phase: its seconds, and by stage the last task, peak memory and seconds of tasks. `timeline`: of a
-    shorter step where there are many microbatches. `chunk_ends`: by stage and chunk, seconds from the begin of the
-    stage's last task to the end of the chunk's last task; negative if the latter ended before."""
+    """The pipeline phase: its seconds, and by stage the last task, peak memory and seconds of tasks."""
 
     seconds: float
     timeline: Timeline
+    """Of a shorter step if there are many microbatches."""
     last: tuple[Span, ...]
     peaks: tuple[Peak, ...]
     busy: tuple[float, ...]
     chunk_ends: tuple[Mapping[int, float], ...] = ()
+    """By stage and chunk, seconds from the begin of the stage's last task to the chunk's last end; negative if earlier.
+    """
 
     @property
     def idle_share(self) -> float:
@@ -83,13 +86,13 @@ class Passes:
         return 1 - sum(self.busy) / (len(self.busy) * self.seconds) if self.seconds else 0.0
 
     def shown(self) -> Passes:
-        """These passes with as much of the timeline as a picture can show."""
+        """Return these passes with a timeline of at most WHOLE_TASKS tasks, for a picture."""
         if len(self.timeline.spans) <= WHOLE_TASKS:
             return self
         return replace(self, timeline=Timeline(len(self.busy), self.timeline.spans[:WHOLE_TASKS]))
 
     def continued(self, delays: Sequence[float], busy: Sequence[float], peaks: tuple[Peak, ...]) -> Passes:
-        """A step with a longer middle, by which each stage's last task is delayed."""
+        """Return a step with a longer middle, which delays each stage's last task."""
         last = tuple(
             span._replace(start_seconds=span.start_seconds + seconds, end_seconds=span.end_seconds + seconds)
             for span, seconds in zip(self.last, delays, strict=True)
@@ -102,13 +105,13 @@ def phase_of(
     config: Config, placement: ChunkPlacement, costs: TaskCosts, latency: Latency, pace: Pace | None = None,
     pieces: Pieces | None = None,
 ) -> PipelinePhase:  # fmt: skip
-    """The pipeline phase of a step. `costs`: with all stages at work; `pace`: how much faster tasks are while fewer
+    """Build the pipeline phase of a step. `costs`: with all stages at work; `pace`: the speed-up of tasks while fewer
     stages work."""
     return PipelinePhase(rule_of(config), placement, config.num_microbatches, costs, latency, pace, pieces)
 
 
 def tasks_of_stages(config: Config, costs: TaskCosts, latency: Latency, some: int) -> list[list[Task]]:
-    """Each stage's tasks, of whole chunks, in the order of their begin, in a step of `some` microbatches."""
+    """Return each stage's tasks, for whole chunks, in order of their begin, in a step of `some` microbatches."""
     phase = phase_of(config, placement_of(config), costs, latency)
     spans = phase.simulated(some).timeline.spans
     tasks: list[list[Task]] = [[] for _ in range(phase.stages)]
@@ -118,7 +121,7 @@ def tasks_of_stages(config: Config, costs: TaskCosts, latency: Latency, some: in
 
 
 class PipelinePhase:
-    """A step of `count` microbatches; simulates fewer where it can."""
+    """A step of `count` microbatches, simulated with fewer if the middle is periodic."""
 
     def __init__(
         self,
@@ -142,7 +145,7 @@ class PipelinePhase:
 
     @cached_property
     def beginning(self) -> Passes:
-        """The first microbatches of a long step: a lower bound of its memory."""
+        """The first microbatches of a long step, as a lower bound of its memory."""
         return self.simulated(next(self.lengths())) if self.is_long else self.whole
 
     @cached_property
@@ -155,7 +158,7 @@ class PipelinePhase:
             shorter = self.simulated(some) if before else self.beginning
             if some == self.count:
                 return shorter.shown()
-            # Under GPipe no state recurs, since microbatches pile up between the stages.
+            # Under GPipe no state recurs, since microbatches accumulate between stages.
             known = None if self.fills else self.repeated(some, shorter)
             if known is None and before is not None and self.pace is None:
                 grown = (shorter.seconds - before[1].seconds) / (some - before[0])
@@ -169,13 +172,13 @@ class PipelinePhase:
         raise AssertionError("the last length is the whole step")
 
     def lengths(self) -> Iterator[int]:
-        """Numbers of microbatches to simulate, ascending; the first fills all stages. With chunks, whole rounds of as
-        many microbatches as stages are left out."""
+        """Yield numbers of microbatches to simulate, ascending; the first fills all stages. With chunks, the number
+        left out is a multiple of the number of stages."""
         positions, stages = self.placement.num_positions, self.stages
         some, more = positions + min(positions, 16) + 8, positions // 2 + 8
         left_out = _ROUND if self.placement.num_chunks == 1 else lcm(_ROUND, stages)
         while some < self.count:
-            # Leaves out whole periods, and keeps the last microbatches' places.
+            # Whole periods are left out, so the last microbatches keep their places.
             some += (self.count - some) % left_out
             yield some
             some, more = some + more, 2 * more
@@ -189,7 +192,7 @@ class PipelinePhase:
             # The last simulated microbatch is the step's last, which completes gradients.
             index = task.microbatch if task.microbatch < some - 1 else self.count - 1
             cost = self.cost(stage, task, place(index, self.count))
-            begun[stage].append(cost)  # a stage's tasks begin in the order in which the clock asks
+            begun[stage].append(cost)  # the clock asks in the order in which a stage's tasks begin
             return cost.seconds
 
         def latency(start: int, end: int, task: Task) -> float:
@@ -203,7 +206,7 @@ class PipelinePhase:
         timeline = simulate(self.stages, some, self.rule, seconds, latency, self.pace, self.placement)
         last, busy = [timeline.spans[0]] * self.stages, [0.0] * self.stages
         ends: list[dict[int, float]] = [{} for _ in range(self.stages)]
-        for span in timeline.spans:  # in the order in which they begin
+        for span in timeline.spans:  # in the order of their begin
             last[span.stage] = span
             ends[span.stage][self.placement.places[span.stage][span.chunk][0]] = span.end_seconds
             busy[span.stage] += span.seconds
@@ -211,7 +214,7 @@ class PipelinePhase:
         for costs in begun:
             live = kept = most = host = most_host = 0
             for cost in costs:
-                most = max(most, live + cost.peak_bytes)  # a task's peak stands on what those before it have kept
+                most = max(most, live + cost.peak_bytes)  # a task's peak is added to the bytes kept by earlier tasks
                 live += cost.kept_bytes
                 kept = max(kept, live)
                 host += cost.host_bytes
@@ -224,7 +227,8 @@ class PipelinePhase:
         return Passes(timeline.total_seconds, timeline, tuple(last), tuple(peaks), tuple(busy), chunk_ends)
 
     def repeated(self, some: int, shorter: Passes) -> Passes | None:
-        """The whole step, if a period shows before the shorter step's first stage takes in its last microbatch."""
+        """Extend a shorter step to the whole step, if a period is found before the first stage begins its last
+        microbatch."""
         period = _period(shorter.timeline, exact=self.pace is None)
         if period is None:
             return None
@@ -236,7 +240,7 @@ class PipelinePhase:
         return shorter.continued([times * seconds] * self.stages, [times * each for each in busy], shorter.peaks)
 
     def cost(self, stage: int, task: Task, which: int) -> Cost:
-        """The cost of a stage's task, or of one piece of it; `which`: the microbatch's place."""
+        """Return the cost of a stage's task, or of one piece of a task; `which`: the microbatch's place."""
         chunk, at = self.placement.places[stage][task.chunk]
         position = self.placement.positions[stage][chunk]
         if self.pieces is None:
@@ -261,7 +265,7 @@ class PipelinePhase:
         return sum(map(max, zip(*middle, strict=True))) if self.fills else max(map(sum, middle))
 
     def line(self, some: int, longer: Passes, fewer: int, shorter: Passes) -> Passes:
-        """The whole step by linear extrapolation of two shorter ones, at least at the slowest stage's pace."""
+        """Extrapolate the whole step linearly from two shorter steps, at least at the slowest stage's pace."""
         times = (self.count - some) / (some - fewer)
 
         def beyond(long: float, short: float) -> float:
@@ -270,10 +274,10 @@ class PipelinePhase:
         peaks = longer.peaks
         seconds = as_before = beyond(longer.seconds, shorter.seconds)
         if self.pace is None:
-            # Two steps that are too short may show a pace below the slowest stage's.
+            # Two steps that are too short may have a pace below the slowest stage's.
             seconds = max(seconds, (self.count - some) * self.slowest)
         delays = [seconds] * self.stages
-        if self.fills:  # a stage whose backward passes are fast ends before the others, and ever longer before them
+        if self.fills:  # a stage with fast backward passes ends earlier, by a growing margin
             ends = zip(longer.last, shorter.last, strict=True)
             delays = [seconds - as_before + beyond(long.end_seconds, short.end_seconds) for long, short in ends]
             peaks = tuple(
@@ -289,15 +293,15 @@ class PipelinePhase:
 
 
 def _period(timeline: Timeline, *, exact: bool) -> tuple[int, float, list[float]] | None:
-    """The pipeline's period when its first stage takes in the last microbatch: (microbatches, seconds, each stage's
-    seconds of tasks), or None.
+    """Return the pipeline's period when its first stage begins the last microbatch: (microbatches, seconds, each
+    stage's seconds of tasks), or None.
 
-    The state is the set of tasks begun for microbatches that are not finished in all stages. It recurs with a period
-    where each of these tasks began and ends one period after the same task of as many microbatches before, and each
-    stage has begun as many tasks of each kind in between.
+    The state is the set of tasks begun for microbatches that are not finished in all stages. The state recurs with a
+    period of n microbatches if each of these tasks began and ended one period after the same task n microbatches
+    before, and each stage began n tasks of each kind in between.
     """
     tasks: dict[tuple[int, str, int], list[Span]] = {}
-    for span in timeline.spans:  # of a chunk each kind in the order of microbatches
+    for span in timeline.spans:  # a chunk's tasks of one kind are in the order of microbatches
         tasks.setdefault((span.stage, span.name[0], span.chunk), []).append(span)
     taken = tasks[0, str(TaskKind.FORWARD), 0]
     now = taken[-1].start_seconds
@@ -308,7 +312,7 @@ def _period(timeline: Timeline, *, exact: bool) -> tuple[int, float, list[float]
     slack = 0.0 if exact else _ALIKE * now
     for microbatches in range(1, oldest):
         seconds = now - taken[-1 - microbatches].start_seconds
-        # Counts first: they mostly fail, and cost one bisection each.
+        # Counts are compared first, since most fail at one bisection each.
         same = all(
             bisect_left(times, now - seconds - slack) == begun[key] - microbatches for key, times in starts.items()
         ) and all(
@@ -333,16 +337,21 @@ def _ticks(seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Sum:
-    """A bucket's timing in seconds. `ready`: from the begin of its stage's last task until it may leave, negative if an
-    earlier task writes it last; `reduce`, `publish`: its collectives; `steps`: its optimizer step; `lane`: fetching and
-    writing back its offloaded states; `read`: from the begin of its stage's first task to the read of its weights."""
+    """A bucket's timing in seconds."""
 
     ready: float
+    """From the begin of its stage's last task until the bucket may be sent; negative if an earlier task writes it last.
+    """
     reduce: float
+    """Seconds of the sum."""
     publish: float
+    """Seconds of publishing."""
     steps: float
+    """Seconds of the optimizer step."""
     lane: float
+    """Seconds of fetching and writing back offloaded states."""
     read: float = 0.0
+    """From the begin of its stage's first task to the first read of the weights."""
 
 
 @dataclass(frozen=True)
@@ -364,9 +373,16 @@ def finish(
     publishes: float,
     tax: float = 0.0,
 ) -> PlannedStep:
-    """The step's end. `sums`: each stage's buckets in the order in which they leave; `norm_seconds`: of the norm's
-    collectives; `streams`: whether the optimizer steps each bucket on arrival; `overlaps`, `publishes`: the pace of a
-    sum and of publishing under computation, 0 to 1; `tax`: the share by which kernels take longer meanwhile.
+    """Time the step's end.
+
+    Args:
+        passes: The pipeline phase.
+        sums: Each stage's buckets in the order in which buckets are sent.
+        norm_seconds: Seconds of the norm's collectives.
+        streams: Whether the optimizer steps each bucket on arrival.
+        overlaps: The pace of a sum during computation, 0 to 1.
+        publishes: The pace of publishing during computation, 0 to 1.
+        tax: The share by which kernels take longer during a collective.
     """
     arrived = [_arrivals(span, own, overlaps) for span, own in zip(passes.last, sums, strict=True)]
     ends = [_end(span, own, times, tax) for span, own, times in zip(passes.last, sums, arrived, strict=True)]
@@ -414,9 +430,9 @@ def finish(
 
 
 def _wait_for_published(sums: Sequence[Sum], begins: float, overlaps: float, tax: float) -> float:
-    """Seconds that a stage's next forward pass takes longer for published weights: it waits, and is slower meanwhile.
-    `begins`: seconds until its first task."""
-    # The last buckets hold the first layers, which are read first and so sent first.
+    """Return the seconds that published weights add to a stage's next forward pass: waits, and slower kernels.
+    `begins`: seconds until the stage's first task."""
+    # The last buckets hold the first layers, which are read first and therefore sent first.
     wait = sent = 0.0
     for one in reversed(sums):
         sent += one.publish
@@ -425,7 +441,7 @@ def _wait_for_published(sums: Sequence[Sum], begins: float, overlaps: float, tax
 
 
 def _arrivals(last: Span, sums: Sequence[Sum], overlaps: float) -> list[float]:
-    """The ends of the buckets' sums, in seconds. Under a task a collective runs at the pace `overlaps`."""
+    """Return the ends of the buckets' sums, in seconds. During a task a collective runs at the pace `overlaps`."""
     times, free = [], 0.0
     for one in sums:
         begin = max(free, last.start_seconds + one.ready)
@@ -437,13 +453,13 @@ def _arrivals(last: Span, sums: Sequence[Sum], overlaps: float) -> list[float]:
 
 
 def _end(last: Span, sums: Sequence[Sum], times: Sequence[float], tax: float) -> float:
-    """The moment at which a stage's gradients are summed: sums under its last task make that task end later.
+    """Return the moment at which a stage's gradients are summed. Sums during its last task delay the task's end.
 
     Args:
         last: The stage's last task.
-        sums: Its buckets.
+        sums: The stage's buckets.
         times: The ends of the buckets' sums (`_arrivals`).
-        tax: The share by which kernels take longer beside a sum.
+        tax: The share by which kernels take longer during a sum.
     """
     end = times[-1] if times else last.end_seconds
     hidden = sum(one.reduce for one in sums) - max(0.0, end - last.end_seconds)

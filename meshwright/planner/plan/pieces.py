@@ -1,8 +1,8 @@
-"""A chunk's tasks in pieces, where rows travel to experts as messages (pipeline/pieces.py): their seconds, cut out of
-what was recorded of whole layers.
+"""Costs of a chunk's tasks in pieces, cut from the recordings of whole layers.
 
-A layer's forward program sends rows to their experts and back: what comes before the first of these two exchanges is
-the first piece's, what lies between them the second's. B and W compute in each piece the same part of a layer as F.
+A layer with experts exchanges rows twice: to the experts and back (pipeline/pieces.py). The forward program is cut at
+both exchanges. The first piece ends at the first exchange, the second one between the two, the third after the second.
+Each piece of B and W takes the same share of a layer's seconds as the same piece of F.
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ if TYPE_CHECKING:
 def piece_costs(
     chunk: ChunkPlan, kind: TaskKind, which: int, whole: Cost, seconds: Seconds, sent: Callable[[Start], float]
 ) -> PieceCosts:
-    """The pieces of a task whose cost as a whole is `whole`, its exchanges among it. `sent`: an exchange's seconds."""
+    """Divide a task's cost into pieces and exchanges.
+
+    Args:
+        chunk: The chunk that the task computes.
+        kind: F, B or W.
+        which: The microbatch's place in the step (recorder.place).
+        whole: The task's cost as a whole, with its exchanges.
+        seconds: Seconds of a program.
+        sent: Seconds of one exchange.
+    """
     pieces: list[float] = [0.0]
     trades: list[float] = []
     for unit in chunk.units:
@@ -33,13 +42,13 @@ def piece_costs(
         parts = [seconds(part) for part in _cut(forward)[1]]
         shares = [part / sum(parts) for part in parts] if sum(parts) else [1 / len(parts)] * len(parts)
         own = [sent(start) for start in exchanges] or [0.0] * (len(parts) - 1)
-        # Backward the outputs' gradients travel first.
+        # In the backward pass the gradients of the layer's output are sent first.
         trades += own if kind is TaskKind.FORWARD else own[::-1]
         pieces[-1] += shares[0] * computed
         pieces += [share * computed for share in shares[1:]]
-    # Each piece is a task, and pays for itself what a task pays: what the whole has beside its parts, once.
+    # Each piece is a task, so each pays the fixed cost of a task: the whole cost minus all pieces and exchanges.
     beside = max(0.0, whole.seconds - sum(pieces) - sum(trades))
-    # A piece keeps, or frees, and needs beside that, its part of what the whole does.
+    # Kept bytes, passing bytes, operations and host bytes are divided in proportion to the seconds.
     total, costs = sum(pieces), []
     passing_bytes = whole.peak_bytes - max(0, whole.kept_bytes)
     for computed in pieces:
@@ -52,9 +61,9 @@ def piece_costs(
 
 
 def _cut(program: Program) -> tuple[list[Start], list[Program]]:
-    """The exchanges of rows of a layer's program, and the program cut where rows travel, without these."""
+    """Return a layer's exchanges of rows, and its program cut at these exchanges, which are left out."""
     sent = [event for event in program.events if isinstance(event, Start) and event.verb == "all_to_all"]
-    # The last two all-to-alls between experts' ranks: without a capacity one of counts comes before them.
+    # The last two all-to-alls over the expert axis carry rows: without a capacity, one before these two carries counts.
     trades = [event for event in sent if event.axes == EXPERT][-2:]
     numbers = {start.number for start in trades}
     cuts = [0, *map(program.events.index, trades), len(program.events)]

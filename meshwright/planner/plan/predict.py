@@ -1,7 +1,7 @@
-"""Predictions of a run on a cluster: a step's seconds, every stage's memory, what its ranks send. Nothing is trained.
+"""Predictions of a run on a cluster: a step's seconds, every stage's memory, the bytes sent. Nothing is trained.
 
-A run's `auto` fields are resolved as the run itself resolves them (decisions.py), with the cluster's memory for the
-machine's and recordings for built stages.
+A run's `auto` fields are decided by the run's own functions (decisions.py). The cluster's memory replaces the
+machine's, and recordings replace built stages.
 """
 
 from __future__ import annotations
@@ -40,43 +40,47 @@ if TYPE_CHECKING:
     from meshwright.planner.plan.kept import KeptRecordings
 
 STAGES = (*PARTS, *COUNTS, "memory.recompute", "layout.pipeline")
-"""The fields on which a stage's tasks depend, with what replicas send under them left out."""
+"""The fields that determine a stage's tasks, apart from replicas' messages during them."""
 
 PHASE = (*STAGES, "layout.data", "layout.transport", "layout.order", "memory.offload", "optimizer")
-"""The fields on which a step's pipeline phase depends."""
+"""The fields that determine a step's pipeline phase."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A run's step. `config`: as it was resolved. `phases`: seconds by name. `memory`, `traffic`: of
-    the first rank of each stage; a step's ledger. `timeline`: where microbatches are many, of the first ones.
-    `idle_share`: of the pipeline phase, over all of them. `flops`: floating-point operations of the busiest rank's
-    products in a step."""
+    """The prediction of a run's step."""
 
     config: Config
+    """The run, with its `auto` fields decided."""
     cluster: Cluster
     seconds: float
     phases: dict[str, float]
+    """Seconds by name (training/phases.py)."""
     memory: tuple[Memory, ...]
+    """Memory of the first rank of each stage."""
     traffic: tuple[Mapping[tuple[str, str], Traffic], ...]
+    """A step's ledger of the first rank of each stage."""
     timeline: Timeline
+    """The step's tasks; in a long step the first microbatches' alone."""
     idle_share: float
+    """The share of the pipeline phase without a task, over all microbatches."""
     flops: float
+    """Floating-point operations of the busiest rank's products in a step."""
 
     @property
     def fullest(self) -> Memory:
-        """The memory of the rank that holds most."""
+        """The memory of the rank with the most bytes."""
         return max(self.memory, key=lambda memory: memory.total)
 
     @property
     def worst_memory(self) -> int:
-        """Bytes on the rank that holds most."""
+        """Bytes on the fullest rank."""
         return self.fullest.total
 
     @property
     def measured_memory(self) -> int:
-        """The bytes that a run measures (training/metrics.py): on a GPU what torch has allocated, on a CPU all that is
-        resident."""
+        """The bytes that a run reports (training/metrics.py): on a GPU torch's allocations, on a CPU all resident
+        memory."""
         return self.fullest.allocated if self.cluster.device.kind == "cuda" else self.worst_memory + self.fullest.read
 
     @property
@@ -86,12 +90,12 @@ class Prediction:
 
 @dataclass
 class Planner:
-    """Predicts runs on one cluster, and remembers what they have in common."""
+    """Predicts runs on one cluster, and caches the results that runs share."""
 
     cluster: Cluster
     software: Software = OWN_SOFTWARE
     kept: KeptRecordings | None = None
-    """Recordings on disk, to begin with and to add to."""
+    """Recordings on disk, to read first and to extend."""
     recordings: Recordings = field(init=False)
     site: Site = field(init=False)
     buckets: Buckets = field(default_factory=Buckets)
@@ -104,15 +108,20 @@ class Planner:
         self.site = Site(self.cluster, self.software)
 
     def on(self, cluster: Cluster) -> Planner:
-        """A planner for a cluster with the same kind of devices, whose links or devices are of another speed."""
-        # Programs and buckets do not depend on how fast a cluster is, so nothing is recorded again.
+        """Return a planner for a cluster with the same kind of devices and other speeds of links or devices."""
+        # Programs and buckets do not depend on speeds, so nothing is recorded again.
         other = Planner(cluster, self.software)
         other.recordings, other.buckets = self.recordings, self.buckets
         return other
 
     def predict(self, config: Config) -> Prediction:
-        """Raises ConfigError for what cannot be planned: sync server-loss, O1, a partition that is
-        measured when the run begins, a dtype or a transport that the cluster knows nothing about."""
+        """Predict a run's step.
+
+        Raises:
+            ConfigError: The run cannot be planned: sync server-loss, O1, a partition that is measured when the run
+                begins, or a
+                dtype or transport that the cluster file does not describe.
+        """
         run = self.run(config)
         config, passes, step = run.config, self.passes(run.phase_config), self._step(run)
         sent = tuple(run.traffic(stage) for stage in range(len(run.stages)))
@@ -141,43 +150,44 @@ class Planner:
         return replace(step, seconds=step.seconds + counting, phases=phases)
 
     def least_memory(self, config: Config) -> Memory:
-        """The memory of the fullest rank's tensors and context in a step's first microbatches, in a fraction of a
-        prediction's time."""
+        """Return the fullest rank's memory in a step's first microbatches: tensors and context, without the replay of a
+        prediction."""
         run = self.run(config)
         return max(run.memory(self.passes(run.phase_config, True)), key=lambda each: each.total)
 
     def seconds(self, config: Config) -> float:
-        """A prediction's seconds, without its memory."""
+        """Return a prediction's seconds, without its memory."""
         return self._step(self.run(config)).seconds
 
     def run(self, config: Config) -> TimedRun:
-        """The resolved run; the last one is at hand."""
-        # A search asks for least_memory first, then for the prediction of the same layout.
+        """Return the resolved run. The last run is cached."""
+        # A search calls `least_memory` and then `predict` for the same layout.
         if self._last is None or self._last[0] != config:
             check(config)
             resolved = self.resolved(config)
-            # Slices are in the phase, so that its buckets are this run's.
+            # If gradients are slices, the buckets are part of the phase, so its buckets are reused.
             known = self._timed(resolved).buckets if resolved.layout.data.strategy.slices else None
             self._last = config, TimedRun(self.site, self.buckets, resolved, self.stages(resolved), known)
         return self._last[1]
 
     @remembered(*PHASE)
     def passes(self, config: Config, brief: bool = False) -> Passes:
-        """The pipeline phase of a TimedRun's `phase_config`. `brief`: its beginning alone."""
+        """Return the pipeline phase of a TimedRun's `phase_config`. `brief`: only its beginning."""
         phase = self._timed(config).phase
         return phase.beginning.shown() if brief else phase.whole
 
     @remembered(*PHASE, last=True)
     def _timed(self, config: Config) -> TimedRun:
-        """The run whose tasks are those of all runs with this `phase_config`."""
+        """Return the run with the tasks of all runs with this `phase_config`."""
         return TimedRun(self.site, self.buckets, config, self.stages(config))
 
     def resolved(self, config: Config) -> Config:
-        """The config as a run resolves it on a machine like the cluster, where each rank has a device's memory."""
+        """Return the config with its `auto` fields decided as on a machine like the cluster, with a device's memory for
+        each rank."""
         device = self.cluster.device
         half, single = (device.peak_of(name, tf32=False) for name in (config.precision.dtype, "float32"))
         slow = device.kind == "cpu" and half is not None and single is not None and half < SLOW_SHARE * single
-        # What the run would read of its own machine, of which a device's share beside its context is free.
+        # The facts that the run would read of its machine: a device's memory less the context is free.
         machine = Machine(
             cores=self.cluster.cores or 1, memory=device.memory_bytes - self.site.context(config), shared=False,
             slow_halves=slow,
@@ -189,7 +199,7 @@ class Planner:
         "layout.data.exchange",
     )  # fmt: skip
     def partition(self, config: Config) -> tuple[int, ...]:
-        """Layers of each position of the chain."""
+        """Return the number of layers at each position of the chain."""
         pipeline = config.layout.pipeline
         if pipeline.size == 1:
             return (config.model.num_blocks,)
@@ -199,15 +209,15 @@ class Planner:
         each, rest = divmod(config.model.num_blocks, pipeline.size * pipeline.chunks)
         if self.software.stages == "even" and each and not rest:
             return (each,) * (pipeline.size * pipeline.chunks)
-        # The run's own function, so that planned and real stages are the same.
+        # The run's own function, so planned and real stages are equal.
         return fastest(self.work(config), placement_of(config), rule_of(config), config.num_microbatches)
 
     def work(self, config: Config) -> Costs:
-        """The counted work of the chain's parts."""
+        """Return the counted work of the chain's parts."""
         return shared_work(config, self.recordings.outline(config).parameters, self.cluster.device.kind)
 
     def fixed_bytes(self, config: Config) -> list[int]:
-        """Weights, gradients and the optimizer's states in the memory of each stage's first rank."""
+        """Return the bytes of weights, gradients and optimizer states of each stage's first rank."""
         run, kind = Composition(config, self.stages(config), self.buckets), self.cluster.device.kind
         each = [run.buckets[like] for like in run.like]
         return [
@@ -218,7 +228,7 @@ class Planner:
         ]
 
     def block_bytes(self, config: Config) -> list[list[int]]:
-        """The rank's block of each weight that takes part in 2-D products, by stage."""
+        """Return the bytes of the rank's block of each weight in 2-D products, by stage."""
         return [
             [
                 parameter.weight_bytes
@@ -230,8 +240,9 @@ class Planner:
 
     @remembered(*PARTS, "micro", "memory.recompute", "layout.pipeline", "layout.order")
     def microbatch_bytes(self, config: Config) -> Sequence[int]:
-        """Counted by the run's own function, so that both decide alike: recordings differ by some percent."""
-        # Replicas hold the same microbatches, and meta tensors have no values.
+        """Count a microbatch's bytes by the run's own function, so planned and real decisions agree: recordings differ
+        by some percent."""
+        # Replicas hold microbatches of equal shapes, and meta tensors have no values.
         data = config.layout.data
         one = DataParallel(size=data.expert, expert=data.expert, exchange=data.exchange)
         for field_name, value in (("layout.data", one), ("batch.micro", config.micro), ("seed", 0)):
@@ -240,10 +251,11 @@ class Planner:
 
     @remembered(*STAGES, "layout.order", last=True)
     def stages(self, config: Config) -> list[StagePlan]:
-        """A layout's stages. Until somebody has decided how 2-D operands travel, they keep no gathered weights."""
+        """Return a layout's stages. Before the operands of 2-D products are decided (`memory.summa`), stages keep no
+        gathered weights."""
         # Replicas change no stage.
         config = replaced(config, "layout.data.sync", DataParallel().sync, *COUNTS)
         if config.memory.summa == "auto":
-            # What decides the operands' way asks for the stages' memory first.
+            # The decision on `memory.summa` needs the stages' memory first.
             config = replaced(config, "memory.summa", "whole", *COUNTS)
         return compose_stages(config, self.recordings, self.partition(config))

@@ -1,31 +1,31 @@
-"""A process's memory on its device beyond tensors: what its allocator caches, its context, communicators' buffers.
+"""A process's memory on its device beyond tensors: the allocator's cache, the context, communicators' buffers.
 
-NCCL gives each communicator buffers, for every channel and neighbour that it sends through; a process group of torch
-has a communicator of its own. A channel's bytes after two facts: on four A100 joined by NVLink (24 channels) a group of
-two took 544 MiB and a larger one 688 MiB (github.com/NVIDIA/nccl, issue 964), rings and trees together; between two
-ranks that send to each other directly, a channel takes 10 MiB to receive and 2 MiB to send (issue 1685).
+NCCL gives each communicator buffers, for every channel and neighbour that it sends through. Each process group of torch
+has a communicator. Two facts give a channel's bytes. On four A100 joined by NVLink (24 channels) a group of two took
+544 MiB and a larger group 688 MiB, rings and trees together (github.com/NVIDIA/nccl, issue 964). Between two ranks that
+send to each other directly, a channel takes 10 MiB to receive and 2 MiB to send (issue 1685).
 
-| communicators of a rank                  | buffers of                                            |
-|------------------------------------------|-------------------------------------------------------|
-| one for each set of axes that it used    | rings and trees; under direct verbs every other rank  |
-| the world's: norm, step report           | rings and trees                                       |
-| two for each neighbour stage             | rings and trees of two (they are born by a sum); one  |
-|                                          | neighbour                                             |
+| communicators of a rank                  | buffers of                                              |
+|------------------------------------------|---------------------------------------------------------|
+| one for each set of axes in use          | rings and trees; under direct verbs every other rank    |
+| the world's: norm, step report           | rings and trees                                         |
+| two for each neighbour stage             | rings and trees of two (a sum creates them); one        |
+|                                          | neighbour                                               |
 
-A rank's memory as its process holds it: recorded allocations, replayed through the model of its allocator.
+The fullest rank's allocations are replayed from recordings, through a model of its allocator:
 
-| comes                                                     | goes                                                    |
-|-----------------------------------------------------------|---------------------------------------------------------|
-| parameters; then buckets of values and gradients, masters | the parameters, when their bucket is filled             |
-| messages, some before they have come (mailbox.py)         | activations after B, or W; gradients after B            |
-| what tasks allocate, in the order of their recordings     | as recorded                                             |
-| what a part gives to the next, or back to the one before  | when that has gone forward, or backward, if it reads it |
-| moments, in the first step                                | never                                                   |
-| float32 copies of half-precision gradients                | when they have been stepped                             |
+| allocated                                                 | freed                                                  |
+|-----------------------------------------------------------|--------------------------------------------------------|
+| parameters; then buckets of values and gradients, masters | parameters, when their bucket is filled                |
+| messages, some before they are received (mailbox.py)      | activations after B, or W; gradients after B           |
+| temporaries of tasks, in the order of their recordings    | as recorded                                            |
+| a part's output to the next, or gradient to the one before| after the reader's forward pass, or backward if kept   |
+| moments, in the first step                                | never                                                  |
+| float32 copies of half-precision gradients                | after their step                                       |
 
-Two steps are replayed, since states that come in the first lie between its activations. They have as many microbatches
-as fill the stage and a few more, in the schedule's own order: a longer step does the same again. Where it holds more,
-as GPipe does, it holds as much more of the same.
+Two steps are replayed, since moments are allocated in the first one, between its activations. A replayed step has
+enough microbatches to fill the stages, and a few more, in the schedule's order. A longer step repeats these
+allocations. Under GPipe a longer step holds more in proportion.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ _NOTHING: tuple[Hashable, int] = (None, 0)
 
 
 class StageReplay:
-    """The memory of a stage's first rank. `ahead`: messages of a side that have memory before they come."""
+    """The allocations of a stage's first rank. `ahead`: messages of a side with memory allocated before they are
+    received."""
 
     def __init__(self, run: Composition, stage: int, ahead: int, allocator: Allocator, software: Software) -> None:
         self._run, self._ahead, self._software = run, ahead, software
@@ -70,12 +71,20 @@ class StageReplay:
         self._units = [[_Unit(unit.whole()) for unit in chunk.units] for chunk in self._plan.chunks]
 
     def run(self, tasks: Sequence[Task], num_microbatches: int) -> Footprint:
-        """Replay steps of these tasks, of a step of at least that many microbatches. Raises OutOfDeviceMemory."""
+        """Replay steps of these tasks. Return the peaks of allocated and reserved bytes.
+
+        Args:
+            tasks: The stage's tasks of a step, shortened to a few microbatches.
+            num_microbatches: The number of microbatches in `tasks`.
+
+        Raises:
+            OutOfDeviceMemory: The device has no room.
+        """
         self._build()
         for step in range(REPLAYED_STEPS):
             for name, kind in (("activation", TaskKind.FORWARD), ("gradient", TaskKind.BACKWARD)):
                 own = [(task, self._message_bytes(task)) for task in tasks if task.kind is kind]
-                # Memory is posted before anybody knows which message comes: each has room for the largest (mailbox.py).
+                # Receives are posted before the sizes are known: each has room for the largest message (mailbox.py).
                 most = max((size for _, size in own), default=0)
                 keys = [((name, task.chunk, task.microbatch), most) for task, size in own if size]
                 self._messages[name] = iter(keys)
@@ -84,7 +93,7 @@ class StageReplay:
             self._take("passing", held_of(self._run.config, self._buckets).passing)
             for task in tasks:
                 last = task.microbatch == num_microbatches - 1
-                # The last of the few stands for the step's last, whose gradients become whole.
+                # The last replayed microbatch is the step's last, which completes the gradients.
                 index = self._run.config.num_microbatches - 1 if last else task.microbatch
                 self._task(task, place(index, self._run.config.num_microbatches))
             self._drop(["passing"])
@@ -100,7 +109,8 @@ class StageReplay:
             self._take(("values", index), kept.weights)
             self._take(("gradients", index), kept.gradients)
             self._take(("half gradients", index), self._software.apart_bytes(config, kept))
-            # As the run builds: only one bucket at a time is there twice, in its parameters and by itself.
+            # As in the run's own assembly, only one bucket at a time exists twice: in its parameters and in flat
+            # memory.
             self._drop(("parameter", name) for name in bucket.names)
         if config.memory.offload.to == "none":
             for index, bucket in enumerate(self._buckets):
@@ -113,7 +123,7 @@ class StageReplay:
         self._take(("buffers",), self._software.beside_bytes(config))
 
     def _message_bytes(self, task: Task) -> int:
-        """Bytes of the message that a task begins with."""
+        """Return the bytes of the message that a task receives first."""
         chunk = self._plan.chunks[task.chunk]
         if task.kind is TaskKind.FORWARD:
             return bytes_of(chunk.incoming) if chunk.handed_bytes is None else 0
@@ -121,32 +131,33 @@ class StageReplay:
 
     def _task(self, task: Task, which: int) -> None:
         chunk, units = self._plan.chunks[task.chunk], self._units[task.chunk]
-        if task.kind is not TaskKind.WEIGHT and self._message_bytes(task):  # it has come, and others may
+        if task.kind is not TaskKind.WEIGHT and self._message_bytes(task):  # received; more may follow
             self._take(*next(self._messages["activation" if task.kind is TaskKind.FORWARD else "gradient"], _NOTHING))
         if task.kind is TaskKind.FORWARD:
             for index, unit in enumerate(units):
                 self._replay(task, index, unit, which)
-                if index and not unit.recording.holds_input:  # else its backward pass reads it, and frees it then
+                if index and not unit.recording.holds_input:  # else freed in the backward pass
                     self._drop(self._given(units[index - 1], task.kind, task.chunk, index - 1, task.microbatch, which))
-            if not chunk.hands_on:  # what the last part gives was sent
+            if not chunk.hands_on:  # the chunk's output was sent
                 self._drop(self._given(units[-1], task.kind, task.chunk, len(units) - 1, task.microbatch, which))
             return
         for index in reversed(range(len(units))):
             unit = units[index]
             self._replay(task, index, unit, which)
-            # What pending weight gradients need of a part's input, or of the gradient that came back, goes after W.
+            # Inputs and gradients kept for a pending W are freed after this W.
             waits = {TaskKind.BACKWARD: unit.recording, TaskKind.WEIGHT: None}[task.kind]
             if waits is None or not waits.kept_input_bytes:
                 self._drop(self._inputs(chunk, units, task, index, which))
             if waits is None or not waits.kept_gradient_bytes:
                 self._drop(self._gradients(chunk, units, task, index, which))
-        if chunk.handed_bytes is None and task.kind is TaskKind.BACKWARD:  # what goes back was sent
+        if chunk.handed_bytes is None and task.kind is TaskKind.BACKWARD:  # the input's gradient was sent
             self._drop(self._given(units[0], TaskKind.BACKWARD, task.chunk, 0, task.microbatch, which))
 
     def _inputs(
         self, chunk: ChunkPlan, units: Sequence[_Unit], task: Task, index: int, which: int
     ) -> Iterable[Hashable]:
-        """The storages of a unit's input: of the unit before, of a message, or of the stage's own chunk before."""
+        """Return the storages of a unit's input: an output of the unit before, a message, or an output of the stage's
+        chunk before."""
         if index:
             return self._given(units[index - 1], TaskKind.FORWARD, task.chunk, index - 1, task.microbatch, which)
         if chunk.handed_bytes is None:
@@ -157,7 +168,8 @@ class StageReplay:
     def _gradients(
         self, chunk: ChunkPlan, units: Sequence[_Unit], task: Task, index: int, which: int
     ) -> Iterable[Hashable]:
-        """The storages of the gradient of a unit's output, mirrored: of the unit after, a message, the chunk after."""
+        """Return the storages of the gradient of a unit's output: from the unit after, a message, or the stage's chunk
+        after."""
         if index < len(units) - 1:
             return self._given(units[index + 1], TaskKind.BACKWARD, task.chunk, index + 1, task.microbatch, which)
         if not chunk.hands_on:
@@ -168,19 +180,19 @@ class StageReplay:
     def _given(
         self, unit: _Unit, kind: TaskKind, chunk: int, index: int, microbatch: int, which: int
     ) -> list[Hashable]:
-        """The storages that a unit gave to the next one or to the one before, and does not keep itself."""
+        """Return the storages that a unit passes to its neighbour and does not keep."""
         return [
             (chunk, index, number) if number in unit.crossing else (chunk, index, number, microbatch)
             for number in unit.recording.leaving[kind][which]
         ]
 
     def _replay(self, task: Task, index: int, unit: _Unit, which: int) -> None:
-        # A third of a search's seconds: eight million events for 110,000 layouts, so nothing is called here twice.
+        # A third of a search's seconds: eight million events for 110,000 layouts, so attribute look-ups are hoisted.
         live, allocate, free = self._live, self._allocator.allocate, self._allocator.free
         own, crossing = (task.chunk, index), unit.crossing
         for number, size in unit.recording.programs[task.kind][which].memory:
             key = (*own, number) if number in crossing else (*own, number, task.microbatch)
-            left = live.pop(key, None)  # where the event allocates: one that the microbatch before has left
+            left = live.pop(key, None)  # left by the microbatch before, if the event allocates
             if left is not None:
                 free(left)
             if size > 0:
@@ -223,11 +235,11 @@ class StageReplay:
 
 
 class _Unit:
-    """A part's recording. `crossing`: the storages that another microbatch than their own frees, or none does."""
+    """A part's recording. `crossing`: storages freed by another microbatch than the one that allocated them, or never."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        # A layer's gathered weights are an example: the first microbatch of a step finds none, the last leaves none.
+        # For example a layer's gathered weights: the step's first microbatch gathers them, the last one frees them.
         came: dict[int, int] = {}
         went: dict[int, int] = {}
         for kind, programs in recording.programs.items():
@@ -242,26 +254,28 @@ class _Unit:
 MIB = 2**20
 PAIR_CHANNEL, GROUP_CHANNEL = 544 * MIB // 24, 688 * MIB // 24
 DIRECT_CHANNEL = 12 * MIB
-"""Bytes of a channel: rings and trees of two ranks, and of more; a rank that is sent to directly."""
+"""Bytes of a channel: rings and trees of two ranks, of more ranks; one rank that receives directly."""
 
 DIRECT = frozenset(("all_to_all", "gather", "scatter", "send"))
-"""Verbs in which each rank sends to each other one, or to one."""
+"""Verbs in which each rank sends to each other rank, or to one."""
 
 READ = {"all_reduce": 2, "reduce_scatter": 1}
-"""Sums of what lies in memory that the ranks of a machine share: of each other rank's n-th part, a rank of n reads its
-own piece, and in an all-reduce the piece that the other has summed."""
+"""Sums over shared memory of a machine's ranks: the number of pieces that a rank reads of each other rank's n-th part.
+A reduce-scatter reads the rank's own piece; an all-reduce also reads the piece summed by the other rank."""
 
 
 def held_by_processes(
     run: TimedRun, memory: Sequence[Memory], sent: Sequence[Mapping[tuple[str, str], Traffic]]
 ) -> tuple[Memory, ...]:
-    """The memory of each stage's first rank with what its process holds beyond tensors. The fullest one's allocations
-    are replayed; the others' allocators are taken to hold as much more, in proportion."""
+    """Return the memory of each stage's first rank, with the bytes of its process beyond tensors.
+
+    The allocations of the fullest stage are replayed. The other stages' caches are taken to have the same share.
+    """
     channels, device = run.network.channels, run.cluster.device
     memory = [
         replace(
             own,
-            # Only a pipeline's ranks plan stages, which loads torch's compiler.
+            # Only ranks of a pipeline plan stages, and planning loads torch's compiler.
             context=own.context + device.staged_bytes * (len(memory) > 1),
             communicators=channels and channels * channel_bytes(run, stage, sent[stage]),
             read=read_bytes(run, stage),
@@ -270,10 +284,10 @@ def held_by_processes(
     ]
     fullest = max(range(len(memory)), key=lambda stage: memory[stage].total)
     room = device.memory_bytes - memory[fullest].context - memory[fullest].communicators
-    # Tensors alone do not fit, so nobody needs to know what is cached beside them.
+    # Tensors alone do not fit, so the cache does not matter.
     if memory[fullest].allocated > room:
         return tuple(memory)
-    # Enough to fill the stages; 1F1B holds no more later, GPipe in proportion.
+    # Enough microbatches to fill the stages: 1F1B holds no more later, GPipe more in proportion.
     some = min(run.config.num_microbatches, run.placement.num_positions + 3)
     tasks = tasks_of_stages(run.config, run.cost, run.latency, some)[fullest]
     replay = partial(StageReplay, run, fullest, AHEAD[device.kind], software=run.software)
@@ -281,15 +295,17 @@ def held_by_processes(
         limited = Heap() if device.kind == "cpu" else CachingAllocator(room)
         footprint = replay(allocator=limited).run(tasks, some)
     except OutOfDeviceMemory:
-        # It does not fit by what is cached: how much it would take, a device without a limit says.
+        # The cached bytes do not fit: a replay without a limit gives their size.
         footprint = replay(allocator=CachingAllocator()).run(tasks, some)
-    # One replay, not one a stage: 0.04 to 0.1 s each, and only the fullest decides what fits.
+    # One replay for all stages, since each takes 0.04 to 0.1 s and the fullest stage alone decides whether the run
+    # fits.
     share = footprint.reserved / footprint.allocated - 1
     return tuple(replace(own, cached=round(share * own.allocated)) for own in memory)
 
 
 def read_bytes(run: TimedRun, stage: int) -> int:
-    """Bytes of other ranks' gradients that a rank reads where they lie, on a machine of CPUs (ranks/window_comm.py)."""
+    """Return the bytes of other ranks' gradients that a rank reads in shared memory, on a machine of CPUs
+    (ranks/window_comm.py)."""
     if run.cluster.device.kind != "cpu" or run.cluster.cores is None or not run.config.layout.data.strategy.over_mpi:
         return 0
     sums = (
@@ -303,7 +319,7 @@ def read_bytes(run: TimedRun, stage: int) -> int:
 
 
 def channel_bytes(run: TimedRun, stage: int, sent: Mapping[tuple[str, str], Traffic]) -> int:
-    """Bytes of a channel of each of a rank's communicators together."""
+    """Return the bytes of a channel, summed over a rank's communicators."""
     world = "+".join(run.grid.names)
     verbs: dict[str, set[str]] = {world: set()}
     for axes, verb in sent:
@@ -312,7 +328,7 @@ def channel_bytes(run: TimedRun, stage: int, sent: Mapping[tuple[str, str], Traf
     for axes, used in verbs.items():
         ranks = run.network.ranks(axes)
         if axes == PIPE and MESSAGE in used:
-            # Two communicators for each neighbour stage, which torch makes by a sum of two ranks.
+            # Two communicators for each neighbour stage; torch creates both by a sum of two ranks.
             total += 2 * len(sides_of(stage, run.placement)) * (PAIR_CHANNEL + DIRECT_CHANNEL)
             used -= {MESSAGE}
         if ranks > 1 and (used or axes == world):

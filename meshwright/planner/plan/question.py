@@ -1,16 +1,16 @@
-"""The run that a search is asked about, from a file or from a model's name, and the words that make its answer of it.
+"""The run that a search is asked about, from a file or from a model's name, and the `key=value` words.
 
-Only shapes matter to a plan: neither corpus nor tokenizer need be on this machine.
+A plan needs only shapes: the machine needs no corpus and no tokenizer.
 
-`layout: auto` in a run file: the planner decides, when the command begins.
+With `layout: auto` in a run file the planner decides when the command begins:
 
-| what           | from                                                                                     |
+| decided by     | from                                                                                     |
 |----------------|------------------------------------------------------------------------------------------|
-| the cluster    | `plan: {cluster: NAME or FILE}`; without it cluster.yaml, which `calibrate` has written  |
+| the cluster    | `plan: {cluster: NAME or FILE}`; else cluster.yaml, written by `calibrate`               |
 | the devices    | the launcher's ranks (torchrun, srun, mpirun); `plan: {devices: N}`; GPUs here, or cores |
-| ranks per node | those that start here                                                                    |
+| ranks per node | the ranks that start on this machine                                                     |
 
-What a `key=value` word sets stays. Every rank plans for itself, and all find the same.
+A field set by a `key=value` word keeps its value. Every rank plans, and all ranks find the same layout.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class NamedRun:
 
     @property
     def given(self) -> dict[str, object]:
-        """The options that were given, by name."""
+        """The given options, by name."""
         options = {"--model": self.model, "--sequence": self.sequence, "--batch": self.batch}
         return {name: value for name, value in options.items() if value is not None}
 
     def config(self, words: Sequence[str], cluster: Cluster) -> Config:
-        """In bf16 where the cluster's devices are GPUs, as large models are trained. Raises ConfigError."""
+        """Return the run's config, in bf16 on a cluster of GPUs. Raises ConfigError."""
         if self.batch is None:
             raise ConfigError.of("--batch", "nothing", "is given: a plan is of a step", "samples a step, such as 512")
         data = {} if self.sequence is None else {"sequence": self.sequence}
@@ -69,9 +69,10 @@ class NamedRun:
 
 
 def planned_run(run: Path | None, named: NamedRun, words: Sequence[str], cluster: Cluster) -> tuple[Config, list[str]]:
-    """The run that is asked about, and the `key=value` words. Raises ConfigError where both or neither are given."""
+    """Return the run in question, and the `key=value` words. Raises ConfigError if a file and a name are given, or
+    neither."""
     words = list(words)
-    if named.given and run is not None and "=" in str(run):  # the first word stands where a run file would
+    if named.given and run is not None and "=" in str(run):  # the first word was parsed as the run file
         run, words = None, [str(run), *words]
     if run is not None and not run.is_file() and str(run) in model_names():
         given = " ".join(f"{name} {value}" for name, value in named.given.items() if name != "--model")
@@ -84,7 +85,7 @@ def planned_run(run: Path | None, named: NamedRun, words: Sequence[str], cluster
         raise ConfigError.of("run", "nothing", "is given", "RUN.yaml, or --model NAME --sequence N --batch N")
     if run is None:
         return named.config(words, cluster), words
-    # What the run's data reads need not be here: only shapes matter to a plan.
+    # The run's data files may be absent: a plan needs only shapes.
     return load_undecided(run, words, elsewhere=True), words
 
 
@@ -98,7 +99,7 @@ def asked_run(
     *,
     strict: bool = False,
 ) -> tuple[Config, list[str], ForeignJob | None]:
-    """The run that is asked about, the `key=value` words, and the job of another program.
+    """Return the run in question, the `key=value` words, and the job of another program.
 
     Args:
         source: Another program's file, in place of a run file.
@@ -127,14 +128,14 @@ def asked_run(
 
 
 def models_of(cluster: Cluster, software: Software, *, anew: bool) -> Estimates:
-    """The models of a program on a cluster, which begin with the recordings of earlier runs, or `anew`."""
+    """Return the estimates of a program on a cluster. Recordings of earlier runs are reused unless `anew`."""
     return Estimates(Planner(cluster, software, None if anew else KeptRecordings.here()))
 
 
 def as_written(
     job: ForeignJob | None, words: Sequence[str], models: Estimates, devices: int
 ) -> Prediction | str | None:
-    """The prediction of a job's own layout, or why there is none; None without a job."""
+    """Predict a job's own layout, or return the reason why there is no prediction; None without a job."""
     if job is None:
         return None
     planner = models.planner
@@ -143,14 +144,14 @@ def as_written(
         return planner.predict(parse_run(job.run | {"layout": layout}, words, unread=ELSEWHERE))
     except ConfigError as error:
         return " ".join(str(error).split())
-    except KeyboardInterrupt:  # the answer is there
+    except KeyboardInterrupt:  # the search's answer is complete
         return "stopped"
 
 
 @contextmanager
 def stopped_by_signals(report: ShowProgress) -> Iterator[ShowProgress]:
-    """While entered, Ctrl-C and SIGTERM are a KeyboardInterrupt, also where a shell that started this in the background
-    had Ctrl-C ignored. One that comes where Python drops exceptions is raised by the next report."""
+    """Raise KeyboardInterrupt at Ctrl-C and SIGTERM while entered, even if a shell started this process in the
+    background and ignores Ctrl-C. If Python drops the exception, the next report raises again."""
     asked: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -174,15 +175,15 @@ _KEYS = ("cluster", "devices")
 
 
 def planned_config(run: RunTree, overrides: Sequence[str] = (), report: ShowProgress = silent) -> Config:
-    """The run with the fastest layout that fits. Raises ConfigError as parse_run and search do."""
-    # Here: a question of `plan` itself chooses later.
+    """Return the run with the fastest layout that fits. Raises ConfigError as parse_run and search do."""
+    # Imported here: the `plan` command imports the choice only after its search.
     from meshwright.planner.plan.choice import simplest_first
 
     asked = _asked(run.plan)
     config = parse_run(run.tree, overrides, undecided=DECIDED)
     machine = this_machine()
     cores = machine.gpus if config.device != "cpu" and machine.gpus else machine.cores
-    # A launcher's ranks are there; their number is no choice any more.
+    # A launcher has started its ranks, so their number is fixed.
     devices = machine.world_size if machine.joined else asked.get("devices") or cores
     config = with_field(config, "layout.ranks_per_node", machine.ranks_here(devices))
     name = asked.get("cluster")
@@ -191,13 +192,13 @@ def planned_config(run: RunTree, overrides: Sequence[str] = (), report: ShowProg
         valid = f"meshwright calibrate (writes {CALIBRATED}), or {', '.join(shipped('clusters'))}"
         raise ConfigError.of("plan.cluster", "none", rule, valid)
     cluster = load_cluster(name or str(CALIBRATED))
-    # The launcher has placed the ranks already: no layout may assume other nodes.
+    # The launcher has placed the ranks, so the nodes are fixed.
     fixed = fixed_fields(overrides) | {"layout.ranks_per_node"}
     return simplest_first(search(config, cluster, devices, 1, fixed=fixed, report=report)).predictions[0].config
 
 
 def _asked(section: Any) -> dict[str, Any]:
-    """The `plan` section, checked."""
+    """Return the `plan` section, checked."""
     if not isinstance(section, dict):
         raise ConfigError.of("plan", section, "is no section", "{cluster: NAME or FILE, devices: N}")
     for key, value in section.items():

@@ -63,7 +63,7 @@ class _Reader(NamedTuple):
 
 class View:
     """A section with some of its fields. `values`: of fields and properties by name; `above`: the section's dotted name
-    with a point behind it."""
+    and a point."""
 
     _kind: type[Section]
     _reader: _Reader

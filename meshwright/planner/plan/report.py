@@ -51,12 +51,12 @@ STOPPED = "stopped by Ctrl-C or SIGTERM: there may be faster ones among those th
 NOT_LOOKED_AT = "not looked at (stopped)"
 
 _WIDTH = 120
-"""Columns, where no terminal says how many there are."""
+"""Columns of a table if the output is no terminal."""
 
 
 @dataclass
 class BestSoFar:
-    """Prints a line on stderr for the first layout that fits, and for each faster one that a search comes to."""
+    """Prints a line on stderr for the first layout that fits, and for each faster one that a search finds."""
 
     _start: float = field(default_factory=time.monotonic)
 
@@ -64,13 +64,17 @@ class BestSoFar:
         """`3 s: so far data 64 (zero2); micro 1: 7.09 s a step, 70.36 GB of 85.52 GB (fits).`"""
         seconds = time.monotonic() - self._start
         told = answer(best, layout_text(best.config), Training())
-        # Asked for anew each time: while a bar is drawn, stderr is one that prints above it.
+        # sys.stderr is read at each call: a progress bar replaces it by a stream that prints above the bar.
         say(f"{seconds:.0f} s: so far {told}", file=cast(TextIO, PatientStream(cast(TextIO, sys.stderr))), flush=True)
 
 
 def checked_output(out: Path | None, page: Path | None, trace: Path | None) -> Path:
-    """Return the run file to write, by default a new one. Raises ConfigError where it or the page is there already,
-    PictureError where a trace has no picture."""
+    """Return the run file to write, by default a new one.
+
+    Raises:
+        ConfigError: The run file or the page exists.
+        PictureError: A trace is asked for without matplotlib.
+    """
     refuse_existing("--out", out)
     refuse_existing("--page", page)
     if trace is not None:
@@ -79,7 +83,11 @@ def checked_output(out: Path | None, page: Path | None, trace: Path | None) -> P
 
 
 def write_run(best: Prediction, path: Path) -> None:
-    """Write the run with its layout, decided as it was predicted. Raises ConfigError where it cannot be written."""
+    """Write the run with its layout as it was predicted, `auto` fields decided.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     head = (
         f"# {layout_text(best.config)}\n"
         f"# predicted on {best.config.layout.world_size} devices of {best.cluster.name}: {seconds_text(best.seconds)} "
@@ -94,7 +102,7 @@ def write_run(best: Prediction, path: Path) -> None:
 
 
 def write_timeline(best: Prediction, path: Path) -> Path:
-    """Write the step for Perfetto, and beside it as a picture, whose path is returned."""
+    """Write the step's timeline for Perfetto and, next to it, as a PNG. Return the PNG's path."""
     write_trace(best.timeline, path)
     picture = path.with_suffix(".png")
     draw_timelines({layout_text(best.config): best.timeline}, picture)
@@ -102,7 +110,8 @@ def write_timeline(best: Prediction, path: Path) -> Path:
 
 
 def as_dict(result: SearchResult) -> dict[str, Any]:
-    """The search as plain values for a script: seconds, bytes, floating-point operations a second and device."""
+    """Return the search as plain values for a script. Units: seconds, bytes, floating-point operations a second a
+    device."""
     best, job = result.predictions[0], result.job
     training = result.training
     runner_ups = [
@@ -142,7 +151,8 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
 
 
 def render(result: SearchResult) -> None:
-    """Print the answer, how sure it is, what would change it; the fastest, and why other strategies lose."""
+    """Print the answer, its error and the changes that would alter it; then the fastest layouts and the other
+    strategies."""
     console = terminal.console(width=None if sys.stdout.isatty() else _WIDTH)
     best = result.predictions[0]
     if result.foreign is not None:
@@ -168,17 +178,18 @@ def render(result: SearchResult) -> None:
         say(theirs)
     if words := words_to_paste(best.config, result.job.run):
         console.print("the first, in words behind any command on this run:")
-        say(words)  # on one line, to be pasted
+        say(words)  # one line, to paste
 
 
 def words_of(result: SearchResult) -> str | None:
-    """The best layout in the words of the program that was asked for; None for a program without known words."""
+    """Return the best layout as options of the program that was asked for; None if its options are not known."""
     form = None if result.foreign is None else result.foreign.form
     return foreign_words(result.program, result.predictions[0].config, form) if result.program else None
 
 
 def account_of(result: SearchResult) -> dict[str, Any]:
-    """How another program's file was read, and its own layout's figures."""
+    """Return the fields read from another program's file, assumed and left out, and the figures of the file's own
+    layout."""
     assert result.foreign is not None
     account, written = result.foreign.account, result.written
     return {
@@ -190,7 +201,7 @@ def account_of(result: SearchResult) -> dict[str, Any]:
 
 
 def plan_sentences(result: SearchResult) -> list[str]:
-    """The answer, how sure it is, and what would change it."""
+    """Return the answer, its error, and the changes that would alter it, a sentence each."""
     job, best = result.job, result.predictions[0]
     said = [answer(best, layout_text(best.config), result.training)]
     if result.program is not None and result.program.name != OWN:
@@ -215,7 +226,7 @@ def plan_sentences(result: SearchResult) -> list[str]:
     said.append(sureness(job.cluster, best.config.model.hidden))
     for change in result.changes:
         share = change.seconds / best.seconds - 1
-        # Below half a percent a rounded figure would say +0 %.
+        # Below half a percent, a rounded figure would print +0 %.
         told = "as long" if abs(share) < 0.005 else f"{share:+.0%}"
         said.append(f"With {change.what}: {seconds_text(change.seconds)} ({told}).")
     if best.config.precision.in_fp8:
@@ -232,7 +243,7 @@ def plan_sentences(result: SearchResult) -> list[str]:
 
 
 def looked_at(result: SearchResult) -> str:
-    """How many layouts there were, and what became of them."""
+    """Return the number of legal layouts, and how many of them were discarded for each reason."""
     job, counts = result.job, result.counts
     nodes = result.predictions[0].config.layout.ranks_per_node
     return (
@@ -244,10 +255,10 @@ def looked_at(result: SearchResult) -> str:
 
 
 def figures_of(one: Prediction) -> dict[str, Any]:
-    """Floating-point operations are those of the model's products: what is recomputed does not count."""
+    """Return a layout's figures. Operations are the model's products; recomputation does not count."""
     config, family = one.config, chain_of(one.config)
     samples_per_second = config.batch.global_ / one.seconds
-    # The model's products alone, as papers count MFU: recomputing is no work that anybody asked for.
+    # Recomputation is left out, as in the MFU of papers.
     flops = family.flops_per_sample(config) * samples_per_second / config.layout.world_size
     peak = one.cluster.device.peak_of(config.precision.dtype, tf32=config.precision.tf32)
     assert peak is not None, f"{config.precision.dtype} was predicted without a peak"
@@ -285,8 +296,8 @@ def _fastest(result: SearchResult) -> Table:
 
 
 def _memory(result: SearchResult) -> Table:
-    """The memory of each layout's fullest rank by part: allocated and reserved as torch counts them, then the rest of
-    what its process holds."""
+    """Build the table of the fullest rank's memory by part: allocated and reserved as torch counts them, then the rest
+    of the process."""
     shown = (*result.predictions, *result.tight)
     table = Table(
         "bytes of the fullest rank", *(Column(str(place), justify="right") for place in range(1, len(shown) + 1)),
@@ -297,7 +308,7 @@ def _memory(result: SearchResult) -> Table:
         "cached": ("allocated (torch.cuda.max_memory_allocated)", [one.fullest.allocated for one in shown]),
         "context": ("reserved (torch.cuda.max_memory_reserved)", [one.fullest.reserved for one in shown]),
     }
-    # A sum stands behind its parts: what torch allocates, then what its allocator keeps beside that, then the process.
+    # A sum follows its parts: torch's allocations, then the allocator's cache, then the rest of the process.
     order = [part for part in parts[0] if part not in ("cached", "context", "communicators")]
     for part in (*order, "cached", "context", "communicators"):
         if part in sums:
@@ -326,7 +337,7 @@ def _runner_ups(result: SearchResult) -> Table:
 
 
 def strategy_text(strategy: str) -> str:
-    """`zero3 (as FSDP)`: with the name under which others know it."""
+    """Return `zero3 (as FSDP)`: the strategy, with its common name."""
     sync = entries("syncs").get(strategy)
     return f"{strategy} (as {sync.like})" if sync is not None and sync.like else strategy
 
@@ -337,10 +348,11 @@ _PHASE_WORDS = {
 
 
 def why(runner_up: RunnerUp, best: Prediction) -> str:
-    """`does not fit: ...`, with the largest part; or `1.30 x as long: most in forward and backward, ...`."""
+    """Return the reason why a strategy loses: `does not fit: ...`, with its largest part; or `1.30 x as long: most in
+    forward and backward, ...`."""
     if runner_up.prediction is None:
         parts = runner_up.memory.parts
-        # The largest part is what a reader could do something about.
+        # The largest part is named, since a change of it helps most.
         most = max(parts, key=lambda part: parts[part])
         alone = "" if runner_up.whole else " before it computes anything"
         if runner_up.memory.total <= best.cluster.device.memory_bytes:
@@ -355,7 +367,7 @@ def why(runner_up: RunnerUp, best: Prediction) -> str:
         told = f"{verdict(own.fullest, own.cluster)} ({bytes_text(own.worst_memory)}); {told}"
     if not is_difference(share - 1, best.cluster):
         return f"{told}, {NO_DIFFERENCE}"
-    # Seconds and not shares: the phase in which the two steps differ most is the reason.
+    # The reason is the phase whose seconds differ most between the two steps.
     later = {phase: own.phases.get(phase, 0.0) - best.phases.get(phase, 0.0) for phase in PHASES}
     phase = max(later, key=lambda name: later[name])
     stages = runner_up.config.layout.pipeline.size > 1
@@ -365,21 +377,21 @@ def why(runner_up: RunnerUp, best: Prediction) -> str:
 
 
 def _decided(config: Config) -> dict[str, Any]:
-    """The sections that the planner decides."""
+    """Return the sections that the planner decides."""
     tree = dump_tree(config)
     return {section: tree[section] for section in ("layout", "batch", "memory")}
 
 
 def words_to_paste(best: Config, run: Config) -> str:
-    """`layout.data.size=64 layout.data.sync=zero3 batch.micro=1`: the fields of the space in which a layout is another
-    than the run's, as words behind a command."""
+    """Return `layout.data.size=64 layout.data.sync=zero3 batch.micro=1`: each field that differs from the run, as words
+    for a command line."""
     fields = [*(choice.field for choice in CHOICES), "layout.data.exchange"]
     before = dict(_leaves("", run.model_dump(mode="json", by_alias=True)))
     after = {name: value for name, value in _leaves("", dump_tree(best)) if is_fixed(name, fields)}
     words = []
     for name, value in after.items():
         if name not in before or before[name] != value:
-            # YAML in one word, without the "..." that ends a plain scalar's document.
+            # YAML in one word, without the "..." that ends a document of one scalar.
             flow = yaml_text(value, flow=True).removesuffix("\n").removesuffix("...")
             words.append(shlex.quote(f"{name}={flow.strip().replace(', ', ',')}"))
     return " ".join(words)

@@ -1,4 +1,4 @@
-"""Scaling: the best layout of each strategy on more and more devices, as papers draw it.
+"""Scaling: the best layout of each strategy on more and more devices, as in papers' figures.
 
 | strategy           | data parallelism, and         | fixed                                 |
 |--------------------|-------------------------------|---------------------------------------|
@@ -13,9 +13,9 @@
 | strong | the run's global batch            |
 | weak   | n/n0 times the run's global batch |
 
-In weak scaling the batch grows and the model does not. Papers that let the model grow do it each in its own way
-(Megatron, arXiv 1909.08053: hidden and layers; Tesseract, arXiv 2105.14500: hidden, heads and batch): each of their
-rows is a run of its own.
+In weak scaling the batch grows and the model does not. Papers in which the model grows differ in the method
+(Megatron, arXiv 1909.08053: hidden and layers; Tesseract, arXiv 2105.14500: hidden, heads and batch): each row of such
+a table is a separate run.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ MODES = ("strong", "weak")
 KIND, STAGES, SYNC = "layout.tensor.kind", "layout.pipeline.size", "layout.data.sync"
 
 _WIDTH = 160
-"""Columns, where no terminal says how many there are."""
+"""Columns of a table if the output is no terminal."""
 
 
 @dataclass(frozen=True)
 class ScaledStrategy:
-    """A strategy fixes these of a layout; the search chooses all else, the sizes of `tensor` too. `staged`: it has
-    stages."""
+    """The fields that a strategy fixes; the search chooses all other fields, and the sizes of `tensor`. `staged`: the
+    layout has stages."""
 
     tensor: TensorSection | None = None
     stages: int | None = None
@@ -65,7 +65,7 @@ class ScaledStrategy:
 
     @property
     def fixed(self) -> dict[str, object]:
-        """The fields that it fixes, with their values."""
+        """The fixed fields, with their values."""
         kind = None if self.tensor is None else self.tensor.kind
         values = {KIND: kind, STAGES: self.stages, SYNC: self.sync}
         return {name: value for name, value in values.items() if value is not None}
@@ -74,7 +74,7 @@ class ScaledStrategy:
         return layout.pipeline.size > 1 or not self.staged
 
     def applied(self, config: Config) -> Config:
-        """The run with the fields that the strategy fixes."""
+        """Return the run with the strategy's fields."""
         if self.tensor is not None and config.layout.tensor.kind != self.tensor.kind:
             config = with_field(config, "layout.tensor", self.tensor)
         for name in self.fixed.keys() - {KIND}:
@@ -83,9 +83,9 @@ class ScaledStrategy:
 
 
 def _sections() -> Iterator[TensorSection]:
-    """One section of each kind that divides layers and that a planner tries."""
+    """Yield one section of each kind of kit that divides layers and is a candidate of the planner."""
     for section in entries("tensor").values():
-        # The smallest size that a kit has on any of 2 to 64 devices stands for its kind.
+        # A kind is represented by its smallest size on 2 to 64 devices.
         tried = (candidate for devices in range(2, 65) for candidate in section.candidates(devices) if candidate.axes)
         if (first := next(tried, None)) is not None:
             yield first
@@ -104,14 +104,16 @@ STRATEGIES = {
 
 @dataclass(frozen=True)
 class Point:
-    """A strategy on so many devices, `samples` a step. `best`: the fastest of its layouts that fit, or the reason why
-    there is none. `efficiency`: its samples a second and device, relative to those of its first point with a layout."""
+    """A strategy on a number of devices."""
 
     strategy: str
     devices: int
     samples: int
+    """Samples a step."""
     best: Prediction | str
+    """The fastest layout that fits, or the reason why there is none."""
     efficiency: float | None = None
+    """Samples a second a device, relative to the strategy's first point with a layout."""
 
     @property
     def samples_per_second(self) -> float | None:
@@ -120,7 +122,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Scaling:
-    """A run's curves on a cluster: the points of each strategy, by rising devices."""
+    """A run's curves on a cluster: the points of each strategy, by ascending devices."""
 
     cluster: Cluster
     mode: str
@@ -133,7 +135,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class ScalingQuestion:
-    """`run`: for the fewest devices. `given`: fields that the user has fixed (space.py)."""
+    """A run to scale. `run`: for the fewest devices; `given`: fields set by the user (space.py)."""
 
     run: Config
     cluster: Cluster
@@ -143,7 +145,7 @@ class ScalingQuestion:
     given: frozenset[str] = field(default_factory=frozenset)
 
     def run_on(self, devices: int) -> Config:
-        """The run as it grows. Raises ConfigError where its batch would be no whole number of samples."""
+        """Return the run for a number of devices. Raises ConfigError if its batch is no whole number of samples."""
         if self.mode == "strong":
             return self.run
         fewest, samples = min(self.devices), self.run.batch.global_
@@ -155,12 +157,13 @@ class ScalingQuestion:
 
 
 Find = Callable[[Config, int, Collection[str], Keep], Prediction | str]
-"""find(config, devices, fixed, keep): the fastest layout that fits of those that are kept, or why there is none."""
+"""find(config, devices, fixed, keep): the fastest layout that fits and passes `keep`, or the reason why there is none.
+"""
 
 
 def searching(cluster: Cluster, report: ShowProgress = silent) -> Find:
-    """The planner's search as a Find. `report` is told how far it is."""
-    models = Estimates(Planner(cluster))  # serve every strategy on every number of devices
+    """Return the planner's search as a Find. `report` is called with the progress."""
+    models = Estimates(Planner(cluster))  # shared by all strategies and numbers of devices
 
     def find(config: Config, devices: int, fixed: Collection[str], keep: Keep) -> Prediction | str:
         try:
@@ -171,7 +174,7 @@ def searching(cluster: Cluster, report: ShowProgress = silent) -> Find:
         except ConfigError as error:
             first, *others = error.problems
             if first.field != "--devices":
-                return str(error)  # says what the closest layout lacks
+                return str(error)  # says why the closest layout fails
             return "; ".join(map(str, others)) or f"{devices} devices make no layout of this kind"
         return result.predictions[0]
 
@@ -179,7 +182,8 @@ def searching(cluster: Cluster, report: ShowProgress = silent) -> Find:
 
 
 def scale(question: ScalingQuestion, find: Find) -> Scaling:
-    """Raises ConfigError where a weak batch would be no whole number of samples."""
+    """Find the best layout of each strategy for each number of devices. Raises ConfigError if a weak batch is no whole
+    number of samples."""
     runs = {devices: question.run_on(devices) for devices in sorted(question.devices)}
     curves = []
     for name in question.strategies:
@@ -187,7 +191,7 @@ def scale(question: ScalingQuestion, find: Find) -> Scaling:
         first: float | None = None
         for devices, run in runs.items():
             strategy = STRATEGIES[name]
-            # A field that the user has set to another value than the strategy's is an answer: no search is needed.
+            # If the user has set a field to another value than the strategy's, there is no search.
             asked = [
                 f"{field_name}={field_of(run, field_name)} was asked for"
                 for field_name, value in strategy.fixed.items()
@@ -206,7 +210,7 @@ def scale(question: ScalingQuestion, find: Find) -> Scaling:
 
 
 def parse_strategies(text: str) -> tuple[str, ...]:
-    """`data,best` -> (data, best), each once. Raises ConfigError for what is none."""
+    """Parse `data,best` to (data, best), each once. Raises ConfigError for an unknown strategy."""
     words = [word.strip() for word in text.split(",")]
     for word in words:
         if word not in STRATEGIES:
@@ -215,7 +219,7 @@ def parse_strategies(text: str) -> tuple[str, ...]:
 
 
 def parse_mode(text: str) -> str:
-    """Raises ConfigError for what is none."""
+    """Check a kind of scaling. Raises ConfigError for an unknown kind."""
     if text not in MODES:
         raise ConfigError.of("--mode", text, "is no kind of scaling", ", ".join(MODES))
     return text
@@ -237,7 +241,7 @@ def _row(point: Point) -> dict[str, object]:
 
 
 def as_dict(scaling: Scaling) -> dict[str, object]:
-    """The curves as plain values for a script: a row a strategy and number of devices."""
+    """Return the curves as plain values for a script: a row for each strategy and number of devices."""
     return {
         "cluster": scaling.cluster.name,
         "mode": scaling.mode,
@@ -268,7 +272,7 @@ def render(scaling: Scaling) -> None:
 
 
 def write(scaling: Scaling, folder: Path) -> list[Path]:
-    """Write scaling.csv, scaling.json and, where any strategy has a layout, scaling.png. Older ones are replaced."""
+    """Write scaling.csv, scaling.json and, if any strategy has a layout, scaling.png. Older files are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     table, values, picture = (folder / f"scaling.{ending}" for ending in ("csv", "json", "png"))
     rows = [_row(point) for curve in scaling.curves for point in curve]
@@ -278,7 +282,7 @@ def write(scaling: Scaling, folder: Path) -> list[Path]:
         writer.writerows(rows)
     values.write_text(json.dumps(as_dict(scaling), indent=1) + "\n", encoding="utf-8")
     lines = {}
-    for curve in scaling.curves:  # points without a layout have no place in a picture
+    for curve in scaling.curves:  # points without a layout are not drawn
         figures = ((point.devices, point.samples_per_second, point.efficiency) for point in curve)
         present = [(devices, rate, part) for devices, rate, part in figures if rate is not None and part is not None]
         lines[curve[0].strategy] = Line(*zip(*present, strict=True)) if present else Line((), (), ())

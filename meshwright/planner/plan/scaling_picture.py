@@ -1,6 +1,6 @@
-"""Scaling curves, as papers draw them: samples a second over devices on logarithmic axes, and efficiency beside them.
+"""A picture of scaling curves in the form of papers: samples a second over devices on logarithmic axes, and efficiency.
 
-A dashed line is what a strategy would reach if devices cost it nothing.
+A dashed line is ideal scaling from the strategy's first point.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MARKS = "osD^vPX*"
 
 @dataclass(frozen=True)
 class Line:
-    """A strategy's points, by rising devices: samples a second, and the efficiency against the first, 1 at best."""
+    """A strategy's points by ascending devices: samples a second, and the efficiency relative to the first point."""
 
     devices: tuple[int, ...]
     rates: tuple[float, ...]
@@ -30,10 +30,11 @@ class Line:
 
 
 def draw_scaling(lines: Mapping[str, Line], picture: Path, title: str) -> None:
-    """Draw {strategy: line} as a PNG. A strategy without points is named in the legend as having none; strategies with
-    the same points are one line, which the legend names after all of them.
+    """Draw {strategy: line} as a PNG. The legend names strategies without points. Strategies with equal points share
+    one line, with all names.
 
-    Raises DataError where no strategy has a point.
+    Raises:
+        DataError: No strategy has a point.
     """
     everywhere = sorted({count for line in lines.values() for count in line.devices})
     if not everywhere:
@@ -52,7 +53,7 @@ def draw_scaling(lines: Mapping[str, Line], picture: Path, title: str) -> None:
     speed.yaxis.set_minor_locator(NullLocator())
     together: dict[Line, list[str]] = {}
     for name, line in lines.items():
-        # Strategies that chose the same layouts lie on each other: one line with all names, not the last one drawn.
+        # Strategies with equal layouts would hide each other: they share one line with all names.
         together.setdefault(line, []).append(name)
     for index, (line, names) in enumerate(together.items()):
         colour, mark = colormaps["tab10"](index), _MARKS[index % len(_MARKS)]
@@ -64,7 +65,7 @@ def draw_scaling(lines: Mapping[str, Line], picture: Path, title: str) -> None:
             ideal = [line.rates[0] * count / line.devices[0] for count in line.devices]
             speed.plot(line.devices, ideal, color=colour, linewidth=0.8, linestyle=(0, (4, 3)), alpha=0.6)
     values = [value for line in lines.values() for value in line.efficiencies]
-    # Ideal is always in the picture, so that a drop of a percent does not look like a fall.
+    # The axis includes 1, so a drop of a percent does not look large.
     low, high = min(values), max(1.0, *values)
     margin = max(0.01, 0.08 * (high - low))
     efficiency.set_ylim(max(0.0, low - margin), high + margin)

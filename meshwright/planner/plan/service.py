@@ -5,14 +5,14 @@
 
 | field    | meaning                                                                                      |
 |----------|----------------------------------------------------------------------------------------------|
-| run      | the tree of a run file; or model, sequence and batch in place of it                          |
-| devices  | how many; with `ask: layout` the layout's own number                                         |
-| words    | `key=value` words; their fields stay                                                         |
+| run      | the tree of a run file; otherwise model, sequence and batch                                  |
+| devices  | the number of devices; with `ask: layout` the layout's own                                   |
+| words    | `key=value` words, which fix fields                                                          |
 | ask      | best: the fastest layouts that fit (the default); layout: the figures of the run's own layout |
 | id       | any value, which the answer repeats                                                          |
 
-An answer is the object of `plan --json`, or {"error": text}. A question like an earlier one takes recordings and
-estimates from it.
+An answer is the object of `plan --json`, or {"error": text}. A question reuses recordings and estimates of
+earlier questions.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PlanService:
         self.models = Estimates(Planner(self.cluster, program.software, kept))
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a question.
+        """Answer a question.
 
         Raises:
             ConfigError: The question has an unknown field, or its run cannot be planned.
@@ -72,19 +72,19 @@ class PlanService:
         return as_dict(answered(found, self.models, fixed))
 
     def run_of(self, question: Mapping[str, Any], words: list[str], *, decided: bool) -> Config:
-        """The run of a question; `decided`: the planner decides the layout."""
+        """Return the run of a question. `decided`: the planner decides the layout."""
         if "run" not in question:
             return NamedRun(*(question.get(key) for key in ("model", "sequence", "batch"))).config(words, self.cluster)
         return parse_run(question["run"], words, undecided=DECIDED if decided else (), unread=ELSEWHERE)
 
     def layout(self, config: Config) -> dict[str, Any]:
-        """The figures of a run's own layout."""
+        """Return the figures of a run's own layout."""
         place = ranks_per_node(self.cluster, config.layout.world_size)
         found = self.models.planner.predict(with_field(config, "layout.ranks_per_node", place))
         return figures_of(found)
 
     def serve(self, lines: Iterable[str]) -> Iterator[str]:
-        """An answer a line; an error is an answer, too, and ends nothing."""
+        """Yield an answer for each line; an error is also an answer, and the service goes on."""
         for line in lines:
             if not line.strip():
                 continue

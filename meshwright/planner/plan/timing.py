@@ -1,11 +1,11 @@
 """Seconds of kernels and programs on a device.
 
-A kernel: a roofline over what such kernels reach (Williams et al., CACM 2009).
+A kernel: a roofline of measured rates (Williams et al., CACM 2009).
 
 | kind      | seconds                                                                               |
 |-----------|---------------------------------------------------------------------------------------|
 | product   | max(flops / (peak of its dtype x efficiency at its side), bytes / bandwidth) + launch |
-|           | on a CPU their sum: what computes also moves what is computed with                    |
+|           | on a CPU the sum of both: a core does not load and multiply at once                   |
 | attention | max(flops / (peak of its dtype x attention's part at its side), bytes / bandwidth) +  |
 |           | launch                                                                                |
 | norms     | bytes / (bandwidth x norms' part) + launch; backward also the sums for weights'       |
@@ -18,17 +18,18 @@ A kernel: a roofline over what such kernels reach (Williams et al., CACM 2009).
 | others    | bytes / bandwidth + launch                                                            |
 
 Efficiency and bandwidth are the device's curves: over the cube root of mnk, and over the bytes that a kernel touches.
-A batch of b products is as good on a GPU as one with b times the mnk: on an H100 4 products of 1024 x 1024 x 2048 reach
-626 Tflop/s, one of 2048 x 2048 x 2048 reaches 632, and one of 1024 x 1024 x 2048 alone 350 (github.com/openxla/xla,
-xla/service/gpu/model/matmul_interpolator_data.h, sm_90, bf16).
+On a GPU a batch of b products reaches the rate of one product with b times the mnk. On an H100 4 products of 1024 x
+1024 x 2048 reach 626 Tflop/s, one of 2048 x 2048 x 2048 reaches 632, and one of 1024 x 1024 x 2048 alone 350
+(github.com/openxla/xla, xla/service/gpu/model/matmul_interpolator_data.h, sm_90, bf16).
 
-A program: kernels one after the other, collectives beside them as far as the links allow. A rank has three lanes. Its
-host issues kernels and collectives, each for `Device.issue`; its device does a kernel when it has been issued and the
-one before is done; collectives go on one after the other. So many small kernels take the host's time and large ones the
-device's, not the sum. A collective that is waited for at once takes its whole time; of one that begins earlier, the
-part `Links.overlaps` goes on meanwhile, and kernels take 1 + `Links.tax` of their time beside it. Copies to and from
-the host are a fourth lane, over `Device.host_link`. On a CPU the host is the device: it issues nothing, `launch` is a
-kernel's part of it, and `Device.part` what Python and autograd take for a pass through a part of the chain.
+A program runs its kernels one after the other, with collectives in parallel as far as the links allow. A rank has three
+lanes. The host issues kernels and collectives, each for `Device.issue`. The device runs a kernel once the kernel is
+issued and the one before is done. Collectives run one after the other. Hence small kernels take the host's time, and large
+kernels the device's. A collective with an immediate wait takes its whole time. Of a collective that begins
+earlier, the share `Links.overlaps` runs during kernels, which meanwhile take 1 + `Links.tax` of their time. Copies
+between device and host are a fourth lane, over `Device.host_link`. On a CPU the host is the device: nothing is issued,
+`launch` is part of a kernel, and `Device.part` is the time of Python and autograd for a pass through a part of the
+chain.
 """
 
 from __future__ import annotations
@@ -56,30 +57,40 @@ Collective = Callable[[str, str, int], float]
 
 
 class Kernels(NamedTuple):
-    """Kernels in a row: seconds of a device that waits for nothing; seconds of the host that issues them; and those
-    until the last is done if the device had nothing else to do."""
+    """Consecutive kernels."""
 
     device: float = 0.0
+    """Seconds of a device that never waits."""
     host: float = 0.0
+    """Seconds of the host that issues the kernels."""
     both: float = 0.0
+    """Seconds until the last kernel is done, on an idle device."""
 
     def then(self, other: Kernels) -> Kernels:
         return Kernels(
             self.device + other.device,
             self.host + other.host,
-            # Max-plus: the device is busy when the row ends, or it waited for the host in the second one.
+            # Max-plus: either the device is busy when the first row ends, or the device waited for the host in the
+            # second row.
             max(self.both + other.device, self.host + other.both),
         )
 
 
 Step = Kernels | Start | HostCopy | WaitFor
-"""Kernels, or what begins or is waited for."""
+"""Kernels, the start of a collective or copy, or a wait."""
 
 
 class Timer:
-    """Seconds of a rank's kernels and programs while `ranks_per_node` ranks compute on its node. `slowdown`: how many
-    times as long everything takes as on a core of one's own (Cluster.oversubscription). `tf32`: precision.tf32.
-    `devices_per_host`: for how many one host issues kernels in turn. `attention`: a fused one's generation."""
+    """Times a rank's kernels and programs while `ranks_per_node` ranks compute on its node.
+
+    Args:
+        cluster: The cluster with the device.
+        ranks_per_node: Ranks that compute on the node. `slowdown` is the factor over a rank with a core of its own
+            (Cluster.oversubscription).
+        tf32: precision.tf32.
+        devices_per_host: Devices that one host process issues kernels for in turn.
+        attention: The generation of a fused attention.
+    """
 
     def __init__(
         self, cluster: Cluster, ranks_per_node: int, *, tf32: bool = False, devices_per_host: int = 1,
@@ -95,18 +106,19 @@ class Timer:
         """Seconds that a pass through a part of the chain takes beyond its program (Device.part)."""
 
     def gain(self, ranks: int) -> float:
-        """The speed-up while only so many of the node's ranks compute: the others leave them their cores."""
+        """Return the speed-up while only `ranks` of the node's ranks compute: the other ranks leave their cores idle."""
         return self.slowdown / self._cluster.oversubscription(ranks)
 
     @remembered()
     def kernel_seconds(self, kernel: Kernel) -> float:
-        """Seconds of one of its `times`. Raises ConfigError where the device's peak in its dtype is not known."""
+        """Return the seconds of one of a kernel's `times`. Raises ConfigError if the device has no peak for the dtype."""
         device = self._cluster.device
         launch = device.launch_seconds
         memory = kernel.touched_bytes / interpolated(device.bandwidth_bytes_per_second, kernel.touched_bytes)
         match kernel.kind:
             case "product":
-                # Tiles of all members of a batch fill a GPU together; a core multiplies one member after the other.
+                # On a GPU the tiles of all members of a batch run together; a core multiplies one member after the
+                # other.
                 side = kernel.side * (kernel.members ** (1 / 3) if device.kind == "cuda" else 1)
                 launch = launch if device.product_launch_seconds is None else device.product_launch_seconds
                 shares = device.efficiency
@@ -116,7 +128,7 @@ class Timer:
                     shares = device.tf32_efficiency or shares
                 peak = self._peak(kernel, tf32=self._tf32)
                 products = kernel.flops / (peak * interpolated(shares, side))
-                # A GPU loads the next tiles under the product, a core does one or the other.
+                # A GPU loads the next tiles during the product; a core does either.
                 work = products + memory if device.kind == "cpu" else max(products, memory)
             case "attention":
                 other = self._attention and device.attention_kernels.get(self._attention)
@@ -124,7 +136,7 @@ class Timer:
                     other = device.float32_attention_efficiency or other
                 attention = other or device.attention_efficiency
                 assert attention is not None, f"{self._cluster.name} has no fused attention: {kernel}"
-                # A fused attention of float32 takes no TF32.
+                # A fused attention of float32 does not use TF32.
                 peak = self._peak(kernel, tf32=False)
                 work = max(kernel.flops / (peak * interpolated(attention, kernel.side)), memory)
                 touched = device.attention_beside_bytes * kernel.elements
@@ -159,8 +171,8 @@ class Timer:
         )
 
     def seconds(self, program: Program, collective: Collective, overlaps: float, tax: float = 0.0) -> float:
-        """Seconds from a program's beginning to its last kernel or wait, if the part `overlaps` of a collective goes on
-        under kernels, which then take `tax` longer."""
+        """Return the seconds from a program's beginning to its last kernel or wait. `overlaps`: the share of a
+        collective that runs during kernels; `tax`: the share by which kernels take longer meanwhile."""
         return play(
             self._condensed(program),
             lambda start: start.times * collective(start.axes, start.verb, start.payload_bytes),
@@ -172,30 +184,30 @@ class Timer:
         )
 
     def computing(self, program: Program) -> float:
-        """Seconds of its kernels alone."""
+        """Return the seconds of a program's kernels alone."""
         every = reduce(Kernels.then, (step for step in self._condensed(program) if isinstance(step, Kernels)))
         return max(every.device, every.both)
 
     def _condensed(self, program: Program) -> tuple[Step, ...]:
         if id(program) not in self._steps:
-            # Kernels in a row become one step, once a program: a search plays the same program many times.
+            # Consecutive kernels become one step, once a program: a search plays a program many times.
             steps: list[Step] = []
             row = Kernels()
             for event in program.events:
                 if isinstance(event, Kernel):
                     device, issue = self.kernel_seconds(event), self._issue
-                    # Of equal kernels the slower lane sets the pace: the device's work, or the host's issuing.
+                    # The slower lane sets the pace of equal kernels: the device, or the host that issues them.
                     both = issue + device + (event.times - 1) * max(issue, device)
                     row = row.then(Kernels(event.times * device, event.times * issue, both))
                 else:
                     steps += [row, event]
                     row = Kernels()
-            self._steps[id(program)] = program, (*steps, row)  # the program is kept, so that no other gets its id
+            self._steps[id(program)] = program, (*steps, row)  # the program is referenced, so its id is not reused
         return self._steps[id(program)][1]
 
 
 def slowed(hidden: float, tax: float) -> float:
-    """Seconds that kernels end later if collectives go on beside them for `hidden` seconds."""
+    """Return the seconds that kernels end later if collectives run for `hidden` seconds during them."""
     return hidden * tax / (1 + tax)
 
 
@@ -208,9 +220,17 @@ def play(
     host_link: float = 1.0,
     tax: float = 0.0,
 ) -> float:
-    """The moment at which the rank is done with all steps, from 0. `collective`: seconds of one that is waited for;
-    `alone`: how much faster a rank is while those wait that it leads (Program.leads); `issue`: the host's seconds for a
-    collective; `host_link`: bytes a second of copies to and from the host; `tax`: as in Timer.seconds."""
+    """Return the moment at which the rank is done with all steps, from 0.
+
+    Args:
+        steps: The steps of a program.
+        collective: Seconds of a collective.
+        overlaps: The share of a collective that runs during kernels.
+        alone: The rank's speed-up while the ranks that it leads wait (Program.leads).
+        issue: The host's seconds for a collective.
+        host_link: Bytes a second of copies between device and host.
+        tax: As in Timer.seconds.
+    """
     now, free, pace, host = 0.0, 0.0, alone, 0.0
     copied = 0.0
     under_way: dict[int, tuple[float, float, str | None]] = {}
@@ -222,11 +242,10 @@ def play(
             host += step.host
         elif isinstance(step, Start):
             seconds, host = collective(step), host + issue * step.times
-            # Collectives go one after the other; only the part that overlaps runs while kernels do, the rest at the
-            # wait.
+            # Collectives run one after the other. The share that overlaps runs during kernels, the rest at the wait.
             free = max(now, free, host) + overlaps * seconds
             under_way[step.number] = free, (1 - overlaps) * seconds, step.verb
-            # A root's scatter gives its ranks work again (cSub), so it no longer has their cores to itself.
+            # After a root's scatter the root's ranks compute again (cSub), so the root shares their cores.
             pace = 1.0 if VERBS[step.verb].direction == "from root" else pace
         elif isinstance(step, HostCopy):
             copied = max(now, copied) + step.times * step.payload_bytes / host_link
