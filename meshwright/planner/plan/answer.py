@@ -69,7 +69,7 @@ def answer(best: Prediction, layout: str, training: Training) -> str:
 
 
 def sureness(cluster: Cluster, hidden: int) -> str:
-    """Return a sentence on the error of predictions for a cluster, measured on models of this width or of other widths."""
+    """Return a sentence on the error of predictions for a cluster, measured on models of this or other widths."""
     known, more = cluster.checked, cluster.device.unpredicted_share
     memory = f"processes may hold {more:.0%} more memory than is predicted"
     if known is None:

@@ -320,7 +320,7 @@ class Composition:
         return self.stages[self.placement.stage_of[position]].chunks[position // self.placement.num_stages]
 
     def traffic(self, stage: int) -> Sent:
-        """Return the ledger of the stage's first rank: the kit's collectives, messages, agreements, sums of gradients."""
+        """Return the ledger of the stage's first rank: collectives, messages, agreements, sums of gradients."""
         total: Sent = {}
         for sending in self.sendings(stage):
             for key, entry in sending.program.traffic.items():
@@ -351,7 +351,7 @@ class Composition:
     def _passes(
         self, stage: int, names: Mapping[TaskKind, str], kinds: Sequence[TaskKind], tasks: ChunkPlacement
     ) -> Iterator[Sending]:
-        """Yield the sendings of all microbatches' tasks of these kinds. `tasks`: the placement that numbers the tasks."""
+        """Yield the sendings of all microbatches' tasks of these kinds. `tasks`: the placement that numbers them."""
         chunks, count = self.stages[stage].chunks, self.config.num_microbatches
         for which, times in enumerate(self.counts):
             for kind, chunk in product(kinds, chunks):

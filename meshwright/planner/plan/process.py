@@ -235,7 +235,7 @@ class StageReplay:
 
 
 class _Unit:
-    """A part's recording. `crossing`: storages freed by another microbatch than the one that allocated them, or never."""
+    """A part's recording. `crossing`: storages that the microbatch which allocated them does not free."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording

@@ -24,7 +24,7 @@ On a GPU a batch of b products reaches the rate of one product with b times the 
 
 A program runs its kernels one after the other, with collectives in parallel as far as the links allow. A rank has three
 lanes. The host issues kernels and collectives, each for `Device.issue`. The device runs a kernel once the kernel is
-issued and the one before is done. Collectives run one after the other. Hence small kernels take the host's time, and large
+issued and the one before is done. Collectives run one after the other. Hence small kernels take the host's time, large
 kernels the device's. A collective with an immediate wait takes its whole time. Of a collective that begins
 earlier, the share `Links.overlaps` runs during kernels, which meanwhile take 1 + `Links.tax` of their time. Copies
 between device and host are a fourth lane, over `Device.host_link`. On a CPU the host is the device: nothing is issued,
@@ -106,12 +106,12 @@ class Timer:
         """Seconds that a pass through a part of the chain takes beyond its program (Device.part)."""
 
     def gain(self, ranks: int) -> float:
-        """Return the speed-up while only `ranks` of the node's ranks compute: the other ranks leave their cores idle."""
+        """Return the speed-up while only `ranks` of the node's ranks compute: the others leave their cores idle."""
         return self.slowdown / self._cluster.oversubscription(ranks)
 
     @remembered()
     def kernel_seconds(self, kernel: Kernel) -> float:
-        """Return the seconds of one of a kernel's `times`. Raises ConfigError if the device has no peak for the dtype."""
+        """Return the seconds of one kernel of `times`. Raises ConfigError if the device has no peak for the dtype."""
         device = self._cluster.device
         launch = device.launch_seconds
         memory = kernel.touched_bytes / interpolated(device.bandwidth_bytes_per_second, kernel.touched_bytes)
