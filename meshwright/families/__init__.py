@@ -1,1 +1,1 @@
-"""A family is a folder: its sections, models, converter, and the data, measures and configs that it alone uses."""
+"""Families of models, a folder each: sections, models, converter, and the data, measures and configs of one family."""

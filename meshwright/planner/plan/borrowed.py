@@ -20,7 +20,7 @@ LENDERS = (
     ("cuda", "mxfp8", "dgx-b200"), ("cuda", "fp8", "dgx-h100"), ("cuda", "bf16", "dgx-a100"), ("cuda", "", "summit"),
     ("cpu", "", "two-cores"),
 )  # fmt: skip
-"""Clusters with a device that lends, by kind and a dtype of the peak that identifies the class; the first match wins."""
+"""Clusters with a device that lends, by kind and a dtype of the peak that tells the class; the first match wins."""
 
 _LENT = (
     "kind", "capability", "memory", "peak", "efficiency", "efficiency_low", "attention", "attentions", "norms",
