@@ -72,7 +72,7 @@ class Passes:
 
     seconds: float
     timeline: Timeline
-    """Of a shorter step if there are many microbatches."""
+    """Tasks of a shorter step, if there are many microbatches."""
     last: tuple[Span, ...]
     peaks: tuple[Peak, ...]
     busy: tuple[float, ...]
