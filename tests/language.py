@@ -32,7 +32,8 @@ LEANING = re.compile(
 PRONOUNS = re.compile(r"\b(?:its?|they|them|their)\b", re.IGNORECASE)
 
 STRINGS_AND_COMMENTS = re.compile(
-    r'"""(?:[^\\]|\\.)*?"""|\'\'\'(?:[^\\]|\\.)*?\'\'\'|"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'|#(?P<comment>[^\n]*)',
+    r'"""(?:[^\\]|\\.)*?"""|\'\'\'(?:[^\\]|\\.)*?\'\'\''
+    r'|"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'|#(?P<comment>[^\n]*)',
     re.DOTALL,
 )
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

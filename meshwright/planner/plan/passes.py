@@ -373,17 +373,13 @@ def finish(
     publishes: float,
     tax: float = 0.0,
 ) -> PlannedStep:
-    """Time the step's end.
+    """Time the step's end. `sums`: each stage's buckets in the order of sending.
 
     Args:
-        passes: The pipeline phase.
-        sums: Each stage's buckets in the order in which buckets are sent.
         norm_seconds: Seconds of the norm's collectives.
         streams: Whether the optimizer steps each bucket on arrival.
-        overlaps: The pace of a sum during computation, 0 to 1.
-        publishes: The pace of publishing during computation, 0 to 1.
-        tax: The share by which kernels take longer during a collective.
-    """
+        overlaps, publishes: The pace of a sum and of publishing during computation, 0 to 1.
+        tax: The share by which kernels take longer during a collective."""
     arrived = [_arrivals(span, own, overlaps) for span, own in zip(passes.last, sums, strict=True)]
     ends = [_end(span, own, times, tax) for span, own, times in zip(passes.last, sums, arrived, strict=True)]
     all_summed = max(passes.seconds, *ends)
