@@ -20,7 +20,9 @@ GLOSSARY_ROWS = 30
 
 
 def test_the_glossary_is_short() -> None:
-    rows = [line for line in (ROOT / "docs/glossary.md").read_text().splitlines() if line.startswith("| ")]
+    """Coined words are the first table; the second has the field's (test_glossary.py)."""
+    coined = (ROOT / "docs/glossary.md").read_text().split("\n## ", 1)[0]
+    rows = [line for line in coined.splitlines() if line.startswith("| ")]
     assert len(rows) - 1 <= GLOSSARY_ROWS, f"{len(rows) - 1} coined words"
 
 

@@ -180,7 +180,7 @@ class Transformer(Network):
     has_attention: ClassVar[bool] = True
 
     layers: Layers = 12
-    """L: blocks of attention and feed-forward; an encoder-decoder has L of each."""
+    """L: layers of attention and feed-forward; an encoder-decoder has L of each."""
     heads: Positive = 12
     """A: attention heads of a layer."""
 
