@@ -77,6 +77,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     listed = re.findall(r"\]\(([^)]+\.md)\)", (tmp_path / "site/llms.txt").read_text())
-    assert len(listed) == len(navigation())
+    skills = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "skills").glob("*/SKILL.md"))]
+    assert skills == listed[: len(skills)]
+    assert len(listed) == len(skills) + len(navigation())
     assert all((tmp_path / "site" / name).is_file() for name in listed)
     assert "6.267791149206" in (tmp_path / "site/index.html").read_text(), "the table of bits.md"

@@ -1,4 +1,4 @@
-"""The site's own part of docs/: links into the repository, the loss table, pages as markdown, llms.txt."""
+"""Hooks of the site's build: links into the repository, the loss table, pages as markdown, skills, llms.txt."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[2]
 INTO_REPOSITORY = re.compile(r"\[(?P<text>[^\]]*)\]\(\.\./(?P<path>[^)#\s]+)(?P<rest>[^)]*)\)")
 INTO_DOCS = "course/"
-"""Pages one folder further down, whose `../` is docs/."""
+"""The folder of pages with `../` for docs/."""
 TABLE = "<!-- the table of bits.md -->"
 """A comment: the repository shows nothing, the site the table."""
 NOTEBOOK = re.compile(r"\.ipynb\)")
 TITLES = re.compile(r"^# (.+)$", re.MULTILINE)
+DESCRIPTION = re.compile(r"^description: (.+)$", re.MULTILINE)
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """A page for each notebook, as its cells stand with what they have printed and drawn."""
+    """Add a page for each notebook, with the printed and drawn outputs of the cells."""
     for path in sorted((ROOT / "docs/notebooks").glob("*.ipynb")):
         files.append(File.generated(config, f"notebooks/{path.stem}.md", content=page_of(path)))
     return files
 
 
 def page_of(path: Path) -> str:
-    """A notebook as markdown. Pictures stand in the page itself."""
+    """Return a notebook as markdown, with pictures as data."""
     parts = []
     for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"])
@@ -41,7 +42,7 @@ def page_of(path: Path) -> str:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """The page with links that hold on the site. Raises FileNotFoundError where a file of the repository is gone."""
+    """Return the page with links for the site. Raises FileNotFoundError if a linked file is not in the repository."""
 
     def absolute(match: re.Match[str]) -> str:
         path = match["path"].rstrip("/")
@@ -55,7 +56,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     if page.file.src_path == "index.md":
         page.meta["hide"] = ["navigation"]
     if page.file.src_path == "decisions.md":
-        page.meta["search"] = {"exclude": True}  # reasons of long ago would stand before what is so today
+        page.meta["search"] = {"exclude": True}  # old reasons would be found before current pages
     if page.file.src_path.startswith("notebooks/"):
         name = Path(page.file.src_path).with_suffix(".ipynb")
         return f"{markdown}\nThis page is the notebook `docs/{name}`.\n"
@@ -68,16 +69,23 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 
 
 def losses_table() -> str:
-    """The table of docs/bits.md, so that there is one of it."""
+    """Return the table of docs/bits.md, for other pages."""
     page = (ROOT / "docs/bits.md").read_text()
     part = page[page.index("under 18 layouts\n") :]
     return "\n".join(line for line in part[: part.index("\n## ", 1)].splitlines() if line.startswith("|"))
 
 
 def on_post_build(config: Any) -> None:
-    """Write each page as markdown beside its HTML (guide/index.md), and llms.txt, which lists them in order."""
+    """Write each page as markdown next to the HTML (guide/index.md), the skills, and llms.txt with a line for each."""
     site, docs = Path(config.site_dir), Path(config.docs_dir)
-    lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}", "", "## Skills", ""]
+    for skill in sorted((ROOT / "skills").glob("*/SKILL.md")):
+        target = site / skill.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(skill.read_text())
+        (what,) = DESCRIPTION.findall(skill.read_text())
+        lines.append(f"- [{skill.parent.name}]({target.relative_to(site)}): {what}")
+    lines.append("")
     for entry in config.nav:
         ((section, pages),) = entry.items()
         lines += [f"## {section}", ""]
@@ -93,16 +101,16 @@ def on_post_build(config: Any) -> None:
 
 
 def names_in(pages: Any) -> list[str]:
-    """The files of an entry of the navigation, which may hold further entries."""
+    """Return the files of an entry of the navigation, with the files of inner entries."""
     if isinstance(pages, str):
         return [pages]
-    # A section's first page stands without a name of its own.
+    # A section's first page has no name.
     parts = [part for entry in pages for part in ([entry] if isinstance(entry, str) else entry.values())]
     return [name for part in parts for name in names_in(part)]
 
 
 def first_sentence(markdown: str) -> str:
-    """The first sentence of the page's text, without marks."""
+    """Return the first sentence of a page's text, without marks."""
     for line in re.sub(r"^```.*?^```$", "", markdown, flags=re.DOTALL | re.MULTILINE).splitlines():
         if line and line[0].isalpha():
             plain = re.sub(r"\[([^\]]*)\]\([^)]*\)|[*`]", r"\1", line)

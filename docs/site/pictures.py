@@ -1,4 +1,4 @@
-"""Writes docs/course/layout.html by the command that docs/course/index.md shows: `python docs/site/pictures.py`."""
+"""Write docs/course/layout.html by the command that docs/course/index.md shows: `python docs/site/pictures.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COURSE = Path(__file__).resolve().parents[1] / "course"
 
 
 def command() -> list[str]:
-    """Return the words behind `meshwright` in the last command of the course's first page."""
+    """Return the words after `meshwright` in the last command of the course's first page."""
     blocks = re.findall(r"```sh\n(.*?)```", (COURSE / "index.md").read_text(), re.DOTALL)
     return shlex.split(blocks[-1])[1:]
 
