@@ -1,7 +1,7 @@
-"""Records a rank's task on meta tensors: kernels and collectives in the order in which they begin.
+"""A recorder of a rank's tasks on meta tensors: kernels and collectives in the order in which these begin.
 
-While a Recorder is entered, it records each operation on meta tensors as a kernel and follows live memory
-(memory/recompute.py). It also observes the collectives of a planned mesh (ranks/planned.py).
+While a Recorder is entered, each operation on meta tensors is recorded as a kernel, and live memory is followed
+(memory/recompute.py). The recorder also observes the collectives of a planned mesh (ranks/planned.py).
 
 | kind      | a kernel that                                                                    |
 |-----------|----------------------------------------------------------------------------------|
@@ -14,8 +14,8 @@ While a Recorder is entered, it records each operation on meta tensors as a kern
 | cast      | converts half precision to FP8                                                   |
 | element   | does anything else, at memory bandwidth                                          |
 
-Where a program fuses element kernels (Software.fuses_elements: torch.compile's Inductor, Transformer Engine),
-consecutive ones are one kernel: it reads tensors that none of them made, and writes tensors that are alive when the
+If a program fuses element kernels (Software.fuses_elements: torch.compile's Inductor, Transformer Engine), consecutive
+ones are one kernel. This kernel reads tensors from outside of the fusion, and writes tensors that are alive when the
 next product, collective or lookup begins.
 """
 
@@ -47,37 +47,43 @@ LowProducts = Literal["fp8", "mxfp8"]
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """An operation on the device. `touched_bytes`: read and written. `elements`: of the largest tensor among inputs and
-    results. `side`: cube root of m n k of one product of a batch of `members`; columns of a norm or a softmax. `times`:
-    equal kernels in a row. `operation`: torch's name, or COMPILED for several that a program makes one of."""
+    """An operation on the device."""
 
     kind: KernelKind
     flops: float
     touched_bytes: int
+    """Bytes read and written."""
     elements: int
+    """Elements of the largest tensor among inputs and results."""
     dtype: str
     side: float = 0.0
+    """Cube root of m n k of one product of a batch of `members`; the columns of a norm or a softmax."""
     times: int = 1
+    """The number of equal consecutive kernels."""
     members: int = 1
     operation: str = ""
+    """torch's name, or COMPILED for several operations in one kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A collective begins. `axes`: of its comm (`row`, `data+row`); `payload_bytes`: of the whole tensor, of which
-    ledger.py says what is sent; `root`: rank index of a rooted verb; `times`: equal collectives in a row."""
+    """The begin of a collective."""
 
     number: int
     axes: str
+    """The axes of its comm (`row`, `data+row`)."""
     verb: str
     payload_bytes: int
+    """Bytes of the whole tensor; ledger.py gives the share that is sent."""
     root: int | None = None
+    """The index of the root, for a rooted verb."""
     times: int = 1
+    """The number of equal consecutive collectives."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """A copy between the device and its host's memory begins, on a lane of its own."""
+    """The begin of a copy between the device and host memory, on a separate lane."""
 
     number: int
     to_host: bool
@@ -100,17 +106,20 @@ MemoryEvents = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Program:
-    """A recorded task. `kept_bytes`: live bytes at its end minus live bytes at its begin; `peak_bytes`: most live bytes
-    above those at its begin; `memory`: every allocation and free in order; `traffic`: sent bytes as a run's ledger has
-    them."""
+    """A recorded task."""
 
     events: tuple[_Event, ...] = ()
     kept_bytes: int = 0
+    """Live bytes at the end minus live bytes at the begin."""
     peak_bytes: int = 0
+    """The most live bytes, less the live bytes at the begin."""
     traffic: Mapping[tuple[str, str], Traffic] = field(default_factory=dict)
+    """Sent bytes, as in a run's ledger."""
     leads: int = 1
-    """Ranks that wait while this one works, except between a verb it roots and the next one to it (sub-graphs)."""
+    """Ranks that wait while this rank works, except between a verb with this root and the next verb to it (sub-graphs).
+    """
     memory: MemoryEvents = ()
+    """Every allocation and free in order."""
 
     @cached_property
     def flops(self) -> float:
@@ -118,7 +127,7 @@ class Program:
 
     @cached_property
     def host_bytes(self) -> int:
-        """Bytes that its end has in host memory and its begin has not."""
+        """Bytes in host memory at the end, less the bytes at the begin."""
         copies = (event for event in self.events if isinstance(event, HostCopy))
         return sum(copy.times * copy.payload_bytes * (1 if copy.to_host else -1) for copy in copies)
 
@@ -128,7 +137,7 @@ Seconds = Callable[[Program], float]
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds, bytes and flops of a task or a part of one; bytes as in Program."""
+    """Seconds, bytes and flops of a task or of a part; bytes as in Program."""
 
     seconds: float = 0.0
     kept_bytes: int = 0
@@ -137,18 +146,19 @@ class Cost:
     host_bytes: int = 0
 
     def then(self, other: Cost) -> Cost:
-        """The cost of this task and the other after it."""
+        """Return the cost of this task followed by the other."""
         return Cost(
             self.seconds + other.seconds,
             self.kept_bytes + other.kept_bytes,
-            # The second task's peak stands on what the first one left.
+            # The second task's peak is added to the bytes kept by the first.
             max(self.peak_bytes, self.kept_bytes + other.peak_bytes),
             self.flops + other.flops,
             self.host_bytes + other.host_bytes,
         )
 
     def extended(self, step: Cost, times: int) -> Cost:
-        """A group of layers from recordings of two and of one (`step`): self + times * (self - step)."""
+        """Extrapolate a group of layers from recordings of two (self) and of one (`step`): self + times * (self -
+        step)."""
         return Cost(
             self.seconds + times * (self.seconds - step.seconds),
             self.kept_bytes + times * (self.kept_bytes - step.kept_bytes),
@@ -159,20 +169,19 @@ class Cost:
 
 
 DISTINCT = 3
-"""Programs of a task in a step: the first microbatch's, the last one's, and one for all between."""
+"""The number of programs of a task in a step: the first microbatch's, the last one's, one for all between."""
 
 
 @dataclass(frozen=True)
 class PieceCosts:
-    """A task in pieces (pieces.py), by place in its chunk: the cost of each piece, and seconds of the exchange between
-    it and the next."""
+    """A task in pieces (pieces.py): the cost of each piece of the chunk, and seconds of the exchange after each."""
 
     costs: tuple[Cost, ...]
     trades: tuple[float, ...]
 
 
 def place(microbatch: int, num_microbatches: int) -> int:
-    """The index of a microbatch's program among at most DISTINCT."""
+    """Return the index of a microbatch's program among at most DISTINCT."""
     # The last microbatch completes gradients, also in a step of one or two microbatches.
     if microbatch == num_microbatches - 1:
         return min(num_microbatches, DISTINCT) - 1
@@ -180,7 +189,7 @@ def place(microbatch: int, num_microbatches: int) -> int:
 
 
 COMPILED = "compiled"
-"""The operation of element kernels that a program makes one of."""
+"""The operation of several element kernels in one."""
 _GROUPED = "_grouped_mm"
 """The products of all experts by one kernel."""
 _FLAT = frozenset(["mm", "addmm", "addmm_", _GROUPED])
@@ -191,7 +200,7 @@ _PRODUCTS = {
 }  # fmt: skip
 """Products of matrices: index of the argument that is the first factor."""
 CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
-"""Convolutions: products in multiples of a forward pass."""
+"""Convolutions, with the number of products in multiples of a forward pass."""
 ATTENTIONS = {
     "_scaled_dot_product_flash_attention_for_cpu": (0, 1.0),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (1, 2.5),
@@ -200,7 +209,7 @@ ATTENTIONS = {
     "_scaled_dot_product_efficient_attention": (0, 1.0),
     "_scaled_dot_product_efficient_attention_backward": (1, 2.5),
 }
-"""Fused attentions: index of the argument that is the query, and products in multiples of a forward pass."""
+"""Fused attentions: the index of the query among the arguments, and products in multiples of a forward pass."""
 SPECIAL = frozenset([
     "exp", "log", "tanh", "sigmoid", "gelu", "gelu_backward", "silu", "silu_backward", "erf", "logsumexp",
     "softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax",
@@ -213,11 +222,11 @@ MAGNITUDES = "linalg_vector_norm"
 """The operation of layers that finds the scales of a matrix in FP8."""
 RANDOM = frozenset(["bernoulli", "native_dropout", "uniform", "normal", "rand_like", "rand"])
 LOOKUPS = frozenset(["embedding", "gather", "index", "index_select"])
-"""Operations that read as many bytes of their first tensor as they write."""
+"""Operations that read, of the first tensor, only the bytes of the result."""
 UPDATES = frozenset(["index_put_", "index_add_", "scatter_", "scatter_add_"])
-"""Operations that read and write as many bytes of their first tensor as their last one has."""
+"""Operations that read and write, of the first tensor, only the bytes of the last tensor."""
 WRITES = frozenset(["copy_", "fill_", "zero_"])
-"""Operations in place that do not read the tensor that they write."""
+"""Operations that overwrite a tensor without reading this tensor."""
 JOINS = frozenset(["cat", "stack"])
 """Operations whose inputs are parts of the result."""
 NOTHING = frozenset(["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"])
@@ -239,22 +248,24 @@ _Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @dataclass(slots=True)
 class _Known:
-    """An operation's results for inputs of given forms. `results`: of each the form of a new tensor, the index of the
-    input that is returned, or None; empty where results are views of inputs, for which torch is asked each time.
-    `kind`: list or tuple of results; None: a single one. `kernel`: set where forms alone determine it."""
+    """The results of an operation on inputs of given shapes, strides and dtypes."""
 
     results: tuple[_Form | int | None, ...] = ()
+    """For each result the form of a new tensor, the index of the returned input, or None. Empty if results are views of
+    inputs: then torch is called each time."""
     kind: type | None = None
+    """List or tuple of results; None: a single result."""
     kernel: Kernel | None = None
+    """The kernel, if forms alone determine it."""
 
 
 _KNOWN: dict[Hashable, _Known] = {}
-"""_Known by (operation, forms of its inputs)."""
+"""_Known by (operation, forms of the inputs)."""
 _META = torch.device("meta")
 
 
 def _shapes_in(values: Iterable[Any]) -> tuple[Hashable, ...]:
-    """The values, with (shape, strides, dtype) for each tensor. Raises TypeError for a tensor that is not meta."""
+    """Return the values, with (shape, strides, dtype) for each tensor. Raises TypeError for a tensor with values."""
     shapes: list[Hashable] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -274,7 +285,7 @@ def _form_of(x: Tensor) -> _Form:
 
 
 def _known_of(result: Any, given: list[Tensor], before: list[_Form]) -> _Known:
-    """The entry of _KNOWN for a call. `before`: forms of the inputs before the call."""
+    """Return the entry of _KNOWN for a call. `before`: forms of the inputs before the call."""
     several = type(result) in (list, tuple)
     if not (several or isinstance(result, Tensor)):
         return _Known()
@@ -284,7 +295,7 @@ def _known_of(result: Any, given: list[Tensor], before: list[_Form]) -> _Known:
         if one is None:
             made.append(None)
             continue
-        # An input may be given twice, as a sum that is also what is written to.
+        # An input may be given twice, for example as operand and as destination.
         number = next((number for number, x in enumerate(given) if x is one), None)
         if number is not None and before[number] == _form_of(one):
             made.append(number)
@@ -299,8 +310,14 @@ def _known_of(result: Any, given: list[Tensor], before: list[_Form]) -> _Known:
 
 
 class Recorder(LiveBytes):
-    """Records the programs of a rank. `fuses_dropout`, `fuses_elements`: as in Software; `fast_norms`: norms run at
-    memory bandwidth; `products`: the format in which linears multiply half precision."""
+    """Records the programs of a rank.
+
+    Args:
+        fuses_dropout: As in Software.
+        fuses_elements: As in Software.
+        fast_norms: Whether norms run at memory bandwidth.
+        products: The format of linears' half-precision products.
+    """
 
     def __init__(
         self, *, fuses_dropout: bool = False, fuses_elements: bool = False, fast_norms: bool = False,
@@ -329,8 +346,9 @@ class Recorder(LiveBytes):
     def _result_of(
         self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[Tensor]
     ) -> tuple[Any, _Known | None]:
-        """The operation's results on meta tensors. They depend on forms alone, so torch is asked once for each form."""
-        # torch computes a meta result's form in Python, which took most of a recording's time.
+        """Return the operation's results on meta tensors. Forms alone determine results, so torch is called once for
+        each form."""
+        # torch computes a meta result's form in Python, which took most of a recording's seconds.
         try:
             key = id(op), _shapes_in(args), (_shapes_in(kwargs.values()), tuple(kwargs)) if kwargs else None
             known = _KNOWN.get(key)
@@ -355,14 +373,14 @@ class Recorder(LiveBytes):
         new: list[Tensor],
     ) -> None:  # fmt: skip
         name, mutates, overwrites = _facts(op)
-        # torch launches no kernel for a view, which neither allocates nor writes.
+        # A view neither allocates nor writes, and torch launches no kernel.
         if name not in NOTHING and (given or results) and (new or mutates or not results):
             # The last inputs of an out= overload are written, not read.
             given = given[: len(given) - len(results)] if overwrites else given
             kernel = known.kernel if known is not None else None
             if kernel is None:
                 kernel = _kernel(op, name, args, given, results)
-                # Where strides show that no two elements share memory, forms alone say what is touched.
+                # If strides show that no two elements share memory, forms alone determine the touched bytes.
                 if known is not None and all(
                     x.numel() <= 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
                     for x in (*given, *results)
@@ -376,14 +394,15 @@ class Recorder(LiveBytes):
                 self._cast(args[_PRODUCTS[name] :][:2])
                 kernel = replace(kernel, dtype=self._products, touched_bytes=kernel.touched_bytes // 2)
             if kernel.kind == "cast" and given[0].stride() != results[0].stride():
-                self._end_row()  # a cast that transposes follows the sums of columns, in a kernel of its own
+                self._end_row()  # a transposing cast is a separate kernel, after the sums of columns
             if self._fuses_elements and kernel.kind in _FUSED and name not in LOOKUPS | UPDATES:
                 if self._row.kernels and self._row.kernels[-1].times != kernel.times:
                     self._end_row()
                 read = {(self.number_of(x), int(x.storage_offset())): _size_bytes(x) for x in given}
                 written = {self.number_of(x): _size_bytes(x) for x in results}
                 if kernel.kind == "cast" or name == MAGNITUDES:
-                    # The kernel that makes a tensor casts it as well, though a product is issued before the cast.
+                    # The kernel that makes a tensor also casts this tensor, although a product is issued before the
+                    # cast.
                     read = {place: size for place, size in read.items() if place[0] not in self._fused}
                 self._fused.update(written)
                 self._row.add(kernel, read, written)
@@ -396,7 +415,7 @@ class Recorder(LiveBytes):
                 touched = dropout.touched_bytes + kernel.touched_bytes - 2 * _size_bytes(results[0])
                 kernel = replace(dropout, touched_bytes=touched)
             if name == "softmax" and kernel.touched_bytes != 2 * _size_bytes(results[0]):
-                # torch casts the input of a softmax in another dtype by a kernel of its own.
+                # torch casts a softmax's input of another dtype by a separate kernel.
                 self._events.append(replace(kernel, kind="mixed", operation="_to_copy"))
                 kernel = replace(kernel, touched_bytes=2 * _size_bytes(results[0]))
             self._events.append(kernel)
@@ -405,12 +424,12 @@ class Recorder(LiveBytes):
             self._dropped = self.number_of(results[0]) if drops else None
 
     def cut(self) -> None:
-        """End a row of element kernels that are one: the next ones are of another compiled function."""
+        """End a fusion of element kernels: the next ones belong to another compiled function."""
         self._end_row()
 
     def as_one(self, kind: KernelKind | None, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function as a program that compiles it: element kernels in a row are one, of this kind or of theirs, and
-        only results exist."""
+        """Return the function as if compiled: consecutive element kernels are one, of `kind` if given, and only results
+        exist."""
 
         @wraps(function)
         def run(*args: Any) -> Any:
@@ -428,8 +447,8 @@ class Recorder(LiveBytes):
         return run
 
     def _cast(self, operands: Iterable[Tensor]) -> None:
-        """Record a cast of each operand without an FP8 copy. A cast reads once and writes both orders of the matrix:
-        FP8 products take one order only (Transformer Engine's cast_transpose)."""
+        """Record a cast of each operand without an FP8 copy. A cast reads once and writes both orders of the matrix,
+        since FP8 products take one order only (Transformer Engine's cast_transpose)."""
         for x in operands:
             storage = x.untyped_storage()
             known = self._casts.get(storage._cdata)
@@ -439,14 +458,14 @@ class Recorder(LiveBytes):
                 self._write(Kernel("cast", 0.0, size, x.numel(), "bf16", times=self._ledger.times))
 
     def _end_row(self, kind: KernelKind | None = None) -> None:
-        """Record the pending element kernels as one, of this kind or of theirs."""
+        """Record the pending element kernels as one kernel, of `kind` if given."""
         if self._row.kernels:
             kernel = self._row.fused({number for number, _ in self._storages.values()})
             self._events.append(replace(kernel, kind=kind or kernel.kind))
             self._row = _Row()
 
     def started(self, axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
-        """A collective, or a copy to or from the host, begins (planned.Observer)."""
+        """Record the begin of a collective, or of a copy to or from the host (planned.Observer)."""
         self._starts += 1
         self._dropped = None
         times = self._ledger.times
@@ -462,15 +481,15 @@ class Recorder(LiveBytes):
         self._events.append(event)
 
     def taken_memory(self) -> MemoryEvents:
-        """Allocations and frees since the last program or the last call."""
+        """Return allocations and frees since the last program or the last call."""
         events = tuple(self.changes)
         self.changes.clear()
         return events
 
     @contextmanager
     def program(self, ledger: Ledger) -> Iterator[Callable[[], Program]]:
-        """Record the operations inside of the context; the yielded function returns their Program afterwards."""
-        # Peak and kept bytes are relative to what is alive now, which belongs to earlier tasks.
+        """Record the operations inside of the context. The yielded function returns the Program afterwards."""
+        # Peak and kept bytes are relative to the bytes alive now, which belong to earlier tasks.
         before = self.live
         self._events, self.peak, self._ledger, self._dropped = [], before, ledger, None
         self._row, self._fused = _Row(), set()
@@ -489,28 +508,28 @@ class Recorder(LiveBytes):
 
 @dataclass(slots=True)
 class _Row:
-    """Element kernels in a row that a program makes one of; the bytes that these made, read and changed by storage."""
+    """Consecutive element kernels in one fusion, with the bytes made, read and changed by storage."""
 
     kernels: list[Kernel] = field(default_factory=list)
     _made: dict[int, int] = field(default_factory=dict)
     _read: dict[tuple[int, int], int] = field(default_factory=dict)
-    """By storage and place in it: parts of a product's result are read one by one."""
+    """By storage and offset: slices of a product's result are read one by one."""
     _changed: dict[int, int] = field(default_factory=dict)
 
     def add(self, kernel: Kernel, read: dict[tuple[int, int], int], written: dict[int, int]) -> None:
-        """Add a kernel. `read`: bytes by storage and place in it; `written`: by storage."""
+        """Add a kernel. `read`: bytes by storage and offset; `written`: by storage."""
         self.kernels.append(kernel)
         for place, size in read.items():
             if place[0] not in self._made:
                 self._read[place] = max(size, self._read.get(place, 0))
         reads = {number for number, _ in read}
         for number, size in written.items():
-            # In place, of what was there before the row: that is written whatever becomes of it.
+            # A storage from before the fusion is changed in place: its bytes are written even if it is freed.
             target = self._changed if number in reads and number not in self._made else self._made
             target[number] = size
 
     def fused(self, alive: Collection[int]) -> Kernel:
-        """All of them as one. `alive`: the storages that are still there."""
+        """Return all kernels as one. `alive`: the storages not yet freed."""
         written = sum(size for number, size in self._made.items() if number in alive)
         touched = sum(self._read.values()) + sum(self._changed.values()) + written
         special = any(kernel.kind in ("special", "random") for kernel in self.kernels)
@@ -524,8 +543,10 @@ _FACTS: dict[int, tuple[str, bool, bool]] = {}
 
 
 def _facts(op: Any) -> tuple[str, bool, bool]:
-    """(name, whether it mutates an argument, whether it is an out= overload, whose last arguments are written alone)"""
-    # By id, of which each operation has one for good: a search records millions of calls, and its hash is Python's.
+    """Return (name, whether the operation mutates an argument, whether it is an out= overload that only writes the last
+    arguments)."""
+    # Operations are permanent objects, so ids are keys: a search records millions of calls, and an operation's hash is
+    # Python code.
     known = _FACTS.get(id(op))
     if known is None:
         schema = op._schema
@@ -538,12 +559,12 @@ _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "
 
 
 def _kernel(op: Any, name: str, args: tuple[Any, ...], given: list[Tensor], results: list[Tensor]) -> Kernel:
-    """The kernel of an operation: its kind, its floating-point operations, the bytes that it reads and writes."""
+    """Return the kernel of an operation: its kind, its floating-point operations, the bytes read and written."""
     if name == "copy_" and _size_bytes(given[-1]) == given[-1].element_size():
-        name = "fill_"  # one number, which tensors with values are filled with
-    if name in LOOKUPS:  # of a table it reads the rows that it copies, and no others
+        name = "fill_"  # tensors with values are filled with one number
+    if name in LOOKUPS:  # reads only the copied rows of a table
         moved = [*given[1:], *results, *results]
-    elif name in UPDATES:  # of a table it reads and writes the rows of the last argument
+    elif name in UPDATES:  # reads and writes the rows of the last argument
         moved = [*given[1:], *given[-1:], *given[-1:]]
     else:
         moved = [*given[name in WRITES :], *results]
@@ -558,7 +579,7 @@ def _kernel(op: Any, name: str, args: tuple[Any, ...], given: list[Tensor], resu
     if name in ATTENTIONS:
         # A fused causal attention leaves out the tiles above the diagonal, half of its products.
         causal = [argument.name for argument in op._schema.arguments].index("is_causal")
-        if causal < len(args) and args[causal]:  # trailing defaults are not among `args`, and is_causal's is False
+        if causal < len(args) and args[causal]:  # trailing defaults are absent; is_causal's is False
             flops /= 2
     fresh = name.removesuffix("_")  # the same function in place has the same kernel
     kind: KernelKind = "cast" if results and results[0].dtype == torch.float8_e4m3fn else "element"
@@ -578,15 +599,16 @@ def _kernel(op: Any, name: str, args: tuple[Any, ...], given: list[Tensor], resu
 
 
 def _element_kind(given: Sequence[Tensor], result: Tensor) -> ElementKind:
-    """The kernel that torch has for a function of elements on a GPU (aten/src/ATen/native/cuda/Loops.cuh).
+    """Return the kind of torch's GPU kernel for a function of elements (aten/src/ATen/native/cuda/Loops.cuh).
 
     Returns:
-        sum: Rows are added. mixed: Inputs and result differ in dtype. strided: They do, and an input of several
-        elements is repeated or not contiguous. element: None of these.
+        sum: Rows are added. mixed: Inputs and result differ in dtype. strided: As mixed, and an input of several
+            elements
+        is repeated or not contiguous. element: None of these.
     """
-    several = [x for x in given if x.numel() > 1 and x.is_floating_point()]  # masks are no operands that are cast
+    several = [x for x in given if x.numel() > 1 and x.is_floating_point()]  # masks are not cast
     if any(x.numel() > result.numel() for x in several):
-        # A sum of each row reads the memory in its order, at the memory's pace.
+        # A sum of each row reads memory in order, at the memory's pace.
         return "sum" if result.dim() and several[0].shape[-1] == result.shape[-1] > 1 else "element"
     if all(x.dtype == result.dtype for x in several):
         return "element"
@@ -594,7 +616,8 @@ def _element_kind(given: Sequence[Tensor], result: Tensor) -> ElementKind:
 
 
 def _products(name: str, args: tuple[Any, ...]) -> tuple[float, float, int]:
-    """Floating-point operations, the cube root of a product's three sizes, and how many such there are in a batch."""
+    """Return floating-point operations, the cube root of a product's three sizes, and the number of products in a
+    batch."""
     if name == _GROUPED:
         # [R, K] x [n, K, N], rows cut by expert; or [K, R] x [R, N], a gradient of the weights, sums cut by expert.
         (x, weight), members = args[:2], len(args[2])
@@ -625,22 +648,22 @@ def _products(name: str, args: tuple[Any, ...]) -> tuple[float, float, int]:
 
 
 def _size_bytes(x: Tensor) -> int:
-    """The bytes of memory that a tensor shows: an expanded one no more than its storage has."""
+    """Return a tensor's bytes, at most the bytes of its storage (an expanded tensor)."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
 def between(small: float, large: float, share: float) -> float:
-    """At `share` of the way from the small microbatch's figure to the large one's, or beyond."""
-    return max(0.0, small + share * (large - small))  # before the small one a line may fall below nothing
+    """Interpolate at `share` of the way from the small microbatch's figure to the large one's, or extrapolate."""
+    return max(0.0, small + share * (large - small))  # extrapolation below the small one may be negative
 
 
 def interpolated_program(small: Program, large: Program, share: float) -> Program:
-    """The program at `share` of the way from the small one to the large one, or beyond; empty where they differ.
+    """Return the program at `share` of the way from the small one to the large one, or beyond; empty if the events
+    differ.
 
-    So two recordings give a task's program for a microbatch of any size: the operations are the same, and the flops,
-    bytes, elements and payload of each are those of its samples plus those of its weights, which two sizes tell apart.
-    Not so of what goes through samples in pieces, of which there are more of a larger size, and the last is a rest. A
-    product's side grows as the cube root of its flops.
+    Two recordings give a task's program for a microbatch of any size: operations are equal, and flops, bytes, elements
+    and payload are linear in the number of samples. This does not hold for operations on pieces of samples: a larger
+    size has more pieces, and the last piece is a remainder. A product's side grows as the cube root of its flops.
     """
     if len(small.events) != len(large.events):
         return Program()
@@ -654,7 +677,7 @@ def interpolated_program(small: Program, large: Program, share: float) -> Progra
 
 
 def _interpolated_event(one: _Event, other: _Event, share: float) -> _Event | None:
-    """None for events of two kinds."""
+    """Interpolate an event; None for events of two kinds."""
 
     if type(one) is not type(other):
         return None
@@ -673,6 +696,6 @@ def _interpolated_event(one: _Event, other: _Event, share: float) -> _Event | No
     if isinstance(one, Start) and isinstance(other, Start):
         if (one.axes, one.verb, one.times) != (other.axes, other.verb, other.times):
             return None
-        # The verb and the comm are the layout's; only what travels grows with samples.
+        # Verb and comm depend on the layout; only payload bytes grow with samples.
         return replace(one, payload_bytes=round(between(one.payload_bytes, other.payload_bytes, share)))
     return one

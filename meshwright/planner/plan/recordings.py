@@ -1,11 +1,11 @@
 """Recordings: the programs of a model's parts, each run once on meta tensors by the real kits and the real stage.
 
-The parts are the embeddings, groups of layers, the head (model.py). Layers that are alike are recorded once; so a model
-of a hundred layers costs as much as one of two. A part's programs differ with the place of the microbatch in the step:
-the first gathers weights that the others find, the last makes gradients whole.
+The parts are the embeddings, groups of layers, and the head (model.py). Equal layers are recorded once, so a model of a
+hundred layers costs as few recordings as one of two. A part's programs depend on the microbatch's place in the step:
+the first microbatch gathers weights for all, the last completes the gradients.
 
-A group of k layers that are recomputed together is k-1 times what a second layer adds to a group, and a group of one:
-the last layer of a group need not be computed again to its end.
+The cost of k layers that are recomputed together is k - 1 times the difference between groups of two and of one, plus
+the cost of a group of one: the last layer of a group is not recomputed to its end.
 """
 
 from __future__ import annotations
@@ -58,29 +58,31 @@ if TYPE_CHECKING:
 Forms = tuple[TensorMeta, ...]
 
 _ALL = 2**60
-# A recording's bucket holds every parameter: only the views into which linears write their gradients matter there.
+# A recording's bucket holds every parameter, since only the views for linears' gradients matter.
 
 
 @dataclass(frozen=True)
 class Recording:
-    """`programs`: of each task, by the microbatch's place in the step (`place`). `outgoing`: what it gives to the next
-    part; `output_bytes`: of that, what is freed when nobody reads it. `holds_input`: whether its backward pass reads
-    what the part was given, or only what was made of it. `kept_input_bytes`, `kept_gradient_bytes`: what W needs of
-    that, and of the gradient that the next part gave back; the rest is freed after B. `leaving`: by task and place, the
-    storages that go when nobody reads what it gave: after F to the next part, after B to the one before.
-    """
+    """The recorded part of a chain."""
 
     programs: dict[TaskKind, tuple[Program, ...]]
+    """The programs of each task, by the microbatch's place in the step (`place`)."""
     parameters: tuple[Parameter, ...]
     outgoing: Forms
+    """Shapes and dtypes of the output for the next part."""
     output_bytes: int
+    """Bytes of the output freed after its last reader."""
     holds_input: bool
+    """Whether the backward pass reads the part's input itself."""
     kept_input_bytes: int
+    """Bytes of the input that W reads; B frees the rest."""
     kept_gradient_bytes: int
+    """Bytes of the received gradient that W reads; B frees the rest."""
     leaving: dict[TaskKind, tuple[frozenset[int], ...]]
+    """By task and place, storages freed with the task's output: F's for the next part, B's for the one before."""
 
     def moved(self, layers: int) -> Recording:
-        """This part so many layers further on."""
+        """Return this part `layers` layers further on."""
         if layers == 0:
             return self
         moved = []
@@ -88,24 +90,25 @@ class Recording:
             layer, inner = split_name(parameter.name)
             name = parameter.name if layer is None else f"blocks.{layer + layers}.{inner}"
             moved.append(replace(parameter, name=name))
-        return replace(self, parameters=tuple(moved))  # the programs are shared: equal layers send and hold the same
+        return replace(self, parameters=tuple(moved))  # programs are shared: equal layers send and hold the same
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A model's parts, whatever the layout. `alike`: for each layer the first of its like neighbours;
-    `order`: the place of each parameter in the whole model, by name; `parameters`: how many each part has.
-    """
+    """A model's parts, independent of the layout."""
 
     alike: tuple[int, ...]
+    """For each layer the first of its run of equal neighbours."""
     order: dict[str, int]
+    """The index of each parameter in the whole model, by name."""
     parameters: Costs
+    """The number of parameters of each part."""
     first_trained: int = EMBEDDINGS
     """The first part with a trained parameter (models/chain.py)."""
 
 
 def bytes_of(forms: Iterable[TensorMeta]) -> int:
-    """The bytes of tensors of these forms together."""
+    """Return the sum of the bytes of tensors with these shapes and dtypes."""
     return sum(form.size_bytes for form in forms)
 
 
@@ -113,7 +116,7 @@ SYNC = "layout.data.sync"
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for what cannot be predicted."""
+    """Refuse a config that cannot be predicted. Raises ConfigError."""
     check_recorded(config)
     if unplanned := config.layout.data.strategy.unplanned:
         planned = ", ".join(name for name, entry in entries("syncs").items() if not entry.unplanned)
@@ -124,7 +127,7 @@ def check(config: Config) -> None:
 
 
 def check_recorded(config: Config) -> None:
-    """Raises ConfigError for what cannot be recorded on meta tensors."""
+    """Refuse a config that cannot be recorded on meta tensors. Raises ConfigError."""
     if config.layout.pipeline.head == "spread":
         rule = "lets all stages wait for each other in every microbatch, which no plan and no clock counts"
         raise ConfigError.of("layout.pipeline.head", "spread", rule, "last")
@@ -132,10 +135,10 @@ def check_recorded(config: Config) -> None:
 
 @dataclass
 class Recordings:
-    """Records the parts that it is asked for, and remembers them.
+    """Records parts of a model, and caches the recordings.
 
-    Of a device they depend on its kind and its capability, and of a run's software on what it does in a layer
-    (software.py). What is sent, and held of parameters, is the same on all.
+    A recording depends on the kind and the capability of a device, and on the software's facts about a layer
+    (software.py). Sent bytes and parameters are equal for all devices and software.
     """
 
     kind: str = "cpu"
@@ -143,9 +146,9 @@ class Recordings:
     capability: tuple[int, int] | None = None
     """A GPU's compute capability."""
     recorded: list[Recording] = field(default_factory=list)
-    """All that have been made."""
+    """All recordings made so far."""
     kept: KeptRecordings | None = None
-    """Those of earlier runs; None: no recording outlives this one."""
+    """Recordings of earlier runs; None: no recording is kept on disk."""
 
     @remembered("model", "data", "precision.products")
     def outline(self, config: Config) -> Outline:
@@ -164,7 +167,8 @@ class Recordings:
                 part.append(layer in inner_layers(len(parts)))
         alike: list[int] = []
         for layer, part in parts.items():
-            # Only neighbours count as alike, so that a chunk of like layers is always some layers after a recorded one.
+            # Only neighbours count as equal, so a chunk of equal layers always begins a number of layers after a
+            # recorded one.
             goes_on = layer > 0 and parts[layer - 1] == part
             alike.append(alike[-1] if goes_on else layer)
         check_patterns(config.model.frozen, shard_specs(model))
@@ -172,14 +176,20 @@ class Recordings:
         return Outline(tuple(alike), order, parameters_of(*specs), learns)
 
     def of(self, config: Config, chunk: Chunk, incoming: Forms) -> Recording:
-        """The beginning, the end, or some layers, which are recomputed together where any are. `incoming`: what it is
-        given by the part before."""
+        """Return the recording of the embeddings, the head, or a group of layers (recomputed together if the policy
+        does).
+
+        Args:
+            config: The run.
+            chunk: The part.
+            incoming: Shapes and dtypes of the part's input.
+        """
         further = 0
         if chunk.layers:
             alike = self.outline(config).alike
             first = alike[chunk.layers[0]]
-            if all(alike[layer] == first for layer in chunk.layers):  # then those after the first of its kind are too
-                # The programs of like layers are one; only the parameters' names differ.
+            if all(alike[layer] == first for layer in chunk.layers):  # then layers after the first one are too
+                # Programs of equal layers are shared; only the parameters' names differ.
                 further = chunk.layers[0] - first
                 chunk = replace(chunk, layers=range(first, first + len(chunk.layers)))
         learns = self.outline(config).first_trained < chunk.parts[0]
@@ -191,10 +201,11 @@ class Recordings:
         "layout.data", "layout.context", "layout.tensor", "layout.order",
     )  # fmt: skip
     def _record(self, config: Config, chunk: Chunk, incoming: Forms, splits: bool, learns: bool) -> Recording:
-        # Numbers of stages change no part, and meta tensors have no values: one recording serves all stages and seeds.
+        # The number of stages changes no part, and meta tensors have no values: one recording serves all stages and
+        # seeds.
         config = with_field(config.model_copy(update={"seed": 0}), "layout.pipeline", _ONE_STAGE)
         software = self.software
-        # The embeddings' and the head's products stay in the run's format, as Transformer Engine leaves them.
+        # Products of the embeddings and the head keep the run's format, as in Transformer Engine.
         key, whose = (
             "",
             (self.kind, software, self.capability, config.model, config.data, config.bits, config.precision),
@@ -218,18 +229,18 @@ class Recordings:
 
 
 def as_recorded(config: Config, chunk: Chunk) -> Config:
-    """Return the config of the same part in the recorded run: few microbatches, and replicas only if forward passes
-    wait for each other on them."""
+    """Return the config of a part's recording: few microbatches, and replicas only if forward passes wait for each
+    other."""
     layout, policy, data = config.layout, config.memory.policy, config.layout.data
     count = min(config.num_microbatches, DISTINCT if layout.tensor.by_size else 2)
-    # Rows that were received are kept by groups that the policy runs only.
+    # Received rows are kept only by groups that the policy runs.
     exchange, recompute = data.exchange if policy.by_groups else "blocking", config.memory.recompute
     if policy.by_groups and (policy.make, policy.keeps_inputs) == (EVERY.make, EVERY.keeps_inputs):
-        recompute = max(1, len(chunk.layers))  # a part is one group, whichever size was asked for
+        recompute = max(1, len(chunk.layers))  # a part is one group, of any size
     if not data.strategy.unplanned:
         data = _ONE_REPLICA.model_copy(update={"size": data.expert, "expert": data.expert, "exchange": exchange})
     layout = layout.model_copy(update={"data": data, "pipeline": _ONE_STAGE})
-    if layout.order != "auto":  # of an order the layer's axes count, which name groups
+    if layout.order != "auto":  # of an order, only a layer's axes matter: these name groups
         usual = tuple(name for name, _ in layout.layer_axes)
         own = tuple(name for name, _ in layout.axes if name in usual)
         layout = layout.model_copy(update={"order": "auto" if own == usual else own})
@@ -242,7 +253,7 @@ _ONE_REPLICA, _ONE_STAGE, _BATCH = DataParallel(), PipelineSection(), BatchSecti
 
 
 def parameters_in(model: nn.Module) -> tuple[Parameter, ...]:
-    """A part's, in the order of registration."""
+    """Return a part's parameters in the order of registration."""
     specs = shard_specs(model)
     return tuple(
         Parameter(name, tuple(parameter.shape), parameter.dtype, specs[name])
@@ -254,13 +265,14 @@ def _record(
     config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Chunk, incoming: Forms,
     mesh_of: Callable[[Grid, tuple[str, ...]], Mesh], splits: bool, learns: bool,
 ) -> Recording:  # fmt: skip
-    """Run a part's tasks for each place of a microbatch, on one replica and stage: compose.py adds what these send."""
+    """Run a part's tasks for each place of a microbatch, on one replica and stage. compose.py adds the messages of
+    stages and replicas."""
     layout, policy = config.layout, config.memory.policy
     mesh = mesh_of(Grid(layout.axes, config.copies), layout.token_axes)
     kit, sync = build_kit(config, mesh), layout.data.strategy
     model = build_model(config, kit, mesh, chunk)
     run_by_policy(config, mesh, model, [Group(chunk.layers, wrapped=policy.by_groups)])
-    for block in model.blocks.values() if config.compile == "blocks" else ():  # each is a graph of its own
+    for block in model.blocks.values() if config.compile == "blocks" else ():  # each block is one graph
         block.register_forward_pre_hook(lambda *_: recorder.cut())
     if config.compile != "none":
         # Passes over rows of logits: a GPU's reached 0.46 of the memory's pace (an H200), a core takes exponentials.
@@ -274,19 +286,20 @@ def _record(
     with_b: set[str] = set()
 
     def announced(parameter: nn.Parameter) -> None:
-        if gradients.defers:  # W is put off, so this gradient came with B, as a norm's does
+        if gradients.defers:  # W is deferred, so B computed this gradient, as for a norm
             with_b.add(names[parameter])
 
     gradients = Gradients({x: view for bucket in buckets for x, view in bucket.views.items()}, announced)
     use_gradients(model, gradients)
     strategy = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
-    strategy.expect(False)  # no bucket leaves: sums of gradients are programs of their own (buckets.py)
+    strategy.expect(False)  # no bucket is sent: sums of gradients are separate programs (buckets.py)
     run, leads = strategy.forward if chunk.last else None, layout.tensor.rows.leads
     stage = Stage(model, gradients, run=run, learns=learns, autocasts=autocasts_of(config, mesh))
     programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     leaving: dict[TaskKind, list[frozenset[int]]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     scales, count = dict.fromkeys((*model.labels, SAMPLES), 1.0), min(config.num_microbatches, DISTINCT)
-    # By place in the step. The last differs if it frees gathered weights; the first writes gradients, others add.
+    # Programs by place in the step. The last differs if it frees gathered weights; the first writes gradients, others
+    # add.
     places = tuple(range(count)) if count == 1 or layout.tensor.by_size else (0, 1, 1)
     for index in range(places[-1] + 1):
         batch = empty_batch(config, kit, model, mesh.device)
@@ -299,7 +312,7 @@ def _record(
         reads_again = policy.by_groups and policy.keeps_inputs and len(chunk.layers) > 0
         holds_input = reads_again or any(x.untyped_storage()._cdata in saved for x in given)
         alive = recorder.live
-        del outgoing  # what goes now is what its reader will free, not what autograd keeps
+        del outgoing  # freed now: storages for the reader that autograd does not keep
         output_bytes = alive - recorder.live
         leaving[TaskKind.FORWARD].append(frozenset(number for number, _ in recorder.taken_memory()))
         coming = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in forms)
@@ -307,7 +320,7 @@ def _record(
             returned = stage.backward(index, coming, defers=splits)
         programs[TaskKind.BACKWARD].append(replace(recorded(), leads=leads))
         watched = [[weakref.ref(x.untyped_storage()) for x in tensors] for tensors in (given, coming)]
-        del returned, coming, given  # what the weak references still see, pending weight gradients hold
+        del returned, coming, given  # weak references still alive belong to pending weight gradients
         leaving[TaskKind.BACKWARD].append(frozenset(number for number, _ in recorder.taken_memory()))
         kept_input, kept_gradient = (sum(x.nbytes() for ref in refs if (x := ref()) is not None) for refs in watched)
         if splits:
@@ -323,8 +336,15 @@ def _record(
 def _with_facts(
     model: nn.Module, chunk: Chunk, buckets: Sequence[Bucket], saved: Mapping[int, set[int]], with_b: set[str]
 ) -> tuple[Parameter, ...]:
-    """A part's parameters, with what its recording has shown of each. `saved`: where what autograd keeps begins, by
-    storage; `with_b`: the names of those whose gradients come with B."""
+    """Return a part's parameters, with the facts found by the recording.
+
+    Args:
+        model: The part.
+        chunk: The part's place in the chain.
+        buckets: The recording's buckets.
+        saved: Offsets of tensors kept by autograd, by storage.
+        with_b: Names of parameters with gradients computed by B.
+    """
     read = {
         place.name
         for bucket in buckets
@@ -338,7 +358,7 @@ def _with_facts(
 
 
 def _seeing(saved: dict[int, set[int]]) -> torch.autograd.graph.saved_tensors_hooks:
-    """While entered, the storages that autograd keeps are added, and where in them what it keeps begins."""
+    """Collect, while entered, the storages that autograd keeps, with the offsets of the kept tensors."""
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         saved.setdefault(x.untyped_storage()._cdata, set()).add(int(x.storage_offset()))
