@@ -54,20 +54,19 @@ from meshwright.ranks.transports import TransportName
 
 @dataclass(frozen=True)
 class _Span:
-    """A group at a level where ranks of it meet.
-
-    `units`: how many of the level's units the group has in one unit of the next. `members`: ranks of it in one unit.
-    `peers`: how many ranks a rank meets there. `hops`: steps of a ring through the group that go over these links.
-    (The most of each, where units hold different numbers of its ranks.) `bandwidth`: bytes a second out of a unit that
-    are left to the group while the other groups over the same axes send too.
-    """
+    """A group at a level that connects its ranks. If units hold different numbers of ranks, fields are maxima."""
 
     units: int
+    """Units of the level that the group occupies, in one unit of the next level."""
     members: int
+    """The group's ranks in one unit."""
     peers: int
+    """Ranks that a rank reaches over these links."""
     hops: int
+    """Steps of a ring through the group over these links."""
     latency: float
     bandwidth: float
+    """Bytes a second out of a unit for the group, while the other groups over the same axes also send."""
     ring: bool
 
 
@@ -119,14 +118,14 @@ def are_rows(axes: str, verb: str) -> bool:
 
 @dataclass(frozen=True)
 class Tiers:
-    """A cluster's levels, with a run's ranks counted into their units."""
+    """A cluster's levels, and the assignment of a run's ranks to units."""
 
     levels: tuple[Level, ...]
     grid: Grid
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Devices in a unit of each level."""
+        """The number of devices in a unit of each level."""
         sizes = [1]
         for level in self.levels[:-1]:
             assert level.joins is not None, level
@@ -134,42 +133,43 @@ class Tiers:
         return tuple(sizes)
 
     def check(self) -> None:
-        """Raises ConfigError if the cluster has fewer devices than the grid has ranks."""
+        """Raise ConfigError if the cluster has fewer devices than the grid has ranks."""
         joins, num_ranks = self.levels[-1].joins, self.grid.world_size
         if joins is not None and num_ranks > joins * self.sizes[-1]:
             rule = "has more ranks than the cluster has devices"
             raise ConfigError.of("layout", f"{num_ranks} ranks", rule, f"<= {joins * self.sizes[-1]}")
 
     def unit(self, rank: int, level: int) -> int:
-        """The number of the level's unit that holds the rank. After the last level there is one that holds all."""
+        """Return the number of the level's unit that holds the rank. After the last level one unit holds all ranks."""
         return rank // self.sizes[level] if level < len(self.sizes) else 0
 
     def meeting(self, rank: int, other: int) -> int:
-        """The level over whose links one rank reaches another."""
+        """Return the level whose links connect two ranks."""
         return next(n for n in range(len(self.levels)) if self.unit(rank, n + 1) == self.unit(other, n + 1))
 
     @remembered()
     def shapes(self, joined: str) -> list[_Shape]:
-        """The different shapes of the groups over the axes in `joined` (`data`, `row+depth`): one if numbers of ranks
-        and of devices in a unit divide each other."""
+        """Return the distinct shapes of the groups over the axes in `joined` (`data`, `row+depth`): one shape if
+        numbers of ranks and of devices in a unit divide each other."""
         grid, axes = self.grid, joined.split("+")
         offsets = grid.group(0, *axes)
         if len(offsets) == 1:
             return [_Shape(1, (), close=True)]
         if not {HEAD_COPIES, ENDS} & set(axes) and self._is_even():
-            # All groups lie alike, so rank 0's stands for them, and a unit is shared by as many as fill it.
+            # All groups have equal shapes, so rank 0's represents them. A unit's links are shared by all groups in the
+            # unit.
             groups = [_Group(self, offsets)]
             sharing = [size // most for size, most in zip(self.sizes, groups[0].members, strict=False)]
             return [groups[0].shape(lambda level, unit: sharing[level])]
-        # Stand-ins: ENDS is the first and the last stage, HEAD_COPIES a run of neighbours on the axis that is copied.
+        # Stand-ins: ENDS is the first and the last stage; HEAD_COPIES a run of neighbours on the copied axis.
         kept = {*axes, PIPE} if ENDS in axes else set(axes)
-        runs = [0]  # of an axis, where each group is a run of neighbours on it
+        runs = [0]  # for an axis whose groups are runs of neighbours
         if grid.copies and HEAD_COPIES in axes and grid.copies[0] not in axes:
             kept.add(grid.copies[0])
             runs = list(grid.group(0, grid.copies[0])[:: grid.copies[1]])
         others = grid.group(0, *(name for name in grid.names if name not in kept))
         firsts = tuple(sorted(first + run for first in others for run in runs))
-        # What lies between multiples of both a block of whole groups and the outermost unit repeats.
+        # The pattern repeats at multiples of a block of whole groups and the outermost unit.
         inward = dropwhile(lambda axis: axis[0] not in kept, grid.nesting)
         window = math.lcm(math.prod(size for _, size in inward), self.sizes[-1])
         firsts = tuple(first for first in firsts if first < window)
@@ -179,9 +179,9 @@ class Tiers:
 
     @remembered()
     def step(self, sender: int, receiver: int) -> _Shape:
-        """Two ranks as a group, while every rank in the sender's unit sends as far along the pipe as it does."""
+        """Return two ranks as a group, while every rank in the sender's unit sends equally far along the pipe."""
         grid = self.grid
-        # Stages meet at the innermost level that joins them, so a neighbour on the same node costs no network.
+        # The innermost level with both stages connects them, so a neighbour on the same node needs no network.
         number = self.meeting(sender, receiver)
         level, size = self.levels[number], self.sizes[number]
         far = grid.coordinates(receiver)[PIPE] - grid.coordinates(sender)[PIPE]
@@ -197,10 +197,11 @@ class Tiers:
         return _Shape(2, (span,), close=number == 0 or abs(receiver - sender) == 1)
 
     def _is_even(self) -> bool:
-        """True where units and the grid's inner axes divide each other all the way, so that all groups lie alike.
+        """Return whether units and the grid's inner axes divide each other at every level, so all groups have equal
+        shapes.
 
-        Then one group answers for a million ranks. Nodes of six are the counterexample: rank 0's group of four stays
-        inside of a node, and the next one crosses.
+        Then one group represents a million ranks. Nodes of six are the counterexample: rank 0's group of four is inside
+        of a node, and the next one crosses.
         """
         for size in self.sizes:
             left = min(size, self.grid.world_size)
@@ -212,8 +213,13 @@ class Tiers:
 
 
 class _Group:
-    """A group's ranks, counted into units: `counts[l]` of level l, and last in the one that holds all. `members`: by
-    level the most ranks in a unit; `crossed`: (level, unit) of the units out of which it sends."""
+    """A group's ranks, counted by unit.
+
+    Attributes:
+        counts: The number of ranks in each unit, by level; the last entry is the unit of all.
+        members: The most ranks in a unit, by level.
+        crossed: (level, unit) of each unit out of which the group sends.
+    """
 
     def __init__(self, tiers: Tiers, ranks: Sequence[int]) -> None:
         self._tiers, self._ranks = tiers, ranks
@@ -235,7 +241,7 @@ class _Group:
         ]
 
     def shape(self, sharing: Callable[[int, int], int]) -> _Shape:
-        """`sharing`: how many groups send out of a unit of a level."""
+        """Return the group's shape. `sharing`: the number of groups that send out of a unit of a level."""
         # Steps of a ring that leave a unit, by level.
         rings = [len(count) if len(count) > 1 else 0 for count in self.counts]
         crossed: defaultdict[int, list[int]] = defaultdict(list)
@@ -287,7 +293,7 @@ class ClusterNetwork:
             (entry.verb, entry.ranks): entry.points for entry in links.measured
         }
         outermost = tiers.sizes[-1]
-        # On one node all ranks share its cores; between nodes only those of one do.
+        # On one node all ranks share the cores; with several nodes the ranks of one node do.
         self._slowdown = cluster.oversubscription(min(grid.world_size, outermost) if outermost > 1 else grid.world_size)
 
     @remembered()
@@ -299,25 +305,26 @@ class ClusterNetwork:
         return max(self._group(shape, verb, payload_bytes) for shape in self._tiers.shapes(axes))
 
     def ranks(self, axes: str) -> int:
-        """The number of ranks in a group over `axes`."""
+        """Return the number of ranks in a group over `axes`."""
         return max(shape.size for shape in self._tiers.shapes(axes))
 
     def message(self, sender: int, receiver: int, payload_bytes: int) -> float:
-        """Seconds of a pipeline's message, while all who share links with the sender send as far along the pipe."""
+        """Return the seconds of a pipeline's message, while all ranks that share links with the sender also send along
+        the pipe."""
         return self._group(self._tiers.step(sender, receiver), "message", payload_bytes)
 
     def _group(self, shape: _Shape, verb: str, payload_bytes: int) -> float:
-        """Measured seconds of a group of neighbours between the numbers of ranks with which the verb was measured; else
-        modelled ones."""
+        """Return measured seconds of a group of neighbours, interpolated between measured numbers of ranks; else
+        modelled seconds."""
         if shape.size == 1:
             return 0.0
         numbers = sorted(ranks for name, ranks in self._measured if name == verb and shape.close)
         fewer = [number for number in numbers if number <= shape.size]
         more = [number for number in numbers if number >= shape.size]
-        # No extrapolation over ranks: beyond them algorithms change, which the model knows.
+        # No extrapolation over ranks: algorithms change with the number of ranks, and the model has these.
         if not fewer or not more:
             return self._slowdown * _modelled(shape, verb, payload_bytes)
-        # Each measurement has its own ranks' share of the cores in it already: that is taken out, this run's put in.
+        # A measurement includes the sharing of cores by its ranks: this factor is replaced by this run's.
         cores = self._cluster.oversubscription
         points = [
             (
@@ -331,22 +338,22 @@ class ClusterNetwork:
 
 
 def _modelled(shape: _Shape, verb: str, payload_bytes: float) -> float:
-    """Seconds of a group's collective by the table above, or of a pipeline's message, whose shape has one span."""
+    """Return the seconds of a group's collective by the table above, or of a pipeline's message (one span)."""
     spans, payload = shape.spans, payload_bytes
     if verb in ("send", "message"):
         return max(payload / span.bandwidth + span.latency for span in spans)
     if verb in ("gather", "scatter"):
         return sum(span.peers * (payload / shape.size / span.bandwidth + span.latency) for span in spans)
     if verb == "all_to_all":
-        # Messages to one peer after another, no tree: nothing of a payload is common to two of its receivers. On a ring
-        # of u units a rank's parts pass (u/2)^2 links in all, where a switch's, one hop each, pass u - 1.
+        # Messages go to one peer after another: two receivers share no part of a payload, so there is no tree. On a
+        # ring of u units a rank's messages pass (u/2)^2 links in all; on a switch, one hop each, u - 1.
         seconds = 0.0
         for span in spans:
             farther = span.units**2 // 4 / (span.units - 1) if span.ring else 1.0
             seconds += span.peers * (farther * (span.members * payload / shape.size) / span.bandwidth + span.latency)
         return seconds
-    # A ring through all ranks, cut open at its quickest step: n ranks make n steps around, of which a collective takes
-    # n - 1 (NCCL's tuning.cc counts inner and outer apart).
+    # A ring through all ranks, cut at its quickest step. n ranks make n steps around, and a collective takes n - 1
+    # (NCCL's tuning.cc counts inner and outer steps separately).
     slowest = min(span.bandwidth for span in spans)
     once = sum(span.hops * span.latency for span in spans) - min(span.latency for span in spans)
     # A tree over one level's units: every step carries the payload.
@@ -358,9 +365,9 @@ def _modelled(shape: _Shape, verb: str, payload_bytes: float) -> float:
     if verb in ("all_gather", "reduce_scatter"):
         return min(ring, sum(levels))
     assert verb == "all_reduce", f"{verb}: nobody knows how it goes over links"
-    # Twice a reduce-scatter: around one ring, or level by level. Then each unit sums inside, one level further out the
-    # same goes on with the sums, and the results come back. A tree moves the whole payload at each step and wins where
-    # latency counts: small payloads, many units.
+    # Twice a reduce-scatter: around one ring, or level by level. In the latter each unit sums inside, the next level
+    # sums these results, and the sums are returned. A tree sends the whole payload at each step and is faster if
+    # latency dominates: small payloads, many units.
     return 2 * min(ring, sum(map(min, levels, trees)))
 
 
@@ -401,12 +408,11 @@ class Volume:
 def volumes(
     grid: Grid, ranks_per_node: int, rank: int, traffic: Mapping[tuple[str, str], Traffic]
 ) -> dict[tuple[str, str], Volume]:
-    """A rank's ledger by axis and verb, split into messages inside of its node and to other nodes (SUPER, IPDPS 2021,
+    """Split a rank's ledger by axis and verb into messages inside of its node and to other nodes (SUPER, IPDPS 2021,
     equations 4 to 7; docs/subgraph.md).
 
-    A collective counts as if every rank that has something for another one sent it there; libraries send along trees
-    and rings instead, whose edges they choose themselves. As in the paper, a rank's part for itself counts as a message
-    of no bytes inside of its node.
+    A collective counts as a direct message from each rank to each receiver; libraries choose trees and rings instead.
+    As in the paper, a rank's part for itself counts as a message of no bytes inside of the node.
     """
     split: dict[tuple[str, str], Volume] = {}
     for (axis, verb), entry in traffic.items():
@@ -428,7 +434,7 @@ def volumes(
         volume = Volume()
         for receivers, messages, sent_bytes in sends:
             elsewhere = sum(receiver // ranks_per_node != rank // ranks_per_node for receiver in receivers)
-            # Bytes in equal parts to all but the rank itself, messages to itself as well (SUPER counts them).
+            # Bytes are divided equally among all ranks except the sender, messages among all (SUPER counts the sender).
             between = sent_bytes * elsewhere // max(1, sum(receiver != rank for receiver in receivers))
             inside = messages * (len(receivers) - elsewhere)
             volume += Volume(inside, messages * elsewhere, sent_bytes - between, between)

@@ -47,7 +47,7 @@ class Software(Section):
     """A fused attention's generation, of which a device knows the pace (Device.attentions) and which repeats no key for
     the queries that share it; None: torch's."""
     heads: Literal["together", "apart"] = "together"
-    """Whether one kernel works on all heads, or each head has its own."""
+    """Whether one kernel computes all heads, or each head has one."""
     experts: Literal["together", "apart"] = "together"
     """Whether a GPU with torch's grouped product multiplies all experts' rows by one kernel, or each expert has its
     own."""
@@ -66,48 +66,49 @@ class Software(Section):
     fuses_dropout: bool = False
     """Whether dropout and the sum with the residual after it are one kernel."""
     fuses_elements: bool = False
-    """Whether element kernels in a row are one, as torch.compile and Transformer Engine make them: what only they read
-    is never written."""
+    """Whether consecutive element kernels are fused, as in torch.compile and Transformer Engine: intermediate tensors
+    are not written."""
     compiles: bool = False
-    """Whether a run's `compile` says which element kernels are one, as in our own runs."""
+    """Whether the run's `compile` field determines the fusion of element kernels, as in our own runs."""
     norms: Literal["steps", "torch", "fast"] = "torch"
-    """The kernels of norms: of RMS norm one an operation, as torch had it before 2.9; torch's and Apex's, which reduce
-    rows and columns at a part of the memory's pace (Device.norms); or tuned ones at its whole pace."""
+    """The kernels of norms. steps: an RMS norm has one kernel an operation, as in torch before 2.9. torch: torch's and
+    Apex's, which reduce rows and columns at a share of the memory's pace (Device.norms). fast: tuned kernels at the
+    whole pace."""
     logits: Literal["slices", "whole"] = "slices"
-    """Whether the head has the float32 logits of some tokens at a time, or of the whole microbatch."""
+    """Whether the head holds the float32 logits of some tokens at a time, or of the whole microbatch."""
     products: Literal["stored"] | LowProducts = "stored"
     """The format in which layers' linears multiply: the run's, or FP8 or MXFP8, into which operands are cast."""
     messages: Literal["whole", "split"] = "whole"
-    """The message of a tensor rank to the next stage: all of the activation that its peers have too, or 1/t of
-    it, which they gather there."""
+    """The message of a tensor rank to the next stage: the whole activation, which its peers also have, or 1/t, followed
+    by a gather."""
     gradients: Literal["summed", "both", "wide"] = "summed"
-    """Whether half-precision gradients are gone when they have been added to float32 sums, or stay beside them; wide:
-    gone, and the sums are float32 even in a step of one microbatch."""
+    """Whether half-precision gradients are freed after the addition to float32 sums, or kept; wide: freed, and sums are
+    float32 even in a step of one microbatch."""
     buffers_bytes: Size | Literal[0] = 0
-    """Buffers of a process beyond ours: flat ones for collectives."""
+    """Bytes of a process's buffers beyond ours: flat buffers for collectives."""
     workspaces_bytes: tuple[Size | Literal[0], Size | Literal[0]] = (0, 0)
-    """Workspaces of products that torch counts as allocated: on a GPU before Hopper, and on Hopper or a later one."""
+    """Workspaces of products that torch counts as allocated: before Hopper, and from Hopper on."""
     streams_bytes: tuple[Size | Literal[0], Size | Literal[0]] = (0, 0)
-    """The same of the streams in which a model's experts are multiplied, beside the others."""
+    """Workspaces of the additional streams that multiply a model's experts."""
     slices: Literal["views", "copies"] = "views"
-    """Whether parameters are views of the memory that a gather fills and a sum reads, or are copied out and in."""
+    """Whether parameters are views of the memory of gathers and sums, or are copied out and in."""
     optimizer: Literal["fused", "steps"] = "fused"
-    """One kernel for many parameters, or STEPS_OF_ADAMW for each, as torch's AdamW stepped tensors before 2.0."""
+    """One kernel for many parameters, or STEPS_OF_ADAMW for each, as in torch's AdamW before 2.0."""
     widening: Literal["parts", "whole"] = "parts"
     """Whether an optimizer on the device has float32 copies of some half-precision gradients at a time, or of all."""
     publishes: Literal["gathers", "broadcasts"] = "gathers"
-    """How stepped slices reach the other ranks: all of a bucket's at once, or each rank's by a broadcast of its own."""
+    """The collective for stepped slices: one gather a bucket, or one broadcast a rank."""
     one_process: bool = False
-    """Whether one process drives all devices of a node, as torch's DataParallel does: its threads go forward in turn
-    under the interpreter's lock (backward passes have threads beneath it), and every step makes each replica's
-    parameters anew. Else each device has a process."""
+    """Whether one process drives all devices of a node, as in torch's DataParallel. Forward passes run in turn under
+    the interpreter's lock (backward passes have threads below it), and every step creates each replica's parameters
+    again. Otherwise each device has a process."""
     imbalance: Annotated[float, Field(ge=1)] = 1.0
-    """Rows of the busiest rank of an expert group in those that an even router would give it; the others wait for it.
-    What a router does is known of a run, not of its config. A capacity makes it 1."""
+    """Rows of the busiest rank of an expert group, relative to an even router; the other ranks wait. A run determines
+    this factor, not its config. A capacity makes it 1."""
     stages: Literal["work", "even"] = "work"
-    """Layers of stages that nobody has written: by counted work; or even, if the stages divide the layers."""
+    """Layers of stages without a written partition: by counted work; or even, if the stages divide the layers."""
     unpredicted: tuple[tuple[CutBy, Share], ...] = ()
-    """By strategy, the share that processes have held beyond predictions; of others it is the device's."""
+    """By strategy, the share that processes held beyond predictions; for other strategies the device's share."""
     overlapped: frozenset[Communication] = frozenset(("sums", "gathers", "layers"))
 
     @field_validator("overlapped", mode="before")
@@ -117,12 +118,13 @@ class Software(Section):
         return [word for word in value.split(",") if word not in ("", "none")] if isinstance(value, str) else value
 
     def fuses(self, config: Config, kind: str) -> bool:
-        """Whether element kernels of layers in a row are one on a kind of device, in a run whose `compile` may say."""
+        """Return whether consecutive element kernels of layers are fused on a kind of device; the run's `compile` may
+        determine this."""
         return self.fuses_elements or (self.compiles and compiled_on(config, kind) == "blocks")
 
     def recorder(self, *, layers: bool = True, fuses: bool = False) -> Recorder:
-        """The recorder of this software's layers, or of a part without any, whose products are in the run's format.
-        `fuses`: whether layers' element kernels in a row are one."""
+        """Return the recorder of this software's layers, or of a part without layers, with products in the run's
+        format. `fuses`: whether layers' element kernels are fused."""
         return Recorder(
             fuses_dropout=self.fuses_dropout,
             fuses_elements=self.fuses_elements or fuses,
@@ -131,7 +133,7 @@ class Software(Section):
         )
 
     def on_device(self, kind: str) -> AsOnDevice:
-        """A mode in which meta tensors do what this software's layers do on a kind of device."""
+        """Return a mode that makes meta tensors run the operations of this software's layers on a kind of device."""
         return AsOnDevice(
             kind,
             self.attention or "torch",
@@ -159,15 +161,15 @@ class Software(Section):
         return None if self.dispatch is None else ExpertRanks(self.dispatch, self.expert_tensor, self.expert_context)
 
     def apart_bytes(self, config: Config, held: HeldBytes) -> int:
-        """Bytes of gradients beyond those that our own runs hold: half-precision ones beside their float32 sums, or the
-        second half of float32 sums that our own step of one microbatch does not widen."""
+        """Return the bytes of gradients beyond our own runs': half-precision gradients kept with float32 sums, or the
+        second half of float32 sums if our own step of one microbatch is not widened."""
         precision = config.precision
         if self.gradients == "wide" and not config.widens_gradients:
             return held.gradients if precision.level == "O2" and precision.accumulate == "float32" else 0
         return held.weights if self.gradients == "both" and config.widens_gradients else 0
 
     def on(self, device: Device) -> Software:
-        """The software on a kind of device: its attention is named, its workspaces are among its buffers."""
+        """Return the software on a kind of device, with its attention decided and its workspaces added to its buffers."""
         attention = self.attention or ("torch" if device.attention_efficiency is None else "fused")
         late = device.capability is not None and device.capability >= HOPPER
         workspaces, streams = self.workspaces_bytes[late], self.streams_bytes[late]
@@ -177,7 +179,7 @@ class Software(Section):
         return self.model_copy(update={"attention": attention, "streams_bytes": (streams, streams), **buffers})
 
     def unpredicted_share(self, config: Config) -> float | None:
-        """The share of a layout's strategy: experts, stages, context or tensor, the first that it has; else data."""
+        """Return the share of a layout's strategy: the first used of experts, stages, context, tensor; else data."""
         layout = config.layout
         sizes = (
             ("experts", layout.data.expert), ("stages", layout.pipeline.size), ("context", layout.context.size),
@@ -187,12 +189,12 @@ class Software(Section):
         return next((share for name, share in self.unpredicted if name == strategy), None)
 
     def beside_bytes(self, config: Config) -> int:
-        """Bytes of buffers and workspaces that a process holds all the time, of a software that is on a device."""
+        """Return the bytes of a process's permanent buffers and workspaces, for a software on a device."""
         return self.buffers_bytes + (self.streams_bytes[0] if config.model.routing.num_experts else 0)
 
 
 HOPPER = (9, 0)
-"""The compute capability since which libraries give products a larger workspace."""
+"""The first compute capability with a larger workspace for products."""
 
 STEPS_OF_ADAMW, STEPPED_BYTES = 9, 88
 """The kernels of an AdamW that goes step by step, and what they read and write of an element: decay 8 bytes, each
@@ -208,46 +210,53 @@ JobForm = Literal["toml", "flags", "arguments", "accelerate", "automodel", "nano
 
 
 class _Fact(BaseModel, extra="forbid", frozen=True):
-    """A fact's value, and the text or code that says so."""
+    """A fact's value, and the text or code that is its source."""
 
-    value: Any = Field(alias="is")  # a Section would refuse true and false where any value may stand
+    value: Any = Field(alias="is")  # a Section would refuse true and false for a field of any type
     source: str
 
 
 class KnownMemory(Section):
-    """Measured rows of a program's memory beside predictions: the mean error, and the most by which a row held more
-    than is predicted, as shares; `of`: whose rows, and what was counted of them."""
+    """Measured rows of a program's memory against predictions."""
 
     rows: Positive
+    """The number of rows."""
     error: Share
+    """The mean error, as a share."""
     most: Annotated[float, Field(ge=0)]
+    """The largest share that a row held beyond its prediction."""
     of: str
+    """The source of the rows, and the bytes that were counted."""
     by: dict[CutBy, Share] = Field(default_factory=dict)
     """By strategy, the share that 95 % of its rows hold at most beyond predictions (validation/strategies.py)."""
 
 
 class _Preset(BaseModel, extra="forbid", frozen=True):
-    """A file of configs/software. `layouts`: values of fields of the layout that the program knows, by dotted name;
-    `form`: of its jobs' files; `syncs`, `contexts`: its words for ours of layout.data.sync and layout.context.kind."""
+    """A file of configs/software."""
 
     program: str
     facts: dict[str, _Fact]
     layouts: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
+    """Values of layout fields that the program supports, by dotted name."""
     form: JobForm | None = None
+    """The form of its job files."""
     syncs: dict[str, str] = Field(default_factory=dict)
+    """The program's words for values of layout.data.sync."""
     contexts: dict[str, str] = Field(default_factory=dict)
+    """The program's words for values of layout.context.kind."""
     memory: KnownMemory | None = None
 
 
 @dataclass(frozen=True)
 class Program:
-    """Somebody's program by name. `title`: its whole name; `sources`: of each fact that is not as in our own runs;
-    `layouts`, `form`, `syncs`, `contexts`, `memory`: as in its file; no layouts: any."""
+    """A program by name. Fields that _Preset also has are as in the file; without `layouts` any layout is supported."""
 
     name: str
     title: str
+    """The full name."""
     software: Software
     sources: dict[str, str]
+    """The source of each fact that differs from our own runs."""
     layouts: dict[str, tuple[Any, ...]]
     form: JobForm | None
     syncs: dict[str, str]
@@ -255,7 +264,7 @@ class Program:
     memory: KnownMemory | None = None
 
     def on(self, cluster: Cluster) -> Cluster:
-        """The cluster with what this program's rows have held beyond predictions in place of what others' have."""
+        """Return the cluster with the memory share of this program's rows in place of the device's."""
         if self.memory is None:
             return cluster
         device = cluster.device.model_copy(update={"unpredicted_share": self.memory.most})
@@ -302,14 +311,14 @@ def load_program(name: str = OWN, facts: Sequence[str] = ()) -> Program:
 
 
 def with_imbalance(software: Software, config: Config, imbalance: float) -> Software:
-    """The software with a run's imbalance of experts. Raises ConfigError where that is no factor or has no effect."""
+    """Return the software with a run's imbalance of experts. Raises ConfigError for no factor, or one without effect."""
     if imbalance == 1:
         return software
     if not imbalance > 1:
         raise ConfigError.of("--imbalance", imbalance, "is the busiest rank's share of an even one", "1 or more")
     if not config.model.routing.num_experts:
         raise ConfigError.of("--imbalance", imbalance, "has no effect on a model without experts", "1")
-    # A capacity cuts every expert's rows to the same number.
+    # A capacity gives every expert the same number of rows.
     if config.model.routing.droppable_pairs:
         rule = "has no effect with model.experts.capacity, which gives all ranks as many rows"
         raise ConfigError.of("--imbalance", imbalance, rule, "1, or model.experts.capacity=null")

@@ -1,4 +1,4 @@
-"""A resolved run on a planner's cluster: how long its tasks, sums and optimizer take there, what its ranks hold."""
+"""A resolved run on a planner's cluster: seconds of tasks, sums and the optimizer, and bytes held by ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from meshwright.strategies.pipeline.task import TaskKind
 
 
 class TimedRun(Composition):
-    """A resolved run at a site: how long its tasks, sums and optimizer take there."""
+    """A resolved run at a site, with the seconds of tasks, sums and the optimizer."""
 
     def __init__(
         self,
@@ -46,13 +46,13 @@ class TimedRun(Composition):
         world_size, tf32 = config.layout.world_size, config.precision.tf32
         self.timer = site.timer(world_size, tf32)
         self.devices_per_host = self.timer.ranks_per_node if self.software.one_process else 1
-        # One process issues forward kernels of all devices in turn; backward passes have threads of their own.
+        # One process issues the forward kernels of all devices in turn; backward passes have one thread per device.
         self.forward_timer = site.timer(world_size, tf32, self.devices_per_host)
         self.agreement = self.network.collective(self.peers, "broadcast", 8) if self.agrees else 0.0
         """Seconds until a stage's ranks agree on a task."""
         self.pace: Pace | None = None
         if self.cluster.cores is not None:
-            # Stages that wait leave their cores to the others; where every rank has a device, nobody can.
+            # A waiting stage leaves its cores to the others, unless every rank has a device.
             ranks, timer = self.grid.world_size // len(stages), self.timer
             self.pace = lambda busy: timer.gain(busy * ranks)
 
@@ -63,12 +63,12 @@ class TimedRun(Composition):
         return self.site.program_seconds(program, timer, self.network, self.transport, self.config, alone=alone)
 
     def overlap(self, communication: Communication) -> float:
-        """The part of a communication that goes on under computation."""
-        # What a program does not overlap no link can hide.
+        """Return the share of a communication that runs during computation."""
+        # Links cannot hide a communication that the program does not overlap.
         return self.network.overlaps if communication in self.software.overlapped else 0.0
 
     def memory(self, passes: Passes) -> tuple[Memory, ...]:
-        """The memory of each stage's first rank."""
+        """Return the memory of each stage's first rank."""
         memory = []
         for stage, (peak, plan) in enumerate(zip(passes.peaks, self.stages, strict=True)):
             beside = self.awaited_bytes(stage) + plan.apart_bytes(self.config) + self.software.beside_bytes(self.config)
@@ -77,18 +77,18 @@ class TimedRun(Composition):
         return tuple(memory)
 
     def awaited_bytes(self, stage: int) -> int:
-        """Messages that a rank waits for have memory before they come; all from a side as much as the largest
-        (mailbox.py)."""
+        """Return the bytes of messages that have memory before arrival; a side's messages all have the size of the
+        largest (mailbox.py)."""
         most, count = AHEAD[self.cluster.device.kind], self.config.num_microbatches
         sides = [sizes for sizes in self.messages(stage).values() if sizes]
         return sum(min(most, count * len(sizes)) * max(sizes) for sizes in sides)
 
     @cached_property
     def phase_config(self) -> Config:
-        """The config without the fields on which the pipeline phase does not depend: other ways to sum gradients and to
-        keep states have the phase in common."""
+        """The config with default values in fields that do not affect the pipeline phase: other syncs and places of
+        states share one phase."""
         data = self.config.layout.data
-        if data.strategy.slices:  # slices travel under the phase's tasks, states follow it
+        if data.strategy.slices:  # slices are sent during the phase's tasks
             return self.config
         usual = DataParallel(size=data.size, shard=data.shard, expert=data.expert, exchange=data.exchange)
         return with_field(with_field(self.config, "layout.data", usual), "memory.offload", Offload())
@@ -99,7 +99,8 @@ class TimedRun(Composition):
         return phase_of(self.config, self.tasks, self.cost, self.latency, self.pace, pieces)
 
     def counting(self) -> float:
-        """Seconds of the pass before the step in which routers count the batch, where their balance is over it."""
+        """Return the seconds of the pass before the step that counts routers' loads, for a balance over the batch; else
+        0."""
         if not self.config.model.routing.counts_first:
             return 0.0
         count = self.config.num_microbatches
@@ -108,7 +109,7 @@ class TimedRun(Composition):
 
     @remembered()
     def pieces(self, position: int, kind: TaskKind, which: int) -> PieceCosts:
-        """A task at a position of the chain in pieces, where rows travel to experts as messages."""
+        """Return the pieces of a task at a position of the chain, if rows are sent to experts as messages."""
         if self.alike[position] != position:
             return self.pieces(self.alike[position], kind, which)
         return piece_costs(
@@ -134,9 +135,11 @@ class TimedRun(Composition):
         return replace(cost, seconds=seconds)
 
     def moved_beside(self, stage: int, chunk: int, kind: TaskKind, which: int, seconds: float) -> float:
-        """Seconds that a task of a stage's chunk takes longer as slices travel under it: weights that are gathered, the
-        first of them before it begins, and gradients that are summed in every microbatch; the step's last has its own
-        account (`sums`)."""
+        """Return the seconds that transfers of slices add to a task of a stage's chunk.
+
+        Weights are gathered, the first of them before the task begins. Gradients are summed in every microbatch except
+        the step's last, which `sums` times.
+        """
         if not self.config.layout.data.strategy.slices:
             return 0.0
         buckets = self.buckets[stage]
@@ -149,16 +152,17 @@ class TimedRun(Composition):
             own = [bucket for bucket in buckets if bucket.kind.chunks in ((), (chunk,)) and not bucket.waits]
             summed = sum(self.seconds(bucket.reduce) for bucket in own)
             copied += sum(self.copied(bucket, back=True) for bucket in own)
-        # The first gather of a task has no kernels before it that it could hide under.
+        # No kernels precede a task's first gather, so nothing hides it.
         before = sum(gathered) if not self.overlap("gathers") else max(gathered[:1], default=0.0)
         after = 0.0 if self.overlap("sums") else summed
-        # The rest is exposed only as far as the task is shorter than what travels beside it.
+        # The rest is exposed only if the task is shorter than the transfers.
         beside = sum(gathered) + summed - before - after
         exposed = max(0.0, beside - self.network.overlaps * seconds)
         return copied + before + after + exposed + slowed(beside - exposed, self.network.tax)
 
     def copied(self, bucket: PlannedBucket, *, back: bool) -> float:
-        """Seconds in which a gather's result is copied to parameters or, `back`, gradients to what a sum reads."""
+        """Return the seconds of copies from a gather's result to parameters or, with `back`, from gradients to a sum's
+        input."""
         if self.software.slices == "views" or not self.config.layout.data.strategy.slices:
             return 0.0
         value = bucket.kind.dtype.itemsize
@@ -166,16 +170,16 @@ class TimedRun(Composition):
         return self.timer.kernel_seconds(Kernel("element", 0.0, touched, bucket.num_elements, "float32"))
 
     def latency(self, start: int, end: int) -> float:
-        """Seconds of a message from a position of the chain to the one beside it, on another stage."""
+        """Return the seconds of a message between neighbouring positions of the chain on two stages."""
         sender, receiver = (self.ranks[self.placement.stage_of[position]] for position in (start, end))
         size = bytes_of(self.chunk(min(start, end)).outgoing)
         return self.site.message_seconds(self.config, self.network, sender, receiver, size)
 
     def norm(self) -> float:
-        """Seconds of what ranks tell each other between backward pass and optimizer: the next batch's rows, where a
-        server scatters them, the step report, the norm."""
+        """Return the seconds of messages between backward pass and optimizer: the next batch's rows (if a server
+        scatters them), the step report, the norm."""
         world = "+".join(self.grid.names)
-        # A lone rank tells nobody anything.
+        # A lone rank sends nothing.
         if self.grid.world_size == 1:
             return 0.0
         shared = self.seconds(self._buckets.share(self.config))
@@ -187,8 +191,13 @@ class TimedRun(Composition):
         )
 
     def sums(self, stage: int, chunk: int, ends: Mapping[int, float]) -> list[Sum]:
-        """The stage's buckets, in the order in which they leave. `chunk`: the one whose task is the stage's last;
-        `ends`: as Passes.chunk_ends has them: other chunks' gradients are there before that task."""
+        """Return the stage's buckets in the order of sending.
+
+        Args:
+            stage: The stage.
+            chunk: The chunk of the stage's last task.
+            ends: As Passes.chunk_ends; gradients of other chunks are complete before that task.
+        """
         plan = self.stages[stage].chunks[chunk]
         passed = self.agreement
         ready = {
@@ -201,23 +210,23 @@ class TimedRun(Composition):
             ready |= {parameter.name: passed for parameter in unit.parameters}
         read: dict[str, float] = {}
         passed_forward = self.agreement
-        for each in self.stages[stage].chunks:  # a stage's chunks go forward for the first time in their order
+        for each in self.stages[stage].chunks:  # the first forward passes of a stage's chunks are in order
             for unit, cost in zip(each.units, each.costs(self.kinds[0], 0, self.seconds), strict=True):
                 for parameter in unit.parameters:
-                    # A parameter of two chunks is read first by the first one.
+                    # The first of two chunks reads a shared parameter first.
                     read.setdefault(parameter.name, passed_forward)
                 passed_forward += cost.seconds
         sums = [
             self.sum(
                 bucket,
-                # A sum that blocks stands behind the whole task; others leave with the last gradient of their bucket.
+                # A blocking sum follows the whole task; others begin with the last gradient of their bucket.
                 passed if bucket.blocks else max(ready[name] for name in bucket.names),
                 min(read[name] for name in bucket.names),
             )
             for bucket in self.buckets[stage]
             if bucket.kind.rule.trained
         ]
-        # Of several chunks' buckets those that are full first leave first, while other chunks are at work.
+        # With several chunks, buckets that are full first are sent first, while other chunks compute.
         return sorted(sums, key=lambda one: one.ready) if len(self.stages[stage].chunks) > 1 else sums
 
     def sum(self, bucket: PlannedBucket, ready: float, read: float = 0.0) -> Sum:
@@ -227,34 +236,35 @@ class TimedRun(Composition):
             rate = device.host_link_bytes_per_second
             if config.memory.offload.to != "host":
                 rate = min(rate, device.disk_bytes_per_second)
-            # The optimizer's states (master and moments) go to the device and back.
+            # The optimizer's states (master and moments) are copied to the device and back.
             states = bucket.stepped_elements * bucket.master_bytes(config)
             lane = 2 * (states + sum(moment_bytes(config.optimizer, bucket.stepped))) / rate
         steps = self.step_seconds(bucket) if bucket.stepped_elements else 0.0
         reduce = self.copied(bucket, back=True) + self.seconds(bucket.reduce) + self.seconds(bucket.across)
         publish = self.published(bucket)
         if self.software.one_process:
-            # torch's DataParallel makes every parameter of every replica anew, one call each.
+            # torch's DataParallel creates every parameter of every replica again, with one call each.
             publish += self.devices_per_host * len(bucket.names) * device.issue_seconds
         return Sum(ready, reduce, publish, steps, lane, read)
 
     def published(self, bucket: PlannedBucket) -> float:
-        """Seconds until the other ranks have what a bucket's owners have stepped."""
+        """Return the seconds until all ranks have a bucket's stepped weights."""
         starts = [event for event in bucket.publish.events if isinstance(event, Start)]
         if self.software.publishes == "gathers" or not starts:
             return self.seconds(bucket.publish)
-        # A rank's slices of all buckets are one message, and the other ranks' stand behind it.
+        # A rank's slices of all buckets are one message, followed by the other ranks' messages.
         (start,), own = starts, next(own for own in self.buckets.values() if bucket in own)
         ranks, total = self.network.ranks(start.axes), sum(each.num_elements for each in own if each.kind.rule.trained)
         every = start.payload_bytes * total // bucket.num_elements
         return bucket.num_elements / total * ranks * self.network.collective(start.axes, "broadcast", every // ranks)
 
     def step_seconds(self, bucket: PlannedBucket) -> float:
-        """Seconds in which the optimizer steps a bucket's slot."""
+        """Return the seconds of the optimizer step of a bucket's slot."""
         elements, count = bucket.stepped_elements, 1
         touched = bucket.touched_bytes(self.config, self.cluster.device.kind)
         if self.software.optimizer == "steps":
-            # Steps for each parameter apart, so small kernels: the host that issues them may be the slower one.
+            # Each parameter is stepped separately by small kernels, so the host that issues these may be slower than
+            # the device.
             count = STEPS_OF_ADAMW * len(bucket.names)
             elements //= len(bucket.names)
             touched = elements * STEPPED_BYTES // STEPS_OF_ADAMW
