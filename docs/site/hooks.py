@@ -1,4 +1,4 @@
-"""Hooks of the site's build: links into the repository, the loss table, pages as markdown, skills, llms.txt."""
+"""The site's own part of docs/: links into the repository, the loss table, pages as markdown, llms.txt."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[2]
 INTO_REPOSITORY = re.compile(r"\[(?P<text>[^\]]*)\]\(\.\./(?P<path>[^)#\s]+)(?P<rest>[^)]*)\)")
 INTO_DOCS = "course/"
-"""The folder of pages with `../` for docs/."""
+"""Prefix of pages in a folder of docs/; `../` of these pages is docs/."""
 TABLE = "<!-- the table of bits.md -->"
-"""A comment: the repository shows nothing, the site the table."""
+"""A comment that the site replaces by the table; the repository shows nothing."""
 NOTEBOOK = re.compile(r"\.ipynb\)")
 TITLES = re.compile(r"^# (.+)$", re.MULTILINE)
 DESCRIPTION = re.compile(r"^description: (.+)$", re.MULTILINE)
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """Add a page for each notebook, with the printed and drawn outputs of the cells."""
+    """Add a page for each notebook, with cells and stored outputs."""
     for path in sorted((ROOT / "docs/notebooks").glob("*.ipynb")):
         files.append(File.generated(config, f"notebooks/{path.stem}.md", content=page_of(path)))
     return files
 
 
 def page_of(path: Path) -> str:
-    """Return a notebook as markdown, with pictures as data."""
+    """Return a notebook as markdown, with pictures as data URLs."""
     parts = []
     for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"])
@@ -42,7 +42,11 @@ def page_of(path: Path) -> str:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Return the page with links for the site. Raises FileNotFoundError if a linked file is not in the repository."""
+    """Return the page with links that work on the site.
+
+    Raises:
+        FileNotFoundError: A linked file is not in the repository.
+    """
 
     def absolute(match: re.Match[str]) -> str:
         path = match["path"].rstrip("/")
@@ -56,7 +60,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     if page.file.src_path == "index.md":
         page.meta["hide"] = ["navigation"]
     if page.file.src_path == "decisions.md":
-        page.meta["search"] = {"exclude": True}  # old reasons would be found before current pages
+        page.meta["search"] = {"exclude": True}  # the history would be found before current pages
     if page.file.src_path.startswith("notebooks/"):
         name = Path(page.file.src_path).with_suffix(".ipynb")
         return f"{markdown}\nThis page is the notebook `docs/{name}`.\n"
@@ -69,14 +73,14 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 
 
 def losses_table() -> str:
-    """Return the table of docs/bits.md, for other pages."""
+    """Return the table of losses from docs/bits.md, the only copy."""
     page = (ROOT / "docs/bits.md").read_text()
     part = page[page.index("under 18 layouts\n") :]
     return "\n".join(line for line in part[: part.index("\n## ", 1)].splitlines() if line.startswith("|"))
 
 
 def on_post_build(config: Any) -> None:
-    """Write each page as markdown next to the HTML (guide/index.md), the skills, and llms.txt with a line for each."""
+    """Write each page as markdown next to the HTML (guide/index.md), and llms.txt with all pages in order."""
     site, docs = Path(config.site_dir), Path(config.docs_dir)
     lines = [f"# {config.site_name}", "", f"> {config.site_description}", "", "## Skills", ""]
     for skill in sorted((ROOT / "skills").glob("*/SKILL.md")):
@@ -101,16 +105,16 @@ def on_post_build(config: Any) -> None:
 
 
 def names_in(pages: Any) -> list[str]:
-    """Return the files of an entry of the navigation, with the files of inner entries."""
+    """Return the files of an entry of the navigation; entries may be nested."""
     if isinstance(pages, str):
         return [pages]
-    # A section's first page has no name.
+    # A section's first page has no title in the navigation.
     parts = [part for entry in pages for part in ([entry] if isinstance(entry, str) else entry.values())]
     return [name for part in parts for name in names_in(part)]
 
 
 def first_sentence(markdown: str) -> str:
-    """Return the first sentence of a page's text, without marks."""
+    """Return the first sentence of the page's text, without markup."""
     for line in re.sub(r"^```.*?^```$", "", markdown, flags=re.DOTALL | re.MULTILINE).splitlines():
         if line and line[0].isalpha():
             plain = re.sub(r"\[([^\]]*)\]\([^)]*\)|[*`]", r"\1", line)

@@ -1,18 +1,17 @@
 """Seconds of collectives and messages: latency and bandwidth, level by level, of the algorithm that a library takes.
 
-How a group lies: a unit of level 0 is a device; one of level l + 1 is what level l joins. Ranks fill units in order:
-rank r is in unit r // (devices of a unit). Two ranks meet at the innermost level whose next unit holds both, and send
-over that level's links alone.
+Groups and units: a unit of level 0 is a device, and level l joins units into one unit of level l + 1. Ranks fill units
+in order: rank r is in unit r // (devices of a unit). Two ranks are connected at the innermost level with both ranks in
+the next unit, and send over that level's links alone.
 
-How long it takes: a group has u units at a level (n ranks in all), whose links have latency a and leave it b bytes a
-second; S is the whole payload. It goes over several levels one after another (a sum over levels), or as one ring over
-all of them (`slowest`: the least b; `once`: the latencies of the n - 1 steps of a ring, of which most go over inner
-links).
+Seconds: a group has u units at a level (n ranks in all), with links of latency a and b bytes a second for the group. S
+is the whole payload. A collective runs level by level (a sum over levels), or as one ring over all levels (`slowest`:
+the least b; `once`: the latencies of the n - 1 steps of a ring, most of these over inner links).
 
 | verb                       | seconds, the least of                                                                 |
 |----------------------------|---------------------------------------------------------------------------------------|
 | all-gather, reduce-scatter | ring: (n-1)/n S / slowest + once; levels: sum (u-1)/u S / b + (u-1) a                 |
-| all-reduce                 | ring, levels: twice that; on a level a tree, where it is less: 2 log2(u) (a + S / b)  |
+| all-reduce                 | ring, levels: twice that; on a level a tree, if faster: 2 log2(u) (a + S / b)         |
 | broadcast, reduce          | chain: S / slowest + once; tree: sum log2(u) (a + S / b)                              |
 | all-to-all                 | pairs: sum over levels of peers there x (a + members x S/n / b), on a ring farther    |
 | gather, scatter            | pairs: sum over levels of peers there x (a + S/n / b)                                 |
@@ -29,7 +28,7 @@ to each domain over the network, and is forwarded there, while other tokens are 
 
 Sources: Thakur, Rabenseifner, Gropp, Optimization of collective communication operations in MPICH, IJHPCA 2005,
 sections 2 to 4; Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, JPDC 2009; NCCL's cost model
-(src/graph/tuning.cc: the lesser of rings, whose latency counts inner and outer steps apart, and trees).
+(src/graph/tuning.cc: the lesser of trees and of rings with separate latencies of inner and outer steps).
 """
 
 from __future__ import annotations
@@ -265,14 +264,13 @@ class _Group:
 
 
 class ClusterNetwork:
-    """Seconds of a job's collectives on a cluster. `overlaps`: the part of one that goes on under computation; `tax`:
-    the share by which kernels take longer meanwhile; `channels`: those of a communicator.
+    """Seconds of a job's collectives on a cluster. `overlaps`: the share of a collective that runs during computation;
+    `tax`: the share by which kernels take longer meanwhile; `channels`: of a communicator.
 
-    Measured times (`Links.measured`) go before models, for groups of neighbours (`Shape.close`). Between numbers of
-    ranks, and between payloads, they follow straight lines over logarithms; beyond the largest payload its
-    bandwidth holds, before the smallest its seconds; beyond the numbers of ranks the models do. Where ranks share
-    cores, everything takes as many times as long as there are ranks to a core; a measurement has its own ranks'
-    part in it already."""
+    Measured times (`Links.measured`) replace models for groups of neighbours (`Shape.close`). Between numbers of ranks
+    and between payloads, interpolation is linear over logarithms. Beyond the largest payload the bandwidth is constant,
+    below the smallest the seconds. Beyond the measured numbers of ranks models are used. If ranks share cores, modelled
+    seconds are multiplied by the number of ranks to a core; measured seconds include the measured ranks' sharing."""
 
     def __init__(self, cluster: Cluster, backend: TransportName, grid: Grid, rows: Rows | None = None) -> None:
         """`rows`: how rows are sent to experts; None: by all-to-alls.
@@ -333,7 +331,7 @@ class ClusterNetwork:
             )
             for number in sorted({fewer[-1], more[0]})
         ]
-        # Beyond the largest payload its bandwidth holds.
+        # Beyond the largest payload the bandwidth is constant.
         return interpolated(points, shape.size, power=True)
 
 

@@ -1,8 +1,8 @@
-"""A run's software, as far as its seconds and its memory hang on it and neither config nor cluster say it.
+"""The facts of a run's software that affect seconds and memory and are in neither config nor cluster file.
 
-Meshwright's own runs are the defaults. What other programs do is data: a preset of configs/software, a file each, whose
-facts name their sources. `plan --software NAME --fact name=value` and validation/ read them. `recorder` and `on_device`
-turn the facts of a layer into what records it; the others are read where a step's seconds and memory are counted.
+Defaults describe Meshwright's own runs. Each other program has a preset in configs/software, a file with facts and
+sources. `plan --software NAME --fact name=value` and validation/ read presets. `recorder` and `on_device` build a
+layer's recorder from the layer's facts; the other facts are read by the code that counts seconds and memory.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Software(Section):
 
     attention: Attention | None = None
     attention_kernel: AttentionKernel | None = None
-    """A fused attention's generation, of which a device knows the pace (Device.attentions) and which repeats no key for
-    the queries that share it; None: torch's."""
+    """A fused attention's generation, with its pace in Device.attentions and without repeated keys for queries that
+    share one; None: torch's."""
     heads: Literal["together", "apart"] = "together"
     """Whether one kernel computes all heads, or each head has one."""
     experts: Literal["together", "apart"] = "together"
@@ -77,7 +77,7 @@ class Software(Section):
     logits: Literal["slices", "whole"] = "slices"
     """Whether the head holds the float32 logits of some tokens at a time, or of the whole microbatch."""
     products: Literal["stored"] | LowProducts = "stored"
-    """The format in which layers' linears multiply: the run's, or FP8 or MXFP8, into which operands are cast."""
+    """The format of layers' products: the run's, or FP8 or MXFP8 with casts of the operands."""
     messages: Literal["whole", "split"] = "whole"
     """The message of a tensor rank to the next stage: the whole activation, which its peers also have, or 1/t, followed
     by a gather."""
@@ -146,8 +146,8 @@ class Software(Section):
     def mesh(
         self, grid: Grid, token_axes: tuple[str, ...], kind: str, capability: tuple[int, int] | None, recorder: Recorder
     ) -> Mesh:
-        """The first rank's mesh of a planned job on a kind of device and of a GPU's compute capability, whose
-        collectives the recorder writes down."""
+        """Return the first rank's mesh of a planned job, on a kind of device with a GPU's compute capability. The
+        recorder records its collectives."""
         how = self.expert_ranks
         return planned_mesh(
             grid, 0, token_axes, kind, recorder.started, self.imbalance, whole_logits=self.logits == "whole",
@@ -169,7 +169,7 @@ class Software(Section):
         return held.weights if self.gradients == "both" and config.widens_gradients else 0
 
     def on(self, device: Device) -> Software:
-        """Return the software on a kind of device, with its attention decided and its workspaces added to its buffers."""
+        """Return the software on a kind of device, with attention decided and workspaces added to the buffers."""
         attention = self.attention or ("torch" if device.attention_efficiency is None else "fused")
         late = device.capability is not None and device.capability >= HOPPER
         workspaces, streams = self.workspaces_bytes[late], self.streams_bytes[late]
@@ -197,7 +197,7 @@ HOPPER = (9, 0)
 """The first compute capability with a larger workspace for products."""
 
 STEPS_OF_ADAMW, STEPPED_BYTES = 9, 88
-"""The kernels of an AdamW that goes step by step, and what they read and write of an element: decay 8 bytes, each
+"""The number of kernels of an unfused AdamW, and the bytes read and written for an element: decay 8 bytes, each
 moment's decay and sum 8 + 12, root, bias correction and epsilon 8 each, the quotient 16."""
 
 OWN_SOFTWARE = Software(compiles=True)
@@ -272,7 +272,7 @@ class Program:
 
 
 def load_program(name: str = OWN, facts: Sequence[str] = ()) -> Program:
-    """A preset by its name, with facts laid over it (`attention=steps`). Raises ConfigError with what is valid."""
+    """Load a preset by its name and replace facts (`attention=steps`). Raises ConfigError with the valid values."""
     files = shipped("software")
     if name not in files:
         raise ConfigError.of("--software", name, "is no program that we know the facts of", ", ".join(files))
@@ -311,7 +311,7 @@ def load_program(name: str = OWN, facts: Sequence[str] = ()) -> Program:
 
 
 def with_imbalance(software: Software, config: Config, imbalance: float) -> Software:
-    """Return the software with a run's imbalance of experts. Raises ConfigError for no factor, or one without effect."""
+    """Return the software with a run's imbalance of experts. Raises ConfigError for no factor or no effect."""
     if imbalance == 1:
         return software
     if not imbalance > 1:
