@@ -1,11 +1,11 @@
-"""A run composed of recordings: costs of each stage's tasks, its parameters, the bytes that its ranks send.
+"""A run composed of recordings: for each stage the costs of tasks, the parameters, the sent bytes.
 
-Tasks run their parts one after the other, forward from the first, backward from the last. Memory is summed from part to
-part. A part's output to the next part stays in memory, since the next part's backward pass reads it. An output to
-another stage is freed after it is sent, and a received input stays. Stages with equal tasks and parameters are computed
+Tasks run parts one after the other, forward from the first, backward from the last. Memory is summed from part to
+part. A part's output to the next part stays in memory, for the next part's backward pass. An output to
+another stage is freed after sending, and a received input stays. Stages with equal tasks and parameters are computed
 once.
 
-A stage of several chunks shares buckets among their parameters, and runs each chunk's tasks separately.
+A stage of several chunks has common buckets for all parameters, and separate tasks for each chunk.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class ChunkPlan:
             # stage there is no message.
             freed[-1] += order[-1].recording.output_bytes * leaves - bytes_of(self.incoming) * comes
         else:
-            # B frees the inputs of its parts. A part that does not read its input freed it in F already.
+            # B frees the inputs of parts. A part that does not read its input freed the input in F.
             pairs = pairwise(order)
             given = [before.recording.output_bytes if unit.recording.holds_input else 0 for unit, before in pairs]
             given.append(bytes_of(self.incoming) if self.handed_bytes is None else self.handed_bytes)
@@ -141,7 +141,7 @@ class Sending:
     part: str
     """The part of the model."""
     program: Program
-    """The program that sends; without events if it is not recorded."""
+    """The program that sends; without events if not recorded."""
     times: int = 1
 
 
@@ -233,7 +233,7 @@ def _unit(config: Config, recordings: Recordings, chunk: Chunk, incoming: Forms)
     one."""
     count, layers = len(chunk.layers), chunk.layers
     alike, whole = {recordings.outline(config).alike[layer] for layer in layers}, partial(recordings.of, config, chunk)
-    # A group of different layers does not grow by one layer's share, so it is recorded whole.
+    # A group of different layers does not grow by one layer's share, so the group is recorded whole.
     if count <= 2 or len(alike) > 1:
         recording = whole(incoming)
         return Unit(recording, recording.parameters, partial(whole, incoming))
@@ -245,7 +245,7 @@ def _unit(config: Config, recordings: Recordings, chunk: Chunk, incoming: Forms)
 
 
 class Composition:
-    """A resolved run's stages with the buckets of their gradients.
+    """A resolved run's stages and buckets of gradients.
 
     Attributes:
         placement: The stage of each chunk.
@@ -285,7 +285,7 @@ class Composition:
         self.ranks = [self.grid.rank(origin | {PIPE: stage}) for stage in range(len(stages))]
         """The first rank of each stage."""
         names = [{parameter.name for parameter in stage.parameters} for stage in stages]
-        # Embeddings and head at the two ends: a single stage adds their gradients locally and sends none.
+        # Embeddings and head at the two ends: a single stage adds both gradients locally and sends none.
         self.tied = tied = frozenset(names[0] & names[-1] if len(stages) > 1 else ())
         # Stages of equal work run the same recordings as often, and share the answer to "holds a tied parameter".
         # Costs, buckets and memory are computed once for them, since most stages of a long pipeline are equal.
@@ -324,7 +324,7 @@ class Composition:
         total: Sent = {}
         for sending in self.sendings(stage):
             for key, entry in sending.program.traffic.items():
-                # Traffic is mutable, and recordings share it: copies are added.
+                # Traffic is mutable and shared by recordings: copies are added.
                 total.setdefault(key, Traffic()).include(entry.scaled(sending.times))
         return total
 

@@ -10,7 +10,7 @@ The middle of a long step is periodic, so a shorter step is simulated and extend
 
 The first rule is exact: a stage's next task depends on the pipeline's state alone. The second rule is exact under
 GPipe, since stages run one kind of task at a time. The seconds of GPipe are a maximum of sums, each with a constant
-growth a microbatch, at most the slowest F plus the slowest B. Once this growth is reached, it stays. Under other
+growth a microbatch, at most the slowest F plus the slowest B. This growth is final once reached. Under other
 schedules no step is faster than the slowest stage, and a step at this pace keeps the pace except for its first and last
 microbatches. Tests compare both rules with whole simulations. If neither applies within MOST_TASKS tasks, the two
 longest steps are extrapolated linearly.
@@ -55,7 +55,7 @@ _TICKS = 2.0**40
 """Clock ticks a second. Sums of whole ticks are exact, so that recurring states compare equal."""
 
 _ALIKE = 1e-9
-"""Tolerance in seconds for equal times if stages share cores, since their pace changes during a task."""
+"""Tolerance in seconds for equal times if stages share cores, since the pace changes during a task."""
 
 TaskCosts = Callable[[int, TaskKind, int], Cost]
 """costs(position, kind, place): cost of a task at a position of the chain; `place`: of its microbatch in the step
@@ -111,7 +111,7 @@ def phase_of(
 
 
 def tasks_of_stages(config: Config, costs: TaskCosts, latency: Latency, some: int) -> list[list[Task]]:
-    """Return each stage's tasks, for whole chunks, in order of their begin, in a step of `some` microbatches."""
+    """Return each stage's tasks, for whole chunks, ordered by begin, in a step of `some` microbatches."""
     phase = phase_of(config, placement_of(config), costs, latency)
     spans = phase.simulated(some).timeline.spans
     tasks: list[list[Task]] = [[] for _ in range(phase.stages)]
@@ -178,7 +178,7 @@ class PipelinePhase:
         some, more = positions + min(positions, 16) + 8, positions // 2 + 8
         left_out = _ROUND if self.placement.num_chunks == 1 else lcm(_ROUND, stages)
         while some < self.count:
-            # Whole periods are left out, so the last microbatches keep their places.
+            # Whole periods are left out, so the places of the last microbatches stay.
             some += (self.count - some) % left_out
             yield some
             some, more = some + more, 2 * more
@@ -206,7 +206,7 @@ class PipelinePhase:
         timeline = simulate(self.stages, some, self.rule, seconds, latency, self.pace, self.placement)
         last, busy = [timeline.spans[0]] * self.stages, [0.0] * self.stages
         ends: list[dict[int, float]] = [{} for _ in range(self.stages)]
-        for span in timeline.spans:  # in the order of their begin
+        for span in timeline.spans:  # ordered by begin
             last[span.stage] = span
             ends[span.stage][self.placement.places[span.stage][span.chunk][0]] = span.end_seconds
             busy[span.stage] += span.seconds

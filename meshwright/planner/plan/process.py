@@ -9,19 +9,19 @@ send to each other directly, a channel takes 10 MiB to receive and 2 MiB to send
 |------------------------------------------|---------------------------------------------------------|
 | one for each set of axes in use          | rings and trees; under direct verbs every other rank    |
 | the world's: norm, step report           | rings and trees                                         |
-| two for each neighbour stage             | rings and trees of two (a sum creates them); one        |
+| two for each neighbour stage             | rings and trees of two (created by a sum); one          |
 |                                          | neighbour                                               |
 
 The fullest rank's allocations are replayed from recordings, through a model of its allocator:
 
 | allocated                                                 | freed                                                  |
 |-----------------------------------------------------------|--------------------------------------------------------|
-| parameters; then buckets of values and gradients, masters | parameters, when their bucket is filled                |
-| messages, some before they are received (mailbox.py)      | activations after B, or W; gradients after B           |
-| temporaries of tasks, in the order of their recordings    | as recorded                                            |
+| parameters; then buckets of values and gradients, masters | parameters, when the bucket is filled                  |
+| messages, some before arrival (mailbox.py)                | activations after B, or W; gradients after B           |
+| temporaries of tasks, in recorded order                   | as recorded                                            |
 | a part's output to the next, or gradient to the one before| after the reader's forward pass, or backward if kept   |
 | moments, in the first step                                | never                                                  |
-| float32 copies of half-precision gradients                | after their step                                       |
+| float32 copies of half-precision gradients                | after the step                                         |
 
 Two steps are replayed, since moments are allocated in the first one, between its activations. A replayed step has
 enough microbatches to fill the stages, and a few more, in the schedule's order. A longer step repeats these
@@ -239,7 +239,7 @@ class _Unit:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        # For example a layer's gathered weights: the step's first microbatch gathers them, the last one frees them.
+        # For example a layer's gathered weights: gathered in the step's first microbatch, freed in the last one.
         came: dict[int, int] = {}
         went: dict[int, int] = {}
         for kind, programs in recording.programs.items():
@@ -295,7 +295,7 @@ def held_by_processes(
         limited = Heap() if device.kind == "cpu" else CachingAllocator(room)
         footprint = replay(allocator=limited).run(tasks, some)
     except OutOfDeviceMemory:
-        # The cached bytes do not fit: a replay without a limit gives their size.
+        # The cached bytes do not fit: a replay without a limit gives the size.
         footprint = replay(allocator=CachingAllocator()).run(tasks, some)
     # One replay for all stages, since each takes 0.04 to 0.1 s and the fullest stage alone decides whether the run
     # fits.

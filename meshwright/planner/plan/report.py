@@ -64,7 +64,7 @@ class BestSoFar:
         """`3 s: so far data 64 (zero2); micro 1: 7.09 s a step, 70.36 GB of 85.52 GB (fits).`"""
         seconds = time.monotonic() - self._start
         told = answer(best, layout_text(best.config), Training())
-        # sys.stderr is read at each call: a progress bar replaces it by a stream that prints above the bar.
+        # sys.stderr is read at each call: a progress bar replaces the stream by one that prints above the bar.
         say(f"{seconds:.0f} s: so far {told}", file=cast(TextIO, PatientStream(cast(TextIO, sys.stderr))), flush=True)
 
 
@@ -83,7 +83,7 @@ def checked_output(out: Path | None, page: Path | None, trace: Path | None) -> P
 
 
 def write_run(best: Prediction, path: Path) -> None:
-    """Write the run with its layout as it was predicted, `auto` fields decided.
+    """Write the run with the predicted layout, `auto` fields decided.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -151,7 +151,7 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
 
 
 def render(result: SearchResult) -> None:
-    """Print the answer, its error and the changes that would alter it; then the fastest layouts and the other
+    """Print the answer, the error and the changes that would alter the answer; then the fastest layouts and the other
     strategies."""
     console = terminal.console(width=None if sys.stdout.isatty() else _WIDTH)
     best = result.predictions[0]
@@ -201,7 +201,7 @@ def account_of(result: SearchResult) -> dict[str, Any]:
 
 
 def plan_sentences(result: SearchResult) -> list[str]:
-    """Return the answer, its error, and the changes that would alter it, a sentence each."""
+    """Return the answer, the error, and the changes that would alter the answer, a sentence each."""
     job, best = result.job, result.predictions[0]
     said = [answer(best, layout_text(best.config), result.training)]
     if result.program is not None and result.program.name != OWN:
@@ -243,7 +243,7 @@ def plan_sentences(result: SearchResult) -> list[str]:
 
 
 def looked_at(result: SearchResult) -> str:
-    """Return the number of legal layouts, and how many of them were discarded for each reason."""
+    """Return the number of legal layouts, and the number discarded for each reason."""
     job, counts = result.job, result.counts
     nodes = result.predictions[0].config.layout.ranks_per_node
     return (

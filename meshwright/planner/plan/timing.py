@@ -26,7 +26,7 @@ A program runs its kernels one after the other, with collectives in parallel as 
 lanes. The host issues kernels and collectives, each for `Device.issue`. The device runs a kernel once the kernel is
 issued and the one before is done. Collectives run one after the other. Hence small kernels take the host's time, large
 kernels the device's. A collective with an immediate wait takes its whole time. Of a collective that begins
-earlier, the share `Links.overlaps` runs during kernels, which meanwhile take 1 + `Links.tax` of their time. Copies
+earlier, the share `Links.overlaps` runs during kernels, which meanwhile take 1 + `Links.tax` times as long. Copies
 between device and host are a fourth lane, over `Device.host_link`. On a CPU the host is the device: nothing is issued,
 `launch` is part of a kernel, and `Device.part` is the time of Python and autograd for a pass through a part of the
 chain.
@@ -49,7 +49,7 @@ LOW = get_args(LowProducts)
 HALVES = ("bf16", "fp16")
 
 SHARED_COLUMNS = 12288
-"""Columns of float32 in a block's shared memory; a softmax of longer rows reads them for the maximum, for the sum and
+"""Columns of float32 in a block's shared memory; a softmax reads longer rows for the maximum, for the sum and
 for the shares (torch, aten/src/ATen/native/cuda/SoftMax.cu)."""
 
 Collective = Callable[[str, str, int], float]
