@@ -13,10 +13,10 @@ Hugging Face's linears are [out, in], ours [in, out]. A heads, of width E + P in
 | experts.e, shared_experts, mlp   | [N, H], [H, N]     | expand, contract           | as Llama's     |
 
 Hugging Face rotates neighbouring numbers of a head (`rope_interleave`), our model its halves: an import reorders the
-columns of a rotary part to 0, 2, 4, ..., 1, 3, 5, ... Scores stay the same, since queries and keys are reordered alike.
+columns of a rotary part to 0, 2, 4, ..., 1, 3, 5, ... Scores stay the same, since queries are reordered like keys.
 
 Layers from `model.layers.L` on predict later tokens. transformers does not save them, but keeps
-`num_nextn_predict_layers`, so an import counts the layers whose weights are stored.
+`num_nextn_predict_layers`, so an import counts the layers with stored weights.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _EXPERTS = {
     "n_group": "groups",
     "topk_group": "groups_per_token",
 }
-"""Our fields of experts by Hugging Face's keys, all of which a folder must have."""
+"""Our fields of experts by Hugging Face's keys; a folder must have all keys."""
 _ONLY: dict[str, object] = {
     "hidden_act": "silu",
     "scoring_func": "sigmoid",

@@ -21,8 +21,8 @@ and the head with the model, and is scored on the labels shifted by k (equations
 
     h^k = rms(layer_k(rms(embedding(t_{i+k})) M_k + rms(h^{k-1}) M'_k))        loss += weight / D · loss_k
 
-The last k positions have no token i + k: they get token 0 and no label, and causality keeps them from earlier
-positions. Each label weighs as much as one of the model's own: loss_k is a sum over T - k tokens, divided by T.
+The last k positions have no token i + k: these get token 0 and no label, and causality hides these from earlier
+positions. Each label has the weight of one of the model's own: loss_k is a sum over T - k tokens, divided by T.
 
 The rotary part of a head is stored as halves, not as pairs (models/rope.py); an import reorders columns (convert.py).
 
@@ -69,7 +69,7 @@ class LatentAttention(nn.Module):
         self.latent = kit.linear("transform", hidden, rank, initial, bias=False)
         self.latent_norm = kit.norm(rank, LATENT_EPSILON, kind="rms")
         self.shared_key = kit.linear("transform", hidden, model.rotary_width, initial, bias=False)
-        # Columns are ordered by head, each with its key and its value, so that ranks get whole heads.
+        # Columns are ordered by head, each with key and value, so that ranks get whole heads.
         self.key_value = expand(rank, model.heads * (model.head_width + model.value_width), initial, bias=False)
         scale = model.query_width**-0.5 * model.rope.score_factor
         self.core = AttentionCore(kit, AttentionSpec(causal=True, scale=scale, dropout=model.dropout))
@@ -84,7 +84,7 @@ class LatentAttention(nn.Module):
             .unflatten(-1, (self.heads, -1))
             .split((self.head_width, self.value_width), -1)
         )
-        # `enter` comes before the rotation: a kit may split the key's columns over ranks, and rotation pairs columns.
+        # `enter` precedes the rotation: a kit may split the key's columns over ranks, and rotation pairs columns.
         shared = self.enter(self.shared_key(h), self.all_heads)  # [B, T, A, P]
         query = torch.cat([plain, rotate(turned.unsqueeze(2), rotation).squeeze(2)], -1)
         key = torch.cat([own, rotate(shared.unsqueeze(2), rotation).squeeze(2)], -1)
@@ -152,7 +152,7 @@ class DeepSeekModel(RotaryDecoder):
         return moved
 
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
-        """The loss of the next token; in training also those of later tokens and of their layers' routers."""
+        """The loss of the next token; in training also the losses of later tokens and of the later layers' routers."""
         loss = super().loss(h, batch, scales)
         if not self.num_later or not self.training:
             return loss
