@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from inspect import Signature, signature
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 from meshwright.ranks.errors import ConfigError
@@ -76,8 +76,8 @@ def word_of(value: Any, otherwise: str, by_value: Callable[..., Any] | None) -> 
     return str(getattr(value, "__name__", otherwise))
 
 
-def cases_of(function: Callable[..., Any], number: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return (word, arguments besides the job) of each case of a function's mark `number`.
+def parameters_of(function: Callable[..., Any], number: int) -> list[Parameters]:
+    """The parameters of a marked function's mark `number`, the outermost first.
 
     Raises:
         ConfigError: The function has other arguments than the job and the parameters.
@@ -87,23 +87,32 @@ def cases_of(function: Callable[..., Any], number: int) -> list[tuple[str, dict[
     of_pytest = [mark for mark in (marks if isinstance(marks, list) else [marks])
                  if getattr(mark, "name", "") == "parametrize"]  # fmt: skip
     parameters = [*told, *(Parameters.of(*mark.args, **mark.kwargs) for mark in reversed(of_pytest))]
-    every = []
-    for rows in product(*(each.rows for each in parameters)):
-        words = "-".join(word for word, _ in rows)
-        given = {name: x for each, (_, row) in zip(parameters, rows, strict=True)
-                 for name, x in zip(each.names, row, strict=True)}  # fmt: skip
-        every.append((words, given))
     shape: Signature = getattr(function, "parity_signature", None) or signature(function)
-    for _, given in every:
-        try:
-            shape.bind(None, **given)
-        except TypeError as error:
-            name = getattr(function, "parity_name", function.__name__)
-            raise ConfigError.of(
-                "@parity.check",
-                f"{name}{shape}",
-                f"is called with the job alone{' and ' + ', '.join(given) if given else ''}",
-                "a function of one argument; .parametrize, functools.partial, or a function that makes such functions, "
-                "gives the others",
-            ) from error
-    return every
+    given = dict.fromkeys(name for each in parameters for name in each.names)
+    try:
+        shape.bind(None, **given)
+    except TypeError as error:
+        name = getattr(function, "parity_name", function.__name__)
+        raise ConfigError.of(
+            "@parity.check",
+            f"{name}{shape}",
+            f"is called with the job alone{' and ' + ', '.join(given) if given else ''}",
+            "a function of one argument; .parametrize, functools.partial, or a function that makes such functions, "
+            "gives the others",
+        ) from error
+    return parameters
+
+
+def cases_of(function: Callable[..., Any], number: int) -> list[str]:
+    """The words of the cases of a marked function's mark `number`. Raises ConfigError as `parameters_of`."""
+    parameters = parameters_of(function, number)
+    return ["-".join(word for word, _ in rows) for rows in product(*(each.rows for each in parameters))]
+
+
+def case_of(function: Callable[..., Any], number: int, case: int) -> dict[str, Any]:
+    """The arguments of one case beside the job. Raises ConfigError as `parameters_of`."""
+    # One of many: a register has ten thousands of cases, and each rank of a check asks for its own.
+    parameters = parameters_of(function, number)
+    rows = next(islice(product(*(each.rows for each in parameters)), case, None))
+    return {name: x for each, (_, row) in zip(parameters, rows, strict=True)
+            for name, x in zip(each.names, row, strict=True)}  # fmt: skip

@@ -329,7 +329,7 @@ def checks_of(value: object) -> Iterator[ParityCheck]:
         # The stand-alone parity package has another class; its plugin collects these checks.
         for check in (check for check in marked if isinstance(check, ParityCheck)):
             cases = cases_of(value, check.number)
-            yield from (replace(check, case=case, words=words) for case, (words, _) in enumerate(cases))
+            yield from (replace(check, case=case, words=words) for case, words in enumerate(cases))
 
 
 _IMPORTING: ContextVar[bool] = ContextVar("importing", default=False)

@@ -17,6 +17,7 @@ from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 
 from meshwright.parity.check import PROGRAM, ParityCheck, ParityResult, run_check
 from meshwright.ranks.errors import ConfigError
@@ -37,6 +38,7 @@ CHECKS = {"torchtitan": "registered_titan", "automodel": "registered_automodel"}
 SHARED = (
     "transformers.modeling_utils", "transformers.distributed", "transformers.models.auto.modeling_auto",
     "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "transformers.trainer",
+    "transformers.generation.utils", "transformers.models.llama.modeling_llama", "meshwright.parity.tiny",
 )  # fmt: skip
 """Modules that all checks import."""
 
@@ -134,10 +136,11 @@ def register_plans(arguments: argparse.Namespace, command: str) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     lines = arguments.out / "register.jsonl"
     done = known_entries(lines, library)
-    entries = list[Entry]()
+    entries, left_out = list[Entry](), Counter[str]()
     for number, (model_type, check, refuses) in enumerate(checks, 1):
         plain = done.get((model_type, check.name.partition(",")[0]))
         if "," in check.name and plain is not None and (plain.verdict == DOES_NOT_RUN or plain.kind == RAISES):
+            left_out[check.name] += 1
             continue  # its reason is that of the plain step
         if (model_type, check.name) not in done:
             entry = Entry.of(model_type, run_check(check), library, refuses)
@@ -147,8 +150,8 @@ def register_plans(arguments: argparse.Namespace, command: str) -> int:
             say(f"{number} of {len(checks)}: {model_type}, {entry.plan}: {line_of(entry)}", file=sys.stderr)
         entries.append(done[model_type, check.name])
     page = write_register(entries, arguments.out / "register.html", command)
-    for plan, found in counts_of(entries).items():
-        say(f"{plan}: {sum(found.values())} tried, " + ", ".join(f"{n} {verdict}" for verdict, n in found.items()))
+    for line in table_of(entries, left_out):
+        say(line)
     for entry in entries:
         if entry.verdict == FAILS:
             say(f"  {entry.model_type}, {entry.plan}: {line_of(entry)}")
@@ -174,6 +177,7 @@ def checks_of(
             raise ConfigError.of(option, name, "is not known", ", ".join(known))
     if "lora" in conditions and find_spec(registered.PEFT) is None:
         raise ConfigError.of("--conditions", "lora", "needs peft, which is not installed", "pip install peft")
+    preload = (*SHARED, registered.PEFT) if "lora" in conditions else SHARED
     kinds, types = list(registered.PLANS), registered.TYPES
     for name in plans:
         plan = registered.PLANS[name]
@@ -185,7 +189,7 @@ def checks_of(
                     case = (kinds.index(name) * len(registered.CONDITIONS) + number) * len(types) + place
                     yield model_type, ParityCheck(
                         name_of(name, condition), Path(registered.__file__), tuple(plan.axes.items()), "float32",
-                        case=case, words=model_type, preload=SHARED,
+                        case=case, words=model_type, preload=preload,
                     ), plan.refuses  # fmt: skip
 
 
@@ -237,6 +241,23 @@ def counts_of(entries: Sequence[Entry]) -> Mapping[str, Counter[str]]:
     for entry in entries:
         counts.setdefault(entry.plan, Counter())[entry.verdict] += 1
     return counts
+
+
+def table_of(entries: Sequence[Entry], left_out: Mapping[str, int]) -> Iterator[str]:
+    """A row for each plan in Markdown, and a line on all. `left_out`: how many types of a plan have the reason of the
+    plain step."""
+    yield "| plan | tried | passes | fails | does not run | as plain | median s | s |"
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|"
+    for plan, found in counts_of(entries).items():
+        seconds = [entry.seconds for entry in entries if entry.plan == plan]
+        numbers = (sum(found.values()), *(found[verdict] for verdict in (PASSES, FAILS, DOES_NOT_RUN)), left_out[plan])
+        yield f"| {plan} | {' | '.join(map(str, numbers))} | {median(seconds):.1f} | {sum(seconds):.0f} |"
+    without = [entry for entry in entries if entry.verdict == DOES_NOT_RUN]
+    judged = len(entries) - sum(RAISED.search(entry.text) is None for entry in without)
+    yield (
+        f"{judged} of {len(entries)} have a verdict ({100 * judged / len(entries):.1f} %): a plan that may refuse and "
+        f"does has one; {sum(entry.seconds for entry in entries):.0f} s"
+    )
 
 
 def write_register(entries: Sequence[Entry], path: Path, command: str) -> Path:

@@ -17,10 +17,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from meshwright.parity.batches import IGNORED_LABEL
+
+# Compiles the patterns of all types, which ranks that are forked behind this import then have.
+get_checkpoint_conversion_mapping("llama")
 
 VOCABULARY, LENGTH = 64, 12
 GRID = (1, 4, 4)
@@ -48,6 +52,12 @@ SIZES: Mapping[str, Any] = {
     "num_sliding_attention_heads": 4, "pyramid_num_routed": [0, 4], "block_size": 4, "target_layer_ids": [0, 1],
     "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "embedding_rank": 16,
     "embedding_dim": 32, "num_code_groups": 3,
+    "hidden_size_global": 32, "encoder_hash_byte_group_vocab": VOCABULARY, "base_channels": 32, "ffn_dim": 64,
+    "dim_ff": 64, "dim_head": 8, "state_size": 8, "num_blocks": 2, "ext_pw_out_channel": 32, "nemo_conv_channels": 32,
+    "depthwise_separable_out_channel": 32, "pronunciation_embed_dim": 32, "pronunciation_vocab_size": VOCABULARY,
+    "shape_embed_dim": 32, "shape_vocab_size": VOCABULARY, "output_channels": 32, "mlp_dim": 64, "adapter_rank": 8,
+    "chunk_size": 16, "downsample_hidden_size": 32, "adapter_input_size": 32,
+    "num_encoder_layers": 2, "num_decoder_layers": 2, "shared_experts_intermediate_size": 32,
     "attention_types": [[["global", "local"], 1]], "default_language": "en_XX",
     "linear_num_heads": 4, "linear_head_dim": 8, "layer_group_size": 2, "encoder_layers": 2, "decoder_layers": 2,
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
@@ -62,6 +72,7 @@ UNSET: Mapping[str, Any] = {
     "sliding_window": 64,
     "top_k_experts": 2,
     "hash_seed": 1,
+    "vocabulary_map": {"<image>": VOCABULARY - 1},
 }
 """Values of fields that are None in a configuration without arguments. A list has an entry for each layer."""
 MISSING: Mapping[str, Any] = {"rope_theta": 1e4}
@@ -74,8 +85,9 @@ VARIANTS: tuple[Mapping[str, Any], ...] = (
 )  # fmt: skip
 """Other sizes, for models that need a relation between two sizes: as many heads of keys as of queries, say. None: left
 to the configuration."""
-KINDS = ("layer_types", "mlp_layer_types")
-"""Fields with a list of the layers' kinds: a small model has a layer of each kind."""
+KINDS = {"layer_types": 1, "mlp_layer_types": 1, "layers_block_type": 2}
+"""Fields with a list of the layers' kinds, and how many layers of each kind a small model has: two, if layers of a kind
+share weights."""
 CONSTANTS: Mapping[str, Any] = {"use_cache": False, "num_patches": 4}
 """Arguments that are no samples, for a forward that names them."""
 
@@ -108,7 +120,9 @@ def small_config(
     given |= {name: x for name, x in UNSET.items() if has(default, name) and getattr(default, name) is None}
     if has(default, "max_position_embeddings") and default.max_position_embeddings == -1:
         given.pop("max_position_embeddings", None)  # positions without an end
-    if has(default, "kv_lora_rank"):  # latent attention has its own head sizes, and a key for each head
+    if "kv_lora_rank" in given or has(
+        default, "kv_lora_rank"
+    ):  # latent attention has its own head sizes, and a key for each head
         given["num_key_value_heads"] = SIZES["num_attention_heads"]
         if "head_dim" not in more:
             given.pop("head_dim", None)
@@ -116,8 +130,11 @@ def small_config(
             given["qk_rope_head_dim"] = 0
     if has(default, "layer_types") and default.layer_types is None and '"conv"' in model_source:
         given["layer_types"] = ["conv", "full_attention"]
-    kinds = {name: list(dict.fromkeys(getattr(default, name))) for name in KINDS
-             if has(default, name) and isinstance(getattr(default, name), list) and name not in more}  # fmt: skip
+    if 'f"swa_{name}"' in source:  # sliding layers have sizes of their own
+        given |= {f"swa_{name}": x for name, x in given.items()}
+    kinds = {name: list(dict.fromkeys(getattr(default, name))) * times for name, times in KINDS.items()
+             if name not in {*more, *kind.attribute_map} and has(default, name)
+             and isinstance(getattr(default, name), list)}  # fmt: skip
     if kinds and has(default, "num_hidden_layers"):
         layers = max(SIZES["num_hidden_layers"], *map(len, kinds.values()))
         given |= {"num_hidden_layers": layers}
@@ -125,7 +142,7 @@ def small_config(
     parts = {name: type(part) for name in kind.sub_configs
              if isinstance(part := getattr(default, name, None), PretrainedConfig)
              and type(part) not in (kind, PretrainedConfig)}  # fmt: skip
-    if has(default, "hidden_sizes") and isinstance(default.hidden_sizes, list):  # a width for each stage
+    if has(default, "hidden_sizes") and isinstance(default.hidden_sizes, (list, tuple)):  # a width for each stage
         given["hidden_sizes"] = [SIZES["hidden_size"]] * len(default.hidden_sizes)
     given = {name: x for name, x in given.items() if x is not None}
     given |= {name: small_config(part, more, added).to_dict() for name, part in parts.items()}
@@ -275,7 +292,8 @@ def samples_of(
         text = config.get_text_config()
     except ValueError:  # of several, as an encoder's and a decoder's
         text = config.get_text_config(decoder=True)
-    width = next(getattr(text, name) for name in ("hidden_size", "d_model", "n_embd", "embed_dim") if has(text, name))
+    widths = ("hidden_size", "d_model", "n_embd", "embed_dim")
+    width = next((getattr(text, name) for name in widths if has(text, name)), SIZES["hidden_size"])
     sizes = [next((getattr(config, name) for name in names if has(config, name)), default) for names, default in (
         (("num_channels", "in_channels", "in_chans"), 3), (("temporal_patch_size", "patch_temporal"), 1),
         (("patch_size",), 1), (("image_size",), 16))]  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from meshwright.parity.cases import cases_of
+from meshwright.parity.cases import case_of
 from meshwright.parity.check import MARKED, load_checks, name_of
 from meshwright.parity.job import ParityJob, Place
 from meshwright.ranks.dtensor import process_group
@@ -65,7 +65,7 @@ def check_rank(
             "in no function that is called later and not behind the main guard"
         )
     function = marked[number]
-    _, given = cases_of(function, number)[case]
+    given = case_of(function, number, case)
     with process_group(PATIENCE_SECONDS):
         call_check(partial(function, **given) if given else function, place, precision, Path(out))
 

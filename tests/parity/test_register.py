@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,9 @@ def test_a_register_of_tensor_plans(
         ("fails", "missing reduction"), ("fails", "accumulation")
     ]  # fmt: skip
     assert found["apertus"]["module"].endswith("mlp.act_fn")
-    assert "tensor: 3 tried, 2 fails, 1 passes" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "| tensor | 3 | 1 | 2 | 0 | 0 | " in said
+    assert "3 of 3 have a verdict (100.0 %)" in said
     assert "missing reduction at model.layers.1.mlp.act_fn" in (tmp_path / "register.html").read_text()
     # The last line is lost, and one is of another version: they are tried again.
     lines = (tmp_path / "register.jsonl").read_text().splitlines()
@@ -75,13 +78,16 @@ def test_sections_of_positions_fit_the_head() -> None:
     assert small_config(CONFIG_MAPPING["qwen2_vl_text"]).rope_parameters["mrope_section"] == [1, 1, 2]
 
 
-def test_conditions_have_verdicts_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conditions_have_verdicts_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Qwen3's plan is wrong with microbatches alone: a clipped step is right. Doge's mask is not cut as its heads are:
     the plan raises, and other conditions would say the same."""
     types = ("qwen3", "doge")
     checks = [found for found in register.checks_of(["tensor"], "", CONDITIONS) if found[0] in types]
     monkeypatch.setattr(register, "checks_of", lambda *_: checks)
     assert run_words([*REGISTER, "--out", str(tmp_path)]) == 1
+    assert "| tensor, clipped | 1 | 1 | 0 | 0 | 1 | " in capsys.readouterr().out
     lines = map(json.loads, (tmp_path / "register.jsonl").read_text().splitlines())
     found = {(told["model_type"], told["plan"]): told for told in lines}
     assert {key: told["verdict"] for key, told in found.items()} == {
@@ -170,6 +176,16 @@ def test_a_lost_tensor_is_a_failure_of_its_module() -> None:
     assert entry.text == error.partition(": ")[2]
 
 
+def test_a_refusal_is_a_verdict_and_a_model_that_does_not_run_is_none() -> None:
+    (check,) = [check for _, check, _ in register.checks_of(["tensor4-heads"], "granitemoehybrid")]
+    errors = ("rank 1 failed: raises under the plan: RuntimeError at modeling_x.py:7: 2 heads", "ValueError: no sizes")
+    results = [ParityResult(check, "float32", 2.0, error=error) for error in errors]
+    *rows, last = register.table_of([Entry.of("x", each, "transformers", refuses=True) for each in results], Counter())
+    assert rows[2:] == ["| tensor4-heads | 2 | 0 | 0 | 2 | 0 | 2.0 | 4 |"]
+    assert last.startswith("1 of 2 have a verdict (50.0 %)")
+    assert last.endswith("; 4 s")
+
+
 def test_a_refusal_is_no_mistake() -> None:
     (check,) = [check for _, check, _ in register.checks_of(["tensor4-heads"], "granitemoehybrid")]
     error = "rank 1 failed: raises under the plan: RuntimeError at modeling_x.py:7: 2 heads for 4 ranks"
@@ -206,6 +222,10 @@ def test_samples_are_those_that_a_forward_reads(model_type: str, names: tuple[st
         ("xlnet", None),  # positions without an end
         ("reformer", 12),  # positions of two axes, whose sizes multiply to the samples' length
         ("mamba2", None),  # refuses several sizes at once
+        ("zamba2", None),  # layers of a kind share weights
+        ("dots3_note_text", None),  # sliding layers have sizes of their own, and a configuration refuses to tell one
+        ("muse_spark", None),  # a tuple of widths
+        ("blt", None),  # no width of its own
     ],
 )
 def test_a_small_model_of_a_class_with_rules_of_its_own(model_type: str, length: int | None) -> None:
