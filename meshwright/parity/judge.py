@@ -197,36 +197,47 @@ def _explain(
     whole = evidence.reference.call(kind, name, number, calls, at=at)
     step = next((step for step, mark in PASSES.items() if mark == at), 1)
     routed = _routed(evidence, name, number, calls)
+    used_whole = whole
     if routed and whole is not None and whole.ndim > 1:
-        whole = _used_rows(evidence.reference, whole, (name, number, calls), at)
+        used_whole = _used_rows(evidence.reference, whole, (name, number, calls), at)
     first: Explanation | None = None
-    # The simplest reading is first; if no reading explains the tensors, the error of the first is reported.
+    undealt: Explanation | None = None
+    # The simplest reading is first; if no reading explains the tensors, the error of the first is reported. All rows are
+    # read before the rows with a gradient: a zero row is no padding if no rows were dealt, and wrong gradients have
+    # other zero rows.
     several = any(side.num_calls(name, at) > calls for side in evidence.ranks)
-    for dim, skip, once in product((0, 1) if several else (0,), (0, calls), (True, False)):
+    for dealt, dim, skip, once in product(
+        (False, True) if routed else (False,), (0, 1) if several else (0,), (0, calls), (True, False)
+    ):
         every = {
             rank: side.call(kind, name, number, calls, skip, once, at, dim) for rank, side in enumerate(evidence.ranks)
         }
         held = {rank: x for rank, x in every.items() if x is not None and x.numel()}  # some ranks may have no rows
         scaled = {rank: x / factors.get(rank, 1.0) for rank, x in held.items()}
-        if routed:
+        theirs = used_whole if dealt else whole
+        if dealt:
             reading = (name, number, calls, skip, once)
             scaled = {rank: rows for rank, x in scaled.items() if x.ndim > 1
                       and (rows := _used_rows(evidence.ranks[rank], x, reading, at)).numel()}  # fmt: skip
-        if whole is None or whole.ndim == 0 or not scaled:  # a loss is compared as a number
-            return first
+        if theirs is None or theirs.ndim == 0:  # a loss is compared as a number
+            return None
+        if not scaled:
+            return first or (undealt if theirs.numel() else None)
         used = {rank: x for rank, x in scaled.items() if not evidence.ranks[rank].unused(name, at)}
         for tensors in (scaled, used) if 0 < len(used) < len(scaled) else (scaled,):
             allowed = evidence.allowed(kind, step, name)
             # Equal tensors are no terms of an output's sum, but may be terms of a gradient: losses divided by ranks.
             explanation = explain_tensors(
-                tensors, whole, allowed, evidence.coordinates, any_order=routed, equal_terms=kind != "output"
+                tensors, theirs, allowed, evidence.coordinates, any_order=dealt, equal_terms=kind != "output"
             )
             if explanation.explained:
                 return explanation
             # Rows that a router did not send do not show that a rank lacks a part of a weight.
             explanation = replace(explanation, leaves_out=explanation.leaves_out and not routed)
+            if dealt is not routed:
+                undealt = undealt or explanation
             # A reading with another shape says less than a reading with an error.
-            if first is None or (math.isinf(first.error) and not math.isinf(explanation.error)):
+            elif first is None or (math.isinf(first.error) and not math.isinf(explanation.error)):
                 first = explanation
     return first
 

@@ -125,12 +125,16 @@ def comparable_lines(case: Case) -> list[ModuleLine]:
     lines = case.evidence.modules
     if case.failed and all(side.facts.micro < 2 for side in case.evidence.ranks):
         return lines
-    # A partial sum may be the mistake, so it does not count as right in a failed check.
-    right = {line.name: line.output.explained and (not case.failed or line.output.kind in (COPY, CUT))
-             for line in lines if line.output is not None}  # fmt: skip
-    around = {name: max((o for o in right if name.startswith(f"{o}.")), key=len, default=name) for name in right}
-    return [line for line in lines if line.name not in right or not right[around[line.name]]
-            or right[line.name] or around[line.name] == line.name]  # fmt: skip
+    right: dict[str, bool] = {}
+    for line in lines:
+        if line.output is not None:
+            # A partial sum may be the mistake.
+            holds = line.output.explained and (not case.failed or line.output.kind in (COPY, CUT))
+            right[line.name] = right.get(line.name, True) and holds  # in all calls
+    # Modules inside of a right module have samples in its arrangement.
+    outer = [name for name, holds in right.items() if holds]
+    return [line for line in lines if right.get(line.name, True)
+            or not any(line.name.startswith(f"{name}.") for name in outer)]  # fmt: skip
 
 
 def wrong_output(case: Case) -> Mistake | None:

@@ -147,6 +147,7 @@ def test_what_a_checkpoint_loses_is_named(
     off: float, files: int, error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, taken = Kept(2, 3), []
+    model.weight.data[0] = float("nan")  # which is kept as well as a number
     model.files = files
 
     def again(*_: Any) -> Kept:
@@ -346,7 +347,8 @@ import meshwright.parity as parity
 class Experts(nn.Module):
     def __init__(self, roll):
         super().__init__()
-        self.up, self.down, self.act = nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.randn(4, 8)), nn.GELU()
+        self.up, self.down = nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.randn(4, 8))
+        self.act = nn.Sequential(nn.GELU())
         self.roll, self.lost = roll, 0
     def forward(self, x):
         taken = x.roll(self.roll, 1)  # as tokens of other ranks
@@ -459,3 +461,40 @@ def test_experts_in_microbatches_hide_no_mistake(tmp_path: Path) -> None:
     assert wrong.finding is not None
     assert (wrong.finding.kind, wrong.finding.module) == ("accumulation", "0")
     assert "is the sum with microbatch 1 of rank 0 2 times" in wrong.finding.text
+
+
+NOT_A_NUMBER = """
+import torch
+from torch import nn
+import meshwright.parity as parity
+
+class Times(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", torch.ones(4), persistent=False)
+    def forward(self, x):
+        return x * self.factor
+
+def without_last(model, x):
+    return model(x)[:, :-1].square().mean()  # the last positions get no gradient
+
+@parity.check(ranks=2)
+def empty_buffer(job):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Identity(), Times(), nn.Linear(4, 3))
+    samples = lambda g: torch.cat([torch.zeros(4, 1, 4), torch.randn(4, 5, 4, generator=g)], 1)
+    job.reference(model, without_last, samples)
+    model = job.copy()
+    model[2].factor.fill_(float("nan"))
+    job.parallel(model, batch=job.rows("data"))
+"""
+
+
+def test_what_is_not_a_number_is_named_where_it_comes_from(tmp_path: Path) -> None:
+    """A row of zeros looks like padding of a module that a router deals rows to, of which those with a gradient are
+    compared. Falcon-H1's buffer makes all gradients not-a-number."""
+    file = tmp_path / "checks.py"
+    file.write_text(NOT_A_NUMBER)
+    (check,) = collect(file)
+    finding = run_check(check).finding
+    assert finding is not None
+    assert (finding.kind, finding.module) == ("wrong values", "2")
