@@ -47,6 +47,7 @@ NAMED = {
     "partial_sum_gradient": ("scaled", "1"),
     "recomputed_over_data": ("wrong values", "1.body.0"),
     "plan_activation_left_out": ("missing reduction", "model.layers.1.mlp.act_fn"),
+    "plan_buffer_left_empty": ("wrong values", "model.layers.0.mamba"),
     "plan_cut_before_conversion": ("wrong part", "model.L_module.layers.0.self_attn.q_proj"),
     "plan_head_norms_left_out": ("missing reduction", "layers.1.self_attn.k_norm"),
     "plan_hook_accumulates": ("accumulation", ALL),

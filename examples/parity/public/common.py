@@ -223,9 +223,9 @@ def orthogonal(x: Tensor) -> Tensor:
     return u @ v
 
 
-def planned(job: Any, rules: Any = "auto", converted: bool = True) -> Any:
+def planned(job: Any, rules: Any = "auto", converted: bool = True, **sizes: Any) -> Any:
     """The reference as transformers reads it with its tensor plan over all ranks; `rules` are changed in the plan.
-    `converted`: saved in the published form of the weights, which reading converts."""
+    `converted`: saved in the published form of the weights, which reading converts. `sizes`: of another plan."""
     # Here, as most programs need no transformers.
     from transformers.distributed import DistributedConfig
 
@@ -234,7 +234,7 @@ def planned(job: Any, rules: Any = "auto", converted: bool = True) -> Any:
     if job.rank == 0:
         job.copy().save_pretrained(folder[0], save_original_format=converted)
     dist.barrier()
-    plan = DistributedConfig(tp_size=job.world_size, tp_plan=rules)
+    plan = DistributedConfig(**(sizes or {"tp_size": job.world_size, "tp_plan": rules}))
     return type(job.copy()).from_pretrained(folder[0], distributed_config=plan, attn_implementation="eager").train()
 
 
