@@ -132,7 +132,10 @@ def registered(job: parity.Job, plan: str, condition: str, model_type: str) -> N
         if adapted is not None:
             adapted.save_pretrained(folder / "adapter", is_main_process=job.rank == 0)
             base = copy.deepcopy(adapted).unload()
-        same_weights(base, saved_and_read(job, folder / "second", base, options))
+        again = saved_and_read(job, folder / "second", base, options)
+        same_weights(base, again)
+        if adapted is not None:
+            same_weights(whole, adapted_from(again, folder / "adapter"))
         with raising_under_plan():
             model = read(folder / "second", type(whole), type(whole.config), planned)
             if condition == "lora":

@@ -115,6 +115,15 @@ def test_adapters_under_plans(plan: str, kind: str, module: str) -> None:
     assert (entry.verdict, entry.kind, entry.module.partition(":")[0]) == ("fails", kind, module)
 
 
+def test_an_adapter_that_is_lost_without_a_plan_says_nothing_of_the_plan() -> None:
+    """An adapter inside of the k_proj of Inkling 2 has other values after it is saved and read."""
+    pytest.importorskip("peft")
+    (check,) = (found for name, found, _ in register.checks_of(["tensor"], "inkling2_text", ["lora"]))
+    entry = Entry.of("inkling2_text", run_check(check), "transformers")
+    assert entry.verdict == "does not run"
+    assert "lora_A.default.weight is another after saving and reading, without a plan" in entry.text
+
+
 def test_adapters_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(register, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="needs peft, which is not installed"):
