@@ -24,7 +24,12 @@ from tests.typed_commands import ROOT, read_as_typed
 
 COURSE = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/course").glob("[1-8]-*.md"))
 ALONE = ("README.md", "docs/index.md", "docs/guide.md", "docs/course/index.md")
-PAGES: dict[str, tuple[str, ...]] = dict.fromkeys(ALONE, ()) | dict.fromkeys(COURSE, ("docs/course/index.md",))
+AFTER = ("docs/run_file.md", "docs/data.md", "docs/coming_from.md")
+PAGES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(ALONE, ()),
+    **dict.fromkeys((*COURSE, *AFTER), ("docs/course/index.md",)),
+    "docs/evaluation.md": ("docs/index.md",),
+}
 """Each page, and the pages whose commands its reader has typed before."""
 
 READ_ONLY = {
