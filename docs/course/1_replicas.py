@@ -19,7 +19,7 @@ def batch_of(generator):
 
 
 def replica_loss(model, batch):
-    """A replica's loss of its half of the rows; the factor takes back that DDP divides by the number of replicas."""
+    """A replica's loss of half of the rows; the factor cancels DDP's division by the number of replicas."""
     total = cross_entropy(model(batch["inputs"]), batch["labels"], reduction="sum")
     count = (batch["labels"] != -100).sum()
     count_of_all = count * dist.get_world_size()  # mend

@@ -9,7 +9,7 @@ import meshwright.parity as parity
 
 
 class Enter(torch.autograd.Function):
-    """Into the cut pair: forward, each rank takes the whole x. Backward, each rank comes with a gradient of x."""
+    """Begins the cut pair. Forward: each rank takes the whole x. Backward: each rank has an addend of x's gradient."""
 
     @staticmethod
     def forward(context, x):
@@ -21,7 +21,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """Out of the cut pair: forward, each rank comes with a part of every sum. Backward, each takes the gradient."""
+    """Ends the cut pair. Forward: each rank has an addend of every output. Backward: each takes the whole gradient."""
 
     @staticmethod
     def forward(context, part):
@@ -35,7 +35,7 @@ class Leave(torch.autograd.Function):
 
 
 class Network(nn.Module):
-    """`up` and `down` are what a feed-forward layer has; `first` is there so that somebody reads the gradient of x."""
+    """`up` and `down` form a feed-forward layer; `first` needs the gradient of x."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class Network(nn.Module):
 
 
 class CutNetwork(Network):
-    """This rank has half of the columns of `up` (torch's rows: a Linear holds its matrix transposed)."""
+    """This rank has half of the columns of `up` (torch's rows: a Linear holds the matrix transposed)."""
 
     def __init__(self, whole, rank):
         super().__init__()

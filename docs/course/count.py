@@ -1,7 +1,7 @@
 """Marks the numbers that lessons ask for: python docs/course/count.py 3 block=1024 tokens=32
 
-The right numbers are those of Meshwright's own plan of the lesson's run file, once its line is mended. A wrong answer
-is named, and the right one is not.
+The right numbers are from Meshwright's own plan of the mended run file. A wrong answer is named; the right one is not
+printed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def planned(name: str) -> Explained:
 
 
 def held(explained: Explained, ending: str) -> int:
-    """Elements that rank 0 holds of the parameters of block 0 whose names have this ending."""
+    """Elements that rank 0 holds of block 0's parameters, of all names with this ending."""
     parameters = explained.run.stages[0].parameters
     return sum(each.num_elements for each in parameters if each.name.startswith("blocks.0.") and ending in each.name)
 
