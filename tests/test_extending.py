@@ -1,4 +1,4 @@
-"""docs/extending.md: a strategy of each kind from another package, found by its entry point. The page's own code runs:
+"""docs/extending*.md: a strategy of each kind from another package, found by its entry point. The pages' own code runs:
 it is installed into a folder, as pip would, and each run trains, verifies, is planned, is saved and goes on."""
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from meshwright.ranks.machine import find_mpiexec
 from tests.installed import install
 from tests.patience import PATIENCE_SECONDS
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text()
+PAGES = sorted((Path(__file__).resolve().parent.parent / "docs").glob("extending*.md"))
+PAGE = "\n".join(path.read_text() for path in PAGES)
 BLOCK = re.compile(r"```(?:python|yaml)\n# ([\w.]+)\n(.*?)```", re.DOTALL)
 TOML = re.compile(r"```toml\n(.*?)```", re.DOTALL)
 ROOT = Path(__file__).resolve().parent.parent

@@ -298,8 +298,8 @@ def test_models_know_no_axis(path: Path) -> None:
 
 def test_the_page_on_extending_imports_what_there_is() -> None:
     """Whoever renames what packages outside are written against sees it here, before tests/test_extending.py runs."""
-    page = (PACKAGE.parent / "docs/extending.md").read_text()
-    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+    pages = sorted((PACKAGE.parent / "docs").glob("extending*.md"))
+    for block in re.findall(r"```python\n(.*?)```", "".join(path.read_text() for path in pages), re.DOTALL):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("meshwright."):
                 names = [alias.name for alias in node.names]

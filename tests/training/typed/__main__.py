@@ -31,7 +31,7 @@ from tests.parity.programs import ROWS, TOKENS, Program, Setting, Transformer
 FACTOR = "a factor: every sum is made, over the right axis"
 PART = "a part of the right size, but another"
 DATA = "random numbers are not followed"
-LATER = "what lies behind the gradients: weights, states, the next step"
+LATER = "a mistake after the gradients: weights, states, the next step"
 WHY_NOT = {
     "qkv-contiguous": PART, "same-slice": PART, "positions": PART, "vocabulary-mask": PART,
     "mean-for-sum": FACTOR, "counts-ignored": FACTOR, "micro-mean": FACTOR,
