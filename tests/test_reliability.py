@@ -1,4 +1,4 @@
-"""docs/reliability.md names a test beside each promise: each of them exists."""
+"""docs/reliability*.md name a test beside each promise: each of them exists."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs/reliability.md").read_text()
+PAGE = "\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("reliability*.md")))
 
 
 def functions_of(path: Path) -> set[str]:

@@ -1,9 +1,9 @@
-"""Run the tests with this interpreter's releases, and print each broken promise of docs/reliability.md.
+"""Run the tests with this interpreter's releases, and print each broken promise of docs/reliability*.md.
 
     .venv-oldest/bin/python -m tests.versions [WORDS OF PYTEST ...]        (make test-versions)
 
-A promise is a row of docs/reliability.md; it breaks if a test that the row names fails. A failed test that no row names
-is printed by its own name. The exit code is pytest's.
+A promise is a row of docs/reliability*.md; it breaks if a test that the row names fails. A failed test that no row
+names is printed by its own name. The exit code is pytest's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMED_TEST = re.compile(r"(tests/[\w/]+)(?:\.py)?(?:::(\w+))?")
+
+
+def pages() -> str:
+    """Return the text of all pages of promises."""
+    return "\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("reliability*.md")))
 
 
 def promises(page: str) -> list[tuple[str, set[tuple[str, str]]]]:
@@ -73,7 +78,7 @@ def main(words: list[str]) -> int:
         report = Path(folder) / "report.xml"
         code = subprocess.run([sys.executable, "-m", "pytest", f"--junitxml={report}", *words], cwd=ROOT).returncode
         failed = failures(report.read_text()) if report.exists() else set()
-    lost, unnamed = broken(failed, (ROOT / "docs/reliability.md").read_text())
+    lost, unnamed = broken(failed, pages())
     for line in lost:
         print(f"broken promise: {line}")
     for file, name in sorted(unnamed):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from tests.versions.__main__ import broken, failures, promises, releases
+from tests.versions.__main__ import broken, failures, pages, promises, releases
 
 PAGE = """
 | promise or fault | what comes | test |
@@ -34,6 +32,5 @@ def test_nothing_is_broken_without_a_failure() -> None:
 
 
 def test_the_page_has_promises_and_the_releases_are_printed() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs/reliability.md").read_text()
-    assert len(promises(page)) > 60
+    assert len(promises(pages())) > 60
     assert "torch " in releases()
