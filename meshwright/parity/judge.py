@@ -202,8 +202,8 @@ def _explain(
         used_whole = _used_rows(evidence.reference, whole, (name, number, calls), at)
     first: Explanation | None = None
     undealt: Explanation | None = None
-    # The simplest reading is first; if no reading explains the tensors, the error of the first is reported. All rows are
-    # read before the rows with a gradient: a zero row is no padding if no rows were dealt, and wrong gradients have
+    # The simplest reading is first; if no reading explains the tensors, the error of the first is reported. All rows
+    # are read before the rows with a gradient: a zero row is no padding if no rows were dealt, and wrong gradients have
     # other zero rows.
     several = any(side.num_calls(name, at) > calls for side in evidence.ranks)
     for dealt, dim, skip, once in product(

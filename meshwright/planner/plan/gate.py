@@ -10,6 +10,7 @@ from meshwright.planner.plan.answer import Training, answer
 from meshwright.planner.plan.choice import simplest_first
 from meshwright.planner.plan.cluster import Cluster
 from meshwright.planner.plan.estimate import Estimates
+from meshwright.planner.plan.kept import KeptRecordings
 from meshwright.planner.plan.memory import bytes_text, missing
 from meshwright.planner.plan.predict import Planner
 from meshwright.planner.plan.report import words_to_paste
@@ -41,8 +42,9 @@ def gate_of(config: Config, cluster: Cluster) -> Gate:
     """
     devices = config.layout.world_size
     placed = with_field(config, "layout.ranks_per_node", ranks_per_node(cluster, devices))
-    models = Estimates(Planner(cluster))
+    models = Estimates(Planner(cluster, kept=KeptRecordings.here()))
     own = models.planner.predict(placed)
+    models.planner.keep()
     if own.fits:
         return Gate(True, answer(own, layout_text(own.config), Training()))
     memory, device = own.fullest, bytes_text(cluster.device.memory_bytes)

@@ -114,6 +114,11 @@ class Planner:
         other.recordings, other.buckets = self.recordings, self.buckets
         return other
 
+    def keep(self) -> None:
+        """Write new recordings to disk, if recordings are kept."""
+        if self.kept is not None:
+            self.kept.save()
+
     def predict(self, config: Config) -> Prediction:
         """Predict a run's step.
 

@@ -35,7 +35,7 @@ from meshwright.planner.plan.estimate import Estimates
 from meshwright.planner.plan.kept import KeptRecordings
 from meshwright.planner.plan.predict import Planner
 from meshwright.planner.plan.search import search
-from meshwright.planner.plan.software import Software
+from meshwright.planner.plan.software import OWN_SOFTWARE, Software
 from meshwright.planner.plan.space import fixed_fields, ranks_per_node
 from meshwright.ranks.errors import ConfigError
 from meshwright.training.decisions import this_machine
@@ -127,7 +127,7 @@ def asked_run(
     return parse_run(job.run, words, undecided=DECIDED, unread=ELSEWHERE), words, job
 
 
-def models_of(cluster: Cluster, software: Software, *, anew: bool) -> Estimates:
+def models_of(cluster: Cluster, software: Software = OWN_SOFTWARE, *, anew: bool = False) -> Estimates:
     """Return the estimates of a program on a cluster. Recordings of earlier runs are reused unless `anew`."""
     return Estimates(Planner(cluster, software, None if anew else KeptRecordings.here()))
 
@@ -194,7 +194,8 @@ def planned_config(run: RunTree, overrides: Sequence[str] = (), report: ShowProg
     cluster = load_cluster(name or str(CALIBRATED))
     # The launcher has placed the ranks, so the nodes are fixed.
     fixed = fixed_fields(overrides) | {"layout.ranks_per_node"}
-    return simplest_first(search(config, cluster, devices, 1, fixed=fixed, report=report)).predictions[0].config
+    found = search(config, cluster, devices, 1, fixed=fixed, models=models_of(cluster), report=report)
+    return simplest_first(found).predictions[0].config
 
 
 def _asked(section: Any) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from meshwright.output.tables import print_table
 from meshwright.planner.plan.cluster import Cluster
 from meshwright.planner.plan.estimate import Estimates
 from meshwright.planner.plan.evaluator import Keep
+from meshwright.planner.plan.kept import KeptRecordings
 from meshwright.planner.plan.predict import Planner, Prediction
 from meshwright.planner.plan.scaling_picture import Line, draw_scaling
 from meshwright.planner.plan.search import layout_text, search
@@ -163,7 +164,7 @@ Find = Callable[[Config, int, Collection[str], Keep], Prediction | str]
 
 def searching(cluster: Cluster, report: ShowProgress = silent) -> Find:
     """Return the planner's search as a Find. `report` is called with the progress."""
-    models = Estimates(Planner(cluster))  # shared by all strategies and numbers of devices
+    models = Estimates(Planner(cluster, kept=KeptRecordings.here()))  # shared by all strategies and numbers of devices
 
     def find(config: Config, devices: int, fixed: Collection[str], keep: Keep) -> Prediction | str:
         try:

@@ -183,8 +183,7 @@ def search(
     stopped = not _finishes(current.predict_own, partial)
     with _uncollected():
         stopped = stopped or not _finishes(current.run, partial)
-    if (kept := evaluator.models.planner.kept) is not None:
-        kept.save()
+    evaluator.models.planner.keep()
     if stopped and not current.known:
         raise KeyboardInterrupt
     if not current.found.legal:

@@ -39,12 +39,14 @@ class MadeUp:
     seed: int
     room: int
     predicted: list[Config] = field(default_factory=list)
-    kept: None = None
 
     @property
     def planner(self) -> MadeUp:
         """It predicts, too."""
         return self
+
+    def keep(self) -> None:
+        """Nothing is recorded."""
 
     def drawn(self, config: Config, what: str) -> float:
         """The same for layouts that differ in what they recompute, and in their slices; memory, for those that differ

@@ -11,6 +11,7 @@ import pytest
 from meshwright.config import parse_config
 from meshwright.planner.plan.cluster import load_cluster
 from meshwright.planner.plan.gate import gate_of, refuse_unfit
+from meshwright.planner.plan.kept import KeptRecordings
 from meshwright.planner.plan.search import search
 from meshwright.planner.plan.service import PlanService
 from meshwright.planner.plan.software import load_program
@@ -68,6 +69,24 @@ def test_a_run_that_does_not_fit_is_told_what_does() -> None:
     with pytest.raises(ConfigError, match=r"does not fit dgx-a100; valid: .*batch\.micro=.*, or --anyway"):
         refuse_unfit(config, A100, anyway=False)
     assert "does not fit" in refuse_unfit(config, A100, anyway=True)
+
+
+def test_a_second_submission_records_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path))
+    config, found = parse_config(TREE), []
+
+    class Counted(KeptRecordings):
+        def save(self) -> None:
+            found.append((self.found, len(self._changed)))
+            super().save()
+
+    monkeypatch.setattr("meshwright.planner.plan.gate.KeptRecordings", Counted)
+    first, again = gate_of(config, A100), gate_of(config, A100)
+    assert first == again
+    (before, new), (recalled, more) = found
+    assert (before, more) == (0, 0)
+    assert new > 0
+    assert recalled > 0
 
 
 def test_a_submission_is_planned_where_a_cluster_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
