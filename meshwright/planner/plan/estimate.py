@@ -101,9 +101,8 @@ class Estimates:
 
     def estimated_seconds(self, config: Config) -> float:
         """SURE times the estimated seconds of a step."""
-        partition = self._partition(config)
-        passes = self._passes(config, partition, self.planner.site.links(config, PIPE))
-        ending = self._ending(config, partition)
+        passes = self._quickest_passes(config, self.planner.site.links(config, PIPE))
+        ending = self._ending(config, self._partition(config))
         sums = config.num_microbatches if config.layout.data.strategy.slices else 1
         # Slices are summed for every microbatch, whole gradients once, under the last task of the phase. Buckets of
         # other chunks than the last task's have left before.
@@ -123,7 +122,7 @@ class Estimates:
     def phase_seconds(self, config: Config) -> float:
         """SURE times the estimated seconds of the pipeline phase with messages that take no time, a lower bound of
         estimated_seconds in all orders of axes with these links inside of a layer."""
-        return SURE * self._passes(config, self._partition(config), self.planner.site.links(config), False).seconds
+        return SURE * self._quickest_passes(config, self.planner.site.links(config), False).seconds
 
     def least_seconds(self, config: Config) -> float:
         """A lower bound of the estimated seconds of all layouts that differ in schedule, limit or sync only: the
@@ -182,6 +181,15 @@ class Estimates:
         ordered = replaced(config, "layout.order", "auto", WIDENS)  # how many ranks there are is the same in each
         memory = memory_of(ordered, buckets, Peak(0, 0), self.planner.site)
         return memory, held_of(config, buckets).passing
+
+    def _quickest_passes(self, config: Config, links: Links, sends: bool = True) -> _Passes:
+        """The pipeline phase with balanced stages or, if that is quicker, with as many layers in each: the clock begins
+        at balanced stages, and under GPipe a stage with a large head ends at even ones."""
+        partition = self._partition(config)
+        each, rest = divmod(config.model.num_blocks, len(partition))
+        even = (each + 1,) * rest + (each,) * (len(partition) - rest)
+        both = {partition} if config.layout.pipeline.partition != "auto" else {partition, even}
+        return min((self._passes(config, own, links, sends) for own in both), key=lambda passes: passes.seconds)
 
     @remembered(*PARTS, "micro", "num_microbatches", WIDENS, "memory.recompute", "layout.pipeline")
     def _passes(self, config: Config, partition: tuple[int, ...], links: Links, sends: bool = True) -> _Passes:

@@ -139,8 +139,10 @@ class TimedParts:
     def untimed(self, config: Config) -> dict[int, EstimatedPart]:
         """The parts without seconds, equal in every order of axes."""
         smallest, micro = smallest_micro(config), config.micro
-        by_size = config.layout.tensor.by_size  # what stays, what travels: recorded at each size
-        sizes = (micro,) * 2 if by_size else tuple(size * smallest for size in _SIZES)
+        # Recorded at its own size: what stays and what travels differ by size, and one sample is copied less often than
+        # several (a gather along the sequence is in order).
+        own = config.layout.tensor.by_size or micro == smallest
+        sizes = (micro,) * 2 if own else tuple(size * smallest for size in _SIZES)
         share = (micro / smallest - _SIZES[0]) / (_SIZES[1] - _SIZES[0])
         ends, parts = (-1, config.model.num_blocks), {}
         before: tuple[Forms, Forms] = (), ()
