@@ -1,6 +1,6 @@
-"""The layouts of a family with one size of microbatch, judged without a config for each of them.
+"""Estimates for the layouts of a family with one size of microbatch, without a config for each layout.
 
-A family's layouts differ in few fields, and each part of an estimate depends on few of these:
+A family's layouts differ in few fields, and each part of an estimate depends on only some of these fields:
 
 | part                                 | differs in a family with                        | common to               |
 |--------------------------------------|-------------------------------------------------|-------------------------|
@@ -9,8 +9,8 @@ A family's layouts differ in few fields, and each part of an estimate depends on
 | memory of weights, gradients, states | chunks, their placement, the type of gradients  | microbatches, schedules |
 | memory of activations                | microbatch, schedule and limit, recomputation   | syncs, shards, offload  |
 
-So a part is looked up by its own fields, and a layout's estimated memory is a sum of looked-up numbers. A config is
-made of a layout only where that fits.
+So a part is looked up by the fields in the table, and a layout's estimated memory is a sum of looked-up numbers. A
+config is made only for a layout with enough memory.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _Held = dict[Tail, tuple[float, float]]
 _Bounds = dict[tuple[str | int, int, TransportName], float]
 _Phases = dict[tuple[Tail, TransportName], float]
 _Alone = dict[tuple[str, int, str, bool], tuple[Memory, int]]
-"""Memory without activations by the changed field's name, chunks, placement, and whether gradients are widened."""
+"""Memory without activations, by (name of the changed field, chunks, placement, are gradients widened)."""
 
 
 @dataclass
 class Judge:
-    """Looks up the parts of estimates for the layouts of a job."""
+    """Store of the parts of estimates for the layouts of a job."""
 
     job: SearchJob
     models: Estimates
@@ -65,12 +65,12 @@ class Judge:
         "layout.ranks_per_node",
     )  # fmt: skip
     def bound(self, config: Config, chunks: int, transport: TransportName) -> float:
-        """The lower bound of a layout's seconds, over all orders of its axes."""
+        """Return the lower bound of a layout's seconds, over all orders of the axes."""
         config = with_field(with_field(config, "layout.pipeline.chunks", chunks), "layout.transport", transport)
         return min(map(self.models.least_seconds, self.ordered(config)))
 
     def ordered(self, config: Config) -> list[Config]:
-        """The layout in each order of its axes that gives a layer other links between its ranks."""
+        """Return the layout in each order of the axes that gives a layer's ranks other links."""
         return [with_field(config, "layout.order", order) for order in self._orders(config)]
 
     @remembered(
@@ -87,49 +87,51 @@ class Judge:
         *PARTS, "batch", "layout.data.size", "layout.data.shard", "layout.pipeline.size", "layout.ranks_per_node",
     )  # fmt: skip
     def bounds(self, config: Config) -> _Bounds:
-        """Bounds by recomputation, chunks and transport, to be filled: the same for all syncs and offloads."""
+        """Return a table to fill: bounds by recomputation, chunks and transport, equal for all syncs and offloads."""
         return {}
 
     @remembered(
         *PARTS, "batch", "layout.data.size", "layout.data.shard", "layout.pipeline.size", "layout.ranks_per_node",
     )  # fmt: skip
     def phases(self, config: Config) -> _Phases:
-        """Seconds of the pipeline phase by tail and transport, to be filled: the same for all syncs and offloads."""
+        """Return a table to fill: seconds of the pipeline phase by tail and transport, equal for all syncs and
+        offloads."""
         return {}
 
     @remembered(*PARTS, "micro", "num_microbatches", "layout.pipeline.size")
     def held(self, config: Config) -> _Held:
-        """Bytes of activations by tail, to be filled: the same for all syncs, shards and offloads."""
+        """Return a table to fill: bytes of activations by tail, equal for all syncs, shards and offloads."""
         return {}
 
     @remembered(*TAIL)
     def tails(self, config: Config) -> tuple[tuple[Tail, ...], Refused]:
-        """Space's tails_of, of a config with a size of microbatch."""
+        """Return `space.tails_of` of a config with a size of microbatch; remembered."""
         return tails_of(config, self.job)
 
     @cached_property
     def lone_sync(self) -> str:
-        """The sync that slices least of those that slice and do not gather."""
+        """The sync that slices least, among syncs that slice and do not gather."""
         return next(
             name for name, sync in entries("syncs").items() if sync.candidate and sync.slices and not sync.gathers
         )
 
     @cached_property
     def left_out(self) -> tuple[str, ...]:
-        """The savings whose absence may be chosen: a layout with one waits for the layout without."""
+        """Savings that may be switched off. A layout with such a saving waits for the layout without."""
         free = (name for name in SAVINGS if not is_fixed(name, self.job.fixed))
         return tuple(name for name in free if self.job.is_known(name, SAVINGS[name]))
 
 
 @dataclass
 class Cell:
-    """Layouts with the choices of `config` up to its microbatch, each a tail of it. `alone`: of the whole family."""
+    """Layouts with the choices of `config` up to the microbatch, each given by a tail. `alone`: memory without
+    activations, shared by the whole family."""
 
     judge: Judge
     config: Config
     alone: _Alone = field(default_factory=dict)
     lowest: float = math.inf
-    """The lowest bound that was asked for."""
+    """The lowest bound computed so far."""
     _for_nothing: dict[str | int, bool] = field(default_factory=dict)
 
     @cached_property
@@ -154,17 +156,17 @@ class Cell:
 
     @cached_property
     def widens(self) -> bool:
-        """Whether gradients are float32 sums of half-precision ones."""
+        """True if gradients are float32 sums of half-precision ones."""
         return self.config.widens_gradients
 
     @cached_property
     def offloads_late(self) -> bool:
-        """Whether states are offloaded, by an optimizer that does not step each bucket as it comes. One that does may
-        be faster than one on the device."""
+        """True if states are offloaded and the optimizer does not step each bucket on arrival. An offloading optimizer
+        that does step on arrival may be faster than an optimizer on the device."""
         return self.config.memory.offload.to != SAVINGS[OFFLOAD] and not streams(self.config)
 
     def bound(self, tail: Tail) -> float:
-        """A lower bound of the layout's seconds in any order of axes."""
+        """Return a lower bound of the layout's seconds in any order of axes."""
         chunks = max(CHUNKS, tail.pipeline.chunks)
         key = tail.recompute, chunks, self.transport
         if key not in self.bounds:
@@ -173,7 +175,7 @@ class Cell:
         return self.bounds[key]
 
     def phase(self, tail: Tail) -> float:
-        """A lower bound of the layout's seconds under its own schedule and limit, in any order of axes."""
+        """Return a lower bound of the layout's seconds under its own schedule and limit, in any order of axes."""
         key = tail, self.transport
         if key not in self.phases:
             config = with_field(tail.of(self.config), "layout.transport", self.transport)
@@ -182,7 +184,7 @@ class Cell:
         return self.phases[key]
 
     def without_activations(self, tail: Tail, field: str = "", value: str = "") -> tuple[Memory, int]:
-        """Estimates.alone_memory, of the layout or of the same one with another value of a field."""
+        """Return Estimates.alone_memory of the layout, or of the same layout with another value of a field."""
         key = field, tail.pipeline.chunks, tail.pipeline.placement, self.widens
         if key not in self.alone:
             config = tail.of(self.config)
@@ -190,13 +192,13 @@ class Cell:
         return self.alone[key]
 
     def memory(self, tail: Tail, field: str = "", value: str = "") -> Memory:
-        """Estimates.estimated_memory, of the layout or of the same one with another value of a field."""
+        """Return Estimates.estimated_memory of the layout, or of the same layout with another value of a field."""
         if tail not in self.held:
             self.held[tail] = self.judge.models.held_activations(tail.of(self.config))
         return self.judge.models.with_activations(*self.without_activations(tail, field, value), *self.held[tail])
 
     def recomputes_for_nothing(self, tail: Tail) -> bool:
-        """Whether the layout recomputes attention although the kernel keeps too little (MAX_KEPT_SHARE)."""
+        """Return True if the layout recomputes attention although the kernel keeps too little (MAX_KEPT_SHARE)."""
         setting = tail.recompute
         if setting not in self._for_nothing:
             config = with_field(self.config, RECOMPUTE, setting)
@@ -209,9 +211,10 @@ class Cell:
         return fits(alone, cluster) and fits(self.memory(tail, field, value), cluster)
 
     def waits(self, tail: Tail, full: Collection[Config] = ()) -> bool:
-        """Whether the layout saves memory that the same layout without the saving may not need: it is at least as fast,
-        and its estimate fits. `full`: layouts whose prediction does not fit or is tight."""
-        # Under a limit by memory a layout that saves admits more microbatches, and may be faster.
+        """Return True if the same layout without one saving has a fitting estimate. That layout is at least as fast, so
+        the saving is tried only if that layout is in `full`: layouts with a prediction that does not fit or is
+        tight."""
+        # Under a limit by memory a saving admits more microbatches and may make the layout faster.
         if tail.pipeline.limit_by_memory:
             return False
 
@@ -226,10 +229,10 @@ class Cell:
         return False
 
     def gathers_for_nothing(self, tail: Tail) -> bool:
-        """Whether a stage gathers weights in each task although zero2, which sends less, fits.
+        """Return True if a stage gathers weights in each task although zero2, which sends less, fits.
 
-        A stage does not know which of its chunks comes next and gathers a chunk's weights for each task
-        (data_parallel/gathering.py), so zero3 beside stages is the fastest only where whole weights do not fit.
+        A stage does not know the chunk of the next task and gathers a chunk's weights for each task
+        (data_parallel/gathering.py). So zero3 with several stages is the fastest only if whole weights do not fit.
         """
         if not self.config.layout.data.strategy.gathers or tail.pipeline.size == 1:
             return False

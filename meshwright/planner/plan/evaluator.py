@@ -1,4 +1,4 @@
-"""Evaluates a search's layouts: estimates of memory and seconds, and predictions."""
+"""Evaluation of a search's layouts: estimates of memory and seconds, and predictions."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 Keep = Callable[[Layout], bool]
 
 MAX_EXCESS_SHARE = 0.5
-"""A layout that needs at most (1 + this share) of a device's memory is reported as one that nearly fits."""
+"""A layout that needs at most (1 + this share) of a device's memory is reported as nearly fitting."""
 
 
 class Queued(NamedTuple):
-    """A layout whose estimate fits: estimated seconds and bytes, and whether the estimate is tight."""
+    """A layout with a fitting estimate: estimated seconds and bytes, and whether the estimate is tight."""
 
     seconds: float
     memory: int
@@ -46,8 +46,8 @@ class Queued(NamedTuple):
 
 @dataclass(frozen=True)
 class RunnerUp:
-    """The best layout of a strategy that did not win: its fastest that fits, with a prediction; where none fits, the
-    layout that lacks the least memory. `memory`: of its fullest rank, without activations where `whole` is false."""
+    """The best layout of a strategy that did not win: the fastest that fits, with a prediction; if none fits, the
+    layout that lacks the least memory. `memory`: of the fullest rank, without activations if `whole` is false."""
 
     strategy: str
     config: Config
@@ -57,16 +57,19 @@ class RunnerUp:
 
     @property
     def excess(self) -> tuple[bool, int]:
-        """Sort key of layouts that do not fit: whole memory first, since weights alone do not say what is missing."""
+        """Sort key of layouts that do not fit: whole memory first, since weights alone do not give the lack."""
         return not self.whole, self.memory.total
 
 
 @dataclass
 class SearchState:
-    """A search's layouts before predictions. `legal`: the number looked at (Counts); `kinds`: of their tensor
-    sections; `queue`: layouts to predict; `slow`: strategies with layouts above the cutoff; `least`: a lower bound of
-    the step's seconds by cut of a layer; `closest`: by strategy, the layout that lacks the least memory; `nearly_fits`:
-    (estimated seconds, layout, memory) of the fastest that nearly fits."""
+    """A search's layouts before predictions.
+
+    `legal`: the number of layouts evaluated (Counts). `kinds`: kinds of tensor sections among these. `queue`: layouts
+    to predict. `slow`: strategies with layouts above the cutoff. `least`: a lower bound of the step's seconds by cut
+    of a layer. `closest`: by strategy, the layout that lacks the least memory. `nearly_fits`: (estimated seconds,
+    layout, memory) of the fastest that nearly fits.
+    """
 
     legal: int = 0
     too_full: int = 0
@@ -80,7 +83,7 @@ class SearchState:
     nearly_fits: tuple[float, Config, Memory] | None = None
 
     def include(self, later: SearchState) -> None:
-        """Add the state of later families, without their queue."""
+        """Add the state of later families, except for the queue."""
         self.legal += later.legal
         self.too_full += later.too_full
         self.unfit += later.unfit
@@ -95,21 +98,21 @@ class SearchState:
         self.nearly_fits = min(both, key=lambda one: one[0], default=None)
 
     def count(self, config: Config, *, slow: bool = False) -> None:
-        """Count one layout; `slow`: one, or a whole group of layouts, that is above the cutoff."""
+        """Count one layout. `slow`: count one layout, or a whole group, as above the cutoff."""
         self.legal += 1
         self.kinds.add(config.layout.tensor.kind)
         if slow:
             self.slow.add(strategy_of(config))
 
     def include_runner_up(self, runner_up: RunnerUp) -> None:
-        """Keep the layout that lacks least; the earlier one of two that lack as much."""
+        """Keep the layout that lacks the least memory; of two equal ones, the earlier."""
         known = self.closest.get(runner_up.strategy, runner_up)
         self.closest[runner_up.strategy] = min(known, runner_up, key=lambda one: one.excess)
 
 
 @dataclass
 class Evaluator:
-    """Evaluates layouts of a job for which `keep` is true."""
+    """Evaluator of the layouts of a job for which `keep` is true."""
 
     job: SearchJob
     models: Estimates
@@ -119,8 +122,8 @@ class Evaluator:
         self._judge = Judge(self.job, self.models)
 
     def evaluate_family(self, family: Config, found: SearchState, cutoff: float = math.inf) -> None:
-        """Estimate into `found` a family's layouts whose bounds fit; a bound of `cutoff` seconds or more ends a
-        layout's estimate early."""
+        """Estimate a family's layouts into `found`. A layout is dropped at the first bound that does not fit or is
+        `cutoff` seconds or more."""
         if not self.keep(family.layout):
             return
         has_room: bool | None = None
@@ -136,8 +139,8 @@ class Evaluator:
                 # Without recomputation the bound is lower, and needs no recording of recomputed attention.
                 if not self._may_be_fast(cell, tail.keeper or tail, found, cutoff, phase=True):
                     continue
-                # Asked once, and only where a layout may be fast. Weights do not depend on the microbatch's size: the
-                # largest, with the narrowest gradients, stands for all.
+                # Computed once, and only if a layout may be fast. Weights do not depend on the microbatch's size, so
+                # the largest microbatch, with the narrowest gradients, is checked for all sizes.
                 if has_room is None:
                     largest = with_field(family, "batch.micro", family.replica_batch)
                     has_room = self._has_room(Cell(self._judge, largest, whole.alone), _own_tail(largest), found)
@@ -154,15 +157,16 @@ class Evaluator:
         seconds = self.models.estimated_seconds(config)
         if seconds < cutoff:
             found.count(config)
-            # Estimates are below predictions: what is tight here is tight there, or does not fit.
+            # Estimates are below predictions: the prediction of a tight estimate is tight or does not fit.
             tight = verdict(memory, self.job.cluster) == "tight"
             found.queue.append(Queued(seconds, memory.total, tight, config))
         else:
             found.count(config, slow=True)
 
     def evaluate_savings(self, config: Config, full: Collection[Config], found: SearchState, cutoff: float) -> None:
-        """Estimate into `found` the layouts that save more memory than `config`; where one of them does not fit, those
-        that save even more. Layouts that wait (Cell.waits) for a layout outside of `full` are left out."""
+        """Estimate into `found` the layouts that save more memory than `config`. If such a layout does not fit, also
+        estimate layouts with further savings. Layouts that wait (Cell.waits) for a layout outside of `full` are left
+        out."""
         waiting, seen = [config], {config}
         while waiting:
             for saving in savings(waiting.pop(), self.job):
@@ -179,16 +183,16 @@ class Evaluator:
                     self._estimate(saving, memory, found, cutoff)
 
     def least_full(self, config: Config) -> Config:
-        """The layout of least estimated memory, among `config` and all layouts that save more memory."""
+        """Return the layout of least estimated memory, among `config` and all layouts that save more memory."""
         every = [config]
-        for one in every:  # grows under way
+        for one in every:  # the list grows during the loop
             every += [saving for saving in savings(one, self.job) if saving not in every]
         return min(every, key=lambda one: self.models.estimated_memory(one).total)
 
     def predict_or_memory(self, config: Config, cutoff: float = math.inf) -> Prediction | Memory | None:
-        """The prediction if the layout fits, else the memory that does not; None where the step takes `cutoff` seconds
-        or more."""
-        # The clock takes least, then the memory of the first microbatches, then the replay of allocations.
+        """Return the prediction if the layout fits, else the memory that exceeds the device's; None if the step takes
+        `cutoff` seconds or more."""
+        # Cheapest check first: the clock, then the memory of the first microbatches, then the replay of allocations.
         if cutoff < math.inf and self.models.planner.seconds(config) >= cutoff:
             return None
         memory = self.models.planner.least_memory(config)
@@ -198,8 +202,8 @@ class Evaluator:
         return next((memory for memory in prediction.memory if not fits(memory, self.job.cluster)), prediction)
 
     def _may_be_fast(self, cell: Cell, tail: Tail, found: SearchState, cutoff: float, *, phase: bool = False) -> bool:
-        """Whether the lower bound of a layout's seconds, over all orders of its axes, is below `cutoff`. `phase`: also
-        that of its own schedule."""
+        """Return True if the lower bound of a layout's seconds, over all orders of its axes, is below `cutoff`.
+        `phase`: the bound under the layout's own schedule must be below `cutoff`, too."""
         seconds = cell.bound(tail)
         if seconds < cell.lowest:
             cell.lowest, layer = seconds, cell.config.layout.layer
@@ -212,8 +216,8 @@ class Evaluator:
     def _room(
         self, cell: Cell, tail: Tail, found: SearchState, cutoff: float, full: Collection[Config] = ()
     ) -> Memory | None:
-        """The estimated memory of a layout that may be fast without recomputation, if it fits and some order of axes
-        may be below `cutoff`."""
+        """Return the estimated memory of a layout that may be fast without recomputation. Return None if the memory
+        does not fit or no order of axes can be below `cutoff`."""
         keeper = tail.keeper or tail
         if cell.waits(tail, full):
             return None
@@ -221,7 +225,7 @@ class Evaluator:
             cell.recomputes_for_nothing(tail) or not self._may_be_fast(cell, tail, found, cutoff, phase=True)
         ):
             return None
-        # Weights alone are cheaper to count than activations, and rule out whole families.
+        # Weights are checked first: cheaper to count than activations, and often enough to rule out a family.
         if not self._has_room(cell, tail, found) or cell.gathers_for_nothing(tail):
             return None
         memory = cell.memory(tail)
@@ -231,7 +235,7 @@ class Evaluator:
         self._does_not_fit(cell, tail, memory, found, whole=True)
         most = (1 + MAX_EXCESS_SHARE) * self.job.cluster.device.memory_bytes
         nearly = memory.total <= most and not lacks_host(memory, self.job.cluster)
-        # The bound is asked first: it needs no config.
+        # The bound is compared first, since this needs no config.
         fastest = found.nearly_fits[0] if found.nearly_fits else math.inf
         if nearly and cell.bound(tail) < fastest:
             config = tail.of(cell.config)
@@ -241,7 +245,7 @@ class Evaluator:
         return None
 
     def _has_room(self, cell: Cell, tail: Tail, found: SearchState) -> bool:
-        """Whether weights, gradients and states alone fit."""
+        """Return True if weights, gradients and states alone fit; count the layout if not."""
         weights, _ = cell.without_activations(tail)
         if fits(weights, self.job.cluster):
             return True
@@ -250,7 +254,7 @@ class Evaluator:
         return False
 
     def _does_not_fit(self, cell: Cell, tail: Tail, memory: Memory, found: SearchState, *, whole: bool) -> None:
-        """Count a layout that does not fit, and keep it where it lacks less than its strategy's others."""
+        """Count a layout that does not fit, and keep the layout of each strategy that lacks the least memory."""
         found.count(cell.config)
         strategy = strategy_of(cell.config)
         known = found.closest.get(strategy)
@@ -259,13 +263,14 @@ class Evaluator:
 
 
 def _own_tail(config: Config) -> Tail:
-    """A config's own choices behind its microbatch."""
+    """Return a config's own choices after the microbatch."""
     keeper = Tail(config.layout.pipeline, KEEPS_ALL, None)
     return Tail(keeper.pipeline, config.memory.recompute, keeper) if config.memory.policy.recomputes else keeper
 
 
 def strategy_of(config: Config) -> str:
-    """`data`, `zero3`, `megatron`, `pipeline` or `context`: the first axis of the layout besides replicas."""
+    """Name the strategy, `data`, `zero3`, `megatron`, `pipeline` or `context`: the layout's first axis other than
+    replicas."""
     layout = config.layout
     if layout.tensor.axes:
         return layout.tensor.kind
@@ -277,16 +282,16 @@ def strategy_of(config: Config) -> str:
 
 
 def round_of(layout: Layout) -> tuple[bool, int, int]:
-    """Sort key of a search's rounds: one stage before several, then the number of cuts (tensor, context), then the
-    ranks that share a layer. The cuts of `cuts_within` come in earlier rounds."""
-    # One stage and few ranks are few layouts and mostly fast: later rounds meet a low cutoff.
+    """Return the sort key of a search's rounds: one stage before several, then the number of cuts (tensor, context),
+    then the ranks that share a layer. The cuts of `cuts_within` belong to earlier rounds."""
+    # One stage and few ranks give few and mostly fast layouts, so that later rounds begin with a low cutoff.
     cuts = bool(layout.tensor.axes) + bool(layout.context.axes)
     return layout.pipeline.size > 1, cuts, ranks_of_layer(layout)
 
 
 def cuts_within(layout: Layout) -> Iterator[Hashable]:
-    """Keys (expert, context, tensor) of the cuts that a layer's cut contains: tensor alone, context alone, both over
-    fewer ranks. The search takes a cut to be no faster together with others than alone."""
+    """Yield keys (expert, context, tensor) of the cuts that a layer's cut contains: tensor alone, context alone, both
+    over fewer ranks. The search assumes that a cut is no faster together with others than alone."""
     cut = layout.context, layout.tensor
     contexts = [
         layout.context.model_copy(update={"size": size}) if size > 1 else ContextParallel()

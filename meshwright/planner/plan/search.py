@@ -1,33 +1,34 @@
-"""The search for the fastest layouts that fit: cheap bounds rule layouts out, and few are predicted.
+"""Search for the fastest layouts that fit: cheap bounds rule most layouts out, and few are predicted.
 
-| question to a layout      | answered by                                                 | ruled out where      |
+| question to a layout      | answered by                                                 | ruled out if         |
 |---------------------------|-------------------------------------------------------------|----------------------|
-| the work of its parts     | recordings at two sizes of microbatch, scaled: of all       | the top K are faster |
-|                           | schedules and limits of a size of microbatch at once        |                      |
-| the pipeline phase under  | the same recordings, without messages between stages: of    | the top K are faster |
-| its schedule and limit    | all syncs and offloads at once                              |                      |
-| the memory of its weights | parameters in buckets, with gradients and states: of a      | it does not fit      |
-|                           | whole family at once (space.py)                             |                      |
-| an estimate of its memory | the same recordings (estimate.py)                           | it does not fit      |
-| an estimate of its step,  | the same, on the links between its ranks                    | the top K are faster |
+| the work of its parts     | recordings at two sizes of microbatch, scaled: once for all | the top K are faster |
+|                           | schedules and limits of a size of microbatch                |                      |
+| the pipeline phase under  | the same recordings, without messages between stages: once  | the top K are faster |
+| its schedule and limit    | for all syncs and offloads                                  |                      |
+| the memory of its weights | parameters in buckets, with gradients and states: once for  | memory is exceeded   |
+|                           | a whole family (space.py)                                   |                      |
+| an estimate of its memory | the same recordings (estimate.py)                           | memory is exceeded   |
+| an estimate of the step,  | the same, on the links between the layout's ranks           | the top K are faster |
 | in each order of axes     |                                                             |                      |
-| its seconds               | recordings of its own, the whole step (predict.py)          | the top K are faster |
-| the memory of its tensors | the same recordings, its first microbatches simulated       | it does not fit      |
-| its memory                | its allocations, replayed (process.py)                      | it does not fit      |
+| its seconds               | recordings of the layout itself, the whole step (predict.py)| the top K are faster |
+| the memory of its tensors | the same recordings, the first microbatches simulated       | memory is exceeded   |
+| its memory                | allocations, replayed (process.py)                          | memory is exceeded   |
 
 The run file's own layout is predicted first, if it is legal. Layouts follow in rounds (evaluator.round_of): one stage
 before several; whole layers, then layers cut inside or along the sequence over more and more ranks, then both cuts
-together, where each cut alone is fast enough. After each round at most SIMULATED layouts are predicted in the order of
-their estimates, and layouts slower than the K fastest predictions are left out of the next round. The search ends when
-the next estimate is above the K-th prediction: estimates are at most 1/SURE of predictions (estimate.py).
+together, if each cut alone is fast enough. After each round at most SIMULATED layouts are predicted in the order of
+estimated seconds, and layouts slower than the K fastest predictions are left out of the next round. The search ends
+when the next estimate is above the K-th prediction: estimates are at most 1/SURE of predictions (estimate.py).
 
-A layout that recomputes or offloads is looked at when the same layout without that does not fit or is tight; a layout
-that slices is not predicted where the same layout without slices fits and is estimated to be SYNCS_APART times as
-fast. Both are looked at where fewer than K layouts fit without. Attention whose kernel keeps nothing is not recomputed.
+A layout that recomputes or offloads is evaluated if the same layout without that saving does not fit or is tight. A
+layout that slices is not predicted if the same layout without slices fits and is estimated to be SYNCS_APART times as
+fast. Both kinds are predicted if fewer than K other layouts fit. Attention is not recomputed if the kernel keeps
+nothing.
 
-Layouts that fit even with Device.unpredicted_share rank first; tight layouts that are faster stand beside them. One
-layout of each strategy (evaluator.strategy_of) is predicted; a strategy does not fit where neither its fastest layouts
-nor its least full one do. Ctrl-C ends a search with the best layouts so far.
+Layouts that fit even with Device.unpredicted_share rank first; faster tight layouts are listed separately. One layout
+of each strategy (evaluator.strategy_of) is predicted. A strategy does not fit if neither the fastest layouts nor the
+least full layout of the strategy fit. Ctrl-C ends a search with the best layouts so far.
 """
 
 from __future__ import annotations
@@ -68,46 +69,50 @@ if TYPE_CHECKING:
     from meshwright.planner.foreign.job import ForeignJob
 
 SIMULATED = 80
-"""Most layouts predicted in a round once any fits: estimates let pass many layouts that do not quite fit."""
+"""Most layouts predicted in a round after one has fitted: many layouts with a fitting estimate just do not fit."""
 
 SYNCS_APART = 1.05
-"""How far estimates of two syncs err apart: zero3 was estimated 2 % slower than zero1 and predicted 4 % faster."""
+"""Tolerated error between estimates of two syncs: zero3 was estimated 2 % slower than zero1, predicted 4 % faster."""
 
 AS_MESSAGES = 2
 """How many of the fastest layouts with shared experts are also predicted with rows as messages, which takes several
 times as long to simulate."""
 
 TRIES = 6
-"""Layouts predicted of a strategy that is not among the fastest, until one fits; then its least full one decides."""
+"""Layouts predicted of a strategy that is not among the fastest, until one fits; then the least full one decides."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of layouts by their end in the search."""
+    """Numbers of layouts by result of the search."""
 
     legal: int
-    """Looked at. A family that cannot fit, a microbatch size too slow for a family, and a layout that fits in no order
+    """Evaluated. A family that cannot fit, a microbatch size too slow for a family, and a layout that fits in no order
     of its axes count once."""
     too_full: int
     """Weights, gradients and states alone do not fit."""
     unfit: int
-    """Activations and all else do not fit beside them."""
+    """Weights, gradients and states fit alone, but not with activations and all else."""
     dominated: int
-    """Recompute, offload or slice where the same layout fits without."""
+    """Recompute, offload or slice although the same layout fits without."""
     too_slow: int
-    """Estimated to be slower than the K fastest that fit, or than K tight ones where tight themselves."""
+    """Estimated to be slower than the K fastest that fit; tight layouts: than K tight ones."""
     predicted: int
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """`predictions`: the fastest layouts that fit, fastest first; at least one, and only tight ones where none fits.
-    `tight`: tight layouts that are faster. `runner_ups`: the best layout of each other strategy; `not_reached`:
-    strategies not looked at when Ctrl-C `stopped` the search, and `left_share` of the families. `predicted`: all
-    predictions within the device's memory. `illegal`: a broken rule by kind of tensor section without a legal layout.
-    `nearly_fits`: (estimated seconds, layout, memory) of a layout that would be the fastest if it fitted. `program`:
-    another program whose layouts alone were searched. `training`, `changes`: the user's goal, and what would alter
-    it. `foreign`: the job of another program that was asked about."""
+    """The answer of a search.
+
+    `predictions`: the fastest layouts that fit, fastest first; at least one, and only tight ones if none fits.
+    `tight`: tight layouts that are faster. `runner_ups`: the best layout of each other strategy. `not_reached`,
+    `left_share`: strategies, and the share of families, not evaluated when Ctrl-C `stopped` the search. `predicted`:
+    all predictions within the device's memory. `illegal`: a broken rule by kind of tensor section without a legal
+    layout. `nearly_fits`: (estimated seconds, layout, memory) of a layout that lacks memory and would be the fastest.
+    `program`: another program, if only layouts of that program were searched. `training`: a whole training's
+    tokens and price. `changes`: seconds of a step under changes of the cluster. `foreign`: the job of another program,
+    if the user asked about one.
+    """
 
     job: SearchJob
     predictions: tuple[Prediction, ...]
@@ -129,13 +134,13 @@ class SearchResult:
 
     @property
     def fastest(self) -> Prediction:
-        """The fastest prediction, which a simpler layout may precede."""
+        """The fastest prediction; `predictions` may begin with a simpler layout."""
         return min(self.predictions, key=lambda one: one.seconds)
 
 
 def layout_text(config: Config) -> str:
-    """`megatron, cut by sequence: data 4 (zero1), pipe 2 (1f1b), tensor 2; micro 4, recompute auto, offload host`.
-    A `data` of one replica is left out."""
+    """Write a layout as `megatron, cut by sequence: data 4 (zero1), pipe 2 (1f1b), tensor 2; micro 4, recompute auto,
+    offload host`. A `data` of one replica is left out."""
     memory, layout = config.memory, config.layout
     limit, kind, data = layout.pipeline.limit, layout.tensor.words, layout.data
     words = [f"micro {config.micro}"]
@@ -167,19 +172,29 @@ def search(
     program: Program | None = None,
     improved: Callable[[Prediction], None] = lambda best: None,
 ) -> SearchResult:
-    """The `top` fastest layouts of a run that fit on `devices`, among layouts for which `keep` is true.
+    """Search for the `top` fastest layouts of a run that fit on `devices`.
 
-    `fixed`: fields that keep the run's values (space.py). `models`: shared by searches on one cluster.
-    `partial`: whether Ctrl-C ends the search with the best so far. `program`: searches this program's layouts alone.
-    `improved`: called with each new fastest prediction that fits.
+    Args:
+        config: The run.
+        cluster: The devices and links.
+        devices: The number of devices that every layout uses.
+        top: The number K of layouts to find.
+        fixed: Fields that keep the run's values (space.py).
+        keep: False leaves a layout out.
+        models: Estimates, shared by searches on one cluster.
+        report: Shows progress.
+        partial: True: Ctrl-C ends the search with the best layouts so far.
+        program: If given, only layouts of this program are searched.
+        improved: Called with each new fastest prediction that fits.
 
-    Raises ConfigError where no layout is legal, or none fits, with the bytes that the closest layout lacks.
+    Raises:
+        ConfigError: No layout is legal, or none fits; the error names the bytes that the closest layout lacks.
     """
     known, experts = (program.layouts, program.software.expert_ranks) if program else ({}, None)
     job = SearchJob(config, cluster, devices, frozenset(fixed), known, experts)
     evaluator = Evaluator(job, models or Estimates(Planner(cluster)), keep)
     current = _Search(evaluator, top, report, improved)
-    # torch's first pass leaves reference cycles, which would count as memory: it runs while the collector is on.
+    # torch's first pass leaves reference cycles, which would count as memory: run that pass with the collector on.
     stopped = not _finishes(current.predict_own, partial)
     with _uncollected():
         stopped = stopped or not _finishes(current.run, partial)
@@ -195,7 +210,7 @@ def search(
 
 
 def _finishes(work: Callable[[], None], partial: bool) -> bool:
-    """Whether the work was done, not stopped by Ctrl-C. Without `partial` Ctrl-C is raised on."""
+    """Run `work`; return False if Ctrl-C stopped the call. Without `partial` re-raise KeyboardInterrupt."""
     try:
         work()
     except KeyboardInterrupt:
@@ -207,26 +222,27 @@ def _finishes(work: Callable[[], None], partial: bool) -> bool:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Python's cyclic garbage collector off: it would walk a hundred thousand layouts again and again."""
+    """Turn off Python's cyclic garbage collector, which would walk a hundred thousand layouts again and again."""
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collects:
-            # Moves all objects to the oldest generation: the next young collection does not walk them.
+            # Moves all objects to the oldest generation, which the next young collection does not walk.
             gc.freeze()
             gc.unfreeze()
             gc.enable()
 
 
 class _Search:
-    """A search under way.
+    """A running search.
 
-    `queue`: layouts to predict, in the order of their estimates; the first `passed` are done with. `best`: the fastest
-    predictions that fit; `tight`: the fastest that nearly do not; `known`: all; `fastest`: one by strategy, one that
-    fits before one that is tight. `fitting`: estimated seconds of layouts that fit. `dominated`: layouts that save
-    memory which one of `fitting` does not need; they fit, too. `behind`: layouts that would be tight, and no faster.
+    `queue`: layouts to predict, in the order of estimated seconds; the first `passed` are done. `best`: the fastest
+    predictions that fit. `tight`: the fastest that fit, but only tightly. `known`: all predictions. `fastest`: one by
+    strategy, a fitting layout before a tight one. `fitting`: estimated seconds of layouts that fit. `dominated`:
+    layouts that fit, but save memory that a layout in `fitting` does not need to save. `behind`: layouts at or above
+    the cutoff, and tight ones that are no faster.
     """
 
     def __init__(
@@ -255,12 +271,12 @@ class _Search:
 
     @property
     def cutoff(self) -> float:
-        """Seconds of the K-th fastest prediction that fits; slower layouts cannot be in the answer."""
+        """Seconds of the K-th fastest prediction that fits; the answer holds no slower layout."""
         return self.best[-1].seconds if len(self.best) >= self.top else math.inf
 
     @property
     def left_share(self) -> float:
-        """The share of families not looked at yet."""
+        """The share of families not evaluated yet."""
         return 1 - self.looked_at / max(1, len(self.families))
 
     def predict_own(self) -> None:
@@ -269,20 +285,20 @@ class _Search:
         self.families = [family for family in every if self.evaluator.keep(family.layout)]
         self.strategies = list(dict.fromkeys(map(strategy_of, self.families)))
         own = own_layout(self.evaluator.job)
-        # Predicted whatever its estimate, so that the user can compare.
+        # Predicted regardless of the estimate, so that the user can compare.
         if own is None or own.layout.data.strategy.unplanned or not self.evaluator.keep(own.layout):
             return
         self.found.count(own)
         self._predict(own)
 
     def run(self) -> None:
-        """Predict the fastest layouts, and one of each strategy."""
+        """Predict the fastest layouts, and one layout of each strategy."""
         rounds = _in_rounds(self.families)
         for place, own in enumerate(rounds):
             self._gather(own)
             self._predict_fastest(complete=place > 0 or len(rounds) == 1)
         self._try_messages()
-        # Where fewer than K fit, layouts that save memory for nothing fill the answer.
+        # If fewer than K layouts fit, layouts with unneeded savings of memory fill the answer.
         for config in [*self.fitting] if len(self.best) < self.top else ():
             found = SearchState()
             self.evaluator.evaluate_savings(config, {*self.full, *self.fitting}, found, math.inf)
@@ -296,7 +312,7 @@ class _Search:
                 self._try_slow(strategy)
 
     def result(self, *, stopped: bool) -> SearchResult:
-        """The answer so far. Strategies that a stopped search has not predicted are `not_reached`."""
+        """Return the answer so far. Strategies that a stopped search has not predicted are `not_reached`."""
         best, found = tuple(self.best) or tuple(self.tight), self.found
         first = best[0]
         tight = tuple(one for one in self.tight if self.best and one.seconds < first.seconds)
@@ -312,7 +328,7 @@ class _Search:
         illegal = {kind: problem for kind, problem in found.refused.items() if kind not in found.kinds}
         nearly_fits = found.nearly_fits if found.nearly_fits and found.nearly_fits[0] < first.seconds else None
         predicted = tuple(sorted(self.known, key=lambda one: one.seconds))
-        # Too slow is the rest, so that the numbers add up to `legal`.
+        # `too_slow` is the rest, so that the numbers add up to `legal`.
         out = found.too_full + found.unfit + len(self.dominated) + len(predicted)
         counts = Counts(
             found.legal, found.too_full, found.unfit, len(self.dominated), found.legal - out, len(predicted)
@@ -323,7 +339,7 @@ class _Search:
         )  # fmt: skip
 
     def nothing_fits(self) -> ConfigError:
-        """The error that names the layout that lacks the least memory, and how much."""
+        """Make the error that names the layout that lacks the least memory, and the missing bytes."""
         job, closest = self.evaluator.job, min(self.found.closest.values(), key=lambda one: one.excess)
         device = job.cluster.device.memory_bytes
         needs = f"{closest.memory.text}; {missing(closest.memory, job.cluster)}"
@@ -341,7 +357,7 @@ class _Search:
         cutoff, found = self.cutoff, SearchState()
         try:
             for family in own:
-                # Two cuts together make no layer cheaper than one of them alone.
+                # Two cuts together make no layer cheaper than one of the cuts alone.
                 if any(self.found.least.get(cut, 0.0) >= cutoff for cut in cuts_within(family.layout)):
                     self.found.count(family, slow=True)
                 else:
@@ -353,7 +369,7 @@ class _Search:
             self.found.include(found)
 
     def _evaluate(self, family: Config, cutoff: float, found: SearchState) -> None:
-        """Evaluate a family into `found`, and show it on the progress line."""
+        """Evaluate a family into `found`, and name the family on the progress line."""
         looked_at = f"{self.found.legal + found.legal:,} layouts, {self.left_share:.0%} of the families left"
         self.report(f"{looked_at}; now {family.layout.summary}", 1 - self.left_share)
         self.evaluator.evaluate_family(family, found, cutoff)
@@ -371,7 +387,7 @@ class _Search:
                 return
             self.passed += 1
             behind = bool(self.best) and queued.seconds >= self.best[0].seconds
-            # A tight layout is shown only where it is faster than the first that fits.
+            # A tight layout is shown only if faster than the first that fits.
             if queued.tight and (behind or len(self.tight) >= self.top):
                 self.behind.append(queued)
                 self._queue_savings(queued.config)
@@ -400,7 +416,7 @@ class _Search:
     def _try_messages(self) -> None:
         """Predict the fastest layouts with shared experts again with rows as messages, under the first limit that
         fits."""
-        # Chosen by predictions: estimates do not know rows as messages. Layouts that differ in schedule or slices alone
+        # Chosen by predictions: estimates do not model rows as messages. Layouts that differ only in schedule or slices
         # give one variant.
         sharing = [one for one in self.known if one.config.layout.data.expert > 1]
         sharing.sort(key=lambda one: (not self._fits(one), one.seconds))
@@ -413,23 +429,23 @@ class _Search:
                     break
 
     def _try(self, strategy: str) -> bool:
-        """Predict a strategy's layouts by their estimates until one fits or TRIES do not, then its least full one.
-        Returns whether one fits."""
-        # The fastest by their estimates use most memory.
+        """Predict a strategy's layouts in the order of estimates until one fits or TRIES do not; then the least full
+        one. Returns True if a layout of the strategy has a prediction."""
+        # The fastest by estimate use most memory.
         for number in range(TRIES + 1):
             left = (*self.dominated.values(), *self.behind, *self.queue[self.passed :])
             waiting = [one for one in left if strategy_of(one.config) == strategy and one.config not in self.seen]
             if strategy in self.fastest or not waiting:
                 break
             if number < TRIES:
-                # Layouts that are tight by their estimates mostly do not fit.
+                # Layouts with a tight estimate mostly do not fit.
                 self._predict(min(waiting, key=lambda one: (one.tight, one.seconds)).config)
             else:
                 self._predict(self.evaluator.least_full(min(waiting, key=lambda one: one.memory).config))
         return strategy in self.fastest
 
     def _try_slow(self, strategy: str) -> None:
-        """Predict one layout of a strategy whose layouts were all above the cutoff: "why not this strategy?"."""
+        """Predict one layout of a strategy with all layouts above the cutoff: "why not this strategy?"."""
         # The first round with a layout that fits ends the loop.
         for own in _in_rounds([family for family in self.families if strategy_of(family) == strategy]):
             found = SearchState()
@@ -442,7 +458,7 @@ class _Search:
                 return
 
     def _predict(self, config: Config, cutoff: float = math.inf) -> bool:
-        """Predict a layout. False where it takes `cutoff` seconds or more; its memory is not known then."""
+        """Predict a layout. Returns False if a step takes `cutoff` seconds or more; the memory is then unknown."""
         if config in self.seen:
             self.found.legal -= 1  # the run's own
             return True
@@ -479,7 +495,7 @@ class _Search:
 
 
 def _in_rounds(every: Sequence[Config]) -> list[list[Config]]:
-    """Families of layouts, round by round."""
+    """Group families of layouts by round, in the order of rounds."""
     rounds: dict[tuple[bool, int, int], list[Config]] = {}
     for family in every:
         rounds.setdefault(round_of(family.layout), []).append(family)
@@ -487,8 +503,8 @@ def _in_rounds(every: Sequence[Config]) -> list[list[Config]]:
 
 
 def without_savings(config: Config) -> Iterator[Config]:
-    """The same layout without offload, without recomputation, or with each sync that slices less. These are as fast or
-    faster, except under a limit by memory, where they admit fewer microbatches and nothing is yielded."""
+    """Yield the same layout without offload, without recomputation, or with each sync that slices less. The yielded
+    layouts are as fast or faster. Under a limit by memory they would admit fewer microbatches, so none is yielded."""
     pipeline, memory, data = config.layout.pipeline, config.memory, config.layout.data
     if pipeline.limit_by_memory:
         return

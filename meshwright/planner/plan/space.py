@@ -1,28 +1,29 @@
-"""The space that is searched: every legal layout of a run on so many devices of a cluster, as configs like the run's.
+"""Search space of the planner: every legal layout of a run on n devices of a cluster, as changed copies of its config.
 
 | field                      | values, in the order in which they are chosen                                          |
 |----------------------------|----------------------------------------------------------------------------------------|
-| layout.context             | the run's; of sequences of LONG tokens whole ones, and each kind over divisors         |
+| layout.context             | the run's; for sequences of LONG tokens: uncut, and each kind over divisors of n       |
 | layout.tensor              | none, megatron (activations whole, cut by sequence), tesseract q x q x d, sub-graphs   |
-| layout.pipeline.size       | divisors of the devices that are left                                                  |
-| layout.data.size           | what is left then                                                                      |
+| layout.pipeline.size       | divisors of the remaining devices                                                      |
+| layout.data.size           | all devices that then remain                                                           |
 | memory.offload.to          | none, host                                                                             |
-| layout.data.sync           | allreduce; zero1, zero2 and zero3 where gradients are summed at all                    |
-| layout.data.shard          | null; of slices over more than a node the most of a rank's neighbours that share one   |
-| layout.data.expert         | 1; of a model with experts the most of a rank's neighbours, and the most of all        |
-| layout.order               | orders of data, pipe and the tensor section's axes that put others together on a node  |
+| layout.data.sync           | allreduce; zero1, zero2 and zero3 if ranks sum gradients                               |
+| layout.data.shard          | null; if slices span more than a node: the largest group inside a node                 |
+| layout.data.expert         | 1; for a model with experts: the largest group inside a node, and the largest of all   |
+| layout.order               | orders of data, pipe and the tensor section's axes that put other ranks on a node      |
 | batch.micro                | divisors of a replica's samples                                                        |
-| layout.pipeline.schedule   | all four; without stages the run's                                                     |
-| layout.pipeline.chunks     | 1; of up to FEW p microbatches also CHUNKS, 1f1b's as a loop, message-driven's as a v  |
-| layout.pipeline.limit      | auto; message-driven: 2p, p; of CHUNKS those that hold as much as 2p of whole stages   |
+| layout.pipeline.schedule   | all four; with one stage: the run's                                                    |
+| layout.pipeline.chunks     | 1; up to FEW p microbatches: also CHUNKS, 1f1b's as a loop, message-driven's as a v    |
+| layout.pipeline.limit      | auto; message-driven: 2p, p; with CHUNKS: the limit with the memory of 2p whole stages |
 | memory.recompute           | none, selective, auto                                                                  |
-| layout.data.exchange       | the run's; of the fastest that share experts also messages (`as_messages`)             |
+| layout.data.exchange       | the run's; for the fastest that share experts: also messages (`as_messages`)           |
 
-A layout is legal where the config's own rules say so (config/rules.py); there are no others here. A rule is asked as
-soon as the last of the fields that it reads is chosen, so that what it refuses is not gone into. Nor is a family of
-layouts whose weights do not fit: those that differ only in what is chosen after layout.data.expert.
+p: number of stages. A layout is legal if it breaks no rule of the config (config/rules.py); this file adds no rules.
+A rule is checked as soon as the last field that the rule reads is chosen, so that no refused layout is completed.
+Layouts that differ only in fields chosen after layout.data.expert are a family. If a family's weights do not fit, the
+search skips the whole family.
 
-Fields that the user has fixed keep their values.
+Fields that the user has fixed keep the run's values.
 """
 
 from __future__ import annotations
@@ -48,27 +49,29 @@ from meshwright.strategies.memory.section import FIELD as RECOMPUTE
 from meshwright.strategies.memory.section import KEEPS_ALL, policy_of
 
 LONG = 8192
-"""Tokens."""
+"""Tokens of a sequence from which context parallelism is tried."""
 
 CHUNKS = 2
-"""Parts of the model that a stage holds, where several are tried."""
+"""Chunks of a stage, if more than one chunk is tried."""
 
 FEW = 4
-"""Microbatches a stage up to which chunks are tried: with more a step idles for less than a fifth, of which chunks
-would save half."""
+"""Most microbatches per stage with which chunks are tried. With more a step idles for less than a fifth, and chunks
+would save half of this idle time."""
 
 _SIZES = ("layout.context", "layout.tensor", "layout.pipeline.size", "layout.data.size")
-"""Together they must be all devices, also where they are fixed."""
+"""Sizes with the number of devices as product, even if the user fixed some."""
 
 Refused = dict[str, Problem]
-"""For kinds of tensor sections a problem that a layout of the kind has."""
+"""First broken rule by kind of tensor section."""
 
 
 @dataclass(frozen=True)
 class SearchJob:
-    """The run, cluster and devices of a search. `fixed`: dotted names of fields that keep the run's values; `known`:
-    the values that a program knows of a field, by dotted name, where it knows some alone; `experts`: how a program
-    deals experts."""
+    """The run, cluster and devices of a search.
+
+    `fixed`: dotted names of fields that keep the run's values. `known`: the values that a program supports of a field,
+    by dotted name; a field without an entry may have any value. `experts`: how a program deals experts to ranks.
+    """
 
     run: Config
     cluster: Cluster
@@ -78,10 +81,10 @@ class SearchJob:
     experts: ExpertRanks | None = None
 
     def is_known(self, name: str, value: Any) -> bool:
-        """Whether a value of a field, or a section with fields that some values alone are known of, is known."""
+        """Return True if the program supports the value of a field, or all fields of a section."""
         if name in self.known:
             return value in self.known[name]
-        # Whole sequences are of no kind, whatever the field says.
+        # Uncut sequences have no kind, so the field's value has no effect.
         if name == "layout.context" and not value.axes:
             return True
         # A kind of section has fields that others do not have.
@@ -91,7 +94,7 @@ class SearchJob:
 
 @dataclass(frozen=True)
 class Choice:
-    """A field and the values that it may take, given those chosen before it."""
+    """A field and candidate values, given the values of the fields chosen earlier."""
 
     field: str
     values: Callable[[Config, SearchJob], Iterable[Any]]
@@ -99,38 +102,40 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """A layout's choices behind its microbatch, without the order of axes. Equal if they are the same object.
-    `keeper`: the same without recomputation; None: this one recomputes nothing."""
+    """A layout's choices after the microbatch, without the order of axes. Compared by identity.
+
+    `keeper`: the same choices without recomputation; None if this tail recomputes nothing.
+    """
 
     pipeline: PipelineSection
     recompute: str | int
     keeper: Tail | None
 
     def of(self, sized: Config) -> Config:
-        """The config with these choices."""
+        """Apply these choices to a config."""
         layout = sized.layout.model_copy(update={"pipeline": self.pipeline})
         memory = sized.memory.model_copy(update={"recompute": self.recompute})
         return sized.model_copy(update={"layout": layout, "memory": memory})
 
 
 def legal_layouts(job: SearchJob, refused: Refused | None = None) -> Iterator[Config]:
-    """All of them. `refused`: is given for each kind of tensor section the first problem that one of its kind has."""
+    """Yield all legal layouts. Into `refused` is written, by kind of tensor section, the first broken rule."""
     refused = {} if refused is None else refused
     yield from _chosen(_start(job), 0, len(CHOICES), job, refused)
 
 
 def families(job: SearchJob, refused: Refused) -> Iterator[Config]:
-    """Families of layouts that have all in common that their weights, gradients and states hang on."""
+    """Yield families of layouts. Layouts of a family share all fields that weights, gradients and states depend on."""
     yield from _chosen(_start(job), 0, FAMILY, job, refused)
 
 
 def sizes_of(family: Config, job: SearchJob, refused: Refused) -> Iterator[Config]:
-    """The family with each size of microbatch."""
+    """Yield the family with each size of microbatch."""
     yield from _chosen(family, FAMILY, FAMILY + 1, job, refused)
 
 
 def tails_of(sized: Config, job: SearchJob) -> tuple[tuple[Tail, ...], Refused]:
-    """The choices that a config with a size of microbatch leaves before an order, and a problem of others by kind."""
+    """Return a sized config's legal choices up to the order of axes, and the first broken rule by tensor kind."""
     refused: Refused = {}
     kept: dict[PipelineSection, Tail] = {}
     tails = []
@@ -142,14 +147,14 @@ def tails_of(sized: Config, job: SearchJob) -> tuple[tuple[Tail, ...], Refused]:
 
 
 def ordered(layout: Config, job: SearchJob, refused: Refused) -> Iterator[Config]:
-    """The layout in each legal order of its axes."""
+    """Yield the layout in each legal order of its axes."""
     yield from _chosen(layout, len(CHOICES) - 1, len(CHOICES), job, refused)
 
 
 def own_layout(job: SearchJob) -> Config | None:
-    """The run file's own layout, on as many replicas as the devices have room for; None where it is not legal there."""
+    """Return the run file's own layout with replicas on all devices; None if this layout is not legal there."""
     run = _start(job)
-    # A run file is mostly written for other devices; only its replicas can follow them.
+    # Most run files are written for another number of devices; only the number of replicas is adapted.
     rest = job.devices // (run.layout.world_size // run.layout.data.size)
     if not is_fixed("layout.data.size", job.fixed) and rest % run.layout.data.expert == 0:
         run = with_field(run, "layout.data.size", max(1, rest))
@@ -161,12 +166,12 @@ def own_layout(job: SearchJob) -> Config | None:
 
 
 def orders_of(config: Config, job: SearchJob) -> Iterable[tuple[str, ...] | str]:
-    """The orders of a layout's axes that may be chosen."""
+    """Return the candidate orders of a layout's axes."""
     return _allowed(CHOICES[-1], config, job)
 
 
 def savings(config: Config, job: SearchJob) -> Iterator[Config]:
-    """The legal layouts that differ from this one in one further saving of memory: recomputation, or offload."""
+    """Yield the legal layouts that differ from this one in one further saving of memory: recomputation or offload."""
     for choice in CHOICES:
         if choice.field not in SAVINGS or is_fixed(choice.field, job.fixed):
             continue
@@ -180,15 +185,16 @@ def savings(config: Config, job: SearchJob) -> Iterator[Config]:
 
 
 def as_messages(config: Config, job: SearchJob) -> Iterator[Config]:
-    """The layout with rows that travel to experts under other microbatches' tasks, under each limit of a schedule that
-    does so; none where that may not be chosen."""
+    """Yield the layout with rows sent to experts as messages, hidden by tasks of other microbatches, under each limit
+    of the schedule with such messages. Yields nothing without shared experts, for another program, or if the user
+    fixed one of the changed fields."""
     layout, free = config.layout, next(name for name, rule in entries("schedules").items() if rule.in_pieces)
     changes: dict[str, Any] = {"layout.data.exchange": "messages"}
-    if layout.data.strategy.slices:  # which are summed in every microbatch, layer by layer
+    if layout.data.strategy.slices:  # slices would be summed in every microbatch, layer by layer
         changes["layout.data.sync"] = "zero1"
     if layout.pipeline.size > 1 and not layout.pipeline.rule.in_pieces:
         changes["layout.pipeline.schedule"] = free
-    # Another program's rows travel as it knows how.
+    # Another program sends rows in its own way.
     if job.known or layout.data.expert == 1 or any(is_fixed(name, job.fixed) for name in changes):
         return
     if not is_fixed("layout.pipeline.partition", job.fixed):
@@ -206,7 +212,7 @@ def is_legal(config: Config) -> bool:
 
 
 def fixed_fields(overrides: Iterable[str]) -> frozenset[str]:
-    """The fields that `key=value` words set: `layout.tensor={kind: megatron}` and `layout.tensor=megatron` set
+    """Return the fields set by `key=value` words: `layout.tensor={kind: megatron}` and `layout.tensor=megatron` set
     layout.tensor.kind, and `layout=auto` sets none."""
     fields: set[str] = set()
     for word in overrides:
@@ -218,12 +224,12 @@ def fixed_fields(overrides: Iterable[str]) -> frozenset[str]:
 
 
 def is_fixed(field: str, fixed: Collection[str]) -> bool:
-    """Whether a field, or a section that it lies in, keeps the run's value."""
+    """Return True if a field, or a section that contains the field, keeps the run's value."""
     return any(field == name or field.startswith(name + ".") for name in fixed)
 
 
 def ranks_per_node(cluster: Cluster, devices: int) -> int:
-    """The largest divisor of `devices` that fits on a node."""
+    """Return the largest divisor of `devices` that fits on a node."""
     return max(size for size in divisors(devices) if size <= cluster.devices_per_node)
 
 
@@ -236,7 +242,7 @@ def _leaves(key: str, value: object) -> Iterator[str]:
 
 
 def _start(job: SearchJob) -> Config:
-    """The run, its nodes those of the cluster, and nothing left of a partition for other stages."""
+    """Return the run with the cluster's node size. Partition, placement, order and expert groups are reset unless fixed."""
     config = job.run
     for name, value in {
         "layout.ranks_per_node": ranks_per_node(job.cluster, job.devices),
@@ -251,49 +257,49 @@ def _start(job: SearchJob) -> Config:
 
 
 def _chosen(config: Config, index: int, stop: int, job: SearchJob, refused: Refused) -> Iterator[Config]:
-    """Every way to make the choices up to `stop` of a config whose first `index` ones are made."""
+    """Yield the config with every legal combination of the choices from `index` up to `stop`."""
     if index == stop:
         yield config
         return
     choice = CHOICES[index]
     for value in _allowed(choice, config, job):
         made = with_field(config, choice.field, value)
-        # As soon as all that a rule reads is chosen, so that what it refuses is not gone into.
+        # A rule is checked as soon as all fields that the rule reads are chosen: no refused layout is completed.
         problem = next((problem for rule in _rules_after(index) for problem in rule.check(made)), None)
         if problem is None:
             yield from _chosen(made, index + 1, stop, job, refused)
         else:
-            # One problem a kind is enough to say why the answer has no layout of it.
+            # One problem a kind is enough to explain why the answer has no layout of this kind.
             refused.setdefault(made.layout.tensor.kind, problem)
 
 
 def _allowed(choice: Choice, config: Config, job: SearchJob) -> Iterable[Any]:
-    """The values of a choice that agree with what is fixed, and that the program knows."""
+    """Return the values of a choice that agree with the fixed fields and that the program supports."""
     run = field_of(job.run, choice.field)
     values = choice.values(config, job)
-    # How one stage chooses its tasks nobody asks.
+    # With one stage the schedule has no effect, so any value is accepted.
     one_stage = choice.field.startswith("layout.pipeline.") and config.layout.pipeline.size == 1
     if job.known and (choice.field == "layout.pipeline.size" or not one_stage):
         values = [value for value in values if job.is_known(choice.field, value)]
     inner = [name for name in job.fixed if name.startswith(choice.field + ".")]
     whole = is_fixed(choice.field, job.fixed)
-    # A kind that is fixed leaves its sizes free, and the other way around.
+    # A fixed kind leaves the sizes free, and a fixed size the kind.
     if choice.field in ("layout.context", "layout.tensor") and inner and not whole:
         return [value for value in values if all(_field(value, name) == _field(run, name) for name in inner)]
     if not (whole or inner):
         return values
-    # A fixed size must go with the devices; any other fixed value is the user's, whether it would be tried or not.
+    # A fixed size must be a candidate for this number of devices; other fixed values are used without this check.
     return [value for value in values if value == run] if choice.field in _SIZES else [run]
 
 
 def _field(section: Any, name: str) -> object:
-    """A section's value under a dotted name's last word; None where it has no such field, or is no section."""
+    """Return a section's value under a dotted name's last word; None without such a field, or for no section."""
     return section.model_dump().get(name.rpartition(".")[2]) if isinstance(section, Section) else None
 
 
 @cache
 def _rules_after(index: int) -> tuple[Rule, ...]:
-    """The rules that read the field of a choice and of none after it."""
+    """Return the rules that read the field of a choice and no field chosen later."""
 
     def last(rule: Rule) -> int:
         # A rule that reads layout.tensor reads layout.tensor.kind, and the other way around.
@@ -309,7 +315,8 @@ def _rules_after(index: int) -> tuple[Rule, ...]:
 
 
 def _contexts(config: Config, job: SearchJob) -> Iterator[ContextParallel]:
-    """A cut of a short sequence gives nothing that others do not, and would make the search several times as long."""
+    """Yield context sections. A short sequence is not cut: it gains nothing, and the search would take several times
+    as long."""
     if config.data.lengths.source < LONG and config.layout.context == ContextParallel():
         yield config.layout.context
         return
@@ -319,12 +326,12 @@ def _contexts(config: Config, job: SearchJob) -> Iterator[ContextParallel]:
 
 
 def ranks_of_layer(layout: Layout) -> int:
-    """The number of ranks that share a layer."""
+    """Return the number of ranks that share a layer."""
     return math.prod(size for _, size in (*layout.context.axes, *layout.tensor.axes))
 
 
 def _orders(config: Config, job: SearchJob) -> Iterator[tuple[str, ...] | str]:
-    """auto, and each order that puts other ranks together on a node."""
+    """Yield auto, and each order that puts other ranks together on a node."""
     usual = config.layout.model_copy(update={"order": "auto"}).axes
     sizes, tensor = dict(usual), config.layout.tensor.axes
     blocks = (
@@ -335,7 +342,7 @@ def _orders(config: Config, job: SearchJob) -> Iterator[tuple[str, ...] | str]:
     )
     reach = _ranks_in_reach(config, job)
     seen: set[tuple[int, ...]] = set()
-    # Whole axes alone; those of the tensor section stay together, in their own order.
+    # Only whole axes are permuted. The axes of the tensor section stay together, in the section's order.
     orders = (tuple(name for block in chosen for name in block) for chosen in permutations(blocks))
     for order in (tuple(name for name, _ in usual), *orders):
         named = tuple((name, sizes[name]) for name in order)
@@ -348,8 +355,8 @@ def _orders(config: Config, job: SearchJob) -> Iterator[tuple[str, ...] | str]:
 
 @cache
 def _together(axes: tuple[tuple[str, int], ...], unit: int) -> tuple[int, ...]:
-    """Which ranks share a unit, whatever the order: each one's unit, ranks by their coordinates on the axes by name,
-    units by the first one in them."""
+    """Return each rank's unit of `unit` ranks, comparable between orders of the axes. Ranks are listed by coordinates
+    on the axes sorted by name, and units are numbered by first occurrence."""
     strides, stride = {}, 1
     for name, size in reversed(axes):
         strides[name], stride = stride, stride * size
@@ -359,7 +366,7 @@ def _together(axes: tuple[tuple[str, int], ...], unit: int) -> tuple[int, ...]:
 
 
 def _pipelines(field: str, config: Config, job: SearchJob) -> tuple[int | str, ...]:
-    """Candidates for a field of layout.pipeline behind its size."""
+    """Return candidates for a field of layout.pipeline other than the size."""
     pipeline, count = config.layout.pipeline, config.num_microbatches
     if field == "schedule":
         return tuple(reversed(entries("schedules"))) if pipeline.size > 1 else (pipeline.schedule,)
@@ -368,8 +375,8 @@ def _pipelines(field: str, config: Config, job: SearchJob) -> tuple[int | str, .
         return (1, CHUNKS) if few and pipeline.rule.tried_shape is not None else (1,)
     if field == "placement":
         return (pipeline.rule.tried_shape or "loop",) if pipeline.chunks > 1 else ("loop",)
-    # Limits: one round through the stages, and two, where a run would ask its memory. What memory allows was as slow as
-    # a limit of 7 for 64 stages. With chunks, two limits took 1.5 times the search's seconds.
+    # If a run would set the limit by its memory: one round through the stages, and two. The limit that memory allows
+    # was as slow as a limit of 7 for 64 stages. With chunks, trying two limits took 1.5 times the search's seconds.
     if pipeline.size == 1 or not pipeline.rule.by_memory:
         return ("auto",)
     rounds, stages = (2,) if pipeline.chunks > 1 else (2, 1), pipeline.size * pipeline.chunks
@@ -377,7 +384,7 @@ def _pipelines(field: str, config: Config, job: SearchJob) -> tuple[int | str, .
 
 
 def _syncs(config: Config, job: SearchJob) -> tuple[str, ...]:
-    """The strategies that a planner tries; of ranks that sum nothing together they are all the first."""
+    """Return the syncs that a planner tries; only the first if no ranks sum gradients, since all are then equal."""
     sizes = dict(config.layout.axes)
     summed = math.prod(sizes[axis] for axis in config.layout.token_axes)
     sharded = is_fixed("layout.data.shard", job.fixed) and job.run.layout.data.shard is not None
@@ -386,7 +393,7 @@ def _syncs(config: Config, job: SearchJob) -> tuple[str, ...]:
 
 
 def _shards(config: Config, job: SearchJob) -> tuple[int | None, ...]:
-    """Candidates for layout.data.shard: none, and the largest group inside a node."""
+    """Return candidates for layout.data.shard: None, and the largest group inside a node."""
     layout = config.layout
     if not layout.data.strategy.slices:
         return (None,)
@@ -395,30 +402,30 @@ def _shards(config: Config, job: SearchJob) -> tuple[int | None, ...]:
 
 
 def _experts(config: Config, job: SearchJob) -> list[int]:
-    """Experts on every rank; held by the replicas of a node, so that rows stay there; and held by as many as can."""
+    """Return sizes of the expert axis: 1, the most replicas of a node, so that rows stay on a node, and the most."""
     data, count = config.layout.data, config.model.routing.num_experts or 1
     if job.experts is not None and config.model.routing.num_experts:
-        # Of a program that deals experts over a layer's ranks too, these are dealt first.
+        # A program may deal experts also over a layer's ranks. These ranks then take experts first.
         tensor, context = dict(config.layout.tensor.axes).get("tensor", 1), config.layout.context.size
         parts = job.experts.tensor or tensor
         over = tensor // parts * (context if job.experts.context else 1)
         if tensor % parts or count % max(1, over):
             return []
         count //= over
-    # Both must divide: replicas into groups, experts onto the ranks of a group.
+    # The size must divide both the replicas (into groups) and the experts (over the ranks of a group).
     sizes = divisors(math.gcd(data.shard or data.size, count))
     here = max((size for size in sizes if size <= _replicas_of_node(config, job)), default=1)
     return sorted({1, here, sizes[-1]})
 
 
 def _replicas_of_node(config: Config, job: SearchJob) -> int:
-    """How many replicas a node has, or a domain of links as fast that is larger."""
+    """Return the number of replicas in a node, or in a larger domain of equally fast links."""
     layout = config.layout
     return _ranks_in_reach(config, job) // (ranks_of_layer(layout) * layout.pipeline.size)
 
 
 def _ranks_in_reach(config: Config, job: SearchJob) -> int:
-    """The ranks of a node, or of a domain of links as fast, where that is larger."""
+    """Return the number of ranks in a node, or in a larger domain of equally fast links."""
     nodes, domain = config.layout.ranks_per_node, job.cluster.domain_devices
     if domain > job.cluster.devices_per_node:
         return max(size for size in divisors(job.devices) if size <= domain)
@@ -427,7 +434,7 @@ def _ranks_in_reach(config: Config, job: SearchJob) -> int:
 
 OFFLOAD = "memory.offload.to"
 SAVINGS = {OFFLOAD: "none", RECOMPUTE: KEEPS_ALL}
-"""The fields by which a layout saves memory and takes longer, and the value of each that saves nothing."""
+"""Fields that save memory for more time, each with the value that saves nothing."""
 
 
 CHOICES = (
@@ -456,7 +463,7 @@ CHOICES = (
     ),
     Choice(
         RECOMPUTE,
-        # The candidates, and the policies and groups of layers that a program asks for: each is a third more.
+        # The candidates, then policies and groups of layers that a program uses: each makes the search a third longer.
         lambda config, job: [
             *(name for name, policy in entries("activations").items() if policy.candidate),
             *(each for each in job.known.get(RECOMPUTE, ()) if not candidate_policy(each)),
@@ -467,16 +474,16 @@ CHOICES = (
 
 
 def candidate_policy(setting: str | int) -> bool:
-    """Whether a value of memory.recompute is a policy that every search tries."""
+    """Return True if a value of memory.recompute is a policy that every search tries."""
     return policy_of(setting).candidate and isinstance(setting, str)
 
 
 FAMILY = 8
-"""The choices that a family of layouts has in common."""
+"""Number of choices that a family of layouts has in common."""
 
 TAIL = tuple(dict.fromkeys((
     "layout.pipeline", "memory.recompute", "batch", "layout.data.size",
-    # A section that may be of several classes is read as a whole (remembered.py).
+    # A section with several possible classes is read as a whole (remembered.py).
     *(
         next((whole for whole in ("model", "data", "layout.tensor") if f"{read}.".startswith(f"{whole}.")),
              read.replace("batch.global", "batch.global_"))
@@ -485,4 +492,4 @@ TAIL = tuple(dict.fromkeys((
         for read in rule.reads
     ),
 )))  # fmt: skip
-"""The fields on which a Tail depends, with those that the rules behind a microbatch's size read."""
+"""Fields that a Tail depends on, including all fields read by the rules checked after the microbatch's size."""
