@@ -1,1 +1,1 @@
-"""Jobs of other programs: files read as runs of ours, with an account of each field, and layouts in their words."""
+"""Jobs of other programs: files read as runs, with an account of each field, and layouts in other programs' words."""

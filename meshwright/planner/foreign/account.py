@@ -1,4 +1,4 @@
-"""The account of a job's file: fields that a plan reads, values that it assumes, fields that it leaves out."""
+"""Account of a job's file: fields that a plan reads, values that a plan assumes, fields that a plan leaves out."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from meshwright.ranks.errors import ConfigError
 
 NOTHING: tuple[Any, ...] = (None, "", [], {})
-"""Values of fields that are written and set nothing."""
+"""Values that count as not set."""
 
 
 class Account:
-    """A file's fields by dotted name, each of which is read, assumed or left out.
+    """A file's fields by dotted name. Each field is read, assumed or left out.
 
     Attributes:
         read: The fields that the plan takes, with their values.
@@ -25,7 +25,7 @@ class Account:
 
         Args:
             tree: The content.
-            harmless: Patterns (fnmatch), in words, of fields that change neither a step's seconds nor its memory.
+            harmless: Patterns (fnmatch), separated by spaces, of fields that change neither seconds nor memory.
         """
         self._fields = dict(fields_of(tree))
         self._harmless = harmless.split()
@@ -34,14 +34,14 @@ class Account:
         self._others: dict[str, Any] = {}
 
     def says(self, name: str) -> bool:
-        """Whether the file sets the field."""
+        """Return True if the file sets the field."""
         return self._fields.get(name) not in NOTHING
 
     def get(self, *names: str, default: Any = None, why: str = "") -> Any:
-        """The value of the first of these fields that the file sets; else the default.
+        """Return the value of the first of these fields that the file sets; else the default.
 
         Args:
-            names: Names of one field, as versions of the program have it.
+            names: Names of one field in different versions of the program.
             default: The program's own value.
             why: The source of the default; with a source the default is listed as assumed.
         """
@@ -54,7 +54,7 @@ class Account:
         return default
 
     def number(self, *names: str, default: int = 1, why: str = "") -> int:
-        """The value of a field as a whole number; `none` and `null` as texts are the default.
+        """Return the value of a field as a whole number; the texts `none` and `null` give the default.
 
         Raises:
             ValueError: The value is no whole number.
@@ -63,21 +63,21 @@ class Account:
         return default if str(value).lower() in ("none", "null") else int(value)
 
     def flag(self, *names: str, default: bool = False) -> bool:
-        """The value of a field that is true or false; a text such as `yes` or `False` is read as YAML 1.1 does."""
+        """Return the value of a boolean field; a text such as `yes` or `False` is read as in YAML 1.1."""
         value = self.get(*names, default=default)
         return value if isinstance(value, bool) else str(value).lower() in ("true", "yes", "on", "1")
 
     def word(self, *names: str, known: Sequence[tuple[Any, Any]], default: Any, why: str = "") -> Any:
-        """Ours for a field's word.
+        """Translate a field's word to our word.
 
         Args:
-            names: Names of one field, as versions of the program have it.
-            known: The program's words in small letters, each with ours.
-            default: Ours, if the file does not set the field.
+            names: Names of one field in different versions of the program.
+            known: Pairs (the program's word in small letters, our word).
+            default: Our word, if the file does not set the field.
             why: As in `get`.
 
         Raises:
-            ConfigError: The word has none of ours: a plan would be of another job.
+            ConfigError: The word is not in `known`. A default would plan another job.
         """
         told = self.get(*names, default=None)
         if told is None:
@@ -88,29 +88,29 @@ class Account:
         raise ConfigError.of(names[0], told, "has no word of ours", ", ".join(str(theirs) for theirs, _ in known))
 
     def leave(self, name: str) -> None:
-        """List a field as left out that a reader has looked at and cannot say."""
+        """List a field as left out, since a reader has read the value and cannot express it."""
         if self.says(name):
             self.read.pop(name, None)
 
     def section(self, prefix: str) -> dict[str, Any]:
-        """All fields below a name, as a flat mapping without the prefix; each counts as read."""
+        """Return all fields below a name as a flat mapping without the prefix; each counts as read."""
         found = {name: value for name, value in self._fields.items() if name.startswith(f"{prefix}.")}
         self.read |= found
         return {name.removeprefix(f"{prefix}."): value for name, value in found.items()}
 
     def assume(self, name: str, value: Any, why: str) -> None:
-        """List a value that no field of the file says."""
+        """List a value that no field of the file gives."""
         self.assumed[name] = (value, why)
 
     def merge(self, other: Account, prefix: str) -> None:
-        """Add the account of a second file, with its names behind a prefix."""
+        """Add the account of a second file, with a prefix before each name."""
         self.read |= {f"{prefix}{name}": value for name, value in other.read.items()}
         self.assumed |= {f"{prefix}{name}": value for name, value in other.assumed.items()}
         self._others |= {f"{prefix}{name}": value for name, value in other.left_out.items()}
 
     @property
     def left_out(self) -> dict[str, Any]:
-        """The fields that are set, may change a step, and are not read."""
+        """Fields that are set, may change a step, and are not read."""
         own = {
             name: value
             for name, value in self._fields.items()
@@ -121,7 +121,7 @@ class Account:
 
 
 def fields_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings by dotted name."""
+    """Yield the leaves of nested mappings by dotted name."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:

@@ -20,15 +20,15 @@ model.backend.fake* packed_sequence* model.backend.attn model.backend.linear mod
 model.backend.rope* model.attn_implementation model.config.torch_dtype benchmark* nsys* launcher* slurm*
 distributed._target_ distributed.pipeline.round* *.freeze* ci.* timing*
 """
-"""Fields that change no second and no byte of a step, or none that a plan can say."""
+"""Fields that change neither seconds nor bytes of a step, or only in ways that a plan cannot express."""
 SIZES = "model.config."
 
 
 def read_automodel(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJob:
-    """The job of a recipe.
+    """Read the job of a recipe.
 
     Raises:
-        ConfigError: The file has adapters, a schedule that has none of ours, or says too little.
+        ConfigError: The file has adapters, a schedule that this package lacks, or too few fields.
     """
     account = Account(tree, HARMLESS)
     if "peft" in tree:
@@ -69,19 +69,19 @@ def read_automodel(path: Path, asked: Asked, tree: Mapping[str, Any]) -> Foreign
 
 
 DISPATCHERS = (("deepep", "deepep"), ("hybridep", "hybridep"), ("torch", "allgather"))
-"""AutoModel's backends of a dispatcher, and ours, of a fact `dispatch`: torch gathers tokens and sums outputs
+"""AutoModel's dispatcher backends, each with our value of the fact `dispatch`: torch gathers tokens and sums outputs
 (components/moe/layers.py, GroupedExperts)."""
 GROUPED = (("te", "apart"), ("gmm", "together"), ("torch_mm", "together"))
-"""Its backends of experts' products, and ours, of a fact `experts`."""
+"""AutoModel's backends of experts' products, each with our value of the fact `experts`."""
 
 
 def number(account: Account, name: str, default: int = 1) -> int:
-    """A size of the section `distributed`; `none` is the default."""
+    """Return a size of the section `distributed`; `none` gives the default."""
     return account.number(f"distributed.{name}", default=default)
 
 
 def told_model(account: Account) -> str | Mapping[str, Any] | None:
-    """The Hub's name, or the sizes of `model.config` as a config.json has them."""
+    """Return the Hub's name, or the sizes of `model.config` in the form of a config.json."""
     name = account.get("model.pretrained_model_name_or_path", f"{SIZES}pretrained_model_name_or_path")
     if name is not None:
         return str(name)
@@ -91,7 +91,7 @@ def told_model(account: Account) -> str | Mapping[str, Any] | None:
 
 
 def sync_of(account: Account, shard: int, stages: int) -> str:
-    """Ours: FSDP2 gathers again in the backward pass unless it is told not to; DDP all-reduces."""
+    """Return our sync: FSDP2 gathers again in the backward pass unless the file says otherwise; DDP all-reduces."""
     sharded = account.word("distributed.strategy", known=(("fsdp2", True), ("ddp", False)), default=True)
     if shard == 1 or not sharded:
         return "allreduce"

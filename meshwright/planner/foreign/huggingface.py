@@ -1,4 +1,4 @@
-"""Jobs that the Trainer runs: Accelerate's YAML, axolotl's YAML, DeepSpeed's JSON beside a launcher's line."""
+"""Jobs of transformers' Trainer: Accelerate's YAML, axolotl's YAML, DeepSpeed's JSON with a launcher's line."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ flash_attention flex_attn* overrides_of*
 """
 )
 ZERO = ("allreduce", "zero1", "zero2", "zero3")
-"""Ours, of `layout.data.sync`, by DeepSpeed's stage."""
+"""Our value of `layout.data.sync` by DeepSpeed's stage."""
 FULL, NO_SHARD, GRADIENTS, HYBRID, HYBRID_GRADIENTS = (
     "FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"
 )  # fmt: skip
 STRATEGIES = {"1": FULL, "2": GRADIENTS, "3": NO_SHARD, "4": HYBRID, "5": HYBRID_GRADIENTS}
-"""FSDP's strategies by the numbers that Accelerate writes too."""
+"""FSDP's strategies by number; Accelerate writes either the number or the word."""
 
 
 def read_accelerate(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJob:
-    """The job of a file of `accelerate config`: FSDP of version 1 and 2, parallelism_config, DeepSpeed."""
+    """Read the job of a file of `accelerate config`: FSDP of version 1 and 2, parallelism_config, DeepSpeed."""
     account = Account({name: value for name, value in tree.items() if name != "deepspeed_config"}, HARMLESS)
     ranks = account.number("num_processes", default=asked.devices, why="--devices")
     if ranks != asked.devices:
@@ -63,13 +63,13 @@ PREFIX = "parallelism_config.parallelism_config_"
 
 
 def fsdp_degrees(account: Account, devices: int, prefix: str = PREFIX, sharded: bool = True) -> Degrees:
-    """Axes of FSDP's strategy and of Accelerate's parallelism_config.
+    """Read the axes of FSDP's strategy and of Accelerate's parallelism_config.
 
     Args:
         account: The file's account.
         devices: The plan's devices.
-        prefix: Before `tp_size` and the others; axolotl has none, and longer names for two of the fields.
-        sharded: Whether there is a section of FSDP at all; else gradients are all-reduced.
+        prefix: Text before `tp_size` and the others; axolotl has none, and longer names for two of the fields.
+        sharded: True if the file has a section of FSDP; else gradients are all-reduced.
 
     Raises:
         ConfigError: The strategy is none of FSDP's.
@@ -101,7 +101,7 @@ def fsdp_degrees(account: Account, devices: int, prefix: str = PREFIX, sharded: 
 
 
 def read_axolotl(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJob:
-    """The job of axolotl's YAML, whose fields of fsdp_config may lack the prefix `fsdp_`."""
+    """Read the job of axolotl's YAML. Fields of fsdp_config may lack the prefix `fsdp_`."""
     plain = {f"fsdp_{name.removeprefix('fsdp_')}": value for name, value in (tree.get("fsdp_config") or {}).items()}
     account = Account({**tree, "fsdp_config": plain}, AXOLOTL)
     for name in ("load_in_8bit", "load_in_4bit"):
@@ -130,7 +130,7 @@ def read_axolotl(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJo
 
 
 def json_beside(path: Path, name: str) -> dict[str, Any]:
-    """The JSON that a file names, in the file's folder or in the current one.
+    """Read the JSON that a file names, in the file's folder or in the current one.
 
     Raises:
         ConfigError: Neither folder has the JSON.
@@ -147,14 +147,14 @@ def json_beside(path: Path, name: str) -> dict[str, Any]:
 def read_deepspeed(
     path: Path, asked: Asked, own: Mapping[str, Any], outer: Account, flags: Mapping[str, str] | None = None
 ) -> ForeignJob:
-    """The job of DeepSpeed's fields.
+    """Read the job of DeepSpeed's fields.
 
     Args:
         path: The file, for errors.
         asked: The options.
-        own: DeepSpeed's JSON, or Accelerate's section of it.
+        own: DeepSpeed's JSON, or the section of Accelerate's file with the same fields.
         outer: The account of the file that names the JSON.
-        flags: The launcher's line beside the JSON, by flag.
+        flags: The flags of the launcher's line that names the JSON.
     """
     inner, line = Account(own, DEEPSPEED_HARMLESS), Account(dict(flags or {}), TRAINER_HARMLESS)
     model = model_of(asked, outer, line.get("model_name_or_path", "model") or outer.get("base_model"), path)
@@ -191,7 +191,7 @@ def read_deepspeed(
 
 
 OF_THE_LINE = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing")
-"""Flags of the Trainer beside `accelerate launch --config_file` that a plan takes."""
+"""Flags of the Trainer that a plan reads from a line `accelerate launch --config_file`."""
 DEEPSPEED_HARMLESS = """
 steps_per_print wall_clock_breakdown *_log* *monitor* tensorboard* wandb* *profile* csv_* optimizer.params.*
 optimizer.type scheduler* gradient_clipping zero_allow_untested_optimizer _* fp16.loss* fp16.initial* fp16.hyst*
@@ -200,7 +200,7 @@ fp16.min* fp16.auto* *round_robin* *stage3_max* *comment* *sub_group_size *stage
 *ignore_unused* checkpoint* *zero3_init_flag *zero3_save* *fast_init warmup_ratio *nvme_path aio* dump_state seed
 *sanity* *gradient_predivide* train_batch_size
 """
-"""DeepSpeed's fields that a plan does not say, or that say the default."""
+"""DeepSpeed's fields that a plan does not express, or that repeat the default."""
 TRAINER_HARMLESS = """
 output* learning* num_train* max_steps log* save* eval* warmup* weight* lr* seed dataset* do_* report* data* num_gpus
 num_nodes master* hostfile include deepspeed tf32 overwrite* run_name hub* push* train_file validation* nproc* nnodes
@@ -209,13 +209,13 @@ node* rdzv* preprocessing* trust_remote_code
 
 
 def automatic(account: Account, name: str) -> int | None:
-    """A number of DeepSpeed's JSON; `auto` is left to the Trainer."""
+    """Return a number of DeepSpeed's JSON; None for `auto`, which the Trainer decides."""
     value = account.get(name)
     return None if value in (None, "auto") else int(value)
 
 
 def precision_of(account: Account) -> str:
-    """bf16, unless fp16 is asked for or nothing but float32 is."""
+    """Return the precision: bf16 unless the file sets fp16 or turns mixed precision off (float32)."""
     half = account.word("mixed_precision", known=PRECISIONS, default="bf16")
     account.get("bf16")
     return "fp16" if account.flag("fp16") else str(half)
@@ -226,7 +226,7 @@ PRECISIONS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp8", "bf16"), ("no", "float
 
 
 def compiled(account: Account) -> tuple[str, ...]:
-    """Facts of torch.compile and FP8, as Accelerate's dynamo_config and mixed_precision, and axolotl, ask for them."""
+    """Return facts of torch.compile and FP8, set by Accelerate's dynamo_config and mixed_precision, or by axolotl."""
     dynamo = str(account.get("dynamo_config.dynamo_backend", default="no")).lower() not in ("no", "none")
     fused = ("fuses_elements=true",) if dynamo or account.flag("torch_compile") else ()
     low = account.flag("fp8") or str(account.get("mixed_precision", default="")).lower() == "fp8"

@@ -1,4 +1,4 @@
-"""A job of another program as a run of ours: sizes, batch, layout, memory, and how each was known."""
+"""Jobs of other programs as runs: sizes, batch, layout, memory, and the source of each value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of `plan --from` beside the file.
+    """Options of `plan --from` other than the file.
 
     Attributes:
         model: A model's name, in place of the file's.
@@ -35,21 +35,21 @@ class Asked:
 
 @dataclass(frozen=True)
 class Degrees:
-    """Sizes of a job's axes as its program names them.
+    """Sizes of a job's axes as the job's program names them.
 
     Attributes:
         tensor: Ranks that cut a layer's matrices.
-        by_sequence: Whether these ranks cut activations between layers by sequence.
+        by_sequence: True if these ranks cut activations between layers by sequence.
         stages: Pipeline stages.
         chunks: Virtual stages of a rank.
-        schedule: Ours, of the pipeline.
+        schedule: Our name of the pipeline's schedule.
         context: Ranks that cut a sequence.
         context_kind: `ring` or `ulysses`.
-        experts: Ranks over which experts are dealt.
-        expert_tensor: Ranks that cut one expert; None: as many as cut a layer, and replicas alone have other experts.
-        sync: Ours, of `layout.data.sync`.
+        experts: Number of ranks with different experts.
+        expert_tensor: Ranks that cut one expert; None: all ranks that cut a layer, and only replicas differ in experts.
+        sync: Our value of `layout.data.sync`.
         shard: Ranks that cut states together; None: all replicas.
-        replicas: The number of replicas that the file says; None: all other devices.
+        replicas: The number of replicas in the file; None: all other devices.
     """
 
     tensor: int = 1
@@ -66,7 +66,7 @@ class Degrees:
     replicas: int | None = None
 
     def data(self, devices: int) -> int:
-        """Replicas on a number of devices.
+        """Return the number of replicas on a number of devices.
 
         Raises:
             ConfigError: The other axes do not divide the devices, or the file's degrees are of another number.
@@ -82,7 +82,7 @@ class Degrees:
         return replicas
 
     def dealt(self, devices: int) -> tuple[int, bool]:
-        """The size of our expert axis, and whether the context axis deals experts too.
+        """Return (size of our expert axis, True if the context axis deals experts too).
 
         Megatron-LM numbers an expert's ranks first, then the ranks of other experts, out of all ranks of a stage: these
         are the tensor ranks of a layer, then context ranks, then replicas (core/parallel_state.py).
@@ -99,13 +99,13 @@ class Degrees:
         return (axis // self.context, True) if over_context and self.expert_tensor is not None else (axis, False)
 
     def expert_facts(self, devices: int) -> tuple[str, ...]:
-        """The facts of the software that say which ranks have different experts."""
+        """Return the software's facts on the ranks that have different experts."""
         cut = self.expert_tensor not in (None, self.tensor)
         over_context = self.dealt(devices)[1]
         return (*([f"expert_tensor={self.expert_tensor}"] if cut else ()), *(["expert_context=true"] * over_context))
 
     def layout(self, devices: int) -> Tree:
-        """The section `layout` of a run."""
+        """Make the section `layout` of a run."""
         replicas = self.data(devices)
         layout: Tree = {"data": {"size": replicas, "sync": self.sync}}
         if self.shard not in (None, replicas):
@@ -123,11 +123,11 @@ class Degrees:
 
 @dataclass(frozen=True)
 class ForeignJob:
-    """A job of a known program.
+    """Job of a known program.
 
     Attributes:
         program: A preset of configs/software.
-        form: The form of the program's words that the file has; None: the preset's.
+        form: The form of the file, among the forms of the program; None: the preset's.
         run: The tree of a run file, with the job's own layout.
         facts: Facts of the software that the file changes, `name=value`.
         account: The file's fields: read, assumed, left out.
@@ -141,22 +141,22 @@ class ForeignJob:
 
 
 def model_of(asked: Asked, account: Account, told: str | Mapping[str, Any] | None, path: Path) -> Any:
-    """The section `model`: the option's name, the file's sizes, or our model of the file's name.
+    """Make the section `model`: the option's name, the file's sizes, or our model of the file's name.
 
     Args:
         asked: The options.
-        account: The file's account, in which a model that is near and not equal is listed as assumed.
-        told: A name (of the Hub, or the program's own), sizes as a Hugging Face config.json has them, or None.
+        account: The file's account; a similar model that is not equal is listed there as assumed.
+        told: A name (of the Hub, or the program's own), sizes in the form of a Hugging Face config.json, or None.
         path: The file, for the error.
 
     Raises:
-        ConfigError: Neither option nor file say a model that is known here.
+        ConfigError: Neither option nor file gives a model that is known here.
     """
     if asked.model is not None:
         account.assume("model", asked.model, "--model")
         return asked.model
     if isinstance(told, Mapping):
-        # Here: a file that names its model needs no reader of sizes.
+        # Imported here: a file that names a model needs no reader of sizes.
         from meshwright.training.convert.folder import Settings
         from meshwright.training.convert.transfer import family_of
 
@@ -177,9 +177,9 @@ def model_of(asked: Asked, account: Account, told: str | Mapping[str, Any] | Non
 
 
 def layers_of(model: str | Mapping[str, Any]) -> int:
-    """Layers of a section `model`, or of a shipped model by name."""
+    """Return the number of layers of a section `model`, or of a shipped model by name."""
     if isinstance(model, str):
-        # Here: the whole config is not needed for a file that says its sizes.
+        # Imported here: a file with sizes does not need the whole config.
         from meshwright.config import parse_config
 
         return int(parse_config({"model": model}).model.num_blocks)
@@ -187,11 +187,11 @@ def layers_of(model: str | Mapping[str, Any]) -> int:
 
 
 SCHEDULES = (("gpipe", "gpipe"), ("afab", "gpipe"), ("1f1b", "1f1b"), ("interleaved1f1b", "1f1b"))
-"""Others' schedules in small letters, and ours; an interleaved one has several stages a rank."""
+"""Other programs' schedules in small letters, each with ours; an interleaved schedule has several stages a rank."""
 
 
 def schedule_of(told: str, field: str) -> str:
-    """Ours of another's schedule. Raises ConfigError for a schedule that has none of ours."""
+    """Translate another program's schedule to ours. Raises ConfigError for a schedule that has no counterpart."""
     found = next((ours for theirs, ours in SCHEDULES if theirs == told.lower()), None)
     if found is None:
         raise ConfigError.of(field, told, "has no schedule of ours", ", ".join(theirs for theirs, _ in SCHEDULES))
@@ -202,17 +202,17 @@ ALIKE = (
     ("llama-3-8b", "llama-3.1-8b"), ("llama-3-70b", "llama-3.1-70b"), ("llama-3-405b", "llama-3.1-405b"),
     ("gpt2", "gpt2-small"), ("deepseek-v3-671b", "deepseek-v3"),
 )  # fmt: skip
-"""Names of others, and our model of the same sizes."""
+"""Models' names elsewhere, each with our model of the same sizes."""
 
 
 def plain_name(told: str) -> str:
-    """`NousResearch/Meta-Llama-3.1-8B-Instruct` -> `llama-3.1-8b`."""
+    """Shorten a name: `NousResearch/Meta-Llama-3.1-8B-Instruct` -> `llama-3.1-8b`."""
     name = told.rsplit("/", 1)[-1].lower().replace("_", "-").removesuffix(".yaml")
     return re.sub(r"^llama-?(?=\d)", "llama-", re.sub(r"^meta-|-(instruct|base|hf|chat|v\d+\.\d+)\b", "", name))
 
 
 def known_name(told: str) -> str | None:
-    """Our name of another's model, if the sizes are known here."""
+    """Return our name of a model named elsewhere; None if the sizes are not known here."""
     name = plain_name(told)
     names = model_names()
     candidates = (name, *(ours for theirs, ours in ALIKE if theirs == name))
@@ -223,21 +223,21 @@ def run_of(
     asked: Asked, account: Account, degrees: Degrees, *, model: Any, sequence: Any, micro: int, global_: int | None,
     recompute: Any, precision: str, path: Path, accumulation: int = 1, offload: str = "none",
 ) -> Tree:  # fmt: skip
-    """The tree of a run file.
+    """Make the tree of a run file.
 
     Args:
-        asked: The options, which go before the file.
+        asked: The options, with priority over the file.
         account: The file's account.
         degrees: The job's axes.
         model: The section `model`.
-        sequence: Tokens of a sequence; None: the file does not say.
+        sequence: Tokens of a sequence; None: not in the file.
         micro: Samples of a microbatch on a replica.
         global_: Samples of a step; None: replicas x `micro` x `accumulation`.
-        recompute: Ours, of `memory.recompute`.
+        recompute: Our value of `memory.recompute`.
         precision: bf16, fp16 or float32.
         path: The file, for errors.
         accumulation: Microbatches of a step, if the file has no global batch.
-        offload: Ours, of `memory.offload`.
+        offload: Our value of `memory.offload`.
 
     Raises:
         ConfigError: The file lacks the sequence's tokens, or the devices do not fit.

@@ -1,4 +1,4 @@
-"""Fields that a function of a Python file sets, read without running the file: a stranger's file may do anything.
+"""Fields set by a function of a Python file, read without running the file, since an unknown file may do anything.
 
     def llama3_8b():                                         training.seq_len = 8192
         config = base()                                      (and all that base() of the same file sets)
@@ -6,8 +6,8 @@
         config.parallelism.tensor_parallel_degree = TWO      parallelism.tensor_parallel_degree = 2
         return config
 
-A call is the mapping of its keywords; the called name is kept under CALLED, positional values under their numbers.
-Numbers are computed from literals and from the file's constants. Any other expression is a text of its source.
+A call is read as a mapping of the keywords, with the called name under CALLED and positional values under 0, 1, ...
+Numbers are computed from literals and from the file's constants. Any other expression is read as its source text.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 from meshwright.ranks.errors import ConfigError
 
 CALLED = "()"
-"""The key of a called function's name: `training.()` is TrainingConfig."""
+"""The key for a called function's name: `training.()` is TrainingConfig."""
 MOST_CALLS = 20
-"""Functions of the file that call each other, at most."""
+"""Most nested calls between functions of the file."""
 
 _OPERATIONS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
@@ -33,7 +33,7 @@ DIVISIONS = (ast.FloorDiv, ast.Div)
 
 
 def computed(text: str) -> Any:
-    """The value of an expression of numbers, `8 * 4 // 2`; any other text stays."""
+    """Compute an expression of numbers, `8 * 4 // 2`; return any other text unchanged."""
     try:
         return _Reader({}, {}, {}, 0).value(ast.parse(text.strip(), mode="eval").body)
     except SyntaxError:
@@ -41,7 +41,7 @@ def computed(text: str) -> Any:
 
 
 def named_function(path: Path, function: str | None) -> dict[str, Any]:
-    """The fields that a function of a file sets.
+    """Read the fields that a function of a file sets.
 
     Raises:
         ConfigError: The file has no such function, or none is named.
@@ -56,7 +56,7 @@ def named_function(path: Path, function: str | None) -> dict[str, Any]:
 
 
 def fields_of_function(text: str, name: str) -> dict[str, Any]:
-    """The fields that a function of a file's text sets in the object that it returns, as nested mappings.
+    """Return the fields of the object that a function of the text returns, as nested mappings.
 
     Raises:
         KeyError: The file has no such function.
@@ -73,7 +73,7 @@ def fields_of_function(text: str, name: str) -> dict[str, Any]:
 
 
 class _Reader:
-    """Reads one function: `names` are values by local name."""
+    """Reader of one function. `names`: values by local name."""
 
     def __init__(self, functions: Mapping[str, ast.FunctionDef], constants: dict[str, Any], names: dict[str, Any],
                  depth: int) -> None:  # fmt: skip
@@ -99,7 +99,7 @@ class _Reader:
         return returned if isinstance(returned, dict) else {}
 
     def assign(self, target: ast.expr, value: Any) -> None:
-        """`config.training.steps = 3` sets a field of the value that `config` is."""
+        """Run an assignment: `config.training.steps = 3` sets a field of the value named `config`."""
         if isinstance(target, ast.Name):
             self.names[target.id] = value
         elif isinstance(target, ast.Attribute):
@@ -108,7 +108,7 @@ class _Reader:
                 holder[target.attr] = value
 
     def value(self, node: ast.expr, make: bool = False) -> Any:
-        """An expression's value; `make`: an attribute that is no mapping becomes an empty one."""
+        """Return an expression's value. `make`: an attribute that is no mapping becomes an empty mapping."""
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.Name):
@@ -133,7 +133,7 @@ class _Reader:
         return ast.unparse(node)
 
     def called(self, node: ast.Call) -> dict[str, Any]:
-        """A call's keywords, or the fields that a function of the file returns."""
+        """Return a call's keywords, or the fields of the object returned by a function of the file."""
         given = {each.arg: self.value(each.value) for each in node.keywords if each.arg}
         name = ast.unparse(node.func)
         function = self.functions.get(name)

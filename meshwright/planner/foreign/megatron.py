@@ -1,7 +1,7 @@
 """Jobs of Megatron-LM's arguments: a shell script, a line, a YAML file (its own, Primus'), a recipe of Megatron-Bridge.
 
-All of these name one argument alike, `--tensor-model-parallel-size` or `tensor_model_parallel_size`, under whatever
-section: fields are found by the last part of their names.
+All of these share the names of arguments, `--tensor-model-parallel-size` or `tensor_model_parallel_size`, in different
+sections. So a field is found by the last part of its name.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ moe-router-l* moe-router-d* moe-router-s* moe-router-g* moe-router-n* moe-router
 *main_grads_dtype *main_params_dtype *exp_avg*dtype *.() () *cuda_graph*steps *attention*dropout *use-flash-attn
 *moe*grouped*gemm *qk*layernorm *permute*fusion *.provider* *load_weights
 """
-"""Arguments that change no second and no byte of a step, or none that a plan can say."""
+"""Arguments that change neither seconds nor bytes of a step, or only in ways that a plan cannot express."""
 VOCABULARIES = (("gpt2", 50257), ("llama2", 32000), ("llama3", 128256))
-"""Parts of --tokenizer-type, and the tokens of the tokenizer."""
+"""Parts of --tokenizer-type, each with the tokenizer's number of tokens."""
 SIZES = ("num-layers", "hidden-size")
 LAYOUT = "pipeline-model-parallel-layout"
 MOST_PARTS = 10_000
-"""Characters of a written layout with its repeats: a file may ask for more of them than memory holds."""
+"""Most characters of a written layout with all repeats: a file may ask for more than memory holds."""
 CONTEXTS = (("p2p", "ring"), ("a2a", "ulysses"))
-"""Megatron's --cp-comm-type, and ours."""
+"""Megatron's --cp-comm-type, each with our context kind."""
 SHARDS = (("no_shard", "allreduce"), ("optim_grads_params", "zero3"), ("optim_grads", "zero2"), ("optim", "zero1"))
-"""Megatron-FSDP's --data-parallel-sharding-strategy, and ours."""
+"""Megatron-FSDP's --data-parallel-sharding-strategy, each with our sync."""
 
 
 class Arguments:
     """Megatron's arguments in an account, by flag."""
 
     def __init__(self, tree: Mapping[str, Any]) -> None:
-        # A flag alone is true; `--no-...` keeps its name.
+        # A flag without a value is true; `--no-...` is a separate name.
         self.account = Account({name: True if value == "" else value for name, value in tree.items()}, HARMLESS)
         names = [name for name, value in fields_of(tree)]
         self._full: dict[str, str] = {}
@@ -60,7 +60,7 @@ class Arguments:
             self._full.setdefault(name.rpartition(".")[2].replace("_", "-"), name)
 
     def get(self, flag: str, default: Any = None, why: str = "") -> Any:
-        """A flag's value."""
+        """Return a flag's value."""
         value = self.account.get(self._full.get(flag, flag), default=default, why=why)
         if isinstance(value, str) and "$" in value:
             raise ConfigError.of(
@@ -69,14 +69,14 @@ class Arguments:
         return value
 
     def number(self, flag: str, default: int = 1, why: str = "") -> int:
-        """A flag's value as a whole number; none is the default."""
+        """Return a flag's value as a whole number; the default without the flag."""
         value = self.get(flag, default, why)
         if not re.fullmatch(r"\d+", str(value)):
             raise ConfigError.of(f"--{flag}", value, "is no whole number", "a number in the file")
         return int(value)
 
     def word(self, flag: str, known: Sequence[tuple[Any, Any]], default: Any) -> Any:
-        """Ours for a flag's word. Raises ConfigError as Account.word."""
+        """Translate a flag's word to ours. Raises ConfigError as Account.word."""
         return self.account.word(self._full.get(flag, flag), known=known, default=default)
 
     def leave(self, flag: str) -> None:
@@ -84,31 +84,31 @@ class Arguments:
         self.account.leave(self._full.get(flag, flag))
 
     def on(self, flag: str) -> bool:
-        """Whether a switch is on. The word behind a switch may be the script's name."""
+        """Return True if a switch is on. The word after a switch may be the script's name."""
         value = self.get(flag, False)
         return value if isinstance(value, bool) else str(value).lower() not in ("false", "0", "no")
 
 
 def is_megatron(tree: Mapping[str, Any]) -> bool:
-    """Whether a file's fields have one of Megatron's own."""
+    """Return True if a file has a field that only Megatron has."""
     last = {name.rpartition(".")[2].replace("_", "-") for name, _ in fields_of(tree)}
     return bool({"tensor-model-parallel-size", "pipeline-model-parallel-size", *SIZES} & last)
 
 
 def read_recipe(path: Path, function: str | None, asked: Asked) -> ForeignJob:
-    """The job of a function of a Megatron-Bridge recipe, which is read and not run. Raises ConfigError as
+    """Read the job of a function of a Megatron-Bridge recipe without running the recipe. Raises ConfigError as
     named_function."""
     return read_arguments(path, asked, named_function(path, function), bridge=True)
 
 
 def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bool = False) -> ForeignJob:
-    """The job of Megatron's arguments.
+    """Read the job of Megatron's arguments.
 
     Args:
         path: The file, for errors.
         asked: The options.
         tree: The arguments by flag, or nested by section.
-        bridge: Whether Megatron-Bridge fills what is not said: bf16, a distributed optimizer, overlap.
+        bridge: True: missing arguments have Megatron-Bridge's defaults: bf16, a distributed optimizer, overlap.
 
     Raises:
         ConfigError: The sizes are neither in the file nor an option, or an argument cannot be planned.
@@ -159,7 +159,7 @@ def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bo
 
 
 def told_model(given: Arguments, tree: Mapping[str, Any]) -> str | Tree | None:
-    """The model's sizes, or the name of the Hugging Face model that a recipe takes."""
+    """Return the model's sizes, or the name of the Hugging Face model that a recipe takes."""
     called = str(dict(fields_of(tree)).get(f"model.{CALLED}", ""))
     if named := re.search(r"from_hf_pretrained\(\s*['\"]([^'\"]+)", called):
         given.account.read[f"model.{CALLED}"] = named[1]
@@ -175,7 +175,7 @@ def told_model(given: Arguments, tree: Mapping[str, Any]) -> str | Tree | None:
 
 
 def sizes_of(given: Arguments) -> Tree:
-    """The sizes as a Hugging Face config.json of a GPT-2, Llama or Mixtral has them."""
+    """Return the sizes in the form of a Hugging Face config.json of a GPT-2, Llama or Mixtral."""
     hidden, heads = given.number("hidden-size"), given.number("num-attention-heads")
     positions = given.number("max-position-embeddings", given.number("seq-length", 0) or 1024)
     vocabulary = given.number("vocab-size", vocabulary_of(given), "of --tokenizer-type; the file has no --vocab-size")
@@ -208,18 +208,18 @@ def sizes_of(given: Arguments) -> Tree:
 
 
 def gated(given: Arguments) -> bool:
-    """Whether feed-forwards are of SwiGLU."""
+    """Return True if feed-forwards are SwiGLU."""
     return given.on("swiglu") or given.get("gated-linear-unit") is True
 
 
 def vocabulary_of(given: Arguments) -> int:
-    """Tokens of the tokenizer that --tokenizer-type names; else GPT-2's."""
+    """Return the number of tokens of the tokenizer named by --tokenizer-type; else of GPT-2's."""
     told = str(given.get("tokenizer-type", "")).lower()
     return next((tokens for part, tokens in VOCABULARIES if part in told), VOCABULARIES[0][1])
 
 
 def chunks_of(given: Arguments, stages: int, model: str | Tree) -> int:
-    """Virtual stages of a rank: said as their number, as layers of each, or by a written layout."""
+    """Return the virtual stages of a rank, given as a number, as layers of each stage, or by a written layout."""
     if written := given.get(LAYOUT):
         return max(1, len(layout_of(str(written))) // stages)
     for flag in ("virtual-pipeline-model-parallel-size", "num-virtual-stages-per-pipeline-rank"):
@@ -236,13 +236,14 @@ def chunks_of(given: Arguments, stages: int, model: str | Tree) -> int:
 
 
 def partition_of(given: Arguments, stages: int, chunks: int, layers: int) -> list[int]:
-    """Layers of each virtual stage; empty: there is one stage.
+    """Return the layers of each virtual stage; empty: one stage, or an even cut.
 
-    Ranks have as many layers, and a rank's chunks too, but for the layers written for the first and the last rank, and
-    for an embedding or a loss that counts as a layer: core/transformer/transformer_block.py, get_num_layers_to_build.
+    All ranks have equal numbers of layers, and so have the chunks of a rank. Exceptions: numbers written for the first
+    and the last rank, and an embedding or a loss that counts as a layer. Source: core/transformer/transformer_block.py,
+    get_num_layers_to_build.
 
     Raises:
-        ConfigError: The layers do not divide so.
+        ConfigError: The layers cannot be divided by this rule.
     """
     flags = {0: "decoder-first-pipeline-num-layers", stages - 1: "decoder-last-pipeline-num-layers"}
     ends = {rank: given.number(flag) for rank, flag in flags.items() if given.get(flag) not in NOTHING}
@@ -264,7 +265,7 @@ def partition_of(given: Arguments, stages: int, chunks: int, layers: int) -> lis
     uneven = sum(ranks) != layers + sum(counted) or any(held % chunks for held in ranks)
     if uneven or min(cut) < 0 or (ends and any(counted)):
         if given.get("num-layers") in NOTHING and not ends:
-            return []  # a model by name, whose program's own recipe cuts it
+            return []  # a model by name is cut by the program's recipe
         flag, held = next(
             ((flags[rank], held) for rank, held in ends.items()), ("pipeline-model-parallel-size", stages)
         )
@@ -274,12 +275,12 @@ def partition_of(given: Arguments, stages: int, chunks: int, layers: int) -> lis
 
 
 def counted_parts(given: Arguments) -> list[int]:
-    """Layers that the embedding and the loss count as where layers are divided, 0 or 1 each."""
+    """Return the layers that embedding and loss count as in the division of layers, 0 or 1 each."""
     return [int(given.on(f"account-for-{part}-in-pipeline-split")) for part in ("embedding", "loss")]
 
 
 def layout_of(text: str) -> list[list[str]]:
-    """The parts of each virtual stage in the text of --pipeline-model-parallel-layout, in the model's order.
+    """Parse --pipeline-model-parallel-layout: the parts of each virtual stage, in the model's order.
 
     E is the embedding, t a layer, m a layer of later tokens, L the loss; `|` ends a stage, `x*3` and `(t|)*3` repeat,
     commas are spaces: core/transformer/pipeline_parallel_layer_layout.py.
@@ -298,7 +299,7 @@ def layout_of(text: str) -> list[list[str]]:
 
 
 def sync_of(given: Arguments, bridge: bool) -> str:
-    """Ours, of `layout.data.sync`: Megatron-FSDP's strategy, the distributed optimizer, or all-reduce."""
+    """Return our `layout.data.sync`: Megatron-FSDP's strategy, the distributed optimizer, or all-reduce."""
     strategy = given.word("data-parallel-sharding-strategy", SHARDS, "zero3")
     if given.on("use-megatron-fsdp") or given.on("use-torch-fsdp2"):
         return str(strategy)
@@ -309,8 +310,8 @@ def sync_of(given: Arguments, bridge: bool) -> str:
 
 
 def recomputed(given: Arguments) -> Any:
-    """Ours, of `memory.recompute`: full recomputation in groups of layers, or that of attention. Modules and a number
-    of layers that ours has no word for are left out."""
+    """Return our `memory.recompute`: full recomputation in groups of layers, or recomputation of attention. Modules and
+    numbers of layers without a counterpart here are left out."""
     granularity = given.word("recompute-granularity", (("full", True), ("selective", False)), None)
     if granularity:
         if given.word("recompute-method", (("uniform", True), ("block", False)), True):
@@ -326,18 +327,18 @@ def recomputed(given: Arguments) -> Any:
 
 
 ATTENTION = "core_attn"
-"""Megatron's word, of --recompute-modules, for what its selective recomputation computes again by default."""
+"""Megatron's word, in --recompute-modules, for the module that selective recomputation recomputes by default."""
 
 
 def precision_of(given: Arguments, bridge: bool) -> str:
-    """bf16, fp16, or float32 without either."""
+    """Return bf16, fp16, or float32 without either flag."""
     if given.on("bf16") or (bridge and "fp16" not in str(given.get("mixed-precision", "bf16_mixed"))):
         return "bf16"
     return "fp16" if given.on("fp16") or bridge else "float32"
 
 
 def facts_of(given: Arguments, bridge: bool) -> tuple[str, ...]:
-    """Facts of the software that the arguments change: attention, FP8, the communication under computation."""
+    """Return the software's facts that the arguments change: attention, FP8, communication under computation."""
     facts = []
     local = given.get("transformer-impl", "transformer_engine") == "local"
     if local or given.get("attention-backend", "auto") in ("unfused", "local"):
@@ -350,8 +351,8 @@ def facts_of(given: Arguments, bridge: bool) -> tuple[str, ...]:
 
 
 def dispatched(given: Arguments, bridge: bool) -> tuple[str, ...]:
-    """Facts of the software that say how rows are sent to experts, and multiplied: without grouped products the experts
-    share a stream with all else. Raises ConfigError for an unknown dispatcher."""
+    """Return the software's facts on how rows are sent to experts and multiplied. Without grouped products the experts
+    share a stream with all other kernels. Raises ConfigError for an unknown dispatcher."""
     told = given.word("moe-flex-dispatcher-backend", BACKENDS, None)
     kind = given.word("moe-token-dispatcher-type", KINDS, "flex" if told else None)
     if kind is None:
@@ -372,9 +373,9 @@ ONE_STREAM = "streams_bytes=[0, 0]"
 
 
 KINDS = (("alltoall", "alltoall"), ("alltoall_seq", "alltoall"), ("allgather", "allgather"), ("flex", "flex"))
-"""Megatron's --moe-token-dispatcher-type, and ours, of a fact `dispatch`."""
+"""Megatron's --moe-token-dispatcher-type, each with our value of the fact `dispatch`."""
 BACKENDS = (("deepep", "deepep"), ("hybridep", "hybridep"))
-"""The kernels of its dispatcher `flex`."""
+"""The kernels of Megatron's dispatcher `flex`."""
 OVERLAPS = (
     ("overlap-grad-reduce", "sums"), ("overlap-param-gather", "gathers"), ("tp-comm-overlap", "layers"),
     ("overlap-moe-expert-parallel-comm", "experts"),

@@ -15,19 +15,19 @@ optimizer.*learning_rate* optimizer.optimizer_factory.* optimizer.weight_decay* 
 tokens.train_steps tokens.val_check* model.init_method* model.make_vocab* s3_upload* optimizer.accumulate_grad_in_fp32
 model.ddp_bucket_cap_mb
 """
-"""Fields that change no second and no byte of a step, or none that a plan can say."""
+"""Fields that change neither seconds nor bytes of a step, or only in ways that a plan cannot express."""
 
 
 MODES = (("all_reduce", False), ("reduce_scatter", True))
-"""Modes of tensor parallelism, and whether sequences are cut between layers."""
+"""Modes of tensor parallelism; True: sequences are cut between layers."""
 DTYPES = (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "float32"))
 
 
 def read_nanotron(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJob:
-    """The job of a run.
+    """Read the job of a run.
 
     Raises:
-        ConfigError: The engine of the pipeline is none of ours, or the file says too little.
+        ConfigError: The pipeline's engine has no counterpart here, or the file has too few fields.
     """
     account = Account(tree, HARMLESS)
     engine = str(account.get("parallelism.pp_engine", default="1f1b"))

@@ -1,4 +1,4 @@
-"""Files of other programs, recognised by their content.
+"""Readers of other programs' files, chosen by the file's content.
 
 | file                                        | program             |
 |---------------------------------------------|---------------------|
@@ -15,7 +15,7 @@
 | YAML with parallelism, tokens               | nanotron            |
 | NAME.json                                   | DeepSpeed           |
 
-No file is run, and nothing is read but the file and the JSON or YAML that the file names.
+No file is run. Only the file, and the JSON or YAML that the file names, are read.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ ACCELERATE = {"fsdp_config", "deepspeed_config", "distributed_type", "parallelis
 
 
 def read_foreign(source: Path, asked: Asked) -> ForeignJob:
-    """The job of a file; options go before the file's own values.
+    """Read the job of a file; options have priority over the file's values.
 
     Args:
         source: A file, or FILE.py:FUNCTION.
-        asked: The options beside the file.
+        asked: The other options of `plan --from`.
 
     Raises:
-        ConfigError: The file is no job of a known program, says too little, or has what no layout of ours is.
+        ConfigError: The file is no job of a known program, has too few fields, or has a layout unknown here.
     """
     path, function = source, None
     if not source.is_file() and ":" in source.name:
@@ -63,7 +63,7 @@ def read_foreign(source: Path, asked: Asked) -> ForeignJob:
 
 
 def read_file(path: Path, function: str | None, asked: Asked) -> ForeignJob:
-    """The job of a file by the ending of its name."""
+    """Read the job of a file by the ending of the file's name."""
     ending = path.suffix.lower()
     if ending == ".toml":
         return titan.read_toml(path, asked)
@@ -82,7 +82,7 @@ def read_file(path: Path, function: str | None, asked: Asked) -> ForeignJob:
 
 
 def read_mapping(path: Path, asked: Asked, tree: dict[str, Any]) -> ForeignJob:
-    """The job of a YAML file."""
+    """Read the job of a YAML file."""
     if "base_model" in tree:
         return huggingface.read_axolotl(path, asked, tree)
     if "parallelism" in tree and "tokens" in tree:
@@ -97,7 +97,7 @@ def read_mapping(path: Path, asked: Asked, tree: dict[str, Any]) -> ForeignJob:
 
 
 def read_words(path: Path, asked: Asked, text: str) -> ForeignJob:
-    """The job of a launch script, or of a line of flags."""
+    """Read the job of a launch script, or of a line of flags."""
     script = read_script(text)
     flags = script.flags
     if any(name.startswith(("training.", "parallelism.")) for name in flags) or {"module", "config"} <= set(flags):

@@ -1,9 +1,9 @@
-"""The flags of a launch script, read without running the script.
+"""Flags of a launch script, read without running the script.
 
 TP=${TP:-8}                         a variable, its default if the environment sets none
 ARGS=(--num-layers 32 "--fp8-format hybrid")        an array; a quoted word may hold a flag and its value
 ARGS+=(--swiglu)                    appended
-if [[ ... ]]; then ... fi           each branch that cannot be decided by known values is read, and said
+if [[ ... ]]; then ... fi           if known values do not decide: both branches are read, and the condition is listed
 torchrun pretrain.py ${ARGS[@]}     the command
 """
 
@@ -23,12 +23,12 @@ MOST_EXPANSIONS = 50
 
 @dataclass
 class Script:
-    """The flags, words and unknown conditions of a script.
+    """Flags, words and unknown conditions of a script.
 
     Attributes:
-        flags: Values by flag, without the dashes; "" for a flag alone. The last one counts.
+        flags: Values by flag, without the dashes; "" for a flag without a value. The last occurrence counts.
         words: All words of the launch command, expanded.
-        undecided: Conditions whose branches were both read.
+        undecided: Conditions that known values do not decide; both branches were read.
     """
 
     flags: dict[str, str] = field(default_factory=dict)
@@ -37,13 +37,13 @@ class Script:
 
 
 def read_script(text: str) -> Script:
-    """Read a shell script, or a line of flags. Variables without a value stay as they are written."""
+    """Read a shell script, or a line of flags. Variables without a value keep the text `$NAME`."""
     script, variables, skipping = Script(), dict[str, list[str]](), list[bool | None]()
     for line in statements(text):
         if condition := re.match(r"(?:el)?if\s+(.*?);?\s*(?:then)?$", line):
             if line.startswith("elif"):
                 before = skipping.pop() if skipping else None
-                # A branch after one that was taken is not read; after an undecided one it is.
+                # A branch after a taken one is skipped; a branch after an undecided one is read.
                 skipping.append(True if before is False else None)
                 continue
             truth = decided(condition[1].rstrip("; ").removesuffix("then").strip(), variables)
@@ -62,7 +62,7 @@ def read_script(text: str) -> Script:
 
 
 def statements(text: str) -> Iterator[str]:
-    """A script's lines, with continued lines and arrays of several lines joined, without comments."""
+    """Yield a script's lines without comments, with continued lines and arrays of several lines joined."""
     whole = re.sub(r"\\\r?\n", " ", text)
     held, depth = "", 0
     for line in whole.splitlines():
@@ -78,7 +78,7 @@ def statements(text: str) -> Iterator[str]:
 
 
 def without_comment(line: str) -> str:
-    """A line up to a `#` that begins a word outside of quotes."""
+    """Cut a line at a `#` that begins a word outside of quotes."""
     quote = ""
     for at, letter in enumerate(line):
         if quote:
@@ -91,7 +91,7 @@ def without_comment(line: str) -> str:
 
 
 def split_commands(line: str) -> Iterator[str]:
-    """The commands of a line that `;` separates outside of quotes and brackets; `if ...; then` stays together."""
+    """Split a line into commands at `;` outside of quotes and brackets; `if ...; then` is one command."""
     if re.match(r"(el)?if\b", line):
         head, _, rest = line.partition("then")
         yield f"{head}then" if "then" in line else line
@@ -103,7 +103,7 @@ def split_commands(line: str) -> Iterator[str]:
 
 
 def take(line: str, script: Script, variables: dict[str, list[str]]) -> None:
-    """Take an assignment into the variables, or the flags of a command."""
+    """Add an assignment to the variables, or a command's flags to the script."""
     line = re.sub(r"^(export|local|declare(\s+-\w+)*)\s+", "", line)
     if match := re.match(r"(\w+)(\+?)=\((.*)\)\s*$", line):
         words = expanded_words(match[3], variables)
@@ -121,7 +121,7 @@ def take(line: str, script: Script, variables: dict[str, list[str]]) -> None:
 
 
 def decided(condition: str, variables: dict[str, list[str]]) -> bool | None:
-    """Whether a condition of known values is true; None: unknown."""
+    """Evaluate a condition; None if a value is unknown."""
     if "||" in condition or "&&" in condition:
         sides = [decided(side.strip(), variables) for side in re.split(r"\|\||&&", condition)]
         together = any if "||" in condition else all
@@ -143,7 +143,7 @@ def decided(condition: str, variables: dict[str, list[str]]) -> bool | None:
 
 
 def expanded_words(text: str, variables: dict[str, list[str]]) -> list[str]:
-    """Words of a line, with arrays and variables in place, and quoted words that hold flags cut."""
+    """Split a line into words with arrays and variables expanded; quoted words that hold flags are split, too."""
     found: list[str] = []
     for word in split_words(text):
         whole = re.fullmatch(r"\$\{?(\w+)(\[[@*]\])?\}?", word)
@@ -157,7 +157,7 @@ def expanded_words(text: str, variables: dict[str, list[str]]) -> list[str]:
 
 
 def split_words(text: str) -> list[str]:
-    """A shell's words; a text with a lone quote is cut at spaces."""
+    """Split into words as a shell does; a text with an unpaired quote is split at spaces."""
     try:
         return shlex.split(text, comments=False)
     except ValueError:
@@ -165,7 +165,7 @@ def split_words(text: str) -> list[str]:
 
 
 def expanded(text: str, variables: dict[str, list[str]]) -> str:
-    """A text with `$NAME`, `${NAME}`, `${NAME:-default}`, `${1:-default}` and `$((A * B))` in place."""
+    """Expand `$NAME`, `${NAME}`, `${NAME:-default}`, `${1:-default}` and `$((A * B))` in a text."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[3]
@@ -174,7 +174,7 @@ def expanded(text: str, variables: dict[str, list[str]]) -> str:
         return match[2].strip("\"'") if match[2] is not None else match[0]
 
     def sum_of(match: re.Match[str]) -> str:
-        # Names are variables without a dollar here, and division is of whole numbers.
+        # Inside `$((...))` a name is a variable without a dollar, and division is integer division.
         named = re.sub(r"[A-Za-z_]\w*", lambda name: " ".join(variables.get(name[0], ["0"])), match[1])
         return str(computed(named.replace("/", "//")))
 
@@ -188,9 +188,9 @@ def expanded(text: str, variables: dict[str, list[str]]) -> str:
 
 
 def flags_of(words: list[str]) -> dict[str, str]:
-    """`--micro-batch-size 2 --swiglu --seq-length=4096 --recompute-modules core_attn moe` by name.
+    """Parse words such as `--micro-batch-size 2 --swiglu --seq-length=4096 --recompute-modules core_attn moe`.
 
-    A flag has one value, or several names in a row; a word with a dot behind a flag alone is the script.
+    A flag has one value, or several names in a row. Names end at a word with a dot, such as the script's file.
     """
     flags: dict[str, str] = {}
     for at, word in enumerate(words):

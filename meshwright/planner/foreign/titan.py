@@ -1,4 +1,4 @@
-"""Jobs of torchtitan: its Python registry, its flags, and its TOML files of before February 2026."""
+"""Jobs of torchtitan: the Python registry, flags, and the TOML files used before February 2026."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ parallelism.context_parallel_load_balancer parallelism.enable_loss_parallel para
 parallelism.module_fqns_per_model_part float8.* module config parallelism.pipeline_parallel_expert_parallel_overlap
 optimizer.0 checkpoint
 """
-"""Fields that change no second and no byte of a step, or that are read as a whole."""
+"""Fields that change neither seconds nor bytes of a step, or that are read as a whole."""
 
 
 def read_toml(path: Path, asked: Asked) -> ForeignJob:
-    """The job of a TOML file of torchtitan until February 2026."""
+    """Read the job of a TOML file, torchtitan's form until February 2026."""
     tree = tomllib.loads(path.read_text(encoding="utf-8"))
     return read_fields(path, asked, tree, "toml")
 
 
 def read_registry(path: Path, function: str | None, asked: Asked) -> ForeignJob:
-    """The job of a function in a config_registry.py, read and not run. Raises ConfigError as named_function."""
+    """Read the job of a function in a config_registry.py without running the file. Raises ConfigError as
+    named_function."""
     tree = named_function(path, function)
     return read_fields(path, asked, tree | {"module": path.resolve().parent.name, "config": function}, "flags")
 
 
 def read_flags(path: Path, asked: Asked, flags: Mapping[str, str]) -> ForeignJob:
-    """The job of `--module llama3 --config llama3_8b --training.seq_len 8192 ...`.
+    """Read the job of `--module llama3 --config llama3_8b --training.seq_len 8192 ...`.
 
-    The registry that the words name is torchtitan's own and not here: only flags are read, and the model's name.
+    The named registry is part of torchtitan and not available here, so only flags and the model's name are read.
     """
     tree: dict[str, Any] = {}
     for flag, value in flags.items():
@@ -57,7 +58,7 @@ def read_flags(path: Path, asked: Asked, flags: Mapping[str, str]) -> ForeignJob
 
 
 def read_fields(path: Path, asked: Asked, tree: Mapping[str, Any], form: JobForm) -> ForeignJob:
-    """The job of torchtitan's fields by section."""
+    """Read the job of torchtitan's fields by section."""
     account = Account(tree, HARMLESS)
     training, parallelism = "training.", "parallelism."
     model = model_of(asked, account, model_name(account), path)
@@ -80,7 +81,7 @@ def read_fields(path: Path, asked: Asked, tree: Mapping[str, Any], form: JobForm
         sync=("zero2" if keeps else "zero3") if rest > 1 else "allreduce",
         replicas=None if shard < 0 else shard * replicate,
     )  # fmt: skip
-    if degrees.experts > 1:  # out of tensor ranks first, if these do not cut experts (distributed/parallel_dims.py)
+    if degrees.experts > 1:  # tensor ranks that do not cut experts take experts first (distributed/parallel_dims.py)
         degrees = replace(degrees, expert_tensor=account.number(f"{parallelism}expert_tensor_parallel_degree"))
     if "interleaved" in told.lower():
         account.assume("virtual stages", 2, "torchtitan gives a rank two stages of an interleaved schedule")
@@ -109,8 +110,8 @@ def read_fields(path: Path, asked: Asked, tree: Mapping[str, Any], form: JobForm
 
 
 def model_name(account: Account) -> str | None:
-    """`llama3-70B` of `model.name` and `flavor`, of `model_spec=model_registry("70B")` in a folder llama3, or of a
-    config's name: the first whose sizes are known here."""
+    """Return the first name with sizes known here: `llama3-70B` from `model.name` and `flavor`, from
+    `model_spec=model_registry("70B")` in a folder llama3, or from a config's name. Else the first name."""
     family = account.get("model.name", "module")
     flavor = account.get("model.flavor", "model_spec.0", "model_spec.flavor")
     config = account.get("config")
@@ -121,7 +122,8 @@ def model_name(account: Account) -> str | None:
 
 
 def recomputed(account: Account) -> Any:
-    """Ours, of `memory.recompute`: a policy's class (SelectiveAC.Config), or `mode`. Raises ConfigError for another."""
+    """Return our `memory.recompute` for a policy's class (SelectiveAC.Config) or `mode`. Raises ConfigError for any
+    other word."""
     field = f"activation_checkpoint.{CALLED}"
     called = str(account.get(field, default=""))
     if re.search(r"AC\.Config$", called):
@@ -130,19 +132,19 @@ def recomputed(account: Account) -> Any:
 
 
 POLICIES = (("none", "none"), ("full", 1), ("selective", "ops"))
-"""torchtitan's modes of activation checkpointing, and ours."""
+"""torchtitan's modes of activation checkpointing, each with our `memory.recompute`."""
 CLASSES = (("fullac.config", 1), ("selectiveac.config", "ops"))
-"""The classes of its Python configs."""
+"""Classes of torchtitan's Python configs, each with our `memory.recompute`."""
 
 
 def precision_of(account: Account) -> str:
-    """bf16 unless the file says float32."""
+    """Return bf16 unless the file sets float32."""
     known = (("bfloat16", "bf16"), ("float32", "float32"))
     return str(account.word("training.mixed_precision_param", known=known, default="bf16"))
 
 
 def facts_of(account: Account, tree: Mapping[str, Any]) -> tuple[str, ...]:
-    """Facts of the software: FP8 linears, asynchronous tensor parallelism."""
+    """Return the software's facts: FP8 linears, asynchronous tensor parallelism, the experts' dispatcher."""
     facts = []
     converters = str(account.get("model_converters.converters", "model.converters", default=""))
     spec = str(tree.get("model_spec", ""))

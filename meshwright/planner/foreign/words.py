@@ -1,4 +1,4 @@
-"""Layouts of ours in the words of other programs: a file or flags that the program, and `plan --from`, read again."""
+"""Layouts written in the words of other programs, as a file or flags that the program and `plan --from` can read."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from meshwright.planner.plan.software import JobForm, Program
 
 
 def foreign_words(program: Program, config: Config, form: JobForm | None = None) -> str | None:
-    """A layout in a program's own words; None for a program whose words are not known.
+    """Write a layout in a program's own words; None for a program without a known form.
 
     Args:
         program: The preset.
         config: The run.
-        form: The form of the file that was asked about; None: the preset's.
+        form: The form of the user's file; None: the preset's.
     """
     chosen = form or program.form
     return None if chosen is None else "\n".join(WORDS[chosen](config, program))
@@ -26,7 +26,7 @@ def _tensor(config: Config) -> int:
 
 
 def _experts(config: Config, program: Program) -> tuple[int, int]:
-    """Ranks with different experts, and ranks that cut one expert, as Megatron-LM and torchtitan count both."""
+    """Return (ranks with different experts, ranks that cut one expert), as Megatron-LM and torchtitan count both."""
     tensor, software = _tensor(config), program.software
     cut = software.expert_tensor or tensor
     over_context = config.layout.context.size if software.expert_context else 1
@@ -34,12 +34,12 @@ def _experts(config: Config, program: Program) -> tuple[int, int]:
 
 
 def _local(config: Config) -> int:
-    """Samples of a step on a replica."""
+    """Return the samples of a step on a replica."""
     return config.batch.global_ // config.layout.data.size
 
 
 def _titan_fields(config: Config, program: Program) -> Iterator[tuple[str, str, object]]:
-    """torchtitan's fields: section, name, value."""
+    """Yield torchtitan's fields: (section, name, value)."""
     layout = config.layout
     data, stages = layout.data, layout.pipeline.size
     shard = (data.shard or data.size) if data.strategy.slices else 1
@@ -64,7 +64,7 @@ def _titan_fields(config: Config, program: Program) -> Iterator[tuple[str, str, 
 
 
 def _recomputed(config: Config, nothing: str, whole: str, operations: str) -> str:
-    """The word of a program for activations that are kept, computed again by layers, or by operations."""
+    """Return a program's word for activations that are kept, recomputed by whole layers, or by operations."""
     policy = config.memory.policy
     if not policy.recomputes:
         return nothing
@@ -72,7 +72,7 @@ def _recomputed(config: Config, nothing: str, whole: str, operations: str) -> st
 
 
 def titan_toml(config: Config, program: Program) -> Iterator[str]:
-    """torchtitan's TOML, of before February 2026."""
+    """Yield lines of torchtitan's TOML, the form before February 2026."""
     section = ""
     for name, field, value in _titan_fields(config, program):
         if name != section:
@@ -84,7 +84,7 @@ def titan_toml(config: Config, program: Program) -> Iterator[str]:
 
 
 def titan_flags(config: Config, program: Program) -> Iterator[str]:
-    """Flags behind torchtitan's --module and --config."""
+    """Yield flags that follow torchtitan's --module and --config."""
     for name, field, value in _titan_fields(config, program):
         yield f"--{name}.{field} {value}"
     policy = _recomputed(config, "None", "FullAC.Config()", "SelectiveAC.Config()")
@@ -92,7 +92,7 @@ def titan_flags(config: Config, program: Program) -> Iterator[str]:
 
 
 def megatron_words(config: Config, program: Program) -> Iterator[str]:
-    """Megatron-LM's arguments."""
+    """Yield Megatron-LM's arguments."""
     layout, tensor = config.layout, _tensor(config)
     yield f"--micro-batch-size {config.micro} --global-batch-size {config.batch.global_}"
     yield f"--tensor-model-parallel-size {tensor}"
@@ -101,7 +101,7 @@ def megatron_words(config: Config, program: Program) -> Iterator[str]:
     yield f"--pipeline-model-parallel-size {layout.pipeline.size}"
     partition = layout.pipeline.partition
     if layout.pipeline.size > 1 and not isinstance(partition, str) and len({*partition}) > 1:
-        # Even stages are cut by Megatron itself.
+        # Megatron cuts even stages without this argument.
         stages = "|".join(f"t*{layers}" if layers else "" for layers in partition)
         later = config.model.model_dump().get("later_tokens", 0)
         yield f'--pipeline-model-parallel-layout "E{stages}{"m" * later}L"'
@@ -140,7 +140,7 @@ def megatron_words(config: Config, program: Program) -> Iterator[str]:
 
 
 def accelerate_words(config: Config, program: Program) -> Iterator[str]:
-    """A file of `accelerate config`: FSDP of version 2, and a parallelism_config for more than one axis."""
+    """Yield lines of a file of `accelerate config`: FSDP of version 2, and a parallelism_config for more than one axis."""
     layout = config.layout
     data, tensor = layout.data, _tensor(config)
     yield f"num_processes: {layout.world_size}"
@@ -166,7 +166,7 @@ def accelerate_words(config: Config, program: Program) -> Iterator[str]:
 
 
 def automodel_words(config: Config, program: Program) -> Iterator[str]:
-    """Sections of AutoModel's YAML."""
+    """Yield sections of AutoModel's YAML."""
     layout = config.layout
     data, stages = layout.data, layout.pipeline.size
     yield "step_scheduler:"
@@ -195,7 +195,7 @@ def automodel_words(config: Config, program: Program) -> Iterator[str]:
 
 
 def nanotron_words(config: Config, program: Program) -> Iterator[str]:
-    """Sections of nanotron's YAML."""
+    """Yield sections of nanotron's YAML."""
     layout = config.layout
     yield "parallelism:"
     yield f"  dp: {layout.data.size}"
@@ -214,7 +214,7 @@ def nanotron_words(config: Config, program: Program) -> Iterator[str]:
 
 
 def deepspeed_words(config: Config, program: Program) -> Iterator[str]:
-    """DeepSpeed's JSON."""
+    """Yield lines of DeepSpeed's JSON."""
     zero: dict[str, object] = {"stage": int(program.syncs[config.layout.data.sync])}
     if config.memory.offload.to != "none":
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -237,4 +237,4 @@ WORDS: Mapping[JobForm, Callable[[Config, Program], Iterator[str]]] = {
     "nanotron": nanotron_words,
     "deepspeed": deepspeed_words,
 }
-"""By the form of a program's jobs."""
+"""Writers by the form of a program's jobs."""

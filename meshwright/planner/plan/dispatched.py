@@ -1,4 +1,4 @@
-"""Experts as other programs send rows to them, on meta tensors: for plans alone.
+"""Experts with the row exchange of other programs, on meta tensors, for plans only.
 
 T tokens of a rank, k experts a token, n ranks with experts, R = T k rows on average, U = T times the ranks of a token.
 
@@ -14,8 +14,8 @@ rank that has an expert of the token, so no rank copies a token k times before. 
 backward pass of a copy. The weight of an expert multiplies inside of the activation (moe_utils.py, core_v0.12.0).
 
 **Ranks of experts.** Experts are dealt over the expert axis and, by `ExpertRanks`, over the tensor axis and the context
-axis. An expert that m ranks cut (Megatron's expert_tensor_parallel_size) is m experts of 1/m of the inner width, all of
-which a token takes: an all-to-all over n m ranks sends as many bytes as one over n ranks with a gather over m.
+axis. An expert cut by m ranks (Megatron's expert_tensor_parallel_size) is m experts of 1/m of the inner width, and a
+token takes all m. An all-to-all over n m ranks sends equally many bytes as one over n ranks with a gather over m.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from meshwright.ranks.planned import Choice, ExpertRanks, PlannedMesh, units_of
 
 
 class OwnLinear(GroupedLinear):
-    """A grouped linear whose products, one an expert, write their parts of one result."""
+    """Grouped linear with one product per expert; the products write into slices of one result."""
 
     def multiply(self, x: Tensor, weight: Tensor, runs: Runs, *, turned: bool = False) -> Tensor:
         if isinstance(runs, Tensor):
@@ -52,7 +52,7 @@ class OwnLinear(GroupedLinear):
 
 
 class DispatchedExperts(Experts):
-    """A router and experts of a planned program."""
+    """Router and experts of a planned program."""
 
     linear: ClassVar[type[GroupedLinear]] = OwnLinear
 
@@ -107,7 +107,7 @@ class DispatchedExperts(Experts):
         return y.view_as(h), *routed.losses
 
     def sent(self, x: Tensor, rows: int) -> Tensor:
-        """Send rows x [R, H] between the ranks of experts; [rows, H]. Backward: the way back."""
+        """Send rows x [R, H] between the ranks of experts; returns [rows, H]. Backward: the reverse exchange."""
         comm, before = self.mesh.comm(*self.axes), len(x)
         if self.how.dispatcher == "allgather":
             there, back = (start_all_gather, start_reduce_scatter)[:: 1 if rows > before else -1]
@@ -121,16 +121,16 @@ class DispatchedExperts(Experts):
 
 
 def copied(x: Tensor, rows: int) -> Tensor:
-    """Copy rows x [R, ...] to others [rows, ...] by one kernel, which reads all R and writes all `rows`; so does the
-    backward pass."""
-    # Meta tensors have no values: a padding moves as many bytes as any permutation.
+    """Copy rows x [R, ...] to [rows, ...] by one kernel that reads all R and writes all `rows`. The backward pass is
+    such a kernel, too."""
+    # Meta tensors have no values, so a padding can replace a permutation: both move equally many bytes.
     return F.pad(x, (0, 0, 0, rows - len(x)))
 
 
 def experts_of_program(
     how: ExpertRanks, mesh: PlannedMesh, shape: ExpertsShape, boundary: Boundary, products: Products
 ) -> Experts:  # fmt: skip
-    """Make a layer's experts. Tokens that all ranks of an axis hold are sent as our own runs send them.
+    """Make a layer's experts. Tokens held by all ranks of an axis are sent as in a run of this package.
 
     Raises:
         ConfigError: Tensor ranks with different experts have the same tokens.

@@ -2,7 +2,7 @@
 
 The memory of weights is that of the real kit's parameters in the real buckets. Seconds are composed as in a prediction
 (predict.py), but of interpolated parts (timed_parts.py), and with a formula (`pipeline_seconds`) instead of a simulated
-pipeline. Recomputation is not recorded: it lengthens the backward pass and shrinks the kept activations.
+pipeline. Recomputation is not recorded, but computed: a longer backward pass and fewer kept activations.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WEIGHTS = (
     *PARTS, "layout.data", "layout.pipeline.size", "layout.pipeline.chunks", "layout.pipeline.placement",
     "memory.offload", "optimizer",
 )  # fmt: skip
-"""The fields on which weights, gradients and states depend, besides the gradients' type and the partition."""
+"""Fields that weights, gradients and states depend on, except for the gradients' type and the partition."""
 
 WIDENS = "widens_gradients"
 
@@ -51,13 +51,13 @@ MIN_RECOMPUTED_SHARE = 0.9
 """Lower bound of the share of a group's forward pass that is recomputed; the last layer's end is not."""
 
 MAX_KEPT_SHARE = 0.99
-"""Recomputing attention is worth trying where a layer then keeps less than this share of its activations."""
+"""Recomputing attention is worth trying if a layer then keeps less than this share of its activations."""
 
 
 @dataclass(frozen=True)
 class _Work:
-    """A stage's seconds forward, backward, and of weight gradients where these are tasks (W); bytes sent to the next
-    stage."""
+    """A stage's seconds forward, backward, and of weight gradients if these are separate tasks (W); bytes sent to the
+    next stage."""
 
     forward: float
     backward: float
@@ -77,9 +77,12 @@ class _Passes:
 
 @dataclass(frozen=True)
 class _Ending:
-    """Seconds after the pipeline phase on the stage with most parameters: gradients' sums, optimizer, publishing; the
-    shares of sums and of publishing that run under computation. `gather`: least seconds to gather sliced weights in a
-    pass through the model; `tax`: the share by which kernels take longer beside hidden communication."""
+    """Seconds after the pipeline phase on the stage with most parameters.
+
+    `gather`: least seconds to gather sliced weights in a pass through the model. `reduce`, `steps`, `publish`, `norm`:
+    seconds of gradients' sums, optimizer, publishing and norm. `overlaps`, `publishes`: the shares of sums and of
+    publishing that run under computation. `tax`: the share by which hidden communication slows kernels.
+    """
 
     gather: float
     reduce: float
@@ -92,7 +95,7 @@ class _Ending:
 
 
 class Estimates:
-    """Bounds and estimates for layouts of any runs on one cluster. Remembers what layouts share."""
+    """Bounds and estimates for layouts of any runs on one cluster; remembers the parts shared by several layouts."""
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
@@ -100,12 +103,12 @@ class Estimates:
         self._held = HeldActivations(self.parts)
 
     def estimated_seconds(self, config: Config) -> float:
-        """SURE times the estimated seconds of a step."""
+        """Return SURE times the estimated seconds of a step."""
         passes = self._quickest_passes(config, self.planner.site.links(config, PIPE))
         ending = self._ending(config, self._partition(config))
         sums = config.num_microbatches if config.layout.data.strategy.slices else 1
         # Slices are summed for every microbatch, whole gradients once, under the last task of the phase. Buckets of
-        # other chunks than the last task's have left before.
+        # other chunks than the last task's have been sent before.
         reduce = ending.reduce / config.layout.pipeline.chunks
         gather = 2 * config.num_microbatches * ending.gather
         exposed = sums * max(0.0, reduce - ending.overlaps * passes.last)
@@ -116,19 +119,19 @@ class Estimates:
         return SURE * (passes.seconds + exposed + hidden + ending.norm + steps)
 
     def links_of_layer(self, config: Config) -> Hashable:
-        """All that a layer's seconds depend on of the order of axes."""
+        """Return the links that a layer uses: the only influence of the order of axes on a layer's seconds."""
         return self.planner.site.links(config)
 
     def phase_seconds(self, config: Config) -> float:
-        """SURE times the estimated seconds of the pipeline phase with messages that take no time, a lower bound of
-        estimated_seconds in all orders of axes with these links inside of a layer."""
+        """Return SURE times the estimated seconds of the pipeline phase with messages that take no time. This is a
+        lower bound of estimated_seconds in all orders of axes with these links inside of a layer."""
         return SURE * self._quickest_passes(config, self.planner.site.links(config), False).seconds
 
     def least_seconds(self, config: Config) -> float:
-        """A lower bound of the estimated seconds of all layouts that differ in schedule, limit or sync only: the
-        chain's work, shared equally among stages."""
+        """Return a lower bound of the estimated seconds of all layouts that differ in schedule, limit or sync only:
+        the chain's work, shared equally among stages."""
         count, layout = config.num_microbatches, config.layout
-        # The whole model as one stage; an equal share of it is at most the slowest stage's work.
+        # The whole model as one stage; an equal share of this work is at most the slowest stage's work.
         shape = self.parts.shapes(config, (config.model.num_blocks,))[0]
         one, stages = self._work(config, shape, self.planner.site.links(config), split=False), layout.pipeline.size
         # The last stage begins when the first microbatch has passed one chunk of each other stage.
@@ -136,32 +139,39 @@ class Estimates:
         return SURE * (count * (one.forward + one.backward) + filled) / stages
 
     def estimated_memory(self, config: Config) -> Memory:
-        """SURE times the estimated memory of the fullest rank, in which temporaries reuse the bytes of wider gradients.
+        """Return SURE times the estimated memory of the fullest rank. Temporaries reuse the bytes of wider gradients.
         Independent of the order of axes."""
         return self.with_activations(*self.alone_memory(config), *self.held_activations(config))
 
     def held_activations(self, config: Config) -> tuple[float, float]:
-        """(Bytes that the fullest stage keeps, its peak bytes of all microbatches), whatever the sync and the
+        """Return (bytes that the fullest stage keeps, peak bytes of all microbatches), independent of sync and
         states."""
         return self._held.of(config, self._partition(config))
 
     @staticmethod
     def with_activations(alone: Memory, passing: int, kept: float, total: float) -> Memory:
-        """A rank's estimated memory, of what it has alone (alone_memory) and of its activations."""
+        """Return a rank's estimated memory.
+
+        Args:
+            alone: Memory without activations (alone_memory).
+            passing: Bytes of `alone` that are not alive at the activations' peak.
+            kept: Bytes of activations that the fullest stage keeps.
+            total: Peak bytes of all microbatches.
+        """
         activations = int(SURE * kept)
         most = max(int(SURE * total) + passing, alone.temporaries)
         return replace(alone, activations=activations, temporaries=most - activations)
 
     def alone_memory(self, config: Config) -> tuple[Memory, int]:
-        """(weights_memory, the bytes of it that are not alive at the activations' peak (HeldBytes.passing))."""
+        """Return (weights_memory, bytes of this memory not alive at the activations' peak (HeldBytes.passing))."""
         return self._alone_memory(config, self._partition(config))
 
     def recomputes_for_nothing(self, config: Config) -> bool:
-        """Whether the layout recomputes attention although the kernel keeps too little (MAX_KEPT_SHARE)."""
+        """Return True if the layout recomputes attention although the kernel keeps too little (MAX_KEPT_SHARE)."""
         return config.memory.policy.attention and self.parts.kept_share(config) > MAX_KEPT_SHARE
 
     def weights_memory(self, config: Config) -> Memory:
-        """Weights, gradients and states of the stage with most parameters. Independent of the order of axes."""
+        """Return the weights, gradients and states of the stage with most parameters, in any order of axes."""
         return self.alone_memory(config)[0]
 
     @remembered(
@@ -175,16 +185,16 @@ class Estimates:
         weights = 0 if data.strategy.gathers else held.weight_bytes
         gradients = 0 if data.strategy.slices else held.gradient_bytes(config)
         memory = Memory(weights, gradients, 0, 0, 0, context)
-        if memory.total > device.memory_bytes:  # nobody needs to know of buckets
+        if memory.total > device.memory_bytes:  # does not fit even without buckets
             return memory, 0
         buckets = self._buckets_of_fullest(config, partition)
-        ordered = replaced(config, "layout.order", "auto", WIDENS)  # how many ranks there are is the same in each
+        ordered = replaced(config, "layout.order", "auto", WIDENS)  # all orders have equal numbers of ranks
         memory = memory_of(ordered, buckets, Peak(0, 0), self.planner.site)
         return memory, held_of(config, buckets).passing
 
     def _quickest_passes(self, config: Config, links: Links, sends: bool = True) -> _Passes:
-        """The pipeline phase with balanced stages or, if that is quicker, with as many layers in each: the clock begins
-        at balanced stages, and under GPipe a stage with a large head ends at even ones."""
+        """Return the faster pipeline phase of two: with balanced stages, or with equal numbers of layers. The clock's
+        search for stages starts at balanced ones; under GPipe with a large head the search ends at even stages."""
         partition = self._partition(config)
         each, rest = divmod(config.model.num_blocks, len(partition))
         even = (each + 1,) * rest + (each,) * (len(partition) - rest)
@@ -193,10 +203,10 @@ class Estimates:
 
     @remembered(*PARTS, "micro", "num_microbatches", WIDENS, "memory.recompute", "layout.pipeline")
     def _passes(self, config: Config, partition: tuple[int, ...], links: Links, sends: bool = True) -> _Passes:
-        """The pipeline phase. `links`: also between stages, if it `sends` messages."""
+        """Estimate the pipeline phase. `sends`: count messages between stages; `links` then has the pipe axis."""
         shapes, works, placement = self.parts.shapes(config, partition), {}, placement_of(config)
         rule, count = rule_of(config), config.num_microbatches
-        # Of the order of axes a layer's seconds depend on the strides of its own.
+        # A layer's seconds depend on the strides of the layer's own axes only.
         own = replace(links, strides=tuple(each for each in links.strides if each[0] != PIPE))
         for shape in shapes:
             if shape not in works:
@@ -223,7 +233,7 @@ class Estimates:
         layers = sum(times for timed, times in stage if timed.part.is_layer)
         if policy.attention:
             again = MIN_RECOMPUTED_SHARE * layers * self.parts.attention_again(config, links)
-        elif policy.by_groups and not policy.recorded and layers:  # single operations that are kept may leave little
+        elif policy.by_groups and not policy.recorded and layers:  # recorded policies may recompute little
             forward = sum(times * timed.forward for timed, times in stage if timed.part.is_layer)
             again = MIN_RECOMPUTED_SHARE * forward * (policy.wrapped_layers(config, layers) / layers)
         return _Work(
@@ -237,7 +247,7 @@ class Estimates:
     def _ending(self, config: Config, partition: tuple[int, ...]) -> _Ending:
         stage = StagePlan((), self._fullest(config, partition, placement_of(config)).parameters)
         planned = {0: self._buckets_of_fullest(config, partition)}
-        # A step of one microbatch under any schedule ends as others do.
+        # A step of one microbatch has the same ending under any schedule.
         pipeline = PipelineSection().model_copy(update={"size": config.layout.pipeline.size})
         batch = BatchSection().model_copy(update={"global_": config.batch.global_, "micro": config.replica_batch})
         one = replaced(replaced(config, "layout.pipeline", pipeline, WIDENS), "batch", batch, WIDENS)
@@ -245,7 +255,7 @@ class Estimates:
         known: dict[Hashable, Sum] = {}
         sums = []
         for bucket in run.buckets[0]:
-            # Buckets of equal layers are equal, and share their programs.
+            # Buckets of equal layers are equal and share programs.
             alike = id(bucket.reduce), len(bucket.names), bucket.stepped
             if alike not in known:
                 known[alike] = run.sum(bucket, 0.0)
@@ -263,7 +273,7 @@ class Estimates:
 
     @remembered(*PARTS)
     def _fullest(self, config: Config, partition: tuple[int, ...], placement: ChunkPlacement) -> HeldParameters:
-        """The parameters of the stage with most elements."""
+        """Return the parameters of the stage with most elements."""
         parts, runs = self.parts.parameters(config), ranges_of(partition)
         alike = self.planner.recordings.outline(config).alike
         elements = {place: sum(each.num_elements for each in own) for place, own in parts.items()}
@@ -287,7 +297,7 @@ class Estimates:
 
     @remembered(*WEIGHTS, WIDENS)
     def _buckets_of_fullest(self, config: Config, partition: tuple[int, ...]) -> list[PlannedBucket]:
-        """The buckets of the stage with most elements, equal in every order of axes."""
+        """Return the buckets of the stage with most elements, equal in every order of axes."""
         held = self._fullest(config, partition, placement_of(config))
         return self.planner.buckets.of(replaced(config, "layout.order", "auto", WIDENS), 0, held)
 
@@ -296,12 +306,12 @@ class Estimates:
         "layout.pipeline.partition",
     )  # fmt: skip
     def _partition(self, config: Config) -> tuple[int, ...]:
-        """Layers by position: of `auto` the balanced cut from which the clock starts, which takes longer than an
-        estimate to choose layers."""
+        """Return the number of layers by position. For `auto`: the balanced cut that the clock starts from, since the
+        clock's own choice of layers takes longer than an estimate."""
         pipeline, samples = config.layout.pipeline, config.replica_batch
         if not isinstance(pipeline.partition, str):
             return pipeline.partition
-        # The work's proportions are the same for any microbatch of a step of as many samples.
+        # The work's proportions are the same for any microbatch of a step with equally many samples.
         batch = BatchSection().model_copy(update={"global_": samples, "micro": samples})
         one = with_field(config.model_copy(update={"batch": batch}), "layout.data.size", 1)
         return balanced(self.planner.work(one), pipeline.size * pipeline.chunks)
@@ -311,21 +321,21 @@ def pipeline_seconds(
     forward: Sequence[float], backward: Sequence[float], weights: Sequence[float], hops: Sequence[float],
     limits: Sequence[int], count: int, placement: ChunkPlacement,
 ) -> float:  # fmt: skip
-    """Estimated seconds of a pipeline for `count` = m microbatches. A position of the chain takes f, b, w for its tasks
-    (w = 0 where B includes W) and h for a message to the next position. Stage s, with its first chunk at position s,
-    has at most k microbatches in flight, counted once for each chunk.
+    """Estimate the seconds of a pipeline for `count` = m microbatches. A position of the chain takes f, b, w for tasks
+    F, B, W (w = 0 if B includes W) and h for a message to the next position. Stage s has its first chunk at position s
+    and at most k microbatches in flight, counted once for each chunk.
 
     | the maximum over s of the seconds until                | seconds                                            |
     |--------------------------------------------------------|----------------------------------------------------|
-    | s has done all, begun when those ahead had done one    | sum of f + h ahead of s, m (f + b + w) of chunks   |
-    | the gradients of its last backward pass have come back | the same without w, sum of b + h ahead of s, w_0   |
-    | its limit has let all microbatches pass                | m / k times from each of its chunks to the end and |
+    | s has done all tasks, after one F of each stage ahead  | sum of f + h ahead of s, m (f + b + w) of chunks   |
+    | stage 0 has received the gradients of the last B of s  | the same without w, sum of b + h ahead of s, w_0   |
+    | the limit of s has let all microbatches pass           | m / k times from each chunk of s to the end and    |
     |                                                        | back: sum of f + b + 2h                            |
     """
     ahead, behind = (
         list(accumulate((own + hop for own, hop in zip(seconds, hops, strict=False)), initial=0.0))
         for seconds in (forward, backward)
-    )  # until a message has come to each stage, through one task of each before it
+    )  # seconds until a message has reached each stage, with one task in each stage before
     there_and_back = ahead[-1] + forward[-1] + backward[-1] + behind[-1]
     longest = 0.0
     for s, limit in enumerate(limits):

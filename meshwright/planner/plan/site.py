@@ -24,7 +24,8 @@ MULTIPROCESSORS = {8: 108, 9: 132, 10: 148}
 
 @dataclass(frozen=True)
 class Links:
-    """The links between ranks that differ on some axes only. Equal if strides and the numbers of ranks are."""
+    """Links between ranks that differ on some axes only. Two are equal if transport, number of ranks and strides are
+    equal."""
 
     transport: TransportName
     world_size: int
@@ -37,17 +38,17 @@ class Links:
         return self._find()
 
     def collective(self, axes: str, verb: str, payload_bytes: int) -> float:
-        """Seconds of a collective (ClusterNetwork.collective) over some of the axes."""
+        """Return the seconds of a collective (ClusterNetwork.collective) over some of the axes."""
         self._check(axes)
         return self._network.collective(axes, verb, payload_bytes)
 
     def message(self, sender: int, receiver: int, payload_bytes: int) -> float:
-        """Seconds of a pipeline's message (ClusterNetwork.message)."""
+        """Return the seconds of a pipeline's message (ClusterNetwork.message)."""
         self._check(PIPE)
         return self._network.message(sender, receiver, payload_bytes)
 
     def stages(self) -> list[int]:
-        """Return rank 0 and the ranks at its place in the other stages."""
+        """Return rank 0 and the corresponding ranks of the other stages."""
         self._check(PIPE)
         ranks = [0]
         for axis, size, stride in self.strides:
@@ -70,9 +71,9 @@ class Site:
 
     @remembered()
     def timer(self, world_size: int, tf32: bool, devices_per_host: int = 1) -> Timer:
-        """A rank's pace. On a machine (with `cores`) all ranks compute, elsewhere the ranks of a node.
-        `devices_per_host`: the devices for which one host issues kernels in turn."""
-        # Between nodes ranks share no cores.
+        """Make the timer of a rank that shares the hardware: with all ranks on one machine (`cores` is set), else with
+        the ranks of a node. `devices_per_host`: number of devices that one host issues kernels for, in turn."""
+        # Ranks of different nodes share no cores.
         ranks = world_size if self.cluster.cores is not None else min(world_size, self.cluster.devices_per_node)
         return Timer(
             self.cluster, ranks, tf32=tf32, devices_per_host=devices_per_host,
@@ -81,11 +82,11 @@ class Site:
 
     @remembered()
     def network(self, transport: TransportName, grid: Grid, rows: Rows | None = None) -> ClusterNetwork:
-        """The links between a grid's ranks. `rows`: how rows are sent to experts; None: by all-to-alls."""
+        """Make the links between a grid's ranks. `rows`: how rows are sent to experts; None: by all-to-alls."""
         return ClusterNetwork(self.cluster, transport, grid, rows)
 
     def rows(self, config: Config) -> Rows | None:
-        """How kernels of the program send rows to experts once; None: all-to-alls send all rows."""
+        """Describe the program's kernels that send each row once to experts; None: all-to-alls send all rows."""
         ranks, experts = self.software.expert_ranks, experts_of(config)
         if ranks is None or experts is None or ranks.dispatcher not in DISPATCHERS:
             return None
@@ -98,8 +99,16 @@ class Site:
         self, program: Program, timer: Timer, links: ClusterNetwork | Links, transport: TransportName, config: Config,
         *, alone: bool = False,
     ) -> float:  # fmt: skip
-        """Seconds of a part's program, with what its layers send over a transport. `alone`: no other microbatch is
-        computed meanwhile, under which rows to experts could travel."""
+        """Return the seconds of a part's program, including the communication of the part's layers.
+
+        Args:
+            program: The part's recorded kernels and collectives.
+            timer: The pace of kernels.
+            links: The links between ranks.
+            transport: The transport, for its share of overlap and its tax on kernels.
+            config: The run.
+            alone: True: no other microbatch computes meanwhile, so rows to experts are not hidden.
+        """
         facts, overlapped = self.cluster.links[transport], self.software.overlapped
         usual = facts.overlaps if "layers" in overlapped else 0.0, facts.tax
         whole = timer.seconds(program, links.collective, *usual)
@@ -118,7 +127,7 @@ class Site:
         return whole - hidden + slowed(hidden * (1 + tax), tax)
 
     def links(self, config: Config, *more: str) -> Links:
-        """The links between ranks that share a layer, or that differ on the axes `more`."""
+        """Return the links between ranks that share a layer or differ on the axes `more`."""
         names, strides, stride = {*(name for name, _ in config.layout.layer_axes), *more}, [], 1
         for name, size in reversed(config.layout.nesting):
             if name in names:
@@ -132,27 +141,27 @@ class Site:
     def message_seconds(
         self, config: Config, links: ClusterNetwork | Links, sender: int, receiver: int, size: int
     ) -> float:
-        """Seconds until a stage has `size` bytes of the neighbouring one, one rank of each."""
+        """Return the seconds until rank `receiver` has `size` bytes from `sender` in the neighbouring stage."""
         shared = config.layout.tensor.same_activation
         parts = dict(config.layout.tensor.axes).get(shared, 1) if self.software.messages == "split" else 1
         if parts == 1:
             return links.message(sender, receiver, size)
-        # Peers have the same activation: each sends a part over a link of its own, and all gather the parts.
+        # Peers have the same activation: each peer sends a part over a separate link, and all gather the parts.
         gathered = links.collective(shared, "all_gather", size)
         return links.message(sender, receiver, -(-size // parts)) + gathered
 
     def context(self, config: Config) -> int:
-        """Bytes that each of a run's processes holds on its device beyond tensors."""
+        """Return the bytes that each process of a run holds on the device in addition to tensors."""
         device, links = self.cluster.device, self.cluster.links.get(transport_on(self.cluster, config))
-        # MPI's libraries take other memory than gloo's, so the transport's measured figure counts first.
+        # MPI's libraries take other amounts than gloo's, so the transport's measured number has priority.
         measured = None if links is None else links.reserved_bytes
         return (device.reserved_bytes if measured is None else measured) + device.workspaces_bytes
 
 
 def transport_on(cluster: Cluster, config: Config) -> TransportName:
-    """The run's transport; of `auto` the one that a run takes on a machine like the cluster."""
+    """Return the run's transport; for `auto`, the transport that a run on this cluster would choose."""
     if config.layout.transport != "auto":
         return config.layout.transport
-    # As the run's own auto decides: MPI on CPUs where there is any, never for syncs of torch.distributed.
+    # The same rule as the run's own auto: MPI on CPUs with MPI, never for syncs of torch.distributed.
     carried = cluster.device.kind == "cpu" and config.layout.data.strategy.over_mpi
     return "mpi" if carried and "mpi" in cluster.links else "torch"

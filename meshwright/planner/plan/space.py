@@ -242,7 +242,8 @@ def _leaves(key: str, value: object) -> Iterator[str]:
 
 
 def _start(job: SearchJob) -> Config:
-    """Return the run with the cluster's node size. Partition, placement, order and expert groups are reset unless fixed."""
+    """Return the run with the cluster's node size; partition, placement, order and expert groups are reset unless
+    fixed."""
     config = job.run
     for name, value in {
         "layout.ranks_per_node": ranks_per_node(job.cluster, job.devices),

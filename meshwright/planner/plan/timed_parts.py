@@ -1,10 +1,10 @@
-"""A chain's distinct parts for a microbatch of any size, interpolated from recordings at two sizes, for estimates.
+"""Distinct parts of a chain for a microbatch of any size, interpolated from recordings at two sizes, for estimates.
 
-Kernels and payloads are interpolated linearly, within and beyond the two sizes (recorder.py). Where a part's events
-differ between the two (the head's, with its chunks of logits), only its seconds are.
+Kernels and payloads are interpolated linearly, within and beyond the two sizes (recorder.py). If a part's events differ
+between the two sizes (the head's, with chunks of logits), only seconds are interpolated.
 
-HeldActivations: bytes of activations that a layout holds, of microbatches in flight and of recomputed layers whose
-weight gradients wait.
+HeldActivations: bytes of activations that a layout holds, for microbatches in flight and for recomputed layers with
+deferred weight gradients.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _SIZES = 2, 4
 
 
 _Mix = tuple[tuple[float, Program], ...]
-"""(factor, program) whose seconds add up: one program, or the two recorded ones with factors, where their events differ
-in kind or number (a head's slices, of which the last is a rest)."""
+"""(factor, program), to be summed in seconds: one program, or both recorded ones with factors if their events differ in
+kind or number (a head's slices; the last slice is a remainder)."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class EstimatedPart:
 
 @dataclass(frozen=True)
 class TimedPart:
-    """A part's seconds forward and backward; `inputs`, `weights`: of the two halves of a split backward pass."""
+    """A part's seconds forward and backward; `inputs`, `weights`: seconds of the halves of a split backward pass."""
 
     part: EstimatedPart
     forward: float
@@ -74,12 +74,12 @@ StageShape = tuple[tuple[int, int], ...]
 
 @dataclass
 class TimedParts:
-    """The parts for layouts on one cluster."""
+    """Parts for layouts on one cluster."""
 
     planner: Planner
 
     def distinct(self, config: Config) -> Iterator[tuple[int, Chunk]]:
-        """The chain's distinct parts by position, in the order of the forward pass."""
+        """Yield the chain's distinct parts by position, in the order of the forward pass."""
         yield -1, Chunk(range(0), True, False)
         for first in dict.fromkeys(self.planner.recordings.outline(config).alike):
             yield first, Chunk(range(first, first + 1), False, False)
@@ -87,7 +87,7 @@ class TimedParts:
 
     @remembered("model", "data", "precision.products")
     def shapes(self, config: Config, partition: tuple[int, ...]) -> list[StageShape]:
-        """By position of the chain, (distinct part, number of such parts)."""
+        """Return, by position of the chain, (distinct part, number of such parts)."""
         alike, last = self.planner.recordings.outline(config).alike, len(partition) - 1
         shapes = []
         for stage, run in enumerate(ranges_of(partition)):
@@ -98,13 +98,13 @@ class TimedParts:
 
     @remembered(*PARTS, "micro", "widens_gradients")
     def of(self, config: Config, links: Links) -> dict[int, TimedPart]:
-        """By position: -1 the embeddings, i the first of each run of equal layers, num_blocks the head. `links`: of the
-        axes that cut a layer."""
+        """Return timed parts by position: -1 the embeddings, i the first of each run of equal layers, num_blocks the
+        head. `links`: of the axes that cut a layer."""
         return {place: self._time(config, part, links) for place, part in self.untimed(config).items()}
 
     def _time(self, config: Config, part: EstimatedPart, links: Links) -> TimedPart:
-        """The part's seconds at its quickest place in the step. Half of a backward pass's kernels count for weights,
-        with the widening of a layer's gradients, which a recording of one microbatch lacks."""
+        """Time the part at the quickest place in the step. Half of a backward pass's kernels count for weights. The
+        widening of a layer's gradients is added, since a recording of one microbatch lacks this."""
         timer = self.planner.site.timer(links.world_size, config.precision.tf32)
         site, facts = self.planner.site, self.planner.cluster.links[links.transport]
 
@@ -118,8 +118,8 @@ class TimedParts:
             for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
         )
         mix = part.programs[TaskKind.BACKWARD][backward[1]]
-        # A linear's backward pass has two products of equal flops: the input's gradient and, if it is trained, the
-        # weight's.
+        # A linear's backward pass has two products of equal flops: the input's gradient and the weight's, which is
+        # left out for a frozen weight.
         matrices = [each for each in part.parameters if each.spec.role.name == HIDDEN_MATRIX.name]
         trained = sum(each.num_elements for each in matrices if each.spec.role.rule.trained)
         share = trained / whole if (whole := sum(each.num_elements for each in matrices)) else 1.0
@@ -137,10 +137,10 @@ class TimedParts:
 
     @remembered(*PARTS, "micro")
     def untimed(self, config: Config) -> dict[int, EstimatedPart]:
-        """The parts without seconds, equal in every order of axes."""
+        """Return the parts without seconds, equal in every order of axes."""
         smallest, micro = smallest_micro(config), config.micro
-        # Recorded at its own size: what stays and what travels differ by size, and one sample is copied less often than
-        # several (a gather along the sequence is in order).
+        # Recorded at the microbatch's own size for two reasons. Tensor sections that choose by size send other tensors
+        # at other sizes. One sample is copied less often than several: a gather along the sequence is in order.
         own = config.layout.tensor.by_size or micro == smallest
         sizes = (micro,) * 2 if own else tuple(size * smallest for size in _SIZES)
         share = (micro / smallest - _SIZES[0]) / (_SIZES[1] - _SIZES[0])
@@ -166,13 +166,13 @@ class TimedParts:
 
     @remembered(*PARTS)
     def parameters(self, config: Config) -> dict[int, tuple[Parameter, ...]]:
-        """The parameters of each part, which no size of microbatch changes."""
+        """Return the parameters of each part, equal for every size of microbatch."""
         alone, parts = _alone(config, _SIZES[0] * smallest_micro(config)), {}
         forms: Forms = ()
         for place, chunk in self.distinct(config):
             recording = self.planner.recordings.of(alone, chunk, forms)
             forms = recording.outgoing
-            # Without facts of the schedule under which it was recorded.
+            # Without facts of the recording's schedule.
             parts[place] = tuple(
                 Parameter(each.name, each.shape, each.dtype, each.spec) for each in recording.parameters
             )
@@ -180,25 +180,25 @@ class TimedParts:
 
     @remembered(*PARTS, "memory.recompute")
     def kept_share(self, config: Config) -> float:
-        """The share of the first layer's kept bytes that remains where attention is recomputed."""
+        """Return the share of the first layer's kept bytes that remains if attention is recomputed."""
         kept, still = (_kept(recording) for recording in self._with_attention_again(config))
-        # One layer stands for all, which are cut alike.
+        # One layer is enough: all layers are cut in the same way.
         return still / kept
 
     @remembered(*PARTS, "micro", "memory.recompute")
     def attention_again(self, config: Config, links: Links) -> float:
-        """Seconds that recomputed attention adds to the first layer's backward pass."""
+        """Return the seconds that recomputed attention adds to the first layer's backward pass."""
         timer = self.planner.site.timer(links.world_size, config.precision.tf32)
         once, twice = (
             timer.seconds(recording.programs[TaskKind.BACKWARD][-1], links.collective, 1.0)
             for recording in self._with_attention_again(config)
         )
-        # In proportion to the samples; attention grows at least as fast, except for kernel launches.
+        # In proportion to samples: attention's seconds grow at least linearly, except for kernel launches.
         share = config.micro / (_SIZES[0] * smallest_micro(config))
         return max(0.0, twice - once) * share
 
     def _with_attention_again(self, config: Config) -> tuple[Recording, Recording]:
-        """Recordings of the first layer for a small microbatch: (without, with) recomputed attention."""
+        """Return recordings of the first layer for a small microbatch: (without, with) recomputed attention."""
         alone = _alone(config, _SIZES[0] * smallest_micro(config))
         again = with_field(alone, FIELD, config.memory.recompute)
         recordings = self.planner.recordings
@@ -208,13 +208,13 @@ class TimedParts:
 
 
 def smallest_micro(config: Config) -> int:
-    """Least samples of a microbatch with which every rank has one."""
+    """Return the least number of samples in a microbatch that gives every rank a sample."""
     sizes = dict(config.layout.tensor.axes)
     return math.prod(sizes[axis] for axis in config.layout.tensor.batch_axes)
 
 
 def _alone(config: Config, micro: int) -> Config:
-    """One replica of one stage, with few microbatches of `micro` samples a step."""
+    """Return the config of one replica with one stage and one or two microbatches of `micro` samples a step."""
     data = config.layout.data
     one = {
         "data": DataParallel(expert=data.expert, exchange=data.exchange),
@@ -231,35 +231,36 @@ def _alone(config: Config, micro: int) -> Config:
 
 
 def _kept(recording: Recording) -> int:
-    """Bytes kept by the recording's forward pass."""
+    """Return the bytes kept by the recording's forward pass."""
     return recording.programs[TaskKind.FORWARD][-1].kept_bytes
 
 
 def _mixed(small: Program, large: Program, share: float) -> _Mix:
-    """The program at `share` of the way from the small to the large one, or both with factors. Below the small one: the
-    small one in proportion to samples, since a head of few rows has other slices."""
+    """Return the program interpolated at `share` between small (0) and large (1), or both with factors. Below the small
+    size: the small program in proportion to samples, since a head of few rows has other slices."""
     program = interpolated_program(small, large, share)
     if program.events or not small.events:
         return ((1.0, program),)
-    # The events differ (a GPU's head has more slices at the larger size): only seconds are interpolated.
+    # The events differ (a GPU's head has more slices at the larger size), so only seconds are interpolated.
     first, second = _SIZES
     return ((1 - share, small), (share, large)) if share >= 0 else ((1 + share * (second - first) / first, small),)
 
 
 MIN_DEFERRED_SHARE = 0.5
-"""Lower bound of the activations of deferred weight gradients, as a share of the estimate: which stage defers how many
-W is uncertain."""
+"""Lower bound of the activations of deferred weight gradients, as a share of the estimate. The number of W that each
+stage defers is uncertain."""
 
 
 @dataclass
 class HeldActivations:
-    """Bytes of activations by layout."""
+    """Table of activation bytes by layout."""
 
     parts: TimedParts
 
     @remembered(*PARTS, "micro", "num_microbatches", "memory.recompute", "layout.pipeline")
     def of(self, config: Config, partition: tuple[int, ...]) -> tuple[float, float]:
-        """(Bytes that the fullest stage keeps, its peak bytes of all microbatches), independent of sync and states."""
+        """Return (bytes that the fullest stage keeps, peak bytes of all microbatches), independent of sync and
+        states."""
         shapes = self.parts.shapes(config, partition)
         parts, placement = self.parts.untimed(config), placement_of(config)
         kept, total, deferring = 0.0, 0.0, self._deferring(config, partition, placement)
@@ -268,17 +269,17 @@ class HeldActivations:
         for stage in {0, placement.stage_of[partition.index(max(partition))], *deferring}:
             own = placement.positions[stage]
             works = [[(parts[place], times) for place, times in shapes[position]] for position in own]
-            # In flight at the first backward task, counted once for each chunk; message-driven: the likely number.
+            # Microbatches in flight at the first backward task, once for each chunk; message-driven: the likely number.
             most = min(rule.limit_at(stage, placement, count), count * placement.num_chunks)
             in_flight = most if rule.fixed else rule.held(stage, placement.num_stages, most)
             if config.layout.pipeline.limit_by_memory:
-                in_flight = 1  # what memory allows
+                in_flight = 1  # the limit adapts to memory
             keeps = in_flight * sum(self._kept_bytes(config, work) for work in works) / placement.num_chunks
             if stage in deferring:
                 whole = sum(times * part.kept_bytes for work in works for part, times in work if part.is_layer)
                 deferred = max(0, most - in_flight) * deferring[stage] * whole / placement.num_chunks
                 keeps += MIN_DEFERRED_SHARE * deferred
-            # Messages from both sides have memory before they arrive (mailbox.py).
+            # Messages from both neighbours have memory before arrival (mailbox.py).
             ahead = min(AHEAD[self.parts.planner.cluster.device.kind], count)
             beside = max(
                 ahead
@@ -288,7 +289,7 @@ class HeldActivations:
                 )
                 for at in own
             )
-            # At the begin of its backward pass a recomputed group holds all of its activations.
+            # A recomputed group holds all its activations at the start of the group's backward pass.
             recomputed = 0.0
             for work in works if config.memory.policy.by_groups else ():
                 layers = [(part.kept_bytes, times) for part, times in work if part.is_layer]
@@ -304,9 +305,11 @@ class HeldActivations:
         "layout.data.expert", "layout.data.exchange",
     )  # fmt: skip
     def _deferring(self, config: Config, partition: tuple[int, ...], placement: ChunkPlacement) -> dict[int, float]:
-        """By stage, the share of microbatches whose W of recomputed layers waits for the in-flight limit. A stage takes
-        microbatches at the slowest stage's pace without W, and its remaining time is too short for all W. Of stages
-        that hold as much, the last, which has the fewest gradients on their way."""
+        """Return, by stage, the share of microbatches with W of recomputed layers deferred until the in-flight limit.
+
+        A stage takes microbatches at the slowest stage's pace without W, and the remaining time is too short for all W.
+        Of stages with equal layers only the last is returned, which waits for the fewest gradients.
+        """
         rule, in_groups = rule_of(config), config.memory.policy.by_groups
         if rule.fixed or config.layout.pipeline.limit_by_memory or not (rule.splits and in_groups):
             return {}
@@ -316,7 +319,7 @@ class HeldActivations:
         ends[0] += costs.embedding
         ends[-1] += costs.head
         own = [placement.positions[stage] for stage in range(placement.num_stages)]
-        # A recomputed layer's F, second F, B and W take equal seconds; embeddings and head have one F.
+        # A recomputed layer's F, second F, B and W take equal seconds; embeddings and head have no second F.
         weights = [sum(layers[at] + ends[at] for at in positions) / 3 for positions in own]
         passes = [sum(layers[at] + ends[at] * 2 / 3 for at in positions) for positions in own]
         alike = {tuple(partition[at] for at in positions): stage for stage, positions in enumerate(own)}
@@ -327,7 +330,7 @@ class HeldActivations:
         }
 
     def _kept_bytes(self, config: Config, stage: Sequence[tuple[EstimatedPart, int]]) -> float:
-        """Bytes that a forward pass keeps on a stage; a recomputed group keeps its input."""
+        """Return the bytes that a forward pass keeps on a stage; a recomputed group keeps its input."""
         policy = config.memory.policy
         if not policy.recomputes:
             return sum(times * part.kept_bytes for part, times in stage)
@@ -338,6 +341,6 @@ class HeldActivations:
         num_layers = sum(times for _, times in layers)
         wrapped = policy.wrapped_layers(config, num_layers) / max(1, num_layers)
         inputs = sum(times * part.outgoing_bytes for part, times in layers)
-        # A CPU's memory is the host's, too.
+        # On a CPU, inputs offloaded to the host stay in the same memory.
         here = policy.keeps_inputs or self.parts.planner.cluster.device.kind == "cpu"
         return (1 - wrapped) * kept + here * wrapped * inputs / max(1, policy.group_size(config, num_layers))
