@@ -1,7 +1,7 @@
-"""`parity register LIBRARY`: try every plan that a library's configurations or functions carry, a check each.
+"""`parity register LIBRARY`: try every plan in a library's configurations or functions, with a check for each plan.
 
-A line of JSON is written as each check ends, so that a register that was interrupted goes on. The page has a row for
-each model type and plan.
+A line of JSON is written at the end of each check, so that an interrupted register can be continued. The page has a row
+for each model type and plan.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from meshwright.ranks.streams import say
 PASSES, FAILS, DOES_NOT_RUN, RAISES = "passes", "fails", "does not run", "raises"
 PLAIN = "plain"
 RAISED = re.compile(r"raises under the plan: \w+ at (?P<place>[\w.]+:\d+).*")
-"""An error that comes with the plan alone; the file and line of the library."""
+"""An error raised only with the plan; `place`: file and line of the library."""
 LOST = re.compile(r"(?P<name>[\w.]+) is another after saving and reading under the plan")
-"""A tensor that a model's own checkpoint does not give again."""
+"""A tensor with other values after saving and reading the model's own checkpoint."""
 CHECKPOINT = "checkpoint"
 PACKAGES = {"transformers": "transformers", "torchtitan": "torchtitan", "automodel": "nemo_automodel"}
-"""Packages by the names that `register` knows."""
+"""Packages by library name on the command line of `register`."""
 CHECKS = {"torchtitan": "registered_titan", "automodel": "registered_automodel"}
-"""Modules with the checks of libraries whose plans are functions: plans, types, which type carries which plan."""
+"""Modules with checks of libraries that have functions as plans: plans, types, and the plans of each type."""
 SHARED = (
     "transformers.modeling_utils", "transformers.distributed", "transformers.models.auto.modeling_auto",
     "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "transformers.trainer",
@@ -45,10 +45,10 @@ SHARED = (
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of a register.
+    """Line of a register.
 
-    `verdict`: passes, fails or does not run. `module`, `kind`: of the first mistake. `text`: the sentence, or why there
-    is no comparison. `unproved`: parameters whose gradients are zero in the reference.
+    `verdict`: passes, fails or does not run. `module`, `kind`: of the first mistake. `text`: the sentence, or the
+    reason for a missing comparison. `unproved`: parameters with zero gradients in the reference.
     """
 
     model_type: str
@@ -64,7 +64,7 @@ class Entry:
 
     @staticmethod
     def of(model_type: str, result: ParityResult, library: str, refuses: bool = False) -> Entry:
-        """A check's result as a line. `refuses`: an error under the plan is a right refusal."""
+        """Make a line from a check's result. `refuses`: an error under the plan is a right refusal."""
         finding, verdict, module, kind, text = result.finding, PASSES, "", "", ""
         if result.error:
             verdict, text = DOES_NOT_RUN, reason_of(result.error)
@@ -85,14 +85,14 @@ class Entry:
 
 
 def reason_of(error: str) -> str:
-    """The last line of an error that names an exception, without what the launcher says around it."""
+    """Return the last line of an error that names an exception, without the launcher's own lines."""
     lines = [line.strip() for line in error.splitlines()]
     raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (raised or [line for line in lines if re.search(r"\w", line)])[-1][:300]
 
 
 def register_parser() -> argparse.ArgumentParser:
-    """The options of `register`."""
+    """Make the parser of `register`."""
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} register",
         description="Prove the parallel plans of a library's models, each on a tiny model with random weights of its "
@@ -117,7 +117,7 @@ def register_parser() -> argparse.ArgumentParser:
 
 
 def register_plans(arguments: argparse.Namespace, command: str) -> int:
-    """Try the plans that the arguments ask for, and write their page; the exit code.
+    """Try the plans selected by the arguments, write the page, and return the exit code.
 
     Raises:
         ConfigError: The library is missing, or no plan fits.
@@ -141,7 +141,7 @@ def register_plans(arguments: argparse.Namespace, command: str) -> int:
         plain = done.get((model_type, check.name.partition(",")[0]))
         if "," in check.name and plain is not None and (plain.verdict == DOES_NOT_RUN or plain.kind == RAISES):
             left_out[check.name] += 1
-            continue  # its reason is that of the plain step
+            continue  # for the same reason as the plain step
         if (model_type, check.name) not in done:
             entry = Entry.of(model_type, run_check(check), library, refuses)
             done[model_type, check.name] = entry
@@ -162,12 +162,12 @@ def register_plans(arguments: argparse.Namespace, command: str) -> int:
 def checks_of(
     plans: Sequence[str], only: str, conditions: Sequence[str] = (PLAIN,)
 ) -> Iterator[tuple[str, ParityCheck, bool]]:
-    """A check of each model type that has a plan of the kind, under each condition; whether the plan may refuse.
+    """Yield (model type, check, True if the plan may refuse) for each type with a plan of the kind, and each condition.
 
     Raises:
         ConfigError: A kind of plan or a condition is unknown, or the package of a condition is missing.
     """
-    # Here, as it imports transformers.
+    # Imported here, since this module imports transformers.
     from meshwright.parity import registered
 
     for option, words, known in (
@@ -194,12 +194,12 @@ def checks_of(
 
 
 def name_of(plan: str, condition: str) -> str:
-    """A kind of plan as the register names it."""
+    """Name a kind of plan under a condition."""
     return plan if condition == PLAIN else f"{plan}, {condition}"
 
 
 def function_checks(name: str, plans: Sequence[str], only: str) -> Iterator[tuple[str, ParityCheck, bool]]:
-    """The checks of a library whose plans are functions, from its module of checks.
+    """Yield the checks of a library with functions as plans, from the module `name`.
 
     Raises:
         ConfigError: A kind of plan is unknown.
@@ -218,7 +218,7 @@ def function_checks(name: str, plans: Sequence[str], only: str) -> Iterator[tupl
 
 
 def known_entries(lines: Path, library: str) -> dict[tuple[str, str], Entry]:
-    """The lines that were written with the installed versions, by model type and plan."""
+    """Read the lines written with the installed versions, by model type and plan."""
     found: dict[tuple[str, str], Entry] = {}
     if lines.is_file():
         for line in lines.read_text(encoding="utf-8").splitlines():
@@ -230,13 +230,13 @@ def known_entries(lines: Path, library: str) -> dict[tuple[str, str], Entry]:
 
 
 def line_of(entry: Entry) -> str:
-    """A verdict in one line."""
+    """Write a verdict in one line."""
     where = f" at {entry.module} ({entry.kind})" if entry.kind else ""
     return f"{entry.verdict}{where}{f': {entry.text}' if entry.text else ''}"
 
 
 def counts_of(entries: Sequence[Entry]) -> Mapping[str, Counter[str]]:
-    """How many entries have each verdict, by plan."""
+    """Count entries by plan and verdict."""
     counts: dict[str, Counter[str]] = {}
     for entry in entries:
         counts.setdefault(entry.plan, Counter())[entry.verdict] += 1
@@ -244,8 +244,8 @@ def counts_of(entries: Sequence[Entry]) -> Mapping[str, Counter[str]]:
 
 
 def table_of(entries: Sequence[Entry], left_out: Mapping[str, int]) -> Iterator[str]:
-    """A row for each plan in Markdown, and a line on all. `left_out`: how many types of a plan have the reason of the
-    plain step."""
+    """Yield a row for each plan in Markdown, and a line for all. `left_out`: by plan, the number of types left out
+    because the plain step does not run either."""
     yield "| plan | tried | passes | fails | does not run | as plain | median s | s |"
     yield "|---|--:|--:|--:|--:|--:|--:|--:|"
     for plan, found in counts_of(entries).items():
@@ -262,7 +262,7 @@ def table_of(entries: Sequence[Entry], left_out: Mapping[str, int]) -> Iterator[
 
 def write_register(entries: Sequence[Entry], path: Path, command: str) -> Path:
     """Write a page with a row for each entry; one HTML file that needs nothing else."""
-    # Here: a check in a terminal needs no templates.
+    # Imported here: a check in a terminal needs no templates.
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     templates = Environment(

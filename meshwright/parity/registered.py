@@ -1,8 +1,8 @@
-"""Checks of the parallel plans that transformers' configurations carry: one for each model type and kind of plan.
+"""Checks of the parallel plans in transformers' configurations: one check for each model type and kind of plan.
 
-A model is the type's own class, with random weights and small sizes. Both models are read from a saved folder, the
-parallel one with the plan. Without the plan the second folder must give the reference's weights again: else saving and
-reading change the model, and nothing is said of the plan.
+A model is an instance of the type's class, with random weights and small sizes. Reference and parallel model are both
+read from a saved folder, the parallel one with the plan. Read without the plan, the second folder must give the
+reference's weights. Otherwise saving and reading change the model, and the check gives no verdict on the plan.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ logging.disable_progress_bar()
 
 @dataclass(frozen=True)
 class Plan:
-    """A kind of plan. `attribute`: where a configuration has it; `axes`: sizes, outermost first; `sizes`: the
-    arguments of DistributedConfig; `small`: sizes of the model; `refuses`: an error under the plan is no mistake."""
+    """A kind of plan.
+
+    `attribute`: the configuration's attribute with the plan. `axes`: sizes, outermost first. `sizes`: the arguments of
+    DistributedConfig. `small`: sizes of the model. `refuses`: True if an error under the plan is a right refusal.
+    """
 
     attribute: str
     axes: Mapping[str, int]
@@ -50,11 +53,11 @@ class Plan:
 
 
 HEADS = {name: 4 for name in SIZES if name.endswith(("key_value_heads", "linear_num_key_heads"))}
-"""Equal numbers of heads of keys and queries, which four ranks cut."""
+"""Equal numbers of key and query heads, so that four ranks can cut both."""
 PLANS = {
     "tensor": Plan("base_model_tp_plan", {"tensor": 2}, {"tp_size": 2, "tp_plan": "auto"}),
     "tensor4": Plan("base_model_tp_plan", {"tensor": 4}, {"tp_size": 4, "tp_plan": "auto"}, HEADS),
-    # Two heads of keys, which four ranks cannot cut.
+    # Four ranks cannot cut two heads of keys.
     "tensor4-heads": Plan("base_model_tp_plan", {"tensor": 4}, {"tp_size": 4, "tp_plan": "auto"}, refuses=True),
     "expert": Plan("base_model_ep_plan", {"data": 2}, {"fsdp_size": 2, "ep_size": 2}),
     "tensor-expert": Plan("base_model_ep_plan", {"tensor": 2}, {"tp_size": 2, "tp_plan": "auto", "ep_size": 2}),
@@ -65,12 +68,12 @@ PLANS = {
     ),
 }
 TYPES = tuple(CONFIG_MAPPING_NAMES)
-"""All model types; a check's case is one of them."""
+"""All model types, each a case of a check."""
 
 
 def has_plan(model_type: str, kind_of_plan: Plan) -> bool:
-    """Whether a type's configuration has a plan of its own. The FSDP plan of all configurations is tried with causal
-    language models, and with types that have another plan."""
+    """Return True if a type's configuration defines a plan. The FSDP plan is shared by all configurations; this plan is
+    tried with causal language models and with types that define another plan."""
     kind, attribute = CONFIG_MAPPING[model_type], kind_of_plan.attribute
     plan = getattr(kind, attribute, None)
     if "tp_plan" in kind_of_plan.sizes and not kind.base_model_tp_plan:
@@ -82,20 +85,24 @@ def has_plan(model_type: str, kind_of_plan: Plan) -> bool:
 
 
 CONDITIONS = ("plain", "accumulated", "clipped", "lora", "resumed", "resumed-distributed")
-"""Forms of a step: one pass, and a second one of two halves; two microbatches with unequal numbers of labels; one pass
-and a clipped norm of gradients; as plain, with an adapter that alone is trained; saved and read again under the plan
-after the first step, as one process would save, or by all ranks. Each is a check of its own."""
+"""Forms of a step; each is a separate check:
+plain: one pass, and a second one of two halves;
+accumulated: two microbatches with unequal numbers of labels;
+clipped: one pass, and the norm of gradients is clipped;
+lora: as plain, with a trained adapter and frozen weights;
+resumed, resumed-distributed: after the first step the model is saved, by one process or by all ranks, and read again
+under the plan."""
 PEFT = "peft"
 """The package of adapters; the condition `lora` imports it."""
 SHARDS = 3
-"""Files that a checkpoint has at least."""
+"""Least number of files of a checkpoint."""
 CLIP = 0.01
-"""The norm to which gradients are clipped: less than any model's."""
+"""The norm that gradients are clipped to: less than any model's."""
 MICROBATCHES = 2
 RAISES = "raises under the plan: "
-"""Begins the error of a check whose model runs without the plan, and does not with it."""
+"""Begins the error of a check if the model runs without the plan, but not with the plan."""
 ANOTHER = "is another after saving and reading under the plan"
-"""Ends the error of a check whose model loses a tensor's values in its own checkpoint."""
+"""Ends the error of a check if a tensor's values are lost in the model's own checkpoint."""
 
 
 @(
@@ -113,7 +120,7 @@ def registered(job: parity.Job, plan: str, condition: str, model_type: str) -> N
         folder = Path(from_all_ranks(own.encode())[0].decode())
         made, names = small_model(model_type, PLANS[plan].small)
         whole = saved_and_read(job, folder / "first", made, options)
-        # A parameter that the class freezes may be read as a trained one, without a plan.
+        # Even without a plan, a parameter that the class freezes may be read as trained.
         for mine, first in zip(whole.parameters(), made.parameters(), strict=True):
             mine.requires_grad_(first.requires_grad)
         if broken := next((name for name, p in whole.named_parameters() if not p.isfinite().all()), None):
@@ -155,19 +162,19 @@ def registered(job: parity.Job, plan: str, condition: str, model_type: str) -> N
 
 
 def loss_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """The mean of a model's terms over all labels."""
+    """Return the mean of a model's loss terms over all labels."""
     terms = terms_of(model, batch)
     return terms.sum() / (counted(batch) or terms.numel())
 
 
 def counted(batch: Mapping[str, Tensor]) -> int:
-    """The number of labels that count; 0 for a batch without labels."""
+    """Return the number of labels that are not ignored; 0 for a batch without labels."""
     return int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) if "labels" in batch else 0
 
 
 def with_adapter(model: PreTrainedModel) -> Any:
-    """Put a LoRA adapter with random values into all linear layers of a model, in place; peft's model around it."""
-    # Here, so that other conditions run without peft.
+    """Put a LoRA adapter with random values into all linear layers of a model, in place; return peft's wrapper."""
+    # Imported here, so that other conditions run without peft.
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)  # the same on each rank
@@ -177,7 +184,7 @@ def with_adapter(model: PreTrainedModel) -> Any:
 
 
 def adapted_from(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """A model with the adapter of a folder, which is trained."""
+    """Load a folder's adapter into a model, for training."""
     from peft import PeftModel
 
     adapted = PeftModel.from_pretrained(model, folder, is_trainable=True).get_base_model()
@@ -188,8 +195,8 @@ def adapted_from(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 def resumed_step(
     step: Callable[[Any, Any], Tensor], folder: Path, planned: Mapping[str, Any], distributed: bool
 ) -> Callable[[dict[str, PreTrainedModel], Any], Tensor]:
-    """A step, after the first of which the model is saved and read again under its plan, and goes on as the one that is
-    read. `distributed`: each rank writes its own parts."""
+    """Return a step that resumes once: after the first call the model is saved, read again under the plan, and replaced
+    by the read model. `distributed`: each rank writes its own parts."""
     resumed = False
 
     def step_and_resume(models: dict[str, PreTrainedModel], batch: Mapping[str, Tensor]) -> Tensor:
@@ -214,7 +221,7 @@ def resumed_step(
 
 
 def same_parts(saved: nn.Module, read: nn.Module) -> None:
-    """Compare this rank's parts of a model, its buffers too, with those of the model that is read.
+    """Compare this rank's parts of a model, including buffers, with the parts of the model that is read.
 
     Raises:
         ParityError: A tensor differs.
@@ -222,7 +229,7 @@ def same_parts(saved: nn.Module, read: nn.Module) -> None:
     again = {**dict(read.named_parameters()), **dict(read.named_buffers())}
     for name, x in {**dict(saved.named_parameters()), **dict(saved.named_buffers())}.items():
         mine, theirs = local_of(x), local_of(again[name]) if name in again else None
-        # What is not-a-number stays so.
+        # NaN counts as equal to NaN.
         if (
             theirs is None
             or mine.shape != theirs.shape
@@ -232,12 +239,12 @@ def same_parts(saved: nn.Module, read: nn.Module) -> None:
 
 
 def trainer_step(job: parity.Job, condition: str) -> Callable[[Any, Any], Tensor]:
-    """A step as transformers' Trainer takes it: each microbatch's loss is divided by the labels of all microbatches and
-    ranks, and the norm of gradients is clipped by the Trainer's own function."""
+    """Return a step like the Trainer's in transformers: each microbatch's loss is divided by the number of labels of
+    all microbatches and ranks, and the norm of gradients is clipped by the Trainer's own function."""
     ranks = job.axes.get("data", 1)
 
     def over_data(x: float) -> float:
-        """The sum over the ranks of the data axis."""
+        """Sum `x` over the ranks of the data axis."""
         added = torch.tensor(x, dtype=torch.float64)
         torch.distributed.all_reduce(added)
         return float(added) * ranks / job.world_size
@@ -247,7 +254,7 @@ def trainer_step(job: parity.Job, condition: str) -> Callable[[Any, Any], Tensor
         labels, total = over_data(sum(counted(part) for part in parts)), 0.0
         for part in parts:
             terms = terms_of(model, part)
-            # FSDP takes the mean of the ranks' gradients: each rank's loss is multiplied by their number.
+            # FSDP averages gradients over the ranks, so each rank's loss is multiplied by the number of ranks.
             loss = terms.sum() * ranks / (labels or terms.numel() * len(parts) * ranks)
             loss.backward()
             total += float(local_of(loss)) / ranks
@@ -267,17 +274,17 @@ def trainer_step(job: parity.Job, condition: str) -> Callable[[Any, Any], Tensor
 
 @contextmanager
 def raising_under_plan() -> Iterator[None]:
-    """An error inside is named with the last line of the library's code that it came through."""
+    """Raise an error of the body again, with the last line of the library's code in the traceback."""
     try:
         yield
     except MeshwrightError:
         raise
     except Exception as error:
-        # A configuration that refuses an attribute is not the code that asks for it.
+        # A configuration that refuses an attribute is not the cause; the code that reads the attribute is.
         every = extract_tb(error.__traceback__)
         frames = [f for f in every if any(f"/{name}/" in f.filename for name in (transformers.__name__, PEFT))]
         frames = [f for f in frames if not f.filename.endswith("configuration_utils.py")]
-        # A backward pass runs none of the library's lines.
+        # A backward pass runs no line of the library, only torch's.
         frames = frames or [f for f in every[-1:] if f"{torch.__name__}/" in f.filename]
         if not frames:
             raise
@@ -287,7 +294,7 @@ def raising_under_plan() -> Iterator[None]:
 
 
 def read(folder: Path, kind: type[PreTrainedModel], config: type[PretrainedConfig], options: Any) -> PreTrainedModel:
-    """Read a model of a folder with its own configuration: one class is used by several."""
+    """Read a folder's model with the configuration class `config`, since several configurations share a model class."""
     model: PreTrainedModel = kind.from_pretrained(folder, config=config.from_pretrained(folder), **options)
     return model
 
@@ -302,7 +309,7 @@ def saved_and_read(job: parity.Job, folder: Path, model: nn.Module, options: Map
 
 
 def same_weights(saved: nn.Module, read: nn.Module) -> None:
-    """Compare a model with what is read of its folder.
+    """Compare a model with the model read from the folder where the first was saved.
 
     Raises:
         ParityError: A tensor differs.

@@ -1,7 +1,7 @@
 """Checks of AutoModel's parallelize functions on transformers' models: one for each model type and kind of plan.
 
-A model is the type's own class, as the register of transformers makes it. AutoModel takes its own plan of a class, or
-else translates the plan that transformers has.
+A model is an instance of the type's class, made as in the register of transformers. AutoModel uses its own plan for a
+class, or else translates the plan of transformers.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ SHARED = (
 
 
 def carries(model_type: str, plan: str) -> bool:
-    """Whether there is a plan to take or to translate; fully_shard is tried on the same types."""
+    """Return True if AutoModel has a plan to use or to translate; fully_shard is tried on the same types."""
     return bool(getattr(models.CONFIG_MAPPING[model_type], "base_model_tp_plan", None))
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The mean cross entropy of the next tokens, of whole logits, as AutoModel's own losses take them."""
+    """Return the mean cross entropy of the next tokens from whole logits, as AutoModel's own losses do."""
     output = model(input_ids=batch["tokens"], use_cache=False)
     logits = whole_of(output.logits)
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["tokens"][:, 1:].flatten())
 
 
 def batch_of(generator: torch.Generator) -> dict[str, Tensor]:
-    """Random tokens of 4 rows."""
+    """Draw random tokens of 4 rows."""
     return {"tokens": torch.randint(3, VOCABULARY, (4, LENGTH), generator=generator)}
 
 
 @parity.check(ranks=2, precision="float32").parametrize("plan", PLANS).parametrize("model_type", TYPES)
 def registered(job: parity.Job, plan: str, model_type: str) -> None:
     """Compare a model that AutoModel has made parallel with the same model on one process."""
-    # Here, so that the list of checks is read without AutoModel.
+    # Imported here, so that the checks can be listed without AutoModel.
     from nemo_automodel.components.distributed.config import FSDP2Config
     from nemo_automodel.components.distributed.mesh import MeshContext, ParallelismSizes
     from nemo_automodel.components.distributed.model_parallelizer import parallelize_model

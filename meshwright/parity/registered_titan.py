@@ -1,9 +1,9 @@
 """Checks of torchtitan's parallelize functions: one for each debug model and kind of plan.
 
-Models have two layers. Flex attention has no backward pass on CPUs, so that attention is torchtitan's own SDPA module.
-The default backend `spmd_types` needs a newer fully_shard than torch 2.13 has: checks take `partial_dtensor`. Weights
-of the parallel model are drawn and loaded as its trainer does. Counts of tokens by expert stay each rank's own until
-the trainer's optimizer hook adds them, and are not compared.
+Models have two layers. Flex attention has no backward pass on CPUs, so attention is torchtitan's own SDPA module. The
+default backend `spmd_types` needs a newer fully_shard than torch 2.13's, so checks use `partial_dtensor`. Weights of
+the parallel model are drawn and loaded as in torchtitan's trainer. Counts of tokens by expert differ by rank until the
+trainer's optimizer hook adds up all counts, and are not compared.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PLANS = {
 
 @dataclass(frozen=True)
 class Kind:
-    """A model: its folder below torchtitan.models, its table of configurations, the flavour, the function."""
+    """A model: folder below torchtitan.models, table of configurations, parallelize function, flavour."""
 
     folder: str
     table: str
@@ -70,13 +70,13 @@ SHARED = (
 
 
 def carries(model_type: str, plan: str) -> bool:
-    """Whether a model can have a plan: all but experts' plans of models without experts."""
+    """Return True if a plan applies to a model: all plans but `expert`, which needs a model with experts."""
     return plan != "expert" or model_type not in ("llama3", "qwen3", "qwen3_5", "muse_glimmer")
 
 
 def config_of(kind: Kind, parallelism: Any) -> Any:
-    """The configuration of a debug model with two layers and SDPA."""
-    # Here, so that the list of checks is read without torchtitan.
+    """Return the configuration of a debug model with two layers and SDPA."""
+    # Imported here, so that the checks can be listed without torchtitan.
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
     package = importlib.import_module(f"torchtitan.models.{kind.folder}")
@@ -101,12 +101,12 @@ def batch_of(generator: torch.Generator) -> dict[str, Tensor]:
 
 @parity.check(ranks=2, precision="float32").parametrize("plan", PLANS).parametrize("model_type", TYPES)
 def registered(job: parity.Job, plan: str, model_type: str) -> None:
-    """Compare a model under its parallelize function with the same model on one process."""
+    """Compare a model under torchtitan's parallelize function with the same model on one process."""
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims, parallel_dims
     from torchtitan.distributed.utils import set_spmd_backend
 
-    parallel_dims.device_type = "cpu"  # torchtitan takes cuda if it finds no accelerator
+    parallel_dims.device_type = "cpu"  # torchtitan assumes cuda on a machine without accelerator
     set_spmd_backend(BACKEND)
     kind = KINDS[model_type]
     whole = config_of(kind, ParallelismConfig()).build()

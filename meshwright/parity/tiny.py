@@ -1,7 +1,7 @@
-"""Small models of the library's model types: their configurations, their classes, and inputs by a forward's signature.
+"""Small models of the library's model types: configurations, classes, and inputs by a forward's signature.
 
-A type's sizes are those of a table, by their names in its configuration. Of a few VARIANTS the first whose model gives
-an output is taken.
+A type's sizes are read from a table, by field names of the configuration. The first of a few VARIANTS with a model that
+gives an output is used.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from meshwright.parity.batches import IGNORED_LABEL
 
-# Compiles the patterns of all types, which ranks that are forked behind this import then have.
+# Compiles the patterns of all types once, so that ranks forked after this import share the compiled patterns.
 get_checkpoint_conversion_mapping("llama")
 
 VOCABULARY, LENGTH = 64, 12
 GRID = (1, 4, 4)
-"""Patches of an image: of time, height and width."""
+"""Patches of an image by (time, height, width)."""
 SIZES: Mapping[str, Any] = {
     "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "max_position_embeddings": 64,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2, "use_cache": False,
@@ -76,24 +76,24 @@ UNSET: Mapping[str, Any] = {
 }
 """Values of fields that are None in a configuration without arguments. A list has an entry for each layer."""
 MISSING: Mapping[str, Any] = {"rope_theta": 1e4}
-"""More values of fields that a class reads and its configuration does not have."""
+"""More values, for fields that a class reads but the class's configuration lacks."""
 LARGEST = 150_000_000
-"""The most elements of a model. A configuration that refuses several sizes keeps its published ones."""
+"""The most elements of a model: a configuration that refuses several small sizes keeps the published sizes."""
 VARIANTS: tuple[Mapping[str, Any], ...] = (
     {}, {"layer_types": None}, {"num_key_value_heads": 4}, {"intermediate_size": 128},
     {"head_dim": 8}, {"head_dim": 16}, {"is_decoder": True}, {"clip_qkv": 8.0},
 )  # fmt: skip
-"""Other sizes, for models that need a relation between two sizes: as many heads of keys as of queries, say. None: left
-to the configuration."""
+"""Other sizes, for models that need a relation between two sizes, such as equal numbers of key and query heads. None:
+left to the configuration."""
 KINDS = {"layer_types": 1, "mlp_layer_types": 1, "layers_block_type": 2}
-"""Fields with a list of the layers' kinds, and how many layers of each kind a small model has: two, if layers of a kind
-share weights."""
+"""Fields with a list of the layers' kinds, each with the number of layers of each kind in a small model: two, if layers
+of a kind share weights."""
 CONSTANTS: Mapping[str, Any] = {"use_cache": False, "num_patches": 4}
-"""Arguments that are no samples, for a forward that names them."""
+"""Arguments that are no samples, passed if a forward's signature has the name."""
 
 
 def has(config: PretrainedConfig, name: str) -> bool:
-    """Whether a configuration has a field, and one value of it for all layers."""
+    """Return True if a configuration has a field with one value for all layers."""
     try:
         return hasattr(config, name)
     except Exception:  # heterogeneous configurations refuse the question
@@ -103,8 +103,8 @@ def has(config: PretrainedConfig, name: str) -> bool:
 def small_config(
     kind: type[PretrainedConfig], more: Mapping[str, Any] | None = None, added: Mapping[str, Any] | None = None
 ) -> PretrainedConfig:
-    """A configuration of a class with small sizes, also inside of its parts. `more`: sizes that precede the table's;
-    `added`: fields that the configuration does not have.
+    """Make a configuration of a class with small sizes, including nested configurations. `more`: sizes with priority
+    over the table's; `added`: fields that the configuration does not have.
 
     Raises:
         ValueError, TypeError and others: The class's own, if no choice of sizes satisfies the class.
@@ -112,7 +112,7 @@ def small_config(
     default, source, more, added = kind(), inspect.getsource(kind), more or {}, added or {}
     code = find_spec(modeling_of(kind))
     model_source = Path(str(code.origin)).read_text() if code else ""
-    # A size may be an argument alone, which shapes other fields, or differ by layer.
+    # A size may be only an argument that shapes other fields, or differ by layer.
     known = {*getattr(kind, "__dataclass_fields__", ()), *added}
     given: dict[str, Any] = {name: x for name, x in {**SIZES, **more, **added}.items()
                              if name in known or has(default, name) or f'kwargs.pop("{name}"' in source}  # fmt: skip
@@ -122,7 +122,7 @@ def small_config(
         given.pop("max_position_embeddings", None)  # positions without an end
     if "kv_lora_rank" in given or has(
         default, "kv_lora_rank"
-    ):  # latent attention has its own head sizes, and a key for each head
+    ):  # latent attention has separate head sizes, and a key for each head
         given["num_key_value_heads"] = SIZES["num_attention_heads"]
         if "head_dim" not in more:
             given.pop("head_dim", None)
@@ -160,8 +160,8 @@ def small_config(
 
 
 def small_positions(default: PretrainedConfig, model_source: str) -> dict[str, Any]:
-    """Rotary positions that fit the head, if the model cuts a head by sections, or needs an entry for each kind of
-    layer; else nothing."""
+    """Return rotary positions that fit the head, if the model cuts a head by sections or needs an entry for each kind
+    of layer; else an empty mapping."""
     rope = default.rope_parameters or {}
     half = int(SIZES["head_dim"] * rope.get("partial_rotary_factor", 1)) // 2
     sections = {"mrope_section": [half // 4, half // 4, half - half // 4 * 2]}
@@ -171,19 +171,19 @@ def small_positions(default: PretrainedConfig, model_source: str) -> dict[str, A
 
 
 def modeling_of(kind: type[PretrainedConfig]) -> str:
-    """The name of the module of a configuration's models, if the configuration has its own."""
+    """Return the name of the module with a configuration's models, if the configuration has a separate module."""
     return kind.__module__.replace(".configuration_", ".modeling_")
 
 
 def class_of(kind: type[PretrainedConfig]) -> type[PreTrainedModel]:
-    """The class of a configuration: the causal language model, else the first model whose configuration it is.
+    """Return the model class of a configuration: the causal language model, else the first model of this configuration.
 
     Raises:
         LookupError: The library has no such class.
     """
     if kind.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         causal: type[PreTrainedModel] = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind.model_type])
-        # The causal language model of a composite type has the configuration of a part alone.
+        # A composite type's causal language model may have the configuration of a part only.
         if causal.config_class not in kind.sub_configs.values():
             return causal
     if find_spec(modeling_of(kind)) is None:
@@ -193,7 +193,7 @@ def class_of(kind: type[PretrainedConfig]) -> type[PreTrainedModel]:
         value for value in vars(module).values() if isinstance(value, type) and issubclass(value, PreTrainedModel)
     ]
     fits = [each for each in classes if each.config_class is kind and "PreTrained" not in each.__name__]
-    # A class may be written for a part, with "PreTrained" in its name all the same.
+    # A class for a part of a model may have "PreTrained" in the class name, too.
     fits = fits or [
         each for each in classes if each.config_class is kind and inspect.isfunction(vars(each).get("forward"))
     ]
@@ -203,8 +203,8 @@ def class_of(kind: type[PretrainedConfig]) -> type[PreTrainedModel]:
 
 
 def whole_of(kind: type[PretrainedConfig]) -> type[PretrainedConfig]:
-    """The configuration whose model is tried for a class: the class itself, or the first composite configuration with
-    it as a part, if no model has the class's own.
+    """Return the configuration class of the model that is tried for `kind`: `kind` itself, or, if no model has this
+    configuration, the first composite configuration with `kind` as a part.
 
     Raises:
         LookupError: The library has no such class.
@@ -221,11 +221,11 @@ def whole_of(kind: type[PretrainedConfig]) -> type[PretrainedConfig]:
 
 
 def small_model(model_type: str, sizes: Mapping[str, Any] | None = None) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    """A model of a type, with weights that are no zeros and ones, and the names of its samples. `sizes`: go before the
-    table's.
+    """Make a model of a type, with weights other than zeros and ones; return the model and the names of its samples.
+    `sizes`: sizes with priority over the table's.
 
     Raises:
-        Exception: That of the first variant, if none gives an output.
+        Exception: The error of the first variant, if no variant gives an output.
     """
     kind, first, added = whole_of(CONFIG_MAPPING[model_type]), None, dict[str, Any]()
     variants = list(VARIANTS)
@@ -243,7 +243,7 @@ def small_model(model_type: str, sizes: Mapping[str, Any] | None = None) -> tupl
             return model, sample_names(model)
         except Exception as error:
             first = first or error
-            # A field that the class reads, and that its configuration does not have.
+            # A field that the class reads but the configuration lacks.
             missing = str(error).partition("has no attribute '")[2].partition("'")[0]
             known = {**SIZES, **MISSING}
             if isinstance(error, AttributeError) and missing in known and missing not in added:
@@ -254,15 +254,15 @@ def small_model(model_type: str, sizes: Mapping[str, Any] | None = None) -> tupl
 
 
 def sample_names(model: PreTrainedModel) -> tuple[str, ...]:
-    """The samples that a model reads: arguments without a default, else token ids, else embeddings.
+    """Return the names of a model's samples: arguments without a default, else token ids, else embeddings.
 
     Raises:
-        Exception: The model's own for token ids, if it reads none of these.
+        Exception: The model's error for token ids, if the model runs with none of these.
     """
     named = inspect.signature(model.forward).parameters
     required = [name for name, p in named.items()
                 if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and name not in CONSTANTS]  # fmt: skip
-    # A layer's argument that the model hands on.
+    # An argument of a layer that the model only passes on.
     handed = ["t_cond"] if any("t_cond" in inspect.signature(m.forward).parameters for m in model.modules()) else []
     tokens = [["input_ids"], ["input_ids", "encoder_hidden_states"], ["input_ids", "decoder_input_ids"],
               ["inputs_embeds"], [model.main_input_name]]  # fmt: skip
@@ -282,7 +282,7 @@ def sample_names(model: PreTrainedModel) -> tuple[str, ...]:
 def samples_of(
     model: PreTrainedModel, names: tuple[str, ...], generator: torch.Generator, rows: int = 4
 ) -> dict[str, Tensor]:
-    """Random samples for arguments of a model's forward.
+    """Draw random samples for arguments of a model's forward.
 
     Raises:
         LookupError: An argument's form is not known.
@@ -290,7 +290,7 @@ def samples_of(
     config = model.config
     try:
         text = config.get_text_config()
-    except ValueError:  # of several, as an encoder's and a decoder's
+    except ValueError:  # several text configurations, such as an encoder's and a decoder's
         text = config.get_text_config(decoder=True)
     widths = ("hidden_size", "d_model", "n_embd", "embed_dim")
     width = next((getattr(text, name) for name in widths if has(text, name)), SIZES["hidden_size"])
@@ -330,15 +330,15 @@ def samples_of(
 
 
 def terms_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """The losses of all labels, which are the tokens or `labels`; without a head the outputs, weighed by random
-    numbers, those of positions without a label times 0."""
+    """Return the loss of each label; labels are the tokens, or `labels` if given. Without a head: the mean output of
+    each position, weighted by random numbers, times 0 at positions without a label."""
     named = inspect.signature(model.forward).parameters
     constants = {name: x for name, x in CONSTANTS.items() if name in named}
     output = model(**{name: x for name, x in batch.items() if name != "labels"}, **constants)
     labels = batch.get("labels", batch.get("input_ids"))
     if hasattr(output, "logits") and labels is not None and output.logits.shape[:2] == labels.shape:
         logits: Tensor = output.logits[:, :-1].flatten(0, 1)
-        # A table of ids may have a row more than the head has classes, which begins a sequence.
+        # A table of ids may have one row more than the head has classes, for the token that begins a sequence.
         targets = labels[:, 1:].flatten().clamp(max=logits.shape[-1] - 1)
         return nn.functional.cross_entropy(logits, targets, reduction="none")
     hidden: Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state

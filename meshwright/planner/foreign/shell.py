@@ -190,7 +190,7 @@ def expanded(text: str, variables: dict[str, list[str]]) -> str:
 def flags_of(words: list[str]) -> dict[str, str]:
     """Parse words such as `--micro-batch-size 2 --swiglu --seq-length=4096 --recompute-modules core_attn moe`.
 
-    A flag has one value, or several names in a row. Names end at a word with a dot, such as the script's file.
+    A flag has one value, or several names in a row. A switch before the script's file gets the file as value.
     """
     flags: dict[str, str] = {}
     for at, word in enumerate(words):

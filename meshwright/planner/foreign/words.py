@@ -140,7 +140,7 @@ def megatron_words(config: Config, program: Program) -> Iterator[str]:
 
 
 def accelerate_words(config: Config, program: Program) -> Iterator[str]:
-    """Yield lines of a file of `accelerate config`: FSDP of version 2, and a parallelism_config for more than one axis."""
+    """Yield lines of a file of `accelerate config`: FSDP version 2, and a parallelism_config for several axes."""
     layout = config.layout
     data, tensor = layout.data, _tensor(config)
     yield f"num_processes: {layout.world_size}"
