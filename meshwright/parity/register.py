@@ -245,7 +245,7 @@ def counts_of(entries: Sequence[Entry]) -> Mapping[str, Counter[str]]:
 
 def table_of(entries: Sequence[Entry], left_out: Mapping[str, int]) -> Iterator[str]:
     """Yield a row for each plan in Markdown, and a line for all. `left_out`: by plan, the number of types left out
-    because the plain step does not run either."""
+    because the plain step does not run or raises."""
     yield "| plan | tried | passes | fails | does not run | as plain | median s | s |"
     yield "|---|--:|--:|--:|--:|--:|--:|--:|"
     for plan, found in counts_of(entries).items():

@@ -239,8 +239,8 @@ def same_parts(saved: nn.Module, read: nn.Module) -> None:
 
 
 def trainer_step(job: parity.Job, condition: str) -> Callable[[Any, Any], Tensor]:
-    """Return a step like the Trainer's in transformers: each microbatch's loss is divided by the number of labels of
-    all microbatches and ranks, and the norm of gradients is clipped by the Trainer's own function."""
+    """Return a step like the Trainer's in transformers. Each microbatch's loss is divided by the number of labels of
+    all microbatches and ranks. The norm of gradients is clipped by the Trainer's own function."""
     ranks = job.axes.get("data", 1)
 
     def over_data(x: float) -> float:

@@ -322,7 +322,7 @@ def pipeline_seconds(
     limits: Sequence[int], count: int, placement: ChunkPlacement,
 ) -> float:  # fmt: skip
     """Estimate the seconds of a pipeline for `count` = m microbatches. A position of the chain takes f, b, w for tasks
-    F, B, W (w = 0 if B includes W) and h for a message to the next position. Stage s has its first chunk at position s
+    F, B, W, and h for a message to the next position; w = 0 if B includes W. Stage s has its first chunk at position s
     and at most k microbatches in flight, counted once for each chunk.
 
     | the maximum over s of the seconds until                | seconds                                            |

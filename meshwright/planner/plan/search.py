@@ -16,10 +16,10 @@
 | its memory                | allocations, replayed (process.py)                          | memory is exceeded   |
 
 The run file's own layout is predicted first, if it is legal. Layouts follow in rounds (evaluator.round_of): one stage
-before several; whole layers, then layers cut inside or along the sequence over more and more ranks, then both cuts
-together, if each cut alone is fast enough. After each round at most SIMULATED layouts are predicted in the order of
-estimated seconds, and layouts slower than the K fastest predictions are left out of the next round. The search ends
-when the next estimate is above the K-th prediction: estimates are at most 1/SURE of predictions (estimate.py).
+before several; whole layers, then layers cut inside or along the sequence over more and more ranks, then both cuts.
+Both cuts are tried only if each cut alone is fast enough. After each round at most SIMULATED layouts are predicted, in
+the order of estimated seconds. Layouts slower than the K fastest predictions are left out of the next round. The search
+ends when the next estimate is above the K-th prediction: estimates are at most 1/SURE of predictions (estimate.py).
 
 A layout that recomputes or offloads is evaluated if the same layout without that saving does not fit or is tight. A
 layout that slices is not predicted if the same layout without slices fits and is estimated to be SYNCS_APART times as
