@@ -90,7 +90,7 @@ class Arguments:
 
 
 def is_megatron(tree: Mapping[str, Any]) -> bool:
-    """Return True if a file has a field that only Megatron has."""
+    """Return True if a file has one of Megatron's fields of sizes or parallel degrees."""
     last = {name.rpartition(".")[2].replace("_", "-") for name, _ in fields_of(tree)}
     return bool({"tensor-model-parallel-size", "pipeline-model-parallel-size", *SIZES} & last)
 

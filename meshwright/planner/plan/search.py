@@ -69,10 +69,11 @@ if TYPE_CHECKING:
     from meshwright.planner.foreign.job import ForeignJob
 
 SIMULATED = 80
-"""Most layouts predicted in a round after one has fitted: many layouts with a fitting estimate just do not fit."""
+"""Most layouts predicted in a round once any prediction fits: many layouts with a fitting estimate exceed memory."""
 
 SYNCS_APART = 1.05
-"""Tolerated error between estimates of two syncs: zero3 was estimated 2 % slower than zero1, predicted 4 % faster."""
+"""Factor that covers errors between estimates of two syncs: zero3, estimated 2 % slower than zero1, was 4 % faster in
+the prediction."""
 
 AS_MESSAGES = 2
 """How many of the fastest layouts with shared experts are also predicted with rows as messages, which takes several
