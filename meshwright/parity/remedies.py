@@ -1,8 +1,8 @@
-"""One line of advice for each kind of mistake, and the page with more (docs/parity.md)."""
+"""One line of advice for each kind of mistake, and the page with more (docs/parity_findings.md)."""
 
 from __future__ import annotations
 
-PAGE = "docs/parity.md"
+PAGE = "docs/parity_findings.md"
 """The path in the repository; not a URL, since the page is not published."""
 
 REMEDIES = {

@@ -90,7 +90,7 @@ def test_every_kind_has_a_remedy() -> None:
     assert set(documented) == set(REMEDIES)
     check = ParityCheck("cut", Path("cut.py"), (("data", 2),), "float64")
     result = ParityResult(check, "float64", 0.0, finding=Mistake("cut update", "body", "its update is cut"))
-    assert result.remedy.endswith("docs/parity.md#cut-update)")
+    assert result.remedy.endswith("docs/parity_findings.md#cut-update)")
 
 
 def test_the_job_is_given_to_a_step_of_three_places() -> None:

@@ -391,7 +391,7 @@ def test_a_script_under_torchrun(words: list[str], said: str) -> None:
     (line,) = [line for line in result.stderr.splitlines() if "norm probe" in line]
     # Numbers may round elsewhere.
     shown = re.sub(r"\d+\.\d+", "N", line)
-    assert shown in re.sub(r"\d+\.\d+", "N", (ROOT / "docs/parity.md").read_text())
+    assert shown in re.sub(r"\d+\.\d+", "N", (ROOT / "docs/parity_probes.md").read_text())
     assert ("3 steps of 2 ranks clip by the norm" if words else "expert: the loop clips by") in line
 
 
