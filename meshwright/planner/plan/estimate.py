@@ -198,7 +198,8 @@ class Estimates:
         partition = self._partition(config)
         each, rest = divmod(config.model.num_blocks, len(partition))
         even = (each + 1,) * rest + (each,) * (len(partition) - rest)
-        both = {partition} if config.layout.pipeline.partition != "auto" else {partition, even}
+        # A position inside of the chain has at least one layer.
+        both = {partition, even} if each and config.layout.pipeline.partition == "auto" else {partition}
         return min((self._passes(config, own, links, sends) for own in both), key=lambda passes: passes.seconds)
 
     @remembered(*PARTS, "micro", "num_microbatches", WIDENS, "memory.recompute", "layout.pipeline")
