@@ -8,7 +8,7 @@ from meshwright.planner.plan.cluster import load_cluster
 from meshwright.planner.plan.software import load_program
 from validation import public
 from validation.arguments import arguments_of, job_of
-from validation.beside import formula_bytes
+from validation.beside import SIZES, by_formula, formula_bytes
 from validation.paper import read_table
 from validation.public import FOLDER, Judged, PublicRow, judge, load_sets
 from validation.scatter import sentence, write_page
@@ -160,6 +160,15 @@ def test_megatrons_formula_is_what_it_says_of_a_row() -> None:
     kept = tokens * (hidden * 32 * 12 + 8 + hidden + 4 * (hidden + 128256)) / 4
     assert formula_bytes(line) == pytest.approx(states + kept)
     assert formula_bytes(line) / 2**30 == pytest.approx(float(line["memory_gb"]), rel=0.03)
+
+
+def test_a_row_without_the_formulas_sizes_is_left_out() -> None:
+    """A job whose sizes are arguments has empty columns."""
+    lines = [line for line in read_table(FOLDER / "simumax.csv") if line["model"].startswith("llama3_70b")][:1]
+    row = PublicRow("", None, 1e10, bytes=1e10)
+    assert len(by_formula("set", lines, [row]).errors) == 1
+    for name in SIZES:
+        assert by_formula("set", [lines[0] | {name: ""}], [row]).errors == ()
 
 
 CI = read_table(FOLDER / "megatron-ci.csv")

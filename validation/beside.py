@@ -7,8 +7,8 @@
 | SimuMax                   | its own figures beside its own runs, as its page prints them (the rows' notes)           |
 
 The formula is of weights, optimizer and activations under sequence parallelism and selective recomputation; it knows
-neither context parallelism nor experts on ranks of their own, and says nothing of seconds. Rows with these, and rows
-that recompute whole layers, are left out.
+neither context parallelism nor experts on ranks of their own, and says nothing of seconds. Rows with these, rows that
+recompute whole layers, and rows with sizes in a job's arguments alone are left out.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from rich.table import Table
 
 from validation.paper import Line, read_table
 from validation.public import FOLDER, PublicRow, RowSet, judge, load_sets
+
+SIZES = ("ffn", "vocab", "seq", "micro", "batch")
+"""The columns that the formula needs beside layers, width, heads and the layout."""
 
 _SIMUMAX = re.compile(r"SimuMax itself: time ([+-]?[\d.]+)%, memory ([+-]?[\d.]+)%")
 
@@ -42,7 +45,7 @@ class Beside:
 def formula_bytes(line: Line) -> float:
     """Bytes of weights, optimizer and activations of the most loaded rank, by Megatron's formulas."""
     size = {name: int(line[name] or 1) for name in ("gpus", "tp", "pp", "vpp", "cp", "layers", "hidden", "heads")}
-    size |= {name: int(line[name]) for name in ("ffn", "vocab", "seq", "micro", "batch")}
+    size |= {name: int(line[name]) for name in SIZES}
     hidden, layers, groups = size["hidden"], size["layers"], int(line["kv_heads"] or line["heads"])
     replicas = size["gpus"] // (size["tp"] * size["pp"] * size["cp"])
     attention = 1 + groups / size["heads"]
@@ -69,7 +72,7 @@ def by_formula(name: str, lines: Sequence[Line], rows: Sequence[PublicRow]) -> B
     """Megatron's formulas on the rows of dense models with a measured memory that keep what layers have computed."""
     own, ours = [], []
     for line, row in zip(lines, rows, strict=True):
-        known = int(line["ep"] or 1) == int(line["cp"] or 1) == 1 and not row.missing
+        known = int(line["ep"] or 1) == int(line["cp"] or 1) == 1 and not row.missing and all(map(line.get, SIZES))
         if row.measured_bytes and row.bytes and known and line["recompute"] in ("", "none", "selective"):
             own.append(formula_bytes(line) / row.measured_bytes - 1)
             ours.append(row.bytes / row.measured_bytes - 1)

@@ -131,7 +131,7 @@ def comparable_lines(case: Case) -> list[ModuleLine]:
             # A partial sum may be the mistake.
             holds = line.output.explained and (not case.failed or line.output.kind in (COPY, CUT))
             right[line.name] = right.get(line.name, True) and holds  # in all calls
-    # Modules inside of a right module have samples in its arrangement.
+    # A wrong module inside of a right one has samples in another arrangement.
     outer = [name for name, holds in right.items() if holds]
     return [line for line in lines if right.get(line.name, True)
             or not any(line.name.startswith(f"{name}.") for name in outer)]  # fmt: skip

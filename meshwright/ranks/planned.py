@@ -129,7 +129,10 @@ class LedgerTransport(Transport):
 
 
 Dispatcher = Literal["alltoall", "deepep", "hybridep", "allgather"]
-"""How a program sends rows to experts on other ranks (tensor/dispatched.py)."""
+"""How a program sends rows to experts on other ranks (planner/plan/dispatched.py)."""
+
+SENT_ONCE: tuple[Dispatcher, ...] = ("deepep", "hybridep")
+"""Kernels that send a token once to each rank that has an expert of the token."""
 
 
 class Choice(NamedTuple):

@@ -16,6 +16,7 @@ from meshwright.planner.foreign.account import NOTHING, Account, fields_of
 from meshwright.planner.foreign.job import Asked, Degrees, ForeignJob, Tree, layers_of, model_of, run_of
 from meshwright.planner.foreign.literals import CALLED, named_function
 from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.planned import SENT_ONCE
 
 DEFAULT = "Megatron-LM's default"
 HARMLESS = """
@@ -365,7 +366,7 @@ def dispatched(given: Arguments, bridge: bool) -> tuple[str, ...]:
     kind = (told or "deepep") if kind == "flex" else kind
     names = ("moe-flex-dispatcher-num-sms", f"moe-{kind}-num-sms")
     sms = next((given.number(name) for name in names if given.get(name) not in NOTHING), None)
-    told_sms = [f"dispatch_sms={sms}"] if sms and kind in ("deepep", "hybridep") else []
+    told_sms = [f"dispatch_sms={sms}"] if sms and kind in SENT_ONCE else []
     return (f"dispatch={kind}", *told_sms, *(() if bridge or given.on("moe-grouped-gemm") else (ONE_STREAM,)))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from meshwright.config import Config
 from meshwright.planner.plan.software import JobForm, Program
+from meshwright.ranks.planned import SENT_ONCE
 
 
 def foreign_words(program: Program, config: Config, form: JobForm | None = None) -> str | None:
@@ -118,7 +119,7 @@ def megatron_words(config: Config, program: Program) -> Iterator[str]:
         if cut != tensor:
             yield f"--expert-tensor-parallel-size {cut}"
         sent = software.dispatch or "alltoall"
-        flex = sent in ("deepep", "hybridep")
+        flex = sent in SENT_ONCE
         yield f"--moe-token-dispatcher-type {'flex' if flex else sent}"
         if flex:
             yield f"--moe-flex-dispatcher-backend {sent}"

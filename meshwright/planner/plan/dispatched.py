@@ -35,7 +35,7 @@ from meshwright.compute.tensor.products import Products
 from meshwright.compute.tensor.router import ExpertsShape, Router
 from meshwright.ranks.collectives import Moving, cross, start_all_gather, start_reduce_scatter
 from meshwright.ranks.errors import ConfigError
-from meshwright.ranks.planned import Choice, ExpertRanks, PlannedMesh, units_of
+from meshwright.ranks.planned import SENT_ONCE, Choice, ExpertRanks, PlannedMesh, units_of
 
 
 class OwnLinear(GroupedLinear):
@@ -77,7 +77,7 @@ class DispatchedExperts(Experts):
         tokens, shape, ranks = len(x), self.shape, self.ranks
         rows = tokens * shape.chosen
         received = math.ceil(rows * (shape.capacity or (self.imbalance if ranks > 1 else 1.0)))
-        once = ranks > 1 and self.how.dispatcher in ("deepep", "hybridep")
+        once = ranks > 1 and self.how.dispatcher in SENT_ONCE
         if once or (ranks > 1 and self.how.dispatcher == "allgather"):
             count = float(ranks)
             if once:

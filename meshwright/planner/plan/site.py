@@ -14,6 +14,7 @@ from meshwright.planner.plan.recorder import Program
 from meshwright.planner.plan.remembered import remembered
 from meshwright.planner.plan.software import Software
 from meshwright.planner.plan.timing import Timer, slowed
+from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import HEAD_COPIES, PIPE, Grid
 from meshwright.ranks.planned import Choice
 from meshwright.ranks.transports import TransportName
@@ -92,8 +93,17 @@ class Site:
             return None
         choice = Choice(experts.count, experts.per_token, experts.groups, experts.groups_per_token)
         sms = self.software.dispatch_sms or DISPATCHERS[ranks.dispatcher].sms
+        every = self._multiprocessors
+        if every is not None and sms >= every:
+            rule = f"leaves none of the {every} multiprocessors of {self.cluster.name}'s devices to products"
+            raise ConfigError.of("dispatch_sms", sms, rule, f"1 to {every - 1}")
         parts = ranks.tensor or dict(config.layout.tensor.axes).get("tensor", 1)
         return Rows(ranks.dispatcher, choice, parts, sms)
+
+    @cached_property
+    def _multiprocessors(self) -> int | None:
+        """The number of multiprocessors of a device; None: not in the table, and the links' tax counts instead."""
+        return MULTIPROCESSORS.get((self.cluster.device.capability or (0, 0))[0])
 
     def program_seconds(
         self, program: Program, timer: Timer, links: ClusterNetwork | Links, transport: TransportName, config: Config,
@@ -121,9 +131,8 @@ class Site:
         computed = timer.seconds(program, others, *usual)
         hidden = min(whole - computed, facts.overlaps * computed)
         rows, tax = self.rows(config), facts.tax
-        every = MULTIPROCESSORS.get((self.cluster.device.capability or (0, 0))[0])
-        if rows is not None and every is not None:
-            tax = rows.sms / (every - rows.sms)
+        if rows is not None and self._multiprocessors is not None:
+            tax = rows.sms / (self._multiprocessors - rows.sms)
         return whole - hidden + slowed(hidden * (1 + tax), tax)
 
     def links(self, config: Config, *more: str) -> Links:

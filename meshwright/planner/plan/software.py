@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
@@ -25,7 +25,7 @@ from meshwright.planner.plan.recorder import LowProducts, Recorder
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.ranks.planned import Dispatcher, ExpertRanks, planned_mesh
+from meshwright.ranks.planned import SENT_ONCE, Dispatcher, ExpertRanks, planned_mesh
 from meshwright.training.decisions import compiled_on
 from meshwright.training.on_device import AsOnDevice, Attention
 
@@ -205,6 +205,8 @@ OWN = "meshwright"
 FOREIGN = ("dispatch", "dispatch_sms", "expert_tensor", "expert_context")
 """Facts of layouts that our own runs do not have."""
 
+ALL: tuple[Dispatcher, ...] = get_args(Dispatcher)
+
 
 JobForm = Literal["toml", "flags", "arguments", "accelerate", "automodel", "nanotron", "deepspeed"]
 
@@ -292,6 +294,10 @@ def load_program(name: str = OWN, facts: Sequence[str] = ()) -> Program:
     if name == OWN and (foreign := next((fact for fact in FOREIGN if getattr(software, fact)), None)):
         rule = "is how other programs send rows to experts: our own runs deal experts over layout.data.expert alone"
         raise ConfigError.of("--fact", f"{foreign}={getattr(software, foreign)}", rule, "--software megatron-core")
+    for fact, known in (("dispatch_sms", SENT_ONCE), ("expert_tensor", ALL), ("expert_context", ALL)):
+        if getattr(software, fact) and software.dispatch not in known:
+            rule = f"has no effect with dispatch={software.dispatch}"
+            raise ConfigError.of("--fact", f"{fact}={getattr(software, fact)}", rule, f"dispatch={', '.join(known)}")
     sources = {fact: each.source for fact, each in preset.facts.items()}
     sources |= {word.partition("=")[0]: "--fact" for word in facts}
     layouts = dict(preset.layouts)

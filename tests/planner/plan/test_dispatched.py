@@ -237,6 +237,33 @@ def test_our_own_runs_refuse_layouts_of_other_programs(fact: str) -> None:
         load_program("meshwright", [fact])
 
 
+@pytest.mark.parametrize(
+    "program, facts, words",
+    [
+        (
+            "megatron-core",
+            ("dispatch_sms=20",),
+            "has no effect with dispatch=alltoall; valid: dispatch=deepep, hybridep",
+        ),
+        ("megatron-core", ("dispatch=allgather", "dispatch_sms=20"), "has no effect with dispatch=allgather"),
+        ("deepspeed", ("expert_tensor=1",), "has no effect with dispatch=None"),
+        ("fsdp", ("expert_context=true",), "has no effect with dispatch=None"),
+    ],
+)
+def test_facts_without_an_effect_are_refused(program: str, facts: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_program(program, facts)
+
+
+@pytest.mark.parametrize("sms", [132, 133, 500])
+def test_a_dispatcher_leaves_multiprocessors_to_products(sms: int) -> None:
+    config = config_of({"data": {"size": 4, "expert": 4}})
+    beside = ("dispatch=deepep", "overlapped=experts", f"dispatch_sms={sms}")
+    with pytest.raises(ConfigError, match=r"leaves none of the 132 multiprocessors .* valid: 1 to 131"):
+        planner(*beside).predict(config)
+    assert planner("dispatch=deepep", "overlapped=experts", "dispatch_sms=131").predict(config).seconds > 0
+
+
 def test_hidden_rows_cost_the_multiprocessors_of_their_kernels() -> None:
     """Of a part that computes for c seconds and sends for m < c: c + m x 20 / (132 - 20) seconds under another
     microbatch, c + m in the step's first forward pass and in its last backward pass."""
