@@ -15,8 +15,8 @@ from typing import Any
 from meshwright.planner.foreign.account import NOTHING, Account, fields_of
 from meshwright.planner.foreign.job import Asked, Degrees, ForeignJob, Tree, layers_of, model_of, run_of
 from meshwright.planner.foreign.literals import CALLED, named_function
+from meshwright.planner.plan.expert_ranks import SENT_ONCE
 from meshwright.ranks.errors import ConfigError
-from meshwright.ranks.planned import SENT_ONCE
 
 DEFAULT = "Megatron-LM's default"
 HARMLESS = """

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 
 from meshwright.config import Config
+from meshwright.planner.plan.expert_ranks import SENT_ONCE
 from meshwright.planner.plan.software import JobForm, Program
-from meshwright.ranks.planned import SENT_ONCE
 
 
 def foreign_words(program: Program, config: Config, form: JobForm | None = None) -> str | None:

@@ -33,9 +33,10 @@ from meshwright.compute.tensor.boundary import UNCUT, Boundary
 from meshwright.compute.tensor.experts import Experts, GroupedLinear, Runs
 from meshwright.compute.tensor.products import Products
 from meshwright.compute.tensor.router import ExpertsShape, Router
+from meshwright.planner.plan.expert_ranks import SENT_ONCE, Choice, ExpertRanks, units_of
 from meshwright.ranks.collectives import Moving, cross, start_all_gather, start_reduce_scatter
 from meshwright.ranks.errors import ConfigError
-from meshwright.ranks.planned import SENT_ONCE, Choice, ExpertRanks, PlannedMesh, units_of
+from meshwright.ranks.planned import PlannedMesh
 
 
 class OwnLinear(GroupedLinear):

@@ -17,7 +17,7 @@ the least b; `once`: the latencies of the n - 1 steps of a ring, most of these o
 | gather, scatter            | pairs: sum over levels of peers there x (a + S/n / b)                                 |
 | send, of a ring            | a + S / b of the slowest step                                                         |
 
-Rows to experts that a kernel sends once (Rows; tensor/dispatched.py): S bytes, each token once to each of its ranks. A
+Rows to experts that a kernel sends once (Rows; dispatched.py): S bytes, each token once to each of its ranks. A
 domain is the levels at which a rank sends at half of the innermost level's pace or faster (NVLink). A token goes once
 to each domain over the network, and is forwarded there, while other tokens are sent: the longer of both counts.
 
@@ -43,11 +43,11 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from meshwright.planner.plan.cluster import Cluster, Curve, Level, interpolated
+from meshwright.planner.plan.expert_ranks import Choice, Dispatcher, units_of
 from meshwright.planner.plan.remembered import remembered
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE, Grid
 from meshwright.ranks.ledger import VERBS, Traffic
-from meshwright.ranks.planned import Choice, Dispatcher, units_of
 from meshwright.ranks.transports import TransportName
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from meshwright.compute.models.experts_section import experts_of
 from meshwright.config import Config
 from meshwright.planner.plan.cluster import Cluster
+from meshwright.planner.plan.expert_ranks import Choice
 from meshwright.planner.plan.network import DISPATCHERS, ClusterNetwork, Rows, are_rows
 from meshwright.planner.plan.recorder import Program
 from meshwright.planner.plan.remembered import remembered
@@ -16,7 +17,6 @@ from meshwright.planner.plan.software import Software
 from meshwright.planner.plan.timing import Timer, slowed
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import HEAD_COPIES, PIPE, Grid
-from meshwright.ranks.planned import Choice
 from meshwright.ranks.transports import TransportName
 
 MULTIPROCESSORS = {8: 108, 9: 132, 10: 148}

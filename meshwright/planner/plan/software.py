@@ -21,11 +21,12 @@ from meshwright.config.section import Positive, Section, Size
 from meshwright.configs import shipped
 from meshwright.planner.plan.cluster import AttentionKernel, Cluster, Device, Share
 from meshwright.planner.plan.dispatched import experts_of_program
+from meshwright.planner.plan.expert_ranks import SENT_ONCE, Dispatcher, ExpertRanks
 from meshwright.planner.plan.recorder import LowProducts, Recorder
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.ranks.planned import SENT_ONCE, Dispatcher, ExpertRanks, planned_mesh
+from meshwright.ranks.planned import planned_mesh
 from meshwright.training.decisions import compiled_on
 from meshwright.training.on_device import AsOnDevice, Attention
 

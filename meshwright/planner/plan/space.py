@@ -43,8 +43,8 @@ from meshwright.config.rules import RULES, broken_rules
 from meshwright.config.section import Rule, Section, divisors, field_of, with_field
 from meshwright.config.shorthand import in_words
 from meshwright.planner.plan.cluster import Cluster
+from meshwright.planner.plan.expert_ranks import ExpertRanks
 from meshwright.ranks.errors import Problem
-from meshwright.ranks.planned import ExpertRanks
 from meshwright.strategies.memory.section import FIELD as RECOMPUTE
 from meshwright.strategies.memory.section import KEEPS_ALL, policy_of
 

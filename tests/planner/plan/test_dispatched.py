@@ -10,6 +10,7 @@ import pytest
 
 from meshwright.config import Config, parse_config
 from meshwright.planner.plan.cluster import load_cluster
+from meshwright.planner.plan.expert_ranks import Choice, units_of
 from meshwright.planner.plan.network import DISPATCHERS, ClusterNetwork, Rows
 from meshwright.planner.plan.predict import Planner
 from meshwright.planner.plan.recorder import Kernel, Program, Start
@@ -17,7 +18,6 @@ from meshwright.planner.plan.software import load_program
 from meshwright.planner.plan.space import SearchJob, legal_layouts
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.planned import Choice, units_of
 from meshwright.strategies.pipeline.task import TaskKind
 
 MICRO, TOKENS, HIDDEN, CHOSEN = 2, 64, 128, 2
