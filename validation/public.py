@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 
 from meshwright.config import Config, parse_config
 from meshwright.config.load import read_yaml
+from meshwright.config.section import with_field
 from meshwright.planner.foreign.job import Degrees
 from meshwright.planner.plan.cluster import Cluster, load_cluster
 from meshwright.planner.plan.memory import Memory, verdict
@@ -78,6 +79,7 @@ class RowSet(BaseModel, extra="forbid", frozen=True):
     clusters: dict[str, str | dict[str, Any]]
     family: str
     model: dict[str, Any] = Field(default_factory=dict)
+    runs: dict[str, dict[str, Any]] = Field(default_factory=dict)
     models: dict[str, dict[str, Any]] = Field(default_factory=dict)
     memory: MemoryColumn | None = None
     recompute: dict[str, Any] = Field(default_factory=dict)
@@ -204,6 +206,8 @@ def _judged(line: Line, rows_set: RowSet, planners: dict[Any, Planner]) -> Publi
         # The tokenizer's file is not at hand, and changes no step.
         tree = job.run | {"data": {"sequence": job.run["data"]["sequence"]}} if job else _tree(line, rows_set)
         config = parse_config(tree)
+        for name, value in _of_model(rows_set.runs, line).items():
+            config = with_field(config, name, value)
         facts = [*_facts(line, rows_set), *(job.facts if job else ())]
         key = line["device"], tuple(facts)
         if key not in planners:
@@ -340,8 +344,12 @@ def _chunks(number: Mapping[str, int]) -> dict[str, Any]:
     return {"chunks": min(fitting, key=lambda n: abs(n - number["vpp"]))}
 
 
+def _of_model(fields: Mapping[str, dict[str, Any]], line: Line) -> dict[str, Any]:
+    return next((own for word, own in fields.items() if line["model"].startswith(word)), {})
+
+
 def _model(line: Line, rows_set: RowSet) -> dict[str, Any]:
-    own = next((fields for word, fields in rows_set.models.items() if line["model"].startswith(word)), {})
+    own = _of_model(rows_set.models, line)
     family = own.get("family", rows_set.family)
     model: dict[str, Any] = {
         "family": family,

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.planner.foreign.account import Account
-from meshwright.planner.foreign.job import Asked, Degrees, ForeignJob, layers_of, model_of, run_of, schedule_of
+from meshwright.planner.foreign.job import Asked, Degrees, ForeignJob, Tree, layers_of, model_of, run_of, schedule_of
 from meshwright.ranks.errors import ConfigError
 
 HARMLESS = """
-recipe seed step_scheduler.* dist_env.* checkpoint.* *dataset.* *dataloader.* loss_fn.* *lr* optimizer._target_
+recipe seed step_scheduler.* dist_env.* checkpoint.* *dataset.* *dataloader.* loss_fn.* *lr*
 optimizer.lr optimizer.betas optimizer.weight_decay optimizer.eps optimizer.adam_w_mode optimizer.bias_correction
-clip_grad_norm.* wandb* mlflow* rng* model.torch_dtype model.trust_remote_code model._target_ model.config._target_
+clip_grad_norm.* wandb* mlflow* rng* model.trust_remote_code model._target_ model.config._target_
 model.config.revision model.output_hidden_states tokenizer* model.config.*token_id distributed.mp_policy.*
 distributed.pipeline.dtype distributed.pipeline.scale_grads* model.backend._target_ model.backend.enable_hf*
 model.backend.fake* packed_sequence* model.backend.attn model.backend.linear model.backend.rms_norm
-model.backend.rope* model.attn_implementation model.config.torch_dtype benchmark* nsys* launcher* slurm*
+model.backend.rope* model.attn_implementation benchmark* nsys* launcher* slurm*
 distributed._target_ distributed.pipeline.round* *.freeze* ci.* timing*
 """
 """Fields that change neither seconds nor bytes of a step, or only in ways that a plan cannot express."""
@@ -59,6 +59,10 @@ def read_automodel(path: Path, asked: Asked, tree: Mapping[str, Any]) -> Foreign
         recompute=1 if account.flag("distributed.activation_checkpointing") else "none", precision="bf16", path=path,
     )  # fmt: skip
     facts = ["fuses_elements=true"] if account.flag("compile.enabled") else []
+    if account.word("model.torch_dtype", "model.config.torch_dtype", known=DTYPES, default="bf16") == "float32":
+        facts.append("slice_dtype=float32")
+    else:
+        run |= in_bf16(account)
     if account.flag("fp8.enabled"):
         facts.append("products=fp8")
     if sent := account.word("model.backend.dispatcher", known=DISPATCHERS, default=None):
@@ -73,6 +77,26 @@ DISPATCHERS = (("deepep", "deepep"), ("hybridep", "hybridep"), ("torch", "allgat
 (components/moe/layers.py, GroupedExperts)."""
 GROUPED = (("te", "apart"), ("gmm", "together"), ("torch_mm", "together"))
 """AutoModel's backends of experts' products, each with our value of the fact `experts`."""
+
+
+DTYPES = (
+    ("auto", "bf16"), ("bf16", "bf16"), ("bfloat16", "bf16"), ("torch.bfloat16", "bf16"),
+    ("fp32", "float32"), ("float32", "float32"), ("torch.float32", "float32"),
+)  # fmt: skip
+"""AutoModel's dtypes of parameters; FSDP2 casts float32 ones for each gather."""
+
+
+def in_bf16(account: Account) -> Tree:
+    """Return the run's fields for bf16 parameters: torch's optimizers have states of that dtype and no masters;
+    Transformer Engine's FusedAdam has float32 states, and masters if asked."""
+    fused = str(account.get("optimizer._target_", default="")).endswith("FusedAdam")
+    if fused and account.flag("optimizer.master_weights"):
+        return {}
+    states = account.word("optimizer.exp_avg_dtype", known=DTYPES, default="float32") if fused else "bf16"
+    return {
+        "optimizer": {"name": "adamw", "masters": "bf16", "states": states},
+        "precision": {"level": "O2", "dtype": "bf16", "accumulate": "stored"},
+    }
 
 
 def number(account: Account, name: str, default: int = 1) -> int:

@@ -68,6 +68,8 @@ class PlannedBucket:
     """Whether sliced gradients are summed once, at the step's end, and not for each microbatch."""
     slices: bool
     """Whether gradients are slices; `reduce` then runs for each microbatch, unless the bucket `waits`."""
+    casts: bool
+    """Whether the slices of half-precision weights and gradients are float32 (Software.slice_dtype)."""
     reduce: Program
     publish: Program
     across: Program
@@ -78,9 +80,12 @@ class PlannedBucket:
     @cached_property
     def sizes(self) -> BucketBytes:
         kind, value, gradient = self.kind, self.kind.dtype.itemsize, self.summed_in.itemsize * self.kind.rule.trained
+        # A float32 slice of the weights is the optimizer's master, which its states count.
+        own_value, own_gradient = (0, SINGLE) if self.casts else (value, gradient)
         return BucketBytes(
             (kind.dtype, kind.rule.decays, kind.sum_axes, kind.cut_axes), kind.parts, self.num_elements * value,
-            self.num_elements * gradient, self.stepped_elements * value, self.stepped_elements * gradient, self.waits,
+            self.num_elements * gradient, self.stepped_elements * own_value, self.stepped_elements * own_gradient,
+            self.waits,
         )  # fmt: skip
 
     @cached_property
@@ -103,7 +108,7 @@ class PlannedBucket:
         The step reads and writes weights and moments, and both read the gradient. Half-precision weights add the
         gradient's widening and the rounding. On a CPU the norm adds a float64 copy (norm.py).
         """
-        size, gradient = self.kind.dtype.itemsize, self.summed_in.itemsize
+        size, gradient = self.kind.dtype.itemsize, SINGLE if self.casts else self.summed_in.itemsize
         # The norm reads the gradient. The step reads the gradient, and reads and writes master or weight and every
         # moment.
         each = gradient + max(SINGLE, size) * (2 + 1)
@@ -112,7 +117,8 @@ class PlannedBucket:
         # The CPU's norm writes and reads a wide copy.
         if device_type == "cpu" and gradient < torch.float64.itemsize:
             each += 2 * torch.float64.itemsize
-        if self.master_bytes(config):
+        # Gathered weights are cast by the gathers.
+        if self.master_bytes(config) and not (self.casts and config.layout.data.strategy.gathers):
             each += SINGLE + size
         if config.optimizer.masters == "bf16" and size < SINGLE:
             each += NOISE_BYTES - 2 * (SINGLE - size)  # the step reads and writes the weight in bf16
@@ -201,8 +207,11 @@ class HeldParameters:
         return sum(each.gradient_bytes(config) for each in self.parameters)
 
 
+@dataclass(frozen=True, eq=False)
 class Buckets:
-    """Plans buckets, and caches the programs of equal ones."""
+    """Plans buckets, and caches the programs of equal ones. `casts`: Software.slice_dtype is float32."""
+
+    casts: bool = False
 
     def of(self, config: Config, rank: int, held: HeldParameters) -> list[PlannedBucket]:
         """Return a rank's buckets, in the order in which buckets are sent."""
@@ -240,9 +249,13 @@ class Buckets:
                 matrices = _stepped_matrices(kind, shapes, summing.index if stepped else None)
                 known[alike] = summed_in, num_elements, stepped, math.prod(sizes), matrices, programs
             summed_in, num_elements, stepped, num_ranks, matrices, programs = known[alike]
+            casts = (
+                self.casts and sync.slices and kind.rule.trained and config.memory.offload.to == "none"
+                and master_bytes(config.optimizer, kind.dtype) > 0
+            )  # fmt: skip
             buckets.append(PlannedBucket(
                 kind, summed_in, names, num_elements, stepped, num_ranks, matrices, policy.blocks, parts_back,
-                waits, sync.slices, *programs,
+                waits, sync.slices, casts, *programs,
             ))  # fmt: skip
         return buckets
 
@@ -406,7 +419,10 @@ def widened_together(config: Config, buckets: Sequence[PlannedBucket], software:
         return
     for members in by_rule([bucket.kind.rule for bucket in buckets]).values():
         own = [buckets[index] for index in members]
-        sizes = [bucket.stepped_elements * SINGLE if bucket.summed_in.itemsize < SINGLE else 0 for bucket in own]
+        sizes = [
+            0 if bucket.casts or bucket.summed_in.itemsize >= SINGLE else bucket.stepped_elements * SINGLE
+            for bucket in own
+        ]
         for some in [range(len(sizes))] if software.widening == "whole" else stepped_together(sizes):
             yield [sizes[index] for index in some]
 

@@ -98,7 +98,7 @@ class Planner:
     """Recordings on disk, to read first and to extend."""
     recordings: Recordings = field(init=False)
     site: Site = field(init=False)
-    buckets: Buckets = field(default_factory=Buckets)
+    buckets: Buckets = field(init=False)
     _last: tuple[Config, TimedRun] | None = None
 
     def __post_init__(self) -> None:
@@ -106,6 +106,7 @@ class Planner:
         self.software = self.software.on(device)
         self.recordings = Recordings(device.kind, self.software, device.capability, kept=self.kept)
         self.site = Site(self.cluster, self.software)
+        self.buckets = Buckets(self.software.slice_dtype == "float32")
 
     def on(self, cluster: Cluster) -> Planner:
         """Return a planner for a cluster with the same kind of devices and other speeds of links or devices."""

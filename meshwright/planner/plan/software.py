@@ -93,6 +93,8 @@ class Software(Section):
     """Workspaces of the additional streams that multiply a model's experts."""
     slices: Literal["views", "copies"] = "views"
     """Whether parameters are views of the memory of gathers and sums, or are copied out and in."""
+    slice_dtype: Literal["run", "float32"] = "run"
+    """The dtype of a rank's slices of half-precision weights and gradients. float32: each gather casts the masters."""
     optimizer: Literal["fused", "steps"] = "fused"
     """One kernel for many parameters, or STEPS_OF_ADAMW for each, as in torch's AdamW before 2.0."""
     widening: Literal["parts", "whole"] = "parts"

@@ -22,7 +22,7 @@ from meshwright.planner.plan.site import Site, transport_on
 from meshwright.planner.plan.software import STEPPED_BYTES, STEPS_OF_ADAMW, Communication
 from meshwright.planner.plan.timing import Timer, slowed
 from meshwright.ranks.mailbox import AHEAD
-from meshwright.strategies.memory.offload import moment_bytes
+from meshwright.strategies.memory.offload import SINGLE, moment_bytes
 from meshwright.strategies.pipeline.clock import Pace
 from meshwright.strategies.pipeline.schedule import FORWARD_ONLY
 from meshwright.strategies.pipeline.task import TaskKind
@@ -161,13 +161,16 @@ class TimedRun(Composition):
         return copied + before + after + exposed + slowed(beside - exposed, self.network.tax)
 
     def copied(self, bucket: PlannedBucket, *, back: bool) -> float:
-        """Return the seconds of copies from a gather's result to parameters or, with `back`, from gradients to a sum's
-        input."""
-        if self.software.slices == "views" or not self.config.layout.data.strategy.slices:
-            return 0.0
-        value = bucket.kind.dtype.itemsize
-        touched = bucket.num_elements * (value + (bucket.summed_in.itemsize if back else value))
-        return self.timer.kernel_seconds(Kernel("element", 0.0, touched, bucket.num_elements, "float32"))
+        """Return the seconds of a cast before a gather and of copies from its result to parameters or, with `back`,
+        of copies from gradients to a sum's input."""
+        value, elements, touched = bucket.kind.dtype.itemsize, 0, 0
+        if self.software.slices == "copies" and self.config.layout.data.strategy.slices:
+            elements = bucket.num_elements
+            touched = elements * (value + (bucket.summed_in.itemsize if back else value))
+        if bucket.casts and not back:
+            elements += bucket.stepped_elements
+            touched += bucket.stepped_elements * (SINGLE + value)
+        return self.timer.kernel_seconds(Kernel("element", 0.0, touched, elements, "float32")) if elements else 0.0
 
     def latency(self, start: int, end: int) -> float:
         """Return the seconds of a message between neighbouring positions of the chain on two stages."""

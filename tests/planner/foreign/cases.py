@@ -467,7 +467,8 @@ packed_sequence: {packed_sequence_size: 4096}
         64, "automodel",
         {"model.hidden": 8192, "batch.global_": 128, "micro": 1, "layout.data.size": 4, "layout.data.sync": "zero2",
          "layout.tensor.size": 4, "layout.pipeline.size": 4, "layout.pipeline.chunks": 5, "memory.recompute": 1,
-         "data.lengths.source": 4096},
+         "data.lengths.source": 4096, "optimizer.masters": "float32"},
+        ("slice_dtype=float32",),
     ),
     "AutoModel qwen3_moe_30b_a3b": Job(
         {"qwen3.yaml": """
@@ -483,9 +484,11 @@ distributed:
   activation_checkpointing: false
   moe: {reshard_after_forward: false}
 dataset: {seq_length: 4096}
+optimizer: {_target_: torch.optim.Adam, betas: [0.9, 0.999], lr: 0.0001}
 """},
         16, "automodel",
-        {"model.hidden": 2048, "batch.global_": 1024, "layout.data.expert": 16, "layout.data.sync": "zero2"},
+        {"model.hidden": 2048, "batch.global_": 1024, "layout.data.expert": 16, "layout.data.sync": "zero2",
+         "optimizer.masters": "bf16", "optimizer.states": "bf16", "precision.accumulate": "stored"},
         ("dispatch=hybridep", "experts=apart"),
     ),
     "AutoModel megatron_pretrain_gpt2.yaml": Job(
@@ -498,10 +501,11 @@ model:
            n_head: 12, bos_token_id: 50256}
 distributed: {strategy: ddp, tp_size: 1}
 dataset: {seq_len: 1024}
+optimizer: {_target_: transformer_engine.pytorch.optimizers.FusedAdam, exp_avg_dtype: torch.bfloat16}
 """},
         8, "automodel",
         {"model.family": "gpt2", "model.vocabulary": 50258, "batch.global_": 512, "micro": 8,
-         "layout.data.sync": "allreduce"},
+         "layout.data.sync": "allreduce", "optimizer.masters": "bf16", "optimizer.states": "bf16"},
     ),
     "Accelerate fsdp.yaml": Job(
         {"fsdp.yaml": """

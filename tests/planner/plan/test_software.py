@@ -244,6 +244,31 @@ def test_slices_that_are_copied_take_kernels_beside_gathers_and_sums(sync: str) 
     assert (copies.seconds > views.seconds) == (sync == "zero3")
 
 
+@pytest.mark.parametrize("sync", ["allreduce", "zero2", "zero3"])
+def test_float32_slices_replace_half_precision_weights_and_gradients(sync: str) -> None:
+    """FSDP casts its float32 slices for each gather: the optimizer's masters are the only copy of the weights."""
+    config = with_field(llama(32), "layout.data", DataParallel(size=8, sync=sync))
+    config = with_field(config, "batch.global_", 8 * config.batch.global_)
+    run, cast = on_gpus(config), on_gpus(config, slice_dtype="float32")
+    (own,), (new,) = run.memory, cast.memory
+    # Norms have float32 weights and gradients in both.
+    assert new.weights < own.weights / 1000 if sync == "zero3" else new.weights == own.weights
+    assert new.gradients == pytest.approx(own.gradients * (1 if sync == "allreduce" else 2), rel=1e-3)
+    assert new.states == own.states
+    assert (cast.seconds == run.seconds) == (sync == "allreduce")
+
+
+@pytest.mark.parametrize(
+    "change", [{"optimizer.masters": "bf16"}, {"optimizer.states": "bf16", "optimizer.masters": "bf16"}]
+)
+def test_slices_without_float32_masters_keep_the_runs_dtype(change: dict[str, str]) -> None:
+    config = with_field(llama(), "layout.data", DataParallel(size=8, sync="zero3"))
+    config = with_field(config, "batch.global_", 8 * config.batch.global_)
+    for name, value in change.items():
+        config = with_field(config, name, value)
+    assert on_gpus(config, slice_dtype="float32").memory == on_gpus(config).memory
+
+
 def test_wide_gradients_are_float32_in_a_step_of_one_microbatch_too() -> None:
     one, several = llama(32), llama()
     assert (one.widens_gradients, several.widens_gradients) == (False, True)
