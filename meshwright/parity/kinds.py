@@ -24,6 +24,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -120,11 +121,11 @@ def comparable_lines(case: Case) -> list[ModuleLine]:
     """Return the modules with samples in the reference's arrangement.
 
     Experts receive samples of other ranks, or of each microbatch separately. The output of the enclosing module is then
-    right, and the outputs of experts differ. These experts are left out if all else is right, or with microbatches.
+    right, and the outputs of experts differ. These experts are left out if all else is right, with microbatches, or if
+    their outputs have another shape.
     """
     lines = case.evidence.modules
-    if case.failed and all(side.facts.micro < 2 for side in case.evidence.ranks):
-        return lines
+    whole = case.failed and all(side.facts.micro < 2 for side in case.evidence.ranks)
     right: dict[str, bool] = {}
     for line in lines:
         if line.output is not None:
@@ -134,6 +135,7 @@ def comparable_lines(case: Case) -> list[ModuleLine]:
     # A wrong module inside of a right one has samples in another arrangement.
     outer = [name for name, holds in right.items() if holds]
     return [line for line in lines if right.get(line.name, True)
+            or (whole and line.output is not None and not math.isinf(line.output.error))
             or not any(line.name.startswith(f"{name}.") for name in outer)]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ FEW = {
     "data": ["ddp_accumulate:", "ddp_accumulate:report_means", "ddp_accumulate:last_microbatch", "batch_norm:running",
              "ddp_hook:bf16", "fsdp_accumulate:divided_before_clip", "scheduled:scheduler_never"],
     "cut": ["ring:", "ring:document_leak"],
-    "routed": ["experts:", "experts:aux_per_micro"],
+    "routed": ["experts:", "experts:aux_per_micro", "experts:router_local"],
     "stages": ["interleaved:", "interleaved:norm_twice"],
     "sums": ["row_parallel:", "row_parallel:lost", "row_parallel:twice", "row_parallel:rounded"],
     "owners": ["owners:", "momentum_by_owners:", "clipped:", "clipped:local", "clipped:thawed", "top_level:local",

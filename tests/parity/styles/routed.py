@@ -21,18 +21,21 @@ class Expert(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(HIDDEN, 24), nn.Linear(24, HIDDEN)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+    def forward(self, x: Tensor, activation: Any = F.gelu) -> Tensor:
+        return self.down(activation(self.up(x)))
 
 
 class Routed(nn.Module):
-    """Top-2 of four experts and one that all tokens visit. `travel`: how tokens reach experts elsewhere."""
+    """Top-2 of four experts and one that all tokens visit. `travel`: how tokens reach experts elsewhere.
+
+    `activation` is called once for each expert: fewer times on a rank with some of the experts.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
         self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
-        self.shared = Expert()
+        self.shared, self.activation = Expert(), nn.GELU()
         self.balance = torch.zeros(())
         self.travel: Any = None
         self.mean: Any = lambda x: x.mean(0)
@@ -53,7 +56,7 @@ class Routed(nn.Module):
         else:
             for i, expert in enumerate(self.experts):
                 token, slot = (chosen == i).nonzero(as_tuple=True)
-                y = y.index_add(0, token, expert(tokens[token]) * weights[token, slot, None])
+                y = y.index_add(0, token, expert(tokens[token], self.activation) * weights[token, slot, None])
         times = 2 if self.wrong == "shared_twice" else 1
         return (y + times * self.shared(tokens)).view_as(x)
 
@@ -104,7 +107,7 @@ def experts(job: ParityJob, wrong: str) -> None:
         out = torch.zeros_like(here)
         for i in range(own):
             rows = (which == job.rank * own + i).nonzero()[:, 0]
-            out = out.index_add(0, rows, block.experts[job.rank * own + i](here[rows]))
+            out = out.index_add(0, rows, block.experts[job.rank * own + i](here[rows], block.activation))
         if wrong == "back_scaled" and not first:
             out = out + (out - out.detach())
         back = AllToAll.apply(out, received, sent, group)
