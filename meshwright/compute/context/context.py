@@ -75,7 +75,7 @@ class Heads:
             return attended
 
         starts, window = spec.documents, spec.within(key.shape[TOKENS]).window
-        # Each row is one document: a GPU's kernel for documents takes 1.8 times as long (docs/performance.md).
+        # Each row is one document: a GPU's kernel for documents takes 1.8 times as long (docs/performance_gpu.md).
         if starts is None or starts.is_meta or not starts[:, -1].any():
             if window is None:
                 return attend(query, key, value, spec.mask, spec.causal)
