@@ -27,11 +27,20 @@ def test_the_glossary_is_short() -> None:
 
 
 DECISION_WORDS = 8000
+"""Of docs/decisions.md and of all pages in docs/decisions/ together."""
+
+PAGE_WORDS = 1500
 
 
 def test_decisions_are_short() -> None:
     """Dates, alternatives and failed tries; explanations are in the other pages."""
-    assert len((ROOT / "docs/decisions.md").read_text().split()) < DECISION_WORDS
+    pages = [ROOT / "docs/decisions.md", *(ROOT / "docs/decisions").rglob("*.md")]
+    words = {page.name: len(page.read_text().split()) for page in pages}
+    assert len(words) > 10
+    assert {name: count for name, count in words.items() if count > PAGE_WORDS} == {}
+    assert sum(words.values()) < DECISION_WORDS
+    index = pages[0].read_text()
+    assert [page.name for page in pages[1:] if f"(decisions/{page.name})" not in index] == []
 
 
 PACKAGE = ROOT / "meshwright"

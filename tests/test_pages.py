@@ -211,6 +211,4 @@ def test_links_go_to_files_and_headings_that_exist(path: Path) -> None:
 
 def test_no_page_has_an_address_of_ours_outside_of_links() -> None:
     for path in documents():
-        if path.name == "decisions.md":  # its history has the address that was chosen
-            continue
         assert OURS not in path.read_text(), path

@@ -11,8 +11,8 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
 INTO_REPOSITORY = re.compile(r"\[(?P<text>[^\]]*)\]\(\.\./(?P<path>[^)#\s]+)(?P<rest>[^)]*)\)")
-INTO_DOCS = "course/"
-"""Prefix of pages in a folder of docs/; `../` of these pages is docs/."""
+INTO_DOCS = ("course/", "decisions/")
+"""Prefixes of pages in a folder of docs/; `../` of these pages is docs/."""
 TABLE = "<!-- the table of bits.md -->"
 """A comment that the site replaces by the table; the repository shows nothing."""
 NOTEBOOK = re.compile(r"\.ipynb\)")
@@ -59,7 +59,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 
     if page.file.src_path == "index.md":
         page.meta["hide"] = ["navigation"]
-    if page.file.src_path == "decisions.md":
+    if page.file.src_path.startswith("decisions"):
         page.meta["search"] = {"exclude": True}  # the history would be found before current pages
     if page.file.src_path.startswith("notebooks/"):
         name = Path(page.file.src_path).with_suffix(".ipynb")

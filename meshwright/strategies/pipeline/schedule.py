@@ -112,7 +112,7 @@ def message_driven(view: View) -> Task | None:
         waiting = (chunk for chunk in deepest_first if view.ready(TaskKind.WEIGHT, chunk))
         return next((view.next(TaskKind.WEIGHT, chunk) for chunk in waiting), None)
     # The fastest of the orders that were simulated. F before B took up to 12 % longer, an unsplit backward pass up to
-    # 28 % (docs/decisions.md, Pipelines).
+    # 28 % (docs/decisions/stages.md).
     for kind in (TaskKind.BACKWARD, TaskKind.FORWARD, TaskKind.WEIGHT):
         for chunk in deepest_first:
             if view.ready(kind, chunk) and (kind is not TaskKind.FORWARD or _leaves_room(view, chunk)):
