@@ -76,7 +76,7 @@ LOOK_SECONDS = 2e-4
 @dataclass(frozen=True)
 class Run:
     """One step under a schedule and a condition. Times are in forward passes; `seed` draws the condition's troubles,
-    the same ones for every schedule.
+    the same ones for every schedule. `jitter`: under this condition a task takes 1 - jitter to 1 + jitter.
     """
 
     schedule: str
@@ -84,6 +84,7 @@ class Run:
     num_stages: int
     num_microbatches: int
     seed: int = 0
+    jitter: float = JITTER
 
     @property
     def rule(self) -> ScheduleRule:
@@ -104,7 +105,7 @@ class Run:
 
     def _part(self, stage: int, task: Task) -> float:
         if self.condition == "jitter":
-            return 1 + JITTER * (2 * self._uniform(stage, task) - 1)
+            return 1 + self.jitter * (2 * self._uniform(stage, task) - 1)
         return SLOWNESS if (self.condition, stage) == ("slow stage", SLOW_STAGE) else 1.0
 
     def latency(self, stage: int, to: int, message: Task) -> float:
