@@ -1,5 +1,5 @@
 """`python -m tests.people [WORD ...]`: every case, or each whose name has a word, with the right value next to the
-printed one. The exit code is 1 if a case fails. `--page` prints docs/people.md."""
+printed one. The exit code is 1 if a case fails. `--pages` writes docs/people*.md."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tests.people.tables import all_cases, page
+from tests.people.tables import DOCS, all_cases, pages
 
 
 def main(words: list[str]) -> int:
-    if words == ["--page"]:
-        print(page(), end="")
+    if words == ["--pages"]:
+        for name, text in pages().items():
+            (DOCS / name).write_text(text, encoding="utf-8")
         return 0
     table = Table("case", "right", "printed", "holds")
     failed = 0

@@ -1,4 +1,4 @@
-"""A stranger's folder: no code of it runs, nothing is written or read outside of it, and its texts are texts."""
+"""A stranger's folder: no code there runs, no file outside is written or read, and texts are texts."""
 
 from __future__ import annotations
 
@@ -348,7 +348,7 @@ def ascii_only(*words: str) -> Callable[[Path], Outcome]:
 CASES += [
     Case(
         f"a link is not written: {name}",
-        "A downloaded run's folder with a link to a file of its user's",
+        "A downloaded run's folder with a link to a file of the user's",
         "the resume is refused with code 2 by the link's name, and the file stays",
         linked(name),
         slow=name != "run.lock",
@@ -359,7 +359,7 @@ READ = ("chat_template.jinja", "tokenizer_config.json", "config.json", "tokenize
 CASES += [
     Case(
         f"a link is not read: {name}",
-        "A clone of a model's repository with a link to a file of its user's",
+        "A clone of a model's repository with a link to a file of the user's",
         "the import is refused by the link's name, and nothing of the file is written",
         stolen(name),
         slow=True,

@@ -8,12 +8,23 @@ from types import ModuleType
 
 from tests.people.case import Case
 
-HEAD = """# Reports of users, and the case for each
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = {
+    "people.md": ("Reports of users, and the case for each", ("chat", "config", "data", "say")),
+    "people_clusters.md": ("Reports of operators and strangers' folders", ("door", "ops", "pages")),
+}
+"""Each page of docs/: its title, and its modules `cases_*.py`."""
 
-Each row is a public report, or a habit of public users, with the right answer. `python -m tests.people` runs every
-case from files to the printed line and prints the right value next to the printed one; `python -m tests.people WORD`
-runs the cases whose name has the word. `make test` runs one case or more of each table, `make test-long` all.
-`python -m tests.people --page` prints this page.
+HEAD = """
+Run the cases of a report, from files to the printed line:
+
+```sh
+python -m tests.people "chat: null keys"
+```
+
+Each row is a public report, or a habit of public users, with the right answer. The command prints the right answer
+next to the printed one; without a name all cases run. `make test` runs one case or more of each
+table, `make test-long` all. `python -m tests.people --pages` writes these pages.
 """
 
 
@@ -21,21 +32,28 @@ def modules() -> list[ModuleType]:
     return [import_module(f"tests.people.{path.stem}") for path in sorted(Path(__file__).parent.glob("cases_*.py"))]
 
 
-def page() -> str:
-    """Return docs/people.md: a section for each module, a row for each report."""
-    parts = [HEAD]
-    for module in modules():
-        parts.append(f"## {(module.__doc__ or '').strip().splitlines()[0].rstrip('.')}\n")
-        parts.append("| report | right | cases |\n|---|---|---|")
-        rows: dict[tuple[str, str], list[str]] = {}
-        for case in module.CASES:
-            rows.setdefault((case.report, case.right), []).append(case.name)
-        parts += [
-            f"| {cell(report)} | {cell(right)} | {', '.join(f'`{quoted(name)}`' for name in names)} |"
-            for (report, right), names in rows.items()
-        ]
-        parts.append("")
-    return "\n".join(parts)
+def pages() -> dict[str, str]:
+    """Return the pages of docs/ by name: a section for each module, a row for each report."""
+    sections = {module.__name__.rpartition("cases_")[2]: section(module) for module in modules()}
+    assert sorted(sections) == sorted(part for _, parts in PAGES.values() for part in parts)
+    return {
+        name: f"# {title}\n{HEAD}\n" + "\n".join(sections[part] for part in parts)
+        for name, (title, parts) in PAGES.items()
+    }
+
+
+def section(module: ModuleType) -> str:
+    """Return the table of a module's cases."""
+    parts = [f"## {(module.__doc__ or '').strip().splitlines()[0].rstrip('.')}\n"]
+    parts.append("| report | right | cases |\n|---|---|---|")
+    rows: dict[tuple[str, str], list[str]] = {}
+    for case in module.CASES:
+        rows.setdefault((case.report, case.right), []).append(case.name)
+    parts += [
+        f"| {cell(report)} | {cell(right)} | {', '.join(f'`{quoted(name)}`' for name in names)} |"
+        for (report, right), names in rows.items()
+    ]
+    return "\n".join([*parts, ""])
 
 
 def cell(text: str) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.people.case import Case
-from tests.people.tables import all_cases, page
+from tests.people.tables import DOCS, all_cases, pages
 
 
 @pytest.mark.parametrize(
@@ -17,5 +17,5 @@ def test_case(case: Case, tmp_path: Path) -> None:
     assert outcome.holds, f"{case.right}\nwas wanted; printed was\n{outcome.got}"
 
 
-def test_the_page_names_every_case() -> None:
-    assert (Path(__file__).resolve().parents[2] / "docs/people.md").read_text(encoding="utf-8") == page()
+def test_the_pages_name_every_case() -> None:
+    assert {name: (DOCS / name).read_text(encoding="utf-8") for name in pages()} == pages()
