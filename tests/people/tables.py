@@ -10,16 +10,16 @@ from tests.people.case import Case
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = {
-    "people.md": ("Reports of users, and the case for each", ("chat", "config", "data", "say")),
-    "people_clusters.md": ("Reports of operators and strangers' folders", ("door", "ops", "pages")),
+    "people.md": ("Reports of users, and the case for each", "chat: null keys", ("chat", "config", "data", "say")),
+    "people_clusters.md": ("Reports of operators and strangers' folders", "sbatch twice", ("door", "ops", "pages")),
 }
-"""Each page of docs/: its title, and its modules `cases_*.py`."""
+"""Each page of docs/: title, an example of a case, and the modules `cases_*.py`."""
 
 HEAD = """
 Run the cases of a report, from files to the printed line:
 
 ```sh
-python -m tests.people "chat: null keys"
+python -m tests.people "{example}"
 ```
 
 Each row is a public report, or a habit of public users, with the right answer. The command prints the right answer
@@ -35,10 +35,10 @@ def modules() -> list[ModuleType]:
 def pages() -> dict[str, str]:
     """Return the pages of docs/ by name: a section for each module, a row for each report."""
     sections = {module.__name__.rpartition("cases_")[2]: section(module) for module in modules()}
-    assert sorted(sections) == sorted(part for _, parts in PAGES.values() for part in parts)
+    assert sorted(sections) == sorted(part for *_, parts in PAGES.values() for part in parts)
     return {
-        name: f"# {title}\n{HEAD}\n" + "\n".join(sections[part] for part in parts)
-        for name, (title, parts) in PAGES.items()
+        name: f"# {title}\n{HEAD.format(example=example)}\n" + "\n".join(sections[part] for part in parts)
+        for name, (title, example, parts) in PAGES.items()
     }
 
 
