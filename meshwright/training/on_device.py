@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from meshwright.compute.context.documents import flash_takes
 from meshwright.compute.context.kernels import Kernel, kernel_of
 from meshwright.compute.context.widened import attend_widened
 from meshwright.compute.tensor.gelu import gelu
@@ -45,7 +46,9 @@ WIDENED = {
 }  # fmt: skip
 """Functions that autocast runs in float32, by type of device. Our models call no other function that is cast."""
 
-_OURS = frozenset([F.scaled_dot_product_attention, attend_widened, kernel_of, F.dropout, F.rms_norm, F.gelu])
+_OURS = frozenset([
+    F.scaled_dot_product_attention, attend_widened, flash_takes, kernel_of, F.dropout, F.rms_norm, F.gelu,
+])  # fmt: skip
 """Functions that devices compute by other operators than meta tensors."""
 
 
@@ -98,6 +101,10 @@ class AsOnDevice(TorchFunctionMode):
             function = F.scaled_dot_product_attention
         if function is F.scaled_dot_product_attention and self.attention != "torch":
             return self._attend(*args, **(kwargs or {}))
+        if function is flash_takes:  # for windows: one kernel, as on the device
+            query = args[0]
+            half, fused = query.element_size() < 4, self.attention == "fused"
+            return fused and half and self.device_type == "cuda" and query.shape[-1] % 8 == 0
         if function is kernel_of and self.attention != "fused":
             return Kernel()  # a kernel that returns a ring's sums too
         if function is kernel_of:

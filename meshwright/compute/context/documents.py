@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from meshwright.compute.context.spec import AttentionSpec, outside
 
@@ -36,6 +37,9 @@ tokens."""
 
 def flash_takes(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
     """Return True if a GPU's FlashAttention takes these tensors without padding their heads."""
+    if has_torch_function((query,)):  # a plan's device may have FlashAttention (on_device.py)
+        takes: bool = handle_torch_function(flash_takes, (query,), query, key, value, dropout)
+        return takes
     if not query.is_cuda or query.shape[-1] % 8:
         return False
     asked = torch.backends.cuda.SDPAParams(query, key, value, None, dropout, True, key.shape[1] != query.shape[1])

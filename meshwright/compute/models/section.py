@@ -137,6 +137,10 @@ class Network(Section):
         """Return whether layer number `layer` has a mixture of experts as feed-forward."""
         return False
 
+    def layer_form(self, layer: int) -> tuple[object, ...]:
+        """Return facts of a layer that change its computation, in addition to its parameters and its products."""
+        return ()
+
     @classmethod
     def __pydantic_init_subclass__(cls, **more: Any) -> None:
         super().__pydantic_init_subclass__(**more)

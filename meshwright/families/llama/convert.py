@@ -26,6 +26,7 @@ from torch import Tensor
 from meshwright.compute.models.experts_section import ExpertsSection
 from meshwright.config.schema import Model
 from meshwright.config.section import shown
+from meshwright.families.llama.convert_windows import window_fields, window_settings
 from meshwright.families.llama.section import Llama
 from meshwright.ranks.errors import CheckpointError
 from meshwright.training.convert.family import Names, TensorPair, TensorShape, in_blocks
@@ -157,12 +158,11 @@ class LlamaFamily(RotaryFamily):
             settings.only(key, ours)
         for key in _SHARED[kind == "qwen2_moe" :]:
             settings.only(key, None, 0)
-        self._refuse_windows(settings)
         # The default differs between versions of these classes, and a wrong guess would reshape every head.
         if kind in _GROUPED and values.get("num_key_value_heads") is None:
             raise settings.refused(f"lacks num_key_value_heads, which a {kind} has")
         fields: dict[str, object] = {"rope": rope_fields(settings), "head_norms": kind in ("qwen3", "qwen3_moe")}
-        fields |= _experts(settings)
+        fields |= window_fields(settings) | _experts(settings)
         biases: tuple[str, ...] = ()
         for key, linears in _BIASES.items():
             if kind in _READERS[key]:  # a class that does not read the key has no biases, even if the file has the key
@@ -173,29 +173,6 @@ class LlamaFamily(RotaryFamily):
         if kind == "qwen2_moe":
             settings.only("qkv_bias", True)
         return fields | {"biases": ("query-key-value",) if kind in ("qwen2", "qwen2_moe") else biases}
-
-    @staticmethod
-    def _refuse_windows(settings: Settings) -> None:
-        """Raise CheckpointError for attention with a window that excludes earlier tokens.
-
-        Mistral's default window is 4,096 tokens.
-        """
-        values, kind = settings.values, settings.values["model_type"]
-        layers = values.get("layer_types") or []
-        if windowed := [layer for layer in layers if layer != "full_attention"]:
-            rule = f"layer_types has {shown(windowed[0])}, which is not supported"
-            raise settings.refused(f"{rule}; valid: full_attention")
-        settings.only("use_sliding_window", False)
-        # A window of at least the number of positions excludes no token.
-        window = values.get("sliding_window", 4096 if kind == "mistral" else None)
-        positions = values.get("max_position_embeddings")
-        if (
-            kind in ("mistral", "mixtral")
-            and window is not None
-            and not (isinstance(positions, int) and window >= positions)
-        ):
-            valid = f"null, or max_position_embeddings={shown(positions)} or more"
-            raise settings.refused(f"sliding_window={shown(window)} is not supported; valid: {valid}")
 
     def further_settings(self, model: Llama) -> dict[str, object]:
         kind = _kind_of(model)
@@ -216,6 +193,7 @@ class LlamaFamily(RotaryFamily):
             "num_key_value_heads": model.num_key_value_heads,
             "head_dim": model.width_of_head,
             **rope_settings(model.rope),
+            **window_settings(model, kind),
             "initializer_range": 0.02,
             "use_cache": True,
             **({} if kind in ("qwen2", "qwen2_moe") else settings),
@@ -229,7 +207,9 @@ def _kind_of(model: Llama) -> str:
         return "qwen2_moe"
     if model.experts is not None:
         return "qwen3_moe" if model.head_norms else "mixtral"
-    return "qwen3" if model.head_norms else "qwen2" if model.biases == ("query-key-value",) else "llama"
+    if model.head_norms or model.biases == ("query-key-value",):
+        return "qwen3" if model.head_norms else "qwen2"
+    return "llama" if model.window is None else "mistral"
 
 
 def _experts(settings: Settings) -> dict[str, object]:

@@ -37,7 +37,7 @@ class LlamaAttention(nn.Module):
         count = max(kit.local_heads(groups.count), kit.parts)
         self.queries = kit.local_heads(model.heads) // count
         self.parts = (count, self.queries + 2, groups.width)
-        self.core = AttentionCore(kit, AttentionSpec(causal=True, dropout=model.dropout))
+        self.core = AttentionCore(kit, AttentionSpec(True, model.window_of(layer), dropout=model.dropout))
         width = model.heads * groups.width
         initial, last = Initial(0.02), last_initial(model)
         biased = "query-key-value" in model.biases
@@ -76,13 +76,14 @@ class LlamaModel(RotaryDecoder):
 
     @staticmethod
     def products(config: Config) -> Costs:
-        """Count multiplications, with causal attention as if no score were masked."""
+        """Count multiplications. A token's keys are all of a window, or of the sequence as if no score were masked."""
         model, sequence = config.model, config.data.lengths.source
         assert isinstance(model, Llama), model
         width, pairs = model.heads * model.width_of_head, 2 * model.num_key_value_heads * model.width_of_head
         # 2 width: queries and the output; pairs: keys and values.
         weights = model.hidden * (2 * width + pairs)
         layers = tuple(
-            sequence * (weights + products + 2 * sequence * width) for products in feed_forward_products(model)
+            sequence * (weights + products + 2 * min(sequence, model.window_of(layer) or sequence) * width)
+            for layer, products in enumerate(feed_forward_products(model))
         )
         return Costs(0, layers, sequence * model.padded_vocabulary * model.hidden)

@@ -45,14 +45,36 @@ def experts_have_no_biases(config: Config) -> Iterator[Problem]:
         yield Problem("model.biases", shown(model.biases), rule_text, "query-key-value, output")
 
 
+@rule("model.window_layers", "model.window", "model.layers")
+def patterns_name_layers(config: Config) -> Iterator[Problem]:
+    model = config.model
+    assert isinstance(model, Llama), model
+    field, pattern = "model.window_layers", model.window_layers
+    if pattern and model.window is None:
+        yield Problem(
+            field, shown(pattern), "has no effect with model.window=null", "leave it out, or model.window=4096"
+        )
+    elif pattern and not any(pattern):
+        yield Problem(field, shown(pattern), "gives no layer the window", "model.window=null, or a true in the pattern")
+    elif len(pattern) > model.layers:
+        rule_text = f"has {len(pattern)} layers, more than model.layers={model.layers}"
+        yield Problem(field, shown(pattern), rule_text, f"a pattern of 1 to {model.layers} layers, which is repeated")
+
+
 Linears = Literal["query-key-value", "output", "feed-forward"]
+
+
+def in_pattern(pattern: tuple[bool, ...], layer: int) -> bool:
+    """Return the value of a layer in a pattern that is repeated over all layers; True without a pattern."""
+    return pattern[layer % len(pattern)] if pattern else True
 
 
 class Llama(RotaryTransformer):
     """A decoder with rotary positions, RMS norms at the input of each sub-layer, grouped queries and SwiGLU."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        key_value_heads_divide_heads, heads_have_a_width, rope_has_a_ramp, experts_have_no_biases, *EXPERT_RULES,
+        key_value_heads_divide_heads, heads_have_a_width, rope_has_a_ramp, experts_have_no_biases, patterns_name_layers,
+        *EXPERT_RULES,
     )  # fmt: skip
 
     family: Literal["llama"]
@@ -67,6 +89,18 @@ class Llama(RotaryTransformer):
     """RMS norms of each head's queries and keys before the rotation, with one weight for all heads (Qwen3)."""
     biases: tuple[Linears, ...] = ()
     """Which linears have biases: Qwen2's are [query-key-value]."""
+
+    window: Positive | None = None
+    """Tokens that a token sees in a layer with a window, itself the last; null: every layer sees all earlier tokens."""
+    window_layers: tuple[bool, ...] = ()
+    """Layers with the window, a pattern repeated over all layers: [true, false] the even layers; []: every layer."""
+
+    def window_of(self, layer: int) -> int | None:
+        """Return a layer's window; None without one."""
+        return self.window if in_pattern(self.window_layers, layer) else None
+
+    def layer_form(self, layer: int) -> tuple[object, ...]:
+        return (self.window_of(layer),)
 
     @property
     def num_key_value_heads(self) -> int:

@@ -210,6 +210,8 @@ ATTENTIONS = {
     "_scaled_dot_product_efficient_attention_backward": (1, 2.5),
 }
 """Fused attentions: the index of the query among the arguments, and products in multiples of a forward pass."""
+WINDOWED = {"_flash_attention_forward": (0, 5, 1.0), "_flash_attention_backward": (1, 8, 2.5)}
+"""FlashAttention of rows with a window: as ATTENTIONS, with the index of the longest row's number of tokens."""
 SPECIAL = frozenset([
     "exp", "log", "tanh", "sigmoid", "gelu", "gelu_backward", "silu", "silu_backward", "erf", "logsumexp",
     "softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax",
@@ -340,7 +342,7 @@ class Recorder(LiveBytes):
         with torch._C.DisableTorchFunction():  # as LiveBytes
             given = [*tensors_in(args), *(tensors_in(kwargs.values()) if kwargs else ())]
             result, known = self._result_of(op, args, kwargs or {}, given)
-            self._note(op, args, known, given, *self.follow(given, result))
+            self._note(op, args, kwargs or {}, known, given, *self.follow(given, result))
         return result
 
     def _result_of(
@@ -369,8 +371,8 @@ class Recorder(LiveBytes):
         return made[0] if known.kind is None else known.kind(made), known
 
     def _note(
-        self, op: Any, args: tuple[Any, ...], known: _Known | None, given: list[Tensor], results: list[Tensor],
-        new: list[Tensor],
+        self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], known: _Known | None, given: list[Tensor],
+        results: list[Tensor], new: list[Tensor],
     ) -> None:  # fmt: skip
         name, mutates, overwrites = _facts(op)
         # A view neither allocates nor writes, and torch launches no kernel.
@@ -379,7 +381,7 @@ class Recorder(LiveBytes):
             given = given[: len(given) - len(results)] if overwrites else given
             kernel = known.kernel if known is not None else None
             if kernel is None:
-                kernel = _kernel(op, name, args, given, results)
+                kernel = _kernel(op, name, args, kwargs, given, results)
                 # If strides show that no two elements share memory, forms alone determine the touched bytes.
                 if known is not None and all(
                     x.numel() <= 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -558,7 +560,9 @@ def _facts(op: Any) -> tuple[str, bool, bool]:
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def _kernel(op: Any, name: str, args: tuple[Any, ...], given: list[Tensor], results: list[Tensor]) -> Kernel:
+def _kernel(
+    op: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[Tensor], results: list[Tensor]
+) -> Kernel:  # fmt: skip
     """Return the kernel of an operation: its kind, its floating-point operations, the bytes read and written."""
     if name == "copy_" and _size_bytes(given[-1]) == given[-1].element_size():
         name = "fill_"  # tensors with values are filled with one number
@@ -573,7 +577,7 @@ def _kernel(op: Any, name: str, args: tuple[Any, ...], given: list[Tensor], resu
     dtype = _DTYPES.get((results or given)[0].dtype, "float32") if results or given else "float32"
     if name == "_scaled_mm":
         dtype = "fp8"
-    flops, side, members = _products(name, args)
+    flops, side, members = _products(name, args, kwargs)
     if name in NORMS or name in SOFTMAXES:
         side = float(results[0].shape[-1])
     if name in ATTENTIONS:
@@ -585,7 +589,7 @@ def _kernel(op: Any, name: str, args: tuple[Any, ...], given: list[Tensor], resu
     kind: KernelKind = "cast" if results and results[0].dtype == torch.float8_e4m3fn else "element"
     if name in _PRODUCTS or name in CONVOLUTIONS:
         kind = "product"
-    elif name in ATTENTIONS:
+    elif name in ATTENTIONS or name in WINDOWED:
         kind = "attention"
     elif name in NORMS:
         kind = NORMS[name]
@@ -615,7 +619,7 @@ def _element_kind(given: Sequence[Tensor], result: Tensor) -> ElementKind:
     return "mixed" if all(x.numel() == result.numel() and x.is_contiguous() for x in several) else "strided"
 
 
-def _products(name: str, args: tuple[Any, ...]) -> tuple[float, float, int]:
+def _products(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[float, float, int]:
     """Return floating-point operations, the cube root of a product's three sizes, and the number of products in a
     batch."""
     if name == _GROUPED:
@@ -636,6 +640,13 @@ def _products(name: str, args: tuple[Any, ...]) -> tuple[float, float, int]:
         batch, heads, rows, width = query.shape
         side = float(rows * width * key.shape[2]) ** (1 / 3)
         return times * 4.0 * batch * heads * rows * key.shape[2] * width, side, 1
+    if name in WINDOWED:
+        # [B T, A, E] with the places where rows end: a token attends to the last `window` keys of its row.
+        first, longest, times = WINDOWED[name]
+        (tokens, heads, width), length = args[first].shape, args[longest]
+        window = min(length, kwargs["window_size_left"] + 1)
+        keys = window - window * (window - 1) / (2 * length)  # a token's, in the mean
+        return times * 4.0 * tokens * heads * keys * width, float(length * width * window) ** (1 / 3), 1
     if name in CONVOLUTIONS:
         # As matrix products over patches: [B x positions, channels a group x kernel] times [.., channels out].
         times = CONVOLUTIONS[name]

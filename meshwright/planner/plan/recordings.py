@@ -98,7 +98,7 @@ class Outline:
     """A model's parts, independent of the layout."""
 
     alike: tuple[int, ...]
-    """For each layer the first of its run of equal neighbours."""
+    """For each layer the first equal layer of the model."""
     order: dict[str, int]
     """The index of each parameter in the whole model, by name."""
     parameters: Costs
@@ -156,7 +156,9 @@ class Recordings:
         kit, costs = SerialKit(solo_mesh(torch.device("meta"))), chain_of(config).products(config)
         model = make_chain(config, kit)
         learns = first_trained(config, kit)
-        parts: dict[int, list[Hashable]] = {layer: [cost, learns < layer] for layer, cost in enumerate(costs.layers)}
+        parts: dict[int, list[Hashable]] = {
+            layer: [cost, learns < layer, config.model.layer_form(layer)] for layer, cost in enumerate(costs.layers)
+        }
         order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
         for name, parameter in model.named_parameters():
             layer, inner = split_name(name)
@@ -165,12 +167,8 @@ class Recordings:
         if config.precision.in_fp8:
             for layer, part in parts.items():
                 part.append(layer in inner_layers(len(parts)))
-        alike: list[int] = []
-        for layer, part in parts.items():
-            # Only neighbours count as equal, so a chunk of equal layers always begins a number of layers after a
-            # recorded one.
-            goes_on = layer > 0 and parts[layer - 1] == part
-            alike.append(alike[-1] if goes_on else layer)
+        firsts: dict[Hashable, int] = {}
+        alike = [firsts.setdefault(tuple(part), layer) for layer, part in parts.items()]
         check_patterns(config.model.frozen, shard_specs(model))
         specs = [shard_specs(make_chain(config, kit, link)) for link in links(config.model.num_blocks)]
         return Outline(tuple(alike), order, parameters_of(*specs), learns)
@@ -187,11 +185,11 @@ class Recordings:
         further = 0
         if chunk.layers:
             alike = self.outline(config).alike
-            first = alike[chunk.layers[0]]
-            if all(alike[layer] == first for layer in chunk.layers):  # then layers after the first one are too
+            first, count = alike[chunk.layers[0]], len(chunk.layers)
+            if {first} == {alike[layer] for layer in (*chunk.layers, *range(first, first + count))}:
                 # Programs of equal layers are shared; only the parameters' names differ.
                 further = chunk.layers[0] - first
-                chunk = replace(chunk, layers=range(first, first + len(chunk.layers)))
+                chunk = replace(chunk, layers=range(first, first + count))
         learns = self.outline(config).first_trained < chunk.parts[0]
         recording = self._record(as_recorded(config, chunk), chunk, incoming, rule_of(config).splits, learns)
         return recording.moved(further)

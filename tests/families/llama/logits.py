@@ -35,6 +35,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"rope_parameters": YARN}),
     "qwen3": ("qwen3", {"head_dim": 8}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 6}),
+    "mistral, window": ("mistral", {"sliding_window": 3}),
+    "mixtral, window": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 4}),
+    "qwen2, windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1, "layer_types": None},
+    ),
+    "qwen3, windows": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 2,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}),
     "qwen2-moe": (
         "qwen2_moe",
@@ -43,6 +58,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 12,
             "shared_expert_intermediate_size": 20,
+        },
+    ),
+    "qwen2-moe, windows": (
+        "qwen2_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 20,
+            "use_sliding_window": True,
+            "sliding_window": 3,
+            "max_window_layers": 2,
+            "num_hidden_layers": 4,
+        },
+    ),
+    "qwen3-moe, window": (
+        "qwen3_moe",
+        {
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "use_sliding_window": True,
+            "sliding_window": 5,
         },
     ),
     "qwen3-moe": (

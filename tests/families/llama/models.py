@@ -59,8 +59,11 @@ def hugging_face(kind: str, model: LlamaModel, config: Config) -> nn.Module:
         "vocab_size": shape.vocabulary, "max_position_embeddings": shape.positions, "rms_norm_eps": shape.norm_epsilon,
         "tie_word_embeddings": shape.tied, "rope_parameters": rope, "head_dim": shape.width_of_head,
         "attention_bias": "query-key-value" in shape.biases, "mlp_bias": "feed-forward" in shape.biases,
-        "sliding_window": None,
+        "sliding_window": shape.window,
     }  # fmt: skip
+    if kind.startswith("qwen"):
+        settings["use_sliding_window"] = shape.window is not None
+        settings["layer_types"] = layer_types(shape)
     if (experts := shape.experts) is not None:
         mixtral = kind == "mixtral"
         settings |= {
@@ -81,6 +84,11 @@ def hugging_face(kind: str, model: LlamaModel, config: Config) -> nn.Module:
         for name, parameter in theirs.named_parameters():
             parameter.copy_(ours[name])
     return theirs
+
+
+def layer_types(shape: Any) -> list[str]:
+    windows = map(shape.window_of, range(shape.layers))
+    return ["full_attention" if window is None else "sliding_attention" for window in windows]
 
 
 OUTSIDE = {
@@ -141,6 +149,7 @@ COUNTS = {
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
     "mistral-7b": 7_248_023_552,
+    "mistral-7b-0.1": 7_241_732_096,
     "llama-mini": 9_900_000,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,

@@ -69,8 +69,9 @@ def test_settings_as_they_were_before(tmp_path: Path) -> None:
     torch.testing.assert_close(our_logits(tmp_path / "step-0"), their_logits(model), rtol=1e-4, atol=1e-5)
 
 
-def test_an_import_generates_what_transformers_does(tmp_path: Path) -> None:
-    model = hugging_face(tmp_path / "hf", "qwen3")
+@pytest.mark.parametrize("case", ["qwen3", "mistral, window", "qwen3, windows"])
+def test_an_import_generates_what_transformers_does(tmp_path: Path, case: str) -> None:
+    model = hugging_face(tmp_path / "hf", case)
     import_folder(tmp_path / "hf", tmp_path / "step-0")
     loaded = load_text(tmp_path / "step-0")
     prompt = torch.tensor([list(b"abc")])
@@ -114,7 +115,6 @@ def test_no_more_than_a_shard_is_in_memory(tmp_path: Path, monkeypatch: pytest.M
 
 REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported; valid: 0.0"),
-    ("mixtral", {"sliding_window": 16}, r"sliding_window=16 is not supported; valid: null, or max_position_emb.*=32"),
     ("qwen3-moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported; valid: \[\]"),
     ("qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported; valid: 1"),
     (
@@ -125,9 +125,17 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("mixtral", {"n_shared_experts": 1}, "n_shared_experts=1 is not supported; valid: null, 0"),
     ("qwen2-moe", {"qkv_bias": False}, "qkv_bias=false is not supported; valid: true"),
     ("llama", {"num_experts": 8}, "num_experts=8 is not supported; valid: null"),
-    ("mistral", {"sliding_window": 16}, r"sliding_window=16 is not supported; valid: null, or max_position_emb.*=32"),
-    ("qwen2", {"use_sliding_window": True}, "use_sliding_window=true is not supported; valid: false"),
-    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention, which"),
+    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention, and there"),
+    ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "layer_types has chunked_attention, which is not supported"),
+    (
+        "qwen2",
+        {"layer_types": ["full_attention"]},
+        r"layer_types=\[full_attention\] is not supported; valid: a list of 2",
+    ),
+    ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types=.* is not supported; valid: null"),
+    ("mistral", {"sliding_window": 0}, "sliding_window=0 is no number of tokens; valid: null, or 1"),
+    ("llama", {"layer_types": ["sliding_attention"] * 2}, "layer_types has sliding_attention, which a llama has not"),
+    ("llama", {"use_sliding_window": True}, "use_sliding_window=true is not supported; valid: null, false"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported; valid: silu"),
     (
         "llama",

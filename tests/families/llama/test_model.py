@@ -34,6 +34,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"biases": ["query-key-value"], "key_value_heads": 6, "rope": ROPES["yarn"]}),
     "qwen3": ("qwen3", {"head_norms": True, "head_width": 8, "tied": True}),
     "mistral": ("mistral", {"head_width": 10}),
+    "mistral, window": ("mistral", {"window": 5}),
+    "qwen2, windows": ("qwen2", {"biases": ["query-key-value"], "window": 7, "window_layers": [False, True]}),
+    "qwen3, windows": ("qwen3", {"head_norms": True, "window": 3, "window_layers": [True, False]}),
 }
 
 

@@ -189,6 +189,17 @@ FAMILIES = {
     "mistral-instruct": Published(
         MISTRAL, MISTRAL_CONFIG, FROM_MODEL, MISTRAL_TOKENIZER, SENTENCEPIECE_MAP, "<s>", "</s>", ("</s>",), opens=True,
     ),
+    "mistral-7b-0.1": Published(
+        MISTRAL[:3], MISTRAL_CONFIG | {"rope_theta": 10000.0, "sliding_window": 3}, FROM_MODEL,
+        {key: value for key, value in MISTRAL_TOKENIZER.items() if key != "chat_template"}, SENTENCEPIECE_MAP,
+        "<s>", "</s>", ("</s>",), opens=True,
+    ),
+    "qwen2.5-windows": Published(
+        QWEN,
+        QWEN2 | {"eos_token_id": QWEN[0], "max_window_layers": 1, "sliding_window": 3, "use_sliding_window": True},
+        {"bos_token_id": QWEN[0], "do_sample": False, "eos_token_id": QWEN[0], "max_new_tokens": 2048},
+        QWEN_TOKENIZER | {"eos_token": QWEN[0]}, {}, None, QWEN[0], (QWEN[0],),
+    ),
     "mixtral": Published(
         MISTRAL[:3],
         MISTRAL_CONFIG | {
