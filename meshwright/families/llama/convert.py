@@ -26,7 +26,7 @@ from torch import Tensor
 from meshwright.compute.models.experts_section import ExpertsSection
 from meshwright.config.schema import Model
 from meshwright.config.section import shown
-from meshwright.families.llama.convert_windows import window_fields, window_settings
+from meshwright.families.llama.convert_layers import layer_fields, layer_settings
 from meshwright.families.llama.section import Llama
 from meshwright.ranks.errors import CheckpointError
 from meshwright.training.convert.family import Names, TensorPair, TensorShape, in_blocks
@@ -64,18 +64,22 @@ _ELSEWHERE: dict[str, object] = {
     "auto_map": None,
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "query_pre_attn_scalar")),
-    **dict.fromkeys(("attention_sinks", "no_rope_layers")),
+    "attention_sinks": None,
 }
 """Keys of related models that change the mathematics, with the one value that our model computes."""
 _COUNTS = ("num_local_experts", "num_experts")
 """Keys of the number of experts: a folder has one of them, or both."""
 _WITH_EXPERTS: dict[str, object] = {"router_jitter_noise": 0.0, "decoder_sparse_step": 1, "mlp_only_layers": []}
 """Further keys like `_ELSEWHERE`, of models with experts."""
+_CLASSES = {"smollm3": "SmolLM3"}
+"""Names of transformers' classes, if not the capitalised model_type."""
 _SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
 """Keys of a shared expert. Qwen2-MoE's class reads only the first."""
-_GROUPED = ("qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
+_GROUPED = ("qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "smollm3")
 """Model_types with a default number of key-value heads other than the number of heads."""
-_READERS = {"attention_bias": ("llama", "qwen3", "qwen3_moe"), "mlp_bias": ("llama",)}
+_TIED = ("smollm3",)
+"""Model_types with a tied head by default."""
+_READERS = {"attention_bias": ("llama", "qwen3", "qwen3_moe", "smollm3"), "mlp_bias": ("llama", "smollm3")}
 """The model_types of classes that read these keys."""
 _BIASES = {"attention_bias": ("query-key-value", "output"), "mlp_bias": ("feed-forward",)}
 
@@ -85,7 +89,7 @@ class LlamaFamily(RotaryFamily):
     Qwen2MoeForCausalLM and Qwen3MoeForCausalLM."""
 
     title, section = "Llama", Llama
-    model_types = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
+    model_types = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "smollm3")
     fields: ClassVar = {
         "layers": "num_hidden_layers",
         "hidden": "hidden_size",
@@ -162,12 +166,14 @@ class LlamaFamily(RotaryFamily):
         if kind in _GROUPED and values.get("num_key_value_heads") is None:
             raise settings.refused(f"lacks num_key_value_heads, which a {kind} has")
         fields: dict[str, object] = {"rope": rope_fields(settings), "head_norms": kind in ("qwen3", "qwen3_moe")}
-        fields |= window_fields(settings) | _experts(settings)
+        fields |= layer_fields(settings) | _experts(settings)
         biases: tuple[str, ...] = ()
         for key, linears in _BIASES.items():
             if kind in _READERS[key]:  # a class that does not read the key has no biases, even if the file has the key
                 settings.only(key, False, True)
                 biases += linears if values.get(key, False) else ()
+        if kind in _TIED:
+            fields["tied"] = values.get("tie_word_embeddings", True)
         if kind == "qwen3" and "head_dim" not in values:
             fields["head_width"] = 128  # the class's default
         if kind == "qwen2_moe":
@@ -187,15 +193,18 @@ class LlamaFamily(RotaryFamily):
             )
         return {
             "model_type": kind,
-            "architectures": ["".join(part.capitalize() for part in kind.split("_")) + "ForCausalLM"],
+            "architectures": [
+                _CLASSES.get(kind, "".join(part.capitalize() for part in kind.split("_"))) + "ForCausalLM"
+            ],
             "hidden_act": "silu",
             "attention_dropout": 0.0,
             "num_key_value_heads": model.num_key_value_heads,
             "head_dim": model.width_of_head,
             **rope_settings(model.rope),
-            **window_settings(model, kind),
+            **layer_settings(model, kind),
             "initializer_range": 0.02,
             "use_cache": True,
+            "pad_token_id": None,
             **({} if kind in ("qwen2", "qwen2_moe") else settings),
             **_experts_settings(model),
         }
@@ -209,6 +218,8 @@ def _kind_of(model: Llama) -> str:
         return "qwen3_moe" if model.head_norms else "mixtral"
     if model.head_norms or model.biases == ("query-key-value",):
         return "qwen3" if model.head_norms else "qwen2"
+    if model.rotary_layers or (model.window is not None and model.window_layers):
+        return "smollm3"
     return "llama" if model.window is None else "mistral"
 
 

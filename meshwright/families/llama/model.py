@@ -31,7 +31,7 @@ class LlamaAttention(nn.Module):
 
     def __init__(self, model: Llama, kit: Kit, layer: int) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.rotates = layer, model.rotates(layer)
         groups = HeadGroups(model.num_key_value_heads, model.branches.members, model.width_of_head)
         # With more ranks than key-value heads, several ranks copy one head and split its queries (tensor/copies.py).
         count = max(kit.local_heads(groups.count), kit.parts)
@@ -54,8 +54,10 @@ class LlamaAttention(nn.Module):
         if self.head_norms:
             # Qwen3 norms before the rotation, which does not commute with the norm's element-wise weight.
             query, key = self.query_norm(query), self.key_norm(key)
+        if self.rotates:
+            query, key = rotate(query, rotation), rotate(key, rotation)
         query, key, value = (
-            part.flatten(2, 3).transpose(1, 2) for part in (rotate(query, rotation), rotate(key, rotation), value)
+            part.flatten(2, 3).transpose(1, 2) for part in (query, key, value)
         )  # [B, K G, T, E], twice [B, K, T, E]
         if cache is not None:
             key, value = cache.extend(self.layer, key, value, self.core.spec.window)

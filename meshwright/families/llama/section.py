@@ -45,20 +45,24 @@ def experts_have_no_biases(config: Config) -> Iterator[Problem]:
         yield Problem("model.biases", shown(model.biases), rule_text, "query-key-value, output")
 
 
-@rule("model.window_layers", "model.window", "model.layers")
+@rule("model.window_layers", "model.rotary_layers", "model.window", "model.layers")
 def patterns_name_layers(config: Config) -> Iterator[Problem]:
     model = config.model
     assert isinstance(model, Llama), model
     field, pattern = "model.window_layers", model.window_layers
+    patterns = (field, pattern, "the window"), ("model.rotary_layers", model.rotary_layers, "rotary positions")
     if pattern and model.window is None:
         yield Problem(
             field, shown(pattern), "has no effect with model.window=null", "leave it out, or model.window=4096"
         )
-    elif pattern and not any(pattern):
-        yield Problem(field, shown(pattern), "gives no layer the window", "model.window=null, or a true in the pattern")
-    elif len(pattern) > model.layers:
-        rule_text = f"has {len(pattern)} layers, more than model.layers={model.layers}"
-        yield Problem(field, shown(pattern), rule_text, f"a pattern of 1 to {model.layers} layers, which is repeated")
+    for field, pattern, given in patterns:
+        if pattern and not any(pattern):
+            yield Problem(field, shown(pattern), f"gives no layer {given}", "a pattern with at least one true")
+        elif len(pattern) > model.layers:
+            rule_text = f"has {len(pattern)} layers, more than model.layers={model.layers}"
+            yield Problem(
+                field, shown(pattern), rule_text, f"a pattern of at most {model.layers} layers, which is repeated"
+            )
 
 
 Linears = Literal["query-key-value", "output", "feed-forward"]
@@ -95,12 +99,19 @@ class Llama(RotaryTransformer):
     window_layers: tuple[bool, ...] = ()
     """Layers with the window, a pattern repeated over all layers: [true, false] the even layers; []: every layer."""
 
+    rotary_layers: tuple[bool, ...] = ()
+    """Layers with rotary positions, a pattern as window_layers; other layers have no positions (SmolLM3). []: all."""
+
+    def rotates(self, layer: int) -> bool:
+        """Return whether a layer has rotary positions."""
+        return in_pattern(self.rotary_layers, layer)
+
     def window_of(self, layer: int) -> int | None:
         """Return a layer's window; None without one."""
         return self.window if in_pattern(self.window_layers, layer) else None
 
     def layer_form(self, layer: int) -> tuple[object, ...]:
-        return (self.window_of(layer),)
+        return self.window_of(layer), self.rotates(layer)
 
     @property
     def num_key_value_heads(self) -> int:

@@ -19,7 +19,7 @@ TOKENS = torch.tensor([[5, 9, 200, 256, 31, 7, 12, 80], [1, 1, 2, 255, 0, 90, 3,
 SIZES: dict[str, Any] = {
     "vocab_size": 257, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 32, "rms_norm_eps": 1e-4, "bos_token_id": 0,
-    "eos_token_id": 256,
+    "eos_token_id": 256, "pad_token_id": None,
 }  # fmt: skip
 
 LLAMA3 = {
@@ -36,6 +36,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 8}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 6}),
     "mistral, window": ("mistral", {"sliding_window": 3}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": None}),
+    "smollm3, windows": (
+        "smollm3",
+        {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 3},
+    ),
     "mixtral, window": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 4}),
     "qwen2, windows": (
         "qwen2",

@@ -59,9 +59,11 @@ def hugging_face(kind: str, model: LlamaModel, config: Config) -> nn.Module:
         "vocab_size": shape.vocabulary, "max_position_embeddings": shape.positions, "rms_norm_eps": shape.norm_epsilon,
         "tie_word_embeddings": shape.tied, "rope_parameters": rope, "head_dim": shape.width_of_head,
         "attention_bias": "query-key-value" in shape.biases, "mlp_bias": "feed-forward" in shape.biases,
-        "sliding_window": shape.window,
+        "sliding_window": shape.window, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
-    if kind.startswith("qwen"):
+    if kind == "smollm3":
+        settings["no_rope_layers"] = [int(shape.rotates(layer)) for layer in range(shape.layers)]
+    if kind.startswith(("qwen", "smollm3")):
         settings["use_sliding_window"] = shape.window is not None
         settings["layer_types"] = layer_types(shape)
     if (experts := shape.experts) is not None:
@@ -149,6 +151,7 @@ COUNTS = {
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
     "mistral-7b": 7_248_023_552,
+    "smollm3-3b": 3_075_098_624,
     "mistral-7b-0.1": 7_241_732_096,
     "llama-mini": 9_900_000,
     "mixtral-8x7b": 46_702_792_704,

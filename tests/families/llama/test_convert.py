@@ -69,7 +69,7 @@ def test_settings_as_they_were_before(tmp_path: Path) -> None:
     torch.testing.assert_close(our_logits(tmp_path / "step-0"), their_logits(model), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["qwen3", "mistral, window", "qwen3, windows"])
+@pytest.mark.parametrize("case", ["qwen3", "mistral, window", "qwen3, windows", "smollm3, windows"])
 def test_an_import_generates_what_transformers_does(tmp_path: Path, case: str) -> None:
     model = hugging_face(tmp_path / "hf", case)
     import_folder(tmp_path / "hf", tmp_path / "step-0")
@@ -135,6 +135,9 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types=.* is not supported; valid: null"),
     ("mistral", {"sliding_window": 0}, "sliding_window=0 is no number of tokens; valid: null, or 1"),
     ("llama", {"layer_types": ["sliding_attention"] * 2}, "layer_types has sliding_attention, which a llama has not"),
+    ("llama", {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\] is not supported; valid: null"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\] is not supported; valid: null, or 4 of 0 and 1"),
+    ("smollm3", {"no_rope_layers": [0] * 4}, "leaves no layer with positions"),
     ("llama", {"use_sliding_window": True}, "use_sliding_window=true is not supported; valid: null, false"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported; valid: silu"),
     (

@@ -18,7 +18,7 @@ from tests.compute.models.harness import random_model, train_both
 from tests.families.llama.models import COUNTS, ONE, STEPS, B, T, as_theirs, batch, config_of, hugging_face, losses_of
 from tests.workers import run_ranks
 
-THEIRS = ("llama", "qwen2", "qwen3", "mistral")
+THEIRS = ("llama", "qwen2", "qwen3", "mistral", "smollm3")
 
 ROPES: dict[str, dict[str, Any]] = {
     "plain": {"theta": 1e4},
@@ -35,6 +35,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_norms": True, "head_width": 8, "tied": True}),
     "mistral": ("mistral", {"head_width": 10}),
     "mistral, window": ("mistral", {"window": 5}),
+    "smollm3": ("smollm3", {"rotary_layers": [True, False], "tied": True, "rope": ROPES["yarn"]}),
+    "smollm3, windows": (
+        "smollm3",
+        {"rotary_layers": [False, True], "window": 4, "window_layers": [False, True], "layers": 3},
+    ),
     "qwen2, windows": ("qwen2", {"biases": ["query-key-value"], "window": 7, "window_layers": [False, True]}),
     "qwen3, windows": ("qwen3", {"head_norms": True, "window": 3, "window_layers": [True, False]}),
 }

@@ -16,6 +16,7 @@ from tests.oracle.tensor import MODELS
 
 RELATIVES: dict[str, dict[str, Any]] = {
     "windows": {"window": 7, "window_layers": [True, False], "head_norms": False},
+    "smollm3": {"rotary_layers": [True, False], "head_norms": False, "tied": True},
 }
 """Fields of models with the shape of the oracle's Llama."""
 

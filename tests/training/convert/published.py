@@ -189,6 +189,20 @@ FAMILIES = {
     "mistral-instruct": Published(
         MISTRAL, MISTRAL_CONFIG, FROM_MODEL, MISTRAL_TOKENIZER, SENTENCEPIECE_MAP, "<s>", "</s>", ("</s>",), opens=True,
     ),
+    "smollm3": Published(
+        LLAMA3,
+        {"architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+         "bos_token_id": LLAMA3[0], "eos_token_id": LLAMA3[6], "hidden_act": "silu", "initializer_range": 0.02,
+         "layer_types": ["full_attention"] * 4, "max_window_layers": 28, "mlp_bias": False, "model_type": "smollm3",
+         "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0], "num_hidden_layers": 4,
+         "pad_token_id": LLAMA3[2], "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": None,
+         "rope_theta": 5000000.0, "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+         "transformers_version": "4.54.0.dev0", "use_cache": False, "use_sliding_window": False},
+        {"bos_token_id": LLAMA3[0], "do_sample": True, "eos_token_id": LLAMA3[6], "temperature": 0.6, "top_p": 0.95,
+         "transformers_version": "4.54.0.dev0"},
+        LLAMA_TOKENIZER | {"bos_token": None, "eos_token": LLAMA3[6], "pad_token": LLAMA3[2]},
+        {"eos_token": added(LLAMA3[6])}, None, LLAMA3[6], (LLAMA3[6],), template=CHATML,
+    ),
     "mistral-7b-0.1": Published(
         MISTRAL[:3], MISTRAL_CONFIG | {"rope_theta": 10000.0, "sliding_window": 3}, FROM_MODEL,
         {key: value for key, value in MISTRAL_TOKENIZER.items() if key != "chat_template"}, SENTENCEPIECE_MAP,

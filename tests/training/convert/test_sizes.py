@@ -33,6 +33,7 @@ SIZES: dict[str, tuple[Any, ...]] = {
     "qwen3-8b": (36, 4096, 32, 8, 12288, 151936, 40960, 1e-6, 1000000, False),
     "mistral-7b": (32, 4096, 32, 8, 14336, 32768, 32768, 1e-5, 1000000.0, False),
     "mistral-7b-0.1": (32, 4096, 32, 8, 14336, 32000, 32768, 1e-5, 10000.0, False),
+    "smollm3-3b": (36, 2048, 16, 4, 11008, 128256, 65536, 1e-6, 5000000.0, True),
     "mixtral-8x7b": (32, 4096, 32, 8, 14336, 32000, 32768, 1e-5, 1000000.0, False),
     "qwen3-30b-a3b": (48, 2048, 32, 4, 6144, 151936, 40960, 1e-6, 1000000.0, False),
 }
@@ -49,6 +50,11 @@ BESIDE: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {"model_type": "qwen2", "sliding_window": 32768, "use_sliding_window": False},
     **dict.fromkeys(("qwen3-0.6b", "qwen3-8b"), QWEN3),
     "mistral-7b": {"model_type": "mistral", "sliding_window": None},
+    "smollm3-3b": {
+        "model_type": "smollm3", "attention_bias": False, "mlp_bias": False, "max_window_layers": 28,
+        "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "layer_types": ["full_attention"] * 36,
+        "rope_scaling": None, "sliding_window": None, "use_sliding_window": False,
+    },
     "mistral-7b-0.1": {"model_type": "mistral", "sliding_window": 4096},
     "mixtral-8x7b": {
         "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02,

@@ -1,0 +1,142 @@
+"""Layers of several kinds in config.json, and in our section: windows, and layers without rotary positions.
+
+| model_type                     | layers with a window of `sliding_window` tokens                                     |
+|--------------------------------|-------------------------------------------------------------------------------------|
+| mistral, mixtral, qwen3_moe    | all; qwen3_moe: if use_sliding_window                                               |
+| qwen2, qwen3                   | if use_sliding_window: `layer_types`, else the layers from max_window_layers on     |
+| qwen2_moe                      | if use_sliding_window: `layer_types`, else the even layers before max_window_layers |
+| smollm3                        | if use_sliding_window: `layer_types`, else the layers without rotary positions      |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.config.section import shown
+from meshwright.families.llama.section import Llama
+from meshwright.ranks.errors import CheckpointError
+from meshwright.training.convert.folder import Settings
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+EVERY = ("mistral", "mixtral", "qwen3_moe")
+"""The model_types with one kind of layers."""
+SWITCHED = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3")
+"""The model_types that read `use_sliding_window`, false by default."""
+USUAL = {"mixtral": None, "smollm3": None}
+"""The window of a folder without the key, by model_type, if it is not 4,096 tokens."""
+
+
+def layer_fields(settings: Settings) -> dict[str, object]:
+    """Read our fields of windows and rotary layers. Raises CheckpointError for settings that the class does not read,
+    or that no layer of ours has."""
+    values, kind = settings.values, settings.values["model_type"]
+    fields: dict[str, object] = {}
+    rotary = [True] * _layers(settings)
+    if kind == "smollm3":
+        rotary = _rotary(settings)
+        if not any(rotary):
+            raise settings.refused(f"no_rope_layers={shown(values['no_rope_layers'])} leaves no layer with positions")
+        fields["rotary_layers"] = () if all(rotary) else shortest(rotary)
+    else:
+        settings.only("no_rope_layers", None)
+    if kind not in EVERY + SWITCHED:
+        settings.only("use_sliding_window", None, False)
+        others = [layer for layer in values.get("layer_types") or [] if layer != FULL]
+        if others:
+            raise settings.refused(f"layer_types has {shown(others[0])}, which a {kind} has not; valid: {FULL}")
+        return fields
+    if kind in SWITCHED:
+        settings.only("use_sliding_window", False, True)
+    slides = kind not in SWITCHED or values.get("use_sliding_window", False)
+    window, types = values.get("sliding_window", USUAL.get(kind, 4096)) if slides else None, _types(settings, kind)
+    if window is None:
+        if types is not None and any(types):
+            rule = f"layer_types has {SLIDING}, and there is no window"
+            raise settings.refused(f"{rule}: sliding_window, use_sliding_window")
+        return fields
+    if not isinstance(window, int) or window < 1:
+        raise settings.refused(f"sliding_window={shown(window)} is no number of tokens; valid: null, or 1 or more")
+    windowed = _usual_types(settings, kind, rotary) if types is None else types
+    if any(windowed):
+        fields |= {"window": window, "window_layers": () if all(windowed) else shortest(windowed)}
+    return fields
+
+
+def _layers(settings: Settings) -> int:
+    layers = settings.values.get("num_hidden_layers")
+    if not isinstance(layers, int) or not 0 < layers < 100_000:
+        raise settings.refused(f"num_hidden_layers={shown(layers)} is no number of layers; valid: 1 or more")
+    return layers
+
+
+def _types(settings: Settings, kind: str) -> list[bool] | None:
+    """Return whether each layer slides, by `layer_types`; None without the key."""
+    types, layers = settings.values.get("layer_types"), _layers(settings)
+    if types is None:
+        return None
+    if kind in EVERY or not isinstance(types, list) or len(types) != layers:
+        valid = "null" if kind in EVERY else f"a list of {layers} of {FULL}, {SLIDING}"
+        raise settings.refused(f"layer_types={shown(types)} is not supported; valid: {valid}")
+    for layer_type in types:
+        if layer_type not in (FULL, SLIDING):
+            rule = f"layer_types has {shown(layer_type)}, which is not supported"
+            raise settings.refused(f"{rule}; valid: {FULL}, {SLIDING}")
+    return [layer_type == SLIDING for layer_type in types]
+
+
+def _usual_types(settings: Settings, kind: str, rotary: list[bool]) -> list[bool]:
+    """Return whether each layer slides in a folder without `layer_types`."""
+    if kind in EVERY:
+        return [True] * len(rotary)
+    if kind == "smollm3":
+        return [not turns for turns in rotary]
+    first = settings.values.get("max_window_layers", 28)
+    if not isinstance(first, int):
+        raise settings.refused(f"max_window_layers={shown(first)} is no number of layers")
+    if kind == "qwen2_moe":
+        return [layer < first and layer % 2 == 0 for layer in range(len(rotary))]
+    return [layer >= first for layer in range(len(rotary))]
+
+
+def _rotary(settings: Settings) -> list[bool]:
+    """Return whether each layer of a SmolLM3 has rotary positions."""
+    given, layers = settings.values.get("no_rope_layers"), _layers(settings)
+    if given is None:
+        every = settings.values.get("no_rope_layer_interval", 4)
+        if not isinstance(every, int) or every < 1:
+            raise settings.refused(f"no_rope_layer_interval={shown(every)} is no number of layers; valid: 1 or more")
+        return [(layer + 1) % every != 0 for layer in range(layers)]
+    if not isinstance(given, list) or len(given) != layers or any(flag not in (0, 1) for flag in given):
+        raise settings.refused(f"no_rope_layers={shown(given)} is not supported; valid: null, or {layers} of 0 and 1")
+    return [bool(flag) for flag in given]
+
+
+def shortest(layers: list[bool]) -> tuple[bool, ...]:
+    """Return the shortest pattern that is repeated over these layers."""
+    sizes = range(1, len(layers) + 1)
+    size = next(size for size in sizes if all(layers[i] == layers[i % size] for i in range(len(layers))))
+    return tuple(layers[:size])
+
+
+def layer_settings(model: Llama, kind: str) -> dict[str, Any]:
+    """Return transformers' settings of a model's kinds of layers.
+
+    Raises CheckpointError if the class has windows in all layers or in none.
+    """
+    windows = [model.window_of(layer) for layer in range(model.layers)]
+    settings: dict[str, Any] = {"sliding_window": model.window}
+    if kind == "smollm3":
+        settings["no_rope_layers"] = [int(model.rotates(layer)) for layer in range(model.layers)]
+    if kind in EVERY:
+        if None in windows and model.window is not None:
+            rule = f"no class of transformers has {kind}'s layers with windows in some"
+            raise CheckpointError(f"{rule}: model.window_layers={shown(model.window_layers)}; valid: []")
+        return settings | ({"use_sliding_window": model.window is not None} if kind in SWITCHED else {})
+    if kind not in SWITCHED:
+        return {}
+    types = [FULL if window is None else SLIDING for window in windows]
+    settings |= {"use_sliding_window": SLIDING in types, "layer_types": types}
+    # Older versions read no `layer_types`, and compute them from the first layer with a window.
+    if kind != "smollm3":
+        settings["max_window_layers"] = types.index(SLIDING) if SLIDING in types else model.layers
+    return settings
