@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from meshwright.compute.tensor.boundary import Boundary, WholeActivations
 from meshwright.compute.tensor.copies import HeadGroups, part_columns
 from meshwright.compute.tensor.gathered import Weights
 from meshwright.compute.tensor.head import HeadShape
-from meshwright.compute.tensor.kit import LinearRole, NormKind
+from meshwright.compute.tensor.kit import LinearRole
 from meshwright.compute.tensor.pair import CutContract, CutExpand
 from meshwright.compute.tensor.products import Products, add_gradients, added, write_part
 from meshwright.compute.tensor.serial import KitBase, SerialLinear, grouped
@@ -125,11 +126,8 @@ class ExactTesseract(TesseractKit):
 
     arithmetic: ExactArithmetic
 
-    def norm(
-        self, width: int, epsilon: float, *, kind: NormKind = "layer", groups: int = 1, bias: bool = True,
-        inside: bool = False,
-    ) -> nn.Module:  # fmt: skip
-        return KitBase.norm(self, width, epsilon, kind=kind, groups=groups, bias=bias, inside=inside)
+    def norm(self, width: int, epsilon: float, **options: Any) -> nn.Module:
+        return KitBase.norm(self, width, epsilon, **options)
 
     def expand(
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,

@@ -18,7 +18,7 @@ from meshwright.compute.models.chain import blocks_of
 from meshwright.compute.models.decoder import Decoder, KeyValueCache
 from meshwright.compute.models.feed_forward import FeedForward, experts_of
 from meshwright.compute.models.rope import Rotation, rotation_of
-from meshwright.compute.models.rotary_section import RotaryTransformer
+from meshwright.compute.models.rotary_section import NormPlaces, RotaryTransformer
 from meshwright.compute.parameters.shard import Initial
 from meshwright.compute.tensor.experts import Dispatch, Experts
 from meshwright.compute.tensor.head import HeadShape
@@ -26,22 +26,34 @@ from meshwright.compute.tensor.kit import Kit
 
 
 class RotaryBlock(nn.Module):
-    """Block: h + attention(norm(h), rotation, cache, documents), then h + feed_forward(norm(h))."""
+    """Block: h + attention(h, rotation, cache, documents), then h + feed_forward(h), each with a norm before or behind
+    it, or both: h + end_norm(attention(norm(h)))."""
 
     def __init__(
-        self, model: RotaryTransformer, kit: Kit, attention: nn.Module, *, has_experts: bool, bias: bool = False
-    ) -> None:
-        """`bias`: whether a dense feed-forward's linears have biases."""
+        self, model: RotaryTransformer, kit: Kit, attention: nn.Module, *, has_experts: bool, bias: bool = False,
+        norms: NormPlaces = "before", rope: int = 0,
+    ) -> None:  # fmt: skip
+        """Make the block.
+
+        Args:
+            bias: whether a dense feed-forward's linears have biases.
+            norms: where the two sub-layers have norms.
+            rope: the index, in the model's `ropes`, of the block's rotary positions.
+        """
         super().__init__()
-        self.attention_norm = kit.norm(model.hidden, model.norm_epsilon, kind="rms")
+        self.rope, norm = rope, partial(kit.norm, model.hidden, model.norm_epsilon, kind="rms")
+        before, behind = norms != "behind", norms != "before"
+        self.attention_norm = norm() if before else None
         self.attention = attention
-        self.feed_forward_norm = kit.norm(model.hidden, model.norm_epsilon, kind="rms")
+        self.attention_end_norm = norm() if behind else None
+        self.feed_forward_norm = norm() if before else None
         self.has_experts = has_experts
         self.feed_forward = experts_of(model, kit) if has_experts else FeedForward(model, model.inner, kit, bias=bias)
         self.shared_expert = None
         if has_experts and model.experts is not None and model.experts.shared:
             shared, gated = model.experts.shared, model.experts.shared_gate
             self.shared_expert = FeedForward(model, shared, kit, gated=gated)
+        self.feed_forward_end_norm = norm() if behind else None
         self.dropout = nn.Dropout(model.dropout)
 
     def forward(
@@ -52,18 +64,24 @@ class RotaryBlock(nn.Module):
         h, *losses = hidden
         h, normed = self._attended(h, rotation, cache, documents)
         if not self.has_experts:
-            return (h + self.dropout(self.feed_forward(normed)), *losses)
+            return (self._ended(h, self.feed_forward(normed)), *losses)
         y, *own = self.feed_forward(normed, places)
         if self.shared_expert is not None:
             y = y + self.shared_expert(normed)
-        return h + self.dropout(y), *(total + one for total, one in zip(losses, own, strict=True))
+        return self._ended(h, y), *(total + one for total, one in zip(losses, own, strict=True))
 
     def _attended(
         self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None, documents: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return the hidden states [B, T, H] after attention, and the normed ones that the feed-forward reads."""
-        h = h + self.dropout(self.attention(self.attention_norm(h), rotation, cache, documents))
-        return h, self.feed_forward_norm(h)
+        normed = h if self.attention_norm is None else self.attention_norm(h)
+        y = self.attention(normed, rotation, cache, documents)
+        h = h + self.dropout(y if self.attention_end_norm is None else self.attention_end_norm(y))
+        return h, h if self.feed_forward_norm is None else self.feed_forward_norm(h)
+
+    def _ended(self, h: Tensor, y: Tensor) -> Tensor:
+        """Add the feed-forward's output y [B, T, H] to the hidden states."""
+        return h + self.dropout(y if self.feed_forward_end_norm is None else self.feed_forward_end_norm(y))
 
     def to_experts(
         self, hidden: Hidden, rotation: Rotation, documents: Tensor | None, places: Tensor
@@ -85,7 +103,7 @@ class RotaryBlock(nn.Module):
         y = self.experts.combine(y, weights, plan)
         if self.shared_expert is not None:
             y = y + self.shared_expert(rest.pop(0))
-        return h + self.dropout(y), *rest
+        return self._ended(h, y), *rest
 
     @property
     def experts(self) -> Experts:
@@ -102,7 +120,7 @@ class RotaryDecoder(Decoder):
     ) -> None:  # fmt: skip
         """`rotary_width`: number of elements of a head that are rotated. `make_block(layer)` makes a layer's block."""
         super().__init__(chunk or Chunk.whole(model.layers))
-        self.rope, self.rotary_width = model.rope, rotary_width
+        self.ropes, self.rotary_width = model.ropes, rotary_width
         # The loss has the mean over layers; layers pass on the sum.
         self.loss_share = 1 / model.expert_layers if model.router_losses else 0.0
         """The factor of the sum of the routers' losses in the loss."""
@@ -150,7 +168,7 @@ class RotaryDecoder(Decoder):
         return self.ended(hidden, batch, scales) if part.last else hidden
 
     def _layers_in_pieces(self, hidden: Hidden, batch: Batch, part: Chunk) -> Pieces:
-        rotation, documents = Rotation(batch["cosines"], batch["sines"]), batch.get("documents")
+        documents = batch.get("documents")
         groups = {layer: group for group in self.groups for layer in group.layers}
         for layer in part.layers:
             run_group = self.run_of(groups[layer])
@@ -160,6 +178,7 @@ class RotaryDecoder(Decoder):
                 continue
             # Each part of the layer is recomputed separately: rows received from other ranks are kept and sent once.
             run = partial(self.run_part, layer, run_group)
+            rotation = rotation_in(batch, block.rope)
             (rows, *stays), plan = run(block.to_experts, hidden, rotation, documents, batch["places"])
             trade = block.experts.trade_of(plan, rows.device)
             rows, *stayed = yield Crossing(rows, trade.given, trade.taken, tuple(stays))
@@ -169,14 +188,18 @@ class RotaryDecoder(Decoder):
         return hidden
 
     def turned(self, batch: Batch) -> Batch:
-        """Return the batch entries of token positions: `cosines`, `sines` and `places`."""
+        """Return the batch entries of token positions: `cosines`, `sines` and `places`; of the second of two rotations
+        `cosines1` and `sines1`."""
         tokens = batch["tokens"]
         places = self.context.positions(0, tokens.shape[1], tokens.device)
+        turned: Batch = {"places": places}
         # Once a microbatch and not once a layer.
-        return self._rotation(places, batch.get("documents"))._asdict() | {"places": places}
+        for number, rotation in enumerate(self._rotations(places, batch.get("documents"))):
+            turned |= {f"{name}{number or ''}": table for name, table in rotation._asdict().items()}
+        return turned
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
-        rotation = Rotation(batch["cosines"], batch["sines"])
+        rotation = rotation_in(batch, cast(RotaryBlock, block).rope)
         passing: Hidden = block(hidden, rotation, None, batch.get("documents"), batch["places"])
         return passing
 
@@ -186,20 +209,25 @@ class RotaryDecoder(Decoder):
 
     def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         start = cache.num_tokens if cache is not None else 0
-        rotation = self._rotation(self.context.positions(start, tokens.shape[1], tokens.device))
+        rotations = self._rotations(self.context.positions(start, tokens.shape[1], tokens.device))
         hidden = self.embed({"tokens": tokens})
         for block in self.blocks.values():
-            hidden = cast(Hidden, block(hidden, rotation, cache))
+            hidden = cast(Hidden, block(hidden, rotations[cast(RotaryBlock, block).rope], cache))
         return self.final_states(hidden)
 
-    def _rotation(self, positions: Tensor, documents: Tensor | None = None) -> Rotation:
-        """Return the rotation of tokens at `positions` of every sequence.
+    def _rotations(self, positions: Tensor, documents: Tensor | None = None) -> list[Rotation]:
+        """Return the rotations, one for each of `ropes`, of tokens at `positions` of every sequence.
 
         documents [B, T]: index in the whole sequence of the first token of each token's document (position 0).
         """
         if documents is not None:
             positions = positions - to_device({"starts": documents}, positions.device)["starts"][:, positions]
-        return rotation_of(self.rope, self.rotary_width, positions)
+        return [rotation_of(rope, self.rotary_width, positions) for rope in self.ropes]
+
+
+def rotation_in(batch: Batch, number: int) -> Rotation:
+    """Return the rotation of a batch's tokens by the rope of this number (`RotaryDecoder.turned`)."""
+    return Rotation(batch[f"cosines{number or ''}"], batch[f"sines{number or ''}"])
 
 
 def feed_forward_products(model: RotaryTransformer) -> tuple[int, ...]:

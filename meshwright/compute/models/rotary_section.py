@@ -103,6 +103,9 @@ class YarnRope(PlainRope):
 
 ROPES: dict[str, type[PlainRope]] = {"plain": PlainRope, "linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
 
+NormPlaces = Literal["before", "behind", "both"]
+"""The places of RMS norms around a block's sub-layers."""
+
 if TYPE_CHECKING:
     Rope = PlainRope
 else:
@@ -151,6 +154,11 @@ class RotaryTransformer(TextTransformer):
     def expand_groups(self) -> int:
         """Outputs of a feed-forward's first linear for each input of the second."""
         return 2 if self.activation == "swiglu" else 1
+
+    @property
+    def ropes(self) -> tuple[PlainRope, ...]:
+        """The model's kinds of rotary positions; blocks name one by its index."""
+        return (self.rope,)
 
     @property
     def inner(self) -> int:

@@ -83,7 +83,7 @@ class Kit(LinearPair, Protocol):
 
     def norm(
         self, width: int, epsilon: float, *, kind: NormKind = "layer", groups: int = 1, bias: bool = True,
-        inside: bool = False,
+        inside: bool = False, over_heads: bool = False,
     ) -> nn.Module:  # fmt: skip
         """Make a norm, [B, T, H] -> [B, T, H].
 
@@ -96,6 +96,8 @@ class Kit(LinearPair, Protocol):
                 only rounding errors, and Adam would turn them into full steps.
             inside: True inside of `branches`. Layer and rms then norm a head's width, [..., E] -> [..., E], with one
                 weight for all heads, and a rank holds whole groups.
+            over_heads: True inside of branches for an rms over the numbers of all heads, [..., heads E] -> the same;
+                `width` counts the heads of all ranks.
         """
 
     def linear(self, role: LinearRole, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:

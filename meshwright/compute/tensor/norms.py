@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.compute.parameters.role import NORM
-from meshwright.compute.parameters.shard import ONES, ZEROS, Placements, ShardedModule, ShardSpec
+from meshwright.compute.parameters.shard import ONES, ZEROS, Placements, Shard, ShardedModule, ShardSpec
+from meshwright.ranks.collectives import all_reduce, all_reduce_gradient
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.mesh import Mesh
 
@@ -79,6 +80,24 @@ class Norm(ShardedModule):
         if self.kind == "rms":
             return F.rms_norm(x, shape, weight, self.epsilon)
         return F.layer_norm(x, shape, weight, bias, self.epsilon)
+
+
+class CutRmsNorm(ShardedModule):
+    """RMS norm over a width that is sharded over an axis, in float32 or better.
+
+    Sent over the axis, forward and backward: [B, T, 1].
+    """
+
+    def __init__(self, mesh: Mesh, width: int, epsilon: float, axis: str) -> None:
+        super().__init__(mesh)
+        self.width, self.epsilon, self.axis = width, epsilon, axis
+        self.weight = self.declare("weight", ShardSpec((width,), {axis: Shard(0)}, ONES, NORM))
+
+    def forward(self, h: Tensor) -> Tensor:
+        x = h.to(self.weight.dtype)
+        squares = all_reduce(x.square().sum(-1, keepdim=True), self.mesh, self.axis)
+        mean = all_reduce_gradient(squares, self.mesh, self.axis) / self.width
+        return (x * torch.rsqrt(mean + self.epsilon) * self.weight).to(h.dtype)
 
 
 class GroupNorm(ShardedModule):

@@ -45,11 +45,11 @@ from meshwright.compute.tensor.gathered import Weights
 from meshwright.compute.tensor.head import HeadShape, TableHead
 from meshwright.compute.tensor.kit import LinearRole, NormKind, Where
 from meshwright.compute.tensor.linear import cast
-from meshwright.compute.tensor.norms import SplitLayerNorm
+from meshwright.compute.tensor.norms import CutRmsNorm, SplitLayerNorm
 from meshwright.compute.tensor.products import ChangeProducts, LinearLayer, Products, add_gradients, write_part
 from meshwright.compute.tensor.serial import Embedding, KitBase, SerialLinear, grouped
 from meshwright.compute.tensor.summa import Panels, Sizes, Stationary, Summa, W, X, Y, best_stationary
-from meshwright.ranks.collectives import all_gather, all_reduce, all_reduce_gradient, cross, here, reduce_scatter
+from meshwright.ranks.collectives import all_gather, all_reduce, cross, here, reduce_scatter
 from meshwright.ranks.mesh import Mesh
 
 
@@ -145,28 +145,22 @@ class TesseractLinear(LinearLayer):
 
 
 class TesseractNorm(ShardedModule):
-    """Norm over a hidden dim that is sharded over col, in float32 or better.
+    """Layer norm over a hidden dim that is sharded over col, in float32 or better.
 
-    Sent over col, forward and backward: [b, T, 2]; for rms [b, T, 1].
+    Sent over col, forward and backward: [b, T, 2].
     """
 
-    def __init__(self, mesh: Mesh, hidden: int, epsilon: float, kind: NormKind, *, bias: bool) -> None:
+    def __init__(self, mesh: Mesh, hidden: int, epsilon: float, *, bias: bool) -> None:
         super().__init__(mesh)
-        self.hidden, self.epsilon, self.kind = hidden, epsilon, kind
+        self.hidden, self.epsilon = hidden, epsilon
         spec = ShardSpec((hidden,), {"col": Shard(0)}, ONES, NORM)
         self.weight = self.declare("weight", spec)
         self.bias = self.declare("bias", replace(spec, initial=ZEROS)) if bias else None
 
     def forward(self, h: Tensor) -> Tensor:
-        if self.kind == "layer":
-            bias = torch.zeros_like(self.weight) if self.bias is None else self.bias
-            comm = self.mesh.comm("col")
-            y: Tensor = SplitLayerNorm.apply(h, self.weight, bias, self.hidden, self.epsilon, comm)
-            return y
-        x = h.to(self.weight.dtype)
-        squares = all_reduce(x.square().sum(-1, keepdim=True), self.mesh, "col")
-        mean = all_reduce_gradient(squares, self.mesh, "col") / self.hidden
-        return (x * torch.rsqrt(mean + self.epsilon) * self.weight).to(h.dtype)
+        bias = torch.zeros_like(self.weight) if self.bias is None else self.bias
+        y: Tensor = SplitLayerNorm.apply(h, self.weight, bias, self.hidden, self.epsilon, self.mesh.comm("col"))
+        return y
 
 
 class TesseractHead(TableHead):
@@ -210,11 +204,15 @@ class TesseractKit(KitBase):
 
     def norm(
         self, width: int, epsilon: float, *, kind: NormKind = "layer", groups: int = 1, bias: bool = True,
-        inside: bool = False,
+        inside: bool = False, over_heads: bool = False,
     ) -> nn.Module:  # fmt: skip
-        if inside or kind == "group":  # a rank holds the whole width
-            return super().norm(width, epsilon, kind=kind, groups=groups, bias=bias, inside=inside)
-        return TesseractNorm(self.mesh, width, epsilon, kind, bias=bias and kind == "layer")
+        if inside or kind == "group":  # a rank holds the whole width, or its heads'
+            return super().norm(
+                width, epsilon, kind=kind, groups=groups, bias=bias, inside=inside, over_heads=over_heads
+            )  # fmt: skip
+        if kind == "layer":
+            return TesseractNorm(self.mesh, width, epsilon, bias=bias)
+        return CutRmsNorm(self.mesh, width, epsilon, "col")
 
     def expand(
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,

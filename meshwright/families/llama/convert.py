@@ -18,7 +18,8 @@ Both rotate the halves of a head (rope.py), so the order of a head's columns is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,6 +44,11 @@ _IN_BLOCK = {
     "feed_forward.expand": ("mlp.gate_proj", "mlp.up_proj"),
     "feed_forward.contract": "mlp.down_proj",
 }
+_NORMED_BEHIND = {
+    "attention_end_norm": "post_attention_layernorm",
+    "feed_forward_end_norm": "post_feedforward_layernorm",
+}
+"""OLMo's names of a block's norms, in place of the ones above."""
 _EXPERTS = {
     "mixtral": ("block_sparse_moe", ("w1", "w3"), ("w2",)),
     "qwen2_moe": ("mlp", ("gate_proj", "up_proj"), ("down_proj",)),
@@ -64,7 +70,7 @@ _ELSEWHERE: dict[str, object] = {
     "auto_map": None,
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "query_pre_attn_scalar")),
-    "attention_sinks": None,
+    **dict.fromkeys(("attention_sinks", "clip_qkv")),
 }
 """Keys of related models that change the mathematics, with the one value that our model computes."""
 _COUNTS = ("num_local_experts", "num_experts")
@@ -79,7 +85,9 @@ _GROUPED = ("qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "s
 """Model_types with a default number of key-value heads other than the number of heads."""
 _TIED = ("smollm3",)
 """Model_types with a tied head by default."""
-_READERS = {"attention_bias": ("llama", "qwen3", "qwen3_moe", "smollm3"), "mlp_bias": ("llama", "smollm3")}
+_OLMO = ("olmo2", "olmo3")
+"""Model_types with norms behind the sub-layers, and of the queries and keys of all heads."""
+_READERS = {"attention_bias": ("llama", "qwen3", "qwen3_moe", "smollm3", *_OLMO), "mlp_bias": ("llama", "smollm3")}
 """The model_types of classes that read these keys."""
 _BIASES = {"attention_bias": ("query-key-value", "output"), "mlp_bias": ("feed-forward",)}
 
@@ -89,7 +97,7 @@ class LlamaFamily(RotaryFamily):
     Qwen2MoeForCausalLM and Qwen3MoeForCausalLM."""
 
     title, section = "Llama", Llama
-    model_types = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "smollm3")
+    model_types = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "smollm3", *_OLMO)
     fields: ClassVar = {
         "layers": "num_hidden_layers",
         "hidden": "hidden_size",
@@ -123,7 +131,7 @@ class LlamaFamily(RotaryFamily):
             raise CheckpointError(
                 f"no class of transformers has Llama's layers with model.activation={model.activation}"
             )
-        inside: dict[str, str | Sequence[str]] = dict(_IN_BLOCK)
+        inside: dict[str, str | Sequence[str]] = _IN_BLOCK | (_NORMED_BEHIND if model.norms == "behind" else {})
         if model.experts is not None:
             module, expand, contract = _EXPERTS[_kind_of(model)]
             inside["feed_forward.router"] = f"{module}.gate"
@@ -165,8 +173,10 @@ class LlamaFamily(RotaryFamily):
         # The default differs between versions of these classes, and a wrong guess would reshape every head.
         if kind in _GROUPED and values.get("num_key_value_heads") is None:
             raise settings.refused(f"lacks num_key_value_heads, which a {kind} has")
-        fields: dict[str, object] = {"rope": rope_fields(settings), "head_norms": kind in ("qwen3", "qwen3_moe")}
-        fields |= layer_fields(settings) | _experts(settings)
+        fields = layer_fields(settings) | {"head_norms": kind in ("qwen3", "qwen3_moe")}
+        fields |= {"whole_norms": True, "norms": "behind"} if kind in _OLMO else {}
+        fields |= {} if "rope" in fields else {"rope": rope_fields(settings)}
+        fields |= _experts(settings)
         biases: tuple[str, ...] = ()
         for key, linears in _BIASES.items():
             if kind in _READERS[key]:  # a class that does not read the key has no biases, even if the file has the key
@@ -179,6 +189,19 @@ class LlamaFamily(RotaryFamily):
         if kind == "qwen2_moe":
             settings.only("qkv_bias", True)
         return fields | {"biases": ("query-key-value",) if kind in ("qwen2", "qwen2_moe") else biases}
+
+    def settings(self, model: Llama) -> dict[str, Any]:
+        """Return the settings. Raises CheckpointError if no class of transformers has a model with these fields."""
+        settings = super().settings(model)
+        back = self.read(Settings(Path("config.json"), settings), frozenset())
+        assert isinstance(back, Llama), back
+        for field in _TOLD:
+            if (value := getattr(model, field)) != getattr(back, field):
+                rule = (
+                    f"no class of transformers has {settings['model_type']}'s layers with model.{field}={shown(value)}"
+                )
+                raise CheckpointError(rule)
+        return settings
 
     def further_settings(self, model: Llama) -> dict[str, object]:
         kind = _kind_of(model)
@@ -210,8 +233,14 @@ class LlamaFamily(RotaryFamily):
         }
 
 
+_TOLD = ("head_norms", "whole_norms", "norms", "biases", "rope", "tied", "layer_forms")
+"""Fields that the export's class must have, too; `fields` and the experts are checked as they are written."""
+
+
 def _kind_of(model: Llama) -> str:
     """Return the model_type of an export, from experts, norms and biases of the layers."""
+    if model.norms == "behind":
+        return "olmo2" if model.window is None else "olmo3"
     if model.experts is not None and model.experts.shared and model.biases == ("query-key-value",):
         return "qwen2_moe"
     if model.experts is not None:

@@ -6,6 +6,7 @@
 | qwen2, qwen3                   | if use_sliding_window: `layer_types`, else the layers from max_window_layers on     |
 | qwen2_moe                      | if use_sliding_window: `layer_types`, else the even layers before max_window_layers |
 | smollm3                        | if use_sliding_window: `layer_types`, else the layers without rotary positions      |
+| olmo3                          | `layer_types`, else all but every fourth; these have rotary positions of their own  |
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from meshwright.config.section import shown
 from meshwright.families.llama.section import Llama
 from meshwright.ranks.errors import CheckpointError
 from meshwright.training.convert.folder import Settings
+from meshwright.training.convert.rotary import rope_settings, ropes_by_type
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 EVERY = ("mistral", "mixtral", "qwen3_moe")
 """The model_types with one kind of layers."""
+TYPED = {"olmo3": 4}
+"""The model_types with layers of two kinds, and the number of layers from one without a window to the next."""
 SWITCHED = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3")
 """The model_types that read `use_sliding_window`, false by default."""
 USUAL = {"mixtral": None, "smollm3": None}
@@ -39,7 +43,7 @@ def layer_fields(settings: Settings) -> dict[str, object]:
         fields["rotary_layers"] = () if all(rotary) else shortest(rotary)
     else:
         settings.only("no_rope_layers", None)
-    if kind not in EVERY + SWITCHED:
+    if kind not in (*EVERY, *SWITCHED, *TYPED):
         settings.only("use_sliding_window", None, False)
         others = [layer for layer in values.get("layer_types") or [] if layer != FULL]
         if others:
@@ -49,6 +53,9 @@ def layer_fields(settings: Settings) -> dict[str, object]:
         settings.only("use_sliding_window", False, True)
     slides = kind not in SWITCHED or values.get("use_sliding_window", False)
     window, types = values.get("sliding_window", USUAL.get(kind, 4096)) if slides else None, _types(settings, kind)
+    if kind in TYPED:
+        full, sliding = ropes_by_type(settings, _SLIDING_ROPES[kind])
+        fields["rope"] = full
     if window is None:
         if types is not None and any(types):
             rule = f"layer_types has {SLIDING}, and there is no window"
@@ -59,7 +66,13 @@ def layer_fields(settings: Settings) -> dict[str, object]:
     windowed = _usual_types(settings, kind, rotary) if types is None else types
     if any(windowed):
         fields |= {"window": window, "window_layers": () if all(windowed) else shortest(windowed)}
+        if kind in TYPED and full != sliding:
+            fields["window_rope"] = sliding
     return fields
+
+
+_SLIDING_ROPES: dict[str, dict[str, object]] = {"olmo3": {"rope_type": "default", "rope_theta": 500000.0}}
+"""transformers' rotation of layers with a window in a folder that names none."""
 
 
 def _layers(settings: Settings) -> int:
@@ -90,6 +103,8 @@ def _usual_types(settings: Settings, kind: str, rotary: list[bool]) -> list[bool
         return [True] * len(rotary)
     if kind == "smollm3":
         return [not turns for turns in rotary]
+    if kind in TYPED:
+        return [(layer + 1) % TYPED[kind] != 0 for layer in range(len(rotary))]
     first = settings.values.get("max_window_layers", 28)
     if not isinstance(first, int):
         raise settings.refused(f"max_window_layers={shown(first)} is no number of layers")
@@ -132,9 +147,13 @@ def layer_settings(model: Llama, kind: str) -> dict[str, Any]:
             rule = f"no class of transformers has {kind}'s layers with windows in some"
             raise CheckpointError(f"{rule}: model.window_layers={shown(model.window_layers)}; valid: []")
         return settings | ({"use_sliding_window": model.window is not None} if kind in SWITCHED else {})
+    types = [FULL if window is None else SLIDING for window in windows]
+    if kind in TYPED:
+        ropes = {FULL: model.rope, SLIDING: model.ropes[-1]}
+        by_type = {name: rope_settings(rope)["rope_parameters"] for name, rope in ropes.items()}
+        return settings | {"layer_types": types, "rope_parameters": by_type}
     if kind not in SWITCHED:
         return {}
-    types = [FULL if window is None else SLIDING for window in windows]
     settings |= {"use_sliding_window": SLIDING in types, "layer_types": types}
     # Older versions read no `layer_types`, and compute them from the first layer with a window.
     if kind != "smollm3":

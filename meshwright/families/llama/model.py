@@ -32,7 +32,7 @@ class LlamaAttention(nn.Module):
     def __init__(self, model: Llama, kit: Kit, layer: int) -> None:
         super().__init__()
         self.layer, self.rotates = layer, model.rotates(layer)
-        groups = HeadGroups(model.num_key_value_heads, model.branches.members, model.width_of_head)
+        groups = HeadGroups(model.num_key_value_heads, model.heads // model.num_key_value_heads, model.width_of_head)
         # With more ranks than key-value heads, several ranks copy one head and split its queries (tensor/copies.py).
         count = max(kit.local_heads(groups.count), kit.parts)
         self.queries = kit.local_heads(model.heads) // count
@@ -45,7 +45,13 @@ class LlamaAttention(nn.Module):
         if model.head_norms:
             self.query_norm = kit.norm(model.width_of_head, model.norm_epsilon, kind="rms", inside=True)
             self.key_norm = kit.norm(model.width_of_head, model.norm_epsilon, kind="rms", inside=True)
-        self.head_norms = model.head_norms
+        elif model.whole_norms:
+            widths = width, groups.count * groups.width
+            self.query_norm, self.key_norm = (
+                kit.norm(all_heads, model.norm_epsilon, kind="rms", inside=True, over_heads=True)
+                for all_heads in widths
+            )
+        self.head_norms, self.whole_norms = model.head_norms, model.whole_norms
         self.output = kit.branches.contract(width, model.hidden, last, bias="output" in model.biases)
 
     def forward(self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None, documents: Tensor | None) -> Tensor:
@@ -54,6 +60,10 @@ class LlamaAttention(nn.Module):
         if self.head_norms:
             # Qwen3 norms before the rotation, which does not commute with the norm's element-wise weight.
             query, key = self.query_norm(query), self.key_norm(key)
+        elif self.whole_norms:
+            query, key = (
+                norm(x.flatten(2)).view(x.shape) for norm, x in ((self.query_norm, query), (self.key_norm, key))
+            )
         if self.rotates:
             query, key = rotate(query, rotation), rotate(key, rotation)
         query, key, value = (
@@ -72,7 +82,8 @@ class LlamaModel(RotaryDecoder):
         super().__init__(
             model, kit, chunk, model.width_of_head,
             lambda layer: RotaryBlock(
-                model, kit, LlamaAttention(model, kit, layer), has_experts=model.has_experts(layer), bias=biased
+                model, kit, LlamaAttention(model, kit, layer), has_experts=model.has_experts(layer), bias=biased,
+                norms=model.norms, rope=model.rope_of(layer),
             ),
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from meshwright.compute.models.experts_section import EXPERT_RULES
-from meshwright.compute.models.rotary_section import RotaryTransformer, rope_has_a_ramp
+from meshwright.compute.models.rotary_section import PlainRope, Rope, RotaryTransformer, rope_has_a_ramp
 from meshwright.compute.models.section import Branches
 from meshwright.config.section import Positive, Rule, divisors, even_near, listed, rule, shown
 from meshwright.ranks.errors import Problem
@@ -45,16 +45,16 @@ def experts_have_no_biases(config: Config) -> Iterator[Problem]:
         yield Problem("model.biases", shown(model.biases), rule_text, "query-key-value, output")
 
 
-@rule("model.window_layers", "model.rotary_layers", "model.window", "model.layers")
+@rule("model.window_layers", "model.window_rope", "model.rotary_layers", "model.window", "model.layers")
 def patterns_name_layers(config: Config) -> Iterator[Problem]:
     model = config.model
     assert isinstance(model, Llama), model
     field, pattern = "model.window_layers", model.window_layers
     patterns = (field, pattern, "the window"), ("model.rotary_layers", model.rotary_layers, "rotary positions")
-    if pattern and model.window is None:
-        yield Problem(
-            field, shown(pattern), "has no effect with model.window=null", "leave it out, or model.window=4096"
-        )
+    for name, value in ((field, pattern), ("model.window_rope", model.window_rope and model.window_rope.kind)):
+        if value and model.window is None:
+            rule_text = "has no effect with model.window=null"
+            yield Problem(name, shown(value), rule_text, "leave it out, or model.window=4096")
     for field, pattern, given in patterns:
         if pattern and not any(pattern):
             yield Problem(field, shown(pattern), f"gives no layer {given}", "a pattern with at least one true")
@@ -63,6 +63,17 @@ def patterns_name_layers(config: Config) -> Iterator[Problem]:
             yield Problem(
                 field, shown(pattern), rule_text, f"a pattern of at most {model.layers} layers, which is repeated"
             )
+
+
+@rule("model.whole_norms", "model.head_norms", "bits", "layout.tensor")
+def norms_of_heads_are_one_kind(config: Config) -> Iterator[Problem]:
+    model, bits = config.model, config.bits
+    assert isinstance(model, Llama), model
+    if model.whole_norms and model.head_norms:
+        yield Problem("model.whole_norms", "true", "norms heads again, which model.head_norms norms", "false")
+    if model.whole_norms and bits.cuts:
+        rule_text = "sums squares over ranks' heads, which bits.tensor, bits.hidden and bits.sequence cut into parts"
+        yield Problem("model.whole_norms", "true", rule_text, "false; or bits.tensor=1, bits.hidden=1, bits.sequence=1")
 
 
 Linears = Literal["query-key-value", "output", "feed-forward"]
@@ -78,6 +89,7 @@ class Llama(RotaryTransformer):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         key_value_heads_divide_heads, heads_have_a_width, rope_has_a_ramp, experts_have_no_biases, patterns_name_layers,
+        norms_of_heads_are_one_kind,
         *EXPERT_RULES,
     )  # fmt: skip
 
@@ -94,11 +106,17 @@ class Llama(RotaryTransformer):
     biases: tuple[Linears, ...] = ()
     """Which linears have biases: Qwen2's are [query-key-value]."""
 
+    whole_norms: bool = False
+    """RMS norms of the queries, and of the keys, of all heads together before the rotation (OLMo 2)."""
+    norms: Literal["before", "behind"] = "before"
+    """Places of a block's norms: before the sub-layers, or behind, of their outputs (OLMo 2)."""
     window: Positive | None = None
     """Tokens that a token sees in a layer with a window, itself the last; null: every layer sees all earlier tokens."""
     window_layers: tuple[bool, ...] = ()
     """Layers with the window, a pattern repeated over all layers: [true, false] the even layers; []: every layer."""
 
+    window_rope: Rope | None = None
+    """Rotary positions of the layers with a window; null: those of `rope`."""
     rotary_layers: tuple[bool, ...] = ()
     """Layers with rotary positions, a pattern as window_layers; other layers have no positions (SmolLM3). []: all."""
 
@@ -114,6 +132,19 @@ class Llama(RotaryTransformer):
         return self.window_of(layer), self.rotates(layer)
 
     @property
+    def ropes(self) -> tuple[PlainRope, ...]:
+        return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
+
+    @property
+    def layer_forms(self) -> list[tuple[object, ...]]:
+        """`layer_form` of each layer, and its rotary positions."""
+        return [(*self.layer_form(layer), self.ropes[self.rope_of(layer)]) for layer in range(self.layers)]
+
+    def rope_of(self, layer: int) -> int:
+        """Return the index of a layer's rotary positions in `ropes`."""
+        return int(self.window_rope is not None and self.window_of(layer) is not None)
+
+    @property
     def num_key_value_heads(self) -> int:
         return self.heads if self.key_value_heads is None else self.key_value_heads
 
@@ -127,4 +158,6 @@ class Llama(RotaryTransformer):
         # Error texts name the field that the user wrote.
         field = "model.heads" if self.key_value_heads is None else "model.key_value_heads"
         shared = "model.head_norms" if self.head_norms else ""
-        return Branches(field, self.num_key_value_heads, self.heads // self.num_key_value_heads, shared)
+        # Ranks with copies of a key would count the squares of the key's norm several times.
+        members = 1 if self.whole_norms else self.heads // self.num_key_value_heads
+        return Branches(field, self.num_key_value_heads, members, shared)

@@ -74,7 +74,7 @@ class ReferenceKit:
         return _linear(inner, (hidden,), initial, bias)
 
     def norm(self, width: int, epsilon: float, *, kind: str = "layer", groups: int = 1, bias: bool = True,
-             inside: bool = False) -> nn.Module:  # fmt: skip
+             inside: bool = False, over_heads: bool = False) -> nn.Module:  # fmt: skip
         def function(x: Tensor, weight: Tensor, shift: Tensor | None) -> Tensor:
             # In the weight's precision: under O2 a norm's weight is float32 while activations are halves.
             wide = x.to(weight.dtype)

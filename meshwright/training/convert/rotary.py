@@ -36,7 +36,7 @@ _SAME = {"default": "plain", "linear": "linear", "llama3": "llama3", "yarn": "ya
 """Our kinds of rotation by transformers' rope_type."""
 _NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
 """Keys that transformers requires, by rope_type."""
-_THETA = {"mixtral": 1e6, "smollm3": 2e6}
+_THETA = {"mixtral": 1e6, "smollm3": 2e6, "olmo3": 500000.0}
 """Default rope_theta by model_type, if the class's default is not 10,000."""
 
 
@@ -77,6 +77,27 @@ def rope_settings(rope: PlainRope) -> dict[str, object]:
         "rope_theta": rope.theta,
         "rope_scaling": None if rope.kind == "plain" else scaling,
     }
+
+
+def ropes_by_type(settings: Settings, sliding: dict[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+    """Read our fields of the rotations of layers without and with a window.
+
+    As in transformers, settings of older versions (`rope_theta`, `rope_scaling`) are those of layers without.
+
+    Args:
+        settings: of config.json.
+        sliding: transformers' settings of layers with a window in folders that name none.
+    """
+    values, both = settings.values, settings.values.get("rope_parameters") or {}
+    types = ("full_attention", "sliding_attention")
+    if not isinstance(both, dict) or (others := [key for key in both if key not in types]):
+        rule = f"rope_parameters={shown(both)} has other sections than {', '.join(types)}"
+        raise settings.refused(rule if isinstance(both, dict) else f"rope_parameters={shown(both)} is no section")
+    del others
+    full = {"rope_parameters": both.get(types[0]), "rope_scaling": values.get("rope_scaling")}
+    plain = {"rope_parameters": {**sliding, **(both.get(types[1]) or {})}, "rope_scaling": None}
+    of_full, of_sliding = (rope_fields(Settings(settings.path, values | own)) for own in (full, plain))
+    return of_full, of_sliding
 
 
 def rope_fields(settings: Settings) -> dict[str, object]:

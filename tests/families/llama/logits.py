@@ -41,6 +41,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "smollm3",
         {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 3},
     ),
+    "olmo2": ("olmo2", {"rope_parameters": YARN}),
+    "olmo3": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 3, "rope_parameters": {"full_attention": YARN}}),
     "mixtral, window": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 4}),
     "qwen2, windows": (
         "qwen2",

@@ -12,6 +12,7 @@ from meshwright.compute.precision import DTYPES
 from meshwright.config import Config, parse_config
 from meshwright.families.llama.model import LlamaModel
 from meshwright.ranks.grid import Grid
+from meshwright.training.convert.rotary import rope_settings
 
 ONE = Grid((("data", 1),))
 
@@ -61,9 +62,14 @@ def hugging_face(kind: str, model: LlamaModel, config: Config) -> nn.Module:
         "attention_bias": "query-key-value" in shape.biases, "mlp_bias": "feed-forward" in shape.biases,
         "sliding_window": shape.window, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
+    if kind == "olmo3":
+        settings["rope_parameters"] = {
+            name: rope_settings(each)["rope_parameters"]
+            for name, each in (("full_attention", shape.ropes[0]), ("sliding_attention", shape.ropes[-1]))
+        }
     if kind == "smollm3":
         settings["no_rope_layers"] = [int(shape.rotates(layer)) for layer in range(shape.layers)]
-    if kind.startswith(("qwen", "smollm3")):
+    if kind.startswith(("qwen", "smollm3", "olmo3")):
         settings["use_sliding_window"] = shape.window is not None
         settings["layer_types"] = layer_types(shape)
     if (experts := shape.experts) is not None:
@@ -102,6 +108,7 @@ OUTSIDE = {
 INSIDE = {
     "attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm",
     "attention.output": "self_attn.o_proj", "feed_forward.contract": "mlp.down_proj",
+    "attention_end_norm": "post_attention_layernorm", "feed_forward_end_norm": "post_feedforward_layernorm",
     "attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm",
     "shared_expert.contract": "mlp.shared_expert.down_proj", "shared_expert.gate": "mlp.shared_expert_gate",
 }  # fmt: skip
@@ -151,6 +158,8 @@ COUNTS = {
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
     "mistral-7b": 7_248_023_552,
+    "olmo-2-7b": 7_298_617_344,
+    "olmo-3-7b": 7_298_011_136,
     "smollm3-3b": 3_075_098_624,
     "mistral-7b-0.1": 7_241_732_096,
     "llama-mini": 9_900_000,

@@ -69,7 +69,7 @@ def test_settings_as_they_were_before(tmp_path: Path) -> None:
     torch.testing.assert_close(our_logits(tmp_path / "step-0"), their_logits(model), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["qwen3", "mistral, window", "qwen3, windows", "smollm3, windows"])
+@pytest.mark.parametrize("case", ["qwen3", "mistral, window", "qwen3, windows", "smollm3, windows", "olmo3"])
 def test_an_import_generates_what_transformers_does(tmp_path: Path, case: str) -> None:
     model = hugging_face(tmp_path / "hf", case)
     import_folder(tmp_path / "hf", tmp_path / "step-0")
@@ -135,6 +135,13 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types=.* is not supported; valid: null"),
     ("mistral", {"sliding_window": 0}, "sliding_window=0 is no number of tokens; valid: null, or 1"),
     ("llama", {"layer_types": ["sliding_attention"] * 2}, "layer_types has sliding_attention, which a llama has not"),
+    (
+        "olmo3",
+        {"rope_parameters": {"chunked_attention": {}}},
+        "rope_parameters=.* has other sections than full_attention",
+    ),
+    ("olmo3", {"sliding_window": None}, "layer_types has sliding_attention, and there is no window"),
+    ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported; valid: null"),
     ("llama", {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\] is not supported; valid: null"),
     ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\] is not supported; valid: null, or 4 of 0 and 1"),
     ("smollm3", {"no_rope_layers": [0] * 4}, "leaves no layer with positions"),
@@ -194,6 +201,12 @@ def test_a_number_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     "fields, rule",
     [
         ({"biases": ["output"]}, r"no class of transformers has llama's layers with model.biases=\[output\]"),
+        ({"norms": "behind"}, "no class of transformers has olmo2's layers with model.whole_norms=false"),
+        ({"whole_norms": True}, "no class of transformers has llama's layers with model.whole_norms=true"),
+        (
+            {"head_norms": True, "rotary_layers": [False, True], "layers": 2},
+            "has qwen3's layers with model.layer_forms",
+        ),
         ({"activation": "relu2"}, "no class of transformers has Llama's layers with model.activation=relu2"),
     ],
 )

@@ -18,7 +18,7 @@ from tests.compute.models.harness import random_model, train_both
 from tests.families.llama.models import COUNTS, ONE, STEPS, B, T, as_theirs, batch, config_of, hugging_face, losses_of
 from tests.workers import run_ranks
 
-THEIRS = ("llama", "qwen2", "qwen3", "mistral", "smollm3")
+THEIRS = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2", "olmo3")
 
 ROPES: dict[str, dict[str, Any]] = {
     "plain": {"theta": 1e4},
@@ -26,6 +26,8 @@ ROPES: dict[str, dict[str, Any]] = {
     "llama3": {"kind": "llama3", "factor": 8.0, "original": 16, "low_frequency": 0.5, "theta": 100.0},
     "yarn": {"kind": "yarn", "factor": 4.0, "original": 16, "fast": 4.0, "slow": 0.25, "theta": 500.0},
 }
+
+OLMO: dict[str, Any] = {"norms": "behind", "whole_norms": True}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied": ("llama", {"tied": True, "rope": ROPES["llama3"]}),
@@ -39,6 +41,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3, windows": (
         "smollm3",
         {"rotary_layers": [False, True], "window": 4, "window_layers": [False, True], "layers": 3},
+    ),
+    "olmo2": ("olmo2", {**OLMO, "rope": {"theta": 500.0}}),
+    "olmo2, biased": ("olmo2", {**OLMO, "biases": ["query-key-value", "output"], "tied": True}),
+    "olmo3": (
+        "olmo3",
+        {
+            **OLMO,
+            "window": 5,
+            "window_layers": [True, False],
+            "rope": ROPES["yarn"],
+            "window_rope": {"theta": 500.0},
+        },
     ),
     "qwen2, windows": ("qwen2", {"biases": ["query-key-value"], "window": 7, "window_layers": [False, True]}),
     "qwen3, windows": ("qwen3", {"head_norms": True, "window": 3, "window_layers": [True, False]}),

@@ -8,14 +8,24 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright.config import Config
+from meshwright.config import Config, parse_config
 from meshwright.families.llama.section import Llama
+from meshwright.ranks.errors import ConfigError
+from tests.compute.bits.runs import ended
 from tests.families.llama.layouts import LAYOUTS, llama
 from tests.oracle.run import check, run
 from tests.oracle.tensor import MODELS
 
 RELATIVES: dict[str, dict[str, Any]] = {
     "windows": {"window": 7, "window_layers": [True, False], "head_norms": False},
+    "olmo3": {
+        "norms": "behind",
+        "whole_norms": True,
+        "head_norms": False,
+        "window": 7,
+        "window_layers": [True, False],
+        "window_rope": {"theta": 50.0},
+    },
     "smollm3": {"rotary_layers": [True, False], "head_norms": False, "tied": True},
 }
 """Fields of models with the shape of the oracle's Llama."""
@@ -68,3 +78,41 @@ def test_each_field_has_an_effect(name: str, field: str) -> None:
 def test_verify_holds(name: str, layout: str) -> None:
     config = relative(name, LAYOUTS[layout], data={"sequence": 24, "documents": "separate"})
     assert mw.verify(config, steps=1).holds
+
+
+BITS = {"tensor": 2, "hidden": 2, "sequence": 4, "attention": "runs"}
+EQUAL: dict[str, list[tuple[str, ...]]] = {
+    "uncut": [("layout.data=2", "layout.data.sync=zero2"), ("layout.pipeline=2", "batch.micro=1")],
+    "cut": [
+        ("layout.tensor=megatron", "layout.tensor.size=2", "layout.data=2"),
+        ("layout.context=2", "layout.context.kind=ring"),
+        ("layout.tensor=tesseract", "layout.tensor.q=2", "batch.micro=2"),
+    ],
+}
+"""Layouts that end with the bits of one device: each model without cuts, and the models of CUT with them."""
+CUT = ("windows", "smollm3")
+WIDE = {"hidden": 64, "heads": 8, "key_value_heads": 4, "head_width": 8, "feed_forward": 256, "vocabulary": 301}
+
+
+def with_bits(name: str, cut: bool, words: tuple[str, ...] = ()) -> Config:
+    tree = {
+        "model": shape(name) | WIDE | {"vocabulary_multiple": 64},
+        "data": {"sequence": 32},
+        "batch": {"global": 4, "micro": 2},
+        "optimizer": {"lr": 1e-2, "clip": 0.5},
+        "steps": 2,
+        "bits": {"kind": "layout-free"} | (BITS if cut else {}),
+    }
+    return parse_config(tree, words)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", RELATIVES)
+@pytest.mark.parametrize("kind, words", [(kind, words) for kind, layouts in EQUAL.items() for words in layouts])
+def test_layouts_end_with_equal_bits(name: str, kind: str, words: tuple[str, ...]) -> None:
+    if kind == "cut" and name not in CUT:
+        with pytest.raises(ConfigError, match=r"model.whole_norms=true sums squares over ranks' heads"):
+            with_bits(name, True, words)
+        return
+    cut = kind == "cut"
+    assert ended(with_bits(name, cut, words)).differing(ended(with_bits(name, cut))) == []

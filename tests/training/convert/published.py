@@ -125,6 +125,11 @@ MISTRAL_TOKENIZER = {
 }  # fmt: skip
 FROM_MODEL = {"_from_model_config": True, "bos_token_id": "<s>", "eos_token_id": "</s>", "transformers_version": "4.42"}
 SENTENCEPIECE_MAP = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+OLMO = ("<|endoftext|>", "<|pad|>")
+OLMO_TOKENIZER = {
+    "add_prefix_space": False, "bos_token": None, "clean_up_tokenization_spaces": False, "eos_token": OLMO[0],
+    "model_max_length": 4096, "pad_token": OLMO[1], "tokenizer_class": "GPT2Tokenizer", "unk_token": OLMO[0],
+}  # fmt: skip
 DEEPSEEK = ("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>")
 DEEPSEEK_CHAT = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
@@ -202,6 +207,33 @@ FAMILIES = {
          "transformers_version": "4.54.0.dev0"},
         LLAMA_TOKENIZER | {"bos_token": None, "eos_token": LLAMA3[6], "pad_token": LLAMA3[2]},
         {"eos_token": added(LLAMA3[6])}, None, LLAMA3[6], (LLAMA3[6],), template=CHATML,
+    ),
+    "olmo-2": Published(
+        OLMO,
+        {"architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+         "eos_token_id": OLMO[0], "hidden_act": "silu", "initializer_range": 0.02, "model_type": "olmo2",
+         "num_key_value_heads": 4, "pad_token_id": OLMO[1], "rms_norm_eps": 1e-06, "rope_scaling": None,
+         "rope_theta": 500000, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+         "transformers_version": "4.47.0.dev0", "use_cache": True},
+        {"_from_model_config": True, "eos_token_id": OLMO[0], "pad_token_id": OLMO[1],
+         "transformers_version": "4.47.0.dev0"},
+        OLMO_TOKENIZER, {}, None, OLMO[0], (OLMO[0],),
+    ),
+    "olmo-3": Published(
+        OLMO,
+        {"architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+         "eos_token_id": OLMO[0], "hidden_act": "silu", "initializer_range": 0.02,
+         "layer_types": [*["sliding_attention"] * 3, "full_attention"], "model_type": "olmo3", "num_hidden_layers": 4,
+         "num_key_value_heads": 4, "pad_token_id": OLMO[1], "rms_norm_eps": 1e-06,
+         "rope_scaling": {
+             "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+             "original_max_position_embeddings": 16, "rope_type": "yarn",
+         },
+         "rope_theta": 500000, "sliding_window": 3, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+         "transformers_version": "4.57.0", "use_cache": False},
+        {"_from_model_config": True, "eos_token_id": OLMO[0], "pad_token_id": OLMO[1],
+         "transformers_version": "4.57.0"},
+        OLMO_TOKENIZER, {}, None, OLMO[0], (OLMO[0],),
     ),
     "mistral-7b-0.1": Published(
         MISTRAL[:3], MISTRAL_CONFIG | {"rope_theta": 10000.0, "sliding_window": 3}, FROM_MODEL,

@@ -34,6 +34,8 @@ SIZES: dict[str, tuple[Any, ...]] = {
     "mistral-7b": (32, 4096, 32, 8, 14336, 32768, 32768, 1e-5, 1000000.0, False),
     "mistral-7b-0.1": (32, 4096, 32, 8, 14336, 32000, 32768, 1e-5, 10000.0, False),
     "smollm3-3b": (36, 2048, 16, 4, 11008, 128256, 65536, 1e-6, 5000000.0, True),
+    "olmo-2-7b": (32, 4096, 32, 32, 11008, 100352, 4096, 1e-6, 500000, False),
+    "olmo-3-7b": (32, 4096, 32, 32, 11008, 100278, 65536, 1e-6, 500000, False),
     "mixtral-8x7b": (32, 4096, 32, 8, 14336, 32000, 32768, 1e-5, 1000000.0, False),
     "qwen3-30b-a3b": (48, 2048, 32, 4, 6144, 151936, 40960, 1e-6, 1000000.0, False),
 }
@@ -54,6 +56,15 @@ BESIDE: dict[str, dict[str, Any]] = {
         "model_type": "smollm3", "attention_bias": False, "mlp_bias": False, "max_window_layers": 28,
         "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "layer_types": ["full_attention"] * 36,
         "rope_scaling": None, "sliding_window": None, "use_sliding_window": False,
+    },
+    "olmo-2-7b": {"model_type": "olmo2", "attention_bias": False, "rope_scaling": None, "pad_token_id": 100277},
+    "olmo-3-7b": {
+        "model_type": "olmo3", "attention_bias": False, "sliding_window": 4096, "pad_token_id": 100277,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+            "original_max_position_embeddings": 8192, "rope_type": "yarn",
+        },
     },
     "mistral-7b-0.1": {"model_type": "mistral", "sliding_window": 4096},
     "mixtral-8x7b": {
