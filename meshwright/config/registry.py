@@ -39,6 +39,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
     "models": {
         "gpt2": "meshwright.families.gpt.section:Gpt2",
         "llama": "meshwright.families.llama.section:Llama",
+        "gemma": "meshwright.families.llama.gemma:Gemma",
         "deepseek": "meshwright.families.deepseek.section:DeepSeek",
         "bert": "meshwright.families.bert.section:Bert",
         "bert-pairs": "meshwright.families.bert.section:BertPairs",
@@ -110,6 +111,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
     "convert": {
         "gpt2": "meshwright.families.gpt.convert:Gpt2Family",
         "llama": "meshwright.families.llama.convert:LlamaFamily",
+        "gemma": "meshwright.families.llama.convert_gemma:GemmaFamily",
         "deepseek": "meshwright.families.deepseek.convert:DeepSeekFamily",
         "bert": "meshwright.families.bert.convert:BertFamily",
         "t5": "meshwright.families.seq2seq.convert:T5Family",

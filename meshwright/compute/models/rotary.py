@@ -41,7 +41,7 @@ class RotaryBlock(nn.Module):
             rope: the index, in the model's `ropes`, of the block's rotary positions.
         """
         super().__init__()
-        self.rope, norm = rope, partial(kit.norm, model.hidden, model.norm_epsilon, kind="rms")
+        self.rope, norm = rope, partial(kit.norm, model.hidden, model.norm_epsilon, kind=model.norm_kind)
         before, behind = norms != "behind", norms != "before"
         self.attention_norm = norm() if before else None
         self.attention = attention
@@ -120,7 +120,7 @@ class RotaryDecoder(Decoder):
     ) -> None:  # fmt: skip
         """`rotary_width`: number of elements of a head that are rotated. `make_block(layer)` makes a layer's block."""
         super().__init__(chunk or Chunk.whole(model.layers))
-        self.ropes, self.rotary_width = model.ropes, rotary_width
+        self.ropes, self.rotary_width, self.embedding_scale = model.ropes, rotary_width, model.embedding_scale
         # The loss has the mean over layers; layers pass on the sum.
         self.loss_share = 1 / model.expert_layers if model.router_losses else 0.0
         """The factor of the sum of the routers' losses in the loss."""
@@ -131,15 +131,21 @@ class RotaryDecoder(Decoder):
             self.dropout = nn.Dropout(model.dropout)
         self.blocks = blocks_of(self.chunk, make_block)
         if self.chunk.last:
-            self.norm = kit.norm(hidden, model.norm_epsilon, kind="rms")
+            self.norm = kit.norm(hidden, model.norm_epsilon, kind=model.norm_kind)
         if self.chunk.has_head:
             tied = self.tokens if model.tied else None
-            shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial, over=self.chunk.head_over)
+            shape = HeadShape(
+                hidden, model.vocabulary, model.padded_vocabulary, initial, over=self.chunk.head_over,
+                cap=model.head_cap,
+            )  # fmt: skip
             self.head = kit.head_loss(shape, tied)
 
     def embed(self, batch: Batch) -> Hidden:
         tokens = batch["tokens"]
-        h = self.dropout(self.tokens(tokens))
+        h = self.tokens(tokens)
+        if self.embedding_scale != 1:  # rounded to the dtype of the embeddings, as in transformers
+            h = h * torch.full((), self.embedding_scale, dtype=h.dtype, device=h.device)
+        h = self.dropout(h)
         if not self.loss_share:
             return (h,)
         # float32: a sum over layers of numbers near one would lose digits in half precision. It requires a gradient,

@@ -129,14 +129,16 @@ def rope_has_a_ramp(config: Config) -> Iterator[Problem]:
 class RotaryTransformer(TextTransformer):
     """A decoder with rotary positions, RMS norms at the input of each sub-layer, and SwiGLUs."""
 
+    norm_kind: ClassVar[Literal["rms", "rms-around-one"]] = "rms"
+    """The kind of the norms (tensor/kit.py)."""
     cuts_context: ClassVar[bool] = True
     separates: ClassVar[bool] = True
 
     width_fields: ClassVar[tuple[str, ...]] = ("hidden", "feed_forward")
     feed_forward: Positive = 2048
     """N: the inner width of a feed-forward, or of each expert."""
-    activation: Literal["swiglu", "gelu", "relu2"] = "swiglu"
-    """Between a feed-forward's linears: swiglu, of a gate and a number; gelu or relu2 (squared ReLU), of a number."""
+    activation: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
+    """Between a feed-forward's linears: swiglu, geglu of gate and number; gelu, relu2 (squared ReLU) of a number."""
     experts: ExpertsSection | None = None
     """A mixture of experts; null: one feed-forward for all tokens."""
     positions: Positive = 2048
@@ -153,7 +155,17 @@ class RotaryTransformer(TextTransformer):
     @property
     def expand_groups(self) -> int:
         """Outputs of a feed-forward's first linear for each input of the second."""
-        return 2 if self.activation == "swiglu" else 1
+        return 2 if self.activation in ("swiglu", "geglu") else 1
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor of the embeddings."""
+        return 1.0
+
+    @property
+    def head_cap(self) -> float | None:
+        """The soft cap of the head's logits; None: no cap."""
+        return None
 
     @property
     def ropes(self) -> tuple[PlainRope, ...]:

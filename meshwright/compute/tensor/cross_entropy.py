@@ -92,6 +92,17 @@ class Classes:
     """memory.logits; None: CHUNK_BYTES."""
     products: Products = PLAIN
     """The products of hidden states, table and gradients."""
+    cap: float | None = None
+    """The soft cap of logits; None: no cap."""
+
+    def capped(self, logits: Tensor) -> Tensor | None:
+        """Cap logits in place, s = cap · tanh(x / cap), and return ds/dx = 1 - (s / cap)²; None without a cap."""
+        if self.cap is None:
+            return None
+        shares = logits.div_(self.cap).tanh_()
+        slopes = 1 - shares.square()
+        shares.mul_(self.cap)
+        return slopes
 
     def of_rank(self, table: Tensor) -> tuple[int, int]:
         """Return (the class of the table's first row, the number of real classes in the table)."""
@@ -170,10 +181,13 @@ def wide_dtype(h: Tensor) -> torch.dtype:
     return torch.promote_types(h.dtype, torch.float32)
 
 
-def _logits(h: Tensor, table: Tensor, bias: Tensor | None, products: Products) -> Tensor:
+def _logits(h: Tensor, table: Tensor, bias: Tensor | None, classes: Classes) -> Tensor:
     """Return logits [C, V/p] of h [C, H]."""
-    logits = products.multiply(h, table.t()).to(wide_dtype(h))
-    return logits if bias is None else logits.add_(bias)
+    logits = classes.products.multiply(h, table.t()).to(wide_dtype(h))
+    if bias is not None:
+        logits.add_(bias)
+    classes.capped(logits)
+    return logits
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -204,12 +218,16 @@ class _ChunkedLoss(torch.autograd.Function):
         dbias = None if bias is None else torch.zeros_like(bias, dtype=adds)
         for chunk in classes.alike(classes.chunks(h, weight, h.dtype), h):
             logits = products.multiply(h[chunk], weight.t(), bias)  # [C, V/p]
+            slopes = classes.capped(logits)
             rows_of_h, own, at_once = h[chunk], factors[chunk], classes.at_once(logits)
             if at_once:
                 losses[chunk] = losses_at_once(logits, rows_of_h, weight, bias, labels[chunk], classes)
             for rows in () if at_once else classes.exchanges(chunk, h, weight):
                 inside = slice(rows.start - chunk.start, rows.stop - chunk.start)
                 losses[rows] = _to_gradients(logits[inside], targets[rows], factors[rows], classes, held)
+            if slopes is not None:
+                logits.mul_(slopes)
+                del slopes
             if differentiates:
                 products.multiply(logits, weight, out=dh[chunk])
                 if at_once:
@@ -260,6 +278,7 @@ def losses_at_once(
     lost = (shares < torch.finfo(shares.dtype).tiny).squeeze(1)
     if some(lost):
         again = classes.products.multiply(h[lost], table.t(), bias)[:, :held]
+        classes.capped(again)
         losses[lost] = again.logsumexp(1, keepdim=True) - again.gather(1, columns[lost])
     return losses
 
@@ -415,7 +434,7 @@ def num_correct(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, 
     for rows in classes.alike(classes.chunks(h, weight, wide_dtype(h)), h):
         best = h.new_full((rows.stop - rows.start, 2), torch.finfo(h.dtype).min, dtype=torch.float64)
         if held:
-            values, columns = _logits(h[rows], table, offsets, classes.products).max(1)
+            values, columns = _logits(h[rows], table, offsets, classes).max(1)
             best = torch.stack([values.double(), (columns + first).double()], 1)  # [C, 2]: the logit, its class
         everyone = all_rows(best, classes.comm)  # [p, C, 2]
         winner = everyone[:, :, 0].argmax(0)
@@ -425,14 +444,13 @@ def num_correct(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, 
 
 
 @torch.no_grad()
-def chunked_token_losses(
-    h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, vocabulary: int, products: Products = PLAIN
-) -> Tensor:  # fmt: skip
+def chunked_token_losses(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, classes: Classes) -> Tensor:
     """Return the cross entropy of every token [B·T] over a whole table, in float32 or better; 0 for a label of -100."""
     losses = h.new_zeros(h.shape[0], dtype=wide_dtype(h))
+    vocabulary = classes.vocabulary
     table, offsets = weight[:vocabulary], None if bias is None else bias[:vocabulary]
     for rows in ranges(0, h.shape[0], vocabulary * wide_dtype(h).itemsize, CHUNK_BYTES[h.device.type]):
-        logits = _logits(h[rows], table, offsets, products)
+        logits = _logits(h[rows], table, offsets, classes)
         targets = labels[rows].clamp(min=0).unsqueeze(1)
         picked = logits.gather(1, targets).squeeze(1)
         losses[rows] = torch.where(labels[rows] != IGNORED, logits.logsumexp(1) - picked, 0)

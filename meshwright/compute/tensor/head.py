@@ -44,6 +44,8 @@ class HeadShape:
     """Share of tokens with labels (cross_entropy.py)."""
     over: tuple[str, ...] = ()
     """A mesh axis that shards the classes if no axis of the kit does."""
+    cap: float | None = None
+    """The soft cap of logits, cap · tanh(logit / cap) (Gemma 2, arXiv 2408.00118)."""
 
 
 class TableHead(ShardedModule, UsesIslands, ScoresClasses):
@@ -74,8 +76,9 @@ class TableHead(ShardedModule, UsesIslands, ScoresClasses):
         comm = mesh.comm(*classes)
         whole = isinstance(mesh, PlannedMesh) and mesh.whole_logits
         self.classes = Classes(
-            shape.vocabulary, comm, shape.smoothing, mesh.device_type, shape.labelled, whole=whole, products=products
-        )
+            shape.vocabulary, comm, shape.smoothing, mesh.device_type, shape.labelled, whole=whole, products=products,
+            cap=shape.cap,
+        )  # fmt: skip
         if tied is None:
             spec = ShardSpec((shape.padded, shape.hidden), table, shape.initial, TABLE)
             self.weight = self.declare("weight", spec)

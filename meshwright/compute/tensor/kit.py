@@ -38,9 +38,10 @@ class LinearPair(Protocol):
         """Make a linear [B, T, N] -> [B, T, H]."""
 
 
-NormKind = Literal["layer", "rms", "group"]
-"""layer: over H. rms: x / rms(x) times a weight, over H (Zhang and Sennrich, arXiv 1910.07467). group: over T and the
-channels of a group (Wu and He, arXiv 1803.08494)."""
+NormKind = Literal["layer", "rms", "rms-around-one", "group"]
+"""layer: over H. rms: x / rms(x) times a weight, over H (Zhang and Sennrich, arXiv 1910.07467). rms-around-one: times
+1 + weight, with weights that begin at 0 (Gemma). group: over T and the channels of a group (Wu and He, arXiv
+1803.08494)."""
 
 LinearRole = Literal["transform", "patches", "scores"]
 """A linear outside of pairs, by the layout of input and output (t <= T, as in head.py):

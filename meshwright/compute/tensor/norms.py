@@ -55,16 +55,24 @@ class Norm(ShardedModule):
 
     def __init__(
         self, mesh: Mesh, width: int, epsilon: float, kind: Literal["layer", "rms"] = "layer", *, bias: bool = True,
-        heads_over: tuple[str, ...] = (),
+        heads_over: tuple[str, ...] = (), around_one: bool = False,
     ) -> None:  # fmt: skip
-        """Make the norm. `heads_over`: the axes that shard the heads, for a norm over a head's width."""
+        """Make the norm.
+
+        Args:
+            heads_over: the axes that shard the heads, for a norm over a head's width.
+            around_one: the weight is added to 1, and begins at 0.
+        """
         super().__init__(mesh)
-        self.kind, self.epsilon = kind, epsilon
-        spec = ShardSpec((width,), initial=ONES, role=NORM, partial_over=heads_over)
+        self.kind, self.epsilon, self.around_one = kind, epsilon, around_one
+        initial = ZEROS if around_one else ONES
+        spec = ShardSpec((width,), initial=initial, role=NORM, partial_over=heads_over)
         self.weight = self.declare("weight", spec)
         self.bias = self.declare("bias", replace(spec, initial=ZEROS)) if bias else None
 
     def forward(self, h: Tensor) -> Tensor:
+        if self.around_one:  # without rounding of the sum, as in transformers
+            return self.normed(h.to(self.weight.dtype), self.weight + 1, None).to(h.dtype)
         biases = () if self.bias is None else (self.bias,)
         x, weight, *cast = kernel_operands(h, self.mesh.device_type, self.weight, *biases)
         return self.normed(x, weight, cast[0] if cast else None).to(h.dtype)
@@ -88,16 +96,19 @@ class CutRmsNorm(ShardedModule):
     Sent over the axis, forward and backward: [B, T, 1].
     """
 
-    def __init__(self, mesh: Mesh, width: int, epsilon: float, axis: str) -> None:
+    def __init__(self, mesh: Mesh, width: int, epsilon: float, axis: str, *, around_one: bool = False) -> None:
+        """Make the norm. `around_one`: the weight is added to 1, and begins at 0."""
         super().__init__(mesh)
-        self.width, self.epsilon, self.axis = width, epsilon, axis
-        self.weight = self.declare("weight", ShardSpec((width,), {axis: Shard(0)}, ONES, NORM))
+        self.width, self.epsilon, self.axis, self.around_one = width, epsilon, axis, around_one
+        initial = ZEROS if around_one else ONES
+        self.weight = self.declare("weight", ShardSpec((width,), {axis: Shard(0)}, initial, NORM))
 
     def forward(self, h: Tensor) -> Tensor:
         x = h.to(self.weight.dtype)
         squares = all_reduce(x.square().sum(-1, keepdim=True), self.mesh, self.axis)
         mean = all_reduce_gradient(squares, self.mesh, self.axis) / self.width
-        return (x * torch.rsqrt(mean + self.epsilon) * self.weight).to(h.dtype)
+        weight = self.weight + 1 if self.around_one else self.weight
+        return (x * torch.rsqrt(mean + self.epsilon) * weight).to(h.dtype)
 
 
 class GroupNorm(ShardedModule):

@@ -31,7 +31,7 @@ from meshwright.compute.tensor.cross_entropy import chunked_token_losses
 from meshwright.compute.tensor.head import HeadShape, TableHead
 from meshwright.compute.tensor.kit import LinearPair, LinearRole, NormKind, Where
 from meshwright.compute.tensor.linear import Addends, Local, at_once, linear, lookup
-from meshwright.compute.tensor.norms import CutRmsNorm, GroupNorm
+from meshwright.compute.tensor.norms import CutRmsNorm, GroupNorm, Norm
 from meshwright.compute.tensor.products import PLAIN, LinearLayer, Products
 from meshwright.compute.tensor.router import ExpertsShape
 from meshwright.ranks.collectives import cross
@@ -117,17 +117,17 @@ class SerialHead(TableHead):
 
     def token_losses(self, h: Tensor, labels: Tensor) -> Tensor:
         """Return each token's loss [B, T] in float32 or better; 0 for tokens that are not counted."""
-        vocabulary = self.classes.vocabulary
-        losses = chunked_token_losses(
-            h.flatten(0, -2), self.block, self.bias, labels.flatten(), vocabulary, self.classes.products
-        )
+        losses = chunked_token_losses(h.flatten(0, -2), self.block, self.bias, labels.flatten(), self.classes)
         return losses.view(labels.shape)
 
     def logits(self, h: Tensor) -> Tensor:
         """Return logits [..., V] of hidden states [..., H], without the padding of the vocabulary."""
         bias = None if self.bias is None else self.bias[: self.classes.vocabulary]
         table = self.block[: self.classes.vocabulary]
-        return self.classes.products.multiply(h.reshape(-1, h.shape[-1]), table.t(), bias).view(*h.shape[:-1], -1)
+        logits = self.classes.products.multiply(h.reshape(-1, h.shape[-1]), table.t(), bias).view(*h.shape[:-1], -1)
+        if self.classes.cap is not None:
+            logits = torch.tanh(logits / self.classes.cap) * self.classes.cap
+        return logits
 
 
 def grouped(inner: int, groups: int) -> tuple[int, ...]:
@@ -160,13 +160,16 @@ class KitBase:
     ) -> nn.Module:  # fmt: skip
         layer: ShardedModule
         if over_heads and self.mesh.size(*self.boundary.inner(0)) > 1:
-            return CutRmsNorm(self.mesh, width, epsilon, self.boundary.axis)
+            return CutRmsNorm(self.mesh, width, epsilon, self.boundary.axis, around_one=kind == "rms-around-one")
         if kind == "group":
             placements = self.boundary.inner(0) if inside else self.hidden
             layer = GroupNorm(self.mesh, width, groups, epsilon, placements)
         else:
             # One weight for all heads: each rank's gradient covers the rank's heads, so ranks sum their gradients.
             heads_over = tuple(self.boundary.inner(0)) if inside and not over_heads else ()
+            if kind == "rms-around-one":
+                layer = Norm(self.mesh, width, epsilon, "rms", bias=False, heads_over=heads_over, around_one=True)
+                return layer if inside else self.outside(layer)
             layer = self.arithmetic.norm(
                 self.mesh, width, epsilon, kind, bias=bias and kind == "layer", placements=self.hidden,
                 heads_over=heads_over, inside=inside,

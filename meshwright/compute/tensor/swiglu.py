@@ -61,5 +61,13 @@ def swiglu(x: Tensor) -> Tensor:
     return y.view(*x.shape[:-2], x.shape[-1])
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "gelu": gelu, "relu2": squared_relu}
+def geglu(x: Tensor) -> Tensor:
+    """Multiply GELU of gates, in GPT-2's form, by ups (Shazeer, arXiv 2002.05202): [..., 2, N] -> [..., N]."""
+    gate, up = x.unbind(-2)
+    return gelu(gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": swiglu, "geglu": geglu, "gelu": gelu, "relu2": squared_relu,
+}  # fmt: skip
 """Functions between the two linears of a feed-forward, by model.activation."""

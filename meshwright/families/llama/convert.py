@@ -61,7 +61,7 @@ _SHARED_EXPERT = {
     "shared_expert.gate": "mlp.shared_expert_gate",
 }
 """Qwen2-MoE's expert for every token."""
-_ELSEWHERE: dict[str, object] = {
+ELSEWHERE: dict[str, object] = {
     "hidden_act": "silu",
     "rope_interleaved": False,
     "partial_rotary_factor": 1.0,
@@ -76,18 +76,21 @@ _ELSEWHERE: dict[str, object] = {
 _COUNTS = ("num_local_experts", "num_experts")
 """Keys of the number of experts: a folder has one of them, or both."""
 _WITH_EXPERTS: dict[str, object] = {"router_jitter_noise": 0.0, "decoder_sparse_step": 1, "mlp_only_layers": []}
-"""Further keys like `_ELSEWHERE`, of models with experts."""
-_CLASSES = {"smollm3": "SmolLM3"}
+"""Further keys like `ELSEWHERE`, of models with experts."""
+_CLASSES = {"smollm3": "SmolLM3", "gemma3_text": "Gemma3"}
 """Names of transformers' classes, if not the capitalised model_type."""
 _SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
 """Keys of a shared expert. Qwen2-MoE's class reads only the first."""
-_GROUPED = ("qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "smollm3")
+_GROUPED = ("qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "smollm3", "gemma2", "gemma3_text")
 """Model_types with a default number of key-value heads other than the number of heads."""
-_TIED = ("smollm3",)
+_TIED = ("smollm3", "gemma2", "gemma3_text")
 """Model_types with a tied head by default."""
 _OLMO = ("olmo2", "olmo3")
 """Model_types with norms behind the sub-layers, and of the queries and keys of all heads."""
-_READERS = {"attention_bias": ("llama", "qwen3", "qwen3_moe", "smollm3", *_OLMO), "mlp_bias": ("llama", "smollm3")}
+_READERS = {
+    "attention_bias": ("llama", "qwen3", "qwen3_moe", "smollm3", *_OLMO, "gemma2", "gemma3_text"),
+    "mlp_bias": ("llama", "smollm3"),
+}
 """The model_types of classes that read these keys."""
 _BIASES = {"attention_bias": ("query-key-value", "output"), "mlp_bias": ("feed-forward",)}
 
@@ -97,7 +100,17 @@ class LlamaFamily(RotaryFamily):
     Qwen2MoeForCausalLM and Qwen3MoeForCausalLM."""
 
     title, section = "Llama", Llama
-    model_types = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "smollm3", *_OLMO)
+    model_types: ClassVar[tuple[str, ...]] = (
+        "llama",
+        "qwen2",
+        "qwen3",
+        "mistral",
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "smollm3",
+        *_OLMO,
+    )
     fields: ClassVar = {
         "layers": "num_hidden_layers",
         "hidden": "hidden_size",
@@ -113,6 +126,16 @@ class LlamaFamily(RotaryFamily):
     required = ("layers", "hidden", "heads", "feed_forward", "positions", "vocabulary", "norm_epsilon")
     fixed: ClassVar = {}
 
+    elsewhere: ClassVar[Mapping[str, object]] = ELSEWHERE
+    """Keys that change the mathematics, with the one value that our model computes."""
+    activation: ClassVar[str] = "swiglu"
+    norm_names: ClassVar[Mapping[str, Mapping[str, str]]] = {"before": {}, "behind": _NORMED_BEHIND}
+    """Names of a block's norms in place of `_IN_BLOCK`'s, by model.norms."""
+
+    def kind_of(self, model: Llama) -> str:
+        """Return the model_type of an export."""
+        return _kind_of(model)
+
     def read(self, settings: Settings, stored: Set[str]) -> Model:
         model = super().read(settings, stored)
         assert isinstance(model, Llama), model
@@ -127,11 +150,12 @@ class LlamaFamily(RotaryFamily):
         return model
 
     def names(self, model: Llama) -> Names:
-        if model.activation != "swiglu":
+        if model.activation != self.activation or model.norms not in self.norm_names:
             raise CheckpointError(
-                f"no class of transformers has Llama's layers with model.activation={model.activation}"
+                f"no class of transformers has {self.title}'s layers with model.activation={model.activation}, "
+                f"model.norms={model.norms}"
             )
-        inside: dict[str, str | Sequence[str]] = _IN_BLOCK | (_NORMED_BEHIND if model.norms == "behind" else {})
+        inside: dict[str, str | Sequence[str]] = {**_IN_BLOCK, **self.norm_names[model.norms]}
         if model.experts is not None:
             module, expand, contract = _EXPERTS[_kind_of(model)]
             inside["feed_forward.router"] = f"{module}.gate"
@@ -166,7 +190,7 @@ class LlamaFamily(RotaryFamily):
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         values, kind = settings.values, settings.values["model_type"]
-        for key, ours in _ELSEWHERE.items():
+        for key, ours in self.elsewhere.items():
             settings.only(key, ours)
         for key in _SHARED[kind == "qwen2_moe" :]:
             settings.only(key, None, 0)
@@ -204,7 +228,7 @@ class LlamaFamily(RotaryFamily):
         return settings
 
     def further_settings(self, model: Llama) -> dict[str, object]:
-        kind = _kind_of(model)
+        kind = self.kind_of(model)
         biases = set(model.biases)
         settings = {key: bool(set(names) & biases) for key, names in _BIASES.items()}
         wanted = {name for key, names in _BIASES.items() if settings[key] for name in names}
@@ -219,7 +243,7 @@ class LlamaFamily(RotaryFamily):
             "architectures": [
                 _CLASSES.get(kind, "".join(part.capitalize() for part in kind.split("_"))) + "ForCausalLM"
             ],
-            "hidden_act": "silu",
+            "hidden_act": self.elsewhere["hidden_act"],
             "attention_dropout": 0.0,
             "num_key_value_heads": model.num_key_value_heads,
             "head_dim": model.width_of_head,

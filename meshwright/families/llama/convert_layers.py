@@ -7,6 +7,8 @@
 | qwen2_moe                      | if use_sliding_window: `layer_types`, else the even layers before max_window_layers |
 | smollm3                        | if use_sliding_window: `layer_types`, else the layers without rotary positions      |
 | olmo3                          | `layer_types`, else all but every fourth; these have rotary positions of their own  |
+| gemma2                         | `layer_types`, else the even layers                                                 |
+| gemma3_text                    | `layer_types`, else all but every sixth (sliding_window_pattern); as olmo3          |
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ from meshwright.training.convert.rotary import rope_settings, ropes_by_type
 SLIDING, FULL = "sliding_attention", "full_attention"
 EVERY = ("mistral", "mixtral", "qwen3_moe")
 """The model_types with one kind of layers."""
-TYPED = {"olmo3": 4}
+TYPED = {"olmo3": 4, "gemma2": 2, "gemma3_text": 6}
 """The model_types with layers of two kinds, and the number of layers from one without a window to the next."""
+TURNED = {"olmo3": 500000.0, "gemma3_text": 10000.0}
+"""The model_types with rotary positions by kind of layer, and the base of the layers with a window in folders without
+these sections."""
 SWITCHED = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3")
 """The model_types that read `use_sliding_window`, false by default."""
 USUAL = {"mixtral": None, "smollm3": None}
@@ -53,8 +58,9 @@ def layer_fields(settings: Settings) -> dict[str, object]:
         settings.only("use_sliding_window", False, True)
     slides = kind not in SWITCHED or values.get("use_sliding_window", False)
     window, types = values.get("sliding_window", USUAL.get(kind, 4096)) if slides else None, _types(settings, kind)
-    if kind in TYPED:
-        full, sliding = ropes_by_type(settings, _SLIDING_ROPES[kind])
+    if kind in TURNED:
+        theta = values.get("rope_local_base_freq", TURNED[kind]) if kind == "gemma3_text" else TURNED[kind]
+        full, sliding = ropes_by_type(settings, {"rope_type": "default", "rope_theta": theta})
         fields["rope"] = full
     if window is None:
         if types is not None and any(types):
@@ -66,13 +72,9 @@ def layer_fields(settings: Settings) -> dict[str, object]:
     windowed = _usual_types(settings, kind, rotary) if types is None else types
     if any(windowed):
         fields |= {"window": window, "window_layers": () if all(windowed) else shortest(windowed)}
-        if kind in TYPED and full != sliding:
+        if kind in TURNED and full != sliding:
             fields["window_rope"] = sliding
     return fields
-
-
-_SLIDING_ROPES: dict[str, dict[str, object]] = {"olmo3": {"rope_type": "default", "rope_theta": 500000.0}}
-"""transformers' rotation of layers with a window in a folder that names none."""
 
 
 def _layers(settings: Settings) -> int:
@@ -104,7 +106,10 @@ def _usual_types(settings: Settings, kind: str, rotary: list[bool]) -> list[bool
     if kind == "smollm3":
         return [not turns for turns in rotary]
     if kind in TYPED:
-        return [(layer + 1) % TYPED[kind] != 0 for layer in range(len(rotary))]
+        every = settings.values.get("sliding_window_pattern", TYPED[kind]) if kind == "gemma3_text" else TYPED[kind]
+        if not isinstance(every, int) or every < 1:
+            raise settings.refused(f"sliding_window_pattern={shown(every)} is no number of layers; valid: 1 or more")
+        return [(layer + 1) % every != 0 for layer in range(len(rotary))]
     first = settings.values.get("max_window_layers", 28)
     if not isinstance(first, int):
         raise settings.refused(f"max_window_layers={shown(first)} is no number of layers")
@@ -148,10 +153,13 @@ def layer_settings(model: Llama, kind: str) -> dict[str, Any]:
             raise CheckpointError(f"{rule}: model.window_layers={shown(model.window_layers)}; valid: []")
         return settings | ({"use_sliding_window": model.window is not None} if kind in SWITCHED else {})
     types = [FULL if window is None else SLIDING for window in windows]
+    if kind == "gemma2":
+        return settings | {"layer_types": types}
     if kind in TYPED:
         ropes = {FULL: model.rope, SLIDING: model.ropes[-1]}
         by_type = {name: rope_settings(rope)["rope_parameters"] for name, rope in ropes.items()}
-        return settings | {"layer_types": types, "rope_parameters": by_type}
+        local = {"rope_local_base_freq": ropes[SLIDING].theta} if kind == "gemma3_text" else {}
+        return settings | {"layer_types": types, "rope_parameters": by_type} | local
     if kind not in SWITCHED:
         return {}
     settings |= {"use_sliding_window": SLIDING in types, "layer_types": types}

@@ -37,18 +37,22 @@ class LlamaAttention(nn.Module):
         count = max(kit.local_heads(groups.count), kit.parts)
         self.queries = kit.local_heads(model.heads) // count
         self.parts = (count, self.queries + 2, groups.width)
-        self.core = AttentionCore(kit, AttentionSpec(True, model.window_of(layer), dropout=model.dropout))
+        self.core = AttentionCore(
+            kit,
+            AttentionSpec(True, model.window_of(layer), model.score_scale, model.dropout, soft_cap=model.score_bound),
+        )
         width = model.heads * groups.width
         initial, last = Initial(0.02), last_initial(model)
         biased = "query-key-value" in model.biases
         self.query_key_value = kit.branches.expand(model.hidden, groups.columns, initial, bias=biased, heads=groups)
         if model.head_norms:
-            self.query_norm = kit.norm(model.width_of_head, model.norm_epsilon, kind="rms", inside=True)
-            self.key_norm = kit.norm(model.width_of_head, model.norm_epsilon, kind="rms", inside=True)
+            self.query_norm, self.key_norm = (
+                kit.norm(model.width_of_head, model.norm_epsilon, kind=model.norm_kind, inside=True) for _ in range(2)
+            )
         elif model.whole_norms:
             widths = width, groups.count * groups.width
             self.query_norm, self.key_norm = (
-                kit.norm(all_heads, model.norm_epsilon, kind="rms", inside=True, over_heads=True)
+                kit.norm(all_heads, model.norm_epsilon, kind=model.norm_kind, inside=True, over_heads=True)
                 for all_heads in widths
             )
         self.head_norms, self.whole_norms = model.head_norms, model.whole_norms

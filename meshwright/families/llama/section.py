@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from meshwright.compute.models.experts_section import EXPERT_RULES
-from meshwright.compute.models.rotary_section import PlainRope, Rope, RotaryTransformer, rope_has_a_ramp
+from meshwright.compute.models.rotary_section import NormPlaces, PlainRope, Rope, RotaryTransformer, rope_has_a_ramp
 from meshwright.compute.models.section import Branches
 from meshwright.config.section import Positive, Rule, divisors, even_near, listed, rule, shown
 from meshwright.ranks.errors import Problem
@@ -108,8 +108,8 @@ class Llama(RotaryTransformer):
 
     whole_norms: bool = False
     """RMS norms of the queries, and of the keys, of all heads together before the rotation (OLMo 2)."""
-    norms: Literal["before", "behind"] = "before"
-    """Places of a block's norms: before the sub-layers, or behind, of their outputs (OLMo 2)."""
+    norms: NormPlaces = "before"
+    """Places of a block's norms: before the sub-layers, behind, of their outputs (OLMo 2), or both (Gemma 2)."""
     window: Positive | None = None
     """Tokens that a token sees in a layer with a window, itself the last; null: every layer sees all earlier tokens."""
     window_layers: tuple[bool, ...] = ()
@@ -119,6 +119,16 @@ class Llama(RotaryTransformer):
     """Rotary positions of the layers with a window; null: those of `rope`."""
     rotary_layers: tuple[bool, ...] = ()
     """Layers with rotary positions, a pattern as window_layers; other layers have no positions (SmolLM3). []: all."""
+
+    @property
+    def score_scale(self) -> float | None:
+        """The factor of attention's scores; None: 1/√E."""
+        return None
+
+    @property
+    def score_bound(self) -> float | None:
+        """The soft cap of attention's scores; None: no cap."""
+        return None
 
     def rotates(self, layer: int) -> bool:
         """Return whether a layer has rotary positions."""

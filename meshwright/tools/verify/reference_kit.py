@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshwright.compute.model import IGNORED
 from meshwright.compute.parameters.role import Role
-from meshwright.compute.parameters.shard import ONES, Initial
+from meshwright.compute.parameters.shard import ONES, ZEROS, Initial
 from meshwright.compute.tensor.copies import HeadGroups
 from meshwright.compute.tensor.head import HeadShape
 from meshwright.compute.tensor.router import ExpertsShape
@@ -80,6 +80,8 @@ class ReferenceKit:
             wide = x.to(weight.dtype)
             if kind == "group":
                 y = F.group_norm(wide.mT, groups, weight, shift, epsilon).mT
+            elif kind == "rms-around-one":
+                y = F.rms_norm(wide, (width,), weight + 1, epsilon)
             elif kind == "rms":
                 y = F.rms_norm(wide, (width,), weight, epsilon)
             else:
@@ -87,7 +89,8 @@ class ReferenceKit:
             return y.to(x.dtype)
 
         biased = kind == "group" or (kind == "layer" and bias)
-        return Layer(function, (width,), ONES, (width,) if biased else None, decays=False, wide=True)
+        initial = ZEROS if kind == "rms-around-one" else ONES
+        return Layer(function, (width,), initial, (width,) if biased else None, decays=False, wide=True)
 
     def enter(self, x: Tensor, heads: int) -> Tensor:
         return x.unsqueeze(2).expand(-1, -1, heads, -1)
@@ -106,6 +109,8 @@ class ReferenceKit:
             real, smooth = slice(shape.vocabulary), shape.smoothing
             logits = F.linear(h[:, : labels.shape[1]], table[real], None if bias is None else bias[real]).flatten(0, -2)
             wide, targets = logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten()
+            if shape.cap is not None:
+                wide = shape.cap * torch.tanh(wide / shape.cap)
             loss = F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=smooth)
             return loss * scale
 

@@ -43,6 +43,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("olmo2", {"rope_parameters": YARN}),
     "olmo3": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 3, "rope_parameters": {"full_attention": YARN}}),
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 6, "sliding_window": 3, "attn_logit_softcapping": 1.0, "tie_word_embeddings": True},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 6,
+            "sliding_window": 3,
+            "num_hidden_layers": 7,
+            "final_logit_softcapping": 2.0,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mixtral, window": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 4}),
     "qwen2, windows": (
         "qwen2",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from meshwright.compute.precision import DTYPES
 from meshwright.config import Config, parse_config
@@ -34,11 +35,34 @@ def batch(step: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def losses_of(theirs: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(theirs(tokens).logits.flatten(0, 1), labels.flatten())
+    return F.cross_entropy(their_logits(theirs, tokens).flatten(0, 1), labels.flatten())
+
+
+def their_logits(theirs: nn.Module, tokens: Tensor) -> Tensor:
+    with WideSoftmax():
+        logits: Tensor = theirs(tokens).logits
+    return logits
 
 
 class WideNorm(nn.RMSNorm):
     """Theirs go through float32 whatever they are given; this one stays in float64."""
+
+
+class WideSoftmax(TorchFunctionMode):
+    """A softmax keeps its operand's dtype; theirs goes through float32 whatever it is asked for."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        how = dict(kwargs or {})
+        if function is F.softmax:
+            how.pop("dtype", None)
+        return function(*args, **how)
+
+
+class AroundOne(nn.RMSNorm):
+    """Gemma's: the weight is added to 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight + 1, self.eps)
 
 
 def hugging_face(kind: str, model: LlamaModel, config: Config) -> nn.Module:
@@ -62,14 +86,19 @@ def hugging_face(kind: str, model: LlamaModel, config: Config) -> nn.Module:
         "attention_bias": "query-key-value" in shape.biases, "mlp_bias": "feed-forward" in shape.biases,
         "sliding_window": shape.window, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
-    if kind == "olmo3":
+    if kind.startswith("gemma"):
+        settings |= {
+            "query_pre_attn_scalar": shape.query_scalar, "attn_logit_softcapping": shape.score_cap,
+            "final_logit_softcapping": shape.logit_cap,
+        }  # fmt: skip
+    if kind in ("olmo3", "gemma3_text"):
         settings["rope_parameters"] = {
             name: rope_settings(each)["rope_parameters"]
             for name, each in (("full_attention", shape.ropes[0]), ("sliding_attention", shape.ropes[-1]))
         }
     if kind == "smollm3":
         settings["no_rope_layers"] = [int(shape.rotates(layer)) for layer in range(shape.layers)]
-    if kind.startswith(("qwen", "smollm3", "olmo3")):
+    if kind.startswith(("qwen", "smollm3", "olmo3", "gemma")):
         settings["use_sliding_window"] = shape.window is not None
         settings["layer_types"] = layer_types(shape)
     if (experts := shape.experts) is not None:
@@ -80,12 +109,16 @@ def hugging_face(kind: str, model: LlamaModel, config: Config) -> nn.Module:
             "router_aux_loss_coef": experts.balance, "shared_expert_intermediate_size": experts.shared,
         }  # fmt: skip
     theirs: nn.Module = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **settings), attn_implementation="sdpa", experts_implementation="eager"
+        AutoConfig.for_model(kind, **settings),
+        experts_implementation="eager",
+        attn_implementation="eager" if kind.startswith("gemma") else "sdpa",  # which has no soft caps
     ).to(DTYPES[config.precision.dtype])
     for path, module in list(theirs.named_modules()) if config.precision.dtype == "float64" else ():
         if type(module).__name__.endswith("RMSNorm"):
             parent, _, name = path.rpartition(".")
-            norm = WideNorm(module.weight.shape[0], eps=module.variance_epsilon, dtype=torch.float64)
+            around_one = hasattr(module, "eps")  # Gemma's
+            epsilon = module.eps if around_one else module.variance_epsilon
+            norm = (AroundOne if around_one else WideNorm)(module.weight.shape[0], eps=epsilon, dtype=torch.float64)
             setattr(theirs.get_submodule(parent), name, norm)
     ours = as_theirs(dict(model.named_parameters()), config)
     with torch.no_grad():
@@ -112,6 +145,8 @@ INSIDE = {
     "attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm",
     "shared_expert.contract": "mlp.shared_expert.down_proj", "shared_expert.gate": "mlp.shared_expert_gate",
 }  # fmt: skip
+
+NORMS_BOTH = {"feed_forward_norm": "pre_feedforward_layernorm"}
 
 EXPERTS = {
     "feed_forward.router": "mlp.gate.weight",
@@ -144,7 +179,8 @@ def as_theirs(ours: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
             for which, half in zip(("gate", "up"), rows.chunk(2), strict=True):
                 theirs[f"{place}.{module}.{which}_proj.{kind}"] = half
         else:
-            theirs[f"{place}.{INSIDE[part]}.{kind}"] = rows
+            names = INSIDE | (NORMS_BOTH if model.norms == "both" else {})
+            theirs[f"{place}.{names[part]}.{kind}"] = rows
     return theirs
 
 
@@ -158,6 +194,8 @@ COUNTS = {
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
     "mistral-7b": 7_248_023_552,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-3-1b": 999_885_952,
     "olmo-2-7b": 7_298_617_344,
     "olmo-3-7b": 7_298_011_136,
     "smollm3-3b": 3_075_098_624,

@@ -69,7 +69,9 @@ def test_settings_as_they_were_before(tmp_path: Path) -> None:
     torch.testing.assert_close(our_logits(tmp_path / "step-0"), their_logits(model), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["qwen3", "mistral, window", "qwen3, windows", "smollm3, windows", "olmo3"])
+@pytest.mark.parametrize(
+    "case", ["qwen3", "mistral, window", "qwen3, windows", "smollm3, windows", "olmo3", "gemma2", "gemma3"]
+)
 def test_an_import_generates_what_transformers_does(tmp_path: Path, case: str) -> None:
     model = hugging_face(tmp_path / "hf", case)
     import_folder(tmp_path / "hf", tmp_path / "step-0")
@@ -142,6 +144,8 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ),
     ("olmo3", {"sliding_window": None}, "layer_types has sliding_attention, and there is no window"),
     ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported; valid: null"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not supported; valid: null"),
+    ("gemma2", {"hidden_activation": "silu"}, "hidden_activation=silu is not supported; valid: gelu_pytorch_tanh"),
     ("llama", {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\] is not supported; valid: null"),
     ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\] is not supported; valid: null, or 4 of 0 and 1"),
     ("smollm3", {"no_rope_layers": [0] * 4}, "leaves no layer with positions"),
@@ -161,8 +165,8 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported; valid: 0.0"),
     (
         "llama",
-        {"model_type": "gemma2"},
-        "model_type=gemma2 is not supported; valid: gpt2, llama, qwen2, qwen3, mistral",
+        {"model_type": "gemma3"},
+        "model_type=gemma3 is not supported; valid: gpt2, llama, qwen2, qwen3, mistral",
     ),
     ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide"),
     ("llama", {"hidden_size": 20}, r"is \[257, 16\], and config\.json makes it \[257, 20\]"),
@@ -207,7 +211,14 @@ def test_a_number_that_is_not_finite_is_refused(tmp_path: Path) -> None:
             {"head_norms": True, "rotary_layers": [False, True], "layers": 2},
             "has qwen3's layers with model.layer_forms",
         ),
-        ({"activation": "relu2"}, "no class of transformers has Llama's layers with model.activation=relu2"),
+        (
+            {"activation": "relu2"},
+            "no class of transformers has Llama's layers with model.activation=relu2, model.norms=before",
+        ),
+        (
+            {"norms": "both"},
+            "no class of transformers has Llama's layers with model.activation=swiglu, model.norms=both",
+        ),
     ],
 )
 def test_what_transformers_has_not_is_refused(fields: dict[str, Any], rule: str, tmp_path: Path) -> None:

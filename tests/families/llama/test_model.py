@@ -15,10 +15,22 @@ from meshwright.config import parse_config
 from meshwright.families.llama.model import LlamaModel
 from meshwright.ranks.mesh import Mesh
 from tests.compute.models.harness import random_model, train_both
-from tests.families.llama.models import COUNTS, ONE, STEPS, B, T, as_theirs, batch, config_of, hugging_face, losses_of
+from tests.families.llama.models import (
+    COUNTS,
+    ONE,
+    STEPS,
+    B,
+    T,
+    as_theirs,
+    batch,
+    config_of,
+    hugging_face,
+    losses_of,
+    their_logits,
+)
 from tests.workers import run_ranks
 
-THEIRS = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2", "olmo3")
+THEIRS = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2", "olmo3", "gemma2", "gemma3")
 
 ROPES: dict[str, dict[str, Any]] = {
     "plain": {"theta": 1e4},
@@ -28,6 +40,9 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 OLMO: dict[str, Any] = {"norms": "behind", "whole_norms": True}
+
+GEMMA: dict[str, Any] = {"family": "gemma", "hidden": 36, "head_width": 8, "query_scalar": 11}
+"""The factor of the embeddings is 6, which has no digits to be rounded."""
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied": ("llama", {"tied": True, "rope": ROPES["llama3"]}),
@@ -54,6 +69,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "window_rope": {"theta": 500.0},
         },
     ),
+    "gemma2": (
+        "gemma2",
+        {**GEMMA, "window": 5, "window_layers": [True, False], "score_cap": 0.5, "logit_cap": 0.3},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **GEMMA,
+            "head_norms": True,
+            "window": 7,
+            "window_layers": [True, False],
+            "window_rope": {"theta": 50.0},
+            "rope": ROPES["linear"],
+            "tied": False,
+        },
+    ),
     "qwen2, windows": ("qwen2", {"biases": ["query-key-value"], "window": 7, "window_layers": [False, True]}),
     "qwen3, windows": ("qwen3", {"head_norms": True, "window": 3, "window_layers": [True, False]}),
 }
@@ -71,7 +102,7 @@ def distances(
     model = random_model(LlamaModel, mesh, config)
     theirs = hugging_face(kind, model, config)
     tokens, labels = batch()
-    wanted = theirs(tokens).logits.detach()
+    wanted = their_logits(theirs, tokens).detach()
     logits = model.head.logits(model.hidden(tokens)).detach()
     loss, their_loss = loss_of(model, tokens, labels), losses_of(theirs, tokens, labels)
     loss.backward()

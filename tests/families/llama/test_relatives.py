@@ -9,7 +9,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.config import Config, parse_config
-from meshwright.families.llama.section import Llama
+from meshwright.config.registry import entries
 from meshwright.ranks.errors import ConfigError
 from tests.compute.bits.runs import ended
 from tests.families.llama.layouts import LAYOUTS, llama
@@ -22,6 +22,16 @@ RELATIVES: dict[str, dict[str, Any]] = {
         "norms": "behind",
         "whole_norms": True,
         "head_norms": False,
+        "window": 7,
+        "window_layers": [True, False],
+        "window_rope": {"theta": 50.0},
+    },
+    "gemma": {
+        "family": "gemma",
+        "head_norms": True,
+        "query_scalar": 11,
+        "score_cap": 0.5,
+        "logit_cap": 0.3,
         "window": 7,
         "window_layers": [True, False],
         "window_rope": {"theta": 50.0},
@@ -59,17 +69,22 @@ def test_equals_serial(layout: str, name: str) -> None:
     check(run(relative(name, LAYOUTS[layout])), alone(name))
 
 
+def usual(name: str, field: str) -> Any:
+    """A field's default."""
+    return entries("models")[shape(name)["family"]].model_fields[field].default
+
+
 CHANGES = [
     (name, field)
     for name, fields in RELATIVES.items()
     for field, value in fields.items()
-    if value != Llama.model_fields[field].default and field != "window"  # without a window there are no layers with one
+    if field not in ("family", "window") and value != usual(name, field)  # layers with a window need one
 ]
 
 
 @pytest.mark.parametrize("name, field", CHANGES)
 def test_each_field_has_an_effect(name: str, field: str) -> None:
-    changed = shape(name) | {field: Llama.model_fields[field].default}
+    changed = shape(name) | {field: usual(name, field)}
     assert run(llama({}, steps=1, model=changed))[0][0] != alone(name)[0][:1]
 
 
@@ -111,7 +126,8 @@ def with_bits(name: str, cut: bool, words: tuple[str, ...] = ()) -> Config:
 @pytest.mark.parametrize("kind, words", [(kind, words) for kind, layouts in EQUAL.items() for words in layouts])
 def test_layouts_end_with_equal_bits(name: str, kind: str, words: tuple[str, ...]) -> None:
     if kind == "cut" and name not in CUT:
-        with pytest.raises(ConfigError, match=r"model.whole_norms=true sums squares over ranks' heads"):
+        told = r"model.whole_norms=true sums squares over ranks' heads|model.family=gemma has norms and a head"
+        with pytest.raises(ConfigError, match=told):
             with_bits(name, True, words)
         return
     cut = kind == "cut"

@@ -130,6 +130,22 @@ OLMO_TOKENIZER = {
     "add_prefix_space": False, "bos_token": None, "clean_up_tokenization_spaces": False, "eos_token": OLMO[0],
     "model_max_length": 4096, "pad_token": OLMO[1], "tokenizer_class": "GPT2Tokenizer", "unk_token": OLMO[0],
 }  # fmt: skip
+GEMMA = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>")
+GEMMA_CONFIG = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": "<bos>", "cache_implementation": "hybrid",
+    "head_dim": 6, "hidden_activation": "gelu_pytorch_tanh", "initializer_range": 0.02, "pad_token_id": "<pad>",
+    "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "torch_dtype": "bfloat16", "use_cache": True,
+}  # fmt: skip
+GEMMA_CHAT = (
+    "{{ bos_token }}{% for message in messages %}{{ '<start_of_turn>' + message['role'] + '\n' + message['content'] "
+    "+ '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+GEMMA_TOKENIZER = {
+    "add_bos_token": True, "add_eos_token": False, "bos_token": "<bos>", "chat_template": GEMMA_CHAT,
+    "clean_up_tokenization_spaces": False, "eos_token": "<eos>", "model_max_length": 1000000000000000019884624838656,
+    "pad_token": "<pad>", "sp_model_kwargs": {}, "spaces_between_special_tokens": False,
+    "tokenizer_class": "GemmaTokenizer", "unk_token": "<unk>", "use_default_system_prompt": False,
+}  # fmt: skip
 DEEPSEEK = ("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>")
 DEEPSEEK_CHAT = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
@@ -234,6 +250,32 @@ FAMILIES = {
         {"_from_model_config": True, "eos_token_id": OLMO[0], "pad_token_id": OLMO[1],
          "transformers_version": "4.57.0"},
         OLMO_TOKENIZER, {}, None, OLMO[0], (OLMO[0],),
+    ),
+    "gemma-2-instruct": Published(
+        GEMMA,
+        GEMMA_CONFIG | {
+            "architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0, "eos_token_id": "<eos>",
+            "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh", "model_type": "gemma2",
+            "rope_theta": 10000.0, "sliding_window": 3, "transformers_version": "4.42.4",
+        },
+        {"_from_model_config": True, "bos_token_id": "<bos>", "eos_token_id": "<eos>", "pad_token_id": "<pad>",
+         "transformers_version": "4.42.4"},
+        GEMMA_TOKENIZER, {"bos_token": added("<bos>"), "eos_token": added("<eos>")},
+        "<bos>", "<eos>", ("<eos>",), opens=True,
+    ),
+    "gemma-3-instruct": Published(
+        GEMMA,
+        GEMMA_CONFIG | {
+            "architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None,
+            "eos_token_id": ["<eos>", "<end_of_turn>"], "final_logit_softcapping": None, "model_type": "gemma3_text",
+            "num_hidden_layers": 6, "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
+            "sliding_window": 3, "sliding_window_pattern": 6, "transformers_version": "4.50.0.dev0",
+        },
+        {"bos_token_id": "<bos>", "cache_implementation": "hybrid", "do_sample": True,
+         "eos_token_id": ["<eos>", "<end_of_turn>"], "pad_token_id": "<pad>", "top_k": 64, "top_p": 0.95,
+         "transformers_version": "4.50.0.dev0"},
+        GEMMA_TOKENIZER, {"bos_token": added("<bos>"), "eos_token": added("<eos>")},
+        "<bos>", "<eos>", ("<eos>", "<end_of_turn>"), opens=True,
     ),
     "mistral-7b-0.1": Published(
         MISTRAL[:3], MISTRAL_CONFIG | {"rope_theta": 10000.0, "sliding_window": 3}, FROM_MODEL,

@@ -36,6 +36,8 @@ SIZES: dict[str, tuple[Any, ...]] = {
     "smollm3-3b": (36, 2048, 16, 4, 11008, 128256, 65536, 1e-6, 5000000.0, True),
     "olmo-2-7b": (32, 4096, 32, 32, 11008, 100352, 4096, 1e-6, 500000, False),
     "olmo-3-7b": (32, 4096, 32, 32, 11008, 100278, 65536, 1e-6, 500000, False),
+    "gemma-2-2b": (26, 2304, 8, 4, 9216, 256000, 8192, 1e-6, 10000.0, True),
+    "gemma-3-1b": (26, 1152, 4, 1, 6912, 262144, 32768, 1e-6, 1000000, True),
     "mixtral-8x7b": (32, 4096, 32, 8, 14336, 32000, 32768, 1e-5, 1000000.0, False),
     "qwen3-30b-a3b": (48, 2048, 32, 4, 6144, 151936, 40960, 1e-6, 1000000.0, False),
 }
@@ -66,6 +68,17 @@ BESIDE: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 8192, "rope_type": "yarn",
         },
     },
+    "gemma-2-2b": {
+        "model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "head_dim": 256,
+        "query_pre_attn_scalar": 256, "sliding_window": 4096, "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": "gelu_pytorch_tanh", "attention_bias": False, "pad_token_id": 0, "cache_implementation": "hybrid",
+    },
+    "gemma-3-1b": {
+        "model_type": "gemma3_text", "attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 256,
+        "query_pre_attn_scalar": 256, "sliding_window": 512, "sliding_window_pattern": 6, "rope_scaling": None,
+        "rope_local_base_freq": 10000, "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
+        "pad_token_id": 0, "cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh",
+    },
     "mistral-7b-0.1": {"model_type": "mistral", "sliding_window": 4096},
     "mixtral-8x7b": {
         "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02,
@@ -81,7 +94,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_shipped_size_is_the_published_one(tmp_path: Path, name: str) -> None:
-    settings = dict(zip(COLUMNS, SIZES[name], strict=True)) | BESIDE[name] | {"hidden_act": "silu"}
+    settings = dict(zip(COLUMNS, SIZES[name], strict=True)) | {"hidden_act": "silu"} | BESIDE[name]
     (tmp_path / "config.json").write_text(json.dumps(settings))
     read = Settings(tmp_path / "config.json")
     published = family_of(read).read(read, frozenset())
