@@ -279,6 +279,66 @@ def replay(
     found.check()
 
 
+@app.command(rich_help_panel=PROVE)
+def certify(
+    out: Annotated[Path | None, Argument(metavar="OUT", help="A run's folder.", show_default=False)] = None,
+    overrides: Overrides = None,
+    file: Annotated[
+        Path | None, Option("--check", metavar="FILE", help="Check that certificate; words: another layout.")
+    ] = None,
+    step: Annotated[int | None, Option(min=1, help="With --check: a step to compute again.")] = None,
+    key: Annotated[
+        Path | None, Option(metavar="FILE", help="The private key that signs; your own in ~/.config/meshwright.")
+    ] = None,
+    new_key: Annotated[Path | None, Option("--make-key", metavar="FILE", help="Only make a key, and FILE.pub.")] = None,
+    trusted: Annotated[
+        Path | None, Option(metavar="KEY.pub", help="With --check: one of these keys must have signed.")
+    ] = None,
+    run: Annotated[
+        Path | None, Option(metavar="OUT", help="With --check: the run's folder, if FILE is elsewhere.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Certify a run, so that a stranger can check any step.
+
+    Writes OUT/certificate.json, signed, and a summary in YAML. --check reads all that was certified, and computes the
+    step again from the checkpoint before it, here, under another layout (bits=layout-free): equal, program or machine,
+    with tensor and box. Exit code 0 only if all is as certified.
+
+    Example: meshwright certify --check out/first/certificate.json --step 30 layout.data=1
+    """
+    for option, value in {"--step": step, "--trusted": trusted, "--run": run}.items():
+        if value is not None and file is None:
+            raise ConfigError.of(option, value, "has no effect here", "with --check FILE")
+    if key is not None and (file is not None or new_key is not None):
+        raise ConfigError.of("--key", key, "has no effect here", "with OUT")
+
+    def tell(text: str) -> None:
+        say(text, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    if new_key is not None:
+        from meshwright.tools.keys import make_key
+
+        tell(f"written: {new_key}, readable by you alone, and {make_key(new_key)} for others")
+        return
+    words = [*([] if out is None else [str(out)]), *(overrides or ())]
+    if file is not None:
+        from meshwright.tools import check_certificate as tool
+
+        checked = tool.check(file, step, words, trusted=trusted, out=run, say=tell)
+        print_result(tool, checked, as_json)
+        checked.check()
+        return
+    if out is None:
+        raise typer.BadParameter("Missing argument 'OUT' (or --check FILE, or --make-key FILE).")
+    if len(words) > 1:
+        raise ConfigError.of("key=value", words[1], "changes nothing in a run that was made", "with --check FILE")
+    from meshwright.tools import certify as certifying
+
+    certificate, written = certifying.certify(out, key, tell)
+    print_result(certifying, certificate, as_json, written)
+
+
 @app.command(rich_help_panel=PREDICT)
 def branches(
     run: RunFile,

@@ -51,11 +51,18 @@ def facts_of(results: Sequence[ParityResult], command: str) -> dict[str, Any]:
         "limits": LIMITS,
         "checks": [check_facts(result) for result in results],
         "files": {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()},
-        "libraries": {"meshwright": __version__, "torch": version("torch"), **libraries_of(files.values())},
+        **surroundings(files.values()),
+        "command": command,
+    }
+
+
+def surroundings(files: Iterable[Path]) -> dict[str, Any]:
+    """Return the fields of every certificate: versions of libraries (of the files' imports too), processor, date."""
+    return {
+        "libraries": {"meshwright": __version__, "torch": version("torch"), **libraries_of(files)},
         "python": platform.python_version(),
         "processor": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
         "date": datetime.now(UTC).date().isoformat(),
-        "command": command,
     }
 
 

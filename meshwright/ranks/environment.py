@@ -125,6 +125,12 @@ def cache_folder(variables: Mapping[str, str] = os.environ) -> Path:
     return Path("~/.cache/meshwright").expanduser()
 
 
+def config_folder(variables: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder for the user's own key: $XDG_CONFIG_HOME/meshwright, or ~/.config/meshwright."""
+    folder = variables.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(folder).expanduser() / "meshwright"
+
+
 def import_variables(path: Sequence[str], variables: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return variables that make a new Python import from `path`, and never from the current folder.
 

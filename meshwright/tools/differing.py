@@ -13,13 +13,11 @@ from torch import Tensor
 from meshwright.compute.parameters.root import comparable
 from meshwright.compute.parameters.shard import Box
 from meshwright.ranks.errors import CheckpointError, DamagedError
+from meshwright.training.checkpoint.merkle import CARRIED, ORDER
 from meshwright.training.checkpoint.reader import Checkpoint
 from meshwright.training.checkpoint.shard import BadBlock
 
-DATA = "the order of data"
 ALL = "all tensors, by their roots"
-CARRIED = ("samples", "steps_taken", "loss_scale", "good_steps")
-"""Fields of a manifest's progress that a resumed run continues from."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -156,7 +154,7 @@ def _of_manifests(one: Checkpoint, other: Checkpoint) -> Iterator[Part]:
     manifests = one.manifest, other.manifest
     data = [manifest.roots.data for manifest in manifests]
     if None not in data and data[0] != data[1]:
-        yield Part.single(DATA)
+        yield Part.single(ORDER)
     for name in CARRIED:
         values = [vars(manifest.progress)[name] for manifest in manifests]
         if values[0] != values[1]:

@@ -32,6 +32,7 @@ from meshwright.ranks.errors import CheckpointError, ConfigError, MeshwrightErro
 from meshwright.ranks.foreign import plain, plain_folder
 from meshwright.ranks.launch.session import temporary_folder
 from meshwright.tools.diff import NUMBERS
+from meshwright.tools.differing import Part
 from meshwright.training.checkpoint.reader import Checkpoint, newest_whole, steps_in
 from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY, OF_TRACKERS
 from meshwright.training.follow import METRICS, read_history
@@ -39,6 +40,20 @@ from meshwright.training.job import train
 
 Lines = dict[int, dict[str, Any]]
 """A run's steps by number."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A replay's state after the last repeated step, compared with the run's."""
+
+    root: str
+    """Identifies the state."""
+    parts: tuple[Part, ...]
+    """The differences from the run's state."""
+
+
+Look = Callable[[Path], Seen]
+"""Compares the checkpoint of a replay's last repeated step, in a temporary folder, with the run's."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,8 @@ class Replayed:
     """The first step that differs; None if no step does."""
     numbers: dict[str, list[Any]]
     """By name: the numbers of `step` in the run, the first replay and the second replay."""
+    parts: tuple[Part, ...] = ()
+    """The tensors that differ after the last step; empty if states were not compared."""
 
     def check(self) -> None:
         """Raise MismatchError if the replay differs from the run."""
@@ -71,6 +88,7 @@ def replay(
     start: int | None = None,
     accept_changes: bool = False,
     say: Callable[[str], object] = lambda text: None,
+    look: Look | None = None,
 ) -> Replayed:
     """Repeat the steps from the newest checkpoint before `step`, or from the checkpoint of `start`, up to `step`.
 
@@ -81,6 +99,7 @@ def replay(
         start: The step of a checkpoint; 0 is the run's beginning.
         accept_changes: Allow another seed, data, sequence or global batch, as `train --resume` does.
         say: Called with a line on the start and the number of steps, before the first step.
+        look: Also compares the state after `step`; None: numbers are compared alone.
 
     Raises:
         ConfigError: The run has no numbers of that step, or has no such checkpoint; and as `train`.
@@ -102,19 +121,25 @@ def replay(
     count = step - first + 1
     say(f"repeats steps {first} to {step} from {where} of {out}: {count} step{'s' if count > 1 else ''}")
 
-    again = partial(_repeated, config, out, checkpoint, step, accept_changes=accept_changes)
-    one = again()
+    if look is not None:
+        # A multiple of `step` is due at `step`; the replay ends a step or two later with one more.
+        config = with_field(config, "checkpoint", config.checkpoint.model_copy(update={"every": step, "keep": 9}))
+    again = partial(_repeated, config, out, checkpoint, step, accept_changes=accept_changes, look=look)
+    one, state = again()
+    parts = () if state is None else state.parts
     parted = _first_difference(run, one, first, step)
+    if parted is None and parts:
+        parted = step
     both = ([lines[each].get("root") for lines in (run, one)] for each in range(first, step + 1))
     roots = sum(comparable(*each) for each in both)
     if parted is None:
         return Replayed("equal", first, step, roots, None, {})
     # Only now: an equal step needs no second replay.
-    two = again()
+    two, other = again()
     names = [name for name in NUMBERS if name in run[parted]]
     numbers = {name: [lines[parted].get(name) for lines in (run, one, two)] for name in names}
-    alike = _first_difference(one, two, first, step) is None
-    return Replayed("program" if alike else "machine", first, step, roots, parted, numbers)
+    alike = _first_difference(one, two, first, step) is None and state == other
+    return Replayed("program" if alike else "machine", first, step, roots, parted, numbers, parts)
 
 
 def _require_same_data(config: Config, out: Path) -> None:
@@ -129,8 +154,10 @@ def _require_same_data(config: Config, out: Path) -> None:
             raise ConfigError.of("data.source", config.data.source, rule, "the same data, or --accept-changes")
 
 
-def _repeated(config: Config, out: Path, checkpoint: Path | None, step: int, *, accept_changes: bool) -> Lines:
-    """Train from a copy of the checkpoint up to `step`, in a temporary folder; return the steps' lines.
+def _repeated(
+    config: Config, out: Path, checkpoint: Path | None, step: int, *, accept_changes: bool, look: Look | None
+) -> tuple[Lines, Seen | None]:
+    """Train from a copy of the checkpoint up to `step`, in a temporary folder; return the steps' lines and the state.
 
     Errors name the run's folder instead of the temporary one, which the user cannot repair.
     """
@@ -158,7 +185,8 @@ def _repeated(config: Config, out: Path, checkpoint: Path | None, step: int, *, 
         except MeshwrightError as error:
             error.args = (str(error).replace(mine, theirs),)
             raise
-        return {int(line["step"]): line for line in read_history(folder / METRICS)}
+        lines = {int(line["step"]): line for line in read_history(folder / METRICS)}
+        return lines, None if look is None else look(folder / CHECKPOINTS / f"step-{step}")
 
 
 def _checkpoint(folder: Path, step: int, start: int | None) -> Path | None:
