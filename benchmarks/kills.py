@@ -1,6 +1,7 @@
 """`kill -9` of a random process of a run, at a random moment, again and again: does the run come back to the same bits?
 
 python -m benchmarks.kills [--kills 100] [--only WORD ...] [--seed N] [--json FILE]
+python -m benchmarks.kills --elastic [--kills 100] [--seed N] [--json LINES]    (elastic_kills.py)
 
 Layouts (kill_cases.py) take turns. Each is first trained undisturbed. Then a run of it loses a rank, its launcher or
 its mpiexec: a lost rank or mpiexec is restarted by the launcher (`restarts: 1`), a lost launcher by `--resume`. The run
@@ -282,9 +283,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="layouts whose name or transport holds one of these")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--elastic", action="store_true", help="runs of 8, 5, 3 and 8 ranks under drawn layouts")
     arguments = parser.parse_args()
     os.nice(10)
     console = Console(soft_wrap=True)
+    if arguments.elastic:
+        from benchmarks.elastic_kills import elastic, summary  # it is made of this module
+
+        with tempfile.TemporaryDirectory(prefix="kills-", ignore_cleanup_errors=True) as folder:
+            found = elastic(arguments.kills, arguments.seed, arguments.json, Path(folder), console)
+        console.print(summary(found))
+        raise SystemExit(any(line["hash"] != line["expected"] for line in found))
     cases = [case for case in CASES if any(word in f"{case.name} {case.transport}" for word in arguments.only)]
     with tempfile.TemporaryDirectory(prefix="kills-", ignore_cleanup_errors=True) as folder:
         kills = kill_in_turns(cases, arguments.kills, arguments.seed, Path(folder), console)

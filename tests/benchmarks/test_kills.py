@@ -6,7 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from benchmarks.elastic_kills import LAYOUTS, WORLDS, config_of, elastic, summary
 from benchmarks.kill_cases import CASES, Case
 from benchmarks.kills import Kill, difference, make_corpus, shoot, table_of, undisturbed
 from meshwright.ranks.machine import find_mpiexec
@@ -44,3 +46,23 @@ def test_the_table_counts_what_is_identical() -> None:
     kills = [Kill("ring 4", "torch", "rank 0", 3, 0.1, 2.0, wrong) for wrong in ("", "step 4: 1, not 2")]
     cells = [list(column.cells) for column in table_of(kills).columns]
     assert cells[2] == ["1 of 2", "1 of 2"]
+
+
+@pytest.mark.parametrize("size", LAYOUTS)
+def test_every_elastic_layout_has_its_number_of_ranks(size: int, corpus: Path) -> None:
+    assert {config_of(corpus, layout).layout.world_size for layout in LAYOUTS[size]} == {size}
+
+
+def test_a_run_of_8_5_3_and_8_ranks_killed_three_times_has_the_undisturbed_hash(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    (line,) = elastic(1, 1, lines, tmp_path, Console())
+    assert (line["hash"], line["wrong"]) == (line["expected"], ""), line
+    assert [kill["ranks"] for kill in line["kills"]] == list(WORLDS)
+    assert [kill["victim"] is None for kill in line["kills"]] == [False, False, False, True]
+    assert elastic(1, 1, lines, tmp_path, Console()) == [line], "a line that is there is not made again"
+    assert summary([line]).startswith("1 of 1 runs, 3 kills: ")
+
+
+def test_another_hash_is_counted() -> None:
+    line = {"hash": "b", "expected": "a", "kills": [{"victim": "rank 0"}]}
+    assert summary([line, line | {"hash": "a"}]) == "1 of 2 runs, 2 kills: a, b; undisturbed: a"
