@@ -2,7 +2,8 @@
 
 | model_type                     | layers with a window of `sliding_window` tokens                                     |
 |--------------------------------|-------------------------------------------------------------------------------------|
-| mistral, mixtral, qwen3_moe    | all; qwen3_moe: if use_sliding_window                                               |
+| mistral, mixtral, phi3         | all                                                                                 |
+| qwen3_moe                      | all, if use_sliding_window                                                          |
 | qwen2, qwen3                   | if use_sliding_window: `layer_types`, else the layers from max_window_layers on     |
 | qwen2_moe                      | if use_sliding_window: `layer_types`, else the even layers before max_window_layers |
 | smollm3                        | if use_sliding_window: `layer_types`, else the layers without rotary positions      |
@@ -22,7 +23,7 @@ from meshwright.training.convert.folder import Settings
 from meshwright.training.convert.rotary import rope_settings, ropes_by_type
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-EVERY = ("mistral", "mixtral", "qwen3_moe")
+EVERY = ("mistral", "mixtral", "phi3", "qwen3_moe")
 """The model_types with one kind of layers."""
 TYPED = {"olmo3": 4, "gemma2": 2, "gemma3_text": 6}
 """The model_types with layers of two kinds, and the number of layers from one without a window to the next."""
@@ -31,7 +32,7 @@ TURNED = {"olmo3": 500000.0, "gemma3_text": 10000.0}
 these sections."""
 SWITCHED = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3")
 """The model_types that read `use_sliding_window`, false by default."""
-USUAL = {"mixtral": None, "smollm3": None}
+USUAL = {"mixtral": None, "smollm3": None, "phi3": None}
 """The window of a folder without the key, by model_type, if it is not 4,096 tokens."""
 
 

@@ -68,8 +68,9 @@ def settings_texts(
     texts = family.further_files(model) | dict(published)
     if tokenizer is not None:
         text, ids, tokens = family.with_tokenizer(model, tokenizer.text, tokenizer.tokenizer)
-        # Published ids stay; only missing ones are added.
-        settings |= {key: token for key, token in ids.items() if key not in settings}
+        # Published ids stay; only missing ones are added, and in a new file also the absence of a token.
+        missing = {key: token for key, token in ids.items() if key not in settings}
+        settings |= {key: token for key, token in missing.items() if token is not None or kept is None}
         if _EOS in ids:
             settings, texts = _with_ends(settings, texts, tokenizer)
         texts["tokenizer.json"] = text

@@ -169,7 +169,14 @@ def as_theirs(ours: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
             theirs[f"{place}.{EXPERTS[part]}"] = x.flatten(2).mT if x.dim() > 2 else x.t()
             continue
         rows = x.flatten(1).t() if kind == "weight" and x.dim() > 1 else x.flatten()
-        if part == "attention.query_key_value":
+        if model.family == "phi" and part in ("attention.query_key_value", "feed_forward.expand"):
+            if part.startswith("attention"):
+                queries = model.heads // model.num_key_value_heads
+                heads = rows.unflatten(0, (-1, queries + 2, model.width_of_head)).split((queries, 1, 1), 1)
+                theirs[f"{place}.self_attn.qkv_proj.{kind}"] = torch.cat([some.flatten(0, 2) for some in heads])
+            else:
+                theirs[f"{place}.mlp.gate_up_proj.{kind}"] = rows
+        elif part == "attention.query_key_value":
             queries = model.heads // model.num_key_value_heads
             heads = rows.unflatten(0, (-1, queries + 2, model.width_of_head))
             for letter, some in zip("qkv", heads.split((queries, 1, 1), 1), strict=True):
@@ -194,6 +201,7 @@ COUNTS = {
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
     "mistral-7b": 7_248_023_552,
+    "phi-3-mini-4k": 3_821_079_552,
     "gemma-2-2b": 2_614_341_888,
     "gemma-3-1b": 999_885_952,
     "olmo-2-7b": 7_298_617_344,

@@ -70,7 +70,7 @@ def test_settings_as_they_were_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["qwen3", "mistral, window", "qwen3, windows", "smollm3, windows", "olmo3", "gemma2", "gemma3"]
+    "case", ["qwen3", "mistral, window", "qwen3, windows", "smollm3, windows", "olmo3", "gemma2", "gemma3", "phi3"]
 )
 def test_an_import_generates_what_transformers_does(tmp_path: Path, case: str) -> None:
     model = hugging_face(tmp_path / "hf", case)
@@ -146,6 +146,14 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported; valid: null"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not supported; valid: null"),
     ("gemma2", {"hidden_activation": "silu"}, "hidden_activation=silu is not supported; valid: gelu_pytorch_tanh"),
+    ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop=0.1 is not supported; valid: 0.0"),
+    ("phi3", {"auto_map": {"AutoConfig": "code.Other"}}, "auto_map=.* is not supported; valid: null, "),
+    (
+        "phi3",
+        {"rope_scaling": {"type": "longrope"}},
+        "rope_scaling: rope_type=longrope is not supported; valid: default",
+    ),
+    ("phi3", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn is not supported; valid: default"),
     ("llama", {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\] is not supported; valid: null"),
     ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\] is not supported; valid: null, or 4 of 0 and 1"),
     ("smollm3", {"no_rope_layers": [0] * 4}, "leaves no layer with positions"),

@@ -30,7 +30,7 @@ from tests.families.llama.models import (
 )
 from tests.workers import run_ranks
 
-THEIRS = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2", "olmo3", "gemma2", "gemma3")
+THEIRS = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2", "olmo3", "gemma2", "gemma3", "phi3")
 
 ROPES: dict[str, dict[str, Any]] = {
     "plain": {"theta": 1e4},
@@ -85,6 +85,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tied": False,
         },
     ),
+    "phi3": ("phi3", {"family": "phi", "window": 5}),
     "qwen2, windows": ("qwen2", {"biases": ["query-key-value"], "window": 7, "window_layers": [False, True]}),
     "qwen3, windows": ("qwen3", {"head_norms": True, "window": 3, "window_layers": [True, False]}),
 }

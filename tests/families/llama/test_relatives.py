@@ -36,6 +36,7 @@ RELATIVES: dict[str, dict[str, Any]] = {
         "window_layers": [True, False],
         "window_rope": {"theta": 50.0},
     },
+    "phi": {"family": "phi", "window": 7, "head_norms": False},
     "smollm3": {"rotary_layers": [True, False], "head_norms": False, "tied": True},
 }
 """Fields of models with the shape of the oracle's Llama."""
@@ -105,7 +106,7 @@ EQUAL: dict[str, list[tuple[str, ...]]] = {
     ],
 }
 """Layouts that end with the bits of one device: each model without cuts, and the models of CUT with them."""
-CUT = ("windows", "smollm3")
+CUT = ("windows", "smollm3", "phi")
 WIDE = {"hidden": 64, "heads": 8, "key_value_heads": 4, "head_width": 8, "feed_forward": 256, "vocabulary": 301}
 
 

@@ -54,6 +54,8 @@ class Published:
     stops: tuple[str, ...]
     template: str | None = None
     """chat_template.jinja, where the template is no setting of tokenizer_config.json."""
+    closes: str | None = None
+    """The token that ends an answer, if it is not `end`."""
     opens: bool = field(default=False)
     """Whether tokenizer.json's post-processor puts `begin` in front."""
 
@@ -125,11 +127,17 @@ MISTRAL_TOKENIZER = {
 }  # fmt: skip
 FROM_MODEL = {"_from_model_config": True, "bos_token_id": "<s>", "eos_token_id": "</s>", "transformers_version": "4.42"}
 SENTENCEPIECE_MAP = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+SMOL3 = ("<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<|im_start|>", "<|im_end|>")
 OLMO = ("<|endoftext|>", "<|pad|>")
 OLMO_TOKENIZER = {
     "add_prefix_space": False, "bos_token": None, "clean_up_tokenization_spaces": False, "eos_token": OLMO[0],
     "model_max_length": 4096, "pad_token": OLMO[1], "tokenizer_class": "GPT2Tokenizer", "unk_token": OLMO[0],
 }  # fmt: skip
+PHI = ("<unk>", "<s>", "</s>", "<|endoftext|>", "<|assistant|>", "<|end|>", "<|user|>")
+PHI_CHAT = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
 GEMMA = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>")
 GEMMA_CONFIG = {
     "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": "<bos>", "cache_implementation": "hybrid",
@@ -137,14 +145,18 @@ GEMMA_CONFIG = {
     "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "torch_dtype": "bfloat16", "use_cache": True,
 }  # fmt: skip
 GEMMA_CHAT = (
-    "{{ bos_token }}{% for message in messages %}{{ '<start_of_turn>' + message['role'] + '\n' + message['content'] "
-    "+ '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}"
+    "{% endif %}"
+    "{{ '<start_of_turn>' + role + '\n' + message['content'] + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
+# GemmaTokenizer would build a model of sentence pieces, which the 256 bytes are not.
 GEMMA_TOKENIZER = {
     "add_bos_token": True, "add_eos_token": False, "bos_token": "<bos>", "chat_template": GEMMA_CHAT,
     "clean_up_tokenization_spaces": False, "eos_token": "<eos>", "model_max_length": 1000000000000000019884624838656,
     "pad_token": "<pad>", "sp_model_kwargs": {}, "spaces_between_special_tokens": False,
-    "tokenizer_class": "GemmaTokenizer", "unk_token": "<unk>", "use_default_system_prompt": False,
+    "tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "use_default_system_prompt": False,
 }  # fmt: skip
 DEEPSEEK = ("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>")
 DEEPSEEK_CHAT = (
@@ -211,18 +223,18 @@ FAMILIES = {
         MISTRAL, MISTRAL_CONFIG, FROM_MODEL, MISTRAL_TOKENIZER, SENTENCEPIECE_MAP, "<s>", "</s>", ("</s>",), opens=True,
     ),
     "smollm3": Published(
-        LLAMA3,
+        SMOL3,
         {"architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-         "bos_token_id": LLAMA3[0], "eos_token_id": LLAMA3[6], "hidden_act": "silu", "initializer_range": 0.02,
+         "bos_token_id": SMOL3[0], "eos_token_id": SMOL3[4], "hidden_act": "silu", "initializer_range": 0.02,
          "layer_types": ["full_attention"] * 4, "max_window_layers": 28, "mlp_bias": False, "model_type": "smollm3",
          "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0], "num_hidden_layers": 4,
-         "pad_token_id": LLAMA3[2], "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": None,
+         "pad_token_id": SMOL3[2], "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": None,
          "rope_theta": 5000000.0, "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
          "transformers_version": "4.54.0.dev0", "use_cache": False, "use_sliding_window": False},
-        {"bos_token_id": LLAMA3[0], "do_sample": True, "eos_token_id": LLAMA3[6], "temperature": 0.6, "top_p": 0.95,
+        {"bos_token_id": SMOL3[0], "do_sample": True, "eos_token_id": SMOL3[4], "temperature": 0.6, "top_p": 0.95,
          "transformers_version": "4.54.0.dev0"},
-        LLAMA_TOKENIZER | {"bos_token": None, "eos_token": LLAMA3[6], "pad_token": LLAMA3[2]},
-        {"eos_token": added(LLAMA3[6])}, None, LLAMA3[6], (LLAMA3[6],), template=CHATML,
+        LLAMA_TOKENIZER | {"bos_token": None, "eos_token": SMOL3[4], "pad_token": SMOL3[2]},
+        {"eos_token": added(SMOL3[4])}, None, SMOL3[4], (SMOL3[4],), template=CHATML,
     ),
     "olmo-2": Published(
         OLMO,
@@ -254,14 +266,15 @@ FAMILIES = {
     "gemma-2-instruct": Published(
         GEMMA,
         GEMMA_CONFIG | {
-            "architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0, "eos_token_id": "<eos>",
+            "architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0,
+            "eos_token_id": ["<eos>", "<end_of_turn>"],
             "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh", "model_type": "gemma2",
             "rope_theta": 10000.0, "sliding_window": 3, "transformers_version": "4.42.4",
         },
-        {"_from_model_config": True, "bos_token_id": "<bos>", "eos_token_id": "<eos>", "pad_token_id": "<pad>",
-         "transformers_version": "4.42.4"},
+        {"_from_model_config": True, "bos_token_id": "<bos>", "cache_implementation": "hybrid",
+         "eos_token_id": ["<eos>", "<end_of_turn>"], "pad_token_id": "<pad>", "transformers_version": "4.42.4"},
         GEMMA_TOKENIZER, {"bos_token": added("<bos>"), "eos_token": added("<eos>")},
-        "<bos>", "<eos>", ("<eos>",), opens=True,
+        "<bos>", "<eos>", ("<eos>", "<end_of_turn>"), opens=True, closes="<end_of_turn>",
     ),
     "gemma-3-instruct": Published(
         GEMMA,
@@ -275,7 +288,26 @@ FAMILIES = {
          "eos_token_id": ["<eos>", "<end_of_turn>"], "pad_token_id": "<pad>", "top_k": 64, "top_p": 0.95,
          "transformers_version": "4.50.0.dev0"},
         GEMMA_TOKENIZER, {"bos_token": added("<bos>"), "eos_token": added("<eos>")},
-        "<bos>", "<eos>", ("<eos>", "<end_of_turn>"), opens=True,
+        "<bos>", "<eos>", ("<eos>", "<end_of_turn>"), opens=True, closes="<end_of_turn>",
+    ),
+    "phi-3-mini": Published(
+        PHI,
+        {"architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+         "auto_map": {
+             "AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+         },
+         "bos_token_id": "<s>", "embd_pdrop": 0.0, "eos_token_id": PHI[3], "hidden_act": "silu",
+         "initializer_range": 0.02, "model_type": "phi3", "num_key_value_heads": 4,
+         "original_max_position_embeddings": 64, "pad_token_id": PHI[3], "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+         "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 5, "tie_word_embeddings": False,
+         "torch_dtype": "bfloat16", "transformers_version": "4.40.2", "use_cache": True},
+        {"_from_model_config": True, "bos_token_id": "<s>", "eos_token_id": [PHI[3], PHI[4], PHI[5]],
+         "pad_token_id": PHI[3], "transformers_version": "4.39.3"},
+        MISTRAL_TOKENIZER | {
+            "add_bos_token": False, "chat_template": PHI_CHAT, "eos_token": PHI[3], "pad_token": PHI[3],
+            "model_max_length": 4096,
+        },
+        {"bos_token": added("<s>"), "eos_token": added(PHI[3])}, None, PHI[3], (PHI[3], PHI[4], PHI[5]),
     ),
     "mistral-7b-0.1": Published(
         MISTRAL[:3], MISTRAL_CONFIG | {"rope_theta": 10000.0, "sliding_window": 3}, FROM_MODEL,

@@ -144,7 +144,7 @@ def test_a_chat_stops_where_transformers_does(tmp_path: Path, monkeypatch: pytes
     asked = [{"role": "user", "content": "say 3"}]
     prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     theirs = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :].tolist()
-    assert tokenizer.decode(theirs) == f"ab{FAMILIES[name].end}"
+    assert tokenizer.decode(theirs) == f"ab{FAMILIES[name].closes or FAMILIES[name].end}"
     assert "".join(generate(tmp_path / "out", Request("say 3", 20, chat=True), "cpu").parts) == "ab"
     prompted = tokenizer.decode(prompt["input_ids"][0]).removeprefix(FAMILIES[name].begin or "")
     plain = "".join(generate(tmp_path / "out", Request(prompted, 20), "cpu").parts)

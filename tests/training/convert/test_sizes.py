@@ -38,6 +38,7 @@ SIZES: dict[str, tuple[Any, ...]] = {
     "olmo-3-7b": (32, 4096, 32, 32, 11008, 100278, 65536, 1e-6, 500000, False),
     "gemma-2-2b": (26, 2304, 8, 4, 9216, 256000, 8192, 1e-6, 10000.0, True),
     "gemma-3-1b": (26, 1152, 4, 1, 6912, 262144, 32768, 1e-6, 1000000, True),
+    "phi-3-mini-4k": (32, 3072, 32, 32, 8192, 32064, 4096, 1e-5, 10000.0, False),
     "mixtral-8x7b": (32, 4096, 32, 8, 14336, 32000, 32768, 1e-5, 1000000.0, False),
     "qwen3-30b-a3b": (48, 2048, 32, 4, 6144, 151936, 40960, 1e-6, 1000000.0, False),
 }
@@ -78,6 +79,10 @@ BESIDE: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 256, "sliding_window": 512, "sliding_window_pattern": 6, "rope_scaling": None,
         "rope_local_base_freq": 10000, "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
         "pad_token_id": 0, "cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh",
+    },
+    "phi-3-mini-4k": {
+        "model_type": "phi3", "sliding_window": 2047, "rope_scaling": None, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+        "original_max_position_embeddings": 4096, "attention_bias": False, "pad_token_id": 32000,
     },
     "mistral-7b-0.1": {"model_type": "mistral", "sliding_window": 4096},
     "mixtral-8x7b": {
