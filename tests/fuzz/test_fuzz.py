@@ -70,6 +70,35 @@ def test_drawn_experts_equal_one_device(seed: int) -> None:
     assert mistakes(config) == [], (case, config.model.experts, config.layout.data)
 
 
+RELATIVES = (
+    {"window": 3}, {"window": 5, "window_layers": [False, True]}, {"rotary_layers": [True, False]},
+    {"norms": "behind", "head_norms": False, "whole_norms": True}, {"norms": "both"},
+    {"window": 4, "window_layers": [True, False], "window_rope": {"theta": 50.0}},
+    {"family": "gemma", "query_scalar": 7, "score_cap": 2.0, "logit_cap": 3.0},
+    {"family": "gemma", "window": 4, "window_layers": [True, False], "score_cap": 1.0}, {"family": "phi", "window": 2},
+)  # fmt: skip
+"""Fields of Llama's relatives; patterns need two layers."""
+
+
+def relative(random: Random) -> tuple[Case, Config]:
+    """A drawn run of Llama with the fields of one or two relatives."""
+    for case, _ in Drawing(random).cases():
+        tree = tree_of(case | {"model": "llama"})
+        for fields in random.sample(RELATIVES, random.choice((1, 1, 2))):
+            tree["model"] |= fields
+        try:
+            return case, parse_run(tree)
+        except ConfigError:
+            continue
+    raise AssertionError("draws do not end")
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 80))])
+def test_drawn_relatives_equal_one_device(seed: int) -> None:
+    case, config = relative(Random(f"relatives/{seed}"))
+    assert mistakes(config) == [], (case, config.model)
+
+
 def trace_alone() -> None:
     """Layers as graphs by torch's own kernels, as tests/compute/tensor/test_graphs.py has them."""
     graphs.BACKEND = "aot_eager"
