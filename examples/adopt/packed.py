@@ -1,0 +1,53 @@
+"""Packed documents with a mask, accumulation over microbatches, a scaler, torch.compile: python packed.py"""
+
+import os
+
+import torch
+import torch.nn.functional as F
+from gpt import GPT
+
+tiny = bool(os.environ.get("TINY"))
+VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = (256, 32, 64, 4, 2) if tiny else (50304, 2048, 1024, 16, 24)
+MICROBATCHES, ROWS = 4, 2
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+torch.manual_seed(0)
+
+
+def packed():
+    """A row of documents of random lengths; labels at the borders do not count."""
+    ids = torch.randint(VOCABULARY, (ROWS, LENGTH + 1))
+    labels = ids[:, 1:].clone()
+    for row in labels:
+        end = 0
+        while end < LENGTH:
+            end += int(torch.randint(LENGTH // 8, LENGTH // 2, ()))
+            if end <= LENGTH:
+                row[end - 1] = -100
+    return ids[:, :-1], labels
+
+
+class Packed(GPT):
+    def forward(self, ids):
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+model = Packed(VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS).to(device)
+run = model if tiny else torch.compile(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=device == "cuda")
+scaler = torch.amp.GradScaler(device, enabled=device == "cuda")
+for step in range(3):
+    batches = [packed() for _ in range(MICROBATCHES)]
+    tokens = sum((labels != -100).sum() for _, labels in batches).item()
+    for ids, labels in batches:
+        with torch.autocast(device, dtype=torch.float16 if device == "cuda" else torch.bfloat16, enabled=not tiny):
+            logits = run(ids.to(device))
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.to(device).flatten(), reduction="sum") / tokens
+        scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    print(f"step {step}: {tokens} labels, loss {loss.item() * MICROBATCHES:.4f}")

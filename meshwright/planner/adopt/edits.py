@@ -1,0 +1,205 @@
+"""Edits of a script in the words of its own framework: arguments, or lines, as a diff that `patch` applies.
+
+Each edit gives a whole new text of the script (or new words), which is run and recorded as the script was: the plan of
+an edit is never derived from the plan of the script.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from meshwright.planner.adopt.adopted import Adopted
+
+_BATCH = re.compile(r"(per_device_train_|micro_|mini_?|train_)?(batch|bsz)(_?size)?|rows", re.IGNORECASE)
+_ACCUMULATION = re.compile(r"(gradient_)?accumulat\w*|microbatches", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A changed script. `source`: the whole new text, None if only words change."""
+
+    title: str
+    source: str | None
+    words: tuple[str, ...]
+    diff: str
+    """A unified diff of the script; or the new arguments."""
+
+
+def edits_of(script: Path, words: Sequence[str], adopted: Adopted, ranks: int) -> list[Edit]:
+    """Return edits that may make the script faster or smaller."""
+    text = script.read_text(encoding="utf-8")
+    site = next((s for s in adopted.sites if s["line"] and s["models"]), None)
+    found: list[Edit] = []
+
+    def lines(title: str, made: str | None) -> None:
+        if made is not None and made != text:
+            diff = difflib.unified_diff(text.splitlines(True), made.splitlines(True), script.name, script.name, n=1)
+            found.append(Edit(title, made, tuple(words), "".join(diff)))
+
+    def arguments(title: str, *more: str) -> None:
+        found.append(Edit(title, None, (*words, *more), "arguments: " + " ".join(more)))
+
+    tree = ast.parse(text)
+    if "TrainingArguments" in text:
+        _trainer(tree, text, words, arguments, lines)
+    else:
+        for factor in (2, 0.5):
+            lines(f"batch x {factor:g}", scaled(tree, text, _BATCH, factor)) if not scaled_words(
+                words, factor, arguments
+            ) else None
+        if site is not None:
+            _insertions(adopted, text, site, lines, ranks)
+        for title, name, value in (
+            ("keep gathered weights", "reshard_after_forward", "False"),
+            ("offload weights and states", "offload_policy", "CPUOffloadPolicy()"),
+        ):
+            lines(title, _with_keyword(tree, text, "fully_shard", name, value))
+    return found
+
+
+def _trainer(
+    tree: ast.Module, text: str, words: Sequence[str], arguments: Callable[..., None], lines: Callable[..., None]
+) -> None:
+    """Try arguments of transformers' Trainer: on the command line, or as keywords of TrainingArguments."""
+    named = dict(zip(words, [*words[1:], ""], strict=True))
+    batch = int(named.get("--per_device_train_batch_size", "8"))
+    choices: list[tuple[str, tuple[tuple[str, str], ...]]] = [
+        ("gradient checkpointing", (("gradient_checkpointing", "True"),)),
+        ("batch x 2", (("per_device_train_batch_size", str(2 * batch)),)),
+        ("batch / 2, accumulated twice", (
+            ("per_device_train_batch_size", str(max(1, batch // 2))), ("gradient_accumulation_steps", "2"))),
+        ("torch.compile", (("torch_compile", "True"),)),
+    ]  # fmt: skip
+    if "--bf16" not in words and "bf16" not in text:
+        choices.append(("bf16", (("bf16", "True"),)))
+    parses = "HfArgumentParser" in text
+    for title, pairs in choices:
+        if parses:
+            arguments(title, *(word for name, value in pairs for word in (f"--{name}", value)))
+        else:
+            made: str | None = text
+            for name, value in pairs:
+                made = made and _with_keyword(ast.parse(made), made, "TrainingArguments", name, value)
+            lines(title, made)
+
+
+def _insertions(adopted: Adopted, text: str, site: dict[str, Any], lines: Callable[..., None], ranks: int) -> None:
+    """Insert lines before the optimizer is made."""
+    model = site["models"][0]
+    kinds = ", ".join(f'"{kind}"' for kind in adopted.repeated)
+    layer = f'type(module).__name__.removeprefix("FSDP") in ({kinds},)'
+    checkpointed = any(entry.phase == "recompute" for entry in adopted.entries)
+    if kinds and not checkpointed:
+        lines("recompute layers", _before(text, site["line"], [
+            "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing",
+            f"apply_activation_checkpointing({model}, check_fn=lambda module: {layer})",
+        ]))  # fmt: skip
+    compiled = any(note.kind == "program" and note.text.startswith("torch.compile") for note, _ in adopted.unseen)
+    if not compiled:
+        lines("torch.compile", _before(text, site["line"], [f"{model}.compile()"]))
+    if not adopted.tf32:
+        lines("TF32 products", _before(text, site["line"], [
+            "from torch import set_float32_matmul_precision", 'set_float32_matmul_precision("high")']))  # fmt: skip
+    cut = any(c.verb in ("all_gather", "reduce_scatter", "message") for c in adopted.collectives)
+    summed = any(c.verb == "all_reduce" and c.phase != "backward" for c in adopted.collectives)
+    if ranks > 1 and kinds and not cut and not summed:
+        inner = f"getattr({model}, 'module', {model})"
+        joined = [] if adopted.collectives else [
+            "from torch.distributed import init_process_group", "init_process_group()"]  # fmt: skip
+        lines("FSDP2", _before(text, site["line"], [
+            *joined, "from torch.distributed.fsdp import fully_shard",
+            f"{model} = {inner}", f"for module in {model}.modules():", f"    if {layer}:",
+            "        fully_shard(module)", f"fully_shard({model})",
+        ]))  # fmt: skip
+
+
+def _before(text: str, line: int, new: Sequence[str]) -> str:
+    """Insert lines before the statement that contains a line, with its indentation."""
+    statements = [
+        node for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.stmt) and not hasattr(node, "body") and node.lineno <= line <= (node.end_lineno or 0)
+    ]  # fmt: skip
+    first = min((node.lineno for node in statements), default=line)
+    rows = text.splitlines(keepends=True)
+    indent = re.match(r"\s*", rows[first - 1])
+    assert indent is not None
+    return "".join([*rows[: first - 1], *(f"{indent[0]}{one}\n" for one in new), *rows[first - 1 :]])
+
+
+def replaced(text: str, node: Any, value: str) -> str:
+    """Replace a node of one line by a text."""
+    rows = text.splitlines(keepends=True)
+    row = rows[node.lineno - 1].encode()
+    rows[node.lineno - 1] = (row[: node.col_offset] + value.encode() + row[node.end_col_offset :]).decode()
+    return "".join(rows)
+
+
+def _numbers(tree: ast.Module, named: re.Pattern[str]) -> Iterator[ast.Constant]:
+    """Yield whole-number constants with a name: of an assignment, a keyword, a default, an argument's default."""
+    for node in ast.walk(tree):
+        pairs: list[tuple[str, Any]] = []
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target, value = node.targets[0], node.value
+            names = target.elts if isinstance(target, ast.Tuple) else [target]
+            values = value.elts if isinstance(value, ast.Tuple) and isinstance(target, ast.Tuple) else [value]
+            pairs = [(n.id, v) for n, v in zip(names, values, strict=False) if isinstance(n, ast.Name)]
+        elif isinstance(node, ast.keyword) and node.arg:
+            pairs = [(node.arg, node.value)]
+        elif isinstance(node, ast.arguments):
+            pairs = [(a.arg, d) for a, d in zip(node.args[::-1], node.defaults[::-1], strict=False)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("add_argument") and node.args:
+            name = str(getattr(node.args[0], "value", "")).lstrip("-").replace("-", "_")
+            pairs = [(name, k.value) for k in node.keywords if k.arg == "default"]
+        for name, value in pairs:
+            if named.fullmatch(name) and isinstance(value, ast.Constant) and type(value.value) is int:
+                yield value
+
+
+def scaled(tree: ast.Module, text: str, named: re.Pattern[str], factor: float) -> str | None:
+    """Scale the first number of the script with such a name; None if there is none, or it would not be whole."""
+    value = next(_numbers(tree, named), None)
+    if value is None or not isinstance(value.value, int) or value.value * factor < 1 or (value.value * factor) % 1:
+        return None
+    return replaced(text, value, str(int(value.value * factor)))
+
+
+def scaled_words(words: Sequence[str], factor: float, arguments: Callable[..., None]) -> bool:
+    """Scale a batch size among the script's words. Returns whether there is one."""
+    for option, value in pairwise(words):
+        if option.startswith("--") and _BATCH.fullmatch(option[2:].replace("-", "_")) and value.isdigit():
+            if int(value) * factor >= 1:
+                arguments(f"batch x {factor:g}", option, str(int(int(value) * factor)))
+            return True
+    return False
+
+
+def _with_keyword(tree: ast.Module, text: str, function: str, name: str, value: str) -> str | None:
+    """Add a keyword to each call of a function; None if no call has it, or one has the keyword already."""
+    calls = [
+        node for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == function
+    ]  # fmt: skip
+    if not calls or any(keyword.arg == name for call in calls for keyword in call.keywords):
+        return None
+    made = text.splitlines(keepends=True)
+    for call in sorted(calls, key=lambda node: (node.end_lineno or 0, node.end_col_offset or 0), reverse=True):
+        row = (call.end_lineno or 1) - 1
+        line, column = made[row].encode(), (call.end_col_offset or 1) - 1
+        comma = "" if line[:column].rstrip()[-1:] in (b"(", b",") else ", "
+        made[row] = (line[:column] + f"{comma}{name}={value}".encode() + line[column:]).decode()
+    if value.endswith("()"):
+        made.insert(first_statement(tree) - 1, f"from torch.distributed.fsdp import {value[:-2]}\n")
+    return "".join(made)
+
+
+def first_statement(tree: ast.Module) -> int:
+    """Return the line of the first import that is not from __future__."""
+    imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+    return next((n.lineno for n in imports if getattr(n, "module", "") != "__future__"), 1)

@@ -1,0 +1,184 @@
+"""`meshwright adopt`: unchanged scripts without values; planted scripts that ask for what is not there."""
+
+from __future__ import annotations
+
+import ast
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwright.planner.adopt.adopted import read
+from meshwright.planner.adopt.edits import edits_of
+from meshwright.planner.adopt.job import AdoptError, Question, run_rank
+from meshwright.planner.adopt.lanes import GroupNetwork, grid_of, step_times
+from meshwright.planner.adopt.recorder import Collective, Entry, Sync
+from meshwright.planner.plan.cluster import load_cluster
+from meshwright.planner.plan.recorder import Kernel
+from meshwright.planner.plan.timing import Timer
+from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.fake_world import Sending
+from tests.command_line import environment_for, meshwright
+from tests.patience import PATIENCE_SECONDS
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples/adopt"
+CLUSTER = load_cluster("dgx-h100")
+SMALL = ("--layers", "2", "--width", "64", "--heads", "4", "--block_size", "32", "--vocabulary", "256")
+
+HEAD = """
+import torch
+from torch import nn
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+LOOP = """
+for step in range(4):
+    loss = model(torch.randn(6, 8).to(device)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def adopted(folder: Path, text: str) -> tuple[Question, Path]:
+    script = folder / "script.py"
+    script.write_text(text)
+    return Question(script, (), CLUSTER, 1), folder / "out"
+
+
+def test_a_script_that_reads_a_value_is_told_the_line(tmp_path: Path) -> None:
+    question, out = adopted(tmp_path, HEAD + LOOP + "    if loss.item() > 0.5:\n        print('large')\n")
+    facts = run_rank(question, 0, out)
+    assert [(note.kind, note.where) for note, _ in facts.unseen] == [("value", "script.py:13")]
+    # Two linears: 2 x rows x inputs x outputs, forward; the first has no gradient of its input.
+    forward, first = 2 * 6 * (8 * 16 + 16 * 4), 2 * 6 * 8 * 16
+    assert facts.flops == 3 * forward - first
+    assert facts.parameters == 8 * 16 + 16 + 16 * 4 + 4
+    assert facts.memory.parts["weights"] == 4 * facts.parameters
+    assert sum(facts.memory.parts.values()) == facts.memory.allocated
+    assert read(out).entries == facts.entries
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (HEAD + "print(model(torch.randn(6, 8).to(device)).sum())", "took no step: no optimizer stepped"),
+        ("print('no model')", "took no step: no torch optimizer was made"),
+        (HEAD + "raise ValueError('a mistake')", "script.py:7: ValueError: a mistake"),
+        (
+            "import urllib.request\nurllib.request.urlopen('http://example.org/weights')",
+            "example.org is not asked: nothing is downloaded",
+        ),
+        (
+            "from transformers import AutoConfig\nAutoConfig.from_pretrained('someone/some-model')",
+            "someone/some-model",
+        ),
+    ],
+    ids=["never steps", "no model", "crashes", "downloads", "the Hub"],
+)  # fmt: skip
+def test_a_script_that_cannot_be_adopted_says_why(text: str, said: str, tmp_path: Path) -> None:
+    question, out = adopted(tmp_path, text)
+    with pytest.raises(AdoptError) as raised:
+        run_rank(question, 0, out)
+    assert said in str(raised.value)
+
+
+def test_ctrl_c_ends_the_script_too(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(10_000)\n")
+    command = [sys.executable, "-m", "meshwright.cli", "adopt", "--out", "out", "script.py"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment_for(tmp_path), stderr=subprocess.PIPE, start_new_session=True
+    )
+    output, end = tmp_path / "out/output.txt", time.monotonic() + PATIENCE_SECONDS
+    while not (output.is_file() and "begun" in output.read_text()):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert children
+    subprocess.run(["kill", "-INT", f"-{process.pid}"], check=True)
+    assert process.wait(PATIENCE_SECONDS) != 0
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    assert process.stderr is not None
+    assert "Traceback" not in process.stderr.read().decode()
+    process.stderr.close()
+    assert signal.SIGINT
+
+
+def test_the_command_writes_facts_a_page_and_a_check(tmp_path: Path) -> None:
+    words = ("--edits", "1", "--out", "out", "--json", str(EXAMPLES / "gpt.py"), *SMALL, "--batch_size", "4")
+    ran = meshwright(tmp_path, "adopt", *words)
+    assert ran.returncode == 0, ran.stderr
+    answer = json.loads(ran.stdout)
+    assert answer["planned"]["seconds"] > 0
+    assert answer["edits"][0]["title"] == "batch x 2"
+    once, twice = (
+        answer["adopted"]["0"]["flops"],
+        json.loads((tmp_path / "out/edits/batch-x-2/adopted.json").read_text()),
+    )
+    assert twice["flops"] == 2 * once
+    page = (tmp_path / "out/adopted.html").read_text()
+    assert "blocks.1.attention.qkv" in page
+    assert "http" not in page
+    ast.parse((tmp_path / "out/test_adopted.py").read_text())
+
+
+def test_fsdp_holds_a_share_and_gathers_under_computation(tmp_path: Path) -> None:
+    words = ("--size", "tiny", "--sequence", "32")
+    facts = run_rank(Question(EXAMPLES / "fsdp.py", words, CLUSTER, 8), 0, tmp_path)
+    assert facts.memory.parts["weights"] * 8 == 4 * facts.parameters
+    sums = {c.verb: c for c in facts.collectives if c.phase == "backward"}
+    assert sums["reduce_scatter"].payload_bytes == 4 * facts.parameters
+    assert sums["all_gather"].under_flops > 0
+    assert sums["all_gather"].ranks == tuple(range(8))
+
+
+def test_a_mean_over_groups_of_ranks_is_on_axes_of_a_grid() -> None:
+    for ranks, world in (((0, 1, 2, 3), 8), ((0, 2, 4, 6), 8), ((0, 1, 4, 5), 16), ((1, 3), 4)):
+        grid, axes = grid_of(ranks, world)
+        first = grid.group(0, *axes.split("+"))
+        assert [rank - first[0] for rank in first] == [rank - ranks[0] for rank in ranks]
+    with pytest.raises(ConfigError, match="equal distances"):
+        grid_of((0, 1, 3), 4)
+
+
+def kernel(flops: float) -> Kernel:
+    return Kernel("product", flops, 1, 1, "bf16", 4096.0)
+
+
+def test_a_sum_that_nobody_waits_for_hides_under_kernels() -> None:
+    sending = Sending("all_reduce", 10**8, tuple(range(8)))
+    begin, wait = Entry(Collective(sending, 1), "backward", -1, 0), Entry(Sync("wait", 1), "backward", -1, 0)
+    work = Entry(kernel(5e12), "backward", -1, 0)
+    timer, network = Timer(CLUSTER, 8), GroupNetwork(CLUSTER, 8)
+
+    def seconds(*entries: Entry) -> float:
+        return step_times({0: entries}, {}, timer, network, CLUSTER)[0].seconds
+
+    alone, sent = seconds(work), network.seconds(sending, 0)
+    tax = sent * 0.189 / 1.189
+    assert seconds(begin, wait, work) == pytest.approx(alone + sent, rel=1e-2)
+    assert seconds(begin, work, wait) == pytest.approx(alone + tax, rel=1e-2)
+
+
+def test_edits_change_the_lines_that_they_name(tmp_path: Path) -> None:
+    question, out = adopted(
+        tmp_path,
+        HEAD.replace("nn.ReLU(), nn.Linear(16, 4)", "*(nn.Linear(16, 16) for _ in range(3))").replace(
+            "nn.Sequential(nn.Linear(8, 16), *", "nn.Sequential(nn.Linear(8, 16), nn.Sequential(*"
+        ).replace("range(3)))", "range(3))))")
+        + LOOP.replace("6, 8", "batch_size, 8").replace("\nfor", "\nbatch_size = 6\nfor"),
+    )  # fmt: skip
+    facts = run_rank(question, 0, out)
+    titles = {edit.title: edit for edit in edits_of(question.script, (), facts, 1)}
+    assert "+batch_size = 12" in titles["batch x 2"].diff
+    edit = titles["recompute layers"]
+    assert edit.source is not None
+    ast.parse(edit.source)
+    after = run_rank(question, 0, tmp_path / "edited", edit)
+    assert any(entry.phase == "recompute" for entry in after.entries)
+    assert not any(entry.phase == "recompute" for entry in facts.entries)
