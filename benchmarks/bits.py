@@ -3,6 +3,7 @@
     python -m benchmarks.bits [--rounds N] [--steps N] [--json FILE]   step time of layout-free beside the usual mode
     python -m benchmarks.bits --losses [--device cuda]     one model's third loss under 18 layouts, in both modes
     python -m benchmarks.bits --memory      bytes of weights, gradients and states that a rank holds, in both modes
+    python -m benchmarks.bits --parts       processor time of a step on one device, by the parts that kernels get
     python -m benchmarks.bits --distance    weights after 20 steps: how far from float64's, in both modes
 
 Grains of one sample, and of four. Targets: at most 1.1 of the usual step on the axes of data, 1.3 on those of tensors.
@@ -10,7 +11,9 @@ Grains of one sample, and of four. Targets: at most 1.1 of the usual step on the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,6 +147,52 @@ def memory() -> None:
     Console(width=140).print(table)
 
 
+PARTS: dict[str, tuple[str, ...]] = {
+    "usual": (),
+    "grains": (),
+    "1-D": ("tensor=2",),
+    "1-D, sequences": ("tensor=2", "sequence=2"),
+    "1-D, sequences, 2-D": ("tensor=2", "sequence=2", "hidden=2"),
+    "1-D, rings, 2-D": ("tensor=2", "sequence=4", "hidden=2", "attention=runs"),
+    "eight ranks": ("tensor=8", "sequence=8", "hidden=2", "attention=runs"),
+}
+"""Fields of `bits` beside `samples=2`, by the axes that they let in."""
+
+
+def parts(rounds: int = 2) -> None:
+    """A table of parts: processor time of a step on one device, in turns with the usual mode."""
+    model = {"layers": 2, "hidden": 256, "heads": 8, "positions": 128, "vocabulary": 2048, "dropout": 0.0}
+    tree = {"model": model, "data": {"sequence": 128}, "batch": {"global": 16}, "device": "cpu", "threads": 1}
+    free = "bits.kind=layout-free", "bits.samples=2"
+    configs = {
+        name: parse_config(
+            tree, ("layout.transport=threads", *(free if name != "usual" else ()), *(f"bits.{word}" for word in words))
+        )
+        for name, words in PARTS.items()
+    }
+    found: dict[str, list[float]] = {name: [] for name in PARTS}
+
+    def step(rank: Rank, config: Config) -> float:
+        built = build(config, rank.mesh)
+        times = []
+        for number in range(2):  # the first one allocates
+            started = time.process_time()
+            train_step(built, random_batch(config, number), number)
+            times.append(time.process_time() - started)
+        return times[-1]
+
+    for _ in range(rounds):
+        for name, config in configs.items():
+            decided = resolve_layout(config, Machine.here()).config
+            found[name].append(launch.run(partial(step, config=decided), decided)[0])
+    table = Table("axes", "samples", "tensor", "hidden", "sequence", "attention", "ms of a processor", "times usual")
+    for name, seconds in found.items():
+        ratios = sorted(own / usual for own, usual in zip(seconds, found["usual"], strict=True))
+        chosen = [str(value) for field, value in configs[name].bits if field != "kind"]
+        table.add_row(name, *chosen, f"{1e3 * min(seconds):.0f}", f"{ratios[len(ratios) // 2]:.2f}")
+    Console(width=140).print(table)
+
+
 OPTIMIZERS = {"SGD": ("optimizer.name=sgd", "optimizer.lr=0.1"), "Adam": ()}
 """Adam's first steps are signs: where a gradient is nearly 0, its last bit decides where a weight goes."""
 
@@ -171,7 +220,7 @@ def distance(steps: int = 20, seeds: int = 8) -> None:
 
 def main() -> None:
     parser = plan_arguments("The cost of equal bits, side by side with the usual mode.")
-    for other in (losses, memory, distance):
+    for other in (losses, memory, parts, distance):
         parser.add_argument(f"--{other.__name__}", action="store_const", dest="other", const=other, help=other.__doc__)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="the rows; default: all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of --losses")

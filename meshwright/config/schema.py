@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from meshwright.compute.bits.section import Bits
+from meshwright.compute.bits.section import Bits, decided_bits
 from meshwright.compute.models.section import Network
 from meshwright.config.kinds import with_kind
 from meshwright.config.layout import Layout
@@ -331,6 +331,12 @@ class Config(Section):
         if not isinstance(tree, dict):
             return tree
         return tree | {"data": with_kind(tree.get("data", {}), tree.get("model"))}
+
+    @model_validator(mode="after")
+    def decide_bits(self) -> Self:
+        """Write a value for each `auto` of `bits`. Here and not in decisions.py: no rank, machine or layout decides."""
+        self.__dict__["bits"] = decided_bits(self)
+        return self
 
     @property
     def micro(self) -> int:

@@ -41,9 +41,8 @@ def train(
 ) -> None:
     """Run a whole job into `out`, with a trace of the steps `trace`. `each`: called with every step (follow.py).
 
-    `resume`: continue from the newest checkpoint in `out`, or from the checkpoint of step `resume_from`.
-    `accept_changes`: continue even if the config differs in fields that a run must keep. Raises ConfigError, DataError,
-    CheckpointError, LaunchError, Interrupted.
+    `resume`: continue from the newest checkpoint, or from `resume_from`. `accept_changes`: even if the config differs
+    in fields that a run must keep. Raises ConfigError, DataError, CheckpointError, LaunchError, Interrupted.
     """
     out = out.absolute()
     machine = this_machine()
@@ -52,8 +51,11 @@ def train(
     require_sinks(config.metrics)
     if trace:
         require_matplotlib("a traced step")
-    data = config.data.prepare(config, progress)
-    counted = in_steps(config, data)
+    if resume:
+        from meshwright.training.resume import decided_before, go_on, with_earlier_bits
+
+        config = with_earlier_bits(config, out)
+    counted = in_steps(config, data := config.data.prepare(config, progress))
     asked = config = counted.config
     if config.restarts.shrink and machine.joined and machine.world_size < config.layout.world_size:
         # torchrun --nnodes=1:N starts the nodes that are left; a number of ranks that does not fit is refused below.
@@ -65,8 +67,6 @@ def train(
         before = config
         if not machine.joined:  # else the ranks find out whether this is a restart (worker.py)
             if resume:
-                from meshwright.training.resume import decided_before, go_on
-
                 notes += go_on(out, config, config.data.fingerprint(data), resume_from, accept_changes=accept_changes)
                 before = decided_before(config, out)
             else:

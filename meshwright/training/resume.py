@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
+from meshwright.compute.bits.section import ALONE
 from meshwright.config import Config, run_text
-from meshwright.config.section import leaves_of
+from meshwright.config.rules import broken_rules
+from meshwright.config.section import leaves_of, with_field
 from meshwright.ranks.errors import CheckpointError, ConfigError, DamagedError, Problem
 from meshwright.ranks.foreign import read_text
 from meshwright.training.checkpoint.manifest import TOKENIZER_FILE
@@ -92,6 +94,22 @@ def decided_before(config: Config, out: Path) -> Config:
         return config
     origin = checkpoint.manifest.origin
     return as_before(config, origin.config, origin.resolved)
+
+
+def with_earlier_bits(config: Config, out: Path) -> Config:
+    """Return a resumed run's config with the checkpoint's numbers of `bits` in place of numbers decided for `auto`.
+
+    An older version of Meshwright may have decided other numbers, and the run must go on with its bits. Raises
+    ConfigError for a layout that the checkpoint's numbers do not allow.
+    """
+    checkpoint = _newest(out, None)[1] if config.bits.layout_free else None
+    if checkpoint is None or not checkpoint.config.bits.layout_free:
+        return config
+    for name in ALONE.keys() - config.bits.model_fields_set:
+        config = with_field(config, f"bits.{name}", getattr(checkpoint.config.bits, name))
+    if problems := broken_rules(config):
+        raise ConfigError(problems)
+    return config
 
 
 def with_offer(error: DamagedError, folder: Path, step: int) -> DamagedError:

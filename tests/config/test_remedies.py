@@ -220,9 +220,9 @@ def mistakes_of(tree: Mapping[str, Any], words: list[str]) -> list[Problem]:
 
 def test_remedies_of_the_reported_refusals() -> None:
     """Those that could not be followed: a prose of numbers, fewer than one, 1 to 1."""
-    tree = {"model": {"base": "vit-digits"}, "batch": {"global": 8}, "bits": {"kind": "layout-free", "tensor": 4}}
+    tree = {"model": {"base": "vit-digits"}, "batch": {"global": 8}, "bits": {"kind": "layout-free", "hidden": 2}}
     told = [str(problem) for problem in mistakes_of(tree, [])]
-    assert "bits.samples=4, or bits.tensor=1" in "\n".join(told)
+    assert "bits.samples=2, or bits.hidden=1" in "\n".join(told)
     tesseract = {"layout": {"tensor": {"kind": "tesseract", "q": 1, "d": 2}}}
     (problem,) = mistakes_of(tesseract, [])
     assert str(problem).endswith("; valid: 1")

@@ -16,6 +16,7 @@ from meshwright.compute.bits.grains import SampleGrains
 from meshwright.compute.bits.head import PartHead
 from meshwright.compute.bits.heads import HeadParts
 from meshwright.compute.bits.runs import RunsOfQueries
+from meshwright.compute.bits.section import WHOLE_VECTORS
 from meshwright.compute.models.chain import Chain, chain_of
 from meshwright.compute.parameters.bucket import VECTOR
 from meshwright.compute.parameters.fixed import FixedPoint
@@ -23,6 +24,7 @@ from meshwright.compute.parameters.role import HIDDEN_MATRIX, TABLE
 from meshwright.compute.parameters.shard import ShardSpec
 from meshwright.compute.tensor.dropout import InnerDropout
 from meshwright.compute.tensor.products import Products
+from meshwright.compute.tensor.whole_vectors import InWholeVectors
 from meshwright.config import Config
 from meshwright.ranks.mesh import Mesh
 
@@ -96,6 +98,8 @@ class LayoutFree:
             model.context.attend_by(replace(model.context.heads, draw=grains.draw))
         for module in tuple(model.modules()):
             match module:
+                case InWholeVectors() if not _widths_are_whole(config):
+                    module.pad()
                 case PartHead():
                     module.round_by(self.fixed)
                 case InnerDropout() if config.bits.cuts:
@@ -120,18 +124,25 @@ def layout_free(config: Config, mesh: Mesh, inside: Sequence[str]) -> LayoutFree
         at_once=rows.at_once,
         inside=inside,
     )
-    # A tied table is used twice; each use adds one gradient per run, and one per part if parts share heads.
-    uses = 2 * bits.sequence * bits.tensor
+    # Each use of a table adds one gradient per run, and one per part if parts share heads.
+    uses = config.model.table_uses * bits.sequence * bits.tensor
     return LayoutFree(grains, FixedPoint(uses * config.batch.global_ // bits.samples, mesh.device))
+
+
+def _widths_are_whole(config: Config) -> bool:
+    """Return True if each part of each width has whole vectors, so that element-wise functions need no padding."""
+    bits = config.bits
+    return not bits.cuts or all(width // bits.tensor % WHOLE_VECTORS == 0 for _, width in config.model.widths)
 
 
 def _vectors_are_whole(config: Config, specs: dict[str, ShardSpec]) -> bool:
     """Return True if products have equal bits under any number of threads.
 
     Measured for MKL and oneDNN with 1, 2 and 4 threads: bits are equal if rows and columns are multiples of 16. False
-    with experts, which get any number of rows.
+    with experts, which get any number of rows, and with an optimizer of whole matrices: few rows and columns make MKL
+    share the sum of a square among threads.
     """
-    if config.model.routing.num_experts:
+    if config.model.routing.num_experts or config.optimizer.update.matrix_step:
         return False
     bits = config.bits
     tokens = bits.samples * chain_of(config).tokens_per_sample(config)

@@ -7,13 +7,29 @@
 - Sums without an order: each addend of grains, microbatches and ranks is rounded once to a multiple of one power of two
   and added as an integer (Demmel and Nguyen, "Fast reproducible floating-point summation", ARITH 2013, with a quantum
   that is fixed for the run).
+
+Each `auto` becomes a number when a config is read. The decision reads the model, the batch and the length of sequences,
+and no field of the layout. So one run file has one grain under every layout.
+
+| field     | `auto` takes                                                                                           |
+|-----------|--------------------------------------------------------------------------------------------------------|
+| samples   | the most samples of at most 512 tokens that divide every replica's part for 1 to 8 replicas            |
+| tensor    | the largest legal power of two up to 8 that leaves 256 of the hidden width to a part, or 2             |
+| sequence  | the largest legal power of two up to 8 that leaves 256 tokens to a run, or 2, or 4 where rings are     |
+| hidden    | 2 if legal, else 1                                                                                     |
+| attention | runs where rings are legal (no dropout) and a sequence has four runs, else heads                       |
+
+Smaller parts let more ranks in, and cost more on one device (`python -m benchmarks.bits --parts`).
+
+If one of these fields has a value in the run file, the missing ones are 1 and `heads`: the values of runs that were
+written before `auto` existed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.compute.tensor.section import whole_layers
 from meshwright.config.section import Positive, Rule, Section, can_share, divisors, listed, rule
@@ -22,6 +38,15 @@ from meshwright.ranks.errors import Problem
 if TYPE_CHECKING:
     from meshwright.compute.models.section import Network
     from meshwright.config import Config
+
+    Number = int
+    Queries = str
+else:
+    Number = Positive | Literal["auto"]
+    Queries = Literal["auto", "heads", "runs"]
+
+AUTO: Any = "auto"
+"""The default of numbers that are decided when a config is read (`decided_bits`); every reader finds a number."""
 
 KIND, SAMPLES, TENSOR, SEQUENCE = "bits.kind", "bits.samples", "bits.tensor", "bits.sequence"
 HIDDEN = "bits.hidden"
@@ -39,17 +64,17 @@ class Bits(Section):
 
     kind: Literal["usual", "layout-free"] = "usual"
     """usual: runs of one layout end with equal bits; layout-free: runs of all layouts end with equal bits."""
-    samples: Positive = 1
-    """layout-free: samples of a kernel call. More samples are faster if samples are short."""
-    tensor: Positive = 1
-    """layout-free: number of parts of heads, widths and tables, one per kernel call; a multiple of tensor sizes."""
-    hidden: Positive = 1
-    """layout-free: number of parts of the hidden width, one per kernel call; a multiple of layout.tensor.q."""
-    sequence: Positive = 1
-    """layout-free: number of runs of a sequence, one per kernel call; a multiple of sizes that cut sequences."""
+    samples: Number = AUTO
+    """layout-free: samples of a kernel call; auto: by tokens of a sample and the batch, if no bits field is written."""
+    tensor: Number = AUTO
+    """layout-free: parts of heads, widths and tables, one per kernel call; a multiple of tensor sizes; auto: 2 to 8."""
+    hidden: Number = AUTO
+    """layout-free: parts of the hidden width, one per kernel call; a multiple of layout.tensor.q; auto: <= 2."""
+    sequence: Number = AUTO
+    """layout-free: runs of a sequence, one per kernel call; a multiple of sizes that cut sequences; auto: 2 to 8."""
 
-    attention: Literal["heads", "runs"] = "heads"
-    """layout-free: queries of an attention kernel call: whole sequences, or one run, which rings require."""
+    attention: Queries = AUTO
+    """layout-free: queries of a kernel call: whole sequences, or one run, for rings; auto: runs if rings are legal."""
 
     @property
     def layout_free(self) -> bool:
@@ -128,10 +153,6 @@ def parts_are_equal(config: Config) -> Iterator[Problem]:
     for cut in whole_layers(config, TENSOR, parts) if parts > 1 else ():
         if cut.problem is not None:
             yield cut.problem
-    for field, width in config.model.widths[1:] if parts > 1 else ():  # gates are stored row by row next to others
-        if width % parts == 0 and width // parts % WHOLE_VECTORS:
-            rule_text = f"leaves {width // parts} of {field}={width} to a part, which are no whole vectors"
-            yield Problem(TENSOR, parts, rule_text, f"1; or {field}={WHOLE_VECTORS * parts}, any multiple")
     size = tensor.inner_size
     if parts % size:
         rule_text = f"does not divide bits.tensor={parts}, the parts that kernels get"
@@ -173,9 +194,14 @@ def runs_are_equal(config: Config) -> Iterator[Problem]:
     """Require runs of whole vectors, and equal numbers of runs per rank."""
     runs, tensor, context, model = config.bits.sequence, config.layout.tensor, config.layout.context, config.model
     for length in model.sequences(config):
-        if length.number % runs:
-            rule_text = f"does not cut {length.field}={length.number}{length.note} into equal runs"
-            yield Problem(SEQUENCE, runs, rule_text, listed(divisors(length.number)), length.reads or (length.field,))
+        if length.number % runs or length.number == runs > 1:  # a sequence of one token is a head's, and is not cut
+            rule_text = (
+                f"does not cut {length.field}={length.number}{length.note} into equal runs of two tokens or more"
+            )
+            yield Problem(
+                SEQUENCE, runs, rule_text, listed(divisors(length.number)[:-1] or [1]),
+                length.reads or (length.field,),
+            )  # fmt: skip
             return
         if problem := _kernels_are_whole_vectors(config, length.number):
             yield problem
@@ -198,40 +224,34 @@ def runs_are_equal(config: Config) -> Iterator[Problem]:
 
 
 def _kernels_are_whole_vectors(config: Config, tokens: int) -> Problem | None:
-    """Return the problem of kernels with incomplete vectors, at the field that splits, or None.
+    """Return the problem of functions of the hidden width that would get incomplete vectors, or None.
 
-    Values that give whole vectors are suggested: fewer parts, or more samples per kernel.
+    Functions of inner widths are padded (tensor/whole_vectors.py). Values that give whole vectors are suggested: fewer
+    parts, or more samples per kernel.
     """
-    bits, widths = config.bits, config.model.widths
-    cut = max(bits.tensor, bits.hidden)
-    odd = [
-        (field, width)
-        for field, width in widths
-        if bits.samples * tokens // bits.sequence * width // cut % WHOLE_VECTORS
-    ]
-    if not (bits.cuts and odd):
+    bits, width = config.bits, config.model.hidden
+    if not bits.cuts:
         return None
 
-    def fits(samples: int, runs: int, cut: int) -> bool:
-        return all(samples * tokens // runs * width // cut % WHOLE_VECTORS == 0 for _, width in widths)
+    def fits(samples: int, runs: int, parts: int) -> bool:
+        return samples * tokens // runs * width // parts % WHOLE_VECTORS == 0
 
-    field, parts = next(
-        (field, parts)
-        for field, parts in ((SEQUENCE, bits.sequence), (TENSOR, bits.tensor), (HIDDEN, bits.hidden))
-        if parts > 1
-    )
-    fewer = [size for size in divisors(parts)[:-1] if fits(bits.samples, size, cut) if field == SEQUENCE] or [1]
+    if fits(bits.samples, bits.sequence, bits.hidden):
+        return None
+    field, parts = max((SEQUENCE, bits.sequence), (HIDDEN, bits.hidden), (TENSOR, bits.tensor), key=lambda cut: cut[1])
+    fewer = [size for size in divisors(parts)[:-1] if field == SEQUENCE and fits(bits.samples, size, bits.hidden)]
     grain = config.micro // config.layout.tensor.rows.parts
     more = [
-        samples for samples in divisors(max(grain, 1)) if samples > bits.samples and fits(samples, bits.sequence, cut)
+        samples
+        for samples in divisors(max(grain, 1))
+        if samples > bits.samples and fits(samples, bits.sequence, bits.hidden)
     ]
-    name, width = odd[0]
     rows = bits.samples * tokens // bits.sequence
     rule_text = (
-        f"gives kernels {rows} tokens x {width // cut} of {name}={width}, and what is left "
+        f"gives kernels {rows} tokens x {width // bits.hidden} of model.hidden={width}, and what is left "
         f"over of {WHOLE_VECTORS} elements is computed in another way"
     )
-    valid = (f"{SAMPLES}={more[0]}, or {field}=" if more else "") + listed(fewer)
+    valid = (f"{SAMPLES}={more[0]}, or {field}=" if more else "") + listed(fewer or [1])
     return Problem(field, parts, rule_text, valid)
 
 
@@ -317,11 +337,6 @@ REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
         "allreduce, ring, rooted, server-gradient, zero1, zero2, zero3",
     ),
     (
-        "optimizer.name",
-        lambda config: config.optimizer.name if config.optimizer.update.matrix_step else None,
-        "adamw, sgd",
-    ),
-    (
         "precision.accumulate",
         lambda config: config.precision.accumulate if config.precision.accumulate != "float32" else None,
         "float32",
@@ -341,3 +356,64 @@ def what_is_summed_in_an_order(config: Config) -> Iterator[Problem]:
             yield Problem(
                 field, value, "has sums or kernels whose bits depend on the layout (bits.kind=layout-free)", instead
             )
+
+
+MOST_RANKS = 8
+"""Ranks of an axis that `auto` serves."""
+
+ENOUGH_TOKENS = 512
+"""Tokens of a kernel call beyond which more samples bring no further gain."""
+
+LEAST = 256
+"""Columns of a part, and tokens of a run, that `auto` leaves; fewer only to let two ranks in."""
+
+LARGEST: Mapping[str, int] = {TENSOR: MOST_RANKS, SEQUENCE: MOST_RANKS, HIDDEN: 2}
+"""The most parts that `auto` takes, in the order of decision."""
+
+ALONE: Mapping[str, Any] = {"samples": 1, "tensor": 1, "hidden": 1, "sequence": 1, "attention": "heads"}
+"""The values of fields beside a written one, and in the usual mode, which does not read any."""
+
+_RULES = (parts_are_equal, parts_of_hidden_are_equal, runs_are_equal, layers_fall_into_blocks)
+
+
+def decided_bits(config: Config) -> Bits:
+    """Return the config's section `bits` with a value for each `auto`. Decided fields do not count as written."""
+    bits = config.bits
+    written = {name: value for name in ALONE if (value := getattr(bits, name)) != "auto"}
+    values = {**ALONE, **written}
+    free = [name for name in ALONE if name not in written and (not written or name in bits.model_fields_set)]
+    if not bits.layout_free:
+        free = []
+    if "samples" in free:
+        values["samples"] = _samples(config)
+    model = config.model
+    tokens = values["samples"] * max((length.number for length in model.sequences(config)), default=0)
+    rings = "attention" in free and model.cuts_context and not model.dropout
+    # Two ranks of a ring hold four runs.
+    fewest = {TENSOR: 2, SEQUENCE: 4 if rings else 2, HIDDEN: 2}
+    sizes = {TENSOR: model.hidden, SEQUENCE: tokens, HIDDEN: model.hidden}
+    for field, most in LARGEST.items():
+        name = field.removeprefix("bits.")
+        powers = [2**power for power in range(most.bit_length() - 1, 0, -1)]
+        wanted = [number for number in powers if number <= fewest[field] or sizes[field] // number >= LEAST]
+        if name in free:
+            values[name] = next((number for number in wanted if _fit(config, {**values, name: number})), 1)
+    if rings and values["sequence"] >= 4:
+        values["attention"] = "runs"
+    kept = bits.model_fields_set - (ALONE.keys() - written.keys())
+    return Bits.model_construct(_fields_set=kept, kind=bits.kind, **values)
+
+
+def _samples(config: Config) -> int:
+    """Return the samples of a grain: a divisor of every legal replica's part, of few tokens."""
+    batch = config.batch.global_
+    replicas = math.lcm(*(size for size in range(1, MOST_RANKS + 1) if batch % size == 0))
+    tokens = max((length.number for length in config.model.sequences(config)), default=ENOUGH_TOKENS)
+    return max(size for size in divisors(batch // replicas) if size == 1 or size * tokens <= ENOUGH_TOKENS)
+
+
+def _fit(config: Config, values: dict[str, Any]) -> bool:
+    """Return whether the model and its sequences have these parts on one device."""
+    bits = Bits.model_construct(kind=config.bits.kind, **values)
+    tried = config.model_copy(update={"bits": bits, "layout": type(config.layout)()})
+    return not any(problem for rule in _RULES for problem in rule.check(tried))

@@ -3,6 +3,7 @@ feed-forward."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from meshwright.compute.parameters.shard import Initial
 from meshwright.compute.tensor.gelu import gelu
 from meshwright.compute.tensor.islands import UsesIslands
 from meshwright.compute.tensor.kit import Kit
+from meshwright.compute.tensor.whole_vectors import InWholeVectors, in_whole_vectors
 
 if TYPE_CHECKING:
     from meshwright.compute.models.decoder import KeyValueCache
@@ -94,7 +96,7 @@ class SelfAttention(nn.Module):
         return self.output(attended.transpose(1, 2).flatten(2))
 
 
-class GeluFeedForward(nn.Module, UsesIslands):
+class GeluFeedForward(nn.Module, UsesIslands, InWholeVectors):
     """Two linears with GELU between: exact, or GPT-2's `tanh` approximation."""
 
     def __init__(self, model: Transformer, kit: Kit, last: Initial, *, tanh: bool) -> None:
@@ -104,8 +106,8 @@ class GeluFeedForward(nn.Module, UsesIslands):
         self.contract = kit.contract(model.inner, model.hidden, last)
 
     def forward(self, h: Tensor) -> Tensor:
-        inside = self.expand(h)
-        return self.contract(gelu(inside, self.islands) if self.tanh else F.gelu(inside))
+        inside, activate = self.expand(h), partial(gelu, islands=self.islands) if self.tanh else F.gelu
+        return self.contract(in_whole_vectors(activate, inside) if self.padded else activate(inside))
 
 
 class Block(nn.Module):

@@ -143,16 +143,13 @@ def kit_holds_experts(config: Config) -> Iterator[Problem]:
 
 @rule("model.experts", "bits")
 def balance_is_a_samples(config: Config) -> Iterator[Problem]:
-    """Refuse a balance over more than a sequence with `bits: layout-free`, which computes `bits.samples` at a time."""
+    """Refuse a balance over a microbatch with `bits: layout-free`: a microbatch is a part of the layout."""
     experts = experts_of(config)
     if experts is None or not config.bits.layout_free:
         return
-    if experts.balance and experts.balance_over != "sequence":
-        rule_text = "goes by more samples than bits.samples, which are computed at a time"
-        yield Problem("model.experts.balance_over", experts.balance_over, rule_text, "sequence")
-    if experts.bias_rate is not None:
-        rule_text = "moves by counts of tokens, which are no sums of bits.layout_free's fixed point"
-        yield Problem("model.experts.bias_rate", experts.bias_rate, rule_text, "null")
+    if experts.balance and experts.balance_over == "microbatch":
+        rule_text = "goes by batch.micro, which belongs to the layout"
+        yield Problem("model.experts.balance_over", experts.balance_over, rule_text, "sequence, batch")
 
 
 EXPERT_RULES = (

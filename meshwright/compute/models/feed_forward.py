@@ -12,9 +12,10 @@ from meshwright.compute.parameters.shard import Initial
 from meshwright.compute.tensor.kit import ExpertsKit, Kit
 from meshwright.compute.tensor.router import ExpertsShape
 from meshwright.compute.tensor.swiglu import ACTIVATIONS
+from meshwright.compute.tensor.whole_vectors import InWholeVectors, in_whole_vectors
 
 
-class FeedForward(nn.Module):
+class FeedForward(nn.Module, InWholeVectors):
     """contract(activation(expand(x))); with `gated`, times sigmoid(x w), as in Qwen2-MoE's shared expert.
 
     SwiGLU: silu(gate) · up, with gate and up from one linear.
@@ -26,13 +27,15 @@ class FeedForward(nn.Module):
         """Make the layer. `gated`: multiply the output by sigmoid(x w)."""
         super().__init__()
         hidden, groups = model.hidden, model.expand_groups
-        self.activate = ACTIVATIONS[model.activation]
+        self.activate, self.groups = ACTIVATIONS[model.activation], groups
         self.expand = kit.expand(hidden, groups * inner, Initial(0.02), groups=groups, bias=bias)
         self.contract = kit.contract(inner, hidden, last_initial(model), bias=bias)
         self.gate = kit.linear("transform", hidden, 1, Initial(0.02), bias=False) if gated else None
 
     def forward(self, h: Tensor) -> Tensor:
-        y: Tensor = self.contract(self.activate(self.expand(h)))
+        inside = self.expand(h)
+        activated = in_whole_vectors(self.activate, inside, self.groups) if self.padded else self.activate(inside)
+        y: Tensor = self.contract(activated)
         return y if self.gate is None else y * self.gate(h).sigmoid()
 
 

@@ -95,6 +95,8 @@ class Network(Section):
 
     losses_in_layers: ClassVar[str] = ""
     """The field that adds losses computed in layers, not by the head; empty if there are none."""
+    table_uses: ClassVar[int] = 2
+    """Most uses of a table in a forward pass: a tied table's in the embedding and in the head."""
     num_tokens: ClassVar[int] = 0
     """Number of tokens in the vocabulary; 0 if the model reads no text."""
     longest: ClassVar[int] = 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.compute.parameters.fixed import FixedPoint
+from meshwright.compute.parameters.fixed import GRADIENT_DIGITS, FixedPoint
 from meshwright.compute.parameters.gradients import Gradients, OnFirst, OnGradient, Views, WriteGradient
 
 
@@ -19,10 +19,12 @@ class ExactGradients(Gradients):
     """
 
     def __init__(
-        self, views: Views, fixed: FixedPoint, on_gradient: OnGradient | None, on_first: OnFirst | None = None
-    ) -> None:
+        self, views: Views, fixed: FixedPoint, on_gradient: OnGradient | None, on_first: OnFirst | None = None,
+        counts: Collection[nn.Parameter] = (),
+    ) -> None:  # fmt: skip
+        """`counts`: parameters with whole numbers as gradients, of which a step reads the signs: added unscaled."""
         super().__init__(views, on_gradient, on_first)
-        self.fixed = fixed
+        self.fixed, self._counts = fixed, frozenset(counts)
         self._begun: set[nn.Parameter] = set()
         """Parameters with a sum in the view."""
 
@@ -64,4 +66,5 @@ class ExactGradients(Gradients):
             if self._on_first:
                 self._on_first(parameter)
             self._begun.add(parameter)
-        self.fixed.add(self._views[parameter], addend.contiguous(), fresh=fresh)
+        digits = 0 if parameter in self._counts else GRADIENT_DIGITS
+        self.fixed.add(self._views[parameter], addend.contiguous(), fresh=fresh, digits=digits)

@@ -3,12 +3,14 @@
 | sum                    | addends                             | quantum             | added in | exact while          |
 |------------------------|-------------------------------------|---------------------|----------|----------------------|
 | gradients              | one of each portion and use         | 2^-52               | int64    | |sum| < 2^11         |
+| loads of experts       | one of each portion and use         | 1                   | int64    | |sum| < 2^62         |
 | loss                   | one of each portion                 | 2^-40               | float64  | sum < 2^12           |
 | squares, for the norm  | one of each element, in five digits | 1, 2^-22, ... 2^-88 | float64  | elements < 2^31      |
 
-All of these are multiplied by the loss scale S (a power of two) or S². Relative to Adam's epsilon of 1e-8, 2^-52 is
-2^-25, half of a float32's last bit. Gradients of a mean loss are far below 2^11. If an addend is too large for a share
-of the range, or not a number, the gradient norm is not finite, as with any gradient that is not finite.
+All of these but the loads are multiplied by the loss scale S (a power of two) or S². Relative to Adam's epsilon of
+1e-8, 2^-52 is 2^-25, half of a float32's last bit. Gradients of a mean loss are far below 2^11. If an addend is too
+large for a share of the range, or not a number, the gradient norm is not finite, as with any gradient that is not
+finite.
 
 Each addend is rounded separately, ties to even, so the result does not depend on the order or on the number of ranks,
 microbatches and threads. (Demmel and Nguyen, ARITH 2013, choose the quantum from the largest addend. A fixed quantum
@@ -52,9 +54,13 @@ class FixedPoint:
         """The power of two that divides all sums."""
         self.spoiled.zero_()
 
-    def add(self, total: Tensor, addend: Tensor, *, fresh: bool) -> None:
-        """Add addend [...] float32 to total [...] int64, or overwrite a `fresh` total. The addend is overwritten."""
-        totals, addends, factor = total.view(-1), addend.view(-1), 2.0**GRADIENT_DIGITS / self.scale
+    def add(self, total: Tensor, addend: Tensor, *, fresh: bool, digits: int = GRADIENT_DIGITS) -> None:
+        """Add addend [...] float32 to total [...] int64, or overwrite a `fresh` total. The addend is overwritten.
+
+        `digits`: binary digits that are kept of a gradient divided by the loss scale; 0: the addend is a whole number
+        without a loss scale, such as a count of tokens.
+        """
+        totals, addends, factor = total.view(-1), addend.view(-1), 2.0**digits / self.scale if digits else 1.0
         for start in range(0, addends.numel(), PIECE):
             piece, sums = addends[start : start + PIECE].mul_(factor), totals[start : start + PIECE]
             low, high = torch.aminmax(piece)

@@ -228,9 +228,9 @@ def counted_loads(model: nn.Module, mesh: Mesh, sequences: int) -> Iterator[None
     loads = [router.loads for router in routers if router.loads is not None]
     assert len(loads) == len(routers), "a router that no pass reached"
     if loads:  # a stage may have no router, and then none of the stage's ranks has one
-        mean = torch.stack(loads) / sequences
-        mesh.comm(*mesh.token_axes).all_reduce(mean)
-        for router, own in zip(routers, mean, strict=True):
+        total = torch.stack(loads).double()  # whole numbers, whose sum is exact in any order of ranks
+        mesh.comm(*mesh.token_axes).all_reduce(total)
+        for router, own in zip(routers, (total / sequences).to(loads[0].dtype), strict=True):
             router.balance_by(own)
 
 

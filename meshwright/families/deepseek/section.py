@@ -76,6 +76,10 @@ class DeepSeek(RotaryTransformer):
         return self.router_losses or ("model.later_tokens" if self.later_tokens else "")
 
     @property
+    def table_uses(self) -> int:  # type: ignore[override]
+        return 2 * (1 + self.later_tokens)
+
+    @property
     def expert_layers(self) -> int:
         return super().expert_layers + (self.later_tokens if self.experts is not None else 0)
 

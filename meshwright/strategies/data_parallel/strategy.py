@@ -263,7 +263,8 @@ class Synchroniser:
         """The buckets that each part of the model reads."""
         views = {parameter: view for one in self.sums for parameter, view in one.bucket.views.items()}
         told: tuple[OnGradient, OnFirst] = self.filled, lambda parameter: self._sum_of[parameter].begin()
-        self.gradients = Gradients(views, *told) if fixed is None else ExactGradients(views, fixed, *told)
+        counts = [member for one in self.sums if one.bucket.rule.by == "signs" for member in one.bucket.views]
+        self.gradients = Gradients(views, *told) if fixed is None else ExactGradients(views, fixed, *told, counts)
         for parameter in self._sum_of:
             parameter.grad = None
 

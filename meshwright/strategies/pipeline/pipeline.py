@@ -186,8 +186,7 @@ class Pipeline:
         def act(task: Task) -> Hidden:
             index, stage = task.microbatch, self.stages[task.chunk]
             seed(index, task.chunk)
-            with torch.no_grad(), stage.autocast():
-                return stage.run_forward(stage.model, batches[index], scales, received.pop(task, ()))
+            return stage.preview(index, received.pop(task, ()), batches[index], scales)
 
         self._drive(FORWARD_ONLY, len(batches), act, received)
 

@@ -28,7 +28,7 @@ def tree(case: Case) -> dict[str, Any]:
     if "head_norms" not in written["model"]:
         written["model"]["dropout"] = 0.1
     del written["layout"]["transport"]
-    return written | {"bits": "layout-free", "steps": 3}
+    return written | {"bits": {"kind": "layout-free", "samples": 1}, "steps": 3}
 
 
 class LayoutFree(Drawing):

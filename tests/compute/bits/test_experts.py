@@ -110,3 +110,74 @@ def multiplies_together(mesh: Mesh) -> None:
 def test_rows_that_are_multiplied_together_are_seen() -> None:
     words = LAYOUTS["two ranks share experts"]
     assert ended(run(*words), multiplies_together, transport="torch").differing(on_one_device()) != []
+
+
+DEEPSEEK: dict[str, Any] = {
+    "family": "deepseek", "layers": 2, "hidden": 32, "heads": 4, "query_rank": 16, "key_value_rank": 16,
+    "head_width": 8, "rotary_width": 4, "value_width": 8, "feed_forward": 48, "later_tokens": 1, "positions": 32,
+    "vocabulary": 300, "tied": True, "dropout": 0.1,
+    "experts": {
+        "count": 6, "per_token": 2, "width": 16, "dense_layers": 1, "shared": 16, "scores": "sigmoid", "groups": 3,
+        "groups_per_token": 2, "bias_rate": 0.01, "balance": 0.3, "balance_over": "batch",
+    },
+}  # fmt: skip
+"""Biases that move by loads, a balance over the step's batch, and a later token."""
+
+
+def deepseek(*words: str) -> Config:
+    return parse_config(RUN | {"model": DEEPSEEK}, words)
+
+
+@cache
+def deepseek_on_one_device() -> Ended:
+    return ended(deepseek())
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_moving_biases_and_later_tokens_end_with_the_bits_of_one_device(layout: str) -> None:
+    alone = deepseek_on_one_device()
+    assert any("router.bias" in name and values.any() for name, values in alone.tensors.items())
+    assert ended(deepseek(*LAYOUTS[layout])).differing(alone) == []
+
+
+def balances_by_rank(mesh: Mesh) -> None:
+    """Rank 1 balances by other loads than rank 0."""
+    from meshwright.compute.tensor.router import Router
+
+    balance, shift = Router.balance_by, mesh.rank
+    Router.balance_by = lambda self, loads: balance(self, loads + shift)  # type: ignore[method-assign]
+
+
+def counts_whole_microbatches(mesh: Mesh) -> None:
+    """The pass that counts loads computes a microbatch at once, with other masks and kernels than the step."""
+    from meshwright.strategies.pipeline.stage import Stage
+
+    preview = Stage.preview
+
+    def whole(self: Stage, *given: Any) -> Any:
+        kept, self.portions = self.portions, None
+        found = preview(self, *given)
+        self.portions = kept
+        return found
+
+    Stage.preview = whole  # type: ignore[method-assign]
+
+
+def moves_by_own_loads(mesh: Mesh) -> None:
+    """Rank 1 leaves its loads out of the biases' sums."""
+    from meshwright.compute.parameters.fixed import FixedPoint
+
+    add, rank = FixedPoint.add, mesh.rank
+
+    def some(self: FixedPoint, total: Any, addend: Any, *, fresh: bool, digits: int = 52) -> None:
+        add(self, total, addend * (rank == 0) if digits == 0 else addend, fresh=fresh, digits=digits)
+
+    FixedPoint.add = some  # type: ignore[method-assign]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("plant", [balances_by_rank, counts_whole_microbatches, moves_by_own_loads])
+def test_a_planted_mistake_of_loads_is_seen(plant: Any) -> None:
+    planted = ended(deepseek(*LAYOUTS["two ranks share experts"]), plant, transport="torch")
+    assert planted.differing(deepseek_on_one_device()) != []

@@ -62,6 +62,15 @@ def test_the_largest_addends_do_not_overflow_their_sum() -> None:
     assert float(fixed.to_float32(total)) == 4 * float(largest)
 
 
+def test_counts_far_beyond_a_gradients_range_are_added_exactly() -> None:
+    fixed, total = FixedPoint(1024, torch.device("cpu")), torch.zeros(2, dtype=torch.int64)
+    fixed.begin(2.0**16)
+    for index in range(1024):
+        fixed.add(total, torch.tensor([2.0**24 - 1, -(2.0**23) - 1]), fresh=index == 0, digits=0)
+    assert not fixed.spoiled
+    assert total.tolist() == [1024 * (2**24 - 1), -1024 * (2**23 + 1)]
+
+
 def test_squares_are_exact_in_any_parts() -> None:
     gradient = torch.cat([part[:9000] for part in addends(9)])
     whole = exact_squares(gradient, 1.0)

@@ -80,7 +80,7 @@ def test_ranks_of_many_threads_end_with_the_bits_of_one(threads: int) -> None:
 def sums_floats(mesh: Mesh) -> None:
     """Addends are rounded after they have been added: in the order of microbatches and ranks."""
 
-    def add(self: FixedPoint, total: torch.Tensor, addend: torch.Tensor, *, fresh: bool) -> None:
+    def add(self: FixedPoint, total: torch.Tensor, addend: torch.Tensor, *, fresh: bool, digits: int = 52) -> None:
         before = 0 if fresh else total.to(torch.float32) * self.quantum
         total.copy_(((before + addend.view(total.shape)) / self.quantum).round())
 
@@ -119,13 +119,41 @@ def test_a_planted_mistake_is_seen(plant: Any) -> None:
     assert ended(gpt2("layout.data=2"), plant, transport="torch").differing(ended(gpt2())) != []
 
 
+MUON = ("optimizer=muon", "model.layers=1", "steps=2")
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("layout.data=2", "layout.data.sync=zero1"),
+        ("layout.data=3", "layout.data.sync=zero2", "batch.micro=2"),
+        ("layout.data=4",),
+    ],
+)
+def test_whole_matrices_are_stepped_with_the_bits_of_one_device(words: tuple[str, ...]) -> None:
+    assert ended(gpt2(*MUON, *words), threads=2).differing(ended(gpt2(*MUON))) == []
+
+
+def squares_another_side(mesh: Mesh) -> None:
+    """Rank 1 makes the transposed matrix orthogonal: the same result from kernels of other shapes."""
+    from meshwright.strategies.optim import muon
+
+    own, turns = muon.orthogonal, mesh.rank == 1
+    muon.orthogonal = lambda matrix: own(matrix.t().contiguous()).t() if turns else own(matrix)
+
+
+def test_a_matrix_stepped_from_another_side_is_seen() -> None:
+    words = (*MUON, "layout.data=2", "layout.data.sync=zero1")
+    assert ended(gpt2(*words), squares_another_side, transport="torch").differing(ended(gpt2(*MUON))) != []
+
+
 @pytest.mark.parametrize(
     "words, field",
     [
         (("layout.tensor=megatron", "layout.tensor.size=2"), "layout.tensor.size"),
         (("layout.context=2",), "layout.context.size"),
         (("layout.data.sync=server-loss", "layout.data.size=2"), "layout.data.sync"),
-        (("optimizer=muon",), "optimizer.name"),
         (("precision=float64",), "bits.kind"),
         (("bits.samples=3",), "bits.samples"),
         (("precision=fp16", "precision.loss_scale.initial=1000"), "precision.loss_scale.initial"),

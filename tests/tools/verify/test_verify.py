@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.compute.bits.section import Bits
 from meshwright.compute.models.chain import chain_of
 from meshwright.config import Config, parse_config
 from meshwright.config.section import with_field
@@ -64,7 +63,7 @@ def test_no_rank_imports_dtensors_or_the_compiler_before_they_are_met() -> None:
 
 
 def test_a_run_whose_bits_are_layout_free_is_held_to_its_bits(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = with_field(config, "bits", Bits(kind="layout-free"))
+    free = with_field(config, "bits.kind", "layout-free")
     verdict = verify(free, steps=2)
     verdict.check()
     names = {row.name for row in verdict.rows if row.kind == "bits"}
