@@ -183,12 +183,12 @@ class StepRecorder(Recorder):
             size = sum(x.numel() * x.element_size() for x in results)
             self._enter(Copy(place == "cpu", size))
         elif op._schema.name.partition("::")[0] not in ("c10d", "_c10d_functional"):
-            self.add_kernels(op, name, args, known, given, results, new)
+            self.add_kernels(op, name, args, keywords, known, given, results, new)
         return result
 
     def add_kernels(
-        self, op: Any, name: str, args: tuple[Any, ...], known: Any, given: list[Tensor], results: list[Tensor],
-        new: list[Tensor],
+        self, op: Any, name: str, args: tuple[Any, ...], keywords: dict[str, Any], known: Any, given: list[Tensor],
+        results: list[Tensor], new: list[Tensor],
     ) -> None:  # fmt: skip
         """Record the kernels of an operation."""
         if not op._schema.name.startswith("aten::"):
@@ -196,7 +196,7 @@ class StepRecorder(Recorder):
         if op._schema.is_mutable and not results:
             results = list(tensors_in(args[:1]))  # a foreach operation writes its first list
         self._fuses_elements = self.compiled and not self.in_optimizer
-        self._note(op, args, known, given, results, new)
+        self._note(op, args, keywords, known, given, results, new)
         self._collect()
 
     def _collect(self) -> None:
