@@ -21,6 +21,7 @@ from meshwright.compute.model import Samples
 from meshwright.compute.models.chain import make_chain
 from meshwright.compute.parameters.initial import first_values
 from meshwright.compute.parameters.shard import shard_specs
+from meshwright.compute.tensor.serial import SerialKit
 from meshwright.config import Config, load_config
 from meshwright.config.schema import Layout
 from meshwright.config.section import leaves_of
@@ -49,7 +50,6 @@ from meshwright.training.checkpoint.reader import Checkpoint, steps_in
 from meshwright.training.checkpoint.shard import BadBlock
 from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY, OF_TRACKERS, locked
 from meshwright.training.follow import METRICS, read_history
-from meshwright.training.rank_model import build_kit
 
 FREE = ("logging.", "metrics.", "checkpoint.", "validation.", "check.", "restarts.", "timeout.", "data.source")
 """Fields that do not change a step's numbers; other paths of the data must have the certified data."""
@@ -156,7 +156,7 @@ def first_weights(config: Config) -> Tree | None:
     if config.weights is not None:
         return None
     alone = config.model_copy(update={"layout": Layout()})
-    model = make_chain(alone, build_kit(alone, solo_mesh(torch.device("meta"))))
+    model = make_chain(alone, SerialKit(solo_mesh(torch.device("meta"))))
     drawn = ((name, spec) for name, spec in shard_specs(model).items() if spec.initial is not None)
     return Tree.of(tensor_leaf(name, first_values(name, spec, config.seed).contiguous()) for name, spec in drawn)
 
