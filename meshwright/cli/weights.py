@@ -284,11 +284,12 @@ def convert_export(
         str | None,
         Option(help="float32, bf16, fp16 or float64; as the weights came, else the run's.", show_default=False),
     ] = None,
+    merged: Annotated[bool, Option("--merged", help="Of a run with adapters: whole weights, adapters added.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a Hugging Face folder from a checkpoint.
 
-    transformers' from_pretrained reads it.
+    transformers' from_pretrained reads it; of a run with adapters (model.adapter), peft's.
 
     Example: meshwright convert export out/first --out first-hf
     """
@@ -299,7 +300,7 @@ def convert_export(
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError.of("--dtype", dtype, "is no dtype of weights", ", ".join(DTYPES))
     with progress() as show:
-        folder = export_folder(checkpoint, out, show, dtype=dtype)
+        folder = export_folder(checkpoint, out, show, dtype=dtype, merged=merged)
     print(json.dumps({"checkpoint": str(folder), "out": str(out)}) if as_json else f"{out}: exported from {folder}")
     try:
         # The export is complete without a chat template, so an unreadable template is a remark and no failure.

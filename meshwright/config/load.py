@@ -36,6 +36,7 @@ ELSEWHERE = ("data.source", "data.mixture", "data.tokenizer")
 
 WEIGHTS_FIELD = "model.from"
 WEIGHTS = "meshwright.training.convert:read_folder"
+ADAPTER = "meshwright.training.convert.adapters:read_adapter"
 """The reader of a Hugging Face folder's settings, named as text, so that this module imports no torch."""
 
 MAX_BYTES = 2**20
@@ -193,6 +194,7 @@ def _parse(
         rule = "has no effect where the layout is written"
         problems.append(Problem("plan", shown(tree.pop("plan")), rule, "leave it out, or layout: auto"))
     unresolved = _resolve_weights(tree)
+    problems += _resolve_adapter(tree)
     # If the model's folder is on another machine, the model is unknown here: no rule can check its fields.
     elsewhere = bool(unresolved) and WEIGHTS_FIELD in unread
     problems += [] if elsewhere else unresolved
@@ -330,6 +332,20 @@ def _resolve_weights(tree: dict[str, Any]) -> list[Problem]:
     tree["model"], tree["weights"] = laid_over(found.model, fields), str(source)
     if found.tokenizer is not None and (data is None or isinstance(data, dict)):
         tree["data"] = {"tokenizer": str(found.tokenizer)} | (data or {})
+    return []
+
+
+def _resolve_adapter(tree: dict[str, Any]) -> list[Problem]:
+    """Add the fields of the folder that `model.adapter.from` names."""
+    model = tree.get("model")
+    adapter = model.get("adapter") if isinstance(model, dict) else None
+    if not isinstance(adapter, dict) or adapter.get("from") is None:
+        return []
+    try:
+        found = load_entry(ADAPTER)(str(adapter["from"]))
+    except MeshwrightError as error:
+        return [Problem("model.adapter.from", shown(adapter["from"]), f"cannot be read: {error}")]
+    tree["model"] = {**tree["model"], "adapter": found | adapter}
     return []
 
 

@@ -121,6 +121,45 @@ def fp8_has_layers(config: Config) -> Iterator[Problem]:
         yield Problem("precision.products", "fp8", what, f"stored, or {FIRST_LAST_AND_ONE} layers or more")
 
 
+@rule("model.adapter", "model.frozen", "precision.products", "model", "layout.tensor", "bits")
+def adapters_are_next_to_frozen_linears(config: Config) -> Iterator[Problem]:
+    model, adapter = config.model, config.model.adapter
+    if adapter is None:
+        return
+    if model.frozen:
+        rule_text = "has no effect next to model.adapter, which freezes all but the adapters"
+        yield Problem("model.frozen", ", ".join(model.frozen), rule_text, "[], or model.adapter=null")
+    if config.precision.in_fp8:
+        rule_text = f"would multiply adapters of rank {adapter.rank} in FP8, whose scales are of whole layers"
+        yield Problem("precision.products", "fp8", rule_text, "stored, float32; or model.adapter=null")
+    if adapter.dora and adapter.dropout:
+        rule_text = "drops inputs of adapters alone, and magnitudes scale the sum with the frozen linear"
+        yield Problem("model.adapter.dropout", adapter.dropout, rule_text, "0; or model.adapter.dora=false")
+    if config.bits.layout_free and (config.bits.hidden > 1 or model.routing.num_experts):
+        rule_text = f"has adapters of rank {adapter.rank} in runs without experts and with bits.hidden=1 alone"
+        yield Problem("bits.kind", config.bits.kind, rule_text, "usual; or bits.hidden=1, or model.adapter=null")
+    if adapter.dora and config.bits.layout_free:
+        rule_text = "sums squares of columns over ranks, in no order (bits.kind=layout-free)"
+        yield Problem("model.adapter.dora", True, rule_text, "false; or bits.kind=usual")
+    tensor = config.layout.tensor
+    if adapter.dora and (tensor.batch_axes or tensor.inner_size > model.branches.number):
+        heads = f"{model.branches.field}={model.branches.number} of {tensor.inner_size} ranks"
+        rule_text = "needs whole columns of a linear on a rank, and layout.tensor." + (
+            f"kind={tensor.kind} sends blocks or rows of them" if tensor.batch_axes else f"size shares {heads}"
+        )
+        yield Problem("model.adapter.dora", True, rule_text, "false; or layout.tensor.kind=megatron of fewer ranks")
+    experts = [layer for layer in range(model.num_blocks) if model.has_experts(layer)]
+    names = [f"blocks.{layer}.feed_forward.{name}" for layer in experts for name in ("expand", "contract")]
+    if adapter.is_on(*names) and names:
+        without = "patterns of other linears, such as attention.*, in model.adapter.on"
+        if adapter.dropout:
+            rule_text = "drops inputs of experts, each of them on another rank, as peft does not either"
+            yield Problem("model.adapter.dropout", adapter.dropout, rule_text, f"0; or {without}")
+        if adapter.dora:
+            rule_text = "trains magnitudes of whole linears, and experts have none, in peft neither"
+            yield Problem("model.adapter.dora", True, rule_text, f"false; or {without}")
+
+
 @rule("layout.transport")
 def transport_is_installed(config: Config) -> Iterator[Problem]:
     name = config.layout.transport
@@ -386,6 +425,7 @@ RULES = (
     fp8_is_of_bf16,
     fp8_has_scales_of_its_layout,
     fp8_has_layers,
+    adapters_are_next_to_frozen_linears,
     transport_is_installed,
     transport_reaches_device,
     transport_outlives_a_rank,

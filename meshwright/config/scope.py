@@ -37,8 +37,8 @@ TOPICS: dict[str, Topic] = {
     "LoRA": Topic(
         r"(\w*_)?(([qrv]|rs|lo)?_?lora|dora|peft|adapters?|qalora|loftq|ia3)(_\w+)?|lora\w+|(prefix|prompt|p)_tuning\w*"
         r"|target_modules|modules_to_save|finetuning_type",
-        "there are no adapters",
-        "leave it out; PEFT trains adapters, and `meshwright parity` proves such a program on several ranks",
+        "LoRA and DoRA are the section model.adapter, and there are no other adapters",
+        "model.adapter={rank: 16}; PEFT trains others, and `meshwright parity` proves such a program on several ranks",
     ),
     "frozen weights": Topic(
         r"(un)?freeze\w*|frozen_\w+|trainable_\w+|train_only\w*",

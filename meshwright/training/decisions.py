@@ -140,7 +140,7 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
     compiles = compiled_on(config, device if find_spec("triton") is not None else "cpu")
     if compiles == "blocks" and (outside := list(outside_of_graphs(config))):
         notes.append(f"compile={config.compile} takes blocks: not compiled are {' and '.join(outside)}")
-    if config.model.frozen:
+    if config.model.freezes:
         from meshwright.training.stage_costs import check_frozen  # which imports torch
 
         check_frozen(config)

@@ -140,7 +140,7 @@ def build(config: Config, mesh: Mesh, folder: Path = Path(), *, drawn: bool = Tr
     pipeline = build_pipeline(
         config, mesh, models, stages, strategy, partial(Stage, autocasts=autocasts_of(config, mesh)),
         portions=portions,
-        begins=first_trained(config, build_kit(config, there)) if config.model.frozen else EMBEDDINGS,
+        begins=first_trained(config, build_kit(config, there)) if config.model.freezes else EMBEDDINGS,
         heads=spread_heads(model, stages, mesh),
         tables=partial(tables_of_both_ends, config, mesh, model),
     )  # fmt: skip

@@ -21,7 +21,7 @@ from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY, begin, ide
 
 _DECISIVE = ("seed", "model.", "data.", "batch.global")
 """Fields that must not change in a resumed run, unless --accept-changes is given."""
-_FREE = ("model.dropout", "model.frozen")
+_FREE = ("model.dropout", "model.frozen", "model.adapter.dropout", "model.adapter.from")
 _OF_THE_SOURCE = (
     "data.source",
     "data.split",

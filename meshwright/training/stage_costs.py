@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Literal
 
 import torch
 from torch import nn
 
 from meshwright.compute.model import SAMPLES, Batch, Chunk, Costs, Hidden, links
+from meshwright.compute.models.adapter_section import ALL, PEFT, matches
 from meshwright.compute.models.chain import Chain, chain_of, make_chain, parameters_of, split_name
+from meshwright.compute.models.section import Network
 from meshwright.compute.parameters.gradients import Gradients
 from meshwright.compute.parameters.shard import check_patterns, shard_specs, use_gradients
 from meshwright.compute.tensor.linear import autocasts_of
@@ -28,7 +31,9 @@ from meshwright.compute.tensor.router import Router
 from meshwright.compute.tensor.serial import SerialKit
 from meshwright.compute.tensor.tesseract import TesseractKit
 from meshwright.config import Config
+from meshwright.config.registry import load_entry
 from meshwright.ranks.comm import size_bytes
+from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.launch import Rank, Ranks, joined, run
 from meshwright.ranks.machine import usable_cores
@@ -148,14 +153,36 @@ def held_bytes(
         return after_forward, live.live
 
 
+LINEARS = "meshwright.compute.models.adapters:linears_of"
+"""The entry that lists the linears next to which adapters can be."""
+
+
 def check_frozen(config: Config) -> None:
-    """Check `model.frozen` against the names of the model's parameters.
+    """Check `model.frozen` and `model.adapter.on` against the names of the model's parameters and linears.
 
     Raises:
-        ConfigError: a pattern matches no parameter, or no parameter is left to train.
+        ConfigError: a pattern matches nothing, or no parameter is left to train.
     """
-    model = make_chain(config, SerialKit(solo_mesh(torch.device("meta"))))
+    kit = SerialKit(solo_mesh(torch.device("meta")))
+    if config.model.adapter is not None:
+        _check_adapter(config.model, load_entry(LINEARS)(config.model, kit))
+    model = make_chain(config, kit)
     check_patterns(config.model.frozen, shard_specs(model))
+
+
+def _check_adapter(model: Network, linears: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise ConfigError for a pattern of `model.adapter.on` that names none of the linears and parts."""
+    known: dict[str, None] = {}
+    names: list[str] = []
+    for path, own in linears.items():
+        names += (path, *(f"{path}.{name}" for name in own))
+        known |= dict.fromkeys((*own, path.split(".", 2)[2]))
+    for pattern in () if model.adapter is None else model.adapter.on:
+        if not any(matches(each, names) for each in PEFT.get(pattern, (pattern,))):
+            near = get_close_matches(pattern, [*known, *PEFT], n=4, cutoff=0.4)
+            rule = "names no linear of the layers" if known else f"has no linears to name in a {model.family}"
+            others = [name for name in (*known, ALL) if name not in near]
+            raise ConfigError.of("model.adapter.on", pattern, rule, ", ".join((*near, *others)))
 
 
 def counted_costs(config: Config) -> Costs:

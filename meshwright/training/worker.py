@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from meshwright.compute.models.adapter_section import INSIDE
 from meshwright.compute.parameters.root import order_root
 from meshwright.config import Config
 from meshwright.config.section import field_of, with_field
@@ -25,7 +26,7 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.training.best import BestWatch
 from meshwright.training.checkpoint import Checkpoint, CheckpointWriter, pieces_of, restore
 from meshwright.training.checkpoint.manifest import TOKENIZER_FILE, Best, Origin, Progress
-from meshwright.training.checkpoint.reader import BEST
+from meshwright.training.checkpoint.reader import BASE, BEST, FIRST
 from meshwright.training.checkpoint.restore import progress_of
 from meshwright.training.console import RunDisplay
 from meshwright.training.convert import resting_token
@@ -88,7 +89,11 @@ def train_rank(
         config, notes = resolved.config, (*notes, *resolved.notes)
     opened = replace(opened, notes=(*notes, *opened.notes))
     dump = asked.model_dump(mode="json", by_alias=True)
-    origin = Origin(dump, name, config.data.fingerprint(data), resolved_fields(asked, config))
+    decided = resolved_fields(asked, config)
+    if config.model.adapter is not None and config.weights is not None:
+        root = Checkpoint(out / CHECKPOINTS / FIRST).frozen_root if mesh.rank == 0 else ""
+        decided[BASE] = text_of_root(root, mesh.world)
+    origin = Origin(dump, name, config.data.fingerprint(data), decided)
     parts = build(config, mesh, out, drawn=step is None)
     _Run(parts, opened, out, frozenset(trace), origin, StepTeller(follow)).train(
         rank.stop, step, resume=resume, attempt=attempt, live=environment.launched
@@ -190,7 +195,10 @@ class _Run:
         if self.parts.mesh.rank == 0:  # reads the sample after the cursor, which identifies the order of data
             following = self.data.train.samples(samples, 1)
             root = order_root(self.origin.data, self.parts.config.seed, samples, following)
-        return writer.save(progress_of(self.parts, trainer.step, samples, best), pieces_of(self.parts), root)
+        pieces = pieces_of(self.parts)
+        if BASE in self.origin.resolved:  # adapters alone: the checkpoint of step 0 has the weights next to them
+            pieces = (piece for piece in pieces if INSIDE in piece.place.name)
+        return writer.save(progress_of(self.parts, trainer.step, samples, best), pieces, root)
 
     def _beside(self) -> dict[str, str]:
         """Return the files that rank 0 adds to each checkpoint: the tokenizer, and the settings kept by the run."""

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from meshwright.config import Config
 
 
+ADAPTED = "meshwright.compute.models.adapters:adapted_chain"
+"""The entry that builds a chain with adapters; runs without adapters do not import it."""
+
+
 def run_directly(part: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """Run a part of the chain without gathering weights."""
     return function(*arguments)
@@ -275,16 +279,18 @@ def chain_of(config: Config) -> type[Chain]:
 
 def make_chain(config: Config, kit: Kit, chunk: Chunk | None = None) -> Chain:
     """Build a run's model, or a chunk of the model, from a kit's layers. Parameters have no values yet."""
-    chain: Chain = load_entry(config.model.chain)(config.model, kit, chunk)
-    if config.model.frozen:
-        freeze(chain, config.model.frozen)
+    model = config.model
+    make: Callable[..., Any] = load_entry(model.chain if model.adapter is None else ADAPTED)
+    chain: Chain = make(model, kit, chunk)
+    if model.freezes:
+        freeze(chain, model.is_frozen)
     return chain
 
 
 def first_trained(config: Config, kit: Kit) -> int:
     """Return the number of the chain's first part (Chunk.parts) with a trained parameter; earlier parts need no
     gradient."""
-    if not config.model.frozen:
+    if not config.model.freezes:
         return EMBEDDINGS
     for link in links(config.model.num_blocks):
         trained = [name for name, x in make_chain(config, kit, link).named_parameters() if x.requires_grad]

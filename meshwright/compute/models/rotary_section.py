@@ -12,7 +12,7 @@ gated feed-forwards, optionally of experts. No torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -134,6 +134,10 @@ class RotaryTransformer(TextTransformer):
     cuts_context: ClassVar[bool] = True
     separates: ClassVar[bool] = True
 
+    adapter_parts: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "query_key_value": ("query", "key", "value"),
+        "expand": ("gate", "up"),
+    }
     width_fields: ClassVar[tuple[str, ...]] = ("hidden", "feed_forward")
     feed_forward: Positive = 2048
     """N: the inner width of a feed-forward, or of each expert."""

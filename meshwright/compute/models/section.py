@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
+from meshwright.compute.models.adapter_section import INSIDE, Adapter
 from meshwright.config.section import Layers, Positive, Rule, Section, Share, divisors, listed, rule
 from meshwright.ranks.errors import Problem
 
@@ -107,6 +109,9 @@ class Network(Section):
     balance_of_folders: ClassVar[str] = ""
     """For families with experts: why weights loaded from a folder train without balancing the experts."""
 
+    adapter_parts: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Names of the parts of a linear, by the linear's last name, if each part has an adapter."""
+
     family: str
     """The form of the network."""
     hidden: Positive = 768
@@ -117,6 +122,8 @@ class Network(Section):
     """The addend to a norm's variance."""
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained, by patterns of their names: blocks.0.*, *.bias, tokens.weight."""
+    adapter: Adapter | None = None
+    """Low-rank adapters next to linears (LoRA), which are all that is trained; null: no adapters."""
     vocabulary_multiple: Positive = 64
     """The rows of every table are padded to a multiple of this; padding of classes is masked out of the softmax."""
 
@@ -124,6 +131,17 @@ class Network(Section):
         """Round `rows` up to a multiple of `vocabulary_multiple`."""
         # Padded rows allow a GPU's fast kernels and make tables of any vocabulary divisible.
         return math.ceil(rows / self.vocabulary_multiple) * self.vocabulary_multiple
+
+    @property
+    def freezes(self) -> bool:
+        """Whether some parameters are not trained."""
+        return bool(self.frozen) or self.adapter is not None
+
+    def is_frozen(self, name: str) -> bool:
+        """Return whether a parameter is not trained, by the full name."""
+        if self.adapter is not None:
+            return INSIDE not in name
+        return any(fnmatchcase(name, pattern) for pattern in self.frozen)
 
     @property
     @abstractmethod

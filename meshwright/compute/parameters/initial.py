@@ -105,7 +105,7 @@ def _blocks(shape: tuple[int, ...], initial: Initial, wanted: Box, label: str) -
         block = Box((index * rows, *(0 for _ in shape[1:])), (length, *shape[1:]))
         # A CPU's generator on every device: a GPU's would draw other numbers.
         generator = torch.Generator().manual_seed(seed_of(f"{label}/{index}"))
-        return block, memory[index % len(memory)][:length].normal_(initial.mean, initial.std, generator=generator)
+        return block, initial.draw(memory[index % len(memory)][:length], generator)
 
     if count == 1:
         yield from map(draw, numbers)

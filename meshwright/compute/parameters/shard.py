@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -78,10 +78,18 @@ class Box:
 
 @dataclass(frozen=True)
 class Initial:
-    """Initial values of a parameter: normal with `std` around `mean`; std 0 is a constant."""
+    """Initial values of a parameter: normal with `std` around `mean`; std 0 is a constant. `uniform`: uniform in
+    mean ± std instead."""
 
     std: float
     mean: float = 0.0
+    uniform: bool = False
+
+    def draw(self, out: Tensor, generator: torch.Generator) -> Tensor:
+        """Fill a tensor with values of this distribution, and return the tensor."""
+        if self.uniform:
+            return out.uniform_(self.mean - self.std, self.mean + self.std, generator=generator)
+        return out.normal_(self.mean, self.std, generator=generator)
 
 
 ZEROS = Initial(0.0)
@@ -223,12 +231,12 @@ class ShardedModule(nn.Module):
             self.specs[path] = spec
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze each parameter of a model with a full name that matches one of the patterns (`*`, `?`, `[...]`)."""
+def freeze(model: nn.Module, is_frozen: Callable[[str], bool]) -> None:
+    """Freeze each parameter of a model for which `is_frozen(full name)` is true."""
     for path, module in model.named_modules():
         for name, spec in module.specs.items() if isinstance(module, ShardedModule) else ():
             full = f"{path}.{name}" if path else name
-            if any(fnmatchcase(full, pattern) for pattern in patterns):
+            if is_frozen(full):
                 module.specs[name] = replace(spec, role=replace(spec.role, rule=FROZEN))
                 module.get_parameter(name).requires_grad_(False)
 

@@ -93,11 +93,13 @@ class GroupedLinear(ShardedModule):
     """x W of the expert that each row is sorted to; W [n, in, ..., out]."""
 
     def __init__(
-        self, mesh: Mesh, shape: tuple[int, ...], placements: Placements, initial: Initial, products: Products = PLAIN
+        self, mesh: Mesh, shape: tuple[int, ...], placements: Placements, initial: Initial, products: Products = PLAIN,
+        *, partial_over: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
+        """`partial_over`: axes over which the weight is whole, and each rank computes a part of the gradient."""
         super().__init__(mesh)
         self.products = products
-        self.weight = self.declare("weight", ShardSpec(shape, placements, initial))
+        self.weight = self.declare("weight", ShardSpec(shape, placements, initial, partial_over=partial_over))
 
     def forward(self, x: Tensor, runs: Runs) -> Tensor:
         """x [R, in], sorted by run and expert; [R, ..., out]."""
@@ -256,6 +258,25 @@ class Experts(nn.Module):
         self.expand = self.linear(mesh, up, {**apart, **boundary.inner(3)}, shape.initial, products)
         self.contract = self.linear(mesh, down, {**apart, **boundary.inner(1)}, shape.last, products)
 
+    def low_rank(self, name: str, rank: int, first: Initial, last: Initial) -> tuple[nn.Module, nn.Module]:
+        """Make A [n, I, rank] and B [n, rank, ..., N] next to the linear `name`, of initial values `first` and `last`.
+
+        If the inner width is cut, each rank computes a part of the gradient of the factor that is whole.
+        """
+        spec = (self.expand if name == "expand" else self.contract).specs["weight"]
+        count, inputs, *outputs = spec.shape
+        apart = {axis: shard for axis, shard in spec.placements.items() if shard.dim == 0}
+        cut = {axis: shard for axis, shard in spec.placements.items() if shard.dim}
+        over = tuple(cut)
+        of_a, of_b = (cut, {}) if name == "contract" else ({}, cut)
+        products = self.expand.products
+        return (
+            self.linear(self.mesh, (count, inputs, rank), {**apart, **of_a}, first, products,
+                        partial_over=() if of_a else over),
+            self.linear(self.mesh, (count, rank, *outputs), {**apart, **of_b}, last, products,
+                        partial_over=() if of_b else over),
+        )  # fmt: skip
+
     def count_dropped(self, pairs: Tensor) -> None:
         """Add to the number of dropped pairs."""
         self.dropped = pairs if self.dropped is None else self.dropped + pairs
@@ -339,8 +360,8 @@ class Experts(nn.Module):
         capability = self.mesh.capability
         if capability is None or capability[0] not in GROUPED:
             return False
-        weights = self.expand.weight, self.contract.weight
-        widths = (self.shape.hidden, self.contract.weight.shape[1])
+        weights = [linear.weight for linear in self.modules() if isinstance(linear, GroupedLinear)]
+        widths = {size for weight in weights for size in (weight.shape[1], weight.shape[2:].numel())}
         places = (weight.storage_offset() * weight.element_size() for weight in weights)
         aligned = not any(place % ALIGNED_BYTES for place in (*places, *(2 * width for width in widths)))
         return aligned and (autocast_dtype(x) or x.dtype) == torch.bfloat16

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.compute.parameters.shard import ShardedModule, ShardSpec
 from meshwright.compute.precision import DTYPES
 from meshwright.compute.tensor.products import PLAIN, Products, add_gradients
+from meshwright.ranks.collectives import start_all_reduce
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -71,6 +72,14 @@ class _Linear(torch.autograd.Function):
             shape, dtype = ctx.form
             dx = products.input_gradient(dy, weight).view(shape).to(dtype)
         return dx, dweight, dbias, None, None
+
+
+def sum_over_rows(layer: nn.Module, x: Tensor) -> Tensor:
+    """Sum x, without a gradient, over the ranks that hold other rows of the layer's weight [I, ..., N]."""
+    if isinstance(layer, ShardedModule):
+        for axis, shard in layer.specs["weight"].placements.items():
+            x = start_all_reduce(x, layer.mesh.comm(axis)).wait() if shard.dim == 0 else x
+    return x
 
 
 def autocast_device(device: torch.device) -> str:

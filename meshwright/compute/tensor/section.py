@@ -319,6 +319,8 @@ class Tesseract(TensorSection):
         for field in config.model.latent_fields:
             if (number := getattr(config.model, field)) is not None:
                 yield Cut(f"model.{field}", number, "layout.tensor.q", self.q)
+        if config.model.adapter is not None:
+            yield Cut("model.adapter.rank", config.model.adapter.rank, "layout.tensor.q", self.q)
 
     @classmethod
     def candidates(cls, devices: int) -> Iterator[Self]:

@@ -189,7 +189,7 @@ def encoded(recording: Recording) -> dict[str, Any]:
         "specs": [
             [
                 spec.shape, {axis: [shard.dim, shard.copies] for axis, shard in spec.placements.items()},
-                spec.initial and [spec.initial.std, spec.initial.mean],
+                spec.initial and [spec.initial.std, spec.initial.mean, spec.initial.uniform],
                 [spec.role.name, spec.role.rule.by, spec.role.rule.decays, spec.role.stored],
                 spec.tied, spec.owner, spec.partial_over,
             ]
@@ -241,7 +241,7 @@ def decoded(tree: Any) -> Recording:
         shape, placements, initial, (role, by, decays, stored), tied, owner, partial_over = row
         return ShardSpec(
             whole(shape), {axis: Shard(int(dim), int(copies)) for axis, (dim, copies) in placements.items()},
-            initial and Initial(*map(float, initial)), Role(role, StepRule(by, bool(decays)), stored), bool(tied),
+            initial and Initial(*initial), Role(role, StepRule(by, bool(decays)), stored), bool(tied),
             None if owner is None else whole(owner), whole(partial_over),
         )  # fmt: skip
 

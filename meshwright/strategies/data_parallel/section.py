@@ -92,9 +92,9 @@ needs_one_axis_of_replicas = _refused(
 )
 needs_trained_weights = _refused(
     "model.frozen",
-    lambda config: config.model.frozen,
-    "expects a gradient of every parameter, and model.frozen leaves some without",
-    "{others}, or model.frozen=[]",
+    lambda config: config.model.freezes,
+    "expects a gradient of every parameter, and model.frozen or model.adapter leaves some without",
+    "{others}, or model.frozen=[] model.adapter=null",
 )
 needs_losses_of_the_head = _refused(
     "model",

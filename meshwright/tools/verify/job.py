@@ -99,8 +99,11 @@ def comparable(config: Config, *, as_configured: bool) -> Config:
 
     Fields without an effect in float64 are reset. Raises ConfigError, if `as_configured`, for bf16 states or masters.
     """
+    adapter = config.model.adapter
+    if adapter is not None:
+        adapter = adapter.model_copy(update={"dropout": 0.0, "begin": "random"})
     changes: dict[str, Any] = {
-        "model": config.model.model_copy(update={"dropout": 0.0}),
+        "model": config.model.model_copy(update={"dropout": 0.0, "adapter": adapter}),
         "layout": config.layout.model_copy(update={"ranks_per_node": "auto"}),  # all ranks run on this machine
         "restarts": config.restarts.model_copy(update={"times": 0}),
     }

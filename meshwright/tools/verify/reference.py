@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from hashlib import blake2b
 from typing import Any, cast
 
@@ -83,7 +82,7 @@ class Reference:
                 self.narrow.add(name)
                 values = values.to(self.dtype)
             parameter.data.copy_(values if own == "weight" else torch.zeros_like(values))
-            parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in config.model.frozen))
+            parameter.requires_grad_(not config.model.is_frozen(name))
             if not parameter.requires_grad:
                 continue
             parameter.grad = self.gradients[name] = torch.zeros_like(parameter)
@@ -156,8 +155,7 @@ def initial_values(label: str, shape: tuple[int, ...], initial: Initial) -> Tens
     for index, start in enumerate(range(0, shape[0], rows)):
         digest = blake2b(f"{label}/{index}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        block = torch.empty(min(rows, shape[0] - start), *shape[1:])
-        blocks.append(block.normal_(initial.mean, initial.std, generator=generator))
+        blocks.append(initial.draw(torch.empty(min(rows, shape[0] - start), *shape[1:]), generator))
     return torch.cat(blocks)
 
 

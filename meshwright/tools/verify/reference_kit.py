@@ -55,10 +55,7 @@ class ReferenceKit:
 
     def __init__(self) -> None:
         self.kept: dict[Any, Tensor] = {}
-
-    @property
-    def branches(self) -> ReferenceKit:
-        return self
+        self.branches = self
 
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
         return Layer(lambda ids, weight, _: F.embedding(ids, weight), (num_rows, hidden), initial, table=True)
@@ -111,8 +108,7 @@ class ReferenceKit:
             wide, targets = logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten()
             if shape.cap is not None:
                 wide = shape.cap * torch.tanh(wide / shape.cap)
-            loss = F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=smooth)
-            return loss * scale
+            return scale * F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=smooth)
 
         own = None if tied is not None else (shape.padded, shape.hidden)
         return Layer(function, own, shape.initial, (shape.padded,) if shape.bias else None, table=True, tied=tied)
@@ -142,6 +138,12 @@ class Experts(nn.Module):
         self.contract = Layer(lambda weight, _: weight, (shape.count, shape.inner, shape.hidden), shape.last)
         self.counted: Tensor | None = None  # for a balance over the batch: tokens per expert of the mean sequence
         self.counts: list[Tensor] = []  # of each pass without gradients: tokens per expert
+
+    def low_rank(self, name: str, rank: int, first: Initial, last: Initial) -> tuple[nn.Module, nn.Module]:
+        """Make A, and B that maps A to A B, an addend of the weight of the linear `name`."""
+        count, inputs, *outputs = self.get_submodule(name).get_parameter("weight").shape
+        b = Layer(lambda a, weight, _: torch.einsum("nir,nr...->ni...", a, weight), (count, rank, *outputs), last)
+        return Layer(lambda weight, _: weight, (count, inputs, rank), first), b
 
     def balance_by_counts(self, factor: float) -> None:
         """Balance by the sum of all recorded counts, times a factor."""

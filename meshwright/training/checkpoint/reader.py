@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from meshwright.compute.models.adapter_section import INSIDE
 from meshwright.compute.parameters.shard import Box
 from meshwright.config import Config
 from meshwright.config.load import model_names
@@ -29,6 +32,10 @@ from meshwright.training.checkpoint.shard import BadBlock, StoredShard
 from meshwright.version import __version__
 
 STEP = re.compile(r"step-(\d+)")
+FIRST = "step-0"
+"""The checkpoint with the weights that a run begins from."""
+BASE = "base"
+"""The key in `Origin.resolved` of the hash of the weights next to which adapters were trained."""
 
 
 class Checkpoint:
@@ -43,8 +50,6 @@ class Checkpoint:
         self.manifest = read_manifest(folder)
         self.shards: dict[str, StoredShard] = {}
         """The opened shards, by file."""
-        self.shapes = {run.parameter: run.shape for run in self.manifest.runs if run.kind == "weight"}
-        """The global shape of every parameter."""
         self._runs: dict[int, list[StoredRun]] = defaultdict(list)
         """The runs of each group of files."""
         for run in self.manifest.runs:
@@ -64,6 +69,49 @@ class Checkpoint:
             if size != file.size_bytes:
                 raise DamagedError(f"{path} is damaged: {size} bytes, not {file.size_bytes}; {GET_ANOTHER}")
 
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The global shape of every parameter."""
+        own = {run.parameter: run.shape for run in self.manifest.runs if run.kind == "weight"}
+        return own if self.base is None else self.base.shapes | own
+
+    @cached_property
+    def base(self) -> Checkpoint | None:
+        """The checkpoint of the run's first step, with the frozen weights, if this one has adapters alone.
+
+        Raises CheckpointError if that checkpoint is missing, or another than this one was trained from.
+        """
+        wanted = self.manifest.origin.resolved.get(BASE)
+        if wanted is None:
+            return None
+        folder = self.folder.parent / FIRST
+        source = self.manifest.origin.config.get("weights")
+        again = f"`meshwright convert import {source} --out {folder}` makes it again"
+        if not (folder / MANIFEST).is_file():
+            raise CheckpointError(f"{self.folder} has adapters alone, and {folder} with their base is missing: {again}")
+        base = Checkpoint(folder, self._bad)
+        if base.frozen_root != wanted:
+            raise CheckpointError(
+                f"{self.folder} was trained from other weights than those of {folder} (root {wanted}, and there is "
+                f"{base.frozen_root}): {again}, from the folder of that time"
+            )
+        return base
+
+    @property
+    def frozen_root(self) -> str:
+        """A hash of the files with weights, except the files with adapters, which an import writes last."""
+        adapted = {index for run in self.manifest.runs if INSIDE in run.parameter
+                   for index in self.manifest.groups[run.group]}  # fmt: skip
+        files = (file for index, file in enumerate(self.manifest.files) if index not in adapted)
+        hashes = sorted(file.sha256 for file in files if file.header_bytes is not None)
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
+
+    def holder(self, parameter: str, kind: str) -> Checkpoint:
+        """Return the checkpoint that has a tensor: this one, or the base of adapters."""
+        if kind != "weight" or (parameter, kind) in self.manifest.parts or self.base is None:
+            return self
+        return self.base
+
     @property
     def config(self) -> Config:
         """Return the writing run's config. Raises CheckpointError if this version has other fields."""
@@ -79,13 +127,15 @@ class Checkpoint:
 
     def dtype_of(self, parameter: str) -> str:
         """Return the dtype of a parameter's stored weight. Raises CheckpointError if there is no such weight."""
-        runs = self.manifest.parts.get((parameter, "weight"))
+        runs = self.holder(parameter, "weight").manifest.parts.get((parameter, "weight"))
         if runs is None:
             raise CheckpointError(f"{self.folder} has no weight of {parameter}")
         return runs[0].dtype
 
     def read(self, parameter: str, kind: str, box: Box) -> Tensor:
         """Read a box of a parameter's tensor in the stored dtype, from all parts that overlap the box."""
+        if (holder := self.holder(parameter, kind)) is not self:
+            return holder.read(parameter, kind, box)
         runs = self.manifest.parts.get((parameter, kind))
         if runs is None:
             known = sorted({kind for name, kind in self.manifest.parts if name == parameter})

@@ -78,7 +78,7 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
     for state in (state for _, states in parts.stored() for state in states):
         # If every step so far overflowed, there are no stored states: states are zero.
         for place in state.places if state.kind in kinds else ():
-            if (place.name, state.kind) not in checkpoint.manifest.parts:
+            if (place.name, state.kind) not in checkpoint.holder(place.name, state.kind).manifest.parts:
                 name = place.name
                 raise CheckpointError(
                     f"{checkpoint.folder} has no {state.kind} of {name}, which its run did not train: zeros would make "
@@ -107,7 +107,7 @@ def load_weights(model: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, chec
 
 def _read(checkpoint: Checkpoint, name: str, kind: str, box: Box) -> Tensor:
     """Read the box of a parameter's tensor, with zeros in padding rows that are not in the checkpoint."""
-    runs = checkpoint.manifest.parts.get((name, kind))
+    runs = checkpoint.holder(name, kind).manifest.parts.get((name, kind))
     shape = runs[0].shape if runs else checkpoint.shapes[name]
     if not shape or box.offsets[0] + box.lengths[0] <= shape[0]:
         return checkpoint.read(name, kind, box)

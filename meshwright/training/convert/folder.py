@@ -121,11 +121,14 @@ class Settings:
 class Source:
     """The tensors of a folder, by full name (Family.full_name)."""
 
-    def __init__(self, folder: Path, full_name: Callable[[str], str]) -> None:
-        """Find the folder's tensors. Raises CheckpointError if there is no safetensors file, or the index is wrong."""
+    def __init__(self, folder: Path, full_name: Callable[[str], str], single: str = SINGLE) -> None:
+        """Find the folder's tensors. Raises CheckpointError if there is no safetensors file, or the index is wrong.
+
+        `single`: the name of the file with all tensors.
+        """
         self.folder = folder
-        if (folder / SINGLE).is_file():  # a single file has priority over an index, as in transformers
-            files = _names_in(folder / SINGLE)
+        if (folder / single).is_file():  # a single file has priority over an index, as in transformers
+            files = _names_in(folder / single)
         elif (folder / INDEX).is_file():
             files = _indexed(folder)
         elif pickles := sorted(file.name for file in folder.glob("pytorch_model*.bin")):
@@ -133,7 +136,7 @@ class Source:
             remedy = "convert it to safetensors first, with transformers' save_pretrained in a place you trust"
             raise CheckpointError(f"{folder} holds only {pickles[0]}, a pickle, which could run any code: {remedy}")
         else:
-            raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}")
+            raise CheckpointError(f"{folder} holds neither {single} nor {INDEX}")
         self._places = {full_name(stored): (path, stored) for stored, path in files.items()}
         self.names = frozenset(self._places)
         # If a tensor had an old and a new name, chance would decide which one is read.

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -52,6 +53,7 @@ from meshwright.training.checkpoint.manifest import (
     stored_file,
 )
 from meshwright.training.checkpoint.shard import Stored, write_shard
+from meshwright.training.convert.adapters import Merge, first_adapters, write_adapter
 from meshwright.training.convert.family import Family, TensorPair, as_text
 from meshwright.training.convert.folder import INDEX, SINGLE, Settings, Source, folder_of
 from meshwright.training.convert.settings_out import DTYPE_KEYS, TokenizerOut, settings_texts
@@ -211,13 +213,14 @@ def import_folder(
                     rows = torch.cat([rows, rows.new_zeros(pair.padding, *pair.shape[1:])])
                 yield pair.name, rows.contiguous()
 
-        _write(folder, in_shards(read(), shard_bytes), model)
+        shards = chain(in_shards(read(), shard_bytes), in_shards(first_adapters(family, model, seed), shard_bytes))
+        _write(folder, shards, model)
     return Imported(model, sum(prod(pair.shape) for pair in pairs), family.reads_text, has_tokenizer)
 
 
 _OF_TRAINING = ("balance", "balance_over", "router_z", "capacity")
 """Fields of experts that affect only training, not the meaning of a weight."""
-_FREE = ("dropout", "frozen", "vocabulary_multiple", "positions", "later_weight")
+_FREE = ("dropout", "frozen", "adapter", "vocabulary_multiple", "positions", "later_weight")
 """Fields that may differ between a run and the folder of weights; positions only without a table of positions."""
 _HEAD_FIELDS = ("classes", "choices")
 """Fields that may differ in a task's run if the folder has no head of that task."""
@@ -334,11 +337,19 @@ def export_folder(
     report: ShowProgress = silent,
     shard_bytes: int = SHARD_BYTES,
     dtype: str | None = None,
+    *,
+    merged: bool = False,
 ) -> Path:
     """Write the Hugging Face folder `out` from a step folder or a run's newest checkpoint; return the step folder.
 
+    Of a run with adapters, write peft's folder of the adapters alone, in the stored dtype if `dtype` is None.
+
     `dtype`: of the weights, as in `precision`; None: the published dtype, else the run's. Padding and optimizer states
-    are left out. Raises CheckpointError (no such model in transformers), DataError (a damaged tokenizer).
+    are left out. `merged`: write whole weights, with adapters added to them.
+
+    Raises:
+        CheckpointError: transformers has no such model, or peft no such adapter.
+        DataError: the tokenizer is damaged.
     """
     checkpoint = Checkpoint(find_checkpoint(path))
     model = checkpoint.config.model
@@ -347,7 +358,23 @@ def export_folder(
         why = f"is a {model.family}, which has no form of Hugging Face's; valid: {', '.join(known)}"
         raise CheckpointError(f"{checkpoint.folder} {why}")
     family = known[model.family]
-    pairs = family.pairs(model)
+    if model.adapter is None and merged:
+        raise CheckpointError(f"{checkpoint.folder} has no adapters to merge: leave --merged out")
+    if model.adapter is not None and not merged:
+        with new_folder(out) as folder:
+            base, chosen = checkpoint.config.weights, None if dtype is None else DTYPES[dtype]
+            write_adapter(folder, checkpoint, family, model, base, chosen)
+        return checkpoint.folder
+    _write_whole(checkpoint, family, out, report, shard_bytes, dtype)
+    return checkpoint.folder
+
+
+def _write_whole(
+    checkpoint: Checkpoint, family: Family, out: Path, report: ShowProgress, shard_bytes: int, dtype: str | None
+) -> None:
+    """Write the folder of whole weights; arguments as in `export_folder`."""
+    model = checkpoint.config.model
+    pairs, merge = family.pairs(model), Merge(checkpoint, model)
     found = {name: checkpoint.file(name) for name in FILES}
     published = {name: read_text(file) for name, file in found.items() if file is not None}
     kept = Settings(checkpoint.folder / MODEL) if MODEL in published else None
@@ -373,7 +400,7 @@ def export_folder(
         parts: dict[str, list[Tensor]] = {}  # slices of a Hugging Face tensor that is several tensors here
         for index, pair in enumerate(pairs):
             report("weights", index / len(pairs))
-            for name, tensor in _exported(checkpoint, pair).items():
+            for name, tensor in _exported(checkpoint, pair, merge).items():
                 out = tensor.to(torch.promote_types(wanted, torch.float32) if pair.single else wanted)
                 if pair.part is None:
                     yield name, out
@@ -387,7 +414,6 @@ def export_folder(
         _write_safetensors(folder, in_shards(read(), shard_bytes))
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-    return checkpoint.folder
 
 
 def _dtype_of(checkpoint: Checkpoint, kept: Settings | None, parameter: str) -> torch.dtype:
@@ -425,13 +451,14 @@ def _write_safetensors(folder: Path, shards: Iterator[dict[str, Tensor]]) -> Non
     (folder / INDEX).write_text(as_text(index), encoding="utf-8")
 
 
-def _exported(checkpoint: Checkpoint, pair: TensorPair) -> dict[str, Tensor]:
-    """Read a pair's tensors from a checkpoint, by Hugging Face's names and shapes, without padding rows."""
+def _exported(checkpoint: Checkpoint, pair: TensorPair, merge: Merge) -> dict[str, Tensor]:
+    """Read a pair's tensors from a checkpoint, by Hugging Face's names and shapes, without padding rows, with adapters
+    added."""
     shape, rows = checkpoint.shapes.get(pair.name), (pair.shape[0] - pair.padding, *pair.shape[1:])
     if shape not in (pair.shape, rows):  # version 0.1.0 did not pad positions
         raise CheckpointError(f"{checkpoint.folder}: {pair.name} is {shape}, and its config makes it {pair.shape}")
     box = Box((0,) * len(rows), rows)
-    parts = pair.to_theirs(checkpoint.read(pair.name, "weight", box))
+    parts = pair.to_theirs(merge.merged(pair.name, checkpoint.read(pair.name, "weight", box)))
     named = zip(pair.theirs.items(), parts, strict=True)
     return {
         name: (part if pair.part is not None else part.reshape(shape)).contiguous() for (name, shape), part in named

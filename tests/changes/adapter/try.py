@@ -9,7 +9,7 @@ import meshwright as mw
 OTHERS = "tokens.*, positions.*, '*norm*', '*.output.*', '*.feed_forward.*', 'blocks.?.attention.query_key_value.[wb]*'"
 
 if __name__ == "__main__":
-    words = ["model.adapter=2", f"model.frozen=[{OTHERS}]"]
+    words = ["model.side_rank=2", f"model.frozen=[{OTHERS}]"]
     alone = losses("alone", *words)
     assert alone[-1] < alone[0], alone
     several = losses("several", *words, "layout.data=2", "layout.data.sync=zero3", "layout.pipeline=2")
