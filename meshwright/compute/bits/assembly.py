@@ -96,9 +96,12 @@ class LayoutFree:
         grains = self.portions
         if isinstance(model.context.heads, HeadParts):
             model.context.attend_by(replace(model.context.heads, draw=grains.draw))
+        bits, widths = config.bits, config.model.widths
+        # If each part of each width has whole vectors, element-wise functions need no padding.
+        whole = not bits.cuts or all(width // bits.tensor % WHOLE_VECTORS == 0 for _, width in widths)
         for module in tuple(model.modules()):
             match module:
-                case InWholeVectors() if not _widths_are_whole(config):
+                case InWholeVectors() if not whole:
                     module.pad()
                 case PartHead():
                     module.round_by(self.fixed)
@@ -127,12 +130,6 @@ def layout_free(config: Config, mesh: Mesh, inside: Sequence[str]) -> LayoutFree
     # Each use of a table adds one gradient per run, and one per part if parts share heads.
     uses = config.model.table_uses * bits.sequence * bits.tensor
     return LayoutFree(grains, FixedPoint(uses * config.batch.global_ // bits.samples, mesh.device))
-
-
-def _widths_are_whole(config: Config) -> bool:
-    """Return True if each part of each width has whole vectors, so that element-wise functions need no padding."""
-    bits = config.bits
-    return not bits.cuts or all(width // bits.tensor % WHOLE_VECTORS == 0 for _, width in config.model.widths)
 
 
 def _vectors_are_whole(config: Config, specs: dict[str, ShardSpec]) -> bool:

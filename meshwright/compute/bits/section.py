@@ -378,15 +378,28 @@ _RULES = (parts_are_equal, parts_of_hidden_are_equal, runs_are_equal, layers_fal
 
 def decided_bits(config: Config) -> Bits:
     """Return the config's section `bits` with a value for each `auto`. Decided fields do not count as written."""
+
+    def fits(values: dict[str, Any]) -> bool:
+        """Return whether the model and its sequences have these parts on one device."""
+        bits = Bits.model_construct(kind=config.bits.kind, **values)
+        tried = config.model_copy(update={"bits": bits, "layout": type(config.layout)()})
+        return not any(problem for rule in _RULES for problem in rule.check(tried))
+
     bits = config.bits
     written = {name: value for name in ALONE if (value := getattr(bits, name)) != "auto"}
     values = {**ALONE, **written}
     free = [name for name in ALONE if name not in written and (not written or name in bits.model_fields_set)]
     if not bits.layout_free:
         free = []
-    if "samples" in free:
-        values["samples"] = _samples(config)
     model = config.model
+    if "samples" in free:
+        # A divisor of every legal replica's part, of few tokens.
+        batch = config.batch.global_
+        replicas = math.lcm(*(size for size in range(1, MOST_RANKS + 1) if batch % size == 0))
+        length = max((length.number for length in model.sequences(config)), default=ENOUGH_TOKENS)
+        values["samples"] = max(
+            size for size in divisors(batch // replicas) if size == 1 or size * length <= ENOUGH_TOKENS
+        )
     tokens = values["samples"] * max((length.number for length in model.sequences(config)), default=0)
     rings = "attention" in free and model.cuts_context and not model.dropout
     # Two ranks of a ring hold four runs.
@@ -397,23 +410,8 @@ def decided_bits(config: Config) -> Bits:
         powers = [2**power for power in range(most.bit_length() - 1, 0, -1)]
         wanted = [number for number in powers if number <= fewest[field] or sizes[field] // number >= LEAST]
         if name in free:
-            values[name] = next((number for number in wanted if _fit(config, {**values, name: number})), 1)
+            values[name] = next((number for number in wanted if fits({**values, name: number})), 1)
     if rings and values["sequence"] >= 4:
         values["attention"] = "runs"
     kept = bits.model_fields_set - (ALONE.keys() - written.keys())
     return Bits.model_construct(_fields_set=kept, kind=bits.kind, **values)
-
-
-def _samples(config: Config) -> int:
-    """Return the samples of a grain: a divisor of every legal replica's part, of few tokens."""
-    batch = config.batch.global_
-    replicas = math.lcm(*(size for size in range(1, MOST_RANKS + 1) if batch % size == 0))
-    tokens = max((length.number for length in config.model.sequences(config)), default=ENOUGH_TOKENS)
-    return max(size for size in divisors(batch // replicas) if size == 1 or size * tokens <= ENOUGH_TOKENS)
-
-
-def _fit(config: Config, values: dict[str, Any]) -> bool:
-    """Return whether the model and its sequences have these parts on one device."""
-    bits = Bits.model_construct(kind=config.bits.kind, **values)
-    tried = config.model_copy(update={"bits": bits, "layout": type(config.layout)()})
-    return not any(problem for rule in _RULES for problem in rule.check(tried))
