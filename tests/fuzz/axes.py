@@ -80,6 +80,11 @@ FROZEN: dict[str, list[str]] = {
     "outside": ["[!b]*"],
 }
 """Patterns that leave something to train in each model; `outside`: the embeddings and the head."""
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "of all linears": {},
+    "of some": {"on": ["query_key_value", "blocks.0.*"], "rslora": True},
+    "with magnitudes": {"dora": True},
+}
 
 AXES: dict[str, tuple[Value, ...]] = {
     "model": tuple(MODELS),
@@ -112,6 +117,7 @@ AXES: dict[str, tuple[Value, ...]] = {
     "clip": (None, 0.5),
     "optimizer": tuple(OPTIMIZERS),
     "frozen": (None, None, None, *FROZEN),
+    "adapter": (None, None, None, *ADAPTERS),
 }  # fmt: skip
 """A value that stands twice is drawn twice as often: small groups are quick, most tensor layouts have no branches."""
 
@@ -146,6 +152,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "clip": ("optimizer.clip",),
     "optimizer": ("optimizer",),
     "frozen": ("model.frozen",),
+    "adapter": ("model.adapter", "bits.kind"),
 }
 """The fields that an axis writes: where a rule refuses one of them, another value of the axis may do."""
 
@@ -185,6 +192,8 @@ def _model(case: Case) -> dict[str, Any]:
     model["vocabulary_multiple"] = multiple
     if case["frozen"] is not None:
         model["frozen"] = FROZEN[case["frozen"]]
+    if case.get("adapter") is not None:
+        model["adapter"] = {"rank": 4, "begin": "random", **ADAPTERS[str(case["adapter"])]}
     if model["family"] == "resnext":
         layers = case["layers"]
         return model | {
