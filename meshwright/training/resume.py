@@ -10,13 +10,16 @@ import torch
 from meshwright.compute.bits.section import ALONE
 from meshwright.config import Config, run_text
 from meshwright.config.rules import broken_rules
-from meshwright.config.section import leaves_of, with_field
+from meshwright.config.section import field_of, leaves_of, with_field
+from meshwright.ranks.agreement import all_rows, text_of_root
 from meshwright.ranks.errors import CheckpointError, ConfigError, DamagedError, Problem
 from meshwright.ranks.foreign import read_text
+from meshwright.ranks.machine import Machine
+from meshwright.ranks.mesh import Mesh
 from meshwright.training.checkpoint.manifest import TOKENIZER_FILE
-from meshwright.training.checkpoint.reader import Checkpoint, newest_step, newest_whole, steps_in
+from meshwright.training.checkpoint.reader import BASE, FIRST, Checkpoint, newest_step, newest_whole, steps_in
 from meshwright.training.checkpoint.restore import misfit_of, stateless_of
-from meshwright.training.decisions import as_before
+from meshwright.training.decisions import FIELDS, Resolved, as_before, resolve_layout
 from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY, begin, identity_of, write_identity, write_whole
 
 _DECISIVE = ("seed", "model.", "data.", "batch.global")
@@ -192,3 +195,30 @@ def _differences(checkpoint: Checkpoint, config: Config, data: str, *, accept_ch
     if origin.torch not in ("unknown", str(torch.__version__)):
         notes.append(f"{folder.name} was written with torch {origin.torch}, this is {torch.__version__}")
     return notes
+
+
+def base_of(config: Config, out: Path, mesh: Mesh) -> dict[str, str]:
+    """Return the root of the frozen weights in the checkpoint of step 0, if a run's later checkpoints have adapters
+    alone; else nothing."""
+    if config.model.adapter is None or config.weights is None:
+        return {}
+    root = Checkpoint(out / CHECKPOINTS / FIRST).frozen_root if mesh.rank == 0 else ""
+    return {BASE: text_of_root(root, mesh.world)}
+
+
+def resolve_together(mesh: Mesh, settings: Config, asked: Config, out: Path, *, resume: bool) -> Resolved:
+    """Resolve the config inside another launcher: rank 0 decides for all ranks, by the least memory of any rank."""
+    if mesh.device_type == "cuda":
+        memory = torch.cuda.mem_get_info(mesh.device)[0]
+    else:
+        memory = Machine.here().rank_bytes(settings.layout.world_size)
+    least = int(all_rows(torch.tensor([memory]), mesh.world).min())
+    resolved = Resolved(settings)
+    if mesh.rank == 0:
+        before = decided_before(asked, out) if resume else asked
+        for field in FIELDS:
+            settings = with_field(settings, field, field_of(before, field))
+        resolved = resolve_layout(settings, Machine(cores=1, memory=least, shared=False))
+    text = json.dumps([resolved.config.model_dump(mode="json", by_alias=True), resolved.notes])
+    tree = json.loads(text_of_root(text, mesh.world))
+    return Resolved(Config.model_validate(tree[0]), tuple(tree[1]))

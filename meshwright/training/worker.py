@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from meshwright.compute.models.adapter_section import INSIDE
 from meshwright.compute.parameters.root import order_root
 from meshwright.config import Config
-from meshwright.config.section import field_of, with_field
 from meshwright.config.sense import Facts, remarks
 from meshwright.data.dataset import Opened
 from meshwright.data.published import SOURCE, read_published
 from meshwright.output.drawing import PictureError
-from meshwright.ranks.agreement import all_rows, text_of_root
+from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.errors import DamagedError, LaunchError
 from meshwright.ranks.hang import names_of
 from meshwright.ranks.launch import Rank, StopRequest
 from meshwright.ranks.machine import Machine
-from meshwright.ranks.mesh import Mesh
 from meshwright.training.best import BestWatch
 from meshwright.training.checkpoint import Checkpoint, CheckpointWriter, pieces_of, restore
 from meshwright.training.checkpoint.manifest import TOKENIZER_FILE, Best, Origin, Progress
-from meshwright.training.checkpoint.reader import BASE, BEST, FIRST
+from meshwright.training.checkpoint.reader import BASE, BEST
 from meshwright.training.checkpoint.restore import progress_of
 from meshwright.training.console import RunDisplay
 from meshwright.training.convert import resting_token
-from meshwright.training.decisions import FIELDS, Resolved, resolve_layout, resolved_fields
+from meshwright.training.decisions import resolved_fields
 from meshwright.training.folder import CHECKPOINTS, begin, refuse_used
 from meshwright.training.follow import StepTeller
 from meshwright.training.loop import StepLine, Trainer, validate
 from meshwright.training.meeting import facts_of, meet, placement_notes, ranks_without
 from meshwright.training.metrics import MetricsWriter
 from meshwright.training.parts import Parts, build
-from meshwright.training.resume import checkpoint_of_run, decided_before, go_on, with_offer
+from meshwright.training.resume import base_of, checkpoint_of_run, go_on, resolve_together, with_offer
 from meshwright.training.sinks import TrackedRun, absent_sinks, open_sinks
 
 
@@ -85,37 +81,16 @@ def train_rank(
     mesh.world.broadcast(told, 0)
     step = None if int(told) < 0 else int(told)
     if not environment.launched:
-        resolved = _resolve_together(mesh, config, asked, out, resume=resume)
+        resolved = resolve_together(mesh, config, asked, out, resume=resume)
         config, notes = resolved.config, (*notes, *resolved.notes)
     opened = replace(opened, notes=(*notes, *opened.notes))
     dump = asked.model_dump(mode="json", by_alias=True)
     decided = resolved_fields(asked, config)
-    if config.model.adapter is not None and config.weights is not None:
-        root = Checkpoint(out / CHECKPOINTS / FIRST).frozen_root if mesh.rank == 0 else ""
-        decided[BASE] = text_of_root(root, mesh.world)
-    origin = Origin(dump, name, config.data.fingerprint(data), decided)
+    origin = Origin(dump, name, config.data.fingerprint(data), decided | base_of(config, out, mesh))
     parts = build(config, mesh, out, drawn=step is None)
     _Run(parts, opened, out, frozenset(trace), origin, StepTeller(follow)).train(
         rank.stop, step, resume=resume, attempt=attempt, live=environment.launched
     )
-
-
-def _resolve_together(mesh: Mesh, settings: Config, asked: Config, out: Path, *, resume: bool) -> Resolved:
-    """Resolve the config inside another launcher: rank 0 decides for all ranks, by the least memory of any rank."""
-    if mesh.device_type == "cuda":
-        memory = torch.cuda.mem_get_info(mesh.device)[0]
-    else:
-        memory = Machine.here().rank_bytes(settings.layout.world_size)
-    least = int(all_rows(torch.tensor([memory]), mesh.world).min())
-    resolved = Resolved(settings)
-    if mesh.rank == 0:
-        before = decided_before(asked, out) if resume else asked
-        for field in FIELDS:
-            settings = with_field(settings, field, field_of(before, field))
-        resolved = resolve_layout(settings, Machine(cores=1, memory=least, shared=False))
-    text = json.dumps([resolved.config.model_dump(mode="json", by_alias=True), resolved.notes])
-    tree = json.loads(text_of_root(text, mesh.world))
-    return Resolved(Config.model_validate(tree[0]), tuple(tree[1]))
 
 
 @dataclass(frozen=True)
@@ -195,9 +170,7 @@ class _Run:
         if self.parts.mesh.rank == 0:  # reads the sample after the cursor, which identifies the order of data
             following = self.data.train.samples(samples, 1)
             root = order_root(self.origin.data, self.parts.config.seed, samples, following)
-        pieces = pieces_of(self.parts)
-        if BASE in self.origin.resolved:  # adapters alone: the checkpoint of step 0 has the weights next to them
-            pieces = (piece for piece in pieces if INSIDE in piece.place.name)
+        pieces = pieces_of(self.parts, adapters=BASE in self.origin.resolved)
         return writer.save(progress_of(self.parts, trainer.step, samples, best), pieces, root)
 
     def _beside(self) -> dict[str, str]:

@@ -134,12 +134,9 @@ class Stage:
     @torch.no_grad()
     def preview(self, index: int, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden:
         """Run F without gradients; return the output of F."""
-        with self.autocast():
-            if self.portions is None:
-                return self.run_forward(self.model, batch, scales, incoming)
-            grains = self.portions.of(batch, incoming, index)
-            outgoings = [self.run_forward(self.model, portion, scales, rows) for portion, rows in grains]
-        return self.portions.total_loss(outgoings) if self.is_last else joined(outgoings)
+        outgoing = self.forward(index, incoming, batch, scales)
+        del self._graphs[index]
+        return outgoing
 
     def backward(self, index: int, gradients: Hidden, *, defers: bool) -> Hidden:
         """Run B; return the gradients for the previous stage. `gradients`: of F's outputs; `defers`: a task W

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from meshwright.compute.models.adapter_section import INSIDE
 from meshwright.compute.models.chain import make_chain
 from meshwright.compute.parameters.bucket import Place, Slices
 from meshwright.compute.parameters.shard import Box, ShardSpec, shard_specs
@@ -35,14 +36,19 @@ class Piece:
     first: int = 0
 
 
-def pieces_of(parts: Parts) -> Iterator[Piece]:
-    """Yield this rank's slices of weights and optimizer states. Of ranks with equal slices only the first has any."""
+def pieces_of(parts: Parts, *, adapters: bool = False) -> Iterator[Piece]:
+    """Yield this rank's slices of weights and optimizer states. Of ranks with equal slices only the first has any.
+
+    `adapters`: of adapters alone, since the checkpoint of step 0 has the frozen weights.
+    """
     for slot, states in parts.stored():
         for state in states if parts.mesh.index(*slot.copy_axes) == 0 else ():
             slices, values = state.slices, state.values
             number = parts.mesh.index(*slices.axes)
             start = number * slices.length
             for place in slices.places:
+                if adapters and INSIDE not in place.name:
+                    continue
                 begin, end = max(place.start, start), min(place.stop, start + values.numel())
                 if place.start < place.stop and (begin < end or number == 0):
                     held = values[begin - start : end - start] if begin < end else values[:0]
