@@ -120,15 +120,15 @@ class _World:
         kept = {name: options[name] for name in ("use_local_synchronization", "group_desc") if name in options}
         return self.make_group(ranks, **kept)
 
-    def gather_objects(self, out: list[Any], value: Any, *_: Any, **options: Any) -> None:
+    def exchange_values(self, out: list[Any], value: Any, *_: Any, **options: Any) -> None:
         self.noted("ranks exchange Python objects: those of the other ranks are taken to equal this rank's")
         out[:] = [value] * len(out)
 
-    def gather_at_root(self, value: Any, out: list[Any] | None = None, *_: Any, **options: Any) -> None:
+    def exchange_at_root(self, value: Any, out: list[Any] | None = None, *_: Any, **options: Any) -> None:
         if out is not None:
-            self.gather_objects(out, value)
+            self.exchange_values(out, value)
 
-    def receive_objects(self, objects: list[Any], *_: Any, **options: Any) -> None:
+    def keep_values(self, objects: list[Any], *_: Any, **options: Any) -> None:
         self.noted("rank 0 sends Python objects: this rank keeps its own")
 
     def spawn(
@@ -180,8 +180,8 @@ def fake_world(rank: int, size: int, waited: Callable[[int], None], noted: Calla
             ((dist, distributed_c10d, device_mesh), "init_process_group", world.join),
             ((dist, distributed_c10d, device_mesh), "new_group", world.group),
             ((dist,), "get_backend", lambda group=None: world.backend), ((dist,), "is_nccl_available", lambda: True),
-            ((dist,), "all_gather_object", world.gather_objects), ((dist,), "gather_object", world.gather_at_root),
-            ((dist,), "broadcast_object_list", world.receive_objects),
+            ((dist,), "all_gather_object", world.exchange_values), ((dist,), "gather_object", world.exchange_at_root),
+            ((dist,), "broadcast_object_list", world.keep_values),
             ((dist,), "monitored_barrier", lambda *_, **__: None),
             ((torch.multiprocessing,), "spawn", world.spawn), ((work,), "wait", waits),
             ((replica,), "__init__", replicated), ((replica,), "register_comm_hook", hooked),

@@ -69,7 +69,7 @@ CASES = [
     *(
         refused(f"scope {word}", f"`{word}` was an unknown key with 23 valid names.", right, word)
         for word, right in {
-            "lora.rank=8": "PEFT trains adapters, and `meshwright parity` proves", "use_lora=true": "docs/scope.md",
+            "lora.rank=8": "valid: model.adapter={rank: 16}", "use_lora=true": "docs/scope.md",
             "precision=fp8": "linears of layers multiply in FP8", "device=mps": "a Mac's GPU is not used",
             "dpo=true": "TRL", "data.source=s3://b/x": "aws s3 sync", "push_to_hub=true": "hf upload",
             "sweep=4": "a loop of the shell",
@@ -81,10 +81,11 @@ CASES = [
         one_shot("layout: {tensor: {kind: tesseract, q: 1, d: 2}}\n", "does the same for less; valid: 1\n"),
     ),
     Case(
-        "remedy of bits.sequence", "`valid: fewer runs or parts` names no number.", "bits.samples=4",
+        "remedy of bits.sequence", "`valid: fewer runs or parts` names no number.", "valid: 1, 2, 3",
         one_shot(
-            "model: vit-digits\ndata: {source: digits}\nbatch: {global: 8}\nbits: {kind: layout-free, tensor: 4}\n",
-            "valid: bits.samples=4, or bits.tensor=1",
+            "model: {layers: 1, hidden: 32, heads: 4, positions: 32, vocabulary: 257}\nbatch: {global: 8}\n"
+            "data: {source: unicode, tokenizer: bytes, sequence: 30}\nbits: {kind: layout-free, sequence: 16}\n",
+            "bits.sequence=16 does not cut data.sequence=30 into equal runs of two tokens or more; valid: 1, 2, 3, 5",
         ),
     ),
     Case(

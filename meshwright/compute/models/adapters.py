@@ -67,13 +67,13 @@ class LowRank(nn.Module):
 
     def product(self) -> Tensor:
         """Return this rank's part of scale · A B, [I, ..., N]."""
-        a, b = self.a.get_parameter("weight"), self.b.get_parameter("weight")
+        a, b = cast(Tensor, self.a.weight), cast(Tensor, self.b.weight)
         return (a @ b.flatten(1)).unflatten(-1, b.shape[1:]) * self.scale
 
     def magnitudes(self) -> Tensor:
         """Return the changes of this rank's magnitudes, [1, 1, ..., N]."""
         assert self.d is not None, "magnitudes of a LoRA"
-        y: Tensor = self.d(self.d.get_parameter("weight").new_ones(1, 1, 1))
+        y: Tensor = self.d(cast(Tensor, self.d.weight).new_ones(1, 1, 1))
         return y[:, :1]  # a rank that cuts sequences has gathered one of each rank
 
 
@@ -264,7 +264,7 @@ def add_output(layer: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> Tensor:
 def add_and_scale(layer: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> Tensor:
     """Add an adapter's output to a linear's, and scale columns to their magnitudes (DoRA)."""
     adapter = cast(LowRank | Parts, layer.get_submodule("adapter"))
-    scales = magnitude_scales(adapter, layer.get_parameter("weight"), partial(sum_over_rows, layer)).to(y.dtype)
+    scales = magnitude_scales(adapter, cast(Tensor, layer.weight), partial(sum_over_rows, layer)).to(y.dtype)
     bias = dict(layer.named_parameters(recurse=False)).get("bias")
     if bias is None:
         return (y + adapter(*inputs)) * scales

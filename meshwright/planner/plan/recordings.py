@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from meshwright.compute.bits.section import ALONE
 from meshwright.compute.model import EMBEDDINGS, SAMPLES, Chunk, Costs, links
 from meshwright.compute.models.chain import chain_of, first_trained, make_chain, parameters_of, split_name
 from meshwright.compute.parameters.bucket import Bucket, make_buckets
@@ -244,7 +245,9 @@ def as_recorded(config: Config, chunk: Chunk) -> Config:
         layout = layout.model_copy(update={"order": "auto" if own == usual else own})
     batch = _BATCH.model_copy(update={"global_": count * config.micro * data.size, "micro": config.micro})
     memory = config.memory.model_copy(update={"recompute": recompute})
-    return config.model_copy(update={"layout": layout, "batch": batch, "memory": memory})
+    # Grains and parts are not planned: a layout-free run is recorded in the usual mode.
+    bits = config.bits.model_copy(update={"kind": "usual", **ALONE})
+    return config.model_copy(update={"layout": layout, "batch": batch, "memory": memory, "bits": bits})
 
 
 _ONE_REPLICA, _ONE_STAGE, _BATCH = DataParallel(), PipelineSection(), BatchSection()

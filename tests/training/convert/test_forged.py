@@ -19,6 +19,8 @@ from meshwright.compute.models.experts_section import ExpertsSection
 from meshwright.families.bert.section import Bert, BertChoice, BertPairs, BertSpans
 from meshwright.families.deepseek.section import DeepSeek
 from meshwright.families.gpt.section import Gpt2
+from meshwright.families.llama.gemma import Gemma
+from meshwright.families.llama.phi import Phi
 from meshwright.families.llama.section import Llama
 from meshwright.families.seq2seq.section import T5
 from meshwright.families.vision.section import Vit
@@ -246,6 +248,8 @@ def test_any_byte_may_change(sound: Path, tmp_path: Path) -> None:
 MODELS = {
     "gpt2": Gpt2(),
     "llama": Llama(family="llama"),
+    "phi": Phi(family="phi"),
+    "gemma": Gemma(family="gemma"),
     "deepseek": DeepSeek(
         family="deepseek",
         experts=ExpertsSection(count=8, width=64, shared=64, scores="sigmoid", bias_rate=0.0),
