@@ -222,8 +222,8 @@ def test_a_word_that_changes_the_run_is_refused(made: Path, step: int, word: str
 def test_a_sum_that_is_wrong_in_every_replay_names_tensor_and_box(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add = FixedPoint.add
 
-    def add_less(self: FixedPoint, total: torch.Tensor, addend: torch.Tensor, *, fresh: bool) -> None:
-        add(self, total, addend * (1 - 2**-20), fresh=fresh)
+    def add_less(self: FixedPoint, total: torch.Tensor, addend: torch.Tensor, **options: Any) -> None:
+        add(self, total, addend * (1 - 2**-20), **options)
 
     monkeypatch.setattr(FixedPoint, "add", add_less)
     result = CliRunner().invoke(app, ["certify", "--check", str(made / NAME), "--step", "3"])

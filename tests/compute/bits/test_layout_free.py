@@ -169,5 +169,6 @@ def test_what_cannot_be_had_is_refused_by_name(words: tuple[str, ...], field: st
 def test_the_axes_of_the_fuzzer_are_all_known() -> None:
     identity = {
         "model", "layers", "heads", "vocabulary", "sequence", "documents", "precision", "clip", "optimizer", "frozen",
+        "adapter",
     }  # fmt: skip
     assert set(AXES) == PLAIN.keys() | FIXED.keys() | identity

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,8 +38,8 @@ def test_a_right_run_is_replayed_on_any_ranks(out: Path, step: int, words: tuple
 def test_a_sum_that_is_wrong_in_every_replay_is_the_programs(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add = FixedPoint.add
 
-    def add_less(self: FixedPoint, total: torch.Tensor, addend: torch.Tensor, *, fresh: bool) -> None:
-        add(self, total, addend * (1 - 2**-20), fresh=fresh)
+    def add_less(self: FixedPoint, total: torch.Tensor, addend: torch.Tensor, **options: Any) -> None:
+        add(self, total, addend * (1 - 2**-20), **options)
 
     monkeypatch.setattr(FixedPoint, "add", add_less)
     found = replay(out, 5)
@@ -51,8 +52,8 @@ def test_a_sum_that_is_wrong_in_every_replay_is_the_programs(out: Path, monkeypa
 def test_a_bit_that_flips_once_is_the_machines(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add, calls = FixedPoint.add, iter(range(10**9))
 
-    def add_a_flip(self: FixedPoint, total: torch.Tensor, addend: torch.Tensor, *, fresh: bool) -> None:
-        add(self, total, addend, fresh=fresh)
+    def add_a_flip(self: FixedPoint, total: torch.Tensor, addend: torch.Tensor, **options: Any) -> None:
+        add(self, total, addend, **options)
         if next(calls) == 40:
             total.view(-1)[0] ^= 1 << 40
 

@@ -39,6 +39,7 @@ ALLOWED = {
     "meshwright.compute.parameters.role.Role",
     "meshwright.compute.parameters.shard.Initial",
     "meshwright.compute.parameters.shard.ONES",
+    "meshwright.compute.parameters.shard.ZEROS",
     "meshwright.config.registry.load_entry",
     "meshwright.compute.tensor.copies.HeadGroups",
     "meshwright.compute.tensor.head.HeadShape",
