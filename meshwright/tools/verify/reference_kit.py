@@ -1,7 +1,4 @@
-"""The kit interface (tensor/kit.py) as torch's functions on whole tensors, for the reference's models.
-
-Imports only facts from the package, as the reference does (a test checks the imports).
-"""
+"""The kit interface (tensor/kit.py) as torch's functions on whole tensors, of facts alone (a test checks imports)."""
 
 from __future__ import annotations
 
@@ -77,17 +74,15 @@ class ReferenceKit:
             wide = x.to(weight.dtype)
             if kind == "group":
                 y = F.group_norm(wide.mT, groups, weight, shift, epsilon).mT
-            elif kind == "rms-around-one":
-                y = F.rms_norm(wide, (width,), weight + 1, epsilon)
-            elif kind == "rms":
-                y = F.rms_norm(wide, (width,), weight, epsilon)
+            elif kind.startswith("rms"):
+                y = F.rms_norm(wide, (width,), weight + 1 if around_one else weight, epsilon)
             else:
                 y = F.layer_norm(wide, (width,), weight, shift, epsilon)
             return y.to(x.dtype)
 
-        biased = kind == "group" or (kind == "layer" and bias)
-        initial = ZEROS if kind == "rms-around-one" else ONES
-        return Layer(function, (width,), initial, (width,) if biased else None, decays=False, wide=True)
+        around_one, biased = kind == "rms-around-one", kind == "group" or (kind == "layer" and bias)
+        shift = (width,) if biased else None
+        return Layer(function, (width,), ZEROS if around_one else ONES, shift, decays=False, wide=True)
 
     def enter(self, x: Tensor, heads: int) -> Tensor:
         return x.unsqueeze(2).expand(-1, -1, heads, -1)
@@ -106,8 +101,7 @@ class ReferenceKit:
             real, smooth = slice(shape.vocabulary), shape.smoothing
             logits = F.linear(h[:, : labels.shape[1]], table[real], None if bias is None else bias[real]).flatten(0, -2)
             wide, targets = logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten()
-            if shape.cap is not None:
-                wide = shape.cap * torch.tanh(wide / shape.cap)
+            wide = wide if shape.cap is None else shape.cap * torch.tanh(wide / shape.cap)
             return scale * F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=smooth)
 
         own = None if tied is not None else (shape.padded, shape.hidden)
