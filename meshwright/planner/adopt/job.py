@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from meshwright.output.outputs import refuse_existing
@@ -148,8 +148,7 @@ def adopt(question: Question, tries: int, report: Callable[[str, float | None], 
         report(f"trying: {edit.title}", number / len(edits))
         folder = question.folder / "edits" / re.sub(r"\W+", "-", edit.title).strip("-")
         try:
-            own = plan(run_ranks(question, folder, edit), question.cluster, question.ranks)
-            tried.append(Tried(edit, replace(own, samples=own.samples)))
+            tried.append(Tried(edit, plan(run_ranks(question, folder, edit), question.cluster, question.ranks)))
         except MeshwrightError as error:
             tried.append(Tried(edit, None, str(error).splitlines()[0]))
     tried.sort(key=lambda one: one.planned.rank if one.planned else (2, 0.0))
