@@ -141,7 +141,11 @@ class _World:
 def sum_bucket(group: Any, bucket: dist.GradBucket) -> Any:
     """Sum a bucket of DDP. DDP waits for all sums when the backward pass is over."""
     done = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    torch.autograd.Variable._execution_engine.queue_callback(done.wait)
+
+    def wait() -> None:
+        done.wait()
+
+    torch.autograd.Variable._execution_engine.queue_callback(wait)
     future: Any = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
