@@ -130,10 +130,11 @@ def read_adapter(folder: str) -> dict[str, Any]:
     path = Path(folder) / CONFIG
     try:
         values = read_json(path)
-        if not isinstance(values, dict) or values.get("peft_type") != "LORA":
-            raise CheckpointError(f"{path}: peft_type={shown(values.get('peft_type'))} is not supported; valid: LORA")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict) or values.get("peft_type") != "LORA":
+        told = values.get("peft_type") if isinstance(values, dict) else values
+        raise CheckpointError(f"{path}: peft_type={shown(told)} is not supported; valid: LORA")
     for key, usual in _USUAL.items():
         if (value := values.get(key) or None) not in (None, usual):
             raise CheckpointError(f"{path}: {key}={shown(value)} is not supported; valid: {shown(usual)}")
