@@ -132,6 +132,9 @@ def adapters_are_next_to_frozen_linears(config: Config) -> Iterator[Problem]:
     if config.precision.in_fp8:
         rule_text = f"would multiply adapters of rank {adapter.rank} in FP8, whose scales are of whole layers"
         yield Problem("precision.products", "fp8", rule_text, "stored, float32; or model.adapter=null")
+    if config.layout.tensor.rows.leads > 1:
+        rule_text = "runs adapters on one rank alone, whose gradients would differ from those of the other ranks"
+        yield Problem("layout.tensor.common", "one", rule_text, "all; or model.adapter=null")
     if adapter.dora and adapter.dropout:
         rule_text = "drops inputs of adapters alone, and magnitudes scale the sum with the frozen linear"
         yield Problem("model.adapter.dropout", adapter.dropout, rule_text, "0; or model.adapter.dora=false")

@@ -265,7 +265,7 @@ def add_and_scale(layer: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> Tenso
     """Add an adapter's output to a linear's, and scale columns to their magnitudes (DoRA)."""
     adapter = cast(LowRank | Parts, layer.get_submodule("adapter"))
     scales = magnitude_scales(adapter, cast(Tensor, layer.weight), partial(sum_over_rows, layer)).to(y.dtype)
-    bias = dict(layer.named_parameters(recurse=False)).get("bias")
+    bias = cast(Tensor | None, layer.bias)
     if bias is None:
         return (y + adapter(*inputs)) * scales
     return (y - bias.to(y.dtype) + adapter(*inputs)) * scales + bias.to(y.dtype)

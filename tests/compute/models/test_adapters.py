@@ -78,6 +78,12 @@ def test_frozen_parameters_next_to_adapters_are_refused() -> None:
         parse_run({}, ["model.adapter={rank: 4}", "model.frozen=[tokens.*]"])
 
 
+def test_adapters_of_one_leading_rank_are_refused() -> None:
+    words = ["model.adapter={rank: 4}", "layout.tensor={kind: subgraph, size: 2, common: one}"]
+    with pytest.raises(ConfigError, match=r"layout.tensor.common=one runs adapters on one rank alone"):
+        parse_run({}, words)
+
+
 def test_a_begins_as_torchs_linear() -> None:
     values = first_values("blocks.0.x.adapter.a.weight", ShardSpec((100, 800), {}, first_of_a(100)), 3)
     assert -0.1 <= float(values.min()) < -0.0999
