@@ -174,6 +174,7 @@ OWN = {
     "training/follow.py": "a pipe of the run's own",
     "training/meeting.py": "ranks of the job",
     "training/pictures.py": "ranks of the job",
+    "training/resume.py": "ranks of the job",
     "training/worker.py": "ranks of the job",
     "data/records.py": "a line of a corpus, whose depth ends in a sentence there",
     "data/files.py": "a stamp of ours in the cache",

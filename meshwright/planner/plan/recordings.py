@@ -245,8 +245,9 @@ def as_recorded(config: Config, chunk: Chunk) -> Config:
         layout = layout.model_copy(update={"order": "auto" if own == usual else own})
     batch = _BATCH.model_copy(update={"global_": count * config.micro * data.size, "micro": config.micro})
     memory = config.memory.model_copy(update={"recompute": recompute})
-    # Grains and parts are not planned: a layout-free run is recorded in the usual mode.
-    bits = config.bits.model_copy(update={"kind": "usual", **ALONE})
+    # Parts are not planned: on several ranks, a layout-free run is recorded in the usual mode.
+    kind = config.bits.kind if layout.world_size == 1 else "usual"
+    bits = config.bits.model_copy(update={"kind": kind, **ALONE})
     return config.model_copy(update={"layout": layout, "batch": batch, "memory": memory, "bits": bits})
 
 
