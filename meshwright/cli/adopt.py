@@ -19,7 +19,7 @@ def adopt(
     words: Annotated[list[str] | None, Argument(metavar="...", help="The script's own words.")] = None,
     cluster: ClusterName = "dgx-h100",
     ranks: Annotated[int, Option(min=1, help="Devices; the script runs as rank 0 of so many.")] = 1,
-    out: Annotated[Path, Option(help="The folder to make.")] = Path("adopted"),
+    out: Annotated[Path | None, Option(help="The folder to make. Default: adopted, or adopted-2, ...")] = None,
     edits: Annotated[int, Option(min=0, help="How many edits of the script are tried.")] = 8,
     device: Annotated[str, Option(help="cuda; or cpu: the script finds no GPU.")] = "cuda",
     prove: Annotated[
@@ -36,6 +36,7 @@ def adopt(
 
     Example: meshwright adopt --cluster dgx-h100 --ranks 8 train.py --batch_size 8
     """
+    from meshwright.output.outputs import new_path
     from meshwright.planner.adopt import report
     from meshwright.planner.adopt.job import Question, checked_device
     from meshwright.planner.adopt.job import adopt as run
@@ -43,6 +44,7 @@ def adopt(
     from meshwright.planner.adopt.proof import prove_script, write_check
     from meshwright.planner.plan.cluster import load_cluster
 
+    out = out or new_path(Path("adopted"))
     question = Question(script, tuple(words or ()), load_cluster(cluster), ranks, checked_device(device), out)
     with progress() as show:
         answer = run(question, edits, show)
