@@ -250,20 +250,25 @@ def generate(
 
 @convert_app.command("import")
 def convert_import(
-    source: Annotated[Path, Argument(metavar="HF_DIR", help="Holds config.json and model.safetensors.")],
+    source: Annotated[Path, Argument(metavar="HF_DIR", help="Holds config.json and the weights.")],
     out: NewFolder,
+    config: Annotated[
+        Path | None, Option(metavar="HF_DIR", help="Holds config.json and the tokenizer, if SOURCE does not.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a checkpoint from a Hugging Face folder.
 
-    The checkpoint is for eval and generate. To train from a folder, set model.from in the run.
+    The weights are safetensors, or a distributed checkpoint of torch (DCP) by transformers, Accelerate, AutoModel or
+    torchtitan, whose folder has no config.json. The checkpoint is for eval and generate. To train from a folder, set
+    model.from in the run.
 
     Example: meshwright convert import gpt2 --out out/gpt2/checkpoints/step-0
     """
     from meshwright.training.convert import import_folder
 
     with progress() as show:
-        imported = import_folder(source, out, show)
+        imported = import_folder(source, out, show, beside=config)
     model = imported.model.model_dump()
     facts = {"checkpoint": str(out), "parameters": imported.parameters, "tokenizer": imported.has_tokenizer}
     if as_json:
@@ -285,22 +290,28 @@ def convert_export(
         Option(help="float32, bf16, fp16 or float64; as the weights came, else the run's.", show_default=False),
     ] = None,
     merged: Annotated[bool, Option("--merged", help="Of a run with adapters: whole weights, adapters added.")] = False,
+    form: Annotated[
+        str, Option(help="The weights' reader: transformers; dcp (torch.distributed.checkpoint); torchtitan.")
+    ] = "transformers",
     as_json: AsJson = False,
 ) -> None:
     """Make a Hugging Face folder from a checkpoint.
 
-    transformers' from_pretrained reads it; of a run with adapters (model.adapter), peft's.
+    transformers' from_pretrained reads it; of a run with adapters (model.adapter), peft's. --form dcp and torchtitan
+    write a distributed checkpoint of torch.
 
     Example: meshwright convert export out/first --out first-hf
     """
     from meshwright.compute.precision import DTYPES
     from meshwright.training.checkpoint import Checkpoint
-    from meshwright.training.convert import export_folder
+    from meshwright.training.convert import FORMS, export_folder
 
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError.of("--dtype", dtype, "is no dtype of weights", ", ".join(DTYPES))
+    if form not in FORMS:
+        raise ConfigError.of("--form", form, "is no form of weights", ", ".join(FORMS))
     with progress() as show:
-        folder = export_folder(checkpoint, out, show, dtype=dtype, merged=merged)
+        folder = export_folder(checkpoint, out, show, dtype=dtype, merged=merged, form=form)
     print(json.dumps({"checkpoint": str(folder), "out": str(out)}) if as_json else f"{out}: exported from {folder}")
     try:
         # The export is complete without a chat template, so an unreadable template is a remark and no failure.

@@ -64,6 +64,7 @@ class T5Family(Family):
     """T5ForConditionalGeneration."""
 
     title, model_types, section = "T5", ("t5",), T5
+    outside: ClassVar = _OUTSIDE
     fields: ClassVar = {
         "layers": "num_layers",
         "hidden": "d_model",
@@ -88,7 +89,7 @@ class T5Family(Family):
     def names(self, model: T5) -> Names:
         encoder = in_blocks(_ATTENTION | _feed_forward(1), model.layers, "encoder.block.N")
         decoder = in_blocks(_ATTENTION | _CROSS | _feed_forward(2), model.layers, "decoder.block.N", model.layers)
-        return _OUTSIDE | {f"blocks.{model.layers - 1}.final_norm": "encoder.final_layer_norm"} | encoder | decoder
+        return {**self.outside} | {f"blocks.{model.layers - 1}.final_norm": "encoder.final_layer_norm"} | encoder | decoder
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         activation = settings.values.get("feed_forward_proj", _FIRST_VERSION)

@@ -112,7 +112,7 @@ def first_adapters(family: Family, model: Any, seed: int) -> Iterator[tuple[str,
             yield name, first_values(name, spec, seed)
         return
     folder = Path(model.adapter.from_)
-    stored, factors = Source(folder, str, WEIGHTS), factors_of(family, model)
+    stored, factors = Source.of_safetensors(folder, str, WEIGHTS), factors_of(family, model)
     wanted = {factor.theirs for factor in factors}
     for what, more in (
         ("lacks", wanted - stored.names),

@@ -1,13 +1,14 @@
 """A reader of Hugging Face folders: config.json, and tensors from one safetensors file or several with an index.
 
-Folders are untrusted: settings that our models cannot compute are refused by name, and pickles are never opened.
+Folders are untrusted: settings that our models cannot compute are refused by name, and pickles are never run.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,7 +65,11 @@ class Settings:
         try:
             settings = read_json(path)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise CheckpointError(f"{path.parent} is no Hugging Face folder: it has no {path.name}") from error
+            lacks = f"{path.parent} is no Hugging Face folder: it has no {path.name}"
+            if (path.parent / ".metadata").is_file():
+                remedy = f"copy the model's {path.name} and tokenizer.json into the folder"
+                lacks = f"{path.parent} is a distributed checkpoint of torch, without {path.name}: {remedy}"
+            raise CheckpointError(lacks) from error
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         if not isinstance(settings, dict):
@@ -118,15 +123,27 @@ class Settings:
         return model
 
 
+@dataclass(frozen=True)
+class Place:
+    """A stored tensor: the file, or the folder of several files, and a function that reads the tensor."""
+
+    path: Path
+    read: Callable[[], Tensor]
+
+
 class Source:
     """The tensors of a folder, by full name (Family.full_name)."""
 
-    def __init__(self, folder: Path, full_name: Callable[[str], str], single: str = SINGLE) -> None:
+    def __init__(self, folder: Path, places: Mapping[str, Place]) -> None:
+        self.folder, self._places = folder, places
+        self.names = frozenset(places)
+
+    @classmethod
+    def of_safetensors(cls, folder: Path, full_name: Callable[[str], str], single: str = SINGLE) -> Source:
         """Find the folder's tensors. Raises CheckpointError if there is no safetensors file, or the index is wrong.
 
         `single`: the name of the file with all tensors.
         """
-        self.folder = folder
         if (folder / single).is_file():  # a single file has priority over an index, as in transformers
             files = _names_in(folder / single)
         elif (folder / INDEX).is_file():
@@ -137,23 +154,17 @@ class Source:
             raise CheckpointError(f"{folder} holds only {pickles[0]}, a pickle, which could run any code: {remedy}")
         else:
             raise CheckpointError(f"{folder} holds neither {single} nor {INDEX}")
-        self._places = {full_name(stored): (path, stored) for stored, path in files.items()}
-        self.names = frozenset(self._places)
+        places = {full_name(stored): Place(path, partial(_read, path, stored)) for stored, path in files.items()}
         # If a tensor had an old and a new name, chance would decide which one is read.
-        if len(self.names) != len(files):
+        if len(places) != len(files):
             raise CheckpointError(f"{folder} holds a tensor twice, under an old and a new name")
+        return cls(folder, places)
 
     def read(self, name: str) -> Tensor:
         """Read a tensor by its full name."""
         if name not in self._places:
             raise CheckpointError(f"{self.folder} has no tensor {name}")
-        path, stored = self._places[name]
-        try:
-            with safe_open(plain(path), framework="pt") as file:
-                tensor: Tensor = file.get_tensor(stored)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: {stored} cannot be read: {error}") from error
-        return tensor
+        return self._places[name].read()
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read a tensor by its full name. Raises CheckpointError for another shape, a dtype that is not one of weights,
@@ -171,9 +182,18 @@ class Source:
         if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
             wrong = int((~tensor.isfinite()).sum())
             numbers = "1 number that is" if wrong == 1 else f"{wrong:,} numbers that are"
-            where = f"{self._places[name][0]}: {name}"
+            where = f"{self._places[name].path}: {name}"
             raise CheckpointError(f"{where} holds {numbers} not finite: it was damaged, or diverged")
         return tensor
+
+
+def _read(path: Path, stored: str) -> Tensor:
+    try:
+        with safe_open(plain(path), framework="pt") as file:
+            tensor: Tensor = file.get_tensor(stored)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: {stored} cannot be read: {error}") from error
+    return tensor
 
 
 def _indexed(folder: Path) -> dict[str, Path]:

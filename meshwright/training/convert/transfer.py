@@ -40,7 +40,7 @@ from meshwright.data.published import FILES, with_template
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.output.outputs import free_path
 from meshwright.ranks.errors import CheckpointError, DataError, PluginError
-from meshwright.ranks.foreign import open_plain, plain, read_text
+from meshwright.ranks.foreign import open_plain, parse_json, plain, read_text
 from meshwright.training.checkpoint import Checkpoint, find_checkpoint
 from meshwright.training.checkpoint.manifest import (
     TOKENIZER_FILE,
@@ -54,6 +54,7 @@ from meshwright.training.checkpoint.manifest import (
 )
 from meshwright.training.checkpoint.shard import Stored, write_shard
 from meshwright.training.convert.adapters import Merge, first_adapters, write_adapter
+from meshwright.training.convert.dcp import tensors_of
 from meshwright.training.convert.family import Family, TensorPair, as_text
 from meshwright.training.convert.folder import INDEX, SINGLE, Settings, Source, folder_of
 from meshwright.training.convert.settings_out import DTYPE_KEYS, TokenizerOut, settings_texts
@@ -113,6 +114,9 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 SHARD_BYTES = 2**31
+FORMS = ("transformers", "dcp", "torchtitan")
+"""Forms of exported weights: safetensors; torch's distributed checkpoint with the names of transformers' classes in
+memory; the same with torchtitan's names."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ def read_folder(source: str, wanted: str | None = None) -> Found:
     folder = folder_of(source)
     settings = Settings(folder / "config.json")
     family = family_of(settings, wanted)
-    model = family.read(settings, Source(folder, family.full_name).names)
+    model = family.read(settings, tensors_of(folder, family, settings).names)
     tokenizer = folder / TOKENIZER_FILE
     return Found(model.model_dump(mode="json"), tokenizer if family.reads_text and tokenizer.is_file() else None)
 
@@ -163,39 +167,44 @@ def import_folder(
     shard_bytes: int = SHARD_BYTES,
     wanted: Model | None = None,
     seed: int = 1,
+    beside: Path | None = None,
 ) -> Imported:
     """Write the checkpoint `out` from a Hugging Face folder, with the weights in the stored dtype.
+
+    The weights may be a distributed checkpoint of torch (convert/dcp.py).
 
     Args:
         report: called with the progress.
         shard_bytes: the largest size of a file.
         wanted: the run's model, which may differ in padding and dropout, or add a task's head; None: the folder's.
         seed: of the initial values of an added head.
+        beside: the folder of config.json and the tokenizer's files; None: `source`.
 
     Raises:
         CheckpointError: the folder is incomplete, of another architecture, or holds only a pickle; the tokenizer has
             more tokens than the table has rows; or `out` exists.
         DataError: the folder's tokenizer cannot be used.
     """
-    settings = Settings(source / "config.json")
+    files = beside or source
+    settings = Settings(files / "config.json")
     family = family_of(settings, None if wanted is None else wanted.family)
-    stored = Source(source, family.full_name)
+    stored = tensors_of(source, family, settings)
     model = family.read(settings, stored.names)
     if wanted is not None:
         _refuse_other(source, model, wanted, stored.names)
         model = wanted
     pairs = _pairs(settings, family, model, stored.names)
     _check_names(stored, family, pairs, family.copies(model))
-    has_tokenizer = family.reads_text and (source / TOKENIZER_FILE).is_file()
+    has_tokenizer = family.reads_text and (files / TOKENIZER_FILE).is_file()
     if has_tokenizer:
-        size = load_tokenizer(plain(source / TOKENIZER_FILE), UNASKED).vocabulary_size
+        size = load_tokenizer(plain(files / TOKENIZER_FILE), UNASKED).vocabulary_size
         if size > model.num_tokens:
             has = f"has {size:,} tokens, and config.json's table {model.num_tokens:,}"
-            raise CheckpointError(f"{source / TOKENIZER_FILE} {has}: it is another model's")
+            raise CheckpointError(f"{files / TOKENIZER_FILE} {has}: it is another model's")
     with new_folder(out) as folder:
         for name in (*((TOKENIZER_FILE,) if has_tokenizer else ()), *FILES):
-            if (source / name).is_file():
-                with open_plain(source / name) as file:
+            if (files / name).is_file():
+                with open_plain(files / name) as file:
                     (folder / name).write_bytes(file.read())
 
         def read() -> Iterator[tuple[str, Tensor]]:
@@ -339,13 +348,14 @@ def export_folder(
     dtype: str | None = None,
     *,
     merged: bool = False,
+    form: str = FORMS[0],
 ) -> Path:
     """Write the Hugging Face folder `out` from a step folder or a run's newest checkpoint; return the step folder.
 
     Of a run with adapters, write peft's folder of the adapters alone, in the stored dtype if `dtype` is None.
 
     `dtype`: of the weights, as in `precision`; None: the published dtype, else the run's. Padding and optimizer states
-    are left out. `merged`: write whole weights, with adapters added to them.
+    are left out. `merged`: write whole weights, with adapters added to them. `form`: of the weights, one of FORMS.
 
     Raises:
         CheckpointError: transformers has no such model, or peft no such adapter.
@@ -360,17 +370,28 @@ def export_folder(
     family = known[model.family]
     if model.adapter is None and merged:
         raise CheckpointError(f"{checkpoint.folder} has no adapters to merge: leave --merged out")
+    if form != FORMS[0] and model.routing.num_experts:
+        why = f"has {model.routing.num_experts} experts, which transformers and torchtitan keep otherwise in memory"
+        raise CheckpointError(f"{checkpoint.folder} {why}: leave --form out")
+    if form != FORMS[0] and model.adapter is not None and not merged:
+        raise CheckpointError(f"{checkpoint.folder} has adapters, and --form {form} writes whole weights: add --merged")
     if model.adapter is not None and not merged:
         with new_folder(out) as folder:
             base, chosen = checkpoint.config.weights, None if dtype is None else DTYPES[dtype]
             write_adapter(folder, checkpoint, family, model, base, chosen)
         return checkpoint.folder
-    _write_whole(checkpoint, family, out, report, shard_bytes, dtype)
+    _write_whole(checkpoint, family, out, report, shard_bytes, dtype, form)
     return checkpoint.folder
 
 
 def _write_whole(
-    checkpoint: Checkpoint, family: Family, out: Path, report: ShowProgress, shard_bytes: int, dtype: str | None
+    checkpoint: Checkpoint,
+    family: Family,
+    out: Path,
+    report: ShowProgress,
+    shard_bytes: int,
+    dtype: str | None,
+    form: str,
 ) -> None:
     """Write the folder of whole weights; arguments as in `export_folder`."""
     model = checkpoint.config.model
@@ -396,12 +417,15 @@ def _write_whole(
         kept is None or family_of(kept).name == family.name, {name for pair in pairs for name in pair.theirs},
     )  # fmt: skip
 
+    def dtype_of(pair: TensorPair) -> torch.dtype:
+        return torch.promote_types(wanted, torch.float32) if pair.single else wanted
+
     def read() -> Iterator[tuple[str, Tensor]]:
         parts: dict[str, list[Tensor]] = {}  # slices of a Hugging Face tensor that is several tensors here
         for index, pair in enumerate(pairs):
             report("weights", index / len(pairs))
             for name, tensor in _exported(checkpoint, pair, merge).items():
-                out = tensor.to(torch.promote_types(wanted, torch.float32) if pair.single else wanted)
+                out = tensor.to(dtype_of(pair))
                 if pair.part is None:
                     yield name, out
                     continue
@@ -411,7 +435,18 @@ def _write_whole(
                     yield name, torch.cat(parts.pop(name), dim)
 
     with new_folder(out) as folder:
-        _write_safetensors(folder, in_shards(read(), shard_bytes))
+        if form == FORMS[0]:
+            _write_safetensors(folder, in_shards(read(), shard_bytes))
+        else:
+            # torch's package takes half a second to import.
+            from meshwright.training.convert.dcp_out import write_dcp, write_torchtitan
+
+            shapes = {name: (shape, dtype_of(pair)) for pair in pairs for name, shape in pair.theirs.items()}
+            copies, settings = family.copies(model), Settings(out / MODEL, parse_json(texts[MODEL]))
+            if form == FORMS[1]:
+                write_dcp(folder, shapes, read(), copies)
+            else:
+                write_torchtitan(folder, settings, shapes, read(), copies)
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
 

@@ -1,0 +1,222 @@
+"""torch's distributed checkpoints in and out: torch reads and writes the other side, and forged tables run nothing."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
+
+from meshwright.ranks.errors import CheckpointError
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
+from meshwright.training.convert import export_folder, import_folder
+from meshwright.training.convert.dcp import from_torchtitan, halves_of, pairs_of, read_table, wrapper_of
+from meshwright.training.convert.inert_pickle import Made, inert
+from tests.families.llama.logits import hugging_face
+from tests.workers import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def save(state: dict[str, Any], folder: Path) -> None:
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def settings_beside(hf: Path, folder: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(hf / name, folder / name)
+
+
+def check_equal(folder: Path, hf: Path) -> None:
+    """A checkpoint has the tensors of a folder of transformers, to the bit."""
+    export_folder(folder, folder / "again")
+    ours, theirs = load_file(folder / "again" / "model.safetensors"), load_file(hf / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+OPTIMIZER = {"state": {"model.norm.weight": {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1}]}
+WRAPPED: dict[str, Any] = {
+    "the Trainer under FSDP": lambda weights: {"model": weights},
+    "AutoModel": lambda weights: weights,
+    "an application's state": lambda weights: {"app": {"model": weights, "optim": OPTIMIZER}},
+    "with optimizer and step": lambda weights: {"model": weights, "optimizer": OPTIMIZER, "train_state": {"step": 3}},
+}
+
+
+@pytest.mark.parametrize("wrapped", list(WRAPPED))
+def test_what_torch_saved_is_read(wrapped: str, tmp_path: Path) -> None:
+    model = hugging_face(tmp_path / "hf", "llama")
+    save(WRAPPED[wrapped](model.state_dict()), tmp_path / "dcp")
+    import_folder(tmp_path / "dcp", tmp_path / "step", beside=tmp_path / "hf")
+    check_equal(tmp_path / "step", tmp_path / "hf")
+
+
+def save_slices(mesh: Mesh, hf: str, folder: str) -> None:
+    """Save each tensor in slices of two ranks: rows, columns, and whole."""
+    slices = DeviceMesh("cpu", list(range(mesh.grid.world_size)))
+    weights = load_file(Path(hf) / "model.safetensors")
+    state = {}
+    for number, (name, tensor) in enumerate(sorted(weights.items())):
+        placement = [Shard(0), Shard(tensor.dim() - 1), Replicate()][number % 3]
+        state[name] = distribute_tensor(tensor, slices, [placement])
+    dcp.save({"model": state}, checkpoint_id=folder)
+
+
+def test_slices_of_ranks_are_put_together(tmp_path: Path) -> None:
+    hugging_face(tmp_path / "hf", "qwen3")
+    run_ranks(save_slices, Grid((("data", 2),)), str(tmp_path / "hf"), str(tmp_path / "dcp"), transport="torch")
+    assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 2
+    settings_beside(tmp_path / "hf", tmp_path / "dcp")
+    import_folder(tmp_path / "dcp", tmp_path / "step")
+    check_equal(tmp_path / "step", tmp_path / "hf")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])  # llama's head is tied
+@pytest.mark.parametrize("form", ["dcp", "torchtitan"])
+def test_an_export_is_read_by_torch_and_by_us(name: str, form: str, tmp_path: Path) -> None:
+    model = hugging_face(tmp_path / "hf", name)
+    import_folder(tmp_path / "hf", tmp_path / "step")
+    export_folder(tmp_path / "step", tmp_path / "out", form=form)
+    import_folder(tmp_path / "out", tmp_path / "back")
+    check_equal(tmp_path / "back", tmp_path / "hf")
+    if form == "dcp":
+        state = {key: torch.zeros_like(value) for key, value in model.state_dict().items()}
+        dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+        assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+
+
+def test_torchtitans_names_and_rows() -> None:
+    assert from_torchtitan("layers.3.attention.qkv_linear.wq.weight") == "model.layers.3.self_attn.q_proj.weight"
+    assert from_torchtitan("layers.3.attention.wq.weight") == "model.layers.3.self_attn.q_proj.weight"
+    assert from_torchtitan("output.weight") == from_torchtitan("lm_head.weight") == "lm_head.weight"
+    assert from_torchtitan("layers.3.moe.router.gate.weight") == "layers.3.moe.router.gate.weight"
+    # A head of width 6: pairs (0, 1), (2, 3), (4, 5) there; halves 0, 2, 4 and 1, 3, 5 here.
+    rows = torch.arange(12.0)[:, None]
+    halves = halves_of(lambda: rows, 6)
+    assert halves.flatten().tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
+    assert torch.equal(pairs_of(halves, 6), rows)
+
+
+def test_words_before_names() -> None:
+    layers = ["model.embed_tokens", "lm_head"]
+    assert wrapper_of(["model.embed_tokens.weight", "lm_head.weight"], layers) == ""
+    assert wrapper_of(["model.model.embed_tokens.weight", "model.lm_head.weight"], layers) == "model."
+    assert wrapper_of(["app.model.lm_head.weight"], layers) == "app.model."
+    with pytest.raises(CheckpointError, match=r"several models: 'a\.', 'b\.'"):
+        wrapper_of(["a.lm_head.weight", "b.lm_head.weight"], layers)
+
+
+def test_experts_and_adapters_have_no_such_form(tmp_path: Path) -> None:
+    hugging_face(tmp_path / "hf", "mixtral")
+    import_folder(tmp_path / "hf", tmp_path / "step")
+    with pytest.raises(CheckpointError, match=r"experts, which transformers and torchtitan keep otherwise in memory"):
+        export_folder(tmp_path / "step", tmp_path / "out", form="dcp")
+
+
+def test_a_folder_without_settings_says_which_files_to_copy(tmp_path: Path) -> None:
+    save({"a": torch.ones(1)}, tmp_path / "dcp")
+    with pytest.raises(CheckpointError, match=r"without config.json: copy the model's config.json and tokenizer.json"):
+        import_folder(tmp_path / "dcp", tmp_path / "step")
+
+
+class Runs:
+    """A pickle that makes a folder as Python's unpickler reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_code_in_a_pickle_is_never_run(tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    made = inert(pickle.dumps(Runs(trap)))
+    assert isinstance(made, Made)
+    assert made.name == "posix.mkdir"
+    pickle.loads(pickle.dumps(Runs(trap)))  # noqa: S301 - the pickle is one that runs
+    trap.rmdir()
+    save({"model.norm.weight": torch.ones(2)}, tmp_path / "dcp")
+    table = tmp_path / "dcp" / ".metadata"
+    table.write_bytes(pickle.dumps(Runs(trap)))
+    with pytest.raises(CheckpointError, match=r"is no table of a distributed checkpoint"):
+        read_table(tmp_path / "dcp")
+    assert not trap.exists()
+
+
+def test_code_in_a_tensors_header_is_never_run(tmp_path: Path) -> None:
+    trap, folder = tmp_path / "trap", tmp_path / "dcp"
+    save({"norm.weight": torch.ones(2)}, folder)
+    stream = io.BytesIO()
+    torch.save(Runs(trap), stream)
+    (folder / "__0_0.distcp").write_bytes(stream.getvalue() + bytes(4096))
+    with pytest.raises(CheckpointError, match=r"norm.weight cannot be read|norm.weight is not in torch.save's form"):
+        read_table(folder)["norm.weight"].read("norm.weight")
+    assert not trap.exists()
+
+
+def forged(folder: Path, change: Any) -> None:
+    """Change the table of a checkpoint as torch reads and writes it."""
+    table = folder / ".metadata"
+    metadata: Metadata = pickle.loads(table.read_bytes())  # noqa: S301 - from this test
+    change(metadata)
+    table.write_bytes(pickle.dumps(metadata))
+
+
+def lengths(metadata: Metadata, *sizes: int) -> None:
+    entry: Any = metadata.state_dict_metadata["norm.weight"]
+    entry.size = torch.Size(sizes)
+    entry.chunks[0].sizes = torch.Size(sizes)
+
+
+def place(metadata: Metadata, **fields: Any) -> None:
+    for info in metadata.storage_data.values():
+        for field, value in fields.items():
+            object.__setattr__(info, field, value)
+
+
+def double(metadata: Metadata) -> None:
+    entry: Any = metadata.state_dict_metadata["norm.weight"]
+    entry.chunks.append(entry.chunks[0])
+
+
+FORGED: dict[str, tuple[Any, str]] = {
+    "a length that would take all memory": (lambda it: lengths(it, 2**40), "and its files hold"),
+    "other lengths": (lambda it: lengths(it, 3), r"is \[2\], and .metadata says \[3\]"),
+    "a piece twice": (double, "has pieces that do not make"),
+    "a file elsewhere": (lambda it: place(it, relative_path="../hf/config.json"), "no file of this folder"),
+    "bytes before the file": (lambda it: place(it, offset=-5), "has no bytes"),
+    "bytes after the end": (lambda it: place(it, offset=10**6), "not in torch.save's form|cannot be read"),
+    "a transform": (lambda it: place(it, transform_descriptors=["zstd"]), "stored with"),
+}
+
+
+@pytest.mark.parametrize("case", list(FORGED))
+def test_forged_tables_are_refused(case: str, tmp_path: Path) -> None:
+    change, message = FORGED[case]
+    folder = tmp_path / "dcp"
+    save({"norm.weight": torch.ones(2)}, folder)
+    forged(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        read_table(folder)["norm.weight"].read("norm.weight")
+
+
+@pytest.mark.parametrize("cut", range(1, 600, 37))
+def test_a_cut_table_is_refused(cut: int, tmp_path: Path) -> None:
+    folder = tmp_path / "dcp"
+    save({"norm.weight": torch.ones(2)}, folder)
+    table = folder / ".metadata"
+    table.write_bytes(table.read_bytes()[:cut])
+    with pytest.raises(CheckpointError, match=r"is no table of a distributed checkpoint"):
+        read_table(folder)
