@@ -293,26 +293,44 @@ def convert_export(
     form: Annotated[
         str, Option(help="The weights' reader: transformers; dcp (torch.distributed.checkpoint); torchtitan.")
     ] = "transformers",
+    push: Annotated[
+        str | None, Option(metavar="OWNER/NAME", help="Upload the folder to the Hub, with the model's README.md.")
+    ] = None,
+    private: Annotated[bool, Option("--private", help="Of --push: a model that only its owner sees.")] = False,
+    evaluation: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="Lines of `eval --json` for README.md, which is also written without --push."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a Hugging Face folder from a checkpoint.
 
     transformers' from_pretrained reads it; of a run with adapters (model.adapter), peft's. --form dcp and torchtitan
-    write a distributed checkpoint of torch.
+    write a distributed checkpoint of torch. --push uploads the folder with a README.md of the run's config,
+    evaluations, and certificate if there is one.
 
     Example: meshwright convert export out/first --out first-hf
     """
     from meshwright.compute.precision import DTYPES
     from meshwright.training.checkpoint import Checkpoint
     from meshwright.training.convert import FORMS, export_folder
+    from meshwright.training.convert.card import read_evaluations, upload, write_card
 
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError.of("--dtype", dtype, "is no dtype of weights", ", ".join(DTYPES))
     if form not in FORMS:
         raise ConfigError.of("--form", form, "is no form of weights", ", ".join(FORMS))
+    if private and push is None:
+        raise ConfigError.of("--private", True, "has no effect without an upload", "with --push OWNER/NAME")
+    lines = [] if evaluation is None else read_evaluations(evaluation)
     with progress() as show:
         folder = export_folder(checkpoint, out, show, dtype=dtype, merged=merged, form=form)
-    print(json.dumps({"checkpoint": str(folder), "out": str(out)}) if as_json else f"{out}: exported from {folder}")
+    facts = {"checkpoint": str(folder), "out": str(out)}
+    if push is not None or evaluation is not None:
+        write_card(out, Checkpoint(folder), lines)
+    if push is not None:
+        facts["page"] = upload(out, push, private=private)
+    print(json.dumps(facts) if as_json else f"{facts.get('page', out)}: exported from {folder}")
     try:
         # The export is complete without a chat template, so an unreadable template is a remark and no failure.
         Checkpoint(folder).config.data.chat_template(folder)

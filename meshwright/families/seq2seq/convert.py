@@ -89,7 +89,9 @@ class T5Family(Family):
     def names(self, model: T5) -> Names:
         encoder = in_blocks(_ATTENTION | _feed_forward(1), model.layers, "encoder.block.N")
         decoder = in_blocks(_ATTENTION | _CROSS | _feed_forward(2), model.layers, "decoder.block.N", model.layers)
-        return {**self.outside} | {f"blocks.{model.layers - 1}.final_norm": "encoder.final_layer_norm"} | encoder | decoder
+        return (
+            {**self.outside} | {f"blocks.{model.layers - 1}.final_norm": "encoder.final_layer_norm"} | encoder | decoder
+        )
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         activation = settings.values.get("feed_forward_proj", _FIRST_VERSION)

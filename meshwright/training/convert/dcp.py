@@ -174,7 +174,7 @@ def read_table(folder: Path) -> dict[str, StoredTensor]:
             tensors[str(name)] = StoredTensor(
                 _sizes(fields["size"]),
                 getattr(torch, dtype.text.removeprefix("torch.")),
-                tuple(Piece(at, lengths, *_bytes_of(folder, places[name, at])) for at, lengths in pieces),
+                tuple(Piece(at, lengths, *bytes_of(folder, places[name, at])) for at, lengths in pieces),
             )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path} is no table of a distributed checkpoint: {error}") from error
@@ -189,7 +189,8 @@ def _sizes(made: Any) -> tuple[int, ...]:
     return lengths
 
 
-def _bytes_of(folder: Path, info: Mapping[str, Any]) -> tuple[Path, int, int]:
+def bytes_of(folder: Path, info: Mapping[str, Any]) -> tuple[Path, int, int]:
+    """Return the file, the first byte and the number of bytes of a stored piece. Raises ValueError."""
     name, start, size = str(info["relative_path"]), info["offset"], info["length"]
     if info.get("transform_descriptors"):
         raise ValueError(f"{name} is stored with {info['transform_descriptors']}, which is not supported")

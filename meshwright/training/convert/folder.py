@@ -154,7 +154,7 @@ class Source:
             raise CheckpointError(f"{folder} holds only {pickles[0]}, a pickle, which could run any code: {remedy}")
         else:
             raise CheckpointError(f"{folder} holds neither {single} nor {INDEX}")
-        places = {full_name(stored): Place(path, partial(_read, path, stored)) for stored, path in files.items()}
+        places = {full_name(stored): Place(path, partial(read_tensor, path, stored)) for stored, path in files.items()}
         # If a tensor had an old and a new name, chance would decide which one is read.
         if len(places) != len(files):
             raise CheckpointError(f"{folder} holds a tensor twice, under an old and a new name")
@@ -187,7 +187,8 @@ class Source:
         return tensor
 
 
-def _read(path: Path, stored: str) -> Tensor:
+def read_tensor(path: Path, stored: str) -> Tensor:
+    """Read a tensor of a safetensors file. Raises CheckpointError."""
     try:
         with safe_open(plain(path), framework="pt") as file:
             tensor: Tensor = file.get_tensor(stored)

@@ -59,13 +59,13 @@ def inert(pickled: bytes) -> Any:
             if opcode.name == "STOP":
                 (value,) = stack
                 return value
-            _apply(opcode.name, argument, stack, marks, memo)
+            apply_opcode(opcode.name, argument, stack, marks, memo)
     except (IndexError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"is no pickle of plain data: {error!r}") from error
     raise ValueError("ends before its last opcode")
 
 
-def _apply(opcode: str, argument: Any, stack: list[Any], marks: list[int], memo: dict[int, Any]) -> None:
+def apply_opcode(opcode: str, argument: Any, stack: list[Any], marks: list[int], memo: dict[int, Any]) -> None:
     """Change the stack by one opcode, as `pickletools` describes the opcode."""
     after: list[Any] = []
     if opcode in ("TUPLE", "APPENDS", "SETITEMS", "ADDITEMS", "FROZENSET"):
@@ -92,9 +92,9 @@ def _apply(opcode: str, argument: Any, stack: list[Any], marks: list[int], memo:
             length = {"APPEND": 1, "SETITEM": 2}[opcode]
             after = stack[-length:]
             del stack[-length:]
-            _extend(stack[-1], after)
+            extend(stack[-1], after)
         case "APPENDS" | "SETITEMS" | "ADDITEMS":
-            _extend(stack[-1], after)
+            extend(stack[-1], after)
         case "MEMOIZE" | "BINPUT" | "LONG_BINPUT":
             memo[len(memo) if opcode == "MEMOIZE" else argument] = stack[-1]
         case "BINGET" | "LONG_BINGET":
@@ -117,7 +117,7 @@ def _apply(opcode: str, argument: Any, stack: list[Any], marks: list[int], memo:
             raise ValueError(f"has the opcode {opcode}, which plain data do not need")
 
 
-def _extend(container: Any, values: list[Any]) -> None:
+def extend(container: Any, values: list[Any]) -> None:
     """Add values to a list or a set, or keys and values to a dictionary; objects keep none."""
     if isinstance(container, dict):
         container.update(zip(values[::2], values[1::2], strict=True))

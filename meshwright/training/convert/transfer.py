@@ -29,7 +29,7 @@ from meshwright.compute.parameters.shard import Box
 from meshwright.compute.precision import DTYPES
 from meshwright.config import Config
 from meshwright.config.kinds import data_for
-from meshwright.config.registry import entries
+from meshwright.config.registry import entries, load_entry
 from meshwright.config.schema import Model, Precision
 from meshwright.config.section import shown
 from meshwright.data.chat import ChatTemplate, closing_token
@@ -117,6 +117,8 @@ SHARD_BYTES = 2**31
 FORMS = ("transformers", "dcp", "torchtitan")
 """Forms of exported weights: safetensors; torch's distributed checkpoint with the names of transformers' classes in
 memory; the same with torchtitan's names."""
+_WRITERS = {form: f"meshwright.training.convert.dcp_out:write_{form}" for form in FORMS[1:]}
+"""torch's package takes half a second to import."""
 
 
 @dataclass(frozen=True)
@@ -195,12 +197,7 @@ def import_folder(
         model = wanted
     pairs = _pairs(settings, family, model, stored.names)
     _check_names(stored, family, pairs, family.copies(model))
-    has_tokenizer = family.reads_text and (files / TOKENIZER_FILE).is_file()
-    if has_tokenizer:
-        size = load_tokenizer(plain(files / TOKENIZER_FILE), UNASKED).vocabulary_size
-        if size > model.num_tokens:
-            has = f"has {size:,} tokens, and config.json's table {model.num_tokens:,}"
-            raise CheckpointError(f"{files / TOKENIZER_FILE} {has}: it is another model's")
+    has_tokenizer = family.reads_text and tokenizer_fits(files / TOKENIZER_FILE, model)
     with new_folder(out) as folder:
         for name in (*((TOKENIZER_FILE,) if has_tokenizer else ()), *FILES):
             if (files / name).is_file():
@@ -225,6 +222,17 @@ def import_folder(
         shards = chain(in_shards(read(), shard_bytes), in_shards(first_adapters(family, model, seed), shard_bytes))
         _write(folder, shards, model)
     return Imported(model, sum(prod(pair.shape) for pair in pairs), family.reads_text, has_tokenizer)
+
+
+def tokenizer_fits(file: Path, model: Model) -> bool:
+    """Return whether there is a tokenizer.json. Raises CheckpointError if it has more tokens than the model's table."""
+    if not file.is_file():
+        return False
+    size = load_tokenizer(plain(file), UNASKED).vocabulary_size
+    if size > model.num_tokens:
+        has = f"has {size:,} tokens, and config.json's table {model.num_tokens:,}"
+        raise CheckpointError(f"{file} {has}: it is another model's")
+    return True
 
 
 _OF_TRAINING = ("balance", "balance_over", "router_z", "capacity")
@@ -438,15 +446,9 @@ def _write_whole(
         if form == FORMS[0]:
             _write_safetensors(folder, in_shards(read(), shard_bytes))
         else:
-            # torch's package takes half a second to import.
-            from meshwright.training.convert.dcp_out import write_dcp, write_torchtitan
-
             shapes = {name: (shape, dtype_of(pair)) for pair in pairs for name, shape in pair.theirs.items()}
-            copies, settings = family.copies(model), Settings(out / MODEL, parse_json(texts[MODEL]))
-            if form == FORMS[1]:
-                write_dcp(folder, shapes, read(), copies)
-            else:
-                write_torchtitan(folder, settings, shapes, read(), copies)
+            settings = Settings(out / MODEL, parse_json(texts[MODEL]))
+            load_entry(_WRITERS[form])(folder, settings, shapes, read(), family.copies(model))
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
 

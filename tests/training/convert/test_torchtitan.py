@@ -1,4 +1,4 @@
-"""Exports read by torchtitan itself, if the package is installed: the names of its models, and its adapters' tensors."""
+"""Exports read by torchtitan, if the package is installed: the names of its models, its adapters' tensors."""
 
 from __future__ import annotations
 
