@@ -107,6 +107,7 @@ class Stream:
     def __init__(self, streams: Streams, number: int) -> None:
         self._streams, self.number = streams, number
         self.device, self.cuda_stream, self.stream_id, self.priority = torch.device("cuda", 0), number, number, 0
+        self.device_index, self.device_type = 0, 1  # as `torch.Stream`: FSDP asks for the index from torch 2.15 on
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event(self._streams)
