@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
@@ -175,9 +176,11 @@ def test_training_goes_as_with_float32(name: str) -> None:
     ((wide,), (narrow,)) = (
         run_ranks(losses, one, config_of(name, *how)) for how in (("float32", "float32"), (states, "bf16"))
     )
-    assert wide[-1] < wide[0] - 1
+    # The mean of six: under momentum the loss swings by 0.1 from step to step, and on each processor otherwise.
+    wide_end, narrow_end = (fmean(found[-6:]) for found in (wide, narrow))
+    assert wide_end < wide[0] - 1
     assert narrow[0] == wide[0]
-    assert narrow[-1] == pytest.approx(wide[-1], abs=0.03 * (wide[0] - wide[-1]))
+    assert narrow_end == pytest.approx(wide_end, abs=0.03 * (wide[0] - wide_end))
 
 
 def nearest(self: Draw, out: Tensor, values: Tensor, kind: str, places: Any) -> None:

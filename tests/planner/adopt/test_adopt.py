@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from meshwright.planner.adopt.adopted import read
@@ -101,9 +102,11 @@ def test_ctrl_c_ends_the_script_too(tmp_path: Path) -> None:
         time.sleep(0.1)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert children
-    subprocess.run(["kill", "-INT", f"-{process.pid}"], check=True)
+    subprocess.run(["kill", "-INT", "--", f"-{process.pid}"], check=True)
     assert process.wait(PATIENCE_SECONDS) != 0
-    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    while any(psutil.pid_exists(int(child)) for child in children):  # killed, and not yet taken away by the system
+        assert time.monotonic() < end
+        time.sleep(0.1)
     assert process.stderr is not None
     assert "Traceback" not in process.stderr.read().decode()
     process.stderr.close()
