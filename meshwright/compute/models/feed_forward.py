@@ -53,6 +53,6 @@ def experts_of(model: RotaryTransformer, kit: Kit) -> nn.Module:
         experts.capacity, Initial(0.02), last_initial(model), scores=experts.scores, groups=experts.groups,
         groups_chosen=experts.groups_per_token, scale=experts.scale, biased=experts.bias_rate is not None,
         balance_over=experts.balance_over, router_z=experts.router_z, activation=model.activation,
-        expand_groups=model.expand_groups,
+        expand_groups=model.expand_groups, linear_biases=model.expert_biases, clamp=model.clamp,
     )  # fmt: skip
     return cast(ExpertsKit, kit).experts(shape)

@@ -162,6 +162,16 @@ class RotaryTransformer(TextTransformer):
         return 2 if self.activation in ("swiglu", "geglu") else 1
 
     @property
+    def expert_biases(self) -> bool:
+        """Whether the linears of routers and experts have biases."""
+        return False
+
+    @property
+    def clamp(self) -> tuple[float, float] | None:
+        """Slope and limit of the experts' clamped SwiGLU; None: `activation`."""
+        return None
+
+    @property
     def embedding_scale(self) -> float:
         """The factor of the embeddings."""
         return 1.0

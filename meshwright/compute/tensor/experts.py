@@ -10,7 +10,8 @@
 
 R = B T k rows: a token has one row for each chosen expert. Rows are sorted by expert, and an expert's rows are one
 product. `enter` and `leave` are a pair's (boundary.py), if the inner width is cut; weights w_e enter as rows do, since
-each rank has a part of every expert's output.
+each rank has a part of every expert's output. With `linear_biases` (gpt-oss) the three linears have biases: [n],
+[n, 2, N/tensor] and [n, H]; the first tensor rank alone adds the last one to its part of the output.
 
 **Capacity.** Without a capacity no token is dropped. With a capacity, in training, an expert takes the first C tokens
 of a sequence that choose the expert, C = ceil(capacity k T / n), and adds nothing to later tokens (Switch Transformer;
@@ -43,7 +44,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from meshwright.compute.parameters.role import BIAS
 from meshwright.compute.parameters.shard import (
+    ZEROS,
     Initial,
     Placements,
     Shard,
@@ -53,7 +56,7 @@ from meshwright.compute.parameters.shard import (
 )
 from meshwright.compute.tensor.boundary import UNCUT, Boundary
 from meshwright.compute.tensor.linear import autocast_dtype, cast
-from meshwright.compute.tensor.products import PLAIN, Products, add_gradients, write_part
+from meshwright.compute.tensor.products import PLAIN, Products, add_gradients, write_part, write_sum
 from meshwright.compute.tensor.router import ExpertsShape, Router
 from meshwright.ranks.collectives import start_all_reduce, trade_rows
 from meshwright.ranks.grid import EXPERT
@@ -70,42 +73,85 @@ ALIGNED_BYTES = 16
 
 
 class _Grouped(torch.autograd.Function):
-    """y = x W by expert."""
+    """y = x W + b by expert."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, runs: Runs, layer: GroupedLinear) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, runs: Runs, layer: GroupedLinear
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.runs, ctx.layer = runs, layer
-        return layer.multiply(x, weight, runs)
+        ctx.bias, ctx.runs, ctx.layer = bias, runs, layer
+        y = layer.multiply(x, weight, runs)
+        if bias is not None and layer.adds_bias:
+            layer.add_bias(y, bias, runs)
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         layer, dy = ctx.layer, dy.contiguous()
-        dweight: Tensor | None = None
+        dweight = dbias = None
         if ctx.needs_input_grad[1]:
             dweight = add_gradients(layer, "weight", weight, layer.addends(x, dy, ctx.runs))
-        return layer.multiply(dy, weight, ctx.runs, turned=True), dweight, None, None
+        if ctx.bias is not None:
+            dbias = add_gradients(layer, "bias", ctx.bias, layer.bias_addends(dy, ctx.bias, ctx.runs))
+        return layer.multiply(dy, weight, ctx.runs, turned=True), dweight, dbias, None, None
 
 
 class GroupedLinear(ShardedModule):
-    """x W of the expert that each row is sorted to; W [n, in, ..., out]."""
+    """x W + b of the expert that each row is sorted to; W [n, in, ..., out], b [n, ..., out] or none."""
 
     def __init__(
         self, mesh: Mesh, shape: tuple[int, ...], placements: Placements, initial: Initial, products: Products = PLAIN,
-        *, partial_over: tuple[str, ...] = (),
+        *, partial_over: tuple[str, ...] = (), biased: bool = False,
     ) -> None:  # fmt: skip
-        """`partial_over`: axes over which the weight is whole, and each rank computes a part of the gradient."""
+        """Make the layer.
+
+        Args:
+            partial_over: Axes over which the weight is whole, and each rank computes a part of the gradient.
+            biased: Whether there is a bias. If an axis cuts the inputs, its first rank alone adds the bias.
+        """
         super().__init__(mesh)
         self.products = products
         self.weight = self.declare("weight", ShardSpec(shape, placements, initial, partial_over=partial_over))
+        summed = tuple(axis for axis, shard in placements.items() if shard.dim == 1)
+        self.adds_bias = not any(mesh.index(axis) for axis in summed)
+        own = {axis: Shard(max(0, shard.dim - 1)) for axis, shard in placements.items() if axis not in summed}
+        spec = ShardSpec((shape[0], *shape[2:]), own, ZEROS, BIAS, partial_over=summed)
+        self.bias = self.declare("bias", spec) if biased else None
 
     def forward(self, x: Tensor, runs: Runs) -> Tensor:
         """x [R, in], sorted by run and expert; [R, ..., out]."""
-        x, weight, _ = cast(x, self.weight.flatten(2), None)
-        y: Tensor = _Grouped.apply(x, weight, runs, self)
+        x, weight, bias = cast(x, self.weight.flatten(2), None if self.bias is None else self.bias.flatten(1))
+        y: Tensor = _Grouped.apply(x, weight, bias, runs, self)
         return y.unflatten(-1, self.weight.shape[2:])
+
+    def add_bias(self, y: Tensor, bias: Tensor, runs: Runs) -> None:
+        """Add each expert's bias of [n, N] to the expert's rows of y [R, N]."""
+        if isinstance(runs, Tensor):
+            y.add_(bias[torch.searchsorted(runs, torch.arange(len(y), device=y.device), right=True)])
+            return
+        for rows, own in zip(y.split([*chain(*runs)]), chain(*repeat(bias, len(runs))), strict=True):
+            rows.add_(own)
+
+    def bias_addends(self, dy: Tensor, bias: Tensor, runs: Runs) -> Iterable[WriteGradient]:
+        """Yield functions that each write an addend of the gradient of a bias [n, N]: sums of dy [R, N] by expert, or
+        zeros on ranks that do not add the bias."""
+        if not self.adds_bias:
+            return (partial(write_part, torch.zeros_like(bias)),)
+        if isinstance(runs, Tensor):
+            # The kernel of the weights' gradients, since atomic sums have other bits in each run.
+            ones = dy.new_ones(len(dy), ALIGNED_BYTES // dy.element_size())
+            sums = torch._grouped_mm(ones.t(), dy, offs=runs)[:, 0] if len(dy) else torch.zeros_like(bias)
+            return (partial(write_part, sums),)
+        lengths = [sum(run) for run in runs]
+        return (partial(self.write_sums, run, rows) for run, rows in zip(runs, dy.split(lengths), strict=True))
+
+    def write_sums(self, rows: Sequence[int], dy: Tensor, out: Tensor, beta: int) -> None:
+        """Write a run's sums of dy by expert + beta · out to `out`."""
+        for gradient, own in zip(dy.split(rows), out, strict=True):
+            write_sum(gradient, own, beta)
 
     def operand(self, x: Tensor) -> Tensor:
         """Return x, a part of a larger tensor, as a product reads it."""
@@ -255,8 +301,9 @@ class Experts(nn.Module):
         self.travels = bool(apart)
         self.dropped: Tensor | None = None
         up, down = shape.expand_sizes, (shape.count, shape.inner, shape.hidden)
-        self.expand = self.linear(mesh, up, {**apart, **boundary.inner(3)}, shape.initial, products)
-        self.contract = self.linear(mesh, down, {**apart, **boundary.inner(1)}, shape.last, products)
+        biased = shape.linear_biases
+        self.expand = self.linear(mesh, up, {**apart, **boundary.inner(3)}, shape.initial, products, biased=biased)
+        self.contract = self.linear(mesh, down, {**apart, **boundary.inner(1)}, shape.last, products, biased=biased)
 
     def low_rank(self, name: str, rank: int, first: Initial, last: Initial) -> tuple[nn.Module, nn.Module]:
         """Make A [n, I, rank] and B [n, rank, ..., N] next to the linear `name`, of initial values `first` and `last`.

@@ -39,12 +39,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.compute.parameters.role import ROUTER_BIAS
+from meshwright.compute.parameters.role import BIAS, ROUTER_BIAS
 from meshwright.compute.parameters.shard import ZEROS, Initial, ShardedModule, ShardSpec
 from meshwright.compute.tensor.boundary import Boundary
 from meshwright.compute.tensor.linear import linear
 from meshwright.compute.tensor.products import PLAIN, Products, write_part
-from meshwright.compute.tensor.swiglu import ACTIVATIONS
+from meshwright.compute.tensor.swiglu import ACTIVATIONS, clamped_swiglu
 from meshwright.ranks.collectives import all_reduce, start_all_reduce
 from meshwright.ranks.mesh import Mesh
 
@@ -67,6 +67,8 @@ class ExpertsShape:
         biased: Whether a bias takes part in the choice.
         activation: Function between an expert's linears.
         expand_groups: Outputs of the first linear for each input of the second.
+        linear_biases: Whether the router's and the experts' linears have biases, which change outputs.
+        clamp: Slope and limit of a clamped SwiGLU (swiglu.py); None: `activation` itself.
     """
 
     hidden: int
@@ -88,6 +90,8 @@ class ExpertsShape:
     router_z: float = 0.0
     activation: str = "swiglu"
     expand_groups: int = 2
+    linear_biases: bool = False
+    clamp: tuple[float, float] | None = None
 
     @property
     def expand_sizes(self) -> tuple[int, int, int, int]:
@@ -96,6 +100,8 @@ class ExpertsShape:
 
     def activated(self, x: Tensor) -> Tensor:
         """Apply the activation: first linear's outputs [..., groups, N] -> second linear's inputs [..., N]."""
+        if self.clamp is not None:
+            return clamped_swiglu(x, *self.clamp)
         return ACTIVATIONS[self.activation](x if self.expand_groups > 1 else x.squeeze(-2))
 
     def most_tokens(self, length: int) -> int:
@@ -120,14 +126,15 @@ class Routed(NamedTuple):
 
 
 class Router(ShardedModule):
-    """The linear x R that scores experts; R [H, n], b [n]."""
+    """The linear x R that scores experts; R [H, n], b [n]. With `linear_biases` the linear is x R + b."""
 
     def __init__(self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary, products: Products = PLAIN) -> None:
         super().__init__(mesh)
         self.shape, self.boundary, self.products = shape, boundary, products
         self.weight = self.declare("weight", ShardSpec((shape.hidden, shape.count), initial=shape.initial))
-        spec = ShardSpec((shape.count,), initial=ZEROS, role=ROUTER_BIAS)
-        self.bias = self.declare("bias", spec) if shape.biased else None
+        assert not (shape.biased and shape.linear_biases), "a router has one bias: of its choice, or of its linear"
+        spec = ShardSpec((shape.count,), initial=ZEROS, role=ROUTER_BIAS if shape.biased else BIAS)
+        self.bias = self.declare("bias", spec) if shape.biased or shape.linear_biases else None
         self.counting = False
         """Whether the current pass only counts loads."""
         self.loads: Tensor | None = None
@@ -147,18 +154,18 @@ class Router(ShardedModule):
         self.counting, self.loads = False, loads
 
     def forward(self, h: Tensor) -> Tensor:
-        return linear(h, self.weight, None, self, self.products)
+        return linear(h, self.weight, self.bias if self.shape.linear_biases else None, self, self.products)
 
     def route(self, logits: Tensor) -> Routed:
         """Choose the experts of tokens from logits [B, T, n]."""
         shape = self.shape
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = wide.softmax(-1) if shape.scores == "softmax" else wide.sigmoid()
-        if shape.groups == 1 and self.bias is None:
+        if shape.groups == 1 and not shape.biased:
             weights, ids = scores.topk(shape.chosen, -1)
         else:
             ids = self._choice(scores.detach())
-            if self.bias is not None:
+            if shape.biased:
                 scores = _CountLoads.apply(scores, self.bias, ids, self)
             weights = scores.gather(-1, ids)
         if shape.renormalises:
@@ -173,7 +180,7 @@ class Router(ShardedModule):
     def _choice(self, scores: Tensor) -> Tensor:
         """Return the numbers of the chosen experts [B, T, k]."""
         shape = self.shape
-        if self.bias is not None:
+        if shape.biased and self.bias is not None:
             scores = scores + self.bias.detach()
         if shape.groups > 1:
             groups = scores.unflatten(-1, (shape.groups, -1))

@@ -2,6 +2,10 @@
 
     silu(g) = g σ(g)        dgate = dy · up · silu'(gate),  dup = dy · silu(gate)
 
+The clamped form (gpt-oss, arXiv 2508.10925) has a slope a and a limit c, published as 1.702 and 7:
+
+    g σ(a g) (u + 1)        g = min(gate, c),  u = up between -c and c
+
 On a CPU the work goes by runs of rows that stay in a core's cache.
 """
 
@@ -39,6 +43,32 @@ class _Swiglu(torch.autograd.Function):
         return (dx,)
 
 
+class _Clamped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slope: float, limit: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.slope, ctx.limit = slope, limit
+        y = torch.empty(x.shape[0], x.shape[2], dtype=x.dtype, device=x.device)
+        for part, value in _slices(x, y):
+            gate = part[:, 0].clamp(max=limit)
+            torch.mul(gate * torch.sigmoid(gate * slope), part[:, 1].clamp(-limit, limit) + 1, out=value)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        slope, limit = ctx.slope, ctx.limit
+        dx = torch.empty_like(x)
+        for part, out, gradient in _slices(x, dx, dy):
+            gate, up = part[:, 0].clamp(max=limit), part[:, 1].clamp(-limit, limit)
+            share = torch.sigmoid(gate * slope)
+            of_gate = gradient * (up + 1) * (share + slope * gate * share * (1 - share))
+            torch.mul(of_gate, part[:, 0] <= limit, out=out[:, 0])
+            torch.mul(gradient * gate * share, part[:, 1].abs() <= limit, out=out[:, 1])
+        return dx, None, None
+
+
 def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Runs of the same rows of each."""
     rows = tensors[0].shape[0]
@@ -58,6 +88,18 @@ def swiglu(x: Tensor) -> Tensor:
         gate, up = x.unbind(-2)
         return F.silu(gate) * up
     y: Tensor = _Swiglu.apply(x.flatten(0, -3))
+    return y.view(*x.shape[:-2], x.shape[-1])
+
+
+def clamped_swiglu(x: Tensor, slope: float, limit: float) -> Tensor:
+    """Multiply gates, bounded above, and ups, bounded on both sides, plus 1: [..., 2, N] -> [..., N].
+
+    Args:
+        x: Gates and ups.
+        slope: Factor of the gate inside of the sigmoid.
+        limit: The bound.
+    """
+    y: Tensor = _Clamped.apply(x.flatten(0, -3), slope, limit)
     return y.view(*x.shape[:-2], x.shape[-1])
 
 

@@ -102,12 +102,11 @@ class Reference:
         total = 0.0
         scales = {name: 1 / max(1, int((batch[name] != IGNORED).sum())) for name in self.model.labels}
         scales[SAMPLES] = 1 / self.config.batch.global_
-        experts = [module for module in self.model.modules() if isinstance(module, Experts)]
         if self.config.model.routing.counts_first:  # a balance over the batch needs the counts of all rows
             with torch.no_grad():
                 for rows in self._microbatches(batch):
                     self._loss(rows, scales)
-            for module in experts:
+            for module in (each for each in self.model.modules() if isinstance(each, Experts)):
                 module.balance_by_counts(scales[SAMPLES])
         for rows in self._microbatches(batch):
             loss = self._loss(rows, scales)

@@ -24,8 +24,7 @@ class Layer(nn.Module):
     """A layer that computes `function(*inputs, weight, bias)` with whole parameters, named as in all kits.
 
     `decays`: weight decay acts on the weight. `table`: the weight is an embedding or output table. `wide`: float32
-    under O2. `tied`: a layer that shares its weight with this one. `nudged`: a step moves the bias by the signs of the
-    gradient, and the bias is float32 under O2.
+    under O2. `tied`: a layer with the same weight. `nudged`: signs of the gradient move the bias, float32 under O2.
     """
 
     def __init__(self, function: Callable[..., Tensor], weight: _Shape | None, initial: Initial,
@@ -80,9 +79,8 @@ class ReferenceKit:
                 y = F.layer_norm(wide, (width,), weight, shift, epsilon)
             return y.to(x.dtype)
 
-        around_one, biased = kind == "rms-around-one", kind == "group" or (kind == "layer" and bias)
-        shift = (width,) if biased else None
-        return Layer(function, (width,), ZEROS if around_one else ONES, shift, decays=False, wide=True)
+        around_one, own = kind == "rms-around-one", (width,) if kind == "group" or (kind == "layer" and bias) else None
+        return Layer(function, (width,), ZEROS if around_one else ONES, own, decays=False, wide=True)
 
     def enter(self, x: Tensor, heads: int) -> Tensor:
         return x.unsqueeze(2).expand(-1, -1, heads, -1)
@@ -126,10 +124,12 @@ class Experts(nn.Module):
     def __init__(self, shape: ExpertsShape) -> None:
         super().__init__()
         self.shape = shape
-        own, biases = (shape.hidden, shape.count), (shape.count,) if shape.biased else None
-        self.router = Layer(lambda h, weight, _: h @ weight, own, shape.initial, biases, nudged=True)
-        self.expand = Layer(lambda weight, _: weight, shape.expand_sizes, shape.initial)
-        self.contract = Layer(lambda weight, _: weight, (shape.count, shape.inner, shape.hidden), shape.last)
+        own, inside, added = (shape.hidden, shape.count), (shape.count, shape.inner, shape.hidden), shape.linear_biases
+        self.router = Layer(lambda h, weight, b: F.linear(h, weight.t(), b if added else None), own, shape.initial,
+                            own[1:] if added or shape.biased else None, nudged=shape.biased)  # fmt: skip
+        up, down = (shape.count, *shape.expand_sizes[2:]), (shape.count, shape.hidden)
+        self.expand = Layer(lambda weight, _: weight, shape.expand_sizes, shape.initial, up if added else None)
+        self.contract = Layer(lambda weight, _: weight, inside, shape.last, down if added else None)
         self.counted: Tensor | None = None  # for a balance over the batch: tokens per expert of the mean sequence
         self.counts: list[Tensor] = []  # of each pass without gradients: tokens per expert
 
@@ -146,7 +146,7 @@ class Experts(nn.Module):
 
     def forward(self, h: Tensor, places: Tensor | None = None) -> tuple[Tensor, ...]:
         shape, count = self.shape, self.shape.count
-        logits, bias = self.router(h), self.router.bias
+        logits, bias = self.router(h), self.router.bias if shape.biased else None
         # Rounding can change a router's choice: computed in float32 or better, as in the layouts.
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = F.softmax(wide, -1) if shape.scores == "softmax" else torch.sigmoid(wide)
@@ -160,11 +160,15 @@ class Experts(nn.Module):
             gates = gates / (gates.sum(-1, keepdim=True) + (0 if shape.scores == "softmax" else 1e-20))
         gates = (gates * shape.scale).to(h.dtype)
         if shape.capacity is not None and self.training:
-            # Capacity is counted per sequence, in the order of positions. Evaluation drops no token.
-            gates = gates * (taken.cumsum(1) <= shape.most_tokens(h.shape[1]))
+            gates = gates * (taken.cumsum(1) <= shape.most_tokens(h.shape[1]))  # counted per sequence, by position
         up = torch.einsum("bth,nhgm->gbtnm", h, self.expand())
+        up = up if self.expand.bias is None else up + self.expand.bias.transpose(0, 1)[:, None, None]
         inside = F.silu(up[0]) * up[1] if len(up) > 1 else shape.activated(up[0].unsqueeze(-2))
+        if shape.clamp is not None:
+            gate, number = up[0].clamp(max=shape.clamp[1]), up[1].clamp(-shape.clamp[1], shape.clamp[1])
+            inside = gate * torch.sigmoid(shape.clamp[0] * gate) * (number + 1)
         y = torch.einsum("btnm,nmh,btn->bth", inside, self.contract(), gates)
+        y = y if self.contract.bias is None else y + gates @ self.contract.bias
         return (y, self._losses(wide, scores, taken)) if shape.balance or shape.router_z else (y,)
 
     def _taken(self, scores: Tensor) -> Tensor:
@@ -179,10 +183,8 @@ class Experts(nn.Module):
     def _losses(self, logits: Tensor, scores: Tensor, taken: Tensor) -> Tensor:
         """Return each sequence's balance loss plus z-loss, [B]."""
         shape, loads = self.shape, taken.mean(1)  # [B, n]
-        if shape.balance_over == "microbatch":
-            loads = loads.mean(0, keepdim=True)
-        if shape.balance_over == "batch" and self.counted is not None:
-            loads = self.counted / taken.shape[1]
+        loads = loads.mean(0, keepdim=True) if shape.balance_over == "microbatch" else loads
+        loads = self.counted / taken.shape[1] if shape.balance_over == "batch" and self.counted is not None else loads
         shares = scores if shape.scores == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
         balance = (loads * shares.mean(1)).sum(-1) * shape.count
         return shape.balance * balance + shape.router_z * logits.logsumexp(-1).square().mean(1)
