@@ -26,7 +26,7 @@ FILES = {
     "adapter": 3,
     "collective": 3,
     "engine": 2,
-    "family": 4,
+    "family": 3,
     "fp8": 2,
     "metric": 2,
     "optimizer": 2,

@@ -5,6 +5,8 @@ G queries each (grouped queries, Ainslie et al., arXiv 2305.13245). One linear m
 columns are ordered by key-value head: G queries, a key and a value for each head, [H, K (G + 2) E]. Equal slices of the
 columns then give each tensor-parallel rank whole key-value heads with all queries of these heads.
 
+With `has_sinks` (gpt-oss) a head has one logit more in its softmax, without a value: a parameter [A], cut as queries.
+
 Shapes: B batch, T sequence, H hidden, K local key-value heads, G queries of each, E head width, N inner width.
 """
 
@@ -19,6 +21,7 @@ from meshwright.compute.models.decoder import KeyValueCache
 from meshwright.compute.models.feed_forward import last_initial
 from meshwright.compute.models.rope import Rotation, rotate
 from meshwright.compute.models.rotary import RotaryBlock, RotaryDecoder, feed_forward_products
+from meshwright.compute.parameters.role import BIAS
 from meshwright.compute.parameters.shard import Initial
 from meshwright.compute.tensor.copies import HeadGroups
 from meshwright.compute.tensor.kit import Kit
@@ -41,6 +44,7 @@ class LlamaAttention(nn.Module):
             kit,
             AttentionSpec(True, model.window_of(layer), model.score_scale, model.dropout, soft_cap=model.score_bound),
         )
+        self.sinks = kit.local((model.heads,), 0, Initial(0.02), BIAS) if model.has_sinks else None
         width = model.heads * groups.width
         initial, last = Initial(0.02), last_initial(model)
         biased = "query-key-value" in model.biases
@@ -75,7 +79,8 @@ class LlamaAttention(nn.Module):
         )  # [B, K G, T, E], twice [B, K, T, E]
         if cache is not None:
             key, value = cache.extend(self.layer, key, value, self.core.spec.window)
-        return self.output(self.core(query, key, value, documents=documents).transpose(1, 2).flatten(2))
+        sinks = None if self.sinks is None else self.sinks()
+        return self.output(self.core(query, key, value, documents=documents, sinks=sinks).transpose(1, 2).flatten(2))
 
 
 class LlamaModel(RotaryDecoder):

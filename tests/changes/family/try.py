@@ -51,13 +51,12 @@ if __name__ == "__main__":
         steps = [model.hidden(tokens[:, :6], cache), *(model.hidden(one, cache) for one in tokens[:, 6:].split(1, 1))]
         assert torch.allclose(torch.cat(steps, 1), model.hidden(tokens), atol=1e-5)
     assert [key.shape[2] for key, _ in cache.layers] == [3, 16], "a cache keeps what a window leaves"
-    core = load_text(Path("alone"), "cpu", None).model.double().blocks["0"].attention.core
-    core.sinks.weight.requires_grad_()
+    attention = load_text(Path("alone"), "cpu", None).model.double().blocks["0"].attention
+    sinks = attention.sinks.weight.requires_grad_()
     torch.manual_seed(1)
     inputs = [(torch.randn(2, heads, 16, 8).double() / 8).requires_grad_() for heads in (2, 1, 1)]
-    learnt = [*inputs, core.sinks.weight]
-    for ours, plain in zip(
-        answers(core(*inputs), learnt), answers(written_out(*inputs, core.sinks.weight), learnt), strict=True
-    ):
+    learnt = [*inputs, sinks]
+    attended = attention.core(*inputs, sinks=sinks)
+    for ours, plain in zip(answers(attended, learnt), answers(written_out(*inputs, sinks), learnt), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
     print(Path(mw.__file__).parent)
