@@ -204,7 +204,7 @@ def bytes_of(folder: Path, info: Mapping[str, Any]) -> tuple[Path, int, int]:
 def tensors_of(folder: Path, family: Family, settings: Settings) -> Source:
     """Find the tensors of a folder: a distributed checkpoint, or safetensors files. Raises CheckpointError."""
     if not (folder / TABLE).is_file():
-        return Source.of_safetensors(folder, family.full_name)
+        return family.source(folder)
     table = {name: stored for name, stored in read_table(folder).items() if not _NO_WEIGHTS.fullmatch(name)}
     ours = [name for names in family.outside.values() for name in ([names] if isinstance(names, str) else names)]
     titan = any(name.endswith("tok_embeddings.weight") for name in table)

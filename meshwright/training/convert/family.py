@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, get_args
 
 import tokenizers
@@ -28,7 +29,7 @@ from meshwright.config.schema import Model
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.ranks.errors import CheckpointError, DataError
 from meshwright.ranks.mesh import solo_mesh
-from meshwright.training.convert.folder import Settings
+from meshwright.training.convert.folder import Settings, Source
 
 TensorShape = tuple[int, ...]
 Names = Mapping[str, str | Sequence[str]]
@@ -162,6 +163,8 @@ class Family(ABC):
     """Whether Hugging Face stores the family's linears as [out, in]; ours are [in, out]."""
     tables: ClassVar[Set[str]] = frozenset()
     """Our layers with 2-dim weights that are neither linears nor padded."""
+    of_storage: ClassVar[tuple[str, ...]] = ()
+    """Keys of config.json that describe the stored form of tensors; an export has none, since it writes plain ones."""
     passed_over: ClassVar[re.Pattern[str]] = re.compile(r"(?!)")
     """Names of stored tensors that are not parameters (buffers, heads of another task)."""
     reads_text: ClassVar[bool] = True
@@ -197,6 +200,10 @@ class Family(ABC):
         for theirs, ours in self.renamed:
             stored = re.sub(theirs, ours, stored)
         return stored
+
+    def source(self, folder: Path) -> Source:
+        """Return the reader of a folder's tensors. Raises CheckpointError as Source."""
+        return Source.of_safetensors(folder, self.full_name)
 
     def copies(self, model: Any) -> dict[str, str]:
         """Return duplicates that a folder may hold: a tensor's name -> the name of the tensor that it must equal."""

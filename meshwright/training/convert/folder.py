@@ -177,12 +177,16 @@ class Source:
             valid = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
             stored = f"is stored as {tensor.dtype}, which holds no weights"
             raise CheckpointError(f"{self.folder}: {name} {stored}; valid: {valid}")
+        return self.checked(name, tensor)
+
+    def checked(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor. Raises CheckpointError if some values are not finite."""
         # A single NaN would make every later loss NaN, without a trace of the file and tensor.
         # One pass finds both extremes, and a NaN is both. Bad numbers are counted only if an extreme is not finite.
         if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
             wrong = int((~tensor.isfinite()).sum())
             numbers = "1 number that is" if wrong == 1 else f"{wrong:,} numbers that are"
-            where = f"{self._places[name].path}: {name}"
+            where = f"{self._places[name].path if name in self._places else self.folder}: {name}"
             raise CheckpointError(f"{where} holds {numbers} not finite: it was damaged, or diverged")
         return tensor
 

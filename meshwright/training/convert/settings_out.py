@@ -62,6 +62,7 @@ def settings_texts(
         changed = {key: value for key, value in settings.items() if key not in before or before[key] != value}
         other_class = {} if same_family else {key: settings[key] for key in _OF_A_CLASS if key in settings}
         settings = {**kept, **changed, **other_class}
+        settings = {key: value for key, value in settings.items() if key not in family.of_storage}
     # A new file has the older key, which every version of transformers reads.
     key = next((name for name in DTYPE_KEYS if name in settings), DTYPE_KEYS[1])
     settings[key] = dtype
