@@ -80,6 +80,7 @@ def cells(model: str, letters: dict[str, str]) -> Iterator[str]:
         else:  # the reason for parts that `auto` did not take, if there is one
             words = words_of(axis, SIZES[-1])
             found = refusals(model, "layout-free", *words, *PARTS) + refusals(model, "layout-free", *words)
+            found.sort(key=lambda text: not text.startswith("`bits.kind`"))  # a family that no parts would help
             yield letters.setdefault(found[0], ascii_lowercase[len(letters)])
 
 

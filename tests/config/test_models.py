@@ -42,6 +42,7 @@ LLAMAS = {
     "smollm2-135m", "llama-mini", "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "mistral-7b",
     "mistral-7b-0.1", "smollm3-3b", "qwen2.5-0.5b", "qwen3-0.6b", "qwen3-8b", "mixtral-8x7b", "qwen3-30b-a3b",
     "mixtral-mini", "olmo-2-7b", "olmo-3-7b", "gemma-2-2b", "gemma-3-1b", "phi-3-mini-4k",
+    "gpt-oss-20b", "gpt-oss-120b",
 }  # fmt: skip
 """Counted in tests/families/llama/test_model.py."""
 

@@ -80,6 +80,32 @@ RELATIVES = (
 """Fields of Llama's relatives; patterns need two layers."""
 
 
+def with_gpt_oss(random: Random) -> tuple[Case, Config]:
+    """A drawn run of gpt-oss: windows, sinks, biases of all linears, and clamps that act."""
+    for case, _ in Drawing(random).cases():
+        tree = tree_of(case | {"model": "llama"})
+        exact = case["precision"] == "float64"
+        chosen = {"per_token": 2, "capacity": random.choice((None, 0.75))} if exact else {"per_token": 6}
+        tree["model"] |= {
+            "family": "gpt-oss", "head_norms": False, "biases": ["query-key-value", "output", "feed-forward"],
+            "feed_forward": 12, "gate_limit": random.choice((0.05, 7.0)), "window": random.choice((3, 5)),
+            "experts": {"count": 6, "balance": random.choice((0.0, 0.3)), **chosen},
+        } | ({"window_layers": [True, False]} if case["layers"] > 1 else {})  # fmt: skip
+        if case["data"] > 1:
+            tree["layout"]["data"]["expert"] = random.choice((1, 2, 2, 3))
+        try:
+            return case, parse_run(tree)
+        except ConfigError:
+            continue
+    raise AssertionError("draws do not end")
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 60))])
+def test_drawn_gpt_oss_equals_one_device(seed: int) -> None:
+    case, config = with_gpt_oss(Random(f"gpt-oss/{seed}"))
+    assert mistakes(config) == [], (case, config.model, config.layout.data)
+
+
 def relative(random: Random) -> tuple[Case, Config]:
     """A drawn run of Llama with the fields of one or two relatives."""
     for case, _ in Drawing(random).cases():

@@ -87,6 +87,7 @@ def task_batch(config: Config, step: int) -> Batch:
 BATCHES = {
     "bert-pairs": task_batch, "bert-spans": task_batch, "bert-choice": task_batch,
     "gpt2": global_batch, "llama": global_batch, "gemma": global_batch, "phi": global_batch,
+    "gpt-oss": global_batch,
     "deepseek": global_batch, "bert": bert_batch,
     "vit": vit_batch, "resnext": vit_batch,
     "transformer": pair_batch, "t5": pair_batch,

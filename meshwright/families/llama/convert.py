@@ -53,6 +53,7 @@ _EXPERTS = {
     "mixtral": ("block_sparse_moe", ("w1", "w3"), ("w2",)),
     "qwen2_moe": ("mlp", ("gate_proj", "up_proj"), ("down_proj",)),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj"), ("down_proj",)),
+    "gpt_oss": ("mlp", (), ()),  # named by its converter
 }
 """By model_type: the module of router and experts, an expert's linears in our `expand`, and in our `contract`."""
 _SHARED_EXPERT = {
@@ -81,14 +82,18 @@ _CLASSES = {"smollm3": "SmolLM3", "gemma3_text": "Gemma3"}
 """Names of transformers' classes, if not the capitalised model_type."""
 _SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
 """Keys of a shared expert. Qwen2-MoE's class reads only the first."""
-_GROUPED = ("qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "smollm3", "gemma2", "gemma3_text")
+_GROUPED = (
+    "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "smollm3", "gemma2", "gemma3_text", "gpt_oss",
+)  # fmt: skip
 """Model_types with a default number of key-value heads other than the number of heads."""
 _TIED = ("smollm3", "gemma2", "gemma3_text")
 """Model_types with a tied head by default."""
+_RENORMALISED = ("mixtral", "gpt_oss")
+"""Model_types with weights of a token's experts that add up to 1, without a key of it."""
 _OLMO = ("olmo2", "olmo3")
 """Model_types with norms behind the sub-layers, and of the queries and keys of all heads."""
 _READERS = {
-    "attention_bias": ("llama", "qwen3", "qwen3_moe", "smollm3", *_OLMO, "gemma2", "gemma3_text"),
+    "attention_bias": ("llama", "qwen3", "qwen3_moe", "smollm3", *_OLMO, "gemma2", "gemma3_text", "gpt_oss"),
     "mlp_bias": ("llama", "smollm3"),
 }
 """The model_types of classes that read these keys."""
@@ -253,7 +258,7 @@ class LlamaFamily(RotaryFamily):
             "use_cache": True,
             "pad_token_id": None,
             **({} if kind in ("qwen2", "qwen2_moe") else settings),
-            **_experts_settings(model),
+            **_experts_settings(model, kind),
         }
 
 
@@ -286,18 +291,17 @@ def _experts(settings: Settings) -> dict[str, object]:
     for key, ours in _WITH_EXPERTS.items():
         settings.only(key, ours)
     settings.only("output_router_logits", False, True, None)
-    # A set, since both keys must have the same value.
-    counts = {values[key] for key in _COUNTS if key in values}
-    if len(counts) != 1 or "num_experts_per_tok" not in values:
+    counts = [values[key] for key in _COUNTS if key in values]
+    if not counts or counts[0] != counts[-1] or "num_experts_per_tok" not in values:
         raise settings.refused(f"has no number of experts: {' or '.join(_COUNTS)}, and num_experts_per_tok")
     experts = {
-        "count": counts.pop(),
+        "count": counts[0],
         "per_token": values["num_experts_per_tok"],
-        "renormalise": kind == "mixtral" or bool(values.get("norm_topk_prob", False)),
+        "renormalise": kind in _RENORMALISED or bool(values.get("norm_topk_prob", False)),
         # transformers adds the balance to the loss only with this flag, false by default.
         "balance": values.get("router_aux_loss_coef", 0.001) if values.get("output_router_logits") else 0.0,
     }
-    if kind == "mixtral":
+    if kind in _RENORMALISED:
         return {"experts": experts}
     needed = ("moe_intermediate_size", *(_SHARED[:1] if kind == "qwen2_moe" else ()))
     if lacking := [key for key in needed if key not in values]:
@@ -307,16 +311,15 @@ def _experts(settings: Settings) -> dict[str, object]:
     return {"experts": experts, "feed_forward": values["moe_intermediate_size"]}
 
 
-def _experts_settings(model: Llama) -> dict[str, object]:
-    """Return transformers' settings of a model's experts, {} without experts.
+def _experts_settings(model: Llama, kind: str) -> dict[str, object]:
+    """Return transformers' settings of a model's experts, {} without experts. `kind`: the model_type.
 
     Raises CheckpointError if no class of transformers has such experts.
     """
     experts = model.experts
     if experts is None:
         return {}
-    kind = _kind_of(model)
-    if kind == "mixtral" and not experts.renormalise:
+    if kind in _RENORMALISED and not experts.renormalise:
         rule = "no class of transformers has experts whose weights are not renormalised, but with norms of heads"
         raise CheckpointError(f"{rule}: model.experts.renormalise=false")
     # Fields without a key in the class must have the defaults.

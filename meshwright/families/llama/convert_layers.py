@@ -8,7 +8,7 @@
 | qwen2_moe                      | if use_sliding_window: `layer_types`, else the even layers before max_window_layers |
 | smollm3                        | if use_sliding_window: `layer_types`, else the layers without rotary positions      |
 | olmo3                          | `layer_types`, else all but every fourth; these have rotary positions of their own  |
-| gemma2                         | `layer_types`, else the even layers                                                 |
+| gemma2, gpt_oss                | `layer_types`, else the even layers                                                 |
 | gemma3_text                    | `layer_types`, else all but every sixth (sliding_window_pattern); as olmo3          |
 """
 
@@ -25,7 +25,7 @@ from meshwright.training.convert.rotary import rope_settings, ropes_by_type
 SLIDING, FULL = "sliding_attention", "full_attention"
 EVERY = ("mistral", "mixtral", "phi3", "qwen3_moe")
 """The model_types with one kind of layers."""
-TYPED = {"olmo3": 4, "gemma2": 2, "gemma3_text": 6}
+TYPED = {"olmo3": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
 """The model_types with layers of two kinds, and the number of layers from one without a window to the next."""
 TURNED = {"olmo3": 500000.0, "gemma3_text": 10000.0}
 """The model_types with rotary positions by kind of layer, and the base of the layers with a window in folders without
@@ -154,7 +154,9 @@ def layer_settings(model: Llama, kind: str) -> dict[str, Any]:
             raise CheckpointError(f"{rule}: model.window_layers={shown(model.window_layers)}; valid: []")
         return settings | ({"use_sliding_window": model.window is not None} if kind in SWITCHED else {})
     types = [FULL if window is None else SLIDING for window in windows]
-    if kind == "gemma2":
+    if kind in TYPED:  # these classes make a mask of the key, even if no layer has a window
+        settings["sliding_window"] = model.window or model.positions
+    if kind in TYPED and kind not in TURNED:
         return settings | {"layer_types": types}
     if kind in TYPED:
         ropes = {FULL: model.rope, SLIDING: model.ropes[-1]}

@@ -98,7 +98,8 @@ def factors_of(family: Family, model: Any) -> list[Factor]:
         if not isinstance(module, str):
             parts = model.adapter_parts.get(layer.rpartition(".")[2], ())
             if not part or len(parts) != len(module):
-                what = f"{layer} is one adapter here, and {len(module)} linears of transformers"
+                there = f"{len(module)} linears" if len(module) > 1 else "one parameter of all experts"
+                what = f"{layer} is one adapter here, and {there} of transformers"
                 raise CheckpointError(f"{what}: peft has no form of it; export the merged weights (--merged)")
             module = module[parts.index(part[0])]
         factors.append(Factor(name, spec, f"{_PREFIX}{module}.{_FACTORS[factor]}"))

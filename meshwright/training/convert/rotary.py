@@ -36,7 +36,7 @@ _SAME = {"default": "plain", "linear": "linear", "llama3": "llama3", "yarn": "ya
 """Our kinds of rotation by transformers' rope_type."""
 _NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
 """Keys that transformers requires, by rope_type."""
-_THETA = {"mixtral": 1e6, "smollm3": 2e6, "olmo3": 500000.0, "gemma3_text": 1e6}
+_THETA = {"mixtral": 1e6, "smollm3": 2e6, "olmo3": 500000.0, "gemma3_text": 1e6, "gpt_oss": 150000.0}
 """Default rope_theta by model_type, if the class's default is not 10,000."""
 
 

@@ -106,6 +106,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 5,
         },
     ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 3,
+            "num_experts_per_tok": 2,
+            "sliding_window": 3,
+            "head_dim": 6,
+            "num_hidden_layers": 3,
+            "swiglu_limit": 0.02,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
+    "gpt-oss, plain": (
+        "gpt_oss",
+        {
+            "num_local_experts": 3,
+            "num_experts_per_tok": 2,
+            "attention_bias": False,
+            "layer_types": ["full_attention"] * 2,
+            "rope_parameters": None,
+        },
+    ),
     "qwen3-moe": (
         "qwen3_moe",
         {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12},

@@ -98,20 +98,23 @@ def hugging_face(kind: str, model: LlamaModel, config: Config) -> nn.Module:
         }
     if kind == "smollm3":
         settings["no_rope_layers"] = [int(shape.rotates(layer)) for layer in range(shape.layers)]
-    if kind.startswith(("qwen", "smollm3", "olmo3", "gemma")):
+    if kind == "gpt_oss":
+        settings |= {"swiglu_alpha": shape.gate_slope, "swiglu_limit": shape.gate_limit}
+        settings["sliding_window"] = shape.window or 128  # the class makes a mask of it even if no layer has a window
+    if kind.startswith(("qwen", "smollm3", "olmo3", "gemma", "gpt_oss")):
         settings["use_sliding_window"] = shape.window is not None
         settings["layer_types"] = layer_types(shape)
     if (experts := shape.experts) is not None:
-        mixtral = kind == "mixtral"
+        local = kind in ("mixtral", "gpt_oss")
         settings |= {
-            "num_local_experts" if mixtral else "num_experts": experts.count, "num_experts_per_tok": experts.per_token,
+            "num_local_experts" if local else "num_experts": experts.count, "num_experts_per_tok": experts.per_token,
             "moe_intermediate_size": shape.feed_forward, "norm_topk_prob": experts.renormalise,
             "router_aux_loss_coef": experts.balance, "shared_expert_intermediate_size": experts.shared,
         }  # fmt: skip
     theirs: nn.Module = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(kind, **settings),
         experts_implementation="eager",
-        attn_implementation="eager" if kind.startswith("gemma") else "sdpa",  # which has no soft caps
+        attn_implementation="eager" if kind.startswith(("gemma", "gpt")) else "sdpa",  # which has no caps, no sinks
     ).to(DTYPES[config.precision.dtype])
     for path, module in list(theirs.named_modules()) if config.precision.dtype == "float64" else ():
         if type(module).__name__.endswith("RMSNorm"):
@@ -155,6 +158,14 @@ EXPERTS = {
 }
 
 
+GPT_OSS = {
+    "attention.sinks": "self_attn.sinks", "feed_forward.router": "mlp.router",
+    "feed_forward.expand": "mlp.experts.gate_up_proj", "feed_forward.contract": "mlp.experts.down_proj",
+}  # fmt: skip
+GPT_OSS_ENDS = {(True, "weight"): ".weight", (True, "bias"): ".bias", (False, "weight"): "", (False, "bias"): "_bias"}
+"""Ends of names of the router's parameters, and of others', by ours."""
+
+
 def as_theirs(ours: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     """Parameters, or their gradients, under their names and in their shapes."""
     model = config.model
@@ -165,6 +176,11 @@ def as_theirs(ours: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
             continue
         _, layer, inner = name.split(".", 2)
         place, part, kind = f"model.layers.{layer}", *inner.rsplit(".", 1)
+        if model.family == "gpt-oss" and part in GPT_OSS:
+            end = "" if kind == "weight" and part.endswith("sinks") else GPT_OSS_ENDS[part.endswith("router"), kind]
+            rows = x.transpose(-1, -2).flatten(-2) if part.endswith("expand") else x.t() if end == ".weight" else x
+            theirs[f"{place}.{GPT_OSS[part]}{end}"] = rows
+            continue
         if model.experts is not None and part in EXPERTS:  # [n, in, ..., out]
             theirs[f"{place}.{EXPERTS[part]}"] = x.flatten(2).mT if x.dim() > 2 else x.t()
             continue
@@ -206,6 +222,8 @@ COUNTS = {
     "gemma-3-1b": 999_885_952,
     "olmo-2-7b": 7_298_617_344,
     "olmo-3-7b": 7_298_011_136,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "smollm3-3b": 3_075_098_624,
     "mistral-7b-0.1": 7_241_732_096,
     "llama-mini": 9_900_000,

@@ -70,13 +70,15 @@ def test_settings_as_they_were_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["qwen3", "mistral, window", "qwen3, windows", "smollm3, windows", "olmo3", "gemma2", "gemma3", "phi3"]
+    "case",
+    ["qwen3", "mistral, window", "qwen3, windows", "smollm3, windows", "olmo3", "gemma2", "gemma3", "phi3", "gpt-oss"],
 )
 def test_an_import_generates_what_transformers_does(tmp_path: Path, case: str) -> None:
     model = hugging_face(tmp_path / "hf", case)
     import_folder(tmp_path / "hf", tmp_path / "step-0")
     loaded = load_text(tmp_path / "step-0")
     prompt = torch.tensor([list(b"abc")])
+    model.set_experts_implementation("eager")  # a grouped product knows no float64
     theirs = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=256)[0, 3:].tolist()
     ours = "".join(generate_text(loaded, "abc", 8, Sampling()))
     ended = theirs[: theirs.index(256)] if 256 in theirs else theirs
@@ -116,6 +118,15 @@ def test_no_more_than_a_shard_is_in_memory(tmp_path: Path, monkeypatch: pytest.M
 
 
 REFUSED: list[tuple[str, dict[str, object], str]] = [
+    (
+        "gpt-oss",
+        {"quantization_config": {"quant_method": "awq"}},
+        "quant_method: awq.* is not supported; valid: quant_m",
+    ),
+    ("gpt-oss", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported; valid: silu"),
+    ("gpt-oss", {"num_key_value_heads": None}, "lacks num_key_value_heads, which a gpt_oss has"),
+    ("gpt-oss", {"swiglu_limit": 0.0}, "swiglu_limit"),
+    ("gpt-oss", {"attention_bias": False}, "has a tensor that gpt-oss has not: model.layers.0.self_attn.k_proj.bias"),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported; valid: 0.0"),
     ("qwen3-moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported; valid: \[\]"),
     ("qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported; valid: 1"),
@@ -209,6 +220,9 @@ def test_a_number_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     check_refused(tmp_path, {}, "mlp.up_proj.weight holds 1 number that is not finite")
 
 
+GPT_OSS: dict[str, Any] = {"family": "gpt-oss", "experts": {"count": 2}}
+
+
 @pytest.mark.parametrize(
     "fields, rule",
     [
@@ -218,6 +232,23 @@ def test_a_number_that_is_not_finite_is_refused(tmp_path: Path) -> None:
         (
             {"head_norms": True, "rotary_layers": [False, True], "layers": 2},
             "has qwen3's layers with model.layer_forms",
+        ),
+        (
+            {**GPT_OSS, "biases": ["query-key-value", "output"]},
+            r"no class of transformers has gpt_oss's experts without biases: model.biases=\[query-key-value, output\]",
+        ),
+        (
+            {**GPT_OSS, "biases": ["output", "feed-forward"]},
+            r"no class of transformers has gpt_oss's layers with model.biases=\[output\]",
+        ),
+        ({**GPT_OSS, "head_norms": True}, "no class of transformers has gpt_oss's layers with model.head_norms=true"),
+        (
+            {**GPT_OSS, "experts": {"count": 2, "scores": "sigmoid"}},
+            "no class of transformers has gpt_oss's experts with model.experts.scores=sigmoid; valid: softmax",
+        ),
+        (
+            {**GPT_OSS, "experts": {"count": 2, "renormalise": False}},
+            "no class of transformers has experts whose weights are not renormalised",
         ),
         (
             {"activation": "relu2"},
@@ -241,3 +272,20 @@ def test_what_transformers_has_not_is_refused(fields: dict[str, Any], rule: str,
     with pytest.raises(CheckpointError, match=rule):
         export_folder(tmp_path, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("fields", [GPT_OSS, {"family": "gemma", "norm_epsilon": 1e-6}], ids=["gpt-oss", "gemma"])
+def test_a_new_model_without_windows_is_one_of_transformers(fields: dict[str, Any], tmp_path: Path) -> None:
+    """The class makes a mask of the window's key, also if no layer has a window."""
+    from tests.tools.evaluate.tiny import tiny_checkpoint
+
+    shape = {"layers": 1, "hidden": 16, "heads": 2, "feed_forward": 24, "vocabulary": 257, "positions": 16}
+    config = parse_config({"model": shape | fields, "data": {"sequence": 8, "tokenizer": "bytes"}})
+    tiny_checkpoint(tmp_path, config)
+    export_folder(tmp_path, tmp_path / "hf")
+    theirs, facts = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(facts.values()), facts
+    torch.testing.assert_close(our_logits(tmp_path), their_logits(theirs), rtol=1e-4, atol=1e-5)
+    import_folder(tmp_path / "hf", tmp_path / "again" / "checkpoints" / "step-0")
+    back = load_text(tmp_path / "again", "cpu").config.model
+    assert back.layer_forms == config.model.layer_forms

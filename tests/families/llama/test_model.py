@@ -30,7 +30,7 @@ from tests.families.llama.models import (
 )
 from tests.workers import run_ranks
 
-THEIRS = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2", "olmo3", "gemma2", "gemma3", "phi3")
+THEIRS = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2", "olmo3", "gemma2", "gemma3", "phi3", "gpt_oss")
 
 ROPES: dict[str, dict[str, Any]] = {
     "plain": {"theta": 1e4},
@@ -43,6 +43,10 @@ OLMO: dict[str, Any] = {"norms": "behind", "whole_norms": True}
 
 GEMMA: dict[str, Any] = {"family": "gemma", "hidden": 36, "head_width": 8, "query_scalar": 11}
 """The factor of the embeddings is 6, which has no digits to be rounded."""
+
+GPT_OSS: dict[str, Any] = {"family": "gpt-oss", "experts": {"count": 4, "per_token": 2}}
+
+SHARP = {**ROPES["yarn"], "truncate": False}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied": ("llama", {"tied": True, "rope": ROPES["llama3"]}),
@@ -86,6 +90,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("phi3", {"family": "phi", "window": 5}),
+    "gpt_oss": ("gpt_oss", {**GPT_OSS, "window": 5, "window_layers": [True, False], "rope": SHARP}),
+    "gpt_oss, clamped": ("gpt_oss", {**GPT_OSS, "gate_slope": 2.5, "gate_limit": 0.05, "head_width": 6}),
+    "gpt_oss, few biases": ("gpt_oss", {**GPT_OSS, "biases": ["feed-forward"], "key_value_heads": 6}),
     "qwen2, windows": ("qwen2", {"biases": ["query-key-value"], "window": 7, "window_layers": [False, True]}),
     "qwen3, windows": ("qwen3", {"head_norms": True, "window": 3, "window_layers": [True, False]}),
 }
@@ -189,4 +196,6 @@ def test_shipped_models_have_their_published_sizes() -> None:
         idle = model.experts.count - model.experts.per_token if model.experts is not None else 0
         # Each weight of a matrix multiplies a token once, but for an embedding of its own and idle experts.
         unused = table * model.vocabulary + 3 * idle * model.layers * model.feed_forward
+        if model.expert_biases:  # 2 N and H of each idle expert
+            unused += idle * model.layers * (2 * model.feed_forward / model.hidden + 1)
         assert products == pytest.approx(built - unused * model.hidden, rel=1e-3)

@@ -38,6 +38,14 @@ MISTRAL_CHAT = (
     "{% endfor %}"
 )
 
+GPT_OSS = ("<|startoftext|>", "<|endoftext|>", "<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|call|>")
+GPT_OSS_CHAT = (
+    "{% for message in messages %}{{ '<|start|>' + message['role'] + '<|message|>' + message['content'] }}"
+    "{{ '<|return|>' if message['role'] == 'assistant' and loop.last else '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+"""The final channel alone."""
+
 
 @dataclass(frozen=True)
 class Published:
@@ -308,6 +316,29 @@ FAMILIES = {
             "model_max_length": 4096,
         },
         {"bos_token": added("<s>"), "eos_token": added(PHI[3])}, None, PHI[3], (PHI[3], PHI[4], PHI[5]),
+    ),
+    "gpt-oss": Published(
+        GPT_OSS,
+        {"architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+         "eos_token_id": "<|return|>", "experts_per_token": 2, "head_dim": 8, "hidden_act": "silu",
+         "initial_context_length": 16, "initializer_range": 0.02,
+         "layer_types": ["sliding_attention", "full_attention"], "model_type": "gpt_oss", "num_experts_per_tok": 2,
+         "num_local_experts": 4, "output_router_logits": False, "pad_token_id": "<|endoftext|>", "rms_norm_eps": 1e-05,
+         "rope_scaling": {
+             "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 16,
+             "rope_type": "yarn", "truncate": False,
+         },
+         "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 3, "swiglu_limit": 7.0,
+         "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.55.0.dev0",
+         "use_cache": True},
+        {"bos_token_id": "<|startoftext|>", "do_sample": True,
+         "eos_token_id": ["<|return|>", "<|endoftext|>", "<|call|>"], "pad_token_id": "<|endoftext|>",
+         "transformers_version": "4.55.0.dev0"},
+        {"bos_token": "<|startoftext|>", "clean_up_tokenization_spaces": False, "eos_token": "<|return|>",
+         "model_input_names": ["input_ids", "attention_mask"], "model_max_length": 1000000000000000019884624838656,
+         "pad_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"},
+        {"bos_token": added("<|startoftext|>"), "eos_token": added("<|return|>")}, None, "<|return|>",
+        ("<|return|>", "<|endoftext|>", "<|call|>"), template=GPT_OSS_CHAT,
     ),
     "mistral-7b-0.1": Published(
         MISTRAL[:3], MISTRAL_CONFIG | {"rope_theta": 10000.0, "sliding_window": 3}, FROM_MODEL,

@@ -20,6 +20,7 @@ from meshwright.families.bert.section import Bert, BertChoice, BertPairs, BertSp
 from meshwright.families.deepseek.section import DeepSeek
 from meshwright.families.gpt.section import Gpt2
 from meshwright.families.llama.gemma import Gemma
+from meshwright.families.llama.gpt_oss import GptOss
 from meshwright.families.llama.phi import Phi
 from meshwright.families.llama.section import Llama
 from meshwright.families.seq2seq.section import T5
@@ -250,6 +251,7 @@ MODELS = {
     "llama": Llama(family="llama"),
     "phi": Phi(family="phi"),
     "gemma": Gemma(family="gemma"),
+    "gpt-oss": GptOss(family="gpt-oss"),
     "deepseek": DeepSeek(
         family="deepseek",
         experts=ExpertsSection(count=8, width=64, shared=64, scores="sigmoid", bias_rate=0.0),

@@ -39,6 +39,8 @@ SIZES: dict[str, tuple[Any, ...]] = {
     "gemma-2-2b": (26, 2304, 8, 4, 9216, 256000, 8192, 1e-6, 10000.0, True),
     "gemma-3-1b": (26, 1152, 4, 1, 6912, 262144, 32768, 1e-6, 1000000, True),
     "phi-3-mini-4k": (32, 3072, 32, 32, 8192, 32064, 4096, 1e-5, 10000.0, False),
+    "gpt-oss-20b": (24, 2880, 64, 8, 2880, 201088, 131072, 1e-5, 150000, False),
+    "gpt-oss-120b": (36, 2880, 64, 8, 2880, 201088, 131072, 1e-5, 150000, False),
     "mixtral-8x7b": (32, 4096, 32, 8, 14336, 32000, 32768, 1e-5, 1000000.0, False),
     "qwen3-30b-a3b": (48, 2048, 32, 4, 6144, 151936, 40960, 1e-6, 1000000.0, False),
 }
@@ -48,6 +50,22 @@ LLAMA3 = {
 }  # fmt: skip
 LLAMA31 = {"model_type": "llama", "rope_scaling": LLAMA3, "attention_bias": False, "mlp_bias": False}
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "attention_bias": False, "sliding_window": None}
+GPT_OSS = {
+    "model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0, "experts_per_token": 4, "head_dim": 64,
+    "initial_context_length": 4096, "num_experts_per_tok": 4, "output_router_logits": False, "pad_token_id": 199999,
+    "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+}  # fmt: skip
+TURNS = ["sliding_attention", "full_attention"]
 BESIDE: dict[str, dict[str, Any]] = {
     "smollm2-135m": {"model_type": "llama", "rope_scaling": None, "rope_interleaved": False},
     "llama-3.2-1b": LLAMA31 | {"rope_scaling": LLAMA3 | {"factor": 32.0}, "head_dim": 64},
@@ -85,6 +103,8 @@ BESIDE: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 4096, "attention_bias": False, "pad_token_id": 32000,
     },
     "mistral-7b-0.1": {"model_type": "mistral", "sliding_window": 4096},
+    "gpt-oss-20b": GPT_OSS | {"num_local_experts": 32, "layer_types": TURNS * 12},
+    "gpt-oss-120b": GPT_OSS | {"num_local_experts": 128, "layer_types": TURNS * 18},
     "mixtral-8x7b": {
         "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02,
         "sliding_window": None, "output_router_logits": False,
