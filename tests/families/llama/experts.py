@@ -21,6 +21,14 @@ MODEL = MODELS["llama"] | {
     "experts": EXPERTS,
 }  # fmt: skip
 
+OSS: dict[str, Any] = MODEL | {
+    "family": "gpt-oss", "head_norms": False, "biases": ["query-key-value", "output", "feed-forward"],
+    "window": 7, "window_layers": [True, False], "gate_slope": 2.5, "gate_limit": 0.05,
+    "rope": {"kind": "yarn", "factor": 4.0, "original": 16, "fast": 4.0, "slow": 0.25, "truncate": False},
+    "experts": {"count": 6, "per_token": 2, "balance": 0.3},
+}  # fmt: skip
+"""gpt-oss. Its gates and ups are bounded near their median: about half of the slopes are zero."""
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1-D": {"tensor": ONE_D},
     "1-D, cut": {"tensor": CUT},

@@ -14,18 +14,10 @@ from meshwright.families.llama.convert_gpt_oss import GptOssFamily
 from meshwright.families.llama.gpt_oss import GptOss
 from meshwright.ranks.errors import CheckpointError, ConfigError
 from meshwright.training.convert.adapters import factors_of
-from tests.families.llama.experts import BOUNDED_LAYOUTS, LAYOUTS, MODEL, RING, ULYSSES, ZERO1, experts
+from tests.families.llama.experts import BOUNDED_LAYOUTS, LAYOUTS, OSS, RING, ULYSSES, ZERO1, experts
 from tests.oracle.context import CUT
 from tests.oracle.data_parallel import SYNCS
 from tests.oracle.run import check, run
-
-OSS: dict[str, Any] = MODEL | {
-    "family": "gpt-oss", "head_norms": False, "biases": ["query-key-value", "output", "feed-forward"],
-    "window": 7, "window_layers": [True, False], "gate_slope": 2.5, "gate_limit": 0.05,
-    "rope": {"kind": "yarn", "factor": 4.0, "original": 16, "fast": 4.0, "slow": 0.25, "truncate": False},
-    "experts": {"count": 6, "per_token": 2, "balance": 0.3},
-}  # fmt: skip
-"""Its gates and ups are bounded near their median: about half of the slopes are zero."""
 
 BOUNDED = OSS | {"experts": OSS["experts"] | {"capacity": 0.75}}
 

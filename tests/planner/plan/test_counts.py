@@ -13,7 +13,7 @@ import pytest
 from meshwright.config import Config
 from meshwright.planner.plan.predict import Planner
 from meshwright.ranks.grid import PIPE
-from tests.families.llama.experts import EXPERTS, MODEL, experts
+from tests.families.llama.experts import EXPERTS, MODEL, OSS, experts
 from tests.oracle.pipeline import LOOP, SCHEDULES, V, laid_out, pipelined
 from tests.oracle.tensor import config_for
 from tests.planner.plan.checked import check
@@ -79,6 +79,13 @@ FEW = {
     "experts": [
         config_for("experts", WHOLE, 2, layout={"data": {"size": 2, "expert": 2, "sync": sync, "bucket": 8192}})
         for sync in ("zero1", "zero3")
+    ],
+    "gpt-oss": [
+        experts(
+            {"data": {"size": 2, "expert": 2, "sync": "zero1", "bucket": 8192}, "tensor": CUT},
+            model=OSS | {"experts": OSS["experts"] | {"capacity": 1.0}},
+            batch={"global": 16, "micro": 4},
+        )
     ],
     "deepseek": [
         config_for(

@@ -27,7 +27,15 @@ FILES = (
     *("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),
     "chat_template.jinja",
 )
-LONG_CHATS = ("qwen2.5-instruct", "qwen3", "smollm2-instruct", "smollm3", "gemma-2-instruct", "gemma-3-instruct")
+LONG_CHATS = (
+    "qwen2.5-instruct",
+    "qwen3",
+    "smollm2-instruct",
+    "smollm3",
+    "gemma-2-instruct",
+    "gemma-3-instruct",
+    "gpt-oss",
+)
 CHATS = [
     *("llama-3.1-instruct", "mistral-instruct"),
     *(pytest.param(name, marks=pytest.mark.long) for name in LONG_CHATS),
