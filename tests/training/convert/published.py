@@ -42,9 +42,9 @@ GPT_OSS = ("<|startoftext|>", "<|endoftext|>", "<|return|>", "<|start|>", "<|end
 GPT_OSS_CHAT = (
     "{% for message in messages %}{{ '<|start|>' + message['role'] + '<|message|>' + message['content'] }}"
     "{{ '<|return|>' if message['role'] == 'assistant' and loop.last else '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant<|message|>' }}{% endif %}"
 )
-"""The final channel alone."""
+"""Without channels."""
 
 
 @dataclass(frozen=True)
