@@ -59,7 +59,7 @@ class GptOssFamily(LlamaFamily):
         return "gpt_oss"
 
     def source(self, folder: Path) -> Source:
-        return PackedSource(folder, self.full_name)
+        return PackedSource.of_safetensors(folder, self.full_name)
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         values = settings.values
