@@ -68,6 +68,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "squad": "meshwright.families.bert.data_section:SquadData",
         "race": "meshwright.families.bert.data_section:RaceData",
         "messages": "meshwright.data.messages_section:MessagesData",
+        "preferences": "meshwright.data.preferences_section:PreferenceData",
     },
     "schedules": {
         "gpipe": "meshwright.strategies.pipeline.schedule:GPIPE",

@@ -26,6 +26,11 @@ from meshwright.compute.bits.section import (
     sums_have_digits,
     what_is_summed_in_an_order,
 )
+from meshwright.compute.models.preference_section import (
+    experts_are_balanced_by_rows,
+    pairs_have_a_loss,
+    pairs_have_two_rows,
+)
 from meshwright.config.layout import part_of_axis
 from meshwright.config.messages import nearest
 from meshwright.config.registry import entries
@@ -429,6 +434,9 @@ RULES = (
     fp8_has_scales_of_its_layout,
     fp8_has_layers,
     adapters_are_next_to_frozen_linears,
+    pairs_have_a_loss,
+    pairs_have_two_rows,
+    experts_are_balanced_by_rows,
     transport_is_installed,
     transport_reaches_device,
     transport_outlives_a_rank,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeAlias
 from pydantic import BeforeValidator, Field, model_validator
 
 from meshwright.compute.bits.section import Bits, decided_bits
+from meshwright.compute.models.preference_section import Preference
 from meshwright.compute.models.section import Network
 from meshwright.config.kinds import with_kind
 from meshwright.config.layout import Layout
@@ -287,6 +288,8 @@ class Config(Section):
     """The Hugging Face folder with the run's initial weights, set by model.from; null: random weights."""
     data: Data = entries("data")["text"]()
     """The samples: a corpus, its tokenizer, the length of a sample."""
+    loss: Preference | None = None
+    """The loss over pairs of answers, {kind: dpo, beta: 0.1}; null: the model's own loss of each text."""
     batch: BatchSection = BatchSection()
     """Samples of a step and of a microbatch."""
     layout: Layout = Layout()

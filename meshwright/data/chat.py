@@ -22,7 +22,7 @@ from typing import Any
 from meshwright.data.dialogue_records import KNOWN, RESERVED, SPEAKER, ChatMessage, Dialogue
 from meshwright.data.marks import SETTINGS, SPECIAL_TOKENS, spelling
 from meshwright.data.marks_section import AUTO, NONE, AskedMarks, read_settings
-from meshwright.data.messages_section import MessagesData
+from meshwright.data.messages_section import ChatSection
 from meshwright.data.renderer import Refusal, Render, Renderer
 from meshwright.data.spans import Reading, Spans, read_dialogue
 from meshwright.data.template_forms import Forms
@@ -182,7 +182,7 @@ def kept_template(folder: Path, asked: AskedMarks = AskedMarks()) -> ChatTemplat
     return template_of(str(folder / "tokenizer.json"), None, asked) if has_template else None
 
 
-def template_for(data: MessagesData, kept: Path | None = None) -> ChatTemplate:
+def template_for(data: ChatSection, kept: Path | None = None) -> ChatTemplate:
     """Return the template of a run's dialogues. `kept`: a checkpoint's folder; a template there has priority.
 
     Raises:

@@ -49,7 +49,7 @@ _LEFT_OUT = frozenset({"test", "tests", "idle_test", "encodings", "site-packages
 class Corpus:
     """A source that can be read repeatedly."""
 
-    kind: Literal["text", "pairs", "messages"]
+    kind: Literal["text", "pairs", "messages", "preferences"]
     where: str
     """The source in the user's spelling, for errors."""
     name: str

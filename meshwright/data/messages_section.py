@@ -27,12 +27,12 @@ OWN_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
 @rule("data.tokenizer", "data.template", "data.source", "data.turns", "data.template_arguments")
 def there_is_a_template(config: Config) -> Iterator[Problem]:
     data = config.data
-    assert isinstance(data, MessagesData), data
+    assert isinstance(data, ChatSection), data
     if (Path(data.source).expanduser() / PREPARED).is_file():
         if data.template is not None:
             rule_text = f"has no effect: data.source={data.source} was prepared by another"
             yield Problem("data.template", data.template, rule_text, "leave it out")
-        if data.turns != "together":
+        if isinstance(data, MessagesData) and data.turns != "together":
             rule_text = f"has no effect: data.source={data.source} was prepared already"
             yield Problem("data.turns", data.turns, rule_text, "leave it out")
         return
@@ -54,32 +54,19 @@ def there_is_a_template(config: Config) -> Iterator[Problem]:
 @rule("data.end")
 def a_dialogue_ends(config: Config) -> Iterator[Problem]:
     data = config.data
-    assert isinstance(data, MessagesData), data
+    assert isinstance(data, ChatSection), data
     if data.end == NONE:
         yield Problem("data.end", data.end, "has no effect: a chat template ends what is said", f"{AUTO}, a token")
 
 
-class MessagesData(RecordSection):
-    """Dialogues: records in a file or a folder, in the forms messages, sharegpt or alpaca (dialogues.py)."""
+class ChatSection(RecordSection):
+    """Base of the kinds of records that a chat template renders."""
 
-    kind: Literal["messages"]
-    gives: ClassVar[str] = "tokens"
-    packs: ClassVar[Literal["text", "pairs", "messages"]] = "messages"
-    corpus_by: ClassVar[str] = "meshwright.data.messages:dialogue_corpus"
-    samples_by: ClassVar[str] = "meshwright.data.messages:dialogue_samples"
     template_by: ClassVar[str] = "meshwright.data.chat:template_for"
-    claimed_by: ClassVar[str] = "meshwright.data.dialogues:claims_dialogues"
     source_names: ClassVar[tuple[str, ...]] = ()
-    source_forms: ClassVar[str] = "a jsonl, json or parquet file of dialogues, a folder of these, a prepared folder"
-    rules: ClassVar[tuple[Rule, ...]] = (
-        *RecordSection.rules,
-        there_is_a_template,
-        documents_are_kept_apart,
-        a_dialogue_ends,
-    )
-
-    separate: ClassVar[bool] = True
     begins: ClassVar[bool] = True
+    rules: ClassVar[tuple[Rule, ...]] = (*RecordSection.rules, there_is_a_template, a_dialogue_ends)
+
     begin: str = AUTO
     """The bos_token of the template: auto (as the tokenizer's own files say), none, or a token's text."""
     end: str = AUTO
@@ -88,18 +75,36 @@ class MessagesData(RecordSection):
     """A file with the chat template; null: the template next to tokenizer.json."""
     template_arguments: Annotated[tuple[tuple[str, bool | int | float | str], ...], BeforeValidator(parse_weights)] = ()
     """Values for the template's variables, in training and in answers: {enable_thinking: false}."""
-    turns: Literal["together", "last", "each"] = "together"
-    """The answers of a dialogue that are learned: all in one text, the last, or each in a sample that ends with it."""
     overlong: Literal["drop", "cut"] = "drop"
     """Dialogues longer than sequence are left out (drop), or cut at the end (cut)."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """template_arguments by name."""
+        return dict(self.template_arguments)
+
+
+class MessagesData(ChatSection):
+    """Dialogues: records in a file or a folder, in the forms messages, sharegpt or alpaca (dialogues.py)."""
+
+    kind: Literal["messages"]
+    gives: ClassVar[str] = "tokens"
+    packs: ClassVar[Literal["text", "pairs", "messages"]] = "messages"
+    corpus_by: ClassVar[str] = "meshwright.data.messages:dialogue_corpus"
+    samples_by: ClassVar[str] = "meshwright.data.messages:dialogue_samples"
+    claimed_by: ClassVar[str] = "meshwright.data.dialogues:claims_dialogues"
+    source_forms: ClassVar[str] = "a jsonl, json or parquet file of dialogues, a folder of these, a prepared folder"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *ChatSection.rules,
+        documents_are_kept_apart,
+    )
+
+    separate: ClassVar[bool] = True
+    turns: Literal["together", "last", "each"] = "together"
+    """The answers of a dialogue that are learned: all in one text, the last, or each in a sample that ends with it."""
     column: str | None = None
     """The key or column of a record's messages; null: messages, conversations."""
 
     @property
     def picks(self) -> Picks:
         return Picks(self.split, self.column)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """template_arguments by name."""
-        return dict(self.template_arguments)

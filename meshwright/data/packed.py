@@ -25,7 +25,7 @@ from meshwright.ranks.errors import ConfigError, DataError
 from meshwright.ranks.foreign import plain, read_json
 
 IDS, DIALOGUE, SAID = 2**30 - 1, 2**30, 2**31
-"""The bits of a token in a folder of messages: the id, and two flags (messages.py)."""
+"""The bits of a token in a folder of messages or preferences: the id, and two flags (messages.py)."""
 
 FORMAT: Literal[1] = 1
 HEADER, TOKENIZER = "header.json", "tokenizer.json"
@@ -64,8 +64,9 @@ class Header(Section):
     format: Literal[1] = FORMAT
     dtype: Literal["uint16", "uint32"]
     byte_order: Literal["little"] = "little"
-    kind: Literal["text", "pairs", "messages"] = "text"
-    """pairs: source and target in turn, each packed as a document; messages: dialogues of flagged tokens."""
+    kind: Literal["text", "pairs", "messages", "preferences"] = "text"
+    """pairs: source and target in turn, each packed as a document; messages: dialogues of flagged tokens; preferences:
+    dialogues with a chosen and with a rejected answer in turn."""
     vocabulary_size: Positive
     end: Count
     """The id of the end token."""
@@ -93,6 +94,11 @@ class Header(Section):
 
     def facts(self, split: Split) -> SplitFacts:
         return self.train if split == "train" else self.validation
+
+    @property
+    def flags(self) -> bool:
+        """Whether tokens have the flags DIALOGUE and SAID."""
+        return self.kind in ("messages", "preferences")
 
     @property
     def numpy_dtype(self) -> np.dtype:
@@ -129,7 +135,7 @@ class PackedCorpus:
         if file not in TOKEN_FILES.values():
             return None
         ids, size = np.frombuffer(data, dtype=self.header.numpy_dtype), self.header.vocabulary_size
-        ids = ids & IDS if self.header.kind == "messages" else ids
+        ids = ids & IDS if self.header.flags else ids
         if not len(ids) or int(ids.max()) < size:
             return None
         # argmax of booleans gives the first True.
@@ -183,7 +189,7 @@ def open_packed(folder: Path, verify: bool = False) -> PackedCorpus:
     # Cheap signs of files that were mixed from two folders, without reading either: the vocabulary's size, and whether
     # the first document begins, and the last one ends, as the header says.
     agrees = tokenizer.vocabulary_size == header.vocabulary_size
-    for split in SPLITS if header.kind != "messages" else ():
+    for split in SPLITS if not header.flags else ():
         tokens = packed.tokens(split)
         if not len(tokens):
             agrees &= split == "validation" and header.validation_share == 0

@@ -64,7 +64,7 @@ def pack(
     """Tokenize a corpus into the folder `out`, or reuse `out` if the folder holds the same already.
 
     Args:
-        corpus: the documents, pairs or dialogues.
+        corpus: the documents, pairs, dialogues or pairs of answers.
         tokenizer: bytes, bpe:SIZE (trained on the train split), or a tokenizer.json file.
         out: the folder.
         validation: the held-out share of the characters, in whole records if possible.
@@ -88,9 +88,9 @@ def pack(
             with staged_folder(out) as folder:
                 # Train the tokenizer on the train split only: held-out text must be new to tokenizer and model.
                 records = split_records(corpus, plan)
-                # For dialogues the second text is JSON, the spans of the assistant's text, and not for training.
-                sides = 1 if corpus.kind == "messages" else 2
-                learned = (text for split, texts in records if split == "train" for text in texts[:sides])
+                # After a dialogue's text follows JSON, the spans of the assistant's text, which is not for training.
+                every = 2 if corpus.kind in ("messages", "preferences") else 1
+                learned = (text for split, texts in records if split == "train" for text in texts[::every])
                 trained = make_tokenizer(tokenizer, learned, progress, asked, plan.num_characters)
                 facts = {"tokenizer": kind, "validation_share": validation, "ends": asked.end != NONE}
                 header = _write(folder, corpus, trained, plan, facts, progress)
@@ -215,7 +215,7 @@ def _write(
 ) -> Header:
     """Write the tokenizer and both token files; return the header, including `facts`."""
     tokenizer.save(folder / TOKENIZER)
-    flags = corpus.kind == "messages"
+    flags = corpus.kind in ("messages", "preferences")
     # Two bytes a token if the vocabulary fits, for half the file size. Flags need the upper bits of four bytes.
     dtype = np.dtype("<u2" if tokenizer.vocabulary_size <= 2**16 and not flags else "<u4")
     with ExitStack() as stack:
@@ -224,7 +224,8 @@ def _write(
         writers = {split: SplitWriter(file, tokenizer, dtype, rate, ends=ends) for split, file in files.items()}
         for split, texts in split_records(corpus, plan):
             if flags:
-                writers[split].add_dialogue(*map(str, texts))
+                for text, spans in zip(texts[::2], texts[1::2], strict=True):
+                    writers[split].add_dialogue(str(text), str(spans))
             else:
                 for text in texts:
                     writers[split].add(text)

@@ -4,6 +4,7 @@
 |----------------|---------------------------------------------------------|-------------------|-----------------|
 | text           | a window of tokens, each labelled with the next         | tokens            | gpt2, llama     |
 | messages       | dialogues with labels on the assistant's tokens         | tokens            | gpt2, llama     |
+| preferences    | a chosen and a rejected answer to one prompt            | tokens            | gpt2, llama     |
 | masked         | two texts with masked tokens                            | masked            | bert            |
 | sentence-pairs | two texts and their class                               | classified pairs  | bert-pairs      |
 | squad          | a question and a passage, and the answer's place        | answered passages | bert-spans      |
@@ -80,8 +81,11 @@ class DataSection(Section):
     """The function of `pack`; empty if only runs prepare the kind."""
     template_by: ClassVar[str] = ""
     """The function of `chat_template`; empty without a template."""
-    packs: ClassVar[Literal["", "text", "pairs", "messages"]] = ""
-    """The records of the packed corpus: documents, pairs of texts, or dialogues; empty without a packed corpus."""
+    packs: ClassVar[Literal["", "text", "pairs", "messages", "preferences"]] = ""
+    """The records of the packed corpus: documents, pairs of texts, dialogues, or pairs of dialogues; empty without a
+    packed corpus."""
+    rows: ClassVar[int] = 1
+    """Rows of a batch that a sample fills: 2 for a pair of answers."""
     claimed_by: ClassVar[str] = ""
     """The function of `claims`, called with the user's config; empty if no source determines the kind."""
     source_names: ClassVar[tuple[str, ...]] = (STDLIB, UNICODE)
@@ -248,7 +252,7 @@ class TokenSection(DataSection):
         marks_are_tokens,
         weights_have_a_tokenizer,
     )
-    packs: ClassVar[Literal["", "text", "pairs", "messages"]] = "text"
+    packs: ClassVar[Literal["", "text", "pairs", "messages", "preferences"]] = "text"
     prepared_by: ClassVar[str] = "meshwright.data.packing:prepare_corpus"
     packed_by: ClassVar[str] = "meshwright.data.packing:pack_corpus"
     opened_by: ClassVar[str] = "meshwright.data.dataset:open_corpus"

@@ -79,7 +79,7 @@ def plan_split(corpus: Corpus, validation: float, progress: ShowProgress) -> Spl
     if not validation:
         return SplitPlan(len(hashes), total, whole.hexdigest(), frozenset(), None, 0, first, last)
     if not held_out and corpus.kind != "text":
-        things = {"pairs": "pairs", "messages": "dialogues"}[corpus.kind]
+        things = {"pairs": "pairs", "messages": "dialogues", "preferences": "pairs"}[corpus.kind]
         different = len(set(hashes))  # equal records are in one split
         counted = f"{len(hashes)} {things}" + (f" ({different} of them different)" if different < len(hashes) else "")
         has = f"has {counted}, too few to hold out data.validation={validation} of them"

@@ -38,7 +38,8 @@ def read_facts(corpus: Corpus, plan: SplitPlan) -> ReadFacts:
 def read_lines(packed: PackedCorpus) -> Iterator[str]:
     """Yield the lines for a user. Of a folder that version 0.1.0 prepared the tokens alone are known."""
     header, read = packed.header, packed.header.read
-    things = {"text": "documents", "pairs": "pairs", "messages": "dialogues"}[header.kind]
+    of_kind = {"text": "documents", "pairs": "pairs", "messages": "dialogues", "preferences": "answer pairs"}
+    things = of_kind[header.kind]
     tokens = f"{header.train.tokens + header.validation.tokens:,} tokens"
     held_out = f"{header.validation.tokens:,} held out" if header.validation.tokens else "none held out"
     if read is None:
@@ -49,7 +50,7 @@ def read_lines(packed: PackedCorpus) -> Iterator[str]:
     left_out = f"; left out {_listed(read.left_out, len(read.left_out))}" if read.left_out else ""
     things = things if read.records > 1 else things.removesuffix("s")
     yield f"read: {header.source}: {read.records:,} {things}{files}{split}: {tokens} ({held_out}){left_out}"
-    if header.kind == "messages":
+    if header.flags:
         yield f"first dialogue, its learned parts in {' '.join(LEARNED)}: {first_dialogue(packed)}"
     else:
         yield f'first "{read.first}", last "{read.last}"'

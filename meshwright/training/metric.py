@@ -52,6 +52,7 @@ KEYS = frozenset({
     "step", "loss", "learning_rate", "grad_norm", "loss_scale", "applied", "phase_seconds", "tokens",
     "tokens_per_second", "step_seconds", "idle_shares", "days_for_300g_tokens", "peak_memory_bytes", "sent_bytes",
     "flops_per_second", "paper_flops_per_second", "mfu", "utilisation", "own_seconds", "dropped_share", "straggler",
-    "validation_loss", "validation_accuracy", "root",
+    "validation_loss", "validation_accuracy", "root", "rewards_chosen", "rewards_rejected", "reward_margin",
+    "reward_accuracy",
 })  # fmt: skip
 """The built-in keys of metrics.jsonl, explained in docs/metrics.md."""

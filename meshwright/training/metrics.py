@@ -17,6 +17,7 @@ import torch
 
 from meshwright.compute.model import Costs
 from meshwright.compute.models.chain import chain_of
+from meshwright.compute.models.preferences import reward_metrics
 from meshwright.compute.parameters.root import root_text
 from meshwright.config import Config
 from meshwright.config.schema import Precision
@@ -131,6 +132,7 @@ def metrics_line(step_seconds: float, work: StepWork, reports: StepReports, grid
             None if math.isnan(busy) else min(1.0, busy / step_seconds) for busy in reports["busy_seconds"]
         ],
         **({"dropped_share": reports.reduced("dropped_pairs") / pairs} if pairs else {}),
+        **reward_metrics(reports.reduced("rewards")),
         **({"root": root_text(part for parts in roots for part in parts)} if any(roots) else {}),
         **{name: reports.reduced(name) for name, metric in reports.table.items() if metric.shown},
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from meshwright.compute.model import Samples
 from meshwright.compute.parameters.root import order_root
 from meshwright.config import Config
 from meshwright.config.sense import Facts, remarks
@@ -33,6 +34,7 @@ from meshwright.training.loop import StepLine, Trainer, validate
 from meshwright.training.meeting import facts_of, meet, placement_notes, ranks_without
 from meshwright.training.metrics import MetricsWriter
 from meshwright.training.parts import Parts, build
+from meshwright.training.references import referred
 from meshwright.training.resume import base_of, checkpoint_of_run, go_on, resolve_together, with_offer
 from meshwright.training.sinks import TrackedRun, absent_sinks, open_sinks
 
@@ -118,6 +120,7 @@ class _Run:
                 started = restore(parts, Checkpoint(checkpoints / f"step-{step}"))
             except DamagedError as error:
                 raise with_offer(error, checkpoints, step) from error
+        data = referred(parts, self.data, self.out, self.origin.data, started.step)
         level, speaks = config.logging.level, mesh.rank == 0
         display = RunDisplay(started.step, config.steps, speaks=speaks, live=live, level=level)
         with display.bar:
@@ -136,12 +139,12 @@ class _Run:
             if mesh.rank == 0:
                 run = TrackedRun.of(config.metrics, self.out, self.origin.run, self.origin.config, started.step)
                 metrics = MetricsWriter(self.out, started.step, open_sinks(config.metrics, run))
-            trainer = Trainer(parts, self.data.train, step=started.step, samples=started.samples)
+            trainer = Trainer(parts, data.train, step=started.step, samples=started.samples)
             watch = BestWatch(config, mesh, started.best)
             stopping, due, every = False, False, config.checkpoint.every
             while trainer.step < config.steps and not (stopping or watch.over):
                 due |= bool(every) and (trainer.step + 1) % every == 0
-                lines, stopping = self._step(trainer, stop, saves=due)
+                lines, stopping = self._step(trainer, data.held_out, stop, saves=due)
                 due |= bool(lines) and watch.judge(trainer.step, lines[-1])
                 if metrics is not None:
                     for line in lines:
@@ -184,10 +187,12 @@ class _Run:
             texts = tokenizer.settings_beside(texts)
         return {TOKENIZER_FILE: tokenizer.to_json(), **texts}
 
-    def _step(self, trainer: Trainer, stop: StopRequest, *, saves: bool) -> tuple[list[StepLine], bool]:
+    def _step(
+        self, trainer: Trainer, held_out: Samples | None, stop: StopRequest, *, saves: bool
+    ) -> tuple[list[StepLine], bool]:  # fmt: skip
         """Make a step; trace and validate if due. `saves`: a checkpoint may follow. Returns the lines of the known
         steps, and whether to stop. If validation, a checkpoint or the end follows, the last line is this step's."""
-        parts, config, held_out, number = self.parts, self.parts.config, self.data.held_out, trainer.step + 1
+        parts, config, number = self.parts, self.parts.config, trainer.step + 1
         if held_out is not None and number % config.validation.every and number < config.steps:
             held_out = None  # validation is not due
         try:

@@ -26,6 +26,7 @@ from meshwright.compute.tensor.cross_entropy import (
     CHUNK_BYTES,
     CHUNK_ROWS,
     Classes,
+    Objective,
     chosen_rows,
     ranges,
     scale_shares,
@@ -58,7 +59,8 @@ class PartHead(TableHead):
         """Round training losses to multiples of 2^-40 times the loss scale of `fixed`."""
         self.fixed = fixed
 
-    def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
+    def forward(self, h: Tensor, labels: Tensor, scale: float | Objective) -> Tensor:
+        assert not callable(scale), "a rule refuses losses over pairs with equal bits"
         h, table, bias = cast(h, self.block, self.bias)
         with torch.autocast(autocast_device(h.device), enabled=False):
             differentiates = torch.is_grad_enabled() and (h.requires_grad or table.requires_grad)

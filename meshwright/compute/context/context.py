@@ -30,7 +30,7 @@ from meshwright.compute.context.shaped import attend_shaped
 from meshwright.compute.context.spec import AttentionSpec
 from meshwright.compute.context.widened import attend_widened
 from meshwright.compute.model import IGNORED, Batch
-from meshwright.ranks.collectives import all_to_all
+from meshwright.ranks.collectives import all_reduce, all_to_all
 from meshwright.ranks.mesh import Mesh
 
 AXIS = "context"
@@ -136,6 +136,10 @@ class Context:
                 own[name] = torch.cat([x[:, run.start : run.stop] for run in self.runs(x.shape[1])], 1)
         return own
 
+    def total(self, x: Tensor) -> Tensor:
+        """Sum numbers of each rank's tokens over the ranks that share sequences. Backward: identity."""
+        return x
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Attend from this rank's queries to the keys of whole sequences.
 
@@ -157,6 +161,9 @@ class CutContext(Context):
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.comm = mesh, mesh.comm(AXIS)
         self.size, self.index = mesh.size(AXIS), mesh.index(AXIS)
+
+    def total(self, x: Tensor) -> Tensor:
+        return all_reduce(x, self.mesh, AXIS)
 
 
 class Ulysses(CutContext):

@@ -298,10 +298,12 @@ def _linears(
             yield path, parts.get(path.rpartition(".")[2], ()) if made.several else (), made
 
 
-def adapted_chain(model: Any, kit: Kit, chunk: Chunk | None = None) -> nn.Module:
-    """Build the chain of a model's section with adapters. Parameters have no values yet."""
+def adapted_chain(
+    make: Callable[..., nn.Module], model: Any, kit: Kit, chunk: Chunk | None = None
+) -> nn.Module:  # fmt: skip
+    """Build the chain of a model's section with adapters, by make(model, kit, chunk). Parameters have no values yet."""
     recorder = Recorder(kit, model.adapter, kit)
-    chain: nn.Module = load_entry(model.chain)(model, recorder, chunk)
+    chain = make(model, recorder, chunk)
     adapt(chain, recorder, model.adapter_parts)
     return chain
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 ADAPTED = "meshwright.compute.models.adapters:adapted_chain"
 """The entry that builds a chain with adapters; runs without adapters do not import it."""
+PREFERRING = "meshwright.compute.models.preferences:preferring"
+"""The entry that gives a class of chains a loss over pairs; runs on single texts do not import it."""
 
 
 def run_directly(part: int, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -274,14 +276,14 @@ class ChainPart:
 
 def chain_of(config: Config) -> type[Chain]:
     """Return the class of a run's model."""
-    return cast(type[Chain], load_entry(config.model.chain))
+    of_texts = cast(type[Chain], load_entry(config.model.chain))
+    return of_texts if config.loss is None else cast(type[Chain], load_entry(PREFERRING)(of_texts, config.loss))
 
 
 def make_chain(config: Config, kit: Kit, chunk: Chunk | None = None) -> Chain:
     """Build a run's model, or a chunk of the model, from a kit's layers. Parameters have no values yet."""
-    model = config.model
-    make: Callable[..., Any] = load_entry(model.chain if model.adapter is None else ADAPTED)
-    chain: Chain = make(model, kit, chunk)
+    model, make = config.model, cast(Callable[..., Chain], chain_of(config))
+    chain: Chain = make(model, kit, chunk) if model.adapter is None else load_entry(ADAPTED)(make, model, kit, chunk)
     if model.freezes:
         freeze(chain, model.is_frozen)
     return chain

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.compute.parameters.shard import Initial, ShardedModule
 from meshwright.compute.subgraph.segment import Segment
+from meshwright.compute.tensor.cross_entropy import Objective
 from meshwright.compute.tensor.linear import autocast_dtype
 from meshwright.compute.tensor.products import PLAIN, Products
 from meshwright.compute.tensor.serial import SerialLinear
@@ -89,9 +90,9 @@ class AbsentTable(Absent):
 class AbsentHead(Absent):
     """A head without tokens: the loss is 0, and the backward pass of this rank begins here."""
 
-    def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
+    def forward(self, h: Tensor, labels: Tensor, scale: float | Objective) -> Tensor:
         # The sum of no elements is 0, with a gradient of no rows.
-        return h.sum()
+        return scale(h.flatten(1).sum(1)) if callable(scale) else h.sum()
 
     def num_correct(self, h: Tensor, labels: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=h.device)

@@ -71,4 +71,5 @@ class Subgraph(TensorSection):
                 yield cls.model_validate({"kind": "subgraph", "size": size, "common": common, "branch": branch})
 
     def kit_settings(self, config: Config) -> Mapping[str, Any]:
-        return {"settings": self, "num_rows": config.bits.samples if config.bits.layout_free else config.micro}
+        samples = config.bits.samples if config.bits.layout_free else config.micro
+        return {"settings": self, "num_rows": samples * config.data.rows}

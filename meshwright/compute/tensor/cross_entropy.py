@@ -66,6 +66,9 @@ SLICE_BYTES = {"cpu": 2**19, "cuda": 256 * 2**20}
 """Bytes of a slice of element-wise work: a CPU core's cache; on a GPU up to 256 MiB."""
 
 
+Objective = Callable[[Tensor], Tensor]
+"""objective(sums) returns the loss, differentiable, of the summed losses [B] of each row's counted tokens."""
+
 GiveTable = Callable[[Tensor, WriteGradient], Tensor | None]
 """give(like, write): adds the table's gradient and returns the gradient for autograd (ShardedModule.add_gradient)."""
 
@@ -199,9 +202,10 @@ class _ChunkedLoss(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         classes: Classes,
-        scale: float,
+        scale: float | Tensor,
         give: GiveTable,
         differentiates: bool,
+        by_token: bool,
     ) -> Tensor:
         counted = (labels != IGNORED).unsqueeze(1)
         (first, held), products = classes.of_rank(weight), classes.products
@@ -240,7 +244,12 @@ class _ChunkedLoss(torch.autograd.Function):
             del logits  # else two chunks' logits would exist at the same time, and none would stay in the cache
         ctx.save_for_backward(dh, dweight, dbias)
         ctx.give = give
-        return torch.where(counted, losses, 0).sum(dtype=wide_dtype(h)) * scale
+        losses = torch.where(counted, losses, 0)
+        if by_token:
+            return losses.squeeze(1)
+        if isinstance(scale, Tensor):
+            return (losses * scale).sum(dtype=wide_dtype(h))
+        return losses.sum(dtype=wide_dtype(h)) * scale
 
     @staticmethod
     @once_differentiable
@@ -254,7 +263,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 torch.mul(dweight, factor, out=out)
 
         given = ctx.give(dweight, write) if ctx.needs_input_grad[1] else None
-        return dh.mul_(factor), given, None if dbias is None else dbias.mul_(factor), *[None] * 5
+        return dh.mul_(factor), given, None if dbias is None else dbias.mul_(factor), *[None] * 6
 
 
 def some(rows: Tensor) -> bool:
@@ -380,8 +389,10 @@ def chunked_loss(
     bias: Tensor | None,
     labels: Tensor,
     classes: Classes,
-    scale: float,
+    scale: float | Tensor,
     give: GiveTable = give_to_autograd,
+    *,
+    by_token: bool = False,
 ) -> Tensor:
     """Return `scale` times the sum of the counted tokens' cross entropy, equal on all ranks of the vocabulary's axis.
 
@@ -391,17 +402,50 @@ def chunked_loss(
         bias: [V/p], or None.
         labels: [B·T] or [B, T]; -100 is not counted.
         classes: the rank's classes.
-        scale: factor of the loss. Gradients are computed with the factor, so half-precision gradients do not underflow.
+        scale: factor of the loss, or of each token's [B·T]. Gradients are computed with the factor, so half-precision
+            gradients do not underflow.
         give: receives the table's gradient.
+        by_token: return each token's cross entropy [B·T] instead, without gradients and without `scale`.
     """
     h, weight, bias = cast(h, weight, bias)
     index, labels = chosen_rows(labels, classes), labels.flatten()
+    factors = scale.unsqueeze(1) if isinstance(scale, Tensor) else scale
+    counted, whole = h, labels.shape
     if index is not None:
-        h, labels = h[index], labels[index]
-    differentiates = torch.is_grad_enabled() and (h.requires_grad or weight.requires_grad)
+        counted, labels = h[index], labels[index]
+        factors = factors[index] if isinstance(factors, Tensor) else factors
+    differentiates = not by_token and torch.is_grad_enabled() and (h.requires_grad or weight.requires_grad)
     with torch.autocast(autocast_device(h.device), enabled=False):
-        loss: Tensor = _ChunkedLoss.apply(h, weight, bias, labels, classes, scale, give, differentiates)
-    return loss
+        loss: Tensor = _ChunkedLoss.apply(
+            counted, weight, bias, labels, classes, factors, give, differentiates, by_token
+        )  # fmt: skip
+    return loss.new_zeros(whole).index_put((index,), loss) if by_token and index is not None else loss
+
+
+def objective_loss(
+    h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, classes: Classes, objective: Objective,
+    give: GiveTable = give_to_autograd,
+) -> Tensor:  # fmt: skip
+    """Return a function of the summed losses of rows, without logits in memory; without gradients any tensor.
+
+    The factor of a row's gradient is known after all sums. So the first pass computes the sums alone, and the second
+    pass computes logits again with the factors.
+
+    Args:
+        h, weight, bias, classes, give: as in `chunked_loss`.
+        labels: [B, T].
+        objective: the function. Its result is equal on all ranks of the vocabulary's axis if `objective` is.
+    """
+    with torch.no_grad():
+        tokens = chunked_loss(h, weight, bias, labels, classes, 1.0, by_token=True)
+        sums = tokens.view(labels.shape).sum(1)
+    if not torch.is_grad_enabled():
+        return objective(sums)
+    value = objective(sums.requires_grad_())
+    (factors,) = torch.autograd.grad(value, sums)
+    of_tokens = factors.unsqueeze(1).expand(labels.shape).flatten()
+    scaled = chunked_loss(h, weight, bias, labels, classes, of_tokens, give)
+    return value.detach() + (scaled - scaled.detach())
 
 
 def chosen_rows(labels: Tensor, classes: Classes) -> Tensor | None:

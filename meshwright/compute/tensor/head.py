@@ -16,10 +16,12 @@ from meshwright.compute.parameters.shard import Initial, Placements, ShardedModu
 from meshwright.compute.tensor.boundary import UNCUT, Boundary
 from meshwright.compute.tensor.cross_entropy import (
     Classes,
+    Objective,
     ScoresClasses,
     chunked_loss,
     give_to_autograd,
     num_correct,
+    objective_loss,
 )
 from meshwright.compute.tensor.islands import UsesIslands
 from meshwright.compute.tensor.products import PLAIN, Products
@@ -107,12 +109,14 @@ class TableHead(ShardedModule, UsesIslands, ScoresClasses):
         whole = self.boundary.enter(h)  # [B, T, H]
         return whole[:, : labels.shape[1]].flatten(0, -2), self.own_classes(self.block)
 
-    def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """Return the sum of the counted tokens' losses, times `scale`."""
+    def forward(self, h: Tensor, labels: Tensor, scale: float | Objective) -> Tensor:
+        """Return the sum of the counted tokens' losses, times `scale`; or an objective of the sums of rows."""
         rows, table = self.operands(h, labels)
         classes = replace(self.classes, islands=self.islands)
         # With other rows than the block's, autograd carries the gradient back to the block.
         give = self.give if table is self.block else give_to_autograd
+        if callable(scale):
+            return objective_loss(rows, table, self.bias, labels, classes, scale, give)
         return chunked_loss(rows, table, self.bias, labels, classes, scale, give)
 
     @torch.no_grad()

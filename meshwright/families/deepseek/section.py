@@ -44,11 +44,21 @@ def later_tokens_are_in_the_sequence(config: Config) -> Iterator[Problem]:
         yield Problem("model.later_tokens", model.later_tokens, rule_text, at_most(sequence - 1, 0))
 
 
+@rule("model.later_tokens", "loss")
+def later_tokens_are_of_texts(config: Config) -> Iterator[Problem]:
+    model = config.model
+    assert isinstance(model, DeepSeek), model
+    if config.loss is not None and model.later_tokens:
+        rule_text = f"adds losses of single tokens, and loss.kind={config.loss.kind} is a loss over pairs of answers"
+        yield Problem("model.later_tokens", model.later_tokens, rule_text, "0")
+
+
 class DeepSeek(RotaryTransformer):
     """A decoder whose keys and values are made of one narrow vector a token (multi-head latent attention)."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        rotary_widths_are_even, rope_has_a_ramp, later_tokens_are_in_the_sequence, *EXPERT_RULES,
+        rotary_widths_are_even, rope_has_a_ramp, later_tokens_are_in_the_sequence, later_tokens_are_of_texts,
+        *EXPERT_RULES,
     )  # fmt: skip
 
     family: Literal["deepseek"]

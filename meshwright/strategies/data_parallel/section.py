@@ -103,6 +103,12 @@ needs_losses_of_the_head = _refused(
     "and {config.model.losses_in_layers} gives layers losses of their own",
     "{others}, or {config.model.losses_in_layers}=0",
 )
+needs_losses_of_tokens = _refused(
+    "loss",
+    lambda config: config.loss is not None,
+    "computes the loss of gathered outputs and labels, and loss.kind={config.loss.kind} also needs the first weights' "
+    "numbers of each pair",
+)
 # Refuses transports unsuitable for a strategy; `auto` chooses a suitable one (Sync.over_mpi).
 needs_verbs_under_way = _refused(
     "layout.transport",
@@ -134,7 +140,13 @@ def shards_are_equal(config: Config) -> Iterator[Problem]:
 SERVER_LOSS = Sync(
     "meshwright.strategies.data_parallel.parameter_server:Server",
     "meshwright.strategies.data_parallel.parameter_server:ServerLoss",
-    rules=(needs_whole_models, needs_trained_weights, needs_losses_of_the_head, needs_one_axis_of_replicas),
+    rules=(
+        needs_whole_models,
+        needs_trained_weights,
+        needs_losses_of_the_head,
+        needs_losses_of_tokens,
+        needs_one_axis_of_replicas,
+    ),
     unplanned="is more than sums of gradients in buckets",
     order_free=False,
 )

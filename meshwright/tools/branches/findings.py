@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from meshwright.compute.model import IGNORED, SAMPLES
 from meshwright.compute.models.chain import make_chain
 from meshwright.compute.subgraph.branches import assign
+from meshwright.compute.tensor.cross_entropy import Objective
 from meshwright.compute.tensor.head import HeadShape
 from meshwright.compute.tensor.serial import SerialHead, SerialKit
 from meshwright.config import Config
@@ -53,9 +54,12 @@ class TracedHead(SerialHead):
         super().__init__(mesh, shape, tied, {}, {})
         self.smoothing = shape.smoothing
 
-    def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
+    def forward(self, h: Tensor, labels: Tensor, scale: float | Objective) -> Tensor:
         logits = self.logits(h[:, : labels.shape[1]]).flatten(0, 1)  # [B·t, V]
         smoothing = self.smoothing
+        if callable(scale):
+            losses = F.cross_entropy(logits, labels.flatten(), None, None, IGNORED, None, "none", smoothing)
+            return scale(losses.view(labels.shape).sum(1))
         losses = F.cross_entropy(logits, labels.flatten(), None, None, IGNORED, None, "sum", smoothing)
         return losses * scale
 

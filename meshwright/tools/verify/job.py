@@ -40,6 +40,7 @@ from meshwright.tools.verify.tolerance import TOGETHER, tolerance_of
 from meshwright.training.decisions import in_steps, resolve, resolve_process, this_machine
 from meshwright.training.loop import Trainer
 from meshwright.training.parts import Parts, build
+from meshwright.training.references import referred_steps
 from meshwright.training.typed.check import checked
 
 WORKER = "meshwright.tools.verify.job:verify_rank"
@@ -218,7 +219,7 @@ def bits_rank(rank: Rank, config: Config, data: Path, steps: int) -> dict[str, d
     Elements with copies on several ranks are hashed on the first of these ranks.
     """
     parts = build(config, rank.mesh)
-    trainer = Trainer(parts, config.data.open(config, data).train, late=False)
+    trainer = Trainer(parts, train_of(parts, data, steps), late=False)
     numbers = {}
     for step in range(1, steps + 1):
         for line in trainer.turn(rank.stop)[0]:
@@ -258,7 +259,13 @@ def compare_runs(config: Config, layout: Path, reference: Path, steps: int) -> V
 def verify_rank(rank: Rank, config: Config, out: Path, data: Path, steps: int, traced: bool) -> None:
     """Run the steps on one rank of the layout."""
     parts = build(config, rank.mesh, out)
-    leave_layout(parts, config.data.open(config, data).train, out, steps, rank.stop, traced=traced)
+    leave_layout(parts, train_of(parts, data, steps), out, steps, rank.stop, traced=traced)
+
+
+def train_of(parts: Parts, data: Path, steps: int) -> Samples:
+    """Open the training samples of a run's first steps, with the reference's numbers of pairs."""
+    train = parts.config.data.open(parts.config, data).train
+    return train if parts.config.loss is None else referred_steps(parts, train, steps)
 
 
 def leave_layout(

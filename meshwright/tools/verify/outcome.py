@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from meshwright.compute.model import Batch
+from meshwright.compute.models.preferences import REFERENCE, PreferenceChain
 from meshwright.config import Config
 from meshwright.parity.record import PASSES
 from meshwright.parity.reference import PERTURBED_RUNS, StepRecording, movements
@@ -53,11 +54,12 @@ def reference_run(config: Config, batches: Iterable[Batch], steps: int, device: 
     """Train `steps` steps on whole global batches. `device`: default: the CPU."""
     assert config.model.dropout == 0, f"dropout {config.model.dropout}: no two programs share its masks"
     reference = Reference(config, device or torch.device("cpu"))
+    unmoved = None if config.loss is None else Reference(config, device or torch.device("cpu"))
     initial, gradients = _copies(reference.parameters), dict[str, Tensor]()
     states, early = dict[str, dict[str, Tensor]](), tolerance_of(config).states_early
     losses, norms = [], []
     for step, batch in enumerate(islice(batches, steps)):
-        losses.append(reference.backward(batch))
+        losses.append(reference.backward(batch if unmoved is None else with_first_weights(unmoved, batch)))
         counted = (x for name, x in reference.gradients.items() if name not in reference.nudged)
         norms.append(math.sqrt(sum(float(x.double().square().sum()) for x in counted)))
         if first := not gradients and math.isfinite(norms[-1]):
@@ -71,6 +73,20 @@ def reference_run(config: Config, batches: Iterable[Batch], steps: int, device: 
                         states.setdefault(kind, {})[name] = x.cpu().clone()
     assert len(losses) == steps, f"{len(losses)} batches for {steps} steps"
     return Outcome(losses, norms, initial, gradients, _copies(reference.parameters), states)
+
+
+@torch.no_grad()
+def with_first_weights(first: Reference, batch: Batch) -> Batch:
+    """Return a batch of pairs with the log-probabilities under a reference's first weights, which do not change."""
+    model = first.model
+    assert isinstance(model, PreferenceChain), type(model)
+    model.eval()
+    for name in first.narrow:
+        first.parameters[name].data = first.parameters[name].data.to(first.dtype)
+    rows = model.prepared({name: x.to(first.device) for name, x in batch.items()})
+    with torch.autocast(first.device.type, first.dtype, enabled=first.level == "O1"):
+        (h,) = model.hidden_states(rows)
+        return batch | {REFERENCE: model.log_probabilities(h, rows).cpu()}
 
 
 def trace_reference(config: Config, batch: Batch, device: torch.device) -> tuple[Trace, dict[str, Any]]:
@@ -90,6 +106,8 @@ def trace_reference(config: Config, batch: Batch, device: torch.device) -> tuple
 def _traced_step(config: Config, batch: Batch, device: torch.device, rounding: int | None) -> StepRecording:
     """Record one forward and backward pass. `rounding`: the seed of a perturbed pass; None: an exact one."""
     reference, recording = Reference(config, device), StepRecording()
+    if config.loss is not None:
+        batch = with_first_weights(Reference(config, device), batch)
     if rounding is not None:
         # Move weights and every output by one rounding: correct layouts may differ by as much as the results change.
         hooks = Rounding(reference.model, rounding)

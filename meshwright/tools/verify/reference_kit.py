@@ -94,13 +94,14 @@ class ReferenceKit:
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         """Return a head with whole logits [B, t, V], without the table's padding, and torch's cross entropy."""
 
-        def function(h: Tensor, labels: Tensor, scale: float, table: Tensor, bias: Tensor | None) -> Tensor:
+        def function(h: Tensor, labels: Tensor, scale: Any, table: Tensor, bias: Tensor | None) -> Any:
             # Padding rows are no tokens. A layout must exclude these rows; here the table is cut before the product.
             real, smooth = slice(shape.vocabulary), shape.smoothing
             logits = F.linear(h[:, : labels.shape[1]], table[real], None if bias is None else bias[real]).flatten(0, -2)
             wide, targets = logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten()
             wide = wide if shape.cap is None else shape.cap * torch.tanh(wide / shape.cap)
-            return scale * F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=smooth)
+            losses = F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="none", label_smoothing=smooth)
+            return scale(losses.view(labels.shape).sum(1)) if callable(scale) else scale * losses.sum()
 
         own = None if tied is not None else (shape.padded, shape.hidden)
         return Layer(function, own, shape.initial, (shape.padded,) if shape.bias else None, table=True, tied=tied)

@@ -27,6 +27,7 @@ from meshwright.compute.models.adapters import LowRank, Parts, adapted_chain, ma
 from meshwright.compute.parameters.initial import first_values
 from meshwright.compute.parameters.shard import Box, ShardSpec, shard_specs
 from meshwright.compute.tensor.serial import SerialKit
+from meshwright.config.registry import load_entry
 from meshwright.config.section import shown
 from meshwright.ranks.errors import CheckpointError
 from meshwright.ranks.foreign import read_json
@@ -74,7 +75,7 @@ class Factor:
 
 def chain_with_adapters(model: Any) -> nn.Module:
     """Build the chain of a model's section on the meta device."""
-    return adapted_chain(model, SerialKit(solo_mesh(torch.device("meta"))))
+    return adapted_chain(load_entry(model.chain), model, SerialKit(solo_mesh(torch.device("meta"))))
 
 
 def specs_of(model: Any) -> dict[str, ShardSpec]:
