@@ -78,8 +78,8 @@ TOPICS: dict[str, Topic] = {
     "preference tuning": Topic(
         r"(\w*_)?(rlhf|rlaif|rlvr|[id]?dpo|ppo|i?grpo|dapo|orpo|kto|simpo|rloo|gspo|cpo|bco)(_\w+)?|(\w+_)?rewards?(_\w+)?"
         r"|preferences?(_\w+)?|ref(erence)?_model\w*|reinforcement\w*|rl|rl_\w+|trl\w*|chosen(_\w+)?|rejected(_\w+)?",
-        "a run learns from texts, pairs or images, by no preferences, rewards or reinforcement learning",
-        "data.kind=messages fine-tunes on dialogues; TRL starts from its export",
+        "preferences are learned by DPO alone, without a model of rewards or reinforcement learning",
+        "loss={kind: dpo, beta: 0.1} with data.kind=preferences (docs/preferences.md); TRL starts from an export",
     ),
     "distillation": Topic(
         r"(\w+_)?distil\w*|teacher(_\w+)?|student(_\w+)?|kd_\w+",
