@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.compute.models.preferences import take_rewards
+from meshwright.compute.models.preferences import rewards_of
 from meshwright.compute.tensor.experts import dropped_pairs
 from meshwright.config.registry import entries, load_entry
 from meshwright.ranks.comm import DONE, Work
@@ -54,7 +54,7 @@ TABLE: Mapping[str, Metric] = {
     "task_seconds": Metric("each", lambda step: partial(task_seconds, step.parts.pipeline.done), shown=False),
     "peak_memory_bytes": Metric("max", lambda step: peak_memory_bytes(step.parts.mesh.device), "int64"),
     "dropped_pairs": Metric("sum", lambda step: dropped_pairs(step.parts.model, step.loss.device), shown=False),
-    "rewards": Metric("sum", lambda step: take_rewards(step.parts.model, step.loss.device), shown=False),
+    "rewards": Metric("sum", lambda step: rewards_of(step.parts.model, step.loss.device), shown=False),
     "sent_bytes": Metric("max", lambda step: step.lap.sent_bytes, "int64", shown=False),  # by the grid's sets of axes
     "root": Metric("each", lambda step: root_due(step.parts, step.number), "int64", shown=False),
     "hashes": Metric("each", lambda step: hashes_due(step.parts, step.number), "int64", shown=False),

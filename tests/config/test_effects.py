@@ -32,6 +32,7 @@ ALWAYS = {
         "timeout.wait",
     ),
     *("batch.global", "batch.micro", "bits.kind"),
+    *("loss.kind", "loss.beta", "loss.label_smoothing"),  # the section is null in a run on single texts
     *("data.mixture", "data.validation"),  # eval measures on what is held out, whether the run validated or not
     *("data.split", "data.column"),  # refused by a rule of their own, which looks at the source (records_section.py)
     *("data.kind", "data.tokenizer", "data.sequence", "data.target", "data.languages", "data.buckets"),

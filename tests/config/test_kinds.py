@@ -90,7 +90,7 @@ def test_images_have_no_tokens(field: str, value: object) -> None:
 @pytest.mark.parametrize(
     "model, kind, valid",
     [
-        (GPT2, "pairs", "text, messages"),
+        (GPT2, "pairs", "text, messages, preferences"),
         (BERT, "text", "masked"),
         (T5_MODEL, "images", "pairs, spans"),
         (VIT, "text", "images"),
@@ -123,7 +123,7 @@ def test_a_word_switches_off_what_the_file_sets_up() -> None:
     assert parse_run(file, ["data.kind=spans"]).data.kind == "spans"
     assert mistakes(file, "model=gpt2-mini", "data.buckets=2")[0].startswith("data.buckets=2 has no effect on")
     assert mistakes(file, "model=gpt2-mini", "data.kind=pairs") == [
-        "data.kind=pairs is not what a gpt2 reads; valid: text, messages"
+        "data.kind=pairs is not what a gpt2 reads; valid: text, messages, preferences"
     ]
     assert mistakes(file, "data.kind=spans", "data.buckets=2")[0].startswith("data.buckets=2 has no effect on")
 

@@ -2,58 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshwright.compute.model import IGNORED
-from meshwright.config import Config, parse_config
+from meshwright.config import parse_config
 from meshwright.data.preference_records import pair_of
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.ranks.errors import DataError
-from tests.data.dialogues import PLAIN, WORDS, config_for, make_tokenizer, opened
+from tests.data.dialogues import PLAIN, make_tokenizer, opened
+from tests.data.preferences import FORMS, make_pairs, on_pairs, pair, said
 
 transformers = pytest.importorskip("transformers")
-
-
-def said(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-def pair(number: int) -> tuple[list[dict[str, str]], str, str]:
-    ask, good, bad = (WORDS[(number * step) % len(WORDS)] for step in (1, 3, 5))
-    return [said("system", "be brief"), said("user", f"say {ask} {number}")], f"{good} {number}", f"{bad}"
-
-
-def explicit(number: int) -> dict[str, Any]:
-    prompt, good, bad = pair(number)
-    return {"prompt": prompt, "chosen": [said("assistant", good)], "rejected": [said("assistant", bad)]}
-
-
-def implicit(number: int) -> dict[str, Any]:
-    prompt, good, bad = pair(number)
-    return {"chosen": [*prompt, said("assistant", good)], "rejected": [*prompt, said("assistant", bad)], "score": 2}
-
-
-def as_texts(number: int) -> dict[str, Any]:
-    prompt, good, bad = pair(number)
-    return {"prompt": prompt[1]["content"], "chosen": good, "rejected": bad}
-
-
-FORMS = {"texts": as_texts, "messages": explicit, "implicit": implicit}
-
-
-def make_pairs(folder: Path, form: str = "messages", count: int = 30, *more: dict[str, Any]) -> Path:
-    path = folder / "pairs.jsonl"
-    records = [*(FORMS[form](number) for number in range(count)), *more]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def on_pairs(folder: Path, source: Path, tokenizer: Path, *words: str, **data: Any) -> Config:
-    return config_for(folder, source, tokenizer, "loss.kind=dpo", *words, **data)
 
 
 @pytest.mark.parametrize("form", FORMS)

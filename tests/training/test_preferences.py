@@ -12,7 +12,7 @@ from meshwright.config import Config, parse_run
 from meshwright.ranks.errors import LaunchError, MeshwrightError
 from meshwright.training.job import train
 from tests.data.dialogues import make_tokenizer
-from tests.data.test_preferences import make_pairs
+from tests.data.preferences import make_pairs
 from tests.training.runs import lines_of
 
 MEASURED = ("loss", "grad_norm", "rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy")

@@ -104,6 +104,11 @@ class PreferenceChain(Chain):
         chosen, rejected = self.log_ratios(losses, batch).unbind(1)
         return [((chosen > rejected) & (batch[PAIRS].flatten() != IGNORED)).sum()]
 
+    def take_rewards(self, device: torch.device) -> Tensor:
+        """Return the sums of `rewards` since the last call: zeros [4] without a pair."""
+        sums, self.rewards = self.rewards, None
+        return torch.zeros(4, dtype=torch.float64, device=device) if sums is None else sums
+
     @staticmethod
     def products(config: Config) -> Costs:
         """Count the multiplications of both rows."""
@@ -132,20 +137,18 @@ def preferring(chain: type[Chain], preference: Preference) -> type[Chain]:
     return type(f"{chain.__name__}OfPairs", (PreferenceChain, chain), {"preference": preference})
 
 
-def take_rewards(model: Chain, device: torch.device) -> Tensor:
-    """Return the sums of `PreferenceChain.rewards` since the last call, zeros [4] without a pair; empty [0] for a chain
-    of single texts."""
-    if not isinstance(model, PreferenceChain):
-        return torch.zeros(0, dtype=torch.float64, device=device)
-    sums, model.rewards = model.rewards, None
-    return torch.zeros(4, dtype=torch.float64, device=device) if sums is None else sums
+def rewards_of(model: Chain, device: torch.device) -> Tensor:
+    """Return a model's sums of rewards since the last call; empty [0] for a chain of single texts."""
+    if isinstance(model, PreferenceChain):
+        return model.take_rewards(device)
+    return torch.zeros(0, dtype=torch.float64, device=device)
 
 
 def reward_metrics(sums: list[float]) -> Mapping[str, float]:
     """Return a step's mean rewards, and the share of pairs with a positive margin; nothing for a run on single texts.
 
     Args:
-        sums: All ranks' sums of `take_rewards`. Ranks with copies add copies of each number, so the means are right.
+        sums: All ranks' sums of `rewards_of`. Ranks with copies add copies of each number, so the means are right.
     """
     if not sums:
         return {}

@@ -275,8 +275,8 @@ class Buckets:
         )
 
     @remembered(
-        "model", "data", "bits", "batch.global_", "layout.data", "layout.context", "layout.tensor", "layout.order",
-        "layout.pipeline.size",
+        "model", "data", "loss", "bits", "batch.global_", "layout.data", "layout.context", "layout.tensor",
+        "layout.order", "layout.pipeline.size",
     )  # fmt: skip
     def share(self, config: Config) -> Program:
         """Return the program that gives rank 0 its rows of a step's batch; if rank 0 is the server, the program

@@ -303,8 +303,8 @@ class Estimates:
         return self.planner.buckets.of(replaced(config, "layout.order", "auto", WIDENS), 0, held)
 
     @remembered(
-        "model", "data", "precision.products", "replica_batch", "layout.pipeline.size", "layout.pipeline.chunks",
-        "layout.pipeline.partition",
+        "model", "data", "loss", "precision.products", "replica_batch", "layout.pipeline.size",
+        "layout.pipeline.chunks", "layout.pipeline.partition",
     )  # fmt: skip
     def _partition(self, config: Config) -> tuple[int, ...]:
         """Return the number of layers by position. For `auto`: the balanced cut that the clock starts from, since the

@@ -201,8 +201,8 @@ class Planner:
         return resolve_layout(config, machine, self).config
 
     @remembered(
-        "model", "data", "precision.products", "micro", "num_microbatches", "layout.pipeline", "layout.data.expert",
-        "layout.data.exchange",
+        "model", "data", "loss", "precision.products", "micro", "num_microbatches", "layout.pipeline",
+        "layout.data.expert", "layout.data.exchange",
     )  # fmt: skip
     def partition(self, config: Config) -> tuple[int, ...]:
         """Return the number of layers at each position of the chain."""

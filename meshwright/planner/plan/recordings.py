@@ -151,7 +151,7 @@ class Recordings:
     kept: KeptRecordings | None = None
     """Recordings of earlier runs; None: no recording is kept on disk."""
 
-    @remembered("model", "data", "precision.products")
+    @remembered("model", "data", "loss", "precision.products")
     def outline(self, config: Config) -> Outline:
         # Whole parameters, so that the outline is the same under every layout.
         kit, costs = SerialKit(solo_mesh(torch.device("meta"))), chain_of(config).products(config)
@@ -196,8 +196,8 @@ class Recordings:
         return recording.moved(further)
 
     @remembered(
-        "model", "data", "bits", "precision", "compile", "batch", "memory.recompute", "memory.summa", "memory.logits",
-        "layout.data", "layout.context", "layout.tensor", "layout.order",
+        "model", "data", "loss", "bits", "precision", "compile", "batch", "memory.recompute", "memory.summa",
+        "memory.logits", "layout.data", "layout.context", "layout.tensor", "layout.order",
     )  # fmt: skip
     def _record(self, config: Config, chunk: Chunk, incoming: Forms, splits: bool, learns: bool) -> Recording:
         # The number of stages changes no part, and meta tensors have no values: one recording serves all stages and

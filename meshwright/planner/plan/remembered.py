@@ -41,7 +41,8 @@ LAYER = ("layout.data.expert", "layout.context", "layout.tensor")
 """The fields that say how a layer is cut."""
 
 PARTS = (
-    "model", "data", "bits", "precision", "compile", "memory.summa", "memory.logits", "layout.data.exchange", *LAYER,
+    "model", "data", "loss", "bits", "precision", "compile", "memory.summa", "memory.logits", "layout.data.exchange",
+    *LAYER,
 )  # fmt: skip
 """The fields on which a part of the model depends under any layout of stages and replicas."""
 
@@ -180,7 +181,7 @@ class _Results:
     latest: Any = None
 
 
-SHARED = frozenset(("model", "data", "bits", "precision", "optimizer"))
+SHARED = frozenset(("model", "data", "loss", "bits", "precision", "optimizer"))
 """The sections that a search does not vary."""
 
 

@@ -85,7 +85,7 @@ class TimedParts:
             yield first, Chunk(range(first, first + 1), False, False)
         yield config.model.num_blocks, Chunk(range(0), False, True)
 
-    @remembered("model", "data", "precision.products")
+    @remembered("model", "data", "loss", "precision.products")
     def shapes(self, config: Config, partition: tuple[int, ...]) -> list[StageShape]:
         """Return, by position of the chain, (distinct part, number of such parts)."""
         alike, last = self.planner.recordings.outline(config).alike, len(partition) - 1
@@ -301,8 +301,8 @@ class HeldActivations:
         return kept, total
 
     @remembered(
-        "model", "data", "precision.products", "micro", "num_microbatches", "memory.recompute", "layout.pipeline",
-        "layout.data.expert", "layout.data.exchange",
+        "model", "data", "loss", "precision.products", "micro", "num_microbatches", "memory.recompute",
+        "layout.pipeline", "layout.data.expert", "layout.data.exchange",
     )  # fmt: skip
     def _deferring(self, config: Config, partition: tuple[int, ...], placement: ChunkPlacement) -> dict[int, float]:
         """Return, by stage, the share of microbatches with W of recomputed layers deferred until the in-flight limit.
