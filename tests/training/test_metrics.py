@@ -17,6 +17,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from meshwright.compute.models.chain import chain_of
+from meshwright.compute.models.preferences import reward_metrics
 from meshwright.config import Config, load_config, parse_config
 from meshwright.config.schema import Precision
 from meshwright.data.packed import open_packed
@@ -221,7 +222,7 @@ def test_validation_loss(sync: str, corpus: Path, tmp_path: Path) -> None:
     run(config_of(corpus, sync, model=model, steps=2, validation={"every": 2, "batches": 3}), tmp_path)
     (expected,) = run_ranks(plain_loss, Grid((("data", 1),)), tmp_path, corpus, 3 * 12)
     assert lines_of(tmp_path)[-1]["validation_loss"] == pytest.approx(expected, rel=1e-12)
-    assert lines_of(tmp_path)[-1].keys() == KEYS - {"dropped_share", "root"}
+    assert lines_of(tmp_path)[-1].keys() == KEYS - {"dropped_share", "root", *reward_metrics([0.0, 0.0, 0.0, 1.0])}
 
 
 def test_the_page_has_every_key() -> None:
@@ -326,7 +327,7 @@ def test_busy_clock_counts_work() -> None:
 def report(busy: float = 1.0, pipeline: float = 1.0, tasks: float = 1.0) -> dict[str, Any]:
     """One rank's numbers."""
     return {
-        "loss": 0.5, "stop": False, "next_counts": [8], "busy_seconds": busy, "own_seconds": 0.5, "dropped_pairs": 0.0,
+        "loss": 0.5, "stop": False, "next_counts": [8], "busy_seconds": busy, "own_seconds": 0.5, "dropped_pairs": 0.0, "rewards": [],
         "pipeline_seconds": pipeline, "task_seconds": tasks, "peak_memory_bytes": 1, "sent_bytes": (3, 0, 0),
         "root": [],
     }  # fmt: skip

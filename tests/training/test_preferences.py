@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright.config import Config, parse_run
 from meshwright.ranks.errors import LaunchError, MeshwrightError
+from meshwright.training.convert import export_folder
 from meshwright.training.job import train
 from tests.data.dialogues import make_tokenizer
-from tests.data.preferences import make_pairs
+from tests.data.preferences import explicit, make_pairs
+from tests.training.convert.folders import saved
 from tests.training.runs import lines_of
 
 MEASURED = ("loss", "grad_norm", "rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy")
@@ -95,3 +99,51 @@ def test_numbers_of_other_weights_pairs_or_none_are_refused(tmp_path: Path) -> N
     path.write_text(kept)
     assert "has not the numbers of the" in refused("validation.every=3")
     assert facts["weights"].startswith("2-")
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # of the libraries, on their own fields
+def test_two_steps_are_those_of_trls_trainer(tmp_path: Path) -> None:
+    """From one folder, on all pairs at once by plain SGD: TRL's weights and ours after two steps."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.GPT2Config(
+        vocab_size=320, n_embd=16, n_layer=2, n_head=2, n_positions=128, attn_pdrop=0.0, embd_pdrop=0.0,
+        resid_pdrop=0.0, bos_token_id=1, eos_token_id=1,
+    )  # fmt: skip
+    theirs = saved(transformers.GPT2LMHeadModel, settings, tmp_path / "hf")
+    make_tokenizer(tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    tokenizer.pad_token = tokenizer.eos_token = "<|over|>"
+    arguments = trl.DPOConfig(
+        output_dir=str(tmp_path / "trl"), beta=0.5, per_device_train_batch_size=8, max_steps=2, learning_rate=0.05,
+        lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0, max_length=None, use_cpu=True, bf16=False,
+        report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1,
+    )  # fmt: skip
+    rows = datasets.Dataset.from_list([explicit(number) for number in range(8)])
+    trainer = trl.DPOTrainer(theirs, deepcopy(theirs), arguments, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    tree = {
+        "model": {"from": str(tmp_path / "hf")},
+        "data": {"source": str(make_pairs(tmp_path, "messages", 8)), "sequence": 96, "validation": 0},
+        "loss": {"kind": "dpo", "beta": 0.5},
+        "batch": {"global": 8, "micro": 2},
+        "layout": {"data": {"size": 2}, "transport": "torch"},
+        "optimizer": {"name": "sgd", "lr": 0.05, "weight_decay": 0.0, "clip": None},
+        "precision": "float64",
+        "metrics": {"sinks": []},
+        "device": "cpu",
+        "steps": 2,
+    }
+    train(parse_run(tree, []), tmp_path / "ours", resume=False)
+    export_folder(tmp_path / "ours", tmp_path / "back")
+    ours = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back", dtype=torch.float64).state_dict()
+    first = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf", dtype=torch.float64).state_dict()
+    for name, weight in theirs.state_dict().items():
+        moved = (weight - first[name]).norm()
+        assert moved > 0, name
+        assert (ours[name] - weight).norm() <= 1e-6 * moved, name  # the trainer has numbers of float32
+    logged = [line for line in trainer.state.log_history if "rewards/chosen" in line]
+    for line, told in zip(logged, lines_of(tmp_path / "ours"), strict=True):
+        assert told["rewards_chosen"] == pytest.approx(line["rewards/chosen"], abs=1e-4)
+        assert told["reward_margin"] == pytest.approx(line["rewards/margins"], abs=1e-4)
