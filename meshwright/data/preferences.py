@@ -84,7 +84,7 @@ class PreferencePairs(ShuffledSamples):
             dtype=np.int64,
         ).reshape(-1, len(SIDES))
         longer = (lengths > sequence + 1).reshape(-1, len(SIDES)).any(1)
-        kept: np.ndarray = (learned > 0).all(1)
+        kept = np.asarray((learned > 0).all(1))
         if overlong == "drop":
             kept &= ~longer
         if not kept.any():

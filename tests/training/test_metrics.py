@@ -327,9 +327,9 @@ def test_busy_clock_counts_work() -> None:
 def report(busy: float = 1.0, pipeline: float = 1.0, tasks: float = 1.0) -> dict[str, Any]:
     """One rank's numbers."""
     return {
-        "loss": 0.5, "stop": False, "next_counts": [8], "busy_seconds": busy, "own_seconds": 0.5, "dropped_pairs": 0.0, "rewards": [],
+        "loss": 0.5, "stop": False, "next_counts": [8], "busy_seconds": busy, "own_seconds": 0.5, "dropped_pairs": 0.0,
         "pipeline_seconds": pipeline, "task_seconds": tasks, "peak_memory_bytes": 1, "sent_bytes": (3, 0, 0),
-        "root": [],
+        "root": [], "rewards": [],
     }  # fmt: skip
 
 
