@@ -55,7 +55,7 @@ def pairs_of(config: Config, step: int) -> Batch:
     labels = tokens[..., 1:].masked_fill((places < begins) | (places >= ends), -100)
     reference = -4.0 * (labels != -100).sum(-1) + torch.randn(rows, 2, generator=generator, dtype=torch.float64)
     numbers = torch.arange(rows)[:, None] + step * rows
-    return {"tokens": tokens[..., :-1], "labels": labels, "pairs": numbers, "reference": reference}
+    return {"tokens": tokens[..., :-1].contiguous(), "labels": labels, "pairs": numbers, "reference": reference}
 
 
 def paper_loss(logits: Tensor, labels: Tensor, reference: Tensor, beta: float, smoothing: float = 0.0) -> Tensor:
