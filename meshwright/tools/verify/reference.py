@@ -109,8 +109,7 @@ class Reference:
             for module in (each for each in self.model.modules() if isinstance(each, Experts)):
                 module.balance_by_counts(scales[SAMPLES])
         for rows in self._microbatches(batch):
-            loss = self._loss(rows, scales)
-            self.scaler.scale(loss).backward()
+            self.scaler.scale(loss := self._loss(rows, scales)).backward()
             total += float(loss.detach())
         self.scaler.unscale_(self.optimizer)
         for name in self.nudged:
