@@ -10,7 +10,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 tiny = bool(os.environ.get("TINY"))
 WIDTH, LAYERS, LENGTH, VOCABULARY = (64, 2, 32, 256) if tiny else (1024, 28, 2048, 151936)
 
-accelerator = Accelerator(gradient_accumulation_steps=4, mixed_precision="no" if tiny else "bf16")
+precision = "no" if tiny else "bf16"
+accelerator = Accelerator(cpu=tiny, gradient_accumulation_steps=4, mixed_precision=precision)
 torch.manual_seed(0)
 config = Qwen3Config(
     hidden_size=WIDTH,

@@ -53,9 +53,10 @@ def main():
         model.to_empty(device="cuda")
         model.init_weights()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = torch.Generator().manual_seed(0)
     for step in range(args.steps):
-        ids = torch.randint(vocabulary, (args.batch, args.sequence), generator=generator).to(kind)
+        rows = torch.randint(vocabulary, (args.batch * mesh.size(), args.sequence), generator=generator)
+        ids = rows[dist.get_rank() :: mesh.size()].to(kind)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,11 +1,14 @@
-"""A GPT in the manner of nanoGPT, trained on random tokens by a plain loop: python gpt.py --layers 4"""
+"""A GPT in the manner of nanoGPT: python gpt.py --layers 4, or replicas by torchrun --nproc-per-node 8 gpt.py"""
 
 import argparse
 import math
+import os
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 
 class Attention(nn.Module):
@@ -55,17 +58,24 @@ def main():
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args()
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if world > 1:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.manual_seed(1337)
     data = torch.randint(args.vocabulary, (100_000,))
 
     def get_batch():
-        starts = torch.randint(len(data) - args.block_size - 1, (args.batch_size,))
+        starts = torch.randint(len(data) - args.block_size - 1, (args.batch_size * world,))[rank::world]
         x = torch.stack([data[i : i + args.block_size] for i in starts])
         y = torch.stack([data[i + 1 : i + 1 + args.block_size] for i in starts])
         return x.to(device), y.to(device)
 
     model = GPT(args.vocabulary, args.block_size, args.width, args.heads, args.layers).to(device)
+    if world > 1:
+        model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95))
     for step in range(args.steps):
         for group in optimizer.param_groups:
@@ -77,7 +87,8 @@ def main():
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        print(f"step {step}: loss {loss.item():.4f}")
+        if rank == 0:
+            print(f"step {step}: loss {loss.item():.4f}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-WIDTH, LAYERS, ROWS = (64, 4, 8) if os.environ.get("TINY") else (4096, 16, 32)
+WIDTH, LAYERS, ROWS, LENGTH = (64, 4, 8, 32) if os.environ.get("TINY") else (4096, 16, 32, 512)
 MICROBATCHES = 8
 
 
@@ -20,27 +20,36 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleDict({str(number): Block() for number in range(LAYERS)})
+
+    def forward(self, x):
+        for block in self.blocks.values():
+            x = block(x)
+        return x
+
+
 kind = "cuda" if torch.cuda.is_available() else "cpu"
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
 dist.init_process_group("nccl" if kind == "cuda" else "gloo")
 torch.manual_seed(0)
-blocks = [Block() for _ in range(LAYERS)]
-part = nn.Sequential(*blocks[rank * LAYERS // world : (rank + 1) * LAYERS // world]).to(device)
-example = torch.empty(ROWS // MICROBATCHES, 512, WIDTH, device=device, requires_grad=True)
+part = Stack()
+for number in range(LAYERS):
+    if number * world // LAYERS != rank:
+        del part.blocks[str(number)]
+part.to(device)
+example = torch.empty(ROWS // MICROBATCHES, LENGTH, WIDTH, device=device, requires_grad=True)
 stage = PipelineStage(part, rank, world, device, input_args=(example,), output_args=(example,))
 schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=lambda y, target: (y - target).square().mean())
 optimizer = torch.optim.AdamW(part.parameters(), lr=1e-4)
 for step in range(3):
     torch.manual_seed(step)
-    x = torch.randn(ROWS, 512, WIDTH).to(device)
-    losses = []
-    if rank == 0:
-        schedule.step(x)
-    elif rank == world - 1:
-        schedule.step(target=x.roll(1, -1), losses=losses)
-    else:
-        schedule.step()
+    x = torch.randn(ROWS, LENGTH, WIDTH).to(device)
+    last = {"target": x.roll(1, -1), "losses": []} if rank == world - 1 else {}
+    schedule.step(*([x] if rank == 0 else []), **last)
     optimizer.step()
     optimizer.zero_grad()
 dist.destroy_process_group()

@@ -351,8 +351,9 @@ class StepComparison:
         """
         held = [put_together(self.b[rank])[0] for rank in of_second]
         samples = [key for key, x in whole.items() if key[0].startswith("sample:") and x.ndim > 1]
+        # A model that returns its loss has no rows there.
         last = next((("output-gradient", call, name) for name, call in reversed(order)
-                     if ("output-gradient", call, name) in whole), None)  # fmt: skip
+                     if (y := whole.get(("output-gradient", call, name))) is not None and y.ndim), None)  # fmt: skip
         factors: list[float] = []
         if last is None or not samples:
             return None

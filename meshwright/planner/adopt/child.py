@@ -1,7 +1,7 @@
 """The process that runs a script: `python -m meshwright.planner.adopt.child ORDER.json`.
 
-torch's functions are replaced in this process alone. The facts, or the script's error, are written to the order's
-folder; the script's own output is the process's output.
+torch's functions are replaced in this process alone, which ends with its parent. The facts, or the script's error, are
+written to the order's folder; the script's own output is the process's output.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from meshwright.planner.adopt.accelerator import Gpu
 from meshwright.planner.adopt.adopted import read_session, write
 from meshwright.planner.adopt.session import Order, Session
 from meshwright.ranks.foreign import read_json
+from meshwright.ranks.launch.tether import die_with_parent
 
 FAILED = "failed.json"
 
@@ -38,6 +39,7 @@ def error_of(error: BaseException, script: Path) -> dict[str, Any]:
 def main() -> None:
     """Run the script of an order."""
     order = read_json(Path(sys.argv[1]))
+    die_with_parent(order.pop("parent"))
     folder = Path(order.pop("folder"))
     gpu = Gpu(**{**order.pop("gpu"), "capability": tuple(order["capability"])})
     order.pop("capability")

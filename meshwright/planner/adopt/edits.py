@@ -18,7 +18,6 @@ from typing import Any
 from meshwright.planner.adopt.adopted import Adopted
 
 _BATCH = re.compile(r"(per_device_train_|micro_|mini_?|train_)?(batch|bsz)(_?size)?|rows", re.IGNORECASE)
-_ACCUMULATION = re.compile(r"(gradient_)?accumulat\w*|microbatches", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,12 @@ def edits_of(script: Path, words: Sequence[str], adopted: Adopted, ranks: int) -
         _trainer(tree, text, words, arguments, lines)
     else:
         for factor in (2, 0.5):
-            lines(f"batch x {factor:g}", scaled(tree, text, _BATCH, factor)) if not scaled_words(
-                words, factor, arguments
-            ) else None
+            if (made := batch_times(text, words, factor)) is not None:
+                title = f"batch x {factor:g}"
+                if made[0] is None:
+                    found.append(Edit(title, None, made[1], f"arguments: {made[2]}"))
+                else:
+                    lines(title, made[0])
         if site is not None:
             _insertions(adopted, text, site, lines, ranks)
         for title, name, value in (
@@ -62,6 +64,44 @@ def edits_of(script: Path, words: Sequence[str], adopted: Adopted, ranks: int) -
         ):
             lines(title, _with_keyword(tree, text, "fully_shard", name, value))
     return found
+
+
+def batch_times(text: str, words: Sequence[str], factor: float) -> tuple[str | None, tuple[str, ...], str] | None:
+    """Scale the batch size of a script: among its words, else the first number of such a name in its text.
+
+    Args:
+        text: The script.
+        words: The script's words.
+        factor: New batch size over the old one.
+
+    Returns:
+        (The new text, None if only words change; the new words; the change.) None if the script has no batch size, or
+        the new one would not be whole.
+    """
+    spaced, joined = re.compile(r"--([\w-]+)"), re.compile(r"((?:--)?([\w.-]+)=)(\d+)")
+    for place, (option, value) in enumerate(pairwise([*words, ""])):
+        pair = joined.fullmatch(option)
+        name = pair[2] if pair else option[2:] if spaced.fullmatch(option) and value.isdigit() else ""
+        if not _BATCH.fullmatch(name.rpartition(".")[2].replace("-", "_")):
+            continue
+        size = int(pair[3] if pair else value) * factor
+        if size < 1 or size % 1:
+            return None
+        new = [f"{pair[1]}{int(size)}"] if pair else [option, str(int(size))]
+        return None, (*words[:place], *new, *words[place + len(new) :]), " ".join(new)
+    tree = ast.parse(text)
+    if "TrainingArguments" in text and "HfArgumentParser" in text:
+        # Trainer's own default is 8 rows.
+        new = ["--per_device_train_batch_size", str(int(8 * factor))]
+        return None, (*words, *new), " ".join(new)
+    value_of = next(_numbers(tree, _BATCH), None)
+    if value_of is None or not isinstance(value_of.value, int):
+        return None
+    size = value_of.value * factor
+    if size < 1 or size % 1:
+        return None
+    made = replaced(text, value_of, str(int(size)))
+    return made, tuple(words), made.splitlines()[value_of.lineno - 1].strip()
 
 
 def _trainer(
@@ -160,24 +200,6 @@ def _numbers(tree: ast.Module, named: re.Pattern[str]) -> Iterator[ast.Constant]
         for name, value in pairs:
             if named.fullmatch(name) and isinstance(value, ast.Constant) and type(value.value) is int:
                 yield value
-
-
-def scaled(tree: ast.Module, text: str, named: re.Pattern[str], factor: float) -> str | None:
-    """Scale the first number of the script with such a name; None if there is none, or it would not be whole."""
-    value = next(_numbers(tree, named), None)
-    if value is None or not isinstance(value.value, int) or value.value * factor < 1 or (value.value * factor) % 1:
-        return None
-    return replaced(text, value, str(int(value.value * factor)))
-
-
-def scaled_words(words: Sequence[str], factor: float, arguments: Callable[..., None]) -> bool:
-    """Scale a batch size among the script's words. Returns whether there is one."""
-    for option, value in pairwise(words):
-        if option.startswith("--") and _BATCH.fullmatch(option[2:].replace("-", "_")) and value.isdigit():
-            if int(value) * factor >= 1:
-                arguments(f"batch x {factor:g}", option, str(int(int(value) * factor)))
-            return True
-    return False
 
 
 def _with_keyword(tree: ast.Module, text: str, function: str, name: str, value: str) -> str | None:

@@ -6,6 +6,7 @@ One process is run for each rank that differs: rank 0, and the other stages of a
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -85,14 +86,19 @@ def run_rank(question: Question, rank: int, folder: Path, edit: Edit | None = No
         "gpu": {"name": f"{question.cluster.name} GPU", "memory_bytes": device.memory_bytes,
                 "count": min(question.ranks, per_node), "index": rank % per_node},
         "capability": device.capability or (9, 0), "ranks": question.ranks, "rank": rank,
-        "source": edit.source if edit else None, "device": question.device,
+        "source": edit.source if edit else None, "device": question.device, "parent": os.getpid(),
     }  # fmt: skip
     (folder / "order.json").write_text(json.dumps(order))
     (folder / FAILED).unlink(missing_ok=True)
     with (folder / "output.txt").open("w") as output:
         # -P: as `python SCRIPT`, which imports from the script's folder and not from the current one.
         command = [sys.executable, "-P", "-m", "meshwright.planner.adopt.child", str(folder / "order.json")]
-        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).returncode
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        try:
+            code = process.wait()
+        finally:
+            process.kill()  # also after an interrupt, which may have ended this process's wait alone
+            process.wait()
     if code:
         raise AdoptError(failure_text(question, folder, code))
     return read(folder)
