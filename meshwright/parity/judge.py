@@ -245,7 +245,8 @@ def _explain(
 def _loss_factor(evidence: Evidence, side: SideRecord[PartFacts], order: Sequence[tuple[str, int]], at: str) -> float:
     """Return the scale of a rank's loss, from the last module's gradient; e.g. for a mean over the rank's share."""
     kind = f"output-gradient{at}"
-    last = next((name for name, _ in reversed(order) if side.get(kind, 0, name) is not None), None)
+    # A model that returns its loss gives no rows: the gradient there is 1 for any share.
+    last = next((name for name, _ in reversed(order) if (x := side.get(kind, 0, name)) is not None and x.ndim), None)
     if last is None:
         return 1.0
     calls, allowed = evidence.reference.num_calls(last), evidence.allowed("output-gradient", 1, last)
