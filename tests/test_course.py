@@ -20,9 +20,9 @@ from meshwright.ranks.errors import ConfigError
 from tests.patience import PATIENCE_SECONDS
 
 COURSE = Path(__file__).resolve().parent.parent / "docs/course"
-LESSONS = sorted(path.stem for path in COURSE.glob("[1-8]-*.md"))
+LESSONS = sorted(path.stem for path in COURSE.glob("[1-9]-*.md"))
 MEND = re.compile(r"^(?P<indent> *).*  # mend\n", re.MULTILINE)
-QUICK = {("5-sub-graphs", True), ("7-experts", True), ("2-columns-and-rows", False)}
+QUICK = {("5-sub-graphs", True), ("7-experts", True), ("2-columns-and-rows", False), ("9-any-script", False)}
 """Exercises that start processes, and their states (whether solved), without --long."""
 
 

@@ -22,7 +22,7 @@ from meshwright.ranks.errors import ConfigError
 from tests.patience import PATIENCE_SECONDS
 from tests.typed_commands import ROOT, read_as_typed
 
-COURSE = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/course").glob("[1-8]-*.md"))
+COURSE = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/course").glob("[1-9]-*.md"))
 ALONE = ("README.md", "docs/index.md", "docs/guide.md", "docs/course/index.md")
 AFTER = ("docs/run_file.md", "docs/data.md", "docs/coming_from.md")
 PAGES: dict[str, tuple[str, ...]] = {

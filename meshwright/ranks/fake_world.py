@@ -73,7 +73,7 @@ def collective_of(op: Any, args: Sequence[Any], result: Any) -> Sending | None:
     payload = max(given, made)
     if space == "c10d" and _VERBS[name] in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"):
         # Both sides are arguments.
-        payload = larger_side(args)
+        payload = max(sum(x.numel() * x.element_size() for x in _inside(value)) for value in args[:2])
     return Sending(_VERBS[name], payload, tuple(ranks), ranks[root] if isinstance(root, int) else None)
 
 
@@ -83,11 +83,6 @@ def _inside(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _inside(inner)
-
-
-def larger_side(args: Sequence[Any]) -> int:
-    sides = [sum(x.numel() * x.element_size() for x in _inside(value)) for value in args[:2]]
-    return max(sides)
 
 
 def number_work(result: Any, number: int) -> None:

@@ -181,7 +181,12 @@ class Pretended(AsOnDevice):
         if function in _UNCHANGED:
             return args[0] if function is Tensor.pin_memory else None
         if function in _READS and args[0].is_meta:
-            return self.values_of(function, args[0])
+            shape, dtype = tuple(args[0].shape), args[0].dtype
+            self._notes.add("value", f"{function.__name__}() of computed values: zeros of the shape {shape}")
+            # numpy has no bfloat16.
+            known = torch.float32 if dtype == torch.bfloat16 else dtype
+            zeros: Any = np.zeros(shape, torch.empty((), dtype=known).numpy().dtype)
+            return zeros.tolist() if function is Tensor.tolist else zeros
         if function in _MOVES:
             return self._move(function, args, keywords)
         if keywords.get("device") is not None:
@@ -225,21 +230,12 @@ class Pretended(AsOnDevice):
         dtype = keywords.pop("dtype", None) or (rest[0] if rest else None)
         return x if dtype is None and not keywords.get("copy") else Tensor.to(x, dtype or x.dtype, **keywords)
 
-    def values_of(self, function: Any, x: Tensor) -> Any:
-        self._notes.add("value", f"{function.__name__}() of computed values: zeros of the shape {tuple(x.shape)}")
-        zeros: Any = np.zeros(tuple(x.shape), torch.empty((), dtype=numpy_dtype(x.dtype)).numpy().dtype)
-        return zeros.tolist() if function is Tensor.tolist else zeros
-
 
 def _inner(x: Any) -> Tensor | None:
     """Return a plain tensor, or this rank's part of a DTensor; None for other classes of tensors."""
     if type(x) in (Tensor, nn.Parameter, nn.Buffer):
         return x
     return x._local_tensor if is_cut(x) else None
-
-
-def numpy_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 @contextmanager

@@ -100,8 +100,12 @@ def batch_times(text: str, words: Sequence[str], factor: float) -> tuple[str | N
     size = value_of.value * factor
     if size < 1 or size % 1:
         return None
-    made = replaced(text, value_of, str(int(size)))
-    return made, tuple(words), made.splitlines()[value_of.lineno - 1].strip()
+    rows = text.splitlines(keepends=True)
+    # Columns of ast are bytes.
+    row = rows[value_of.lineno - 1].encode()
+    row = row[: value_of.col_offset] + str(int(size)).encode() + row[value_of.end_col_offset :]
+    rows[value_of.lineno - 1] = row.decode()
+    return "".join(rows), tuple(words), row.decode().strip()
 
 
 def _trainer(
@@ -173,14 +177,6 @@ def _before(text: str, line: int, new: Sequence[str]) -> str:
     return "".join([*rows[: first - 1], *(f"{indent[0]}{one}\n" for one in new), *rows[first - 1 :]])
 
 
-def replaced(text: str, node: Any, value: str) -> str:
-    """Replace a node of one line by a text."""
-    rows = text.splitlines(keepends=True)
-    row = rows[node.lineno - 1].encode()
-    rows[node.lineno - 1] = (row[: node.col_offset] + value.encode() + row[node.end_col_offset :]).decode()
-    return "".join(rows)
-
-
 def _numbers(tree: ast.Module, named: re.Pattern[str]) -> Iterator[ast.Constant]:
     """Yield whole-number constants with a name: of an assignment, a keyword, a default, an argument's default."""
     for node in ast.walk(tree):
@@ -217,11 +213,7 @@ def _with_keyword(tree: ast.Module, text: str, function: str, name: str, value: 
         comma = "" if line[:column].rstrip()[-1:] in (b"(", b",") else ", "
         made[row] = (line[:column] + f"{comma}{name}={value}".encode() + line[column:]).decode()
     if value.endswith("()"):
-        made.insert(first_statement(tree) - 1, f"from torch.distributed.fsdp import {value[:-2]}\n")
+        imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+        first = next((n.lineno for n in imports if getattr(n, "module", "") != "__future__"), 1)
+        made.insert(first - 1, f"from torch.distributed.fsdp import {value[:-2]}\n")
     return "".join(made)
-
-
-def first_statement(tree: ast.Module) -> int:
-    """Return the line of the first import that is not from __future__."""
-    imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
-    return next((n.lineno for n in imports if getattr(n, "module", "") != "__future__"), 1)

@@ -135,12 +135,16 @@ def step_times(
         rank: _walk(entries, _Lanes(rank), results[rank], messages, set(programs), names, timer, network, cluster)
         for rank, entries in programs.items()
     }
+    places: dict[int, int] = {}
     while walks:
-        before = sum(len(queue) for queue in messages.values()), len(walks)
+        before = dict(places)
         for rank, walk in list(walks.items()):
-            if next(walk, None) is None:
+            if (place := next(walk, None)) is None:
                 del walks[rank]
-        if walks and before == (sum(len(queue) for queue in messages.values()), len(walks)):
+                places.pop(rank, None)
+            else:
+                places[rank] = place
+        if walks and places == before:
             raise ConfigError.of("ranks", sorted(walks), "wait for messages that no recorded rank sends", "all stages")
     return results
 
@@ -148,11 +152,11 @@ def step_times(
 def _walk(
     entries: Sequence[Entry], lanes: _Lanes, time: StepTime, messages: Messages, recorded: set[int],
     names: Mapping[int, str], timer: Timer, network: GroupNetwork, cluster: Cluster,
-) -> Iterator[bool]:  # fmt: skip
-    """Play a rank's entries. Yields while a message has not been sent yet."""
+) -> Iterator[int]:  # fmt: skip
+    """Play a rank's entries. Yields the place of an entry whose message has not been sent yet."""
     device = cluster.device
     issue = device.issue_seconds
-    for entry in entries:
+    for place, entry in enumerate(entries):
         event, stream = entry.event, entry.stream
         if isinstance(event, Kernel | Copy):
             lanes.host += issue
@@ -188,7 +192,7 @@ def _walk(
             if event.number in lanes.expected and event.kind == "wait":
                 queue = messages[lanes.expected.pop(event.number), lanes.rank]
                 while not queue:
-                    yield True
+                    yield place
                 lanes.done[event.number] = queue.popleft()
             known = lanes.done if event.kind == "wait" else lanes.events
             until = max(lanes.streams[stream], known.get(event.number, 0.0))

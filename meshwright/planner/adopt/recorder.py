@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from meshwright.parity.trace import in_backward
 from meshwright.planner.adopt.places import Notes, Place, Places
 from meshwright.planner.plan.recorder import Kernel, Recorder
-from meshwright.ranks.fake_world import Sending, collective_of, number_work
+from meshwright.ranks.fake_world import RECEIVE, Sending, collective_of, number_work
 from meshwright.strategies.memory.recompute import LiveBytes, tensors_in
 
 Phase = Literal["forward", "backward", "recompute", "optimizer", "other"]
@@ -208,6 +208,7 @@ class StepRecorder(Recorder):
     def computed(
         self, op: Any, name: str, args: tuple[Any, ...], keywords: dict[str, Any], given: list[Tensor]
     ) -> tuple[Any, Any]:
+        """Compute an operation on meta tensors. Returns the result, and the tensors that the operation saw."""
         try:
             return self._result_of(op, args, keywords, given)
         except NotImplementedError:
@@ -287,15 +288,12 @@ class StepRecorder(Recorder):
             self._makers[torch._C._autograd._get_sequence_nr() - 1] = module
             return ("forward" if self._stack else "other"), module
         if not self.kept and self.live:
-            self.keep_alive()
+            alive = {number for number, _ in self._storages.values()}
+            self.kept = {number: (*self.born[number], self._sizes[number]) for number in alive if number in self.born}
         if self._stack:
             return "recompute", self._stack[-1]
         node = torch._C._current_autograd_node()
         return "backward", -1 if node is None else self._makers.get(node._sequence_nr(), -1)
-
-    def keep_alive(self) -> None:
-        alive = {number for number, _ in self._storages.values()}
-        self.kept = {number: (*self.born[number], self._sizes[number]) for number in alive if number in self.born}
 
     def _follow(self, x: Tensor) -> None:
         storage = x.untyped_storage()
@@ -341,6 +339,7 @@ class StepRecorder(Recorder):
             self._resize(self._storages[storage._cdata][0], size)
 
     def enter_module(self, module: nn.Module) -> None:
+        """Assign following kernels to a module, numbered by its first call."""
         number = self._numbers.get(id(module))
         if number is None:
             number = self._numbers[id(module)] = len(self.modules)
@@ -348,6 +347,7 @@ class StepRecorder(Recorder):
         self._stack.append(number)
 
     def leave_module(self, module: nn.Module) -> None:
+        """Assign following kernels to the module that called this one."""
         number = self._numbers.get(id(module))
         # An exception may have left inner modules without their hooks.
         while self._stack and number in self._stack:
@@ -372,9 +372,17 @@ class StepRecorder(Recorder):
         if number:
             self._enter(Sync("wait", number))
 
+    def next_step(self) -> int:
+        """Return the place of the first entry of the next step: a stage receives before it calls its model."""
+        stepped = max((n for n, entry in enumerate(self.entries) if entry.phase == "optimizer"), default=None)
+        later = range(len(self.entries) if stepped is None else stepped, len(self.entries))
+        events = ((n, self.entries[n].event) for n in later)
+        received = (n for n, event in events if isinstance(event, Collective) and event.sending.verb == RECEIVE)
+        return next(received, len(self.entries))
+
     def restart(self) -> None:
-        """Begin a step: forget the entries, and set the peak to the live bytes."""
-        self.entries, self.kept, self._makers = [], {}, {}
+        """Begin a step: forget the entries of the step before, and set the peak to the live bytes."""
+        self.entries, self.kept, self._makers = self.entries[self.next_step() :], {}, {}
         self.born = {number: self.born[number] for number in self._sizes}
         self.peak, self.base = self.live, self.live
         self.begun = self.peak_at = len(self.changes)

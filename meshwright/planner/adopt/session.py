@@ -151,7 +151,11 @@ class Session:
             self.recorder.restart()
         self.passes += 1
 
-    def after_module(self, module: nn.Module, arguments: Any, keywords: Any, result: Any) -> None:
+    def after_module(self, module: nn.Module, arguments: Any, keywords: Any, result: Any = None) -> None:
+        """Note weights that were gathered for a module, and the shapes of the model's arguments.
+
+        torch gives no keywords after an exception, by which recomputation ends.
+        """
         self.recorder.leave_module(module)
         if self.sharded:
             own = [p for p in module.parameters(recurse=False) if not is_cut(p)]
@@ -163,12 +167,14 @@ class Session:
             ]
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Begin the optimizer's phase, with its parameters' gradients."""
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self.gradients |= dict.fromkeys(self._numbers(gradients), "gradients")
         self.recorder.finish()
         self.recorder.in_optimizer = True
 
     def after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """End the optimizer's phase, and count its step."""
         self.recorder.finish()
         self.recorder.in_optimizer = False
         self.stepped[id(optimizer)] = self.stepped.get(id(optimizer), 0) + 1
@@ -199,8 +205,8 @@ class Session:
                 parts |= dict.fromkeys(self._numbers(tensors), "states")
         recorder = self.recorder
         self.facts = StepFacts(
-            recorder.entries, recorder.changes[:], recorder.begun, recorder.peak_at, parts, recorder.sizes(),
-            dict(recorder.born), recorder.kept, self.step, self.passes, self.inputs,
+            recorder.entries[: recorder.next_step()], recorder.changes[:], recorder.begun, recorder.peak_at, parts,
+            recorder.sizes(), dict(recorder.born), recorder.kept, self.step, self.passes, self.inputs,
         )  # fmt: skip
         self.stepped = {}
 
@@ -238,6 +244,7 @@ class Session:
                 self.run_script()
 
     def run_script(self) -> None:
+        """Run the script, or its edited text, as the main module; the last step ends with the script."""
         script = str(self.order.script.resolve())
         try:
             if self.order.source is None:
@@ -305,6 +312,7 @@ def _bare_parameters(session: Session) -> Iterator[None]:
 
 @contextmanager
 def followed_optimizers(session: Session) -> Iterator[None]:
+    """Note each optimizer that is made in a context, with the line of the script."""
     begin = torch.optim.Optimizer.__init__
 
     def made(self: Any, *args: Any, **options: Any) -> None:
@@ -317,6 +325,7 @@ def followed_optimizers(session: Session) -> Iterator[None]:
 
 @contextmanager
 def followed_storages(recorder: StepRecorder) -> Iterator[None]:
+    """Follow storages that are freed and filled again in a context, as FSDP2's."""
     resize = torch.UntypedStorage.resize_
 
     def resized(self: Any, size: int) -> Any:
