@@ -54,14 +54,14 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 if world > 1:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
 torch.manual_seed(0)
-data = TensorDataset(torch.randn(IMAGES, 3, SIZE, SIZE), torch.randint(1000, (IMAGES,)))
+data = TensorDataset(torch.randint(256, (IMAGES, 3, SIZE, SIZE)).byte(), torch.randint(1000, (IMAGES,)))
 loader = DataLoader(data, args.batch, sampler=DistributedSampler(data, world, rank), num_workers=0)
 model = Net().to(device, memory_format=torch.channels_last)
 run = DistributedDataParallel(model) if world > 1 else model
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
 right = 0
 for images, classes in loader:
-    x, y = images.to(device, memory_format=torch.channels_last), classes.to(device)
+    x, y = images.to(device, memory_format=torch.channels_last) / 255, classes.to(device)
     with torch.autocast(device, dtype=torch.bfloat16, enabled=not tiny):
         out = run(x)
         loss = nn.functional.cross_entropy(out, y)

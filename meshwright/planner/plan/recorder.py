@@ -577,7 +577,7 @@ def _kernel(
     dtype = _DTYPES.get((results or given)[0].dtype, "float32") if results or given else "float32"
     if name == "_scaled_mm":
         dtype = "fp8"
-    flops, side, members = _products(name, args, kwargs)
+    flops, side, members = _products(name, args, kwargs, results)
     if name in NORMS or name in SOFTMAXES:
         side = float(results[0].shape[-1])
     if name in ATTENTIONS:
@@ -619,7 +619,9 @@ def _element_kind(given: Sequence[Tensor], result: Tensor) -> ElementKind:
     return "mixed" if all(x.numel() == result.numel() and x.is_contiguous() for x in several) else "strided"
 
 
-def _products(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[float, float, int]:
+def _products(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Sequence[Tensor]
+) -> tuple[float, float, int]:  # fmt: skip
     """Return floating-point operations, the cube root of a product's three sizes, and the number of products in a
     batch."""
     if name == _GROUPED:
@@ -649,10 +651,12 @@ def _products(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
         return times * 4.0 * tokens * heads * keys * width, float(length * width * window) ** (1 / 3), 1
     if name in CONVOLUTIONS:
         # As matrix products over patches: [B x positions, channels a group x kernel] times [.., channels out].
-        times = CONVOLUTIONS[name]
-        x, weight = args[times - 1], args[times]
-        rows, inner = x.shape[0] * math.prod(x.shape[2:]), math.prod(weight.shape[1:])
-        groups = x.shape[1] // weight.shape[1]
+        # Positions are the result's, or a transposed convolution's input's. Backward: one product a wanted gradient.
+        begin = CONVOLUTIONS[name] - 1
+        x, weight, transposed, groups = args[begin], args[begin + 1], args[begin + 6], args[begin + 8]
+        made = x if transposed else args[0] if begin else results[0]
+        times = sum(args[10][:2]) if begin else 1
+        rows, inner = made.shape[0] * math.prod(made.shape[2:]), math.prod(weight.shape[1:])
         side = float(rows * inner * (weight.shape[0] // groups)) ** (1 / 3)
         return times * 2.0 * rows * inner * weight.shape[0], side, 1
     return 0.0, 0.0, 1
