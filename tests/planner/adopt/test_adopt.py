@@ -9,20 +9,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from meshwright.planner.adopt.adopted import read
+from meshwright.planner.adopt.adopted import by_phase, read
 from meshwright.planner.adopt.edits import edits_of
-from meshwright.planner.adopt.job import AdoptError, Question, run_rank
+from meshwright.planner.adopt.job import AdoptError, Question, run_rank, run_ranks
 from meshwright.planner.adopt.lanes import GroupNetwork, grid_of, step_times
+from meshwright.planner.adopt.planned import plan
 from meshwright.planner.adopt.recorder import Collective, Entry, Sync
 from meshwright.planner.plan.cluster import load_cluster
 from meshwright.planner.plan.recorder import Kernel
 from meshwright.planner.plan.timing import Timer
 from meshwright.ranks.errors import ConfigError
-from meshwright.ranks.fake_world import Sending
+from meshwright.ranks.fake_world import RECEIVE, Sending
 from tests.command_line import environment_for, meshwright
 from tests.patience import PATIENCE_SECONDS
 
@@ -167,14 +169,23 @@ def test_a_sum_that_nobody_waits_for_hides_under_kernels() -> None:
     assert seconds(begin, work, wait) == pytest.approx(alone + tax, rel=1e-2)
 
 
+LAYERS = """
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+model = nn.Sequential(*(Layer() for _ in range(3))).to(device)
+"""
+
+
 def test_edits_change_the_lines_that_they_name(tmp_path: Path) -> None:
-    question, out = adopted(
-        tmp_path,
-        HEAD.replace("nn.ReLU(), nn.Linear(16, 4)", "*(nn.Linear(16, 16) for _ in range(3))").replace(
-            "nn.Sequential(nn.Linear(8, 16), *", "nn.Sequential(nn.Linear(8, 16), nn.Sequential(*"
-        ).replace("range(3)))", "range(3))))")
-        + LOOP.replace("6, 8", "batch_size, 8").replace("\nfor", "\nbatch_size = 6\nfor"),
-    )  # fmt: skip
+    loop = LOOP.replace("6, 8", "batch_size, 8").replace("\nfor", "\nbatch_size = 6\nfor")
+    made = "optimizer = "
+    question, out = adopted(tmp_path, HEAD.replace(made, LAYERS + made) + loop)
     facts = run_rank(question, 0, out)
     titles = {edit.title: edit for edit in edits_of(question.script, (), facts, 1)}
     assert "+batch_size = 12" in titles["batch x 2"].diff
@@ -184,3 +195,53 @@ def test_edits_change_the_lines_that_they_name(tmp_path: Path) -> None:
     after = run_rank(question, 0, tmp_path / "edited", edit)
     assert any(entry.phase == "recompute" for entry in after.entries)
     assert not any(entry.phase == "recompute" for entry in facts.entries)
+    # One step each: torch leaves a recomputed module by an exception.
+    assert (after.step, after.microbatches) == (facts.step, facts.microbatches)
+    assert by_phase(after)["forward"] == by_phase(facts)["forward"]
+
+
+def test_a_strided_convolution_is_counted_at_its_result(tmp_path: Path) -> None:
+    question, out = adopted(
+        tmp_path,
+        HEAD.replace("nn.Linear(8, 16)", "nn.Conv2d(3, 4, 3, stride=2)")
+        .replace("nn.Linear(16, 4)", "nn.Conv2d(4, 8, 3, stride=2)")
+        + LOOP.replace("6, 8", "6, 3, 17, 17"),
+    )  # fmt: skip
+    facts = run_rank(question, 0, out)
+    # 17 -> 8 -> 3 positions a side; the first layer has no gradient of its input.
+    first, second = 2 * 6 * 8 * 8 * 4 * 3 * 9, 2 * 6 * 3 * 3 * 8 * 4 * 9
+    assert facts.flops == 2 * first + 3 * second
+
+
+def test_ranks_that_answer_each_other_are_no_deadlock() -> None:
+    timer, network = Timer(CLUSTER, 2), GroupNetwork(CLUSTER, 2)
+    number = iter(range(1, 100))
+
+    def send(to: int) -> list[Entry]:
+        return [Entry(Collective(Sending("message", 1024, (0, 1), to), next(number)), "forward", -1, 0)]
+
+    def receive(source: int) -> list[Entry]:
+        place = next(number)
+        receiving = Collective(Sending(RECEIVE, 1024, (0, 1), source), place)
+        return [Entry(receiving, "forward", -1, 0), Entry(Sync("wait", place), "forward", -1, 0)]
+
+    first = [entry for _ in range(3) for entry in (*send(1), *receive(1))]
+    second = [entry for _ in range(3) for entry in (*receive(0), *send(0))]
+    times = step_times({0: first, 1: second}, {}, timer, network, CLUSTER)
+    assert times[0].seconds > 5 * network.seconds(Sending("message", 1024, (0, 1), 1), 0)
+    with pytest.raises(ConfigError, match="wait for messages that no recorded rank sends"):
+        step_times({0: first[1:], 1: second}, {}, timer, network, CLUSTER)
+
+
+def test_a_stage_begins_with_its_first_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINY", "1")
+    ranks = run_ranks(Question(EXAMPLES / "pipeline.py", (), CLUSTER, 2), tmp_path)
+    sent = {
+        rank: [e.event.sending.verb for e in facts.entries if isinstance(e.event, Collective)]
+        for rank, facts in ranks.items()
+    }
+    assert sent[0][0] == "message"
+    assert sent[1][0] == RECEIVE
+    assert [Counter(verbs) for verbs in sent.values()] == 2 * [Counter({"message": 8, RECEIVE: 8})]
+    # The last stage waits for the first microbatch, and computes while the first stage waits for gradients.
+    assert plan(ranks, CLUSTER, 2).steps[1].exposed > 0
