@@ -130,9 +130,10 @@ class StepRecorder(Recorder):
         name = op._schema.name.removeprefix("aten::")
         sizes = next((value for value in args if isinstance(value, list)), [])
         # A program on the host makes its buffers there, such as FSDP2's for collectives.
-        computes = (
-            self.on_host and (self._stack or in_backward()) and keywords.get("dtype", torch.float32).is_floating_point
-        )
+        inside = self.on_host and (bool(self._stack) or in_backward())
+        # A buffer for a message is made before the model is called.
+        inside |= self._places.home == "cpu" and name in ("empty", "empty_strided")
+        computes = inside and (keywords.get("dtype") or torch.float32).is_floating_point
         sized = all(isinstance(size, int) for size in sizes)
         if name in _SIZED and sized and (computes or math.prod(sizes) > MOST_VALUES):
             keywords = {**keywords, "device": torch.device("meta")}
@@ -142,6 +143,10 @@ class StepRecorder(Recorder):
         sending = collective_of(op, args, result)
         if sending is not None:
             number_work(result, 0)
+            if sending.verb == RECEIVE:
+                self._notes.add("process", "a message of another rank to host memory: ones are assumed")
+                for x in tensors_in(args):
+                    x.fill_(1)
         return result
 
     def _without_values(self, op: Any, name: str, args: tuple[Any, ...], keywords: dict[str, Any], place: Place) -> Any:
