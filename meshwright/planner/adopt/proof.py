@@ -216,12 +216,7 @@ def record_processes(
     with output.open("wb") as file:
         try:
             for rank in range(ranks):
-                own: dict[str, str] = {}
-                enter_local_rank(rank, ranks, 0, port, own)
-                go_offline(own)
-                own |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "OMP_NUM_THREADS": "1"}
-                variables = rank_variables(own)
-                variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(beside), variables["PYTHONPATH"]]))
+                variables = variables_of(rank, ranks, port, beside)
                 started.append(
                     subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=file,
                                      stderr=subprocess.STDOUT, start_new_session=True)
@@ -249,6 +244,22 @@ def record_processes(
             f"{shlex.join([script.name, *words])} did not end in the run `{output.stem}`: process {codes.index(None)} "
             f"of {ranks} still ran {GRACE_SECONDS[True]:.0f} s after another one ended ({output})"
         )
+
+
+def variables_of(rank: int, ranks: int, port: int, beside: Path | str) -> dict[str, str]:
+    """Return the environment of a process of the script: a rank as under torchrun, one thread, offline.
+
+    Args:
+        rank: The process's rank.
+        ranks: The number of processes.
+        port: A free port, at which rank 0 opens torch's store.
+        beside: A further folder with modules that the script imports; empty without.
+    """
+    own: dict[str, str] = {}
+    enter_local_rank(rank, ranks, 0, port, own)
+    go_offline(own)
+    variables = rank_variables(own | {"TORCHELASTIC_USE_AGENT_STORE": "False", "OMP_NUM_THREADS": "1"})
+    return variables | {"PYTHONPATH": os.pathsep.join(filter(None, [str(beside), variables["PYTHONPATH"]]))}
 
 
 def first_error(output: Path, script: Path) -> str:
