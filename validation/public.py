@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,6 @@ from pydantic import BaseModel, Field
 
 from meshwright.config import Config, parse_config
 from meshwright.config.load import read_yaml
-from meshwright.config.section import with_field
 from meshwright.planner.foreign.job import Degrees
 from meshwright.planner.plan.cluster import Cluster, load_cluster
 from meshwright.planner.plan.memory import Memory, verdict
@@ -47,11 +47,12 @@ class MemoryColumn(BaseModel, extra="forbid", frozen=True):
 
 
 class Recipe(BaseModel, extra="forbid", frozen=True):
-    """What a job's own file says of some rows, and the file: facts of rows of these models (by how names begin),
-    devices, notes (by a part of the note) and microbatches; nothing said: all."""
+    """What a job's own file says of some rows, and the file: facts, and fields of the run, of rows of these models (by
+    how names begin), devices, notes (by a part of the note) and microbatches; nothing said: all."""
 
     source: str
-    facts: tuple[str, ...]
+    facts: tuple[str, ...] = ()
+    run: dict[str, Any] = Field(default_factory=dict)
     models: tuple[str, ...] = ("",)
     devices: tuple[str, ...] = ()
     notes: tuple[str, ...] = ("",)
@@ -205,15 +206,17 @@ def _judged(line: Line, rows_set: RowSet, planners: dict[Any, Planner]) -> Publi
         job = job_of(line) if rows_set.arguments else None
         # The tokenizer's file is not at hand, and changes no step.
         tree = job.run | {"data": {"sequence": job.run["data"]["sequence"]}} if job else _tree(line, rows_set)
+        recipe = next((recipe for recipe in rows_set.recipes if recipe.fits(line)), Recipe(source=""))
+        for name, value in {**_of_model(rows_set.runs, line), **recipe.run}.items():
+            *sections, key = name.split(".")
+            reduce(lambda inside, section: inside.setdefault(section, {}), sections, tree)[key] = value
         config = parse_config(tree)
-        for name, value in _of_model(rows_set.runs, line).items():
-            config = with_field(config, name, value)
-        facts = [*_facts(line, rows_set), *(job.facts if job else ())]
-        key = line["device"], tuple(facts)
-        if key not in planners:
+        facts = [*_facts(line, rows_set), *recipe.facts, *(job.facts if job else ())]
+        place = line["device"], tuple(facts)
+        if place not in planners:
             program = load_program(rows_set.software, facts)
-            planners[key] = Planner(program.on(_cluster(rows_set.clusters[line["device"]])), program.software)
-        prediction = planners[key].predict(config)
+            planners[place] = Planner(program.on(_cluster(rows_set.clusters[line["device"]])), program.software)
+        prediction = planners[place].predict(config)
     except ConfigError as error:
         return replace(row, missing=str(error).splitlines()[-1].strip())
     fullest = prediction.fullest
@@ -222,7 +225,7 @@ def _judged(line: Line, rows_set: RowSet, planners: dict[Any, Planner]) -> Publi
         row,
         seconds=prediction.seconds,
         bytes=float(_bytes(memory, rows_set.memory.of)) if rows_set.memory else None,
-        dispatch=_dispatch(planners[key].software, config),
+        dispatch=_dispatch(planners[place].software, config),
         fits=verdict(fullest, prediction.cluster),
         device_bytes=prediction.cluster.device.memory_bytes,
     )
@@ -272,12 +275,11 @@ def _missing(line: Line, rows_set: RowSet) -> Iterator[str]:
 def _facts(line: Line, rows_set: RowSet) -> list[str]:
     low = _low(line)
     by_note = [fact for word, facts in rows_set.facts_by_note.items() if word in line["note"] for fact in facts]
-    recipe = next((recipe.facts for recipe in rows_set.recipes if recipe.fits(line)), ())
     if rows_set.arguments or not (line["tp"] and line["pp"]):
         ranks: tuple[str, ...] = ()
     else:
         ranks = _degrees(line, rows_set).expert_facts(int(line["gpus"]))
-    return [*rows_set.facts, *by_note, *recipe, *ranks, *([f"products={low}"] if low else [])]
+    return [*rows_set.facts, *by_note, *ranks, *([f"products={low}"] if low else [])]
 
 
 def _degrees(line: Line, rows_set: RowSet) -> Degrees:
