@@ -38,9 +38,10 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
         kit = build_kit(config, there)
         model = build_model(config, kit, there, Chunk.union(stages.of(stage)))
         model.run_groups([Group(chunk.layers, wrapped=False) for chunk in stages.of(stage)], at_once)
-        # On the meta device a result's shape [B, A, T, E] is enough. If heads attend by runs, step-by-step attention
-        # in Python took five sixths of the plan of stages.
-        model.run_attention_by(lambda _, query, key, value, *more: query.new_empty(*query.shape[:-1], value.shape[-1]))
+        # On the meta device a result's shape is enough. If heads attend by runs, step-by-step attention in Python took
+        # five sixths of the plan of stages.
+        for core in model.attention_cores():
+            core.run_by(core.shaped)
         # A name of an earlier stage again: a tied table, or the head's table cut over stages.
         own = shard_specs(model).items()
         specs |= {name: replace(spec, tied=name in specs and PIPE not in spec.axes) for name, spec in own}

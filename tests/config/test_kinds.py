@@ -81,7 +81,10 @@ def test_fields_of_pairs_have_an_effect_on_pairs_alone(
 @pytest.mark.parametrize("field, value", [("tokenizer", "bytes"), ("sequence", 256)])
 def test_images_have_no_tokens(field: str, value: object) -> None:
     kinds = ", ".join(kind for kind in entries("data") if kind != "images")
-    families = "gpt2, llama, gemma, phi, gpt-oss, deepseek, bert, bert-pairs, bert-spans, bert-choice, transformer, t5"
+    families = (
+        "gpt2, llama, gemma, phi, gpt-oss, deepseek, qwen3-next, qwen3.5, bert, bert-pairs, bert-spans, bert-choice, "
+        "transformer, t5"
+    )
     valid = f"{kinds} of a model.family={families}"
     line = f"data.{field}={value} has no effect on data.kind=images; valid: leave it out, or data.kind={valid}"
     assert mistakes({"model": VIT, "data": {"source": "digits", field: value}}) == [line]

@@ -49,6 +49,9 @@ LLAMAS = {
 DEEPSEEKS = {"deepseek-v3", "deepseek-mini", "moonlight-16b-a3b", "kimi-k2"}
 """Counted in tests/families/deepseek/test_convert.py."""
 
+QWENS = {"qwen3-next-80b-a3b", "qwen3-next-mini"}
+"""Counted in tests/families/qwen_next/test_convert.py."""
+
 
 def num_parameters(model: Model) -> int:
     """GPT-2's count, from its layers: attention 4 H^2 + 4 H, feed-forward 2 H N + N + H, two norms 4 H."""
@@ -59,7 +62,8 @@ def num_parameters(model: Model) -> int:
 
 
 def test_every_shipped_model_is_in_the_table() -> None:
-    assert set(model_names()) == set(PARAMETERS) | VITS | BERTS | RESNEXTS | TRANSFORMERS | T5S | LLAMAS | DEEPSEEKS
+    counted = set(PARAMETERS) | VITS | BERTS | RESNEXTS | TRANSFORMERS | T5S | LLAMAS | DEEPSEEKS | QWENS
+    assert set(model_names()) == counted
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -16,6 +16,7 @@ from meshwright.data.messages_section import MessagesData
 from meshwright.families.bert.data_section import SquadData
 from meshwright.families.deepseek.section import DeepSeek
 from meshwright.families.llama.section import Llama
+from meshwright.families.qwen_next.section import QwenNext
 from meshwright.families.seq2seq.data_section import PairData
 from meshwright.families.seq2seq.section import T5
 from meshwright.families.vision.section import ResNeXt, Vit
@@ -44,6 +45,7 @@ def test_rules_name_fields_that_exist() -> None:
     for family in (
         Llama(family="llama"),
         DeepSeek(family="deepseek"),
+        QwenNext(family="qwen3-next"),
         Vit(family="vit"),
         T5(family="t5"),
         ResNeXt(family="resnext"),

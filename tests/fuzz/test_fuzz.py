@@ -125,6 +125,36 @@ def test_drawn_relatives_equal_one_device(seed: int) -> None:
     assert mistakes(config) == [], (case, config.model)
 
 
+def with_states(random: Random) -> tuple[Case, Config]:
+    """A drawn run of a model with gated delta nets, with or without experts."""
+    for case, _ in Drawing(random).cases():
+        if case["frozen"] == "biases":  # there are none
+            continue
+        heads = int(case["heads"] or 0)
+        delta = {
+            "family": random.choice(("qwen3-next", "qwen3.5")), "key_value_heads": heads // 2, "head_width": 4,
+            "rotary_width": random.choice((2, 4)), "attention_layers": random.choice(([False, True], [True, False])),
+            "linear_key_heads": heads // 2, "linear_value_heads": heads // 2 * random.choice((1, 2)),
+            "linear_key_width": 4, "linear_value_width": random.choice((3, 4)), "convolution": random.choice((2, 4)),
+        }  # fmt: skip
+        tree = tree_of(case | {"model": "llama"})
+        tree["model"] = {key: value for key, value in tree["model"].items() if key not in ("head_norms", "biases")}
+        tree["model"] |= delta
+        if case["precision"] == "float64" and random.random() < 0.4:  # elsewhere a router's choice jumps by rounding
+            tree["model"]["experts"] = {"count": 4, "per_token": 2, "width": 12, "shared": 12, "shared_gate": True}
+        try:
+            return case, parse_run(tree)
+        except ConfigError:
+            continue
+    raise AssertionError("draws do not end")
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 80))])
+def test_drawn_delta_nets_equal_one_device(seed: int) -> None:
+    case, config = with_states(Random(f"states/{seed}"))
+    assert mistakes(config) == [], (case, config.model)
+
+
 def trace_alone() -> None:
     """Layers as graphs by torch's own kernels, as tests/compute/tensor/test_graphs.py has them."""
     graphs.BACKEND = "aot_eager"

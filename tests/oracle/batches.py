@@ -88,7 +88,7 @@ BATCHES = {
     "bert-pairs": task_batch, "bert-spans": task_batch, "bert-choice": task_batch,
     "gpt2": global_batch, "llama": global_batch, "gemma": global_batch, "phi": global_batch,
     "gpt-oss": global_batch,
-    "deepseek": global_batch, "bert": bert_batch,
+    "deepseek": global_batch, "qwen3-next": global_batch, "qwen3.5": global_batch, "bert": bert_batch,
     "vit": vit_batch, "resnext": vit_batch,
     "transformer": pair_batch, "t5": pair_batch,
 }  # fmt: skip

@@ -33,6 +33,12 @@ MODELS: dict[str, dict[str, Any]] = {
             "groups": 3, "groups_per_token": 2, "bias_rate": 0.05, "balance": 0.3, "router_z": 0.01,
         },
     },
+    "qwen3-next": {
+        "family": "qwen3-next", "positions": 12, "vocabulary": 300, "layers": 2, "heads": 8,
+        "key_value_heads": 4, "head_width": 6,
+        "rotary_width": 4, "feed_forward": 40, "attention_layers": [False, True], "linear_key_heads": 4,
+        "linear_value_heads": 8, "linear_key_width": 6, "linear_value_width": 5,
+    },
     "bert": {"family": "bert", "positions": 12, "vocabulary": 300},
     "megatron-bert": {"family": "bert", "positions": 12, "vocabulary": 300, "norm_order": "megatron"},
     "vit": {"family": "vit", "image": 6, "patch": 2, "channels": 1, "classes": 10},

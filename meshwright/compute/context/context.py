@@ -30,7 +30,7 @@ from meshwright.compute.context.shaped import attend_shaped
 from meshwright.compute.context.spec import AttentionSpec
 from meshwright.compute.context.widened import attend_widened
 from meshwright.compute.model import IGNORED, Batch
-from meshwright.ranks.collectives import all_reduce, all_to_all
+from meshwright.ranks.collectives import all_gather, all_reduce, all_to_all
 from meshwright.ranks.mesh import Mesh
 
 AXIS = "context"
@@ -121,6 +121,18 @@ class Context:
         runs = self.runs(count * self.size, *of_rank)
         return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
 
+    def in_order(self, parts: Tensor, length: int) -> tuple[Tensor, list[int]]:
+        """Gather a tensor of each run of a sequence, in the order of the sequence; differentiable.
+
+        Args:
+            parts: [runs of this rank, ...].
+            length: tokens of the whole sequence.
+
+        Returns:
+            [runs of all ranks, ...], and the numbers of this rank's runs.
+        """
+        return parts, list(range(len(parts)))
+
     def cut(self, batch: Batch, inside: Collection[str]) -> Batch:
         """Cut a batch to this rank's tokens; entries in `inside`, which attention reads, stay whole."""
         if self.size == 1:
@@ -164,6 +176,14 @@ class CutContext(Context):
 
     def total(self, x: Tensor) -> Tensor:
         return all_reduce(x, self.mesh, AXIS)
+
+    def in_order(self, parts: Tensor, length: int) -> tuple[Tensor, list[int]]:
+        begins = [run.start for rank in range(self.size) for run in self.runs(length, rank)]
+        order = sorted(range(len(begins)), key=lambda number: begins[number])
+        gathered, first = all_gather(parts, self.mesh, AXIS, 0), self.index * len(parts)
+        return torch.stack([gathered[number] for number in order]), [
+            order.index(first + number) for number in range(len(parts))
+        ]
 
 
 class Ulysses(CutContext):

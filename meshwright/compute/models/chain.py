@@ -65,6 +65,17 @@ class RunsInContext(nn.Module):
         """
         self.run = run
 
+    def shaped(self, function: Callable[..., Any], *inputs: Any) -> Tensor:
+        """Return a tensor of the output's shape, without values: a `run` for plans of shapes.
+
+        Args:
+            function: Is not called.
+            inputs: Query, key and value [B, A, T, E] first.
+        """
+        query, _, value, *_ = inputs
+        shape: Tensor = query.new_empty(*query.shape[:-1], value.shape[-1])
+        return shape
+
 
 class Chain(nn.Module, ABC):
     """A model as embeddings, blocks and a head.

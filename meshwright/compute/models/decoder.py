@@ -16,7 +16,7 @@ from meshwright.config import Config
 @dataclass
 class KeyValueCache:
     """Keys and values of all past tokens: one pair per block, [B, K, T, E] each, for K key-value heads. A layer with
-    a window keeps only the window's last tokens."""
+    a window keeps only the window's last tokens; a recurrent layer keeps a pair of its own (`replace`)."""
 
     layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     num_tokens: int = 0
@@ -44,6 +44,22 @@ class KeyValueCache:
         kept = (key[:, :, hidden:].clone(), value[:, :, hidden:].clone()) if hidden else (key, value)
         self.layers.insert(layer, kept)
         return key, value
+
+    def past_of(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Return what a recurrent layer has kept (`replace`); None before the first token."""
+        return self.layers[layer] if layer < len(self.layers) else None
+
+    def replace(self, layer: int, kept: tuple[Tensor, Tensor], num_tokens: int) -> None:
+        """Keep other tensors of a recurrent layer, each [B, ...].
+
+        Args:
+            layer: the layer's index; layer 0 counts the tokens.
+            kept: the tensors.
+            num_tokens: number of new tokens.
+        """
+        if layer == 0:
+            self.num_tokens += num_tokens
+        self.layers[layer : layer + 1] = [kept]
 
     def select(self, rows: Tensor | Sequence[int]) -> None:
         """Continue with some rows of the batch.

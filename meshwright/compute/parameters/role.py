@@ -7,6 +7,8 @@
 | norm          | the optimizer's rule, elements | no           | float32      |
 | bias          | the optimizer's rule, elements | no           | half         |
 | router bias   | the signs of its gradient      | no           | float32      |
+| taps          | the optimizer's rule, elements | yes          | half         |
+| decay         | the optimizer's rule, elements | no           | float32      |
 | any, frozen   | nothing                        | no           | as the role  |
 
 A layer declares the role with the placement (shard.py: ShardSpec). `model.frozen` freezes parameters by name.
@@ -65,6 +67,10 @@ BIAS = Role("bias", StepRule("elements"))
 """An addend of a product or of attention's scores."""
 ROUTER_BIAS = Role("router bias", StepRule("signs"), stored="float32")
 """An addend of a router's scores for the choice of experts. In half precision a step of 0.001 would be lost."""
+TAPS = Role("taps", StepRule("elements", decays=True))
+"""The taps of a convolution of each channel with the last tokens."""
+DECAY = Role("decay", StepRule("elements"), stored="float32")
+"""A parameter of the decay of a recurrent state: half precision would round decays near one to one."""
 
 RuleOf = Callable[[Role], StepRule]
 """rule_of(role): the optimizer's step rule for parameters of the role (Update.rule_of)."""

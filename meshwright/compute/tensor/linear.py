@@ -41,6 +41,8 @@ Addends = Callable[[Tensor, Tensor], Iterable[tuple[Tensor, Tensor]]]
 class Local(ShardedModule):
     """A parameter `weight`, sharded by a spec: a table of attention biases by head, or grouped convolution kernels."""
 
+    in_graphs = True
+
     def __init__(self, mesh: Mesh, spec: ShardSpec) -> None:
         super().__init__(mesh)
         self.weight = self.declare("weight", spec)

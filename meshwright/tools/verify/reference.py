@@ -163,8 +163,7 @@ def rate_share(schedule: ScheduleSection, step: int, steps: int) -> float:
         return (step + 1) / schedule.warmup
     if schedule.decay == "inverse-sqrt":
         return max(schedule.floor, math.sqrt(max(1, schedule.warmup) / (step + 1)))
-    rest = max(1, steps - schedule.warmup)
-    stable = int(schedule.stable * rest)
+    stable = int(schedule.stable * (rest := max(1, steps - schedule.warmup)))
     done = min(1.0, max(0, step - schedule.warmup - stable) / (rest - stable))
     waves = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}
     return schedule.floor + (1 - schedule.floor) * (waves | {"sqrt": 1 - math.sqrt(done)})[schedule.decay]

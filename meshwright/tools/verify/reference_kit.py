@@ -89,7 +89,8 @@ class ReferenceKit:
         return x.sum(2)
 
     def local(self, shape: _Shape, dim: int, initial: Initial, role: Role) -> nn.Module:
-        return Layer(lambda weight, _: weight, shape, initial, decays=role.rule.decays)
+        decays, elements, wide = role.rule.decays, role.rule.by != "matrices", role.stored == "float32"
+        return Layer(lambda weight, _: weight, shape, initial, decays=decays, table=elements, wide=wide)
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         """Return a head with whole logits [B, t, V], without the table's padding, and torch's cross entropy."""

@@ -76,7 +76,7 @@ def packed_and_one_by_one(mesh: Mesh, config: Config) -> tuple[Any, Any]:
     return loss_and_gradients(model, [whole], total), loss_and_gradients(model, alone, total)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3-next"])
 def test_packed_documents_are_computed_as_one_by_one(name: str) -> None:
     [((loss, gradients), (expected, by_one))] = run_ranks(
         packed_and_one_by_one, Grid((("data", 1),)), separate(name, {})
@@ -174,6 +174,10 @@ LEAKS = {
     "ring x 1-D, cut": ("llama", {"context": RING, "tensor": CUT}),
     "ring x branches x stages": ("gpt2", {"context": RING, "tensor": BRANCHES, "pipeline": {"size": 2}}),
     "ulysses x shard groups": CROSSED["ulysses x shard groups"],
+    "states": ("qwen3-next", {}),
+    "states, ring of 4": ("qwen3-next", {"context": RING | {"size": 4}}),
+    "states, ulysses x 1-D, cut": ("qwen3-next", {"context": ULYSSES, "tensor": CUT}),
+    "states, 2-D x stages": ("qwen3-next", {"tensor": BLOCKS, "pipeline": {"size": 2}}),
 }
 
 

@@ -96,6 +96,11 @@ FEW = {
             layout={"data": {"size": 2, "expert": 2, "sync": "zero1", "bucket": 8192}, "tensor": CUT},
         )
     ],
+    "qwen3-next": [config_for("qwen3-next", CUT, batch={"global": 16, "micro": 8})],
+    "qwen3-next, ring": [
+        config_for("qwen3-next", WHOLE, batch={"global": 16, "micro": 8}, layout={"context": {"size": 2, "kind": kind}})
+        for kind in ("ring", "ulysses")
+    ],
     "2-D": [summa(FLAT, form) for form in ("gather", "stream")],
     "2.5-D": [summa(DEEP, "gather")],
     "sub-graphs": [synced("allreduce", 1, tensor) for tensor in (SUBGRAPHS[0], SUBGRAPHS[-1])],

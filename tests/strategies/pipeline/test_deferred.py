@@ -130,8 +130,9 @@ def check(results: dict[tuple[str, int], Pair], tolerance: float) -> None:
 @pytest.mark.parametrize("kit", KITS)
 def test_later_is_the_same(kit: str) -> None:
     tensor, summa = KITS[kit]
-    # Blocks hold no experts: refused.
-    models = [model for model, section in MODELS.items() if "experts" not in section or tensor["kind"] != "tesseract"]
+    # Blocks hold no experts: refused. Over half of the parameters of a delta net are vectors, which are not deferred.
+    kept = {model: section for model, section in MODELS.items() if section["family"] != "qwen3-next"}
+    models = [model for model, section in kept.items() if "experts" not in section or tensor["kind"] != "tesseract"]
     configs = {model: config_for(model, tensor, memory={"summa": summa}) for model in models}
     first = next(iter(configs.values()))
     for results in run_ranks(both_ways, Grid(first.layout.axes), configs, token_axes=first.layout.token_axes):

@@ -38,6 +38,12 @@ MODELS: dict[str, dict[str, Any]] = {
             "router_z": 0.01,
         },
     },
+    "qwen3-next": {  # norms of heads of 5 numbers divide by little where these pass zero: a larger epsilon
+        "family": "qwen3-next", "layers": 2, "key_value_heads": 2, "head_width": 6, "rotary_width": 4,
+        "feed_forward": 40, "attention_layers": [False, True], "linear_key_heads": 2, "linear_value_heads": 4,
+        "linear_key_width": 6, "linear_value_width": 5,
+        "norm_epsilon": 1e-3, **TEXT,
+    },
     "bert": {"family": "bert", "layers": 1, **TEXT},
     "megatron-bert": {"family": "bert", "layers": 1, "norm_order": "megatron", **TEXT},
     "vit": {"family": "vit", "layers": 1, "image": 6, "patch": 2, "channels": 1, "classes": 10},

@@ -88,6 +88,7 @@ def test_its_graph_is_torchs(model: str) -> None:
         "experts": {"_RotateBackward"},
         "deepseek": {"_RotateBackward", "_SwigluBackward", "_LoadsBackward"},  # the reference's own count of loads
         "gpt2": {"_GeluBackward"}, "llama": {"_RotateBackward", "_SwigluBackward"},
+        "qwen3-next": {"_RotateBackward", "_SwigluBackward"},
         "transformer": {"_TogetherBackward"}, "t5": {"_TogetherBackward"},
     }  # fmt: skip
     assert ours == own.get(family, set())
@@ -100,6 +101,7 @@ TENSORS = {
     "llama": {"kind": "megatron", "size": 2},
     "experts": {"kind": "megatron", "size": 2, "sequence_parallel": True},
     "deepseek": {"kind": "megatron", "size": 2, "sequence_parallel": True},
+    "qwen3-next": {"kind": "megatron", "size": 2, "sequence_parallel": True},
     "bert": {"kind": "megatron", "size": 2, "sequence_parallel": True},
     "vit": {"kind": "subgraph", "size": 2},
     "t5": {"kind": "megatron", "size": 2},

@@ -82,6 +82,30 @@ QWEN3 = {
     "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True,
     "use_sliding_window": False,
 }  # fmt: skip
+DELTA = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": QWEN[0], "eos_token_id": "<|im_end|>",
+    "head_dim": 8, "hidden_act": "silu", "initializer_range": 0.02, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 6,
+    "num_hidden_layers": 4, "rms_norm_eps": 1e-06, "torch_dtype": "bfloat16", "use_cache": True,
+}  # fmt: skip
+QWEN3_NEXT = DELTA | {
+    "architectures": ["Qwen3NextForCausalLM"], "decoder_sparse_step": 1, "full_attention_interval": 4,
+    "mlp_only_layers": [], "model_type": "qwen3_next", "moe_intermediate_size": 12, "norm_topk_prob": True,
+    "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False, "partial_rotary_factor": 0.25,
+    "rope_scaling": None, "rope_theta": 10000000, "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 20, "tie_word_embeddings": False, "transformers_version": "4.57.0.dev0",
+    "use_sliding_window": False,
+}  # fmt: skip
+QWEN35 = DELTA | {
+    "architectures": ["Qwen3_5ForCausalLM"], "attn_output_gate": True, "full_attention_interval": 2,
+    "layer_types": ["linear_attention", "full_attention"] * 2, "model_type": "qwen3_5_text",
+    "mtp_num_hidden_layers": 1,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5, "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "tie_word_embeddings": True, "transformers_version": "4.57.0.dev0",
+}  # fmt: skip
 QWEN_TOKENIZER = {
     "add_bos_token": False, "add_prefix_space": False, "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
     "bos_token": None, "chat_template": CHATML, "clean_up_tokenization_spaces": False, "errors": "replace",
@@ -199,6 +223,13 @@ FAMILIES = {
         QWEN, QWEN3 | {"eos_token_id": "<|im_end|>"}, QWEN_SAMPLED | {"temperature": 0.6, "top_p": 0.95},
         QWEN_TOKENIZER | {"eos_token": "<|im_end|>"}, {}, None, "<|im_end|>", ("<|im_end|>", QWEN[0]),
     ),
+    **{
+        name: Published(
+            QWEN, config, QWEN_SAMPLED, QWEN_TOKENIZER | {"eos_token": "<|im_end|>"}, {}, None, "<|im_end|>",
+            ("<|im_end|>", QWEN[0]),
+        )
+        for name, config in (("qwen3-next", QWEN3_NEXT), ("qwen3.5", QWEN35))
+    },
     "llama-3.1": Published(
         LLAMA3, LLAMA31 | {"eos_token_id": LLAMA3[1]},
         {"_from_model_config": True, "bos_token_id": LLAMA3[0], "do_sample": True, "eos_token_id": LLAMA3[1],

@@ -23,6 +23,7 @@ from meshwright.families.llama.gemma import Gemma
 from meshwright.families.llama.gpt_oss import GptOss
 from meshwright.families.llama.phi import Phi
 from meshwright.families.llama.section import Llama
+from meshwright.families.qwen_next.section import Qwen35, QwenNext
 from meshwright.families.seq2seq.section import T5
 from meshwright.families.vision.section import Vit
 from meshwright.ranks.errors import CheckpointError, ConfigError, DataError
@@ -252,6 +253,8 @@ MODELS = {
     "phi": Phi(family="phi"),
     "gemma": Gemma(family="gemma"),
     "gpt-oss": GptOss(family="gpt-oss"),
+    "qwen3-next": QwenNext(family="qwen3-next"),
+    "qwen3.5": Qwen35(family="qwen3.5"),
     "deepseek": DeepSeek(
         family="deepseek",
         experts=ExpertsSection(count=8, width=64, shared=64, scores="sigmoid", bias_rate=0.0),

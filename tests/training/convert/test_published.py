@@ -28,16 +28,11 @@ FILES = (
     "chat_template.jinja",
 )
 LONG_CHATS = (
-    "qwen2.5-instruct",
-    "qwen3",
-    "smollm2-instruct",
-    "smollm3",
-    "gemma-2-instruct",
-    "gemma-3-instruct",
-    "gpt-oss",
+    *("qwen2.5-instruct", "qwen3", "qwen3.5", "smollm2-instruct", "smollm3"),
+    *("gemma-2-instruct", "gemma-3-instruct", "gpt-oss"),
 )
 CHATS = [
-    *("llama-3.1-instruct", "mistral-instruct"),
+    *("llama-3.1-instruct", "mistral-instruct", "qwen3-next"),
     *(pytest.param(name, marks=pytest.mark.long) for name in LONG_CHATS),
 ]
 
