@@ -202,6 +202,12 @@ def verify(
     as_configured: Annotated[
         bool, Option("--as-configured", help="In the run's own precision, not in float64.")
     ] = False,
+    generates: Annotated[
+        bool, Option("--generate", help="Compare generation's bits with training's; bits=layout-free.")
+    ] = False,
+    tokens: Annotated[
+        int | None, Option(min=1, help="Of --generate: the number of tokens; 1000.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove a run's layout equal to plain torch on one device.
@@ -210,14 +216,30 @@ def verify(
     Dropout is off: no two layouts share its masks. With bits=layout-free the layout's bits are also compared with one
     device's, with dropout.
 
+    --generate compares log-probabilities of generated tokens, with and without a cache, with training's forward pass
+    under six layouts, and the exported weights in transformers. Exit code 1 if a bit differs.
+
     Example: meshwright verify run.yaml layout.data.size=4 layout.data.sync=ring
     """
+    if generates and as_configured:
+        raise ConfigError.of("--as-configured", True, "has no effect with --generate, which always is", "leave it out")
+    if tokens is not None and not generates:
+        raise ConfigError.of("--tokens", tokens, "has no effect on a verification of steps", "with --generate")
     config = _load_with_remarks(run, overrides)
+    compared = steps if steps is not None else min(VERIFIED_STEPS, config.steps)
+    if generates:
+        from meshwright.tools.verify import generated, generated_table
+
+        with progress() as show:
+            many = tokens or generated.TOKENS
+            found = generated.verify_generated(config, steps=compared, tokens=many, report=show)
+        print_result(generated_table, found, as_json)
+        found.check()
+        return
     from meshwright.tools.verify import table
     from meshwright.tools.verify.job import verify as run_verification
 
     with progress() as show:
-        compared = steps if steps is not None else min(VERIFIED_STEPS, config.steps)
         verdict = run_verification(config, steps=compared, as_configured=as_configured, report=show)
     # Printed before check() raises: the table lists the differences that the error counts.
     print_result(table, verdict, as_json)

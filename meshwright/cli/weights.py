@@ -222,6 +222,9 @@ def generate(
     chat: Annotated[
         bool, Option(help="The prompt is what a user says: answer it, by the template of the run's dialogues.")
     ] = False,
+    exact: Annotated[
+        bool, Option("--exact", help="With the bits of training's forward pass; of bits=layout-free. Slower.")
+    ] = False,
     context: Context = None,
     device: DeviceOption = "auto",
     as_json: AsJson = False,
@@ -236,7 +239,7 @@ def generate(
     from meshwright.tools.generate import Request, Sampling
     from meshwright.tools.generate import generate as generate_from
 
-    request = Request(prompt, tokens, Sampling(temperature, top_k, seed), beams, length_penalty, chat)
+    request = Request(prompt, tokens, Sampling(temperature, top_k, seed), beams, length_penalty, chat, exact)
     generated = generate_from(checkpoint, request, device, context)
     if as_json:
         print(json.dumps({"checkpoint": str(generated.folder), "prompt": prompt, "text": "".join(generated.parts)}))

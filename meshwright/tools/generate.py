@@ -18,9 +18,12 @@ from meshwright.data.chat import ChatTemplate, closing_token, kept_template
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.ranks.errors import ConfigError
 from meshwright.tools.evaluate.load import LoadedText, config_at, load_text
-from meshwright.training.checkpoint import find_checkpoint
+from meshwright.training.checkpoint import Checkpoint, find_checkpoint
 
 DEFAULT_TOKENS = 100
+REQUIRE_EXACT = "meshwright.tools.exact:require_exact"
+EXACT_DECODER = "meshwright.tools.exact:ExactDecoder"
+"""Entries of generation with equal bits, which other runs do not import."""
 
 _UNFINISHED = "\ufffd"
 
@@ -64,6 +67,8 @@ class Request:
     length_penalty: float | None = None
     chat: bool = False
     """Whether the prompt is a user's message to a run that was trained on dialogues; the answer is one turn."""
+    exact: bool = False
+    """Whether log-probabilities must have the bits of training (tools/exact.py); of a run with layout-free bits."""
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.tokens < 1:
@@ -95,7 +100,9 @@ def generate(checkpoint: Path, request: Request, device: str = "auto", context: 
 def go_on(checkpoint: Path, request: Request, device: str, context: int | None) -> Generated:
     """Continue a prompt with a decoder, token by token; with `request.chat`, answer the prompt."""
     sampling, config = request.sampling, config_at(checkpoint)
-    options = {"--beams": request.beams, "--length-penalty": request.length_penalty}
+    if request.exact and request.chat:
+        raise ConfigError.of("--exact", True, "has no form of an answer yet", "without --chat")
+    options: dict[str, float | None] = {"--beams": request.beams, "--length-penalty": request.length_penalty}
     refuse(options, config.model.family, "which goes on token by token", "--temperature, --top-k, --seed")
     template = None
     if request.chat:
@@ -104,7 +111,13 @@ def go_on(checkpoint: Path, request: Request, device: str, context: int | None) 
         if template is None:
             rule = "has no template: this run was not trained on dialogues, and its tokenizer came without one"
             raise ConfigError.of("--chat", True, rule, "without --chat")
+    if request.exact:
+        load_entry(REQUIRE_EXACT)(config, "--exact")
+        options = {"--context": context}
+        refuse(options, "run with --exact", "whose text ends with the sequence of training", "without --context")
     loaded, most = load_text(checkpoint, device, context), request.tokens or DEFAULT_TOKENS
+    if request.exact:
+        return Generated(loaded.folder, request.prompt, exact_text(loaded, request.prompt, most, sampling))
     if template is None:
         return Generated(loaded.folder, request.prompt, generate_text(loaded, request.prompt, most, sampling))
     return Generated(loaded.folder, "", answer_text(loaded, template, request.prompt, most, sampling))
@@ -135,13 +148,7 @@ def generate_tokens(
         with torch.inference_mode():
             h = loaded.model.hidden(torch.tensor([fresh], device=loaded.device), cache)  # [1, T, H]
             logits = loaded.head.logits(h[0, -1])[: loaded.tokenizer.vocabulary_size]  # [V]; other ids are no tokens
-        if sampling.temperature == 0:
-            token = int(logits.argmax())
-        else:
-            # On the host and in float64, so that a seed's draws are the same from every device.
-            scores = logits.cpu().double() / sampling.temperature
-            likely, ids = scores.topk(min(sampling.top_k or len(scores), len(scores)))
-            token = int(ids[torch.multinomial(likely.softmax(-1), 1, generator=generator)])
+        token = drawn(logits, sampling, generator)
         if token in stops:
             return
         yield token
@@ -150,6 +157,35 @@ def generate_tokens(
         if cache.num_tokens == loaded.context:
             # Cached keys contain positions, so the kept half is computed again at positions 0, 1, ...
             fresh, cache = tokens[-half:], KeyValueCache()
+
+
+def drawn(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Return the most likely token of logits [V], or one drawn from the likely tokens."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    # On the host and in float64, so that a seed's draws are the same from every device.
+    scores = logits.cpu().double() / sampling.temperature
+    likely, ids = scores.topk(min(sampling.top_k or len(scores), len(scores)))
+    return int(ids[torch.multinomial(likely.softmax(-1), 1, generator=generator)])
+
+
+def exact_text(loaded: LoadedText, prompt: str, most: int, sampling: Sampling) -> Iterator[str]:
+    """Yield the continuation of a prompt, whose logits have the bits of training's forward pass.
+
+    The text ends at the latest with the sequence of training, since no later position was trained.
+
+    Raises ConfigError if the prompt leaves no place in the sequence.
+    """
+    tokenizer = loaded.tokenizer
+    ids = [*tokenizer.opening, *tokenizer.encode(prompt)] or [tokenizer.first]
+    generator = torch.Generator().manual_seed(1 if sampling.seed is None else sampling.seed)
+
+    def choose(place: int, position: int, logits: torch.Tensor) -> int | None:
+        token = drawn(logits[: tokenizer.vocabulary_size], sampling, generator)
+        return None if position - len(ids) == most or token in tokenizer.marks.stops else token
+
+    decoder = load_entry(EXACT_DECODER)(loaded.config, loaded.device, cached=True).load(Checkpoint(loaded.folder))
+    return whole_characters(tokenizer, ids, iter(decoder.continued({0: ids}, choose)[0].tokens))
 
 
 def generate_text(loaded: LoadedText, prompt: str, most: int, sampling: Sampling) -> Iterator[str]:

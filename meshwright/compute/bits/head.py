@@ -10,6 +10,7 @@ Each token's loss is rounded to a multiple of 2^-40, so the sum of losses does n
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.compute.bits.blocks import Blocks, parts_of, sum_of_products
+from meshwright.compute.bits.blocks import Blocks, apart, parts_of, sum_of_products
 from meshwright.compute.model import IGNORED
 from meshwright.compute.parameters.fixed import SUMMED_LOSS, FixedPoint, rounded_loss
 from meshwright.compute.parameters.shard import Placements, WriteGradient
@@ -54,10 +55,17 @@ class PartHead(TableHead):
         self.blocks = blocks
         self.fixed: FixedPoint | None = None
         """Holds the step's loss scale; in training it sets the quantum of losses."""
+        self.observed: list[tuple[Tensor, Tensor]] | None = None
+        """If a list, each forward pass appends its labels and the unscaled losses of these, both [B, t]."""
 
     def round_by(self, fixed: FixedPoint) -> None:
         """Round training losses to multiples of 2^-40 times the loss scale of `fixed`."""
         self.fixed = fixed
+
+    def observe(self) -> list[tuple[Tensor, Tensor]]:
+        """Return a new list that each later forward pass appends to, as `observed`."""
+        self.observed = found = list[tuple[Tensor, Tensor]]()
+        return found
 
     def forward(self, h: Tensor, labels: Tensor, scale: float | Objective) -> Tensor:
         assert not callable(scale), "a rule refuses losses over pairs with equal bits"
@@ -66,6 +74,54 @@ class PartHead(TableHead):
             differentiates = torch.is_grad_enabled() and (h.requires_grad or table.requires_grad)
             loss: Tensor = _PartLoss.apply(h, table, bias, labels, scale, self, differentiates)
         return loss
+
+    @torch.no_grad()
+    def chosen(self, h: Tensor, choose: Callable[[slice, Tensor], Tensor]) -> Tensor:
+        """Return the losses [B, t] of labels that are chosen from the logits, with the kernels of the forward pass.
+
+        Args:
+            h: [B, t, H], the hidden states of one run of tokens; every class is on this rank.
+            choose: `choose(rows, logits)` gets a range of the B·t rows and their logits [C, V], and returns the labels
+                [C]. Rows with the label IGNORED have a loss of 0.
+        """
+        classes = self.classes
+        factors = torch.zeros(h.shape[0] * h.shape[1], 1, dtype=wide_dtype(h), device=h.device)
+        losses = torch.zeros_like(factors)
+        for chunk, _, logits in _logits(apart(h).flatten(0, 1), _Tables.of(self.own_classes(self.block), self)):
+            shown = torch.cat(logits, -1)[:, : classes.vocabulary]
+            classes.capped(shown)
+            labels = choose(chunk, shown)
+            found = _to_gradients(logits, labels.unsqueeze(1), factors[chunk], classes, self.blocks)
+            losses[chunk] = torch.where(labels.unsqueeze(1) != IGNORED, found, 0)
+        return losses.view(h.shape[:2])
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """A rank's classes as kernels get them."""
+
+    head: PartHead
+    weights: list[list[Tensor]]
+    """[V/N, H/n] by part of the classes and by part of the hidden width."""
+    biases: list[Tensor | None]
+    """[V/N] by part of the classes."""
+
+    @classmethod
+    def of(cls, table: Tensor, head: PartHead, bias: Tensor | None = None) -> _Tables:
+        """Split the classes [V/p, H] and their biases [V/p]; `bias` None: the head's."""
+        blocks, bias = head.blocks, head.bias if bias is None else bias
+        weights = [parts_of(own, blocks.hidden, -1) for own in parts_of(table, blocks.parts, 0)]
+        return cls(head, weights, [None] * len(weights) if bias is None else [*parts_of(bias, blocks.parts, 0)])
+
+
+def _logits(rows: Tensor, tables: _Tables) -> Iterator[tuple[slice, list[Tensor], list[Tensor]]]:
+    """Yield chunks of rows [n, H]: the range, the rows by parts of the hidden width, and the logits by parts."""
+    head, height = tables.head, tables.weights[0][0].shape[0]
+    classes, device = head.classes, head.classes.device_type
+    for chunk in classes.alike(ranges(0, rows.shape[0], 4 * height, CHUNK_BYTES[device], CHUNK_ROWS), rows):
+        those = parts_of(rows[chunk], head.blocks.hidden, -1)
+        pairs = zip(tables.weights, tables.biases, strict=True)
+        yield chunk, those, [logits_of_part(classes.products, those, own, offsets) for own, offsets in pairs]
 
 
 @dataclass
@@ -91,12 +147,18 @@ class _PartLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=h.device)
         ctx.head, ctx.shape, ctx.dtype, ctx.gradients = head, whole.shape, h.dtype, []
         wanted = labels.chunk(blocks.runs if count > 1 else 1, 1)
-        rows_of_classes = head.own_classes(table)
+        rows_of_classes, observed = head.own_classes(table), list[Tensor]()
         for rows, own in zip(blocks.rows(whole[:, :count]), wanted, strict=True):
             learns = differentiates and ctx.needs_input_grad[1]
-            loss, gradients = _run(rows, own, rows_of_classes, bias, scale, head, differentiates, learns)
-            total += loss
+            losses, gradients = _run(rows, own, rows_of_classes, bias, scale, head, differentiates, learns)
+            # An evaluation sums losses and divides at the end, so the quantum of losses is larger.
+            quantum = head.fixed.scale if head.fixed is not None and head.training else SUMMED_LOSS
+            total += rounded_loss(losses.to(torch.float64) * scale, quantum).sum()
             ctx.gradients.append(gradients)
+            if head.observed is not None:
+                observed.append(losses.view(own.shape))
+        if head.observed is not None:
+            head.observed.append((labels, torch.cat(observed, 1)))
         return total
 
     @staticmethod
@@ -127,7 +189,7 @@ def _run(
     rows: Tensor, labels: Tensor, table: Tensor, bias: Tensor | None, scale: float, head: PartHead,
     differentiates: bool, learns: bool,
 ) -> tuple[Tensor, _RunGradients]:  # fmt: skip
-    """Compute the loss of a run, a float64 scalar, and the gradients of the loss.
+    """Compute the unscaled losses [n, 1] of a run's labelled rows, 0 for rows that are not counted, and the gradients.
 
     Args:
         rows: [B·t, H], the hidden states.
@@ -146,18 +208,14 @@ def _run(
         rows, labels = rows[index], labels[index]
     counted, wide = (labels != IGNORED).unsqueeze(1), wide_dtype(rows)
     factors, losses = counted.to(wide) * scale, rows.new_empty(rows.shape[0], 1, dtype=wide)
-    tables = [parts_of(own, blocks.hidden, -1) for own in parts_of(table, blocks.parts, 0)]
-    biases = [None] * len(tables) if bias is None else parts_of(bias, blocks.parts, 0)
+    tables = _Tables.of(table, head, bias)
     dh = torch.empty(rows.shape if differentiates else (0,), dtype=torch.float32, device=rows.device)
     dtable = torch.zeros_like(table if learns else table[:0], dtype=wide)
     dbias = None if bias is None else torch.zeros_like(bias, dtype=wide)
-    device, height = classes.device_type, tables[0][0].shape[0]
-    for chunk in classes.alike(ranges(0, rows.shape[0], 4 * height, CHUNK_BYTES[device], CHUNK_ROWS), rows):
-        those = parts_of(rows[chunk], blocks.hidden, -1)
-        logits = [logits_of_part(products, those, own, offsets) for own, offsets in zip(tables, biases, strict=True)]
+    for chunk, those, logits in _logits(rows, tables):
         losses[chunk] = _to_gradients(logits, labels[chunk].unsqueeze(1), factors[chunk], classes, blocks)
         if differentiates:
-            columns = zip(*tables, strict=True)
+            columns = zip(*tables.weights, strict=True)
             dh[chunk] = side_by_side([
                 blocks.total(map(products.multiply, logits, column)) for column in columns
             ])  # fmt: skip
@@ -168,12 +226,9 @@ def _run(
                     write_part(side_by_side([products.multiply(part.t(), inputs) for inputs in those]), own, beta=1)
             if dbias is not None:
                 dbias += torch.cat([part.sum(0, dtype=wide) for part in logits])
-    # An evaluation sums losses and divides at the end, so the quantum of losses is larger.
-    quantum_scale = head.fixed.scale if head.fixed is not None and head.training else SUMMED_LOSS
-    loss = rounded_loss(torch.where(counted, losses, 0).to(torch.float64) * scale, quantum_scale).sum()
     if index is not None and differentiates:
         dh = torch.zeros(all_of.shape, dtype=dh.dtype, device=dh.device).index_copy_(0, index, dh)
-    return loss, _RunGradients(dh, dtable, dbias)
+    return torch.where(counted, losses, 0), _RunGradients(dh, dtable, dbias)
 
 
 def logits_of_part(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.compute.bits.blocks import Blocks, Draw, apart
-from meshwright.compute.context.context import HEADS, Heads
+from meshwright.compute.context.context import HEADS, TOKENS, Heads
 from meshwright.compute.context.spec import AttentionSpec
 from meshwright.compute.parameters.shard import own_stream
 from meshwright.ranks.trees import tree_sum
@@ -50,6 +50,24 @@ class HeadParts(Heads):
                 outs.append(Apart.apply(out))
             grains.append(torch.cat(outs, HEADS))
         return grains[0] if len(grains) == 1 else torch.cat(grains)
+
+    def attend_run(
+        self, query: Tensor, key: Tensor, value: Tensor, run: slice, spec: AttentionSpec
+    ) -> Tensor:  # fmt: skip
+        """Attend from the queries of one run, with the kernels of whole sequences; queries elsewhere are zeros.
+
+        Args:
+            query: [B, A, t, E], the run's queries.
+            key: [B, K, T, E], of whole sequences.
+            value: [B, K, T, E], of whole sequences.
+            run: the places of the queries in the sequence.
+            spec: the attention of the whole sequence.
+
+        Returns [B, A, t, E].
+        """
+        whole = query.new_zeros(*query.shape[:TOKENS], key.shape[TOKENS], query.shape[-1])
+        whole[:, :, run] = query
+        return self.attend(whole, key, value, spec)[:, :, run]
 
     def by_grain(
         self, operands: Sequence[Tensor], spec: AttentionSpec

@@ -51,6 +51,12 @@ class RunsOfQueries(HeadParts):
         keys, values = (_ForEachRun.apply(x, None, runs, self.count) for x in (key, value))
         return self.attend_runs(query, keys, values, runs, spec)
 
+    def attend_run(
+        self, query: Tensor, key: Tensor, value: Tensor, run: slice, spec: AttentionSpec
+    ) -> Tensor:  # fmt: skip
+        """Attend from the queries of one run alone, in one kernel call a part; arguments as in HeadParts."""
+        return self.attend_runs(query, (key,), (value,), (run.start // query.shape[TOKENS],), spec)
+
     def attend_runs(
         self, query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Sequence[int],
         spec: AttentionSpec,

@@ -155,6 +155,7 @@ def answer(checkpoint: Path, request: Request, device: str, context: int | None)
     sampling = request.sampling
     options = {"--temperature": sampling.temperature or None, "--top-k": sampling.top_k, "--seed": sampling.seed}
     options["--chat"] = request.chat or None
+    options["--exact"] = request.exact or None
     family = config_at(checkpoint).model.family
     refuse(options, family, "which searches its likeliest answer", "--beams, --length-penalty")
     beam = beam_of(request.beams, request.length_penalty)
