@@ -60,7 +60,7 @@ class CollectiveFacts:
     sent_bytes: int = 0
     """Bytes that this rank sends in all calls, by the ledger's table."""
     under_flops: float = 0.0
-    """Floating-point operations issued between the begin and the first wait: computation that may hide the sending."""
+    """Floating-point operations that need neither end before the begin nor begin after the wait."""
     modules: list[str] = field(default_factory=list)
     """Paths of modules that call it, at most MOST_PATHS."""
 
@@ -205,31 +205,45 @@ def collectives_of(session: Session, facts: StepFacts) -> list[CollectiveFacts]:
 
 
 def hidden_flops(entries: Sequence[Entry]) -> dict[int, float]:
-    """Return, by collective, the operations of the main stream between the begin and the stream's wait.
+    """Return, by collective, the operations of the main stream that need not end before the begin nor begin after the
+    wait.
 
-    A wait on another stream passes on by events: FSDP2 gathers on a stream of its own, and the main stream awaits an
-    event of that stream.
+    Streams order these by events: FSDP2 issues the gather of the next layer behind the kernels of the running one, on
+    a stream that awaits an event before these kernels, and the main stream awaits an event behind the gather.
     """
+    total = host = 0.0
+    # Operations of the main stream that a stream, a group's lane or an event has behind it.
+    streams, groups, events, begun = dict[int, float](), dict[tuple[int, ...], float](), dict[int, float](), {}
     under: dict[int, float] = {}
     waiting: dict[int, tuple[set[int], set[int]]] = {}
     for entry in entries:
-        event = entry.event
+        event, stream = entry.event, entry.stream
+        behind = total if stream == 0 else max(host, streams.get(stream, 0.0))
         if isinstance(event, Collective):
-            under[event.number], waiting[event.number] = 0.0, (set(), set())
+            ranks = event.sending.ranks
+            begun[event.number] = groups[ranks] = max(behind, groups.get(ranks, 0.0))
+            waiting[event.number] = set(), set()
         elif isinstance(event, Sync):
-            for number, (streams, events) in list(waiting.items()):
+            if event.kind == "record":
+                events[event.number] = behind
+            elif event.kind == "host":
+                host = total
+            else:
+                known = begun if event.kind == "wait" else events
+                streams[stream] = max(behind, known.get(event.number, 0.0))
+            for number, (reached, marked) in list(waiting.items()):
                 if event.kind == "wait" and event.number == number:
-                    streams.add(entry.stream)
-                elif event.kind == "record" and entry.stream in streams:
-                    events.add(event.number)
-                elif event.kind == "await" and event.number in events:
-                    streams.add(entry.stream)
-                if 0 in streams:
+                    reached.add(stream)
+                elif event.kind == "record" and stream in reached:
+                    marked.add(event.number)
+                elif event.kind == "await" and event.number in marked:
+                    reached.add(stream)
+                if 0 in reached:
+                    under[number] = total - begun[number]
                     del waiting[number]
-        elif isinstance(event, Kernel) and event.flops and entry.stream == 0:
-            for number in waiting:
-                under[number] += event.flops * event.times
-    return under
+        elif isinstance(event, Kernel) and stream == 0:
+            total += event.flops * event.times
+    return under | {number: total - begun[number] for number in waiting}
 
 
 def memory_of(facts: StepFacts, host: int) -> MemoryFacts:

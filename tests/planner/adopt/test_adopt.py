@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from meshwright.planner.adopt.adopted import by_phase, read
+from meshwright.planner.adopt.adopted import by_phase, hidden_flops, read
 from meshwright.planner.adopt.edits import edits_of
 from meshwright.planner.adopt.job import AdoptError, Question, run_rank, run_ranks
 from meshwright.planner.adopt.lanes import GroupNetwork, grid_of, step_times
@@ -142,6 +142,34 @@ def test_fsdp_holds_a_share_and_gathers_under_computation(tmp_path: Path) -> Non
     assert sums["reduce_scatter"].payload_bytes == 4 * facts.parameters
     assert sums["all_gather"].under_flops > 0
     assert sums["all_gather"].ranks == tuple(range(8))
+    # The gather of layer 1 is issued behind the kernels of layer 0, and awaits nothing of these.
+    (gathers,) = (c for c in facts.collectives if (c.verb, c.phase) == ("all_gather", "forward"))
+    first = sum(m.forward_flops for m in facts.modules if m.path.startswith("model.layers.0."))
+    assert gathers.under_flops == first > 0
+
+
+def test_computation_hides_a_collective_by_the_events_of_streams() -> None:
+    def gather(number: int, awaited: int) -> list[Entry]:
+        sending = Sending("all_gather", 4096, (0, 1))
+        events: list[tuple[int, Sync | Collective]] = [
+            (1, Sync("await", awaited)), (1, Collective(sending, number)), (1, Sync("wait", number)),
+            (1, Sync("record", 10 + number)), (0, Sync("await", 10 + number)),
+        ]  # fmt: skip
+        return [Entry(event, "forward", -1, stream) for stream, event in events]
+
+    def main(event: Kernel | Sync) -> Entry:
+        return Entry(event, "forward", -1, 0)
+
+    before, behind = main(Sync("record", 1)), main(Sync("record", 2))
+    work, more = main(kernel(5.0)), main(kernel(3.0))
+    assert hidden_flops([before, work, behind, *gather(1, 1), more]) == {1: 5.0}
+    assert hidden_flops([before, work, behind, *gather(1, 2), more]) == {1: 0.0}
+    # A value that the host reads ends all kernels that were issued before.
+    read = main(Sync("host", 0))
+    assert hidden_flops([before, work, read, more, *gather(1, 1)]) == {1: 3.0}
+    # The second gather of a group follows the first.
+    begin, *rest = gather(1, 2)
+    assert hidden_flops([before, work, behind, begin, *rest[:2], more, *gather(2, 1)]) == {1: 3.0, 2: 3.0}
 
 
 def test_a_mean_over_groups_of_ranks_is_on_axes_of_a_grid() -> None:
