@@ -1,8 +1,8 @@
 """A real step of a script on CPUs, measured: python -m benchmarks.adopt_measure OUT.json SCRIPT ...
 
-Products are counted by torch's own formulas (flop_registry) without attention, of a DTensor's local operations; bytes
-are of live floating tensors. Both are of the second step: from the end of the optimizer's first step to the end of the
-second.
+Products are counted by torch's own formulas (flop_registry) without attention, of a DTensor's local operations. Bytes
+are of live floating tensors and of tensors computed from these; a storage that FSDP2 frees (`resize_(0)`) has none.
+Both are of the second step: from the end of the optimizer's first step to the end of the second.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.flop_counter import flop_registry
 
@@ -28,6 +32,8 @@ class Live(LiveBytes):
     def __init__(self) -> None:
         super().__init__()
         self.products = 0
+        self._sizes: dict[int, int] = {}
+        self._computed = False
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -42,9 +48,45 @@ class Live(LiveBytes):
             self.products += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
         return result
 
-    def _follow(self, x: torch.Tensor) -> None:
-        if x.is_floating_point():  # tokens are a loader's, which no plan counts
-            super()._follow(x)
+    def follow(self, given: list[Tensor], result: Any) -> tuple[list[Tensor], list[Tensor]]:
+        # Whole numbers of a loader are not counted; a pool's indices are.
+        self._computed = any(x.is_floating_point() or x.untyped_storage()._cdata in self._storages for x in given)
+        return super().follow(given, result)
+
+    def _follow(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        address = storage._cdata
+        if not (x.is_floating_point() or self._computed) or address in self._storages:
+            return
+        self._number += 1
+        number = self._number
+        self._resize(number, storage.nbytes())
+
+        def gone(_: object) -> None:
+            del self._storages[address]
+            self._resize(number, 0)
+            del self._sizes[number]
+
+        self._storages[address] = number, weakref.ref(storage, gone)
+
+    def _resize(self, number: int, size: int) -> None:
+        self.live += size - self._sizes.get(number, 0)
+        self._sizes[number] = size
+        self.peak = max(self.peak, self.live)
+
+    @contextmanager
+    def following_storages(self) -> Iterator[None]:
+        """Follow storages that are freed and filled again in a context, as FSDP2's gathered weights."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            if storage._cdata in self._storages:
+                self._resize(self._storages[storage._cdata][0], size)
+            return result
+
+        with patch.object(torch.UntypedStorage, "resize_", resized):
+            yield
 
 
 def main() -> None:
@@ -61,7 +103,7 @@ def main() -> None:
     register_optimizer_step_post_hook(stepped)
     sys.argv = sys.argv[2:]
     sys.path.insert(0, str(Path(script).resolve().parent))
-    with live:
+    with live.following_storages(), live:
         runpy.run_path(script, run_name="__main__")
 
 

@@ -89,7 +89,9 @@ class StepRecorder(Recorder):
         """Places in `changes`: the begin of the step, the fullest moment of the step."""
         self.base = 0
         """Live bytes at the begin of the step."""
-        self.in_optimizer = self.compiled = self.on_host = False
+        self.in_optimizer = self.compiled = False
+        self.on_host = places.home == "cpu"
+        """True if the host's tensors are counted as the device's: no accelerator, or a model on the host."""
         self._numbers: dict[int, int] = {}
         self._stack: list[int] = []
         self._makers: dict[int, int] = {}
@@ -140,6 +142,10 @@ class StepRecorder(Recorder):
             keywords.pop("pin_memory", None)
             return self._without_values(op, name, args, keywords, "cpu")
         result = op(*args, **keywords)
+        if self.on_host:
+            # Inputs on the host of a model on the host; indices are a loader's, which no plan counts.
+            floats = tuple(x for x in tensors_in((result,)) if x.is_floating_point())
+            self.follow([*tensors_in(args), *tensors_in(keywords.values())], floats)
         sending = collective_of(op, args, result)
         if sending is not None:
             number_work(result, 0)
