@@ -196,9 +196,12 @@ def enter_local_rank(
 
 
 def go_offline(variables: MutableMapping[str, str] = os.environ) -> None:
-    """Let libraries of Hugging Face read their caches alone, and trackers send nothing, in this process."""
+    """Let libraries of Hugging Face read their caches alone and in one thread, and trackers send nothing, in this
+    process."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
         variables[name] = "1"
+    # torch's modes see one thread.
+    variables["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     variables.update({"WANDB_MODE": "disabled", "HF_UPDATE_DOWNLOAD_COUNTS": "0", "TOKENIZERS_PARALLELISM": "false"})
 
 

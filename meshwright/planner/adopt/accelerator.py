@@ -284,7 +284,8 @@ def pretended_accelerator(gpu: Gpu, watcher: Watcher) -> Iterator[None]:
         "reset_peak_memory_stats": nothing, "memory_stats": lambda *_: {},
     }  # fmt: skip
     with ExitStack() as stack:
-        for owner, named in ((torch.cuda, answers), (torch.accelerator, accelerators)):
+        known: dict[str, Any] = {"_get_accelerator": always(torch.device("cuda"))}  # transformers' device of a mesh
+        for owner, named in ((torch.cuda, answers), (torch.accelerator, accelerators), (torch._C, known)):
             for name, value in named.items():
                 if name in vars(owner):
                     stack.enter_context(patch.object(owner, name, value))

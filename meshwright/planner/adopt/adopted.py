@@ -106,7 +106,7 @@ class Adopted:
     memory: MemoryFacts
     unseen: list[tuple[Note, int]]
     sites: list[dict[str, Any]]
-    """Lines that made optimizers, with the model's names there."""
+    """Lines that made optimizers, with the optimizer's class and the model's names there."""
     repeated: list[str]
     """Classes of modules that a list of the model repeats: its layers."""
     entries: list[Entry]
@@ -136,7 +136,8 @@ def read_session(session: Session) -> Adopted:
         modules_of(session, facts), list(session.names().values()), collectives_of(session, facts),
         memory_of(facts, session.recorder.host.peak),
         list(session.notes.notes.items()),
-        [{"line": s.line, "models": [n for n, i in s.names.items() if i in raw]} for s in session.sites],
+        [{"line": s.line, "kind": s.kind, "models": [n for n, i in s.names.items() if i in raw]}
+         for s in session.sites],
         repeated_classes(session), facts.entries, facts.changes,
     )  # fmt: skip
 

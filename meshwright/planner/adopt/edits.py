@@ -58,11 +58,11 @@ def edits_of(script: Path, words: Sequence[str], adopted: Adopted, ranks: int) -
                     lines(title, made[0])
         if site is not None:
             _insertions(adopted, text, site, lines, ranks)
-        for title, name, value in (
-            ("keep gathered weights", "reshard_after_forward", "False"),
-            ("offload weights and states", "offload_policy", "CPUOffloadPolicy()"),
+        for title, name, value, source in (
+            ("keep gathered weights", "reshard_after_forward", "False", ""),
+            ("offload weights and states", "offload_policy", "CPUOffloadPolicy()", "torch.distributed.fsdp"),
         ):
-            lines(title, _with_keyword(tree, text, "fully_shard", name, value))
+            lines(title, _with_keyword(tree, text, r"(.*\.)?fully_shard", name, value, source))
     return found
 
 
@@ -130,12 +130,18 @@ def _trainer(
         else:
             made: str | None = text
             for name, value in pairs:
-                made = made and _with_keyword(ast.parse(made), made, "TrainingArguments", name, value)
+                made = made and _with_keyword(ast.parse(made), made, r"(.*\.)?TrainingArguments", name, value)
             lines(title, made)
 
 
 def _insertions(adopted: Adopted, text: str, site: dict[str, Any], lines: Callable[..., None], ranks: int) -> None:
-    """Insert lines before the optimizer is made."""
+    """Insert lines before the optimizer is made, or a plan of tensors into the call that loads a model."""
+    if ranks > 1 and not adopted.collectives and not re.search(r"\b(tp_plan|tp_size|device_map)\b", text):
+        loads, value = r".*(Model|For[A-Z])\w*\.from_pretrained", f"DistributedConfig(tp_size={ranks})"
+        made = _with_keyword(ast.parse(text), text, loads, "distributed_config", value, "transformers.distributed")
+        # Lists of an optimizer's tensors cannot hold cut ones next to whole ones.
+        kind = rf"(.*\.)?{site['kind']}"
+        lines("tensor-parallel plan", made and (_with_keyword(ast.parse(made), made, kind, "foreach", "False") or made))
     model = site["models"][0]
     kinds = ", ".join(f'"{kind}"' for kind in adopted.repeated)
     layer = f'type(module).__name__.removeprefix("FSDP") in ({kinds},)'
@@ -198,11 +204,22 @@ def _numbers(tree: ast.Module, named: re.Pattern[str]) -> Iterator[ast.Constant]
                 yield value
 
 
-def _with_keyword(tree: ast.Module, text: str, function: str, name: str, value: str) -> str | None:
-    """Add a keyword to each call of a function; None if no call has it, or one has the keyword already."""
+def _with_keyword(
+    tree: ast.Module, text: str, function: str, name: str, value: str, source: str = ""
+) -> str | None:  # fmt: skip
+    """Add a keyword to each call of a function; None if nothing calls it, or one call has the keyword already.
+
+    Args:
+        tree: The parsed text.
+        text: The script.
+        function: A pattern of the function as the script writes it.
+        name: The keyword.
+        value: The keyword's value, a name or a call of a name.
+        source: The module with that name; empty for Python's own.
+    """
     calls = [
         node for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == function
+        if isinstance(node, ast.Call) and re.fullmatch(function, ast.unparse(node.func))
     ]  # fmt: skip
     if not calls or any(keyword.arg == name for call in calls for keyword in call.keywords):
         return None
@@ -212,8 +229,8 @@ def _with_keyword(tree: ast.Module, text: str, function: str, name: str, value: 
         line, column = made[row].encode(), (call.end_col_offset or 1) - 1
         comma = "" if line[:column].rstrip()[-1:] in (b"(", b",") else ", "
         made[row] = (line[:column] + f"{comma}{name}={value}".encode() + line[column:]).decode()
-    if value.endswith("()"):
+    if source:
         imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
         first = next((n.lineno for n in imports if getattr(n, "module", "") != "__future__"), 1)
-        made.insert(first - 1, f"from torch.distributed.fsdp import {value[:-2]}\n")
+        made.insert(first - 1, f"from {source} import {value.partition('(')[0]}\n")
     return "".join(made)

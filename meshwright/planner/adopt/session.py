@@ -137,7 +137,9 @@ class Session:
             self.models = [m for m in self.models if all(m is not x for x in model.modules())] + [model]
             parameters = list(model.parameters())
             self.sharded |= any(is_cut(p) for p in parameters)
-            if not self.step and all(p.device.type == "cpu" for p in parameters):
+            # Offloaded parameters are on the host, and their mesh is not.
+            kinds = {p.device_mesh.device_type if is_cut(p) else p.device.type for p in parameters}
+            if not self.step and kinds == {"cpu"}:
                 self.recorder.compute_on_host([*parameters, *model.buffers()])
                 self.pretended.device_type = "cpu"
         made = [one for ref in self.optimizers if (one := ref()) is not None]

@@ -10,17 +10,19 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.planner.adopt.adopted import by_phase, hidden_flops, read
 from meshwright.planner.adopt.edits import edits_of
 from meshwright.planner.adopt.job import AdoptError, Question, run_rank, run_ranks
 from meshwright.planner.adopt.lanes import GroupNetwork, grid_of, step_times
 from meshwright.planner.adopt.planned import plan
-from meshwright.planner.adopt.recorder import Collective, Entry, Sync
+from meshwright.planner.adopt.recorder import Collective, Copy, Entry, Sync
 from meshwright.planner.plan.cluster import load_cluster
 from meshwright.planner.plan.recorder import Kernel
 from meshwright.planner.plan.timing import Timer
@@ -229,6 +231,96 @@ def test_edits_change_the_lines_that_they_name(tmp_path: Path) -> None:
     # One step each: torch leaves a recomputed module by an exception.
     assert (after.step, after.microbatches) == (facts.step, facts.microbatches)
     assert by_phase(after)["forward"] == by_phase(facts)["forward"]
+
+
+LOADED = """
+import os
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+path = os.path.join(os.path.dirname(__file__), "small")
+model = LlamaForCausalLM.from_pretrained(path).to("cuda")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+"""
+TOKENS = """
+for step in range(4):
+    ids = torch.randint(256, (4, 32)).to("cuda")
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_tensor_parallel_plan_is_an_edit_of_the_call_that_loads(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=128, vocab_size=256, use_cache=False)).save_pretrained(
+        tmp_path / "small"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(LOADED + TOKENS)
+    question = Question(script, (), CLUSTER, 2)
+    before = run_rank(question, 0, tmp_path / "before")
+    (edit,) = (e for e in edits_of(script, (), before, 2) if e.title == "tensor-parallel plan")
+    changed = [row for row in edit.diff.splitlines() if row[:1] in "+-" and row[:3] not in ("+++", "---")]
+    loads = 'LlamaForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(tp_size=2)).to("cuda")'
+    assert changed == [
+        "+from transformers.distributed import DistributedConfig",
+        '-model = LlamaForCausalLM.from_pretrained(path).to("cuda")',
+        "-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)",
+        f"+model = {loads}",
+        "+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)",
+    ]
+    after = run_rank(question, 0, tmp_path / "after", edit)
+    # All matrices are halved; the five norms of 64 weights are whole.
+    whole = 4 * 5 * 64
+    assert after.memory.parts["weights"] == (before.memory.parts["weights"] - whole) // 2 + whole
+    assert before.sent_bytes == 0
+    # Products and attention are halved.
+    assert by_phase(after) == {phase: flops / 2 for phase, flops in by_phase(before).items()}
+    # Two sums of the stream (4 x 32 x 64 float32) a layer, and one of the embedding's rows.
+    forward = next(c for c in after.collectives if (c.verb, c.phase) == ("all_reduce", "forward"))
+    assert (forward.calls, forward.payload_bytes) == (5, 5 * 4 * 32 * 64 * 4)
+    assert not any(e.title == "tensor-parallel plan" for e in edits_of(script, (), before, 1))
+    assert not any(e.title == "tensor-parallel plan" for e in edits_of(script, (), after, 2))
+
+
+def test_deepspeeds_json_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    (tmp_path / "other.json").write_text(json.dumps({"batch": 3}))
+    (tmp_path / "script.py").write_text(HEAD + LOOP)
+    ran = meshwright(tmp_path, "adopt", "--edits", "0", "script.py", "--deepspeed=ds.json", "--data", "other.json")
+    assert ran.returncode != 0
+    assert "--deepspeed=ds.json is DeepSpeed's JSON (zero_optimization)" in " ".join(ran.stderr.split())
+    assert not (tmp_path / "adopted").exists()
+    ran = meshwright(tmp_path, "adopt", "--edits", "0", "script.py", "--data", "other.json")
+    assert ran.returncode == 0, ran.stderr
+
+
+OFFLOADED = """
+import torch
+from torch import nn
+from torch.distributed import init_process_group
+from torch.distributed.fsdp import fully_shard
+init_process_group("nccl")
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).to("cuda")
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+"""
+
+
+def test_offload_moves_weights_and_states_to_the_host(tmp_path: Path) -> None:
+    question, out = adopted(tmp_path, OFFLOADED + LOOP.replace("device", '"cuda"'))
+    question = replace(question, ranks=2)
+    before = run_rank(question, 0, out)
+    (edit,) = (e for e in edits_of(question.script, (), before, 2) if e.title == "offload weights and states")
+    assert "+fully_shard(model, offload_policy=CPUOffloadPolicy())" in edit.diff.splitlines()
+    after = run_rank(question, 0, tmp_path / "after", edit)
+    for part in ("weights", "states"):
+        assert before.memory.parts[part] > 0 == after.memory.parts[part]
+    kept = before.memory.parts["weights"] + before.memory.parts["states"]
+    assert after.memory.host >= kept
+    assert after.device == "cuda"
+    copies = [sum(isinstance(entry.event, Copy) for entry in facts.entries) for facts in (before, after)]
+    assert copies[1] > copies[0]
 
 
 def test_a_strided_convolution_is_counted_at_its_result(tmp_path: Path) -> None:
