@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from meshwright.compute.context.spec import AttentionSpec
 from meshwright.compute.model import Chunk, Costs, to_device
+from meshwright.compute.models import fla_kernels
 from meshwright.compute.models.attention import AttentionCore
 from meshwright.compute.models.chain import RunsInContext
 from meshwright.compute.models.decoder import KeyValueCache
@@ -137,8 +138,12 @@ class DeltaCore(RunsInContext):
             [B, t, A, F], and the state after these tokens.
         """
         with torch.autocast(autocast_device(mixed.device), enabled=False):
-            inputs = self.inputs(mixed, rates, taps, logarithms, offsets, before, starts)
-            out, state = chunked_delta_rule(*inputs, state, starts)
+            query, key, value, decay, rate = self.inputs(mixed, rates, taps, logarithms, offsets, before, starts)
+            if fla_kernels.takes(mixed):
+                query, key, value = (x.to(mixed.dtype) for x in (query, key, value))
+                out, state = fla_kernels.fused_delta_rule(query, key, value, decay, rate, state, starts)
+            else:
+                out, state = chunked_delta_rule(query, key, value, decay, rate, state, starts)
         return out.transpose(1, 2), state
 
     def inputs(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from meshwright.compute.models.delta_rule import (
     transition,
     unit,
 )
+from meshwright.compute.models.fla_kernels import fused_delta_rule
 from tests.families.qwen_next.models import InFloat64
 
 theirs = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
@@ -136,3 +141,48 @@ def test_parts_of_a_sequence_pass_their_states_on(sizes: list[int], documents: b
     wanted = answers(ours(inputs, starts=starts)[:1], inputs)
     for mine, other in zip(answers([out], inputs), wanted, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+
+
+def recurrence(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, **options: Any) -> Any:
+    """fla's function with its order of dimensions [1, T, A, E], by the rule's definition."""
+    ends = options.get("cu_seqlens", torch.tensor([0, query.shape[1]])).tolist()
+    outputs, state = [], options.get("initial_state")
+    for first, last in pairwise(ends):
+        known = torch.zeros(len(query), A, E, V, dtype=query.dtype) if state is None or len(ends) > 2 else state
+        for t in range(first, last):
+            known = known * decay[:, t, :, None, None].exp()
+            missing = (value[:, t] - (known * key[:, t, ..., None]).sum(-2)) * rate[:, t, :, None]
+            known = known + key[:, t, ..., None] * missing.unsqueeze(-2)
+            outputs.append((known * query[:, t, ..., None]).sum(-2) * options["scale"])
+    return torch.stack(outputs, 1), known if options.get("output_final_state") else None
+
+
+@pytest.mark.parametrize("starts", [None, [[0, 0, 0, 3, 3, 5, 5], [0, 1, 1, 1, 1, 1, 6]]])
+def test_fla_gets_tokens_and_documents_in_its_order(starts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("fla.ops.gated_delta_rule")
+    module.chunk_gated_delta_rule = recurrence  # type: ignore[attr-defined]
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    inputs = drawn(7)
+    query, key, *rest = inputs
+    places = None if starts is None else torch.tensor(starts)
+    state = torch.zeros(B, A, E, V, dtype=torch.float64)
+    if starts is None:
+        state = torch.randn(state.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    fused = fused_delta_rule(unit(query) * E**-0.5, unit(key), *rest, state, places)
+    plain = ours(inputs, state, places)
+    known = 2 if starts is None else 1
+    for one, other in zip(answers(fused[:known], inputs), answers(plain[:known], inputs), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.skipif(find_spec("fla") is None or not torch.cuda.is_available(), reason="needs a GPU and fla")
+def test_flas_kernels_are_as_near_as_halves_are() -> None:
+    inputs = [x.detach().to("cuda", torch.float32).requires_grad_() for x in drawn(2 * CHUNK + 7)]
+    query, key, *rest = inputs
+    state = torch.zeros(B, A, E, V, device="cuda")
+    halves = [x.bfloat16() for x in (unit(query) * E**-0.5, unit(key), rest[0])]
+    fused = fused_delta_rule(*halves, *rest[1:], state)[0]
+    plain = chunked_delta_rule(*(x.float() for x in halves), *rest[1:], state)[0]
+    assert (fused - plain).norm() < 0.02 * plain.norm()
