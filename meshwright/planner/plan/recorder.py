@@ -223,12 +223,14 @@ NORMS: dict[str, KernelKind] = {
 MAGNITUDES = "linalg_vector_norm"
 """The operation of layers that finds the scales of a matrix in FP8."""
 RANDOM = frozenset(["bernoulli", "native_dropout", "uniform", "normal", "rand_like", "rand"])
-LOOKUPS = frozenset(["embedding", "gather", "index", "index_select"])
+LOOKUPS = frozenset(["embedding", "gather", "index", "index_select", "nll_loss_forward"])
 """Operations that read, of the first tensor, only the bytes of the result."""
 UPDATES = frozenset(["index_put_", "index_add_", "scatter_", "scatter_add_"])
 """Operations that read and write, of the first tensor, only the bytes of the last tensor."""
 WRITES = frozenset(["copy_", "fill_", "zero_"])
 """Operations that overwrite a tensor without reading this tensor."""
+UNREAD = {"nll_loss_backward": 1}
+"""Operations with a tensor that gives a shape alone: the index among the tensors."""
 JOINS = frozenset(["cat", "stack"])
 """Operations whose inputs are parts of the result."""
 NOTHING = frozenset(["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"])
@@ -571,7 +573,8 @@ def _kernel(
     elif name in UPDATES:  # reads and writes the rows of the last argument
         moved = [*given[1:], *given[-1:], *given[-1:]]
     else:
-        moved = [*given[name in WRITES :], *results]
+        moved = [x for index, x in enumerate(given) if index != UNREAD.get(name, 0 if name in WRITES else None)]
+        moved += results
     touched = sum(_size_bytes(x) for x in moved)
     largest = max((x.numel() for x in moved), default=0)
     dtype = _DTYPES.get((results or given)[0].dtype, "float32") if results or given else "float32"

@@ -67,6 +67,16 @@ def test_a_copy_reads_its_source_alone_and_a_function_without_tensors_is_no_kern
     assert [(kernel.operation, kernel.touched_bytes) for kernel in kernels(made())] == [("copy_", 512), ("zero_", 256)]
 
 
+def test_a_loss_of_labels_reads_a_number_a_row_and_writes_a_gradient() -> None:
+    rows = torch.empty(8, 1000, device=META, requires_grad=True)
+    recorder, labels = Recorder(), torch.empty(8, dtype=torch.int64, device=META)
+    with recorder.program(Ledger()) as made:
+        F.nll_loss(rows, labels).backward()
+    touched = {kernel.operation: kernel.touched_bytes for kernel in kernels(made())}
+    assert touched["nll_loss_forward"] < 200
+    assert rows.nbytes <= touched["nll_loss_backward"] < rows.nbytes + 200
+
+
 def test_kernels_of_elements_are_of_the_kinds_that_a_gpu_has() -> None:
     x, half = torch.empty(8, 16, device=META), torch.empty(8, 16, device=META, dtype=torch.bfloat16)
     column = torch.empty(8, 1, device=META)
