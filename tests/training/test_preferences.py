@@ -142,7 +142,7 @@ def test_two_steps_are_those_of_trls_trainer(tmp_path: Path) -> None:
     for name, weight in theirs.state_dict().items():
         moved = (weight - first[name]).norm()
         assert moved > 0, name
-        assert (ours[name] - weight).norm() <= 1e-6 * moved, name  # the trainer has numbers of float32
+        assert (ours[name] - weight).norm() <= 1e-6 * moved, name  # 3e-7 measured; the cause was not found
     logged = [line for line in trainer.state.log_history if "rewards/chosen" in line]
     for line, told in zip(logged, lines_of(tmp_path / "ours"), strict=True):
         assert told["rewards_chosen"] == pytest.approx(line["rewards/chosen"], abs=1e-4)

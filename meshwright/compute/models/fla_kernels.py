@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 HALVES = (torch.bfloat16, torch.float16)
+INSTALLED = find_spec("fla") is not None
+"""Found once: a compiled layer cannot look for packages."""
 
 
 def takes(x: Tensor) -> bool:
     """Return whether the kernels take an input: in half precision, on a GPU, with fla installed."""
-    return x.is_cuda and x.dtype in HALVES and find_spec("fla") is not None
+    return x.is_cuda and x.dtype in HALVES and INSTALLED
 
 
 def fused_delta_rule(

@@ -167,13 +167,15 @@ def read_table(folder: Path) -> dict[str, StoredTensor]:
             if not entry.name.endswith(".TensorStorageMetadata"):
                 continue
             fields = entry.fields()
-            dtype = fields["properties"].state[0]
+            dtype = vars(torch).get(fields["properties"].state[0].text.removeprefix("torch."))
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{name} has no dtype of torch")
             pieces = [
                 (_sizes(chunk.fields()["offsets"]), _sizes(chunk.fields()["sizes"])) for chunk in fields["chunks"]
             ]
             tensors[str(name)] = StoredTensor(
                 _sizes(fields["size"]),
-                getattr(torch, dtype.text.removeprefix("torch.")),
+                dtype,
                 tuple(Piece(at, lengths, *bytes_of(folder, places[name, at])) for at, lengths in pieces),
             )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -196,8 +198,9 @@ def bytes_of(folder: Path, info: Mapping[str, Any]) -> tuple[Path, int, int]:
         raise ValueError(f"{name} is stored with {info['transform_descriptors']}, which is not supported")
     if Path(name).name != name or not (folder / name).is_file():
         raise ValueError(f"names {name!r}, which is no file of this folder")
-    if not (isinstance(start, int) and isinstance(size, int) and start >= 0 <= size):
-        raise ValueError(f"{name} has no bytes {start} to {size}")
+    held = (folder / name).stat().st_size
+    if not (isinstance(start, int) and isinstance(size, int) and min(start, size) >= 0 and start + size <= held):
+        raise ValueError(f"{name} has {held:,} bytes, and not {size} from {start} on")
     return folder / name, start, size
 
 
@@ -217,6 +220,8 @@ def tensors_of(folder: Path, family: Family, settings: Settings) -> Source:
         read = partial(tensor.read, f"{folder}: {stored}")
         if pairs and name.rpartition(".")[0].endswith(PAIRED):
             read = partial(halves_of, read, head_size(settings))
+        if name in places:
+            raise CheckpointError(f"{folder} holds {name} twice, under an old and a new name")
         places[name] = Place(folder, read)
     return Source(folder, places)
 

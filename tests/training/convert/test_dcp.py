@@ -191,13 +191,31 @@ def double(metadata: Metadata) -> None:
     entry.chunks.append(entry.chunks[0])
 
 
+def function_for_dtype(metadata: Metadata) -> None:
+    entry: Any = metadata.state_dict_metadata["norm.weight"]
+    entry.properties.dtype = torch.save
+
+
+def test_a_tensor_under_an_old_and_a_new_name_is_refused(tmp_path: Path) -> None:
+    hugging_face(tmp_path / "hf", "qwen3")
+    names = ("layers.0.attention.wq.weight", "layers.0.attention.qkv_linear.wq.weight", "tok_embeddings.weight")
+    save({name: torch.ones(2, 2) for name in names}, tmp_path / "dcp")
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight twice, under an old and a new name"):
+        import_folder(tmp_path / "dcp", tmp_path / "step", beside=tmp_path / "hf")
+
+
 FORGED: dict[str, tuple[Any, str]] = {
     "a length that would take all memory": (lambda it: lengths(it, 2**40), "and its files hold"),
     "other lengths": (lambda it: lengths(it, 3), r"is \[2\], and .metadata says \[3\]"),
     "a piece twice": (double, "has pieces that do not make"),
     "a file elsewhere": (lambda it: place(it, relative_path="../hf/config.json"), "no file of this folder"),
-    "bytes before the file": (lambda it: place(it, offset=-5), "has no bytes"),
-    "bytes after the end": (lambda it: place(it, offset=10**6), "not in torch.save's form|cannot be read"),
+    "bytes before the file": (lambda it: place(it, offset=-5), "bytes, and not"),
+    "bytes after the end": (lambda it: place(it, offset=10**6), "bytes, and not"),
+    "lengths and bytes that would take all memory": (
+        lambda it: (lengths(it, 2**40), place(it, length=2**50)),
+        "bytes, and not 1125899906842624 from 0 on",
+    ),
+    "a function for a dtype": (function_for_dtype, "has no dtype of torch"),
     "a transform": (lambda it: place(it, transform_descriptors=["zstd"]), "stored with"),
 }
 
