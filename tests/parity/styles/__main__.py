@@ -1,7 +1,7 @@
 """`python -m tests.parity.styles`: mistakes planted in programs of many styles, through `meshwright parity`.
 
 Prints a row a mistake (found, module, kind, the verdict), the right programs that alarm, and the counts of
-docs/parity_figures.md.
+docs/parity_findings.md.
 """
 
 from __future__ import annotations
