@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 
@@ -16,15 +17,14 @@ PAGES = {
 """Each page of docs/: title, an example of a case, and the modules `cases_*.py`."""
 
 HEAD = """
-Run the cases of a report, from files to the printed line:
+Is a fault that others reported still there? Run its cases by the last column:
 
 ```sh
 python -m tests.people "{example}"
 ```
 
-Each row is a public report, or a habit of public users, with the right answer. The command prints the right answer
-next to the printed one; without a name all cases run. `make test` runs one case or more of each
-table, `make test-long` all. `python -m tests.people --pages` writes these pages.
+The command prints the right answer next to the printed one; without a name all cases run. `make test` runs some of
+each table, `make test-long` all. `python -m tests.people --pages` writes these pages.
 """
 
 
@@ -49,10 +49,7 @@ def section(module: ModuleType) -> str:
     rows: dict[tuple[str, str], list[str]] = {}
     for case in module.CASES:
         rows.setdefault((case.report, case.right), []).append(case.name)
-    parts += [
-        f"| {cell(report)} | {cell(right)} | {', '.join(f'`{quoted(name)}`' for name in names)} |"
-        for (report, right), names in rows.items()
-    ]
+    parts += [f"| {cell(report)} | {cell(right)} | {selection(names)} |" for (report, right), names in rows.items()]
     return "\n".join([*parts, ""])
 
 
@@ -60,6 +57,15 @@ def cell(text: str) -> str:
     """Return a text as a cell of a markdown table: on one line, letter by letter."""
     plain = text.rstrip(".").replace("\n", "\\n").replace("|", "\\|").replace("`", "'")
     return plain.replace("<", "&lt;").replace("[", "\\[")
+
+
+def selection(names: list[str]) -> str:
+    """Return the words that select a row's cases: each name, or the common first words and the number of cases."""
+    columns = zip(*(name.split(" ") for name in names), strict=False)
+    common = " ".join(column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns))
+    if len(names) == 1 or not common:
+        return ", ".join(f"`{quoted(name)}`" for name in names)
+    return f"`{quoted(common.rstrip(':,'))}` ({len(names)})"
 
 
 def quoted(name: str) -> str:
