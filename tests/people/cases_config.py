@@ -98,7 +98,7 @@ CASES = [
         "model.vocabulary=50257 is 195.6 times the tokenizer's 257 tokens", "model={layers: 1, hidden: 16, heads: 2}",
     ),
     trained(
-        "fields lost by braces", "A word merges, braces replace, and nobody says so.",
+        "fields lost by braces", "A word merges, braces replace, and without a word.",
         "model={...} replaces the run file's section, and family=llama", "model={layers: 1, hidden: 16, heads: 2}",
     ),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Statements that are read and not believed; whoever dies is named; a launcher's variables."""
+"""Statements that are checked and not believed; a process that dies is named; a launcher's variables."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ VARIABLES = {
 CASES: list[Case] = [
     *(
         Case(f"diff: {name}", "diff called destroyed checkpoints equal to the bit",
-             "what was read decides", run, slow=True)
+             "the bytes decide", run, slow=True)
         for name, run in DIFF.items()
     ),
     *(
