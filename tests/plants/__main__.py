@@ -1,7 +1,7 @@
 """`python -m tests.plants`: plant each mistake into a copy of the repository, and write which tests found it.
 
 `NAME ...`: plants whose names hold one of these words; `--jobs`: plants at a time; `--long`: all tests, not only those
-of `make test`. found.json holds the answers, of which the table of docs/tests.md is made. 1 where no test finds one.
+of `make test`. found.json holds the answers, and README.md the table. The exit code is 1 if no test finds a plant.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.plants.plant import FOUND, Plant, find, page_with, plants, read_found
 
-PAGE = Path("docs/tests.md")
+PAGE = Path("tests/plants/README.md")
 
 
 def main() -> int:

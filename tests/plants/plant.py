@@ -81,7 +81,7 @@ def read_found() -> dict[str, dict[str, int]]:
 
 
 def table(all_plants: Sequence[Plant], answers: Mapping[str, Mapping[str, int]]) -> str:
-    """The table of docs/tests.md: a row a plant, which rooms' tests find it, by how many cases."""
+    """The table of tests/plants/README.md: a row a plant, which rooms' tests find it, by how many cases."""
     rows = ["| room | planted mistake | found by (cases) |", "|---|---|---|"]
     for plant in all_plants:
         by_room: Counter[str] = Counter()

@@ -20,5 +20,5 @@ def test_it_can_be_planted(plant: Plant) -> None:
 def test_each_was_found_and_the_page_says_so() -> None:
     answers = read_found()
     assert [plant.name for plant in PLANTS if not answers.get(plant.name)] == [], "`python -m tests.plants`"
-    page = (REPOSITORY / "docs/tests.md").read_text()
+    page = (REPOSITORY / "tests/plants/README.md").read_text()
     assert page_with(page, PLANTS, answers) == page, "`python -m tests.plants` writes the table"
