@@ -59,15 +59,18 @@ def one_shot(tree: str, right: str) -> Callable[[Path], Outcome]:
 
 CASES = [
     *(
-        refused(f"yaml number {text}", f"`steps: {text}` was another number.", right, f"steps={text}")
+        refused(f"yaml number {text}", "YAML read `steps: 1_0` as another number.", right, f"steps={text}")
         for text, right in {
-            "010": "write 10 (or 8,", "1:30": "write 90", "1_0": "write 10", "0b11": "write 3",
+            "010": "write 10 (or 8, the octal number)", "1:30": "write 90", "1_0": "write 10", "0b11": "write 3",
         }.items()
     ),
-    refused("yaml rate 1:30.5", "`lr: 1:30.5` was 90.5.", "line 8, column 17", run=RUN + "validation: {x: 1:30.5}\n"),
-    refused("yaml rate 1_0.5", "`lr: 1_0.5` was 10.5.", "write 10.5", "optimizer.lr=1_0.5"),
+    refused(
+        "yaml rate 1:30.5", "YAML read `lr: 1_0.5` as another number.", "line 8, column 17",
+        run=RUN + "validation: {x: 1:30.5}\n",
+    ),
+    refused("yaml rate 1_0.5", "YAML read `lr: 1_0.5` as another number.", "write 10.5", "optimizer.lr=1_0.5"),
     *(
-        refused(f"scope {word}", f"`{word}` was an unknown key with 23 valid names.", right, word)
+        refused(f"scope {word}", "A word of other trainers was an unknown key.", right, word)
         for word, right in {
             "lora.rank=8": "valid: model.adapter={rank: 16}", "use_lora=true": "docs/scope.md",
             "precision=fp8": "linears of layers multiply in FP8", "device=mps": "a Mac's GPU is not used",
@@ -75,7 +78,7 @@ CASES = [
             "sweep=4": "a loop of the shell",
         }.items()
     ),
-    Case("scope --push-to-hub", "`export --push-to-hub`: no such option.", "hf upload", not_an_option),
+    Case("scope --push-to-hub", "A word of other trainers was an unknown key.", "hf upload", not_an_option),
     Case(
         "remedy of layout.tensor.d", "`valid: 1 to 1` cannot be followed.", "valid: 1",
         one_shot("layout: {tensor: {kind: tesseract, q: 1, d: 2}}\n", "does the same for less; valid: 1\n"),
@@ -94,11 +97,11 @@ CASES = [
     ),
     trained("warmup of a trial", "steps=2 was refused for a warmup of 30.", "optimizer.schedule.warmup=30: 4 steps"),
     trained(
-        "vocabulary of braces", "`model={...}` keeps the tokenizer and takes 50,257 rows, without a word.",
+        "vocabulary of braces", "`model={...}` keeps the tokenizer and takes 50,257 rows, without a message.",
         "model.vocabulary=50257 is 195.6 times the tokenizer's 257 tokens", "model={layers: 1, hidden: 16, heads: 2}",
     ),
     trained(
-        "fields lost by braces", "A word merges, braces replace, and without a word.",
+        "fields lost by braces", "A word merges and braces replace, without a message.",
         "model={...} replaces the run file's section, and family=llama", "model={layers: 1, hidden: 16, heads: 2}",
     ),
 ]  # fmt: skip

@@ -46,10 +46,12 @@ def section(module: ModuleType) -> str:
     """Return the table of a module's cases."""
     parts = [f"## {(module.__doc__ or '').strip().splitlines()[0].rstrip('.')}\n"]
     parts.append("| report | right | cases |\n|---|---|---|")
-    rows: dict[tuple[str, str], list[str]] = {}
+    rows: dict[str, dict[str, str]] = {}
     for case in module.CASES:
-        rows.setdefault((case.report, case.right), []).append(case.name)
-    parts += [f"| {cell(report)} | {cell(right)} | {selection(names)} |" for (report, right), names in rows.items()]
+        rows.setdefault(case.report, {})[case.name] = case.right
+    for report, rights in rows.items():
+        answers = "; ".join(dict.fromkeys(map(cell, rights.values())))
+        parts.append(f"| {cell(report)} | {answers} | {selection([*rights])} |")
     return "\n".join([*parts, ""])
 
 
@@ -60,10 +62,10 @@ def cell(text: str) -> str:
 
 
 def selection(names: list[str]) -> str:
-    """Return the words that select a row's cases: each name, or the common first words and the number of cases."""
+    """Return the words that select a row's cases: one or two names, or common first words and their number."""
     columns = zip(*(name.split(" ") for name in names), strict=False)
     common = " ".join(column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns))
-    if len(names) == 1 or not common:
+    if len(names) < 3 or not common:
         return ", ".join(f"`{quoted(name)}`" for name in names)
     return f"`{quoted(common.rstrip(':,'))}` ({len(names)})"
 
