@@ -97,8 +97,8 @@ TOPICS: dict[str, Topic] = {
     "uploads to the Hub": Topic(
         r"(\w+_)?push_?to_?(the_)?hub(_\w+)?|pushtohub\w*|hub_\w+|upload(_\w+)?|hf_(repo|upload|token|hub)\w*"
         r"|(hf_)?repo_(id|name|type)|publish(_\w+)?",
-        "nothing is sent to the Hub",
-        "`meshwright convert export CHECKPOINT --out FOLDER`, then `hf upload OWNER/NAME FOLDER`",
+        "a run sends nothing to the Hub; an export may be uploaded",
+        "`meshwright convert export CHECKPOINT --out FOLDER --push OWNER/NAME`, or `hf upload OWNER/NAME FOLDER`",
     ),
     "sweeps": Topic(
         r"(\w+_)?sweeps?(_\w+)?|multi_?run|optuna\w*|ray_tune\w*|hyper_?param\w*|grid_search\w*|random_search\w*|hp_\w*|hpo"
