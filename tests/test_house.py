@@ -26,7 +26,7 @@ def test_the_glossary_is_short() -> None:
     assert len(rows) - 1 <= GLOSSARY_ROWS, f"{len(rows) - 1} coined words"
 
 
-DECISION_WORDS = 4000
+DECISION_WORDS = 4500
 """Of docs/decisions.md and of all pages in docs/decisions/ together."""
 
 PAGE_WORDS = 1500
