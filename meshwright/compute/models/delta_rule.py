@@ -18,10 +18,18 @@ zero. Sums of g are over a document's own tokens. So no bit of a document depend
 Ranks with a part of a sequence each compute M and N of the part's tokens from values [V, 0] and a state [0, I]
 (`transition`); the states before each part follow from those of all parts (`states_before`).
 
+The kernels of flash-linear-attention (fla) compute whole sequences on a GPU with fla installed, in half precision. fla
+has sequences of several documents as one row, [1, tokens, heads, width], with the documents' ends. Its kernels multiply
+in the dtype of queries, keys and values and keep states in float32. A run in float32 uses torch's products, because
+fla's would be rounded to TF32.
+
 Shapes: B batch, T tokens, A heads, E width of keys, F width of values, n chunks.
 """
 
 from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +40,10 @@ CHUNK = 64
 
 UNIT_EPSILON = 1e-6
 """The addend to a key's squared length, fixed in the authors' code and in transformers."""
+
+HALVES = (torch.bfloat16, torch.float16)
+INSTALLED = find_spec("fla") is not None
+"""Found once: a compiled layer cannot look for packages."""
 
 
 def unit(x: Tensor) -> Tensor:
@@ -150,3 +162,28 @@ def causal_convolution(x: Tensor, taps: Tensor, before: Tensor, starts: Tensor |
             earlier = earlier.masked_fill((places - distance < starts).unsqueeze(-1), 0.0)
         y = y + earlier * taps[far - distance]
     return y
+
+
+def fla_takes(x: Tensor) -> bool:
+    """Return whether fla's kernels take an input: in half precision, on a GPU, with fla installed."""
+    return x.is_cuda and x.dtype in HALVES and INSTALLED
+
+
+def fused_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, state: Tensor, starts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Apply the rule by fla's kernels; arguments and results as of `chunked_delta_rule`, outputs in the state's dtype.
+
+    With `starts`, every document begins in these tokens: the state before is zeros, and so is the returned one.
+    """
+    rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    tokens = [x.transpose(1, 2) for x in (query, key, value, decay, rate)]  # [B, T, A, ...]
+    if starts is None:
+        out, after = rule(*tokens, scale=1.0, initial_state=state, output_final_state=True)
+        return out.transpose(1, 2).to(state.dtype), after
+    batch, length = starts.shape
+    begins = (starts == torch.arange(length, device=starts.device)).flatten().nonzero().flatten()
+    ends = torch.cat([begins, begins.new_tensor([batch * length])])
+    rows = [x.flatten(0, 1).unsqueeze(0) for x in tokens]
+    out, _ = rule(*rows, scale=1.0, cu_seqlens=ends)
+    return out.squeeze(0).unflatten(0, (batch, length)).transpose(1, 2).to(state.dtype), torch.zeros_like(state)

@@ -27,12 +27,12 @@ from torch import Tensor
 from meshwright.compute.models.experts_section import ExpertsSection
 from meshwright.config.schema import Model
 from meshwright.config.section import shown
-from meshwright.families.llama.convert_layers import layer_fields, layer_settings
+from meshwright.families.llama.convert_layers import ExpertNames, Kind, Windows, layer_fields, layer_settings
 from meshwright.families.llama.section import Llama
 from meshwright.ranks.errors import CheckpointError
 from meshwright.training.convert.family import Names, TensorPair, TensorShape, in_blocks
 from meshwright.training.convert.folder import Settings
-from meshwright.training.convert.rotary import OUTSIDE, RotaryFamily, pair_of_experts, rope_fields, rope_settings
+from meshwright.training.convert.rotary import OUTSIDE, RotaryFamily, pair_of_experts, rope_settings
 
 _IN_BLOCK = {
     "attention_norm": "input_layernorm",
@@ -49,13 +49,6 @@ _NORMED_BEHIND = {
     "feed_forward_end_norm": "post_feedforward_layernorm",
 }
 """OLMo's names of a block's norms, in place of the ones above."""
-_EXPERTS = {
-    "mixtral": ("block_sparse_moe", ("w1", "w3"), ("w2",)),
-    "qwen2_moe": ("mlp", ("gate_proj", "up_proj"), ("down_proj",)),
-    "qwen3_moe": ("mlp", ("gate_proj", "up_proj"), ("down_proj",)),
-    "gpt_oss": ("mlp", (), ()),  # named by its converter
-}
-"""By model_type: the module of router and experts, an expert's linears in our `expand`, and in our `contract`."""
 _SHARED_EXPERT = {
     "shared_expert.expand": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     "shared_expert.contract": "mlp.shared_expert.down_proj",
@@ -78,26 +71,12 @@ _COUNTS = ("num_local_experts", "num_experts")
 """Keys of the number of experts: a folder has one of them, or both."""
 _WITH_EXPERTS: dict[str, object] = {"router_jitter_noise": 0.0, "decoder_sparse_step": 1, "mlp_only_layers": []}
 """Further keys like `ELSEWHERE`, of models with experts."""
-_CLASSES = {"smollm3": "SmolLM3", "gemma3_text": "Gemma3"}
-"""Names of transformers' classes, if not the capitalised model_type."""
 _SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
-"""Keys of a shared expert. Qwen2-MoE's class reads only the first."""
-_GROUPED = (
-    "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "smollm3", "gemma2", "gemma3_text", "gpt_oss",
-)  # fmt: skip
-"""Model_types with a default number of key-value heads other than the number of heads."""
-_TIED = ("smollm3", "gemma2", "gemma3_text")
-"""Model_types with a tied head by default."""
-_RENORMALISED = ("mixtral", "gpt_oss")
-"""Model_types with weights of a token's experts that add up to 1, without a key of it."""
-_OLMO = ("olmo2", "olmo3")
-"""Model_types with norms behind the sub-layers, and of the queries and keys of all heads."""
-_READERS = {
-    "attention_bias": ("llama", "qwen3", "qwen3_moe", "smollm3", *_OLMO, "gemma2", "gemma3_text", "gpt_oss"),
-    "mlp_bias": ("llama", "smollm3"),
-}
-"""The model_types of classes that read these keys."""
-_BIASES = {"attention_bias": ("query-key-value", "output"), "mlp_bias": ("feed-forward",)}
+"""Keys of a shared expert. A class with such an expert reads only the first."""
+_ATTENTION, _MLP = "attention_bias", "mlp_bias"
+_BIASES = {_ATTENTION: ("query-key-value", "output"), _MLP: ("feed-forward",)}
+"""Linears with biases by the key of config.json."""
+_OLMO = {"whole_norms": True, "norms": "behind"}
 
 
 class LlamaFamily(RotaryFamily):
@@ -105,17 +84,35 @@ class LlamaFamily(RotaryFamily):
     Qwen2MoeForCausalLM and Qwen3MoeForCausalLM."""
 
     title, section = "Llama", Llama
-    model_types: ClassVar[tuple[str, ...]] = (
-        "llama",
-        "qwen2",
-        "qwen3",
-        "mistral",
-        "mixtral",
-        "qwen2_moe",
-        "qwen3_moe",
-        "smollm3",
-        *_OLMO,
-    )
+    kinds: ClassVar[Mapping[str, Kind]] = {
+        "llama": Kind("Llama", biases=(_ATTENTION, _MLP), grouped=False),
+        "qwen2": Kind("Qwen2", Windows("from-first", switched=True), query_biases=True),
+        "qwen3": Kind(
+            "Qwen3", Windows("from-first", switched=True),
+            fields={"head_norms": True}, biases=(_ATTENTION,), head_width=128,
+        ),
+        "mistral": Kind("Mistral", Windows()),
+        "mixtral": Kind(
+            "Mixtral", Windows(usual=None), ExpertNames("block_sparse_moe", ("w1", "w3"), ("w2",), renormalised=True),
+            base=1e6,
+        ),
+        "qwen2_moe": Kind(
+            "Qwen2Moe", Windows("even-before", switched=True), ExpertNames(shared=True), query_biases=True
+        ),
+        "qwen3_moe": Kind(
+            "Qwen3Moe", Windows(switched=True), ExpertNames(), fields={"head_norms": True}, biases=(_ATTENTION,)
+        ),
+        "smollm3": Kind(
+            "SmolLM3", Windows("unrotated", switched=True, usual=None), biases=(_ATTENTION, _MLP), base=2e6, tied=True
+        ),
+        "olmo2": Kind("Olmo2", fields=_OLMO, biases=(_ATTENTION,), grouped=False),
+        "olmo3": Kind(
+            "Olmo3", Windows("by-period", period=4, base=500000.0),
+            fields=_OLMO, biases=(_ATTENTION,), base=500000.0, grouped=False,
+        ),
+    }  # fmt: skip
+    """The facts of each class, by model_type."""
+    model_types: ClassVar[tuple[str, ...]] = tuple(kinds)
     fields: ClassVar = {
         "layers": "num_hidden_layers",
         "hidden": "hidden_size",
@@ -162,13 +159,14 @@ class LlamaFamily(RotaryFamily):
             )
         inside: dict[str, str | Sequence[str]] = {**_IN_BLOCK, **self.norm_names[model.norms]}
         if model.experts is not None:
-            module, expand, contract = _EXPERTS[_kind_of(model)]
-            inside["feed_forward.router"] = f"{module}.gate"
+            theirs = self.kinds[model_type := self.kind_of(model)].experts
+            if theirs is None:
+                raise CheckpointError(f"no class of transformers has {model_type}'s layers with model.experts")
+            inside["feed_forward.router"] = f"{theirs.module}.gate"
             inside |= _SHARED_EXPERT if model.experts.shared else {}
-            for layer, linears in (("expand", expand), ("contract", contract)):
-                inside[f"feed_forward.{layer}"] = [
-                    f"{module}.experts.{index}.{linear}" for index in range(model.experts.count) for linear in linears
-                ]
+            each = [f"{theirs.module}.experts.{index}" for index in range(model.experts.count)]
+            for layer, linears in (("expand", theirs.expand), ("contract", theirs.contract)):
+                inside[f"feed_forward.{layer}"] = [f"{one}.{linear}" for one in each for linear in linears]
         return OUTSIDE | in_blocks(inside, model.layers, "model.layers.N")
 
     def pair(self, name: str, shape: TensorShape, model: Llama, names: Names, rows: Mapping[str, int]) -> TensorPair:
@@ -194,30 +192,25 @@ class LlamaFamily(RotaryFamily):
         return TensorPair(name, shape, theirs, to_ours, to_theirs)
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
-        values, kind = settings.values, settings.values["model_type"]
+        values, model_type = settings.values, settings.values["model_type"]
+        kind = self.kinds[model_type]
         for key, ours in self.elsewhere.items():
             settings.only(key, ours)
-        for key in _SHARED[kind == "qwen2_moe" :]:
+        for key in _SHARED[kind.experts is not None and kind.experts.shared :]:
             settings.only(key, None, 0)
         # The default differs between versions of these classes, and a wrong guess would reshape every head.
-        if kind in _GROUPED and values.get("num_key_value_heads") is None:
-            raise settings.refused(f"lacks num_key_value_heads, which a {kind} has")
-        fields = layer_fields(settings) | {"head_norms": kind in ("qwen3", "qwen3_moe")}
-        fields |= {"whole_norms": True, "norms": "behind"} if kind in _OLMO else {}
-        fields |= {} if "rope" in fields else {"rope": rope_fields(settings)}
-        fields |= _experts(settings)
-        biases: tuple[str, ...] = ()
-        for key, linears in _BIASES.items():
-            if kind in _READERS[key]:  # a class that does not read the key has no biases, even if the file has the key
-                settings.only(key, False, True)
-                biases += linears if values.get(key, False) else ()
-        if kind in _TIED:
+        if kind.grouped and values.get("num_key_value_heads") is None:
+            raise settings.refused(f"lacks num_key_value_heads, which a {model_type} has")
+        fields = {**layer_fields(settings, kind), **kind.fields, **_experts(settings, kind)}
+        biases: tuple[str, ...] = ("query-key-value",) if kind.query_biases else ()
+        for key in kind.biases:  # a class that does not read a key has no biases, even if the file has the key
+            settings.only(key, False, True)
+            biases += _BIASES[key] if values.get(key, False) else ()
+        if kind.tied:
             fields["tied"] = values.get("tie_word_embeddings", True)
-        if kind == "qwen3" and "head_dim" not in values:
-            fields["head_width"] = 128  # the class's default
-        if kind == "qwen2_moe":
-            settings.only("qkv_bias", True)
-        return fields | {"biases": ("query-key-value",) if kind in ("qwen2", "qwen2_moe") else biases}
+        if kind.head_width is not None and "head_dim" not in values:
+            fields["head_width"] = kind.head_width
+        return fields | {"biases": biases}
 
     def settings(self, model: Llama) -> dict[str, Any]:
         """Return the settings. Raises CheckpointError if no class of transformers has a model with these fields."""
@@ -233,32 +226,30 @@ class LlamaFamily(RotaryFamily):
         return settings
 
     def further_settings(self, model: Llama) -> dict[str, object]:
-        kind = self.kind_of(model)
-        biases = set(model.biases)
+        model_type = self.kind_of(model)
+        kind, biases = self.kinds[model_type], set(model.biases)
         settings = {key: bool(set(names) & biases) for key, names in _BIASES.items()}
         wanted = {name for key, names in _BIASES.items() if settings[key] for name in names}
-        unread = {names for key, names in _BIASES.items() if settings[key] and kind not in _READERS[key]}
+        unread = {names for key, names in _BIASES.items() if settings[key] and key not in kind.biases}
         # A key covers several linears, so config.json cannot express every choice of biases.
-        if kind not in ("qwen2", "qwen2_moe") and (wanted != biases or unread):
+        if not kind.query_biases and (wanted != biases or unread):
             raise CheckpointError(
-                f"no class of transformers has {kind}'s layers with model.biases={shown(model.biases)}"
+                f"no class of transformers has {model_type}'s layers with model.biases={shown(model.biases)}"
             )
         return {
-            "model_type": kind,
-            "architectures": [
-                _CLASSES.get(kind, "".join(part.capitalize() for part in kind.split("_"))) + "ForCausalLM"
-            ],
+            "model_type": model_type,
+            "architectures": [f"{kind.architecture}ForCausalLM"],
             "hidden_act": self.elsewhere["hidden_act"],
             "attention_dropout": 0.0,
             "num_key_value_heads": model.num_key_value_heads,
             "head_dim": model.width_of_head,
             **rope_settings(model.rope),
-            **layer_settings(model, kind),
+            **layer_settings(model, model_type, kind),
             "initializer_range": 0.02,
             "use_cache": True,
             "pad_token_id": None,
-            **({} if kind in ("qwen2", "qwen2_moe") else settings),
-            **_experts_settings(model, kind),
+            **({} if kind.query_biases else settings),
+            **_experts_settings(model, model_type, kind.experts),
         }
 
 
@@ -281,10 +272,10 @@ def _kind_of(model: Llama) -> str:
     return "llama" if model.window is None else "mistral"
 
 
-def _experts(settings: Settings) -> dict[str, object]:
+def _experts(settings: Settings, kind: Kind) -> dict[str, object]:
     """Return our fields of a model's experts, {} without experts. Raises CheckpointError for unsupported settings."""
-    values, kind = settings.values, settings.values["model_type"]
-    if kind not in _EXPERTS:
+    values = settings.values
+    if kind.experts is None:
         for key in _COUNTS:
             settings.only(key, None)
         return {}
@@ -297,37 +288,40 @@ def _experts(settings: Settings) -> dict[str, object]:
     experts = {
         "count": counts[0],
         "per_token": values["num_experts_per_tok"],
-        "renormalise": kind in _RENORMALISED or bool(values.get("norm_topk_prob", False)),
+        "renormalise": kind.experts.renormalised or bool(values.get("norm_topk_prob", False)),
         # transformers adds the balance to the loss only with this flag, false by default.
         "balance": values.get("router_aux_loss_coef", 0.001) if values.get("output_router_logits") else 0.0,
     }
-    if kind in _RENORMALISED:
+    if kind.experts.renormalised:
         return {"experts": experts}
-    needed = ("moe_intermediate_size", *(_SHARED[:1] if kind == "qwen2_moe" else ()))
+    needed = ("moe_intermediate_size", *(_SHARED[:1] if kind.experts.shared else ()))
     if lacking := [key for key in needed if key not in values]:
-        raise settings.refused(f"lacks {', '.join(lacking)}, which a {kind} has")
-    if kind == "qwen2_moe":
+        raise settings.refused(f"lacks {', '.join(lacking)}, which a {values['model_type']} has")
+    if kind.experts.shared:
+        settings.only("qkv_bias", True)
         experts |= {"shared": values[_SHARED[0]], "shared_gate": True}
     return {"experts": experts, "feed_forward": values["moe_intermediate_size"]}
 
 
-def _experts_settings(model: Llama, kind: str) -> dict[str, object]:
-    """Return transformers' settings of a model's experts, {} without experts. `kind`: the model_type.
+def _experts_settings(model: Llama, model_type: str, theirs: ExpertNames | None) -> dict[str, object]:
+    """Return transformers' settings of a model's experts, {} without experts.
 
     Raises CheckpointError if no class of transformers has such experts.
     """
     experts = model.experts
     if experts is None:
         return {}
-    if kind in _RENORMALISED and not experts.renormalise:
+    if theirs is None:
+        raise CheckpointError(f"no class of transformers has {model_type}'s layers with model.experts")
+    if theirs.renormalised and not experts.renormalise:
         rule = "no class of transformers has experts whose weights are not renormalised, but with norms of heads"
         raise CheckpointError(f"{rule}: model.experts.renormalise=false")
     # Fields without a key in the class must have the defaults.
     plain = {"width", "dense_layers", "scores", "scale", "groups", "bias_rate", "shared", "shared_gate"}
-    plain -= {"shared", "shared_gate"} if kind == "qwen2_moe" and experts.shared_gate else set()
+    plain -= {"shared", "shared_gate"} if theirs.shared and experts.shared_gate else set()
     for field in sorted(plain):
         if (value := getattr(experts, field)) != (usual := ExpertsSection.model_fields[field].default):
-            rule = f"no class of transformers has {kind}'s experts with model.experts.{field}={shown(value)}"
+            rule = f"no class of transformers has {model_type}'s experts with model.experts.{field}={shown(value)}"
             raise CheckpointError(f"{rule}; valid: {shown(usual)}")
     return {
         **dict.fromkeys(_COUNTS, experts.count),
@@ -336,6 +330,6 @@ def _experts_settings(model: Llama, kind: str) -> dict[str, object]:
         "router_aux_loss_coef": experts.balance,
         "output_router_logits": experts.balance > 0,
         "moe_intermediate_size": model.feed_forward,
-        **({_SHARED[0]: experts.shared, "qkv_bias": True} if kind == "qwen2_moe" else {}),
+        **({_SHARED[0]: experts.shared, "qkv_bias": True} if theirs.shared else {}),
         **_WITH_EXPERTS,
     }

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Set
 from typing import Any, ClassVar
 
 from meshwright.families.llama.convert import ELSEWHERE, LlamaFamily
+from meshwright.families.llama.convert_layers import Kind, Windows
 from meshwright.families.llama.gemma import Gemma
 from meshwright.families.llama.section import Llama
 from meshwright.training.convert.folder import Settings
@@ -37,7 +38,19 @@ class GemmaFamily(LlamaFamily):
     """Gemma2ForCausalLM and Gemma3ForCausalLM."""
 
     title, section = "Gemma", Gemma
-    model_types: ClassVar[tuple[str, ...]] = ("gemma2", "gemma3_text")
+    kinds: ClassVar[Mapping[str, Kind]] = {
+        "gemma2": Kind(
+            "Gemma2", Windows("by-period", period=2), biases=("attention_bias",), head_width=256, tied=True
+        ),
+        "gemma3_text": Kind(
+            "Gemma3",
+            Windows(
+                "by-period", period=6, period_key="sliding_window_pattern", base=1e4, base_key="rope_local_base_freq"
+            ),
+            fields={"head_norms": True}, biases=("attention_bias",), base=1e6, head_width=256, tied=True,
+        ),
+    }  # fmt: skip
+    model_types: ClassVar[tuple[str, ...]] = tuple(kinds)
     fields: ClassVar = {**LlamaFamily.fields, **_KEYS}
     elsewhere: ClassVar[Mapping[str, object]] = {
         key: value for key, value in ELSEWHERE.items() if key not in _KEYS.values()
@@ -57,9 +70,8 @@ class GemmaFamily(LlamaFamily):
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         values, kind = settings.values, settings.values["model_type"]
         settings.only("use_bidirectional_attention", None, False)
-        fields = super().further(settings, stored) | {"head_norms": kind == "gemma3_text"}
-        fields |= {field: values.get(key, _USUAL[kind][field]) for field, key in _KEYS.items()}
-        return fields if "head_dim" in values else fields | {"head_width": 256}
+        caps = {field: values.get(key, _USUAL[kind][field]) for field, key in _KEYS.items()}
+        return super().further(settings, stored) | caps
 
     def further_settings(self, model: Any) -> dict[str, object]:
         return super().further_settings(model) | {"hidden_activation": _GELU}

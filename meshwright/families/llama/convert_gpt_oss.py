@@ -19,6 +19,7 @@ from typing import Any, ClassVar, cast
 
 from meshwright.config.section import shown
 from meshwright.families.llama.convert import ELSEWHERE, LlamaFamily
+from meshwright.families.llama.convert_layers import ExpertNames, Kind, Windows
 from meshwright.families.llama.gpt_oss import GptOss
 from meshwright.families.llama.section import Llama
 from meshwright.ranks.errors import CheckpointError
@@ -49,7 +50,13 @@ class GptOssFamily(LlamaFamily):
     """GptOssForCausalLM."""
 
     title, section = "gpt-oss", GptOss
-    model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
+    kinds: ClassVar[Mapping[str, Kind]] = {
+        "gpt_oss": Kind(
+            "GptOss", Windows("by-period", period=2), ExpertNames(expand=(), contract=(), renormalised=True),
+            biases=("attention_bias",), base=150000.0, head_width=64,
+        )
+    }  # fmt: skip
+    model_types: ClassVar[tuple[str, ...]] = tuple(kinds)
     fields: ClassVar = {**LlamaFamily.fields, "gate_slope": "swiglu_alpha", "gate_limit": "swiglu_limit"}
     elsewhere: ClassVar[Mapping[str, object]] = {key: value for key, value in ELSEWHERE.items() if key != _STORED}
     norm_names: ClassVar[Mapping[str, Mapping[str, str]]] = {"before": {}}
@@ -71,7 +78,7 @@ class GptOssFamily(LlamaFamily):
             usual["rope_scaling"] = _USUAL_ROPE
         fields = super().further(Settings(settings.path, usual | values), stored)
         fields["biases"] = (*cast(tuple[str, ...], fields["biases"]), "feed-forward")
-        return fields if "head_dim" in values else fields | {"head_width": 64}
+        return fields
 
     def further_settings(self, model: Any) -> dict[str, object]:
         if "feed-forward" not in model.biases:

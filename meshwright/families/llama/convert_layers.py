@@ -1,68 +1,127 @@
-"""Layers of several kinds in config.json, and in our section: windows, and layers without rotary positions.
+"""Classes of transformers with Llama's layers, and layers of several kinds in config.json and in our section: windows,
+and layers without rotary positions.
 
-| model_type                     | layers with a window of `sliding_window` tokens                                     |
-|--------------------------------|-------------------------------------------------------------------------------------|
-| mistral, mixtral, phi3         | all                                                                                 |
-| qwen3_moe                      | all, if use_sliding_window                                                          |
-| qwen2, qwen3                   | if use_sliding_window: `layer_types`, else the layers from max_window_layers on     |
-| qwen2_moe                      | if use_sliding_window: `layer_types`, else the even layers before max_window_layers |
-| smollm3                        | if use_sliding_window: `layer_types`, else the layers without rotary positions      |
-| olmo3                          | `layer_types`, else all but every fourth; these have rotary positions of their own  |
-| gemma2, gpt_oss                | `layer_types`, else the even layers                                                 |
-| gemma3_text                    | `layer_types`, else all but every sixth (sliding_window_pattern); as olmo3          |
+A `Kind` has the facts of one class; a converter names its classes in `kinds`, by model_type. The layers with a window
+of `sliding_window` tokens:
+
+| Windows.layers | layers with a window                                                                       |
+|----------------|--------------------------------------------------------------------------------------------|
+| all            | all; config.json has no `layer_types`                                                      |
+| by-period      | `layer_types`, else all but every `period`-th                                              |
+| from-first     | `layer_types`, else the layers from max_window_layers on                                   |
+| even-before    | `layer_types`, else the even layers before max_window_layers                               |
+| unrotated      | `layer_types`, else the layers without rotary positions                                    |
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from meshwright.config.section import shown
 from meshwright.families.llama.section import Llama
 from meshwright.ranks.errors import CheckpointError
 from meshwright.training.convert.folder import Settings
-from meshwright.training.convert.rotary import rope_settings, ropes_by_type
+from meshwright.training.convert.rotary import rope_fields, rope_settings, ropes_by_type
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-EVERY = ("mistral", "mixtral", "phi3", "qwen3_moe")
-"""The model_types with one kind of layers."""
-TYPED = {"olmo3": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
-"""The model_types with layers of two kinds, and the number of layers from one without a window to the next."""
-TURNED = {"olmo3": 500000.0, "gemma3_text": 10000.0}
-"""The model_types with rotary positions by kind of layer, and the base of the layers with a window in folders without
-these sections."""
-SWITCHED = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3")
-"""The model_types that read `use_sliding_window`, false by default."""
-USUAL = {"mixtral": None, "smollm3": None, "phi3": None}
-"""The window of a folder without the key, by model_type, if it is not 4,096 tokens."""
 
 
-def layer_fields(settings: Settings) -> dict[str, object]:
-    """Read our fields of windows and rotary layers. Raises CheckpointError for settings that the class does not read,
-    or that no layer of ours has."""
-    values, kind = settings.values, settings.values["model_type"]
+@dataclass(frozen=True)
+class Windows:
+    """Layers with a window in a class of transformers."""
+
+    layers: Literal["all", "by-period", "from-first", "even-before", "unrotated"] = "all"
+    """Rule of the table above."""
+    switched: bool = False
+    """Whether the class reads `use_sliding_window`, false by default."""
+    usual: int | None = 4096
+    """The window, in tokens, of a folder without `sliding_window`."""
+    period: int = 0
+    """Layers from one without a window to the next."""
+    period_key: str = ""
+    """The key that replaces `period`; empty: none."""
+    base: float | None = None
+    """The default rope_theta of layers with a window; None: all layers have the same rotary positions."""
+    base_key: str = ""
+    """The key that replaces `base` in folders without rotary positions by kind of layer; empty: none."""
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Experts of a class of transformers."""
+
+    module: str = "mlp"
+    """The module of router and experts."""
+    expand: tuple[str, ...] = ("gate_proj", "up_proj")
+    """An expert's linears in our `expand`."""
+    contract: tuple[str, ...] = ("down_proj",)
+    """An expert's linears in our `contract`."""
+    renormalised: bool = False
+    """Whether the weights of a token's experts add up to 1, without a key of it."""
+    shared: bool = False
+    """Whether the class has an expert for every token, with a gate (Qwen2-MoE)."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The facts of a class of transformers with Llama's layers, by which its config.json is read and written."""
+
+    architecture: str
+    """The class's name, without its end ForCausalLM."""
+    windows: Windows | None = None
+    """Layers with a window; None: the class has none."""
+    experts: ExpertNames | None = None
+    """None: the class has no experts."""
+    fields: Mapping[str, object] = field(default_factory=dict)
+    """Fields of our section with one value in this class."""
+    biases: tuple[str, ...] = ()
+    """Keys of config.json that give linears biases; a class ignores other keys of biases."""
+    query_biases: bool = False
+    """Whether queries, keys and values always have biases, without a key of it (Qwen2)."""
+    base: float = 10000.0
+    """The default rope_theta."""
+    head_width: int | None = None
+    """The default head_dim; None: hidden_size / num_attention_heads."""
+    grouped: bool = True
+    """Whether the default number of key-value heads is another than the number of heads."""
+    tied: bool = False
+    """Whether the head is tied by default."""
+
+
+def layer_fields(settings: Settings, kind: Kind) -> dict[str, object]:
+    """Read our fields of windows and rotary positions.
+
+    Raises CheckpointError for settings that the class does not read, or that no layer of ours has.
+    """
+    values, windows = settings.values, kind.windows
     fields: dict[str, object] = {}
     rotary = [True] * _layers(settings)
-    if kind == "smollm3":
+    if windows is not None and windows.layers == "unrotated":
         rotary = _rotary(settings)
         if not any(rotary):
             raise settings.refused(f"no_rope_layers={shown(values['no_rope_layers'])} leaves no layer with positions")
         fields["rotary_layers"] = () if all(rotary) else shortest(rotary)
     else:
         settings.only("no_rope_layers", None)
-    if kind not in (*EVERY, *SWITCHED, *TYPED):
+    if windows is None:
         settings.only("use_sliding_window", None, False)
         others = [layer for layer in values.get("layer_types") or [] if layer != FULL]
         if others:
-            raise settings.refused(f"layer_types has {shown(others[0])}, which a {kind} has not; valid: {FULL}")
-        return fields
-    if kind in SWITCHED:
+            raise settings.refused(
+                f"layer_types has {shown(others[0])}, which a {values['model_type']} has not; valid: {FULL}"
+            )
+        return fields | {"rope": rope_fields(settings, kind.base)}
+    if windows.switched:
         settings.only("use_sliding_window", False, True)
-    slides = kind not in SWITCHED or values.get("use_sliding_window", False)
-    window, types = values.get("sliding_window", USUAL.get(kind, 4096)) if slides else None, _types(settings, kind)
-    if kind in TURNED:
-        theta = values.get("rope_local_base_freq", TURNED[kind]) if kind == "gemma3_text" else TURNED[kind]
-        full, sliding = ropes_by_type(settings, {"rope_type": "default", "rope_theta": theta})
-        fields["rope"] = full
+    slides = not windows.switched or values.get("use_sliding_window", False)
+    window, types = values.get("sliding_window", windows.usual) if slides else None, _types(settings, windows)
+    if windows.base is None:
+        fields["rope"] = sliding = rope_fields(settings, kind.base)
+    else:
+        of_sliding = {"rope_type": "default", "rope_theta": values.get(windows.base_key, windows.base)}
+        fields["rope"], sliding = ropes_by_type(settings, kind.base, of_sliding)
     if window is None:
         if types is not None and any(types):
             rule = f"layer_types has {SLIDING}, and there is no window"
@@ -70,10 +129,10 @@ def layer_fields(settings: Settings) -> dict[str, object]:
         return fields
     if not isinstance(window, int) or window < 1:
         raise settings.refused(f"sliding_window={shown(window)} is no number of tokens; valid: null, or 1 or more")
-    windowed = _usual_types(settings, kind, rotary) if types is None else types
+    windowed = _usual_types(settings, windows, rotary) if types is None else types
     if any(windowed):
         fields |= {"window": window, "window_layers": () if all(windowed) else shortest(windowed)}
-        if kind in TURNED and full != sliding:
+        if sliding != fields["rope"]:
             fields["window_rope"] = sliding
     return fields
 
@@ -85,13 +144,13 @@ def _layers(settings: Settings) -> int:
     return layers
 
 
-def _types(settings: Settings, kind: str) -> list[bool] | None:
+def _types(settings: Settings, windows: Windows) -> list[bool] | None:
     """Return whether each layer slides, by `layer_types`; None without the key."""
     types, layers = settings.values.get("layer_types"), _layers(settings)
     if types is None:
         return None
-    if kind in EVERY or not isinstance(types, list) or len(types) != layers:
-        valid = "null" if kind in EVERY else f"a list of {layers} of {FULL}, {SLIDING}"
+    if windows.layers == "all" or not isinstance(types, list) or len(types) != layers:
+        valid = "null" if windows.layers == "all" else f"a list of {layers} of {FULL}, {SLIDING}"
         raise settings.refused(f"layer_types={shown(types)} is not supported; valid: {valid}")
     for layer_type in types:
         if layer_type not in (FULL, SLIDING):
@@ -100,27 +159,27 @@ def _types(settings: Settings, kind: str) -> list[bool] | None:
     return [layer_type == SLIDING for layer_type in types]
 
 
-def _usual_types(settings: Settings, kind: str, rotary: list[bool]) -> list[bool]:
+def _usual_types(settings: Settings, windows: Windows, rotary: list[bool]) -> list[bool]:
     """Return whether each layer slides in a folder without `layer_types`."""
-    if kind in EVERY:
+    if windows.layers == "all":
         return [True] * len(rotary)
-    if kind == "smollm3":
+    if windows.layers == "unrotated":
         return [not turns for turns in rotary]
-    if kind in TYPED:
-        every = settings.values.get("sliding_window_pattern", TYPED[kind]) if kind == "gemma3_text" else TYPED[kind]
+    if windows.layers == "by-period":
+        every = settings.values.get(windows.period_key, windows.period)
         if not isinstance(every, int) or every < 1:
-            raise settings.refused(f"sliding_window_pattern={shown(every)} is no number of layers; valid: 1 or more")
+            raise settings.refused(f"{windows.period_key}={shown(every)} is no number of layers; valid: 1 or more")
         return [(layer + 1) % every != 0 for layer in range(len(rotary))]
     first = settings.values.get("max_window_layers", 28)
     if not isinstance(first, int):
         raise settings.refused(f"max_window_layers={shown(first)} is no number of layers")
-    if kind == "qwen2_moe":
+    if windows.layers == "even-before":
         return [layer < first and layer % 2 == 0 for layer in range(len(rotary))]
     return [layer >= first for layer in range(len(rotary))]
 
 
 def _rotary(settings: Settings) -> list[bool]:
-    """Return whether each layer of a SmolLM3 has rotary positions."""
+    """Return whether each layer has rotary positions in a class with layers without."""
     given, layers = settings.values.get("no_rope_layers"), _layers(settings)
     if given is None:
         every = settings.values.get("no_rope_layer_interval", 4)
@@ -139,34 +198,31 @@ def shortest(layers: list[bool]) -> tuple[bool, ...]:
     return tuple(layers[:size])
 
 
-def layer_settings(model: Llama, kind: str) -> dict[str, Any]:
+def layer_settings(model: Llama, model_type: str, kind: Kind) -> dict[str, Any]:
     """Return transformers' settings of a model's kinds of layers.
 
     Raises CheckpointError if the class has windows in all layers or in none.
     """
-    windows = [model.window_of(layer) for layer in range(model.layers)]
+    windows, each = kind.windows, [model.window_of(layer) for layer in range(model.layers)]
+    if windows is None:
+        return {}
     settings: dict[str, Any] = {"sliding_window": model.window}
-    if kind == "smollm3":
-        settings["no_rope_layers"] = [int(model.rotates(layer)) for layer in range(model.layers)]
-    if kind in EVERY:
-        if None in windows and model.window is not None:
-            rule = f"no class of transformers has {kind}'s layers with windows in some"
+    if windows.layers == "all":
+        if None in each and model.window is not None:
+            rule = f"no class of transformers has {model_type}'s layers with windows in some"
             raise CheckpointError(f"{rule}: model.window_layers={shown(model.window_layers)}; valid: []")
-        return settings | ({"use_sliding_window": model.window is not None} if kind in SWITCHED else {})
-    types = [FULL if window is None else SLIDING for window in windows]
-    if kind in TYPED:  # these classes make a mask of the key, even if no layer has a window
-        settings["sliding_window"] = model.window or model.positions
-    if kind in TYPED and kind not in TURNED:
-        return settings | {"layer_types": types}
-    if kind in TYPED:
+        return settings | ({"use_sliding_window": model.window is not None} if windows.switched else {})
+    types = [FULL if window is None else SLIDING for window in each]
+    if windows.layers == "by-period":  # these classes make a mask of the key, even if no layer has a window
+        settings |= {"sliding_window": model.window or model.positions, "layer_types": types}
+        if windows.base is None:
+            return settings
         ropes = {FULL: model.rope, SLIDING: model.ropes[-1]}
         by_type = {name: rope_settings(rope)["rope_parameters"] for name, rope in ropes.items()}
-        local = {"rope_local_base_freq": ropes[SLIDING].theta} if kind == "gemma3_text" else {}
-        return settings | {"layer_types": types, "rope_parameters": by_type} | local
-    if kind not in SWITCHED:
-        return {}
+        local = {windows.base_key: ropes[SLIDING].theta} if windows.base_key else {}
+        return settings | {"rope_parameters": by_type} | local
     settings |= {"use_sliding_window": SLIDING in types, "layer_types": types}
+    if windows.layers == "unrotated":
+        return settings | {"no_rope_layers": [int(model.rotates(layer)) for layer in range(model.layers)]}
     # Older versions read no `layer_types`, and compute them from the first layer with a window.
-    if kind != "smollm3":
-        settings["max_window_layers"] = types.index(SLIDING) if SLIDING in types else model.layers
-    return settings
+    return settings | {"max_window_layers": types.index(SLIDING) if SLIDING in types else model.layers}

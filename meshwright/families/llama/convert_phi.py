@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 
 from meshwright.families.llama.convert import ELSEWHERE, LlamaFamily
+from meshwright.families.llama.convert_layers import Kind, Windows
 from meshwright.families.llama.phi import Phi
 from meshwright.families.llama.section import Llama
 from meshwright.training.convert.family import Names, TensorPair, TensorShape
@@ -32,7 +33,8 @@ class PhiFamily(LlamaFamily):
     """Phi3ForCausalLM."""
 
     title, section = "Phi", Phi
-    model_types: ClassVar[tuple[str, ...]] = ("phi3",)
+    kinds: ClassVar[Mapping[str, Kind]] = {"phi3": Kind("Phi3", Windows(usual=None), grouped=False)}
+    model_types: ClassVar[tuple[str, ...]] = tuple(kinds)
     elsewhere: ClassVar[Mapping[str, object]] = {
         key: value for key, value in ELSEWHERE.items() if key != "auto_map"
     } | {"resid_pdrop": 0.0, "embd_pdrop": 0.0}  # fmt: skip

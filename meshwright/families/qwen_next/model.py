@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 from meshwright.compute.context.spec import AttentionSpec
 from meshwright.compute.model import Chunk, Costs, to_device
-from meshwright.compute.models import fla_kernels
 from meshwright.compute.models.attention import AttentionCore
 from meshwright.compute.models.chain import RunsInContext
 from meshwright.compute.models.decoder import KeyValueCache
@@ -39,6 +38,8 @@ from meshwright.compute.models.delta_rule import (
     CHUNK,
     causal_convolution,
     chunked_delta_rule,
+    fla_takes,
+    fused_delta_rule,
     states_before,
     transition,
     unit,
@@ -139,9 +140,9 @@ class DeltaCore(RunsInContext):
         """
         with torch.autocast(autocast_device(mixed.device), enabled=False):
             query, key, value, decay, rate = self.inputs(mixed, rates, taps, logarithms, offsets, before, starts)
-            if fla_kernels.takes(mixed):
+            if fla_takes(mixed):
                 query, key, value = (x.to(mixed.dtype) for x in (query, key, value))
-                out, state = fla_kernels.fused_delta_rule(query, key, value, decay, rate, state, starts)
+                out, state = fused_delta_rule(query, key, value, decay, rate, state, starts)
             else:
                 out, state = chunked_delta_rule(query, key, value, decay, rate, state, starts)
         return out.transpose(1, 2), state

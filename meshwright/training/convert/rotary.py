@@ -36,8 +36,6 @@ _SAME = {"default": "plain", "linear": "linear", "llama3": "llama3", "yarn": "ya
 """Our kinds of rotation by transformers' rope_type."""
 _NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
 """Keys that transformers requires, by rope_type."""
-_THETA = {"mixtral": 1e6, "smollm3": 2e6, "olmo3": 500000.0, "gemma3_text": 1e6, "gpt_oss": 150000.0}
-"""Default rope_theta by model_type, if the class's default is not 10,000."""
 
 
 class RotaryFamily(Family):
@@ -80,13 +78,16 @@ def rope_settings(rope: PlainRope) -> dict[str, object]:
     }
 
 
-def ropes_by_type(settings: Settings, sliding: dict[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+def ropes_by_type(
+    settings: Settings, base: float, sliding: dict[str, object]
+) -> tuple[dict[str, object], dict[str, object]]:
     """Read our fields of the rotations of layers without and with a window.
 
     As in transformers, settings of older versions (`rope_theta`, `rope_scaling`) are those of layers without.
 
     Args:
         settings: of config.json.
+        base: the class's default rope_theta.
         sliding: transformers' settings of layers with a window in folders that name none.
     """
     values, both = settings.values, settings.values.get("rope_parameters") or {}
@@ -97,22 +98,23 @@ def ropes_by_type(settings: Settings, sliding: dict[str, object]) -> tuple[dict[
     del others
     full = {"rope_parameters": both.get(types[0]), "rope_scaling": values.get("rope_scaling")}
     plain = {"rope_parameters": {**sliding, **(both.get(types[1]) or {})}, "rope_scaling": None}
-    of_full, of_sliding = (rope_fields(Settings(settings.path, values | own)) for own in (full, plain))
+    of_full, of_sliding = (rope_fields(Settings(settings.path, values | own), base) for own in (full, plain))
     return of_full, of_sliding
 
 
-def rope_fields(settings: Settings) -> dict[str, object]:
+def rope_fields(settings: Settings, base: float = PlainRope().theta) -> dict[str, object]:
     """Read our fields of a rotation from `rope_parameters`, or from `rope_theta` and `rope_scaling` of older versions.
 
     As in transformers, `rope_scaling` has priority over `rope_parameters`, and original positions outside of the
-    section over positions inside. Raises CheckpointError for a rope_type or a key that our rotations do not have.
+    section over positions inside. `base`: the class's default rope_theta. Raises CheckpointError for a rope_type or a
+    key that our rotations do not have.
     """
     values = settings.values
     where = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     written = values.get(where) or {}
     if not isinstance(written, dict):
         raise settings.refused(f"{where}={shown(written)} is no section")
-    theta = values.get("rope_theta", _THETA.get(values["model_type"], PlainRope().theta))
+    theta = values.get("rope_theta", base)
     theirs = {"rope_theta": theta} | {key: value for key, value in written.items() if value is not None}
     kind = theirs.pop("rope_type", theirs.pop("type", "default"))
     theirs.pop("type", None)

@@ -18,11 +18,11 @@ from meshwright.compute.models.delta_rule import (
     CHUNK,
     causal_convolution,
     chunked_delta_rule,
+    fused_delta_rule,
     states_before,
     transition,
     unit,
 )
-from meshwright.compute.models.fla_kernels import fused_delta_rule
 from tests.families.qwen_next.models import InFloat64
 
 theirs = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
