@@ -49,7 +49,9 @@ LLAMAS = {
 DEEPSEEKS = {"deepseek-v3", "deepseek-mini", "moonlight-16b-a3b", "kimi-k2"}
 """Counted in tests/families/deepseek/test_convert.py."""
 
-QWENS = {"qwen3-next-80b-a3b", "qwen3-next-mini"}
+QWENS = {
+    "qwen3-next-80b-a3b", "qwen3-next-mini", "qwen3.5-0.8b", "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.5-397b-a17b",
+}  # fmt: skip
 """Counted in tests/families/qwen_next/test_convert.py."""
 
 
