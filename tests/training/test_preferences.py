@@ -101,11 +101,44 @@ def test_numbers_of_other_weights_pairs_or_none_are_refused(tmp_path: Path) -> N
     assert facts["weights"].startswith("2-")
 
 
+class InFloat64:
+    """The head of TRL's trainers in the dtype of the weights.
+
+    trl/kernels/chunked_logprob.py (1.16) has its sums, log-probabilities and gradients in float32, also those of a
+    model in float64: `ChunkedLogProbFunction.forward` makes `sum_exp` and `target_logit` so, `.backward` `grad_hidden`
+    and `grad_weight`. With them the loss of equal models is 0.6931471824645996, log 2 in float32.
+    """
+
+    @staticmethod
+    def apply(
+        hidden: torch.Tensor, weight: torch.Tensor, bias: None, targets: torch.Tensor, temperature: float, size: int,
+        cap: None, scale: float, outputs: tuple[str, ...],
+    ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+        assert (bias, temperature, cap, scale) == (None, 1.0, None, 1.0)
+        logits = hidden @ weight.T
+        chances = logits.log_softmax(-1)
+        told = {
+            "entropy": -(chances.exp() * chances).sum(-1), "log_sum_sq_probs": (2 * chances).logsumexp(-1),
+            "mean_logits": logits.mean(-1), "is_top1": logits.argmax(-1) == targets,
+        }  # fmt: skip
+        assert set(outputs) <= {"log_probs", *told}
+        numbers = (number.detach() if name in outputs else None for name, number in told.items())
+        return chances.gather(-1, targets[:, None])[:, 0], *numbers
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of the libraries, on their own fields
-def test_two_steps_are_those_of_trls_trainer(tmp_path: Path) -> None:
-    """From one folder, on all pairs at once by plain SGD: TRL's weights and ours after two steps."""
+@pytest.mark.parametrize("head, bound", [("in float32", 1e-6), ("in float64", 1e-12)])
+def test_two_steps_are_those_of_trls_trainer(
+    tmp_path: Path, head: str, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From one folder, on all pairs at once by plain SGD: TRL's weights and ours after two steps.
+
+    `head`: TRL's own rounds to float32; with the head in float64, all other lines of the trainer are TRL's.
+    """
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    if head == "in float64":
+        monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", InFloat64)
     transformers = pytest.importorskip("transformers")
     settings = transformers.GPT2Config(
         vocab_size=320, n_embd=16, n_layer=2, n_head=2, n_positions=128, attn_pdrop=0.0, embd_pdrop=0.0,
@@ -142,8 +175,8 @@ def test_two_steps_are_those_of_trls_trainer(tmp_path: Path) -> None:
     for name, weight in theirs.state_dict().items():
         moved = (weight - first[name]).norm()
         assert moved > 0, name
-        assert (ours[name] - weight).norm() <= 1e-6 * moved, name  # 3e-7 measured; the cause was not found
+        assert (ours[name] - weight).norm() <= bound * moved, name
     logged = [line for line in trainer.state.log_history if "rewards/chosen" in line]
     for line, told in zip(logged, lines_of(tmp_path / "ours"), strict=True):
-        assert told["rewards_chosen"] == pytest.approx(line["rewards/chosen"], abs=1e-4)
-        assert told["reward_margin"] == pytest.approx(line["rewards/margins"], abs=1e-4)
+        assert told["rewards_chosen"] == pytest.approx(line["rewards/chosen"], rel=bound, abs=bound)
+        assert told["reward_margin"] == pytest.approx(line["rewards/margins"], rel=bound, abs=bound)
