@@ -174,7 +174,7 @@ def validation_loss(loaded: LoadedText, corpus: PackedCorpus, progress: ShowProg
 
 
 def no_stride(stride: int | None) -> None:
-    """Raise ConfigError if a stride was given for dialogues."""
+    """Raise ConfigError if a stride was given for dialogues, or pairs of answers."""
     if stride is not None:
         raise ConfigError.of(
             "--stride", stride, "has no effect on dialogues, each of which is read whole", "without it"

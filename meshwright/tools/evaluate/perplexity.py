@@ -24,6 +24,7 @@ from meshwright.tools.evaluate.alone import (
     validation_loss,
 )
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText, config_at, exponential, load_text
+from meshwright.tools.evaluate.preferred import preferences_of
 from meshwright.tools.evaluate.scored import summed_loss, windows
 from meshwright.tools.evaluate.tasks import Question, Task
 from meshwright.tools.evaluate.texts import TokenStream, stream_for
@@ -86,12 +87,15 @@ def text_perplexity(
 
 
 def measure_text(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
-    """Return the step folder and the perplexity of a text under a decoder."""
+    """Return the step folder and the perplexity of a text under a decoder; the rewards of a run's pairs of answers."""
     if question.target is not None:
         family = config_at(question.checkpoint).model.family
         rule = f"has no effect on a {family}, which writes no targets"
         raise ConfigError.of("--target", question.target, rule, "with an encoder-decoder")
     loaded = load_text(question.checkpoint, question.device, question.context)
+    if loaded.config.loss is not None and question.data is None:
+        no_stride(question.stride)
+        return loaded.folder, preferences_of(loaded, progress)
     if (dialogues := learned_dialogues(loaded.config.data, question.data)) is not None:
         no_stride(question.stride)
         facts, corpus = dialogue_perplexity(loaded, dialogues, question.data, progress)
