@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Set
 from operator import attrgetter
 
 from meshwright.compute.bits.section import (
-    attention_has_no_sinks,
     grains_fill_microbatches,
     layers_fall_into_blocks,
     parts_are_equal,
@@ -464,7 +463,6 @@ RULES = (
     sums_have_digits,
     scales_are_powers_of_two,
     layers_fall_into_blocks,
-    attention_has_no_sinks,
     samples_share_no_addends,
     parts_are_equal,
     parts_of_hidden_are_equal,

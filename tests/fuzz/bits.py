@@ -24,7 +24,27 @@ Layout = dict[str, Words]
 MODEL = {"layers": 2, "hidden": 64, "heads": 8, "positions": 32, "vocabulary": 301, "vocabulary_multiple": 64}
 """301 tokens in tables of 320 rows: of four ranks the last holds less."""
 LLAMA = {"family": "llama", "key_value_heads": 2, "head_width": 8, "feed_forward": 256, "biases": ["query-key-value"]}
+GEMMA = {
+    "family": "gemma", "key_value_heads": 2, "head_width": 8, "query_scalar": 8, "feed_forward": 256, "window": 9,
+    "window_layers": [True, False], "score_cap": 5.0, "logit_cap": 3.0,
+}  # fmt: skip
+OLMO = {"family": "llama", "head_width": 8, "feed_forward": 256, "whole_norms": True, "norms": "behind"}
+SINKS = {
+    "family": "gpt-oss", "key_value_heads": 2, "head_width": 8, "window": 9, "window_layers": [True, False],
+    "experts": {"count": 6, "per_token": 2, "width": 48, "balance": 0.3},
+}  # fmt: skip
+DELTA_NETS = {
+    "family": "qwen3-next", "key_value_heads": 2, "head_width": 16, "rotary_width": 8, "feed_forward": 48,
+    "linear_key_heads": 2, "linear_value_heads": 4, "linear_key_width": 16, "linear_value_width": 16,
+    "attention_layers": [False, True],
+}  # fmt: skip
 EXPERTS = {"count": 6, "per_token": 2, "balance": 0.3}
+ALL_LOSSES = EXPERTS | {"per_token": 3, "router_z": 0.01, "shared": 64}
+DEEPSEEK = {
+    "family": "deepseek", "query_rank": 64, "key_value_rank": 64, "head_width": 8, "rotary_width": 8, "value_width": 8,
+    "feed_forward": 64, "later_tokens": 1,
+    "experts": EXPERTS | {"scores": "sigmoid", "bias_rate": 0.01, "groups": 3, "groups_per_token": 2, "shared": 64},
+}  # fmt: skip
 PARTS = {"tensor": 4, "hidden": 2, "sequence": 4}
 BY_RUNS = {"tensor": 2, "hidden": 2, "sequence": 8, "attention": "runs"}
 
@@ -36,7 +56,30 @@ RUNS: dict[str, dict[str, Any]] = {
     "llama, documents": {"model": {**LLAMA, "dropout": 0.0}, "bits": BY_RUNS, "data": {"documents": "separate"}},
     "bert": {"model": {"family": "bert", "next_sentence": True, "dropout": 0.1}, "bits": PARTS},
     "bert, by runs of queries": {"model": {"family": "bert", "dropout": 0.0}, "bits": BY_RUNS},
+    "gemma": {"model": {**GEMMA, "head_norms": True, "dropout": 0.1}, "bits": PARTS},
+    "gemma, by runs of queries": {"model": {**GEMMA, "dropout": 0.0}, "bits": BY_RUNS},
+    "olmo": {"model": {**OLMO, "dropout": 0.1}, "bits": PARTS},
+    "olmo, by runs of queries": {"model": {**OLMO, "dropout": 0.0}, "bits": BY_RUNS},
+    "sinks": {"model": {**SINKS, "dropout": 0.1}, "bits": {}, "batch": 12},
+    "delta nets": {"model": {**DELTA_NETS, "dropout": 0.1}, "bits": {}, "batch": 12},
+    "delta nets with experts": {"model": {**DELTA_NETS, "experts": EXPERTS, "dropout": 0.1}, "bits": {}, "batch": 12},
     "experts": {"model": {**LLAMA, "feed_forward": 48, "experts": EXPERTS, "dropout": 0.1}, "bits": {}, "batch": 12},
+    "experts, cut": {
+        "model": {**LLAMA, "feed_forward": 64, "experts": ALL_LOSSES, "dropout": 0.1},
+        "bits": {"tensor": 4, "sequence": 4},
+        "batch": 12,
+    },
+    "experts, by runs of queries": {
+        "model": {**LLAMA, "feed_forward": 64, "experts": ALL_LOSSES, "dropout": 0.0},
+        "bits": {"tensor": 2, "sequence": 8, "attention": "runs"},
+        "batch": 12,
+    },
+    "deepseek": {"model": {**DEEPSEEK, "dropout": 0.1}, "bits": {"tensor": 4, "sequence": 4}, "batch": 12},
+    "deepseek, by runs of queries": {
+        "model": {**DEEPSEEK, "dropout": 0.0},
+        "bits": {"tensor": 2, "sequence": 8, "attention": "runs"},
+        "batch": 12,
+    },
 }
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {}, "O1": {"level": "O1", "dtype": "bf16"}, "O2": {"level": "O2", "dtype": "bf16"},
@@ -103,7 +146,8 @@ def config_of(kind: tuple[str, str], words: Words, steps: int = 1) -> Config:
 
 def drawn(random: Random, kind: tuple[str, str], fixed: Layout, most: int = 1000) -> tuple[Layout, Config] | None:
     """A layout of several ranks that the run's parts allow, with the fixed words; None after `most` refusals."""
-    idle = ("tensor", "context") if "experts" in RUNS[kind[0]]["model"] else ("expert",)
+    run = RUNS[kind[0]]
+    idle = (*(() if run["bits"] else ("tensor", "context")), *(() if "experts" in run["model"] else ("expert",)))
     for _ in range(most):
         layout = {axis: random.choice(values) for axis, values in AXES.items()} | dict.fromkeys(idle, ())
         if not layout["data"]:  # words without an effect are refused

@@ -3,7 +3,7 @@
 | `bits:`      | norms                                | products, look-ups, heads | experts                           |
 |--------------|--------------------------------------|---------------------------|-----------------------------------|
 | layout-free  | weight and bias as separate ops      | one call for all          | one product per expert and sender |
-| with cuts    | gradients are sums by block of rows  | by runs and parts         | the same                          |
+| with cuts    | gradients are sums by block of rows  | by runs and parts         | the same, by runs and parts       |
 
 With cuts: `bits.tensor`, `bits.hidden` or `bits.sequence` is greater than 1.
 """
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.compute.bits.blocks import Blocks, apart
-from meshwright.compute.bits.experts import SeparateExperts
+from meshwright.compute.bits.experts import ExpertsByParts, SeparateExperts
 from meshwright.compute.bits.head import PartHead
 from meshwright.compute.bits.norms import AffineNorm, BlockNorm, PartNorm
 from meshwright.compute.bits.products import ExactProducts
@@ -30,7 +30,7 @@ from meshwright.compute.tensor.experts import Experts
 from meshwright.compute.tensor.head import HeadShape, TableHead
 from meshwright.compute.tensor.kit import LinearRole
 from meshwright.compute.tensor.linear import Addends
-from meshwright.compute.tensor.norms import Norm
+from meshwright.compute.tensor.norms import Norm, OneWidth
 from meshwright.compute.tensor.products import PLAIN, Products
 from meshwright.compute.tensor.router import ExpertsShape
 from meshwright.ranks.collectives import Moving
@@ -46,8 +46,8 @@ class SeparateArithmetic(Arithmetic):
     """
 
     def norm(
-        self, mesh: Mesh, width: int, epsilon: float, kind: Literal["layer", "rms"], *, bias: bool,
-        placements: Placements, heads_over: tuple[str, ...] = (), inside: bool = False,
+        self, mesh: Mesh, width: int, epsilon: float, kind: OneWidth, *, bias: bool, placements: Placements,
+        heads_over: tuple[str, ...] = (), inside: bool = False, over_heads: bool = False,
     ) -> ShardedModule:  # fmt: skip
         make = AffineNorm if kind == "layer" else Norm
         return make(mesh, width, epsilon, kind, bias=bias, heads_over=heads_over)
@@ -117,9 +117,11 @@ class ExactArithmetic(SeparateArithmetic):
         return addends
 
     def norm(
-        self, mesh: Mesh, width: int, epsilon: float, kind: Literal["layer", "rms"], *, bias: bool,
-        placements: Placements, heads_over: tuple[str, ...] = (), inside: bool = False,
+        self, mesh: Mesh, width: int, epsilon: float, kind: OneWidth, *, bias: bool, placements: Placements,
+        heads_over: tuple[str, ...] = (), inside: bool = False, over_heads: bool = False,
     ) -> ShardedModule:  # fmt: skip
+        if over_heads:
+            return PartNorm(mesh, width, epsilon, kind, placements, bias=bias, blocks=self.blocks)
         if self.blocks.hidden > 1 and not inside:
             return PartNorm(mesh, width, epsilon, kind, placements, bias=bias, blocks=self.blocks.between)
         return BlockNorm(mesh, width, epsilon, kind, bias=bias, heads_over=heads_over, blocks=self.blocks)
@@ -129,6 +131,9 @@ class ExactArithmetic(SeparateArithmetic):
     ) -> TableHead:  # fmt: skip
         blocks = self.blocks if boundary.axis else self.blocks.uncut
         return PartHead(mesh, shape, tied, boundary, blocks, self.products)
+
+    def experts(self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary) -> Experts:
+        return ExpertsByParts(mesh, shape, boundary, self.exact(self.blocks.outer), self.blocks)
 
     def start_sum_of_heads(self, x: Tensor, boundary: Boundary) -> Moving:
         # Each part is summed over its heads in separate memory, so that the sum's shape does not depend on the rank.

@@ -3,19 +3,53 @@
 The rows of each sending rank are a separate product, as on a rank that has all experts. Operands are aligned as if
 allocated separately: some libraries choose kernels by address, and the address of a part depends on the preceding
 parts.
+
+With cuts (`ExpertsByParts`; blocks.py) a row exists once for each of a rank's parts of the experts' inner width, and
+the rows of each run of tokens are a separate product too:
+
+| sum over                     | order                                                                             |
+|------------------------------|-----------------------------------------------------------------------------------|
+| parts of the inner width     | a tree in float32; a leaf of the ranks' tree                                       |
+| the k experts of a token     | from the first choice to the last, for each part by itself                        |
+| runs, senders                | none: each is an addend of the weights' gradients in fixed point (fixed.py)       |
+| tokens, of a router's losses | none: each run's loss is rounded to a multiple of one power of two (fixed.py)     |
+
+Rows are sorted by (rank of the expert, run, part, expert, sequence, token). Sent over the expert axis: the rows of the
+usual mode, times the parts of a rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import chain
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from meshwright.compute.tensor.experts import Experts, GroupedLinear, Runs, Trade
+from meshwright.compute.bits.blocks import Blocks, apart
+from meshwright.compute.bits.products import ExactProducts
+from meshwright.compute.parameters.fixed import SUMMED_LOSS, rounded_loss
+from meshwright.compute.parameters.shard import WriteGradient
+from meshwright.compute.tensor.boundary import Boundary
+from meshwright.compute.tensor.experts import (
+    Dispatch,
+    Dispatched,
+    Experts,
+    GroupedLinear,
+    Runs,
+    Trade,
+    gather_rows,
+    rows_of_experts,
+)
 from meshwright.compute.tensor.products import write_part
+from meshwright.compute.tensor.router import ExpertsShape, Router
+from meshwright.ranks.comm import Comm
+from meshwright.ranks.grid import EXPERT
+from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.trees import tree_sum
 
 ALIGNED_BYTES = 64
 """Bytes of a cache line and of the widest vector; torch aligns allocations to this size."""
@@ -50,3 +84,190 @@ class SeparateExperts(Experts):
 
     def outputs_here(self, x: Tensor, trade: Trade) -> Tensor:
         return self.outputs(x, trade.coming.tolist())
+
+
+class _Copies(torch.autograd.Function):
+    """x [B, t, ...] enters a pair, once for each part: [P, B, T, ...]. The gradient is summed over parts by a tree."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, boundary: Boundary, parts: int) -> Tensor:
+        ctx.boundary, ctx.dtype = boundary, x.dtype
+        whole = boundary.start_enter(x).wait()
+        return whole.unsqueeze(0).repeat(parts, *[1] * whole.dim())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _left(gradient, ctx.boundary, ctx.dtype), None, None
+
+
+class _Rows(torch.autograd.Function):
+    """x [B, t, H] enters a pair, and is gathered by rows: [R, H]. The gradient is summed over a token's experts, then
+    over parts by a tree."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, slots: Tensor, boundary: Boundary) -> Tensor:
+        """Gather rows. `index` [R]: the token of each row; `slots` [P, B, T, k]: the rows of each token."""
+        ctx.save_for_backward(slots)
+        ctx.boundary, ctx.dtype = boundary, x.dtype
+        return boundary.start_enter(x).wait().flatten(0, 1)[index]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (slots,) = ctx.saved_tensors
+        first, *others = (gradient[rows].float() for rows in slots.unbind(-1))
+        for other in others:
+            first += other
+        return _left(first, ctx.boundary, ctx.dtype), None, None, None
+
+
+class _Left(torch.autograd.Function):
+    """x [P, B, T, H], summed over parts by a tree, leaves a pair: [B, t, H]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, boundary: Boundary) -> Tensor:
+        ctx.boundary, ctx.parts = boundary, len(x)
+        return _left(x, boundary, x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        whole = ctx.boundary.start_enter(gradient.contiguous()).wait()
+        return whole.unsqueeze(0).expand(ctx.parts, *whole.shape), None
+
+
+def _left(x: Tensor, boundary: Boundary, dtype: torch.dtype) -> Tensor:
+    """Sum x [P, B, T, ...] over all ranks' parts by a tree in float32, and return this rank's tokens in `dtype`."""
+    total = tree_sum(part.to(torch.float32, copy=True) for part in x)
+    return boundary.start_leave(total).wait().to(dtype)
+
+
+class _SumOfRuns(torch.autograd.Function):
+    """The sum of losses [B, t] over the tokens of all ranks of `comm`, [B], by runs that are each rounded. Ranks that
+    do not count the sum return zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor, blocks: Blocks, comm: Comm, counts: bool) -> Tensor:
+        ctx.shape = losses.shape
+        total = torch.zeros(len(losses), dtype=torch.float64, device=losses.device)
+        for run in blocks.cut(losses):
+            total += rounded_loss(apart(run).sum(1), SUMMED_LOSS)
+        comm.all_reduce(total)
+        return (total if counts else torch.zeros_like(total)).to(losses.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradient.unsqueeze(1).expand(ctx.shape), None, None, None
+
+
+class RouterByRuns(Router):
+    """A router that scores the tokens of each run separately."""
+
+    products: ExactProducts
+
+    @property
+    def blocks(self) -> Blocks:
+        """The blocks between pairs."""
+        return self.products.blocks
+
+    def chosen(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        runs = [super(RouterByRuns, self).chosen(apart(run)) for run in self.blocks.cut(logits)]
+        wide, scores, weights, ids = (torch.cat(parts, 1) for parts in zip(*runs, strict=True))
+        return wide, scores, weights, ids
+
+    def summed(self, logits: Tensor, scores: Tensor, counts: Tensor, tokens: int) -> Tensor:
+        runs = zip(self.blocks.cut(logits), self.blocks.cut(scores), strict=True)
+        losses = torch.cat([self.loss_of(apart(wide), apart(own), counts, tokens) for wide, own in runs], 1)
+        # Each rank of the context axis returns a part of the loss, and the first one the whole.
+        counts_here = "context" not in self.mesh.grid.names or self.mesh.index("context") == 0
+        total: Tensor = _SumOfRuns.apply(losses, self.blocks, self.mesh.comm(*self.cut_over), counts_here)
+        return total
+
+
+class LinearByParts(AlignedLinear):
+    """A linear of experts that multiplies by parts of the inner width; the part of a run i is i modulo their number."""
+
+    parts: int = 1
+    """Parts of the inner width on this rank, set by `ExpertsByParts`."""
+    inner: int = -1
+    """The dim of the inner width: of [in, groups, N] the last, of [N, out] the first."""
+
+    def part(self, weight: Tensor, number: int) -> Tensor:
+        """Return a part of an expert's flattened weight [in, out], as a view with the dims of the weight."""
+        return weight.view(self.weight.shape[1:]).chunk(self.parts, self.inner)[number]
+
+    def multiply(self, x: Tensor, weight: Tensor, runs: Runs, *, turned: bool = False) -> Tensor:
+        assert not isinstance(runs, Tensor), "rows that the host does not know"
+        weights = [[apart(self.part(own, number)).flatten(1) for own in weight] for number in range(self.parts)]
+        products = []
+        for number, (rows, run) in enumerate(zip(x.split([sum(run) for run in runs]), runs, strict=True)):
+            for part, own in zip(rows.split([*run]), weights[number % self.parts], strict=True):
+                products.append(self.products.multiply(self.operand(part), own.t() if turned else own))
+        return torch.cat(products)
+
+    def addends(self, x: Tensor, dy: Tensor, runs: Runs) -> Iterable[WriteGradient]:
+        assert not isinstance(runs, Tensor), "rows that the host does not know"
+        of_all = [*chain(*runs)]
+        rows, gradients = iter(x.split(of_all)), iter(dy.split(of_all))
+        for _ in range(len(runs) // self.parts):
+            yield partial(
+                self.write_parts, [[(next(rows), next(gradients)) for _ in run] for run in runs[: self.parts]]
+            )
+
+    def write_parts(self, parts: Sequence[Sequence[tuple[Tensor, Tensor]]], out: Tensor, beta: int) -> None:
+        """Write one run's xᵀ dy + beta · out [n, in, out]. `parts`: by part and expert, the rows x and dy."""
+        for number, experts in enumerate(parts):
+            for (x, dy), own in zip(experts, out, strict=True):
+                target = self.part(own, number)
+                gradient = self.products.multiply(self.operand(x).t(), self.operand(dy))
+                write_part(gradient.view(target.shape), target, beta)
+
+
+class ExpertsByParts(SeparateExperts):
+    """Experts that compute the rows of each run of tokens and part of the inner width separately."""
+
+    linear: ClassVar[type[GroupedLinear]] = LinearByParts
+    scorer: ClassVar[type[Router]] = RouterByRuns
+
+    def __init__(
+        self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary, products: ExactProducts, blocks: Blocks
+    ) -> None:  # fmt: skip
+        """Make the layer. `products`: of the router, by runs; `blocks`: the blocks inside of pairs."""
+        super().__init__(mesh, shape, boundary, products)
+        self.blocks = blocks
+        for layer, inner in ((self.expand, -1), (self.contract, 0)):
+            assert isinstance(layer, LinearByParts)
+            layer.parts, layer.inner, layer.products = blocks.parts, inner, products.products
+
+    def dispatch(self, h: Tensor, places: Tensor | None) -> tuple[Dispatched, Dispatch]:
+        routed = self.router.route(self.router(h))
+        ids, parts = self.boundary.start_enter(routed.ids).wait(), self.blocks.parts
+        (_, length, copies), senders = ids.shape, self.mesh.size(EXPERT) if self.travels else 1
+        here = self.shape.count // senders
+        runs = self.blocks.runs if length > 1 else 1
+        run = torch.arange(length, device=ids.device).div(length // runs, rounding_mode="floor").view(1, -1, 1)
+        first = (ids // here * runs + run) * parts * here + ids % here
+        keys = torch.stack([first + part * here for part in range(parts)])
+        experts, order = keys.flatten().sort(stable=True)
+        slots = order.argsort()
+        plan = Dispatch(order, slots, copies, rows_of_experts(experts, self.shape.count * runs * parts))
+        rows: Tensor = _Rows.apply(h, order % ids.numel() // copies, slots.view(parts, *ids.shape), self.boundary)
+        weights: Tensor = _Copies.apply(routed.weights.to(h.dtype), self.boundary, parts)
+        return Dispatched(rows, weights, routed.losses), plan
+
+    def combine(self, y: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
+        chosen = gather_rows(y, plan.slots, plan.pairs.unsqueeze(1)).view(*weights.shape, -1)
+        first, *others = (chosen * weights.unsqueeze(-1)).unbind(-2)
+        for other in others:
+            first = first + other
+        left: Tensor = _Left.apply(first, self.boundary)
+        return left
+
+    def runs_of(self, x: Tensor, counts: Tensor | None) -> Runs:
+        assert counts is not None, "a rule refuses a capacity with parts"
+        return counts.view(-1, self.shape.count).tolist()
+
+    def outputs_here(self, x: Tensor, trade: Trade) -> Tensor:
+        return self.outputs(x, trade.coming.view(-1, self.expand.weight.shape[0]).tolist())

@@ -88,9 +88,9 @@ class PartHead(TableHead):
         factors = torch.zeros(h.shape[0] * h.shape[1], 1, dtype=wide_dtype(h), device=h.device)
         losses = torch.zeros_like(factors)
         for chunk, _, logits in _logits(apart(h).flatten(0, 1), _Tables.of(self.own_classes(self.block), self)):
-            shown = torch.cat(logits, -1)[:, : classes.vocabulary]
-            classes.capped(shown)
-            labels = choose(chunk, shown)
+            for part in logits:
+                classes.capped(part)
+            labels = choose(chunk, torch.cat(logits, -1)[:, : classes.vocabulary])
             found = _to_gradients(logits, labels.unsqueeze(1), factors[chunk], classes, self.blocks)
             losses[chunk] = torch.where(labels.unsqueeze(1) != IGNORED, found, 0)
         return losses.view(h.shape[:2])
@@ -213,7 +213,11 @@ def _run(
     dtable = torch.zeros_like(table if learns else table[:0], dtype=wide)
     dbias = None if bias is None else torch.zeros_like(bias, dtype=wide)
     for chunk, those, logits in _logits(rows, tables):
+        slopes = [classes.capped(part) for part in logits]
         losses[chunk] = _to_gradients(logits, labels[chunk].unsqueeze(1), factors[chunk], classes, blocks)
+        for part, slope in zip(logits, slopes, strict=True) if differentiates else ():
+            if slope is not None:
+                part.mul_(slope)
         if differentiates:
             columns = zip(*tables.weights, strict=True)
             dh[chunk] = side_by_side([

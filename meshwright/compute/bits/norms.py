@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from meshwright.compute.bits.blocks import Blocks, apart, parts_of
 from meshwright.compute.parameters.role import NORM
 from meshwright.compute.parameters.shard import ONES, ZEROS, Placements, ShardedModule, ShardSpec
-from meshwright.compute.tensor.norms import Norm
+from meshwright.compute.tensor.norms import Norm, OneWidth
 from meshwright.compute.tensor.products import added, write_sum
 from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.mesh import Mesh
@@ -33,10 +33,14 @@ from meshwright.ranks.trees import tree_sum
 
 
 class _ByBlock(torch.autograd.Function):
-    """x · weight + bias. The gradients of weight and bias are summed block by block of rows, one addend per block."""
+    """x · weight + bias, or x · (1 + weight). The gradients of weight and bias are summed block by block of rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule, cut: _Cut) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: BlockNorm | PartNorm, cut: _Cut
+    ) -> Tensor:  # fmt: skip
+        if layer.around_one:
+            weight = weight + 1
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.biased, ctx.cut = layer, bias is not None, cut
         return x * weight if bias is None else (x * weight).add_(bias)
@@ -77,9 +81,9 @@ class _Cut:
 
 
 def scaled_by_block(
-    x: Tensor, layer: ShardedModule, bias: Tensor | None, blocks: Blocks, parts: int = 1, columns: int = 1
+    x: Tensor, layer: BlockNorm | PartNorm, bias: Tensor | None, blocks: Blocks, parts: int = 1, columns: int = 1
 ) -> Tensor:
-    """Return x · weight + bias, with gradients summed block by block.
+    """Return x · weight + bias, or x · (1 + weight), with gradients summed block by block.
 
     Args:
         x: [B, T, ..., E].
@@ -97,8 +101,8 @@ class BlockNorm(Norm):
     """A norm with gradients of weight and bias that are summed block by block of rows."""
 
     def __init__(
-        self, mesh: Mesh, width: int, epsilon: float, kind: Literal["layer", "rms"], *, bias: bool,
-        heads_over: tuple[str, ...], blocks: Blocks,
+        self, mesh: Mesh, width: int, epsilon: float, kind: OneWidth, *, bias: bool, heads_over: tuple[str, ...],
+        blocks: Blocks,
     ) -> None:  # fmt: skip
         """Make the norm. `blocks`: the blocks inside of pairs."""
         super().__init__(mesh, width, epsilon, kind, bias=bias, heads_over=heads_over)
@@ -120,17 +124,18 @@ class AffineNorm(Norm):
 
 
 class PartNorm(ShardedModule):
-    """Layer norm or rms over the hidden width between pairs, in float32 or better."""
+    """Layer norm or rms over the hidden width between pairs, or over all heads inside, in float32 or better."""
 
     def __init__(
-        self, mesh: Mesh, width: int, epsilon: float, kind: Literal["layer", "rms"], placements: Placements,
-        *, bias: bool, blocks: Blocks,
+        self, mesh: Mesh, width: int, epsilon: float, kind: OneWidth, placements: Placements, *, bias: bool,
+        blocks: Blocks,
     ) -> None:  # fmt: skip
-        """Make the norm. `placements`: of the width; `blocks`: the blocks between pairs."""
+        """Make the norm. `placements`: of the width; `blocks`: the blocks that cut the width."""
         super().__init__(mesh)
         self.width, self.epsilon, self.centred, self.blocks = width, epsilon, kind == "layer", blocks
+        self.around_one = kind == "rms-around-one"
         self.comm = mesh.comm(*placements)
-        spec = ShardSpec((width,), placements, ONES, NORM)
+        spec = ShardSpec((width,), placements, ZEROS if self.around_one else ONES, NORM)
         self.weight = self.declare("weight", spec)
         self.bias = self.declare("bias", replace(spec, initial=ZEROS)) if bias else None
 

@@ -279,12 +279,17 @@ def rings_have_runs_of_queries(config: Config) -> Iterator[Problem]:
 @_under_layout_free(TENSOR, HIDDEN, SEQUENCE, "model")
 def layers_fall_into_blocks(config: Config) -> Iterator[Problem]:
     model, bits = config.model, config.bits
-    why = "" if model.has_attention else f"cuts layers of a {model.family}, whose norms see all positions"
-    if experts := model.routing.num_experts:
-        why = f"cuts layers, and those of model.experts.count={experts} are not cut"
-    for field, parts in ((TENSOR, bits.tensor), (HIDDEN, bits.hidden), (SEQUENCE, bits.sequence)) if why else ():
-        if parts > 1:
-            yield Problem(field, parts, why, "1")
+    because = "whose sinks' gradients have no sums by parts" if model.has_sinks else model.uncut_because
+    why = f"cuts layers of a {model.family}, {because}" if because else ""
+    experts, bounded = model.routing.num_experts, model.routing.droppable_pairs
+    for field, parts in ((TENSOR, bits.tensor), (HIDDEN, bits.hidden), (SEQUENCE, bits.sequence)):
+        said = why
+        if experts and field == HIDDEN:
+            said = f"cuts inputs of layers, and those of model.experts.count={experts} are not cut"
+        elif experts and bounded:
+            said = "cuts layers, and experts with model.experts.capacity are not cut"
+        if said and parts > 1:
+            yield Problem(field, parts, said, "1")
 
 
 @_under_layout_free("layout.tensor", "bits.tensor", "model")
@@ -294,15 +299,6 @@ def samples_share_no_addends(config: Config) -> Iterator[Problem]:
     if config.layout.tensor.rows.at_once > 1 and shared:
         rule_text = f"brings the samples of several ranks together, and {shared} gives attention what they share"
         yield Problem("layout.tensor.common", "all", rule_text, "one; or layout.tensor.kind=megatron")
-
-
-@_under_layout_free(KIND, "model")
-def attention_has_no_sinks(config: Config) -> Iterator[Problem]:
-    """Refuse sinks from the config, before data are read; heads.py would refuse the first attention's spec."""
-    if config.model.has_sinks:
-        family = config.model.family
-        rule_text = f"has no sum of sinks' gradients that is free of ranks, and attention of {family} has sinks"
-        yield Problem(KIND, config.bits.kind, rule_text, "usual, or a model.family without sinks", ("model.family",))
 
 
 REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (

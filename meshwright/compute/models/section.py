@@ -73,6 +73,8 @@ class Network(Section):
     """Whether attention can be limited to the documents of a sequence."""
     has_sinks: ClassVar[bool] = False
     """Whether attention has sinks."""
+    uncut_because: ClassVar[str] = ""
+    """Why `bits: layout-free` cuts no layers, after "cuts layers of a FAMILY, "; empty if their sums have parts."""
     shared_by_samples: ClassVar[str] = ""
     """The field that adds a bias shared by all samples to attention's scores; empty if there is none."""
     reads: ClassVar[str] = "tokens"

@@ -7,7 +7,7 @@ rank: here each product, norm or head is one call over this rank's part. Subclas
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ from meshwright.compute.tensor.experts import Experts
 from meshwright.compute.tensor.head import HeadShape, TableHead
 from meshwright.compute.tensor.kit import LinearRole
 from meshwright.compute.tensor.linear import Addends, at_once
-from meshwright.compute.tensor.norms import Norm
+from meshwright.compute.tensor.norms import CutRmsNorm, Norm, OneWidth
 from meshwright.compute.tensor.products import PLAIN, Products
 from meshwright.compute.tensor.router import ExpertsShape
 from meshwright.ranks.collectives import Moving
@@ -75,8 +75,8 @@ class Arithmetic:
         return at_once
 
     def norm(
-        self, mesh: Mesh, width: int, epsilon: float, kind: Literal["layer", "rms"], *, bias: bool,
-        placements: Placements, heads_over: tuple[str, ...] = (), inside: bool = False,
+        self, mesh: Mesh, width: int, epsilon: float, kind: OneWidth, *, bias: bool, placements: Placements,
+        heads_over: tuple[str, ...] = (), inside: bool = False, over_heads: bool = False,
     ) -> ShardedModule:  # fmt: skip
         """Make a norm.
 
@@ -84,12 +84,16 @@ class Arithmetic:
             mesh: the ranks.
             width: the normed width.
             epsilon: the addend to the variance.
-            kind: layer or rms.
+            kind: the kind of norm.
             bias: whether a layer norm adds a bias.
             placements: of the width.
             heads_over: the axes that shard the heads, for a norm over a head's width.
             inside: True inside of branches.
+            over_heads: True for an rms over the numbers of all heads, inside of branches.
         """
+        if over_heads and mesh.size(*placements) > 1:
+            (axis,) = placements
+            return CutRmsNorm(mesh, width, epsilon, axis, kind)
         return Norm(mesh, width, epsilon, kind, bias=bias, heads_over=heads_over)
 
     def head(

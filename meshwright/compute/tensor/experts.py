@@ -125,7 +125,7 @@ class GroupedLinear(ShardedModule):
         """x [R, in], sorted by run and expert; [R, ..., out]."""
         x, weight, bias = cast(x, self.weight.flatten(2), None if self.bias is None else self.bias.flatten(1))
         y: Tensor = _Grouped.apply(x, weight, bias, runs, self)
-        return y.unflatten(-1, self.weight.shape[2:])
+        return y.unflatten(-1, (*self.weight.shape[2:-1], -1))
 
     def add_bias(self, y: Tensor, bias: Tensor, runs: Runs) -> None:
         """Add each expert's bias of [n, N] to the expert's rows of y [R, N]."""
@@ -288,6 +288,7 @@ class Experts(nn.Module):
     axes over which experts are dealt."""
 
     linear: ClassVar[type[GroupedLinear]] = GroupedLinear
+    scorer: ClassVar[type[Router]] = Router
     in_graphs: ClassVar[bool] = False
 
     def __init__(
@@ -296,7 +297,7 @@ class Experts(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.mesh, self.shape, self.boundary = mesh, shape, boundary
-        self.router = Router(mesh, shape, boundary, products)
+        self.router = self.scorer(mesh, shape, boundary, products)
         apart: Placements = {axis: Shard(0) for axis in over if axis in mesh.grid.names and mesh.size(axis) > 1}
         self.travels = bool(apart)
         self.dropped: Tensor | None = None
@@ -435,12 +436,12 @@ class Experts(nn.Module):
         if plan.rows is None:
             rows = len(plan.pairs) // self.shape.count
             return Trade([here * rows] * size, [here * rows] * size, torch.full((size, here), rows), evenly=True)
-        sent = plan.rows.view(size, here)
+        sent = plan.rows.view(size, -1)
         coming = torch.empty_like(sent)
         self.mesh.comm(EXPERT).all_to_all(coming, sent)
         if device.type == "meta":  # a plan: all ranks send equal numbers of rows, and this rank is the busiest
             imbalance = self.mesh.imbalance if isinstance(self.mesh, PlannedMesh) else 1.0
-            coming = (sent[self.mesh.index(EXPERT)].expand(size, here) * imbalance).ceil().long()
+            coming = (sent[self.mesh.index(EXPERT)].expand_as(sent) * imbalance).ceil().long()
         given, taken = torch.stack((sent.sum(1), coming.sum(1))).cpu().tolist()
         return Trade(given, taken, coming, evenly=False)
 

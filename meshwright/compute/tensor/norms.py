@@ -45,6 +45,10 @@ def kernel_operands(h: Tensor, device_type: str, *weights: Tensor) -> tuple[Tens
     return h.to(weights[0].dtype), *weights
 
 
+OneWidth = Literal["layer", "rms", "rms-around-one"]
+"""Norms over one width; around one: the weight is added to 1, and begins at 0."""
+
+
 class Norm(ShardedModule):
     """Layer norm over the last dim, or x / sqrt(mean(x^2) + epsilon) · weight (rms).
 
@@ -54,18 +58,13 @@ class Norm(ShardedModule):
     in_graphs = True
 
     def __init__(
-        self, mesh: Mesh, width: int, epsilon: float, kind: Literal["layer", "rms"] = "layer", *, bias: bool = True,
-        heads_over: tuple[str, ...] = (), around_one: bool = False,
+        self, mesh: Mesh, width: int, epsilon: float, kind: OneWidth = "layer", *, bias: bool = True,
+        heads_over: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
-        """Make the norm.
-
-        Args:
-            heads_over: the axes that shard the heads, for a norm over a head's width.
-            around_one: the weight is added to 1, and begins at 0.
-        """
+        """Make the norm. `heads_over`: the axes that shard the heads, for a norm over a head's width."""
         super().__init__(mesh)
-        self.kind, self.epsilon, self.around_one = kind, epsilon, around_one
-        initial = ZEROS if around_one else ONES
+        self.kind, self.epsilon, self.around_one = kind, epsilon, kind == "rms-around-one"
+        initial = ZEROS if self.around_one else ONES
         spec = ShardSpec((width,), initial=initial, role=NORM, partial_over=heads_over)
         self.weight = self.declare("weight", spec)
         self.bias = self.declare("bias", replace(spec, initial=ZEROS)) if bias else None
@@ -85,9 +84,9 @@ class Norm(ShardedModule):
         self, x: Tensor, shape: torch.Size, weight: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
         """Norm x over the last dim, of shape `shape`."""
-        if self.kind == "rms":
-            return F.rms_norm(x, shape, weight, self.epsilon)
-        return F.layer_norm(x, shape, weight, bias, self.epsilon)
+        if self.kind == "layer":
+            return F.layer_norm(x, shape, weight, bias, self.epsilon)
+        return F.rms_norm(x, shape, weight, self.epsilon)
 
 
 class CutRmsNorm(ShardedModule):
@@ -96,11 +95,11 @@ class CutRmsNorm(ShardedModule):
     Sent over the axis, forward and backward: [B, T, 1].
     """
 
-    def __init__(self, mesh: Mesh, width: int, epsilon: float, axis: str, *, around_one: bool = False) -> None:
-        """Make the norm. `around_one`: the weight is added to 1, and begins at 0."""
+    def __init__(self, mesh: Mesh, width: int, epsilon: float, axis: str, kind: OneWidth) -> None:
+        """Make the norm. `kind`: rms, or rms-around-one."""
         super().__init__(mesh)
-        self.width, self.epsilon, self.axis, self.around_one = width, epsilon, axis, around_one
-        initial = ZEROS if around_one else ONES
+        self.width, self.epsilon, self.axis, self.around_one = width, epsilon, axis, kind == "rms-around-one"
+        initial = ZEROS if self.around_one else ONES
         self.weight = self.declare("weight", ShardSpec((width,), {axis: Shard(0)}, initial, NORM))
 
     def forward(self, h: Tensor) -> Tensor:

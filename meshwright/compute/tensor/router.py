@@ -158,6 +158,16 @@ class Router(ShardedModule):
 
     def route(self, logits: Tensor) -> Routed:
         """Choose the experts of tokens from logits [B, T, n]."""
+        wide, scores, weights, ids = self.chosen(logits)
+        if self.counting:
+            loads = counts_of(ids, self.shape.count, scores.dtype).sum(0)
+            self.loads = loads if self.loads is None else self.loads + loads
+        has_losses = self.shape.balance or self.shape.router_z
+        return Routed(weights, ids, (self._losses(wide, scores, ids),) if has_losses else ())
+
+    def chosen(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the logits and scores [B, T, n], in float32 or wider, and the weights and numbers [B, T, k] of each
+        token's experts."""
         shape = self.shape
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = wide.softmax(-1) if shape.scores == "softmax" else wide.sigmoid()
@@ -171,11 +181,7 @@ class Router(ShardedModule):
         if shape.renormalises:
             total = weights.sum(-1, keepdim=True)
             weights = weights / (total if shape.scores == "softmax" else total + LEAST)
-        weights = weights * shape.scale if shape.scale != 1 else weights
-        if self.counting:
-            loads = counts_of(ids, shape.count, scores.dtype).sum(0)
-            self.loads = loads if self.loads is None else self.loads + loads
-        return Routed(weights, ids, (self._losses(wide, scores, ids),) if shape.balance or shape.router_z else ())
+        return wide, scores, weights * shape.scale if shape.scale != 1 else weights, ids
 
     def _choice(self, scores: Tensor) -> Tensor:
         """Return the numbers of the chosen experts [B, T, k]."""
@@ -192,12 +198,10 @@ class Router(ShardedModule):
 
     def _losses(self, logits: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
         """Return the sum of balance loss and z-loss of each sequence [B], times the two coefficients."""
-        shape, inside = self.shape, self.boundary.split_axes
-        cut = tuple(axis for axis in self.mesh.grid.names if axis in (*inside, "context"))
+        shape, cut = self.shape, self.cut_over
         tokens = scores.shape[1] * self.mesh.size(*cut)
-        losses = logits.new_zeros(scores.shape[0])
+        counts = logits.new_zeros(1, shape.count)
         if shape.balance:
-            shares = scores if shape.scores == "softmax" else scores / (scores.sum(-1, keepdim=True) + LEAST)
             if shape.balance_over == "batch" and self.loads is not None and not self.counting:
                 counts = self.loads.unsqueeze(0)
             else:
@@ -208,12 +212,35 @@ class Router(ShardedModule):
                     counts = start_all_reduce(counts, self.mesh.comm(*cut)).wait()
                 if shape.balance_over == "microbatch":
                     counts = counts.mean(0, keepdim=True)
-            balance = (counts.unsqueeze(1) * shares).sum((1, 2)) * (shape.count / tokens**2)
-            losses = losses + shape.balance * balance
-        if shape.router_z:
-            losses = losses + logits.logsumexp(-1).square().sum(1) * (shape.router_z / tokens)
-        for axis in inside:  # ranks of these axes continue with one loss
+        return self.summed(logits, scores, counts, tokens)
+
+    @property
+    def cut_over(self) -> tuple[str, ...]:
+        """The axes with other tokens of the same sequences."""
+        return tuple(axis for axis in self.mesh.grid.names if axis in (*self.boundary.split_axes, "context"))
+
+    def summed(self, logits: Tensor, scores: Tensor, counts: Tensor, tokens: int) -> Tensor:
+        """Sum the losses of tokens (`loss_of`) over each sequence [B], over this rank's part of the context axis."""
+        losses = self.loss_of(logits, scores, counts, tokens).sum(1)
+        for axis in self.boundary.split_axes:  # ranks of these axes continue with one loss
             losses = all_reduce(losses, self.mesh, axis)
+        return losses
+
+    def loss_of(self, logits: Tensor, scores: Tensor, counts: Tensor, tokens: int) -> Tensor:
+        """Return each token's share of the two losses [B, t].
+
+        Args:
+            logits: [B, t, n].
+            scores: [B, t, n].
+            counts: Tokens of each expert, [B, n] or [1, n].
+            tokens: Tokens of a sequence.
+        """
+        shape, losses = self.shape, logits.new_zeros(logits.shape[:2])
+        if shape.balance:
+            shares = scores if shape.scores == "softmax" else scores / (scores.sum(-1, keepdim=True) + LEAST)
+            losses = losses + (counts.unsqueeze(1) * shares).sum(2) * (shape.balance * shape.count / tokens**2)
+        if shape.router_z:
+            losses = losses + logits.logsumexp(-1).square() * (shape.router_z / tokens)
         return losses
 
 

@@ -31,7 +31,7 @@ from meshwright.compute.tensor.cross_entropy import chunked_token_losses
 from meshwright.compute.tensor.head import HeadShape, TableHead
 from meshwright.compute.tensor.kit import LinearPair, LinearRole, NormKind, Where
 from meshwright.compute.tensor.linear import Addends, Local, at_once, linear, lookup
-from meshwright.compute.tensor.norms import CutRmsNorm, GroupNorm, Norm
+from meshwright.compute.tensor.norms import GroupNorm
 from meshwright.compute.tensor.products import PLAIN, LinearLayer, Products
 from meshwright.compute.tensor.router import ExpertsShape
 from meshwright.ranks.collectives import cross
@@ -159,20 +159,16 @@ class KitBase:
         inside: bool = False, over_heads: bool = False,
     ) -> nn.Module:  # fmt: skip
         layer: ShardedModule
-        if over_heads and self.mesh.size(*self.boundary.inner(0)) > 1:
-            return CutRmsNorm(self.mesh, width, epsilon, self.boundary.axis, around_one=kind == "rms-around-one")
         if kind == "group":
             placements = self.boundary.inner(0) if inside else self.hidden
             layer = GroupNorm(self.mesh, width, groups, epsilon, placements)
         else:
             # One weight for all heads: each rank's gradient covers the rank's heads, so ranks sum their gradients.
-            heads_over = tuple(self.boundary.inner(0)) if inside and not over_heads else ()
-            if kind == "rms-around-one":
-                layer = Norm(self.mesh, width, epsilon, "rms", bias=False, heads_over=heads_over, around_one=True)
-                return layer if inside else self.outside(layer)
             layer = self.arithmetic.norm(
-                self.mesh, width, epsilon, kind, bias=bias and kind == "layer", placements=self.hidden,
-                heads_over=heads_over, inside=inside,
+                self.mesh, width, epsilon, kind, bias=bias and kind == "layer",
+                placements=self.boundary.inner(0) if over_heads else self.hidden,
+                heads_over=tuple(self.boundary.inner(0)) if inside and not over_heads else (),
+                inside=inside, over_heads=over_heads,
             )  # fmt: skip
         return layer if inside else self.outside(layer)
 

@@ -212,7 +212,7 @@ class TesseractKit(KitBase):
             )  # fmt: skip
         if kind == "layer":
             return TesseractNorm(self.mesh, width, epsilon, bias=bias)
-        return CutRmsNorm(self.mesh, width, epsilon, "col", around_one=kind == "rms-around-one")
+        return CutRmsNorm(self.mesh, width, epsilon, "col", kind)
 
     def expand(
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,

@@ -4,30 +4,16 @@ GELU, scaled embeddings and soft caps. No torch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from meshwright.compute.models.rotary_section import AboveZero, NormPlaces
-from meshwright.config.section import Positive, Rule, rule
+from meshwright.config.section import Positive
 from meshwright.families.llama.section import Llama
-from meshwright.ranks.errors import Problem
-
-if TYPE_CHECKING:
-    from meshwright.config import Config
-
-
-@rule("bits", "model.family", "layout.tensor")
-def gemmas_layers_are_uncut(config: Config) -> Iterator[Problem]:
-    """Refuse parts of layers under equal bits: norms around one and capped logits have no sums by parts."""
-    if config.bits.cuts:
-        rule_text = "has norms and a head without sums by parts, into which bits.tensor, hidden and sequence cut layers"
-        yield Problem("model.family", config.model.family, rule_text, "llama; or 1 for each of the three")
 
 
 class Gemma(Llama):
     """A decoder with norms before and behind its sub-layers, GELU gates, scaled embeddings and soft caps."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (*Llama.rules, gemmas_layers_are_uncut)
     norm_kind: ClassVar[Literal["rms", "rms-around-one"]] = "rms-around-one"
 
     family: Literal["gemma"]  # type: ignore[assignment]

@@ -65,15 +65,12 @@ def patterns_name_layers(config: Config) -> Iterator[Problem]:
             )
 
 
-@rule("model.whole_norms", "model.head_norms", "bits", "layout.tensor")
+@rule("model.whole_norms", "model.head_norms")
 def norms_of_heads_are_one_kind(config: Config) -> Iterator[Problem]:
-    model, bits = config.model, config.bits
+    model = config.model
     assert isinstance(model, Llama), model
     if model.whole_norms and model.head_norms:
         yield Problem("model.whole_norms", "true", "norms heads again, which model.head_norms norms", "false")
-    if model.whole_norms and bits.cuts:
-        rule_text = "sums squares over ranks' heads, which bits.tensor, bits.hidden and bits.sequence cut into parts"
-        yield Problem("model.whole_norms", "true", rule_text, "false; or bits.tensor=1, bits.hidden=1, bits.sequence=1")
 
 
 Linears = Literal["query-key-value", "output", "feed-forward"]

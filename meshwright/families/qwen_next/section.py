@@ -79,22 +79,15 @@ def parts_hold_the_convolution(config: Config) -> Iterator[Problem]:
         yield Problem("layout.context.size", context.size, rule_text, "1, or a longer data.sequence")
 
 
-@rule("bits", "model.family")
-def delta_nets_have_usual_bits(config: Config) -> Iterator[Problem]:
-    """Refuse equal bits: sums over tokens of a chunk and over parts of sequences have no fixed order."""
-    if config.bits.layout_free:
-        rule_text = f"has no sums in an order of their own for the states of a {config.model.family}"
-        yield Problem("bits.kind", config.bits.kind, rule_text, "usual, or a model.family such as llama")
-
-
 class QwenNext(RotaryTransformer):
     """A decoder with gated delta nets, and attention with output gates in every fourth layer."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         heads_are_in_groups, rotary_numbers_are_in_the_head, some_layers_attend, linear_heads_are_cut_equally,
-        parts_hold_the_convolution, delta_nets_have_usual_bits, rope_has_a_ramp, *EXPERT_RULES,
+        parts_hold_the_convolution, rope_has_a_ramp, *EXPERT_RULES,
     )  # fmt: skip
     norm_kind: ClassVar[Literal["rms", "rms-around-one"]] = "rms-around-one"
+    uncut_because: ClassVar[str] = "whose states are sums over tokens without parts"
 
     family: Literal["qwen3-next"]
     chain: ClassVar[str] = "meshwright.families.qwen_next.model:QwenNextModel"

@@ -56,6 +56,7 @@ class ResNeXt(ImageNetwork):
 
     family: Literal["resnext"]
     chain: ClassVar[str] = "meshwright.families.vision.resnext:ResNeXtModel"
+    uncut_because: ClassVar[str] = "whose norms see all positions"
     hidden: Positive = 64
     """Channels behind the stem."""
     stage_blocks: tuple[Layers, ...] = (3, 4, 6, 3)

@@ -14,6 +14,6 @@ def test_the_page_is_what_the_rules_say() -> None:
 
 
 def test_a_refusal_has_its_reason() -> None:
-    (said, *_) = refusals("mixtral-mini", "layout-free", *words_of("1-D", 2), "bits.tensor=2")
-    assert said == "`bits.tensor` cuts layers, and those of model.experts.count are not cut"
+    (said, *_) = refusals("qwen3-next-mini", "layout-free", *words_of("1-D", 2), "bits.tensor=2")
+    assert said == "`bits.tensor` cuts layers of a qwen3-next, whose states are sums over tokens without parts"
     assert refusals("gpt2-small", "layout-free", *words_of("1-D", 2)) == []

@@ -138,7 +138,10 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"convolution": 8}, {"layout": {"context": {"size": 2, "kind": "ring"}}},
         "layout.context.size=2 cuts sequences into parts of 6, and model.convolution=8 reads more before; valid: 1, or",
     ),
-    ({}, {"bits": {"kind": "layout-free"}}, "bits.kind=layout-free has no sums .* a qwen3-next; valid: usual, or"),
+    (
+        {}, {"bits": {"kind": "layout-free", "sequence": 2}},
+        "bits.sequence=2 cuts layers of a qwen3-next, whose states are sums over tokens without parts; valid: 1",
+    ),
     (
         {}, {"layout": {"tensor": {"kind": "subgraph", "size": 2, "common": "one"}}},
         "layout.tensor.common=one gives the first rank all that branches share, and a norm of heads is shared",

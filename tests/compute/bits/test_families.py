@@ -1,0 +1,86 @@
+"""Families with layers that no other test of equal bits has: each layout and number of threads ends with one
+device's bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.compute.bits import blocks, experts, norms
+from meshwright.compute.tensor import cross_entropy
+from meshwright.ranks.mesh import Mesh
+from tests.compute.bits.runs import ended
+from tests.fuzz.bits import config_of, on_one_device
+
+MEGATRON = ("layout.tensor=megatron", "layout.tensor.size=4", "layout.tensor.sequence_parallel=true")
+TESSERACT = ("layout.tensor={kind: tesseract, q: 2}",)
+RING = ("layout.context=2", "layout.context.kind=ring")
+ZERO3 = ("layout.data=6", "layout.data.sync=zero3", "batch.micro=1")
+STAGES = ("layout.data=3", "layout.pipeline=2", "batch.micro=2")
+EXPERTS = ("layout.data=6", "layout.data.expert=3")
+
+
+@pytest.mark.parametrize(
+    "run, words",
+    [
+        ("gemma", (*MEGATRON, "layout.data=2", "layout.data.sync=zero3", "batch.micro=1")),
+        ("gemma", TESSERACT),
+        ("gemma, by runs of queries", RING),
+        ("olmo", (*MEGATRON, "layout.pipeline=2")),
+        ("olmo", TESSERACT),
+        ("olmo, by runs of queries", RING),
+        ("sinks", ZERO3),
+        ("sinks", EXPERTS),
+        ("delta nets", STAGES),
+        ("delta nets", ZERO3),
+        ("delta nets with experts", EXPERTS),
+        ("experts, cut", (*MEGATRON, "layout.data=2", "layout.data.expert=2", "batch.micro=1")),
+        ("experts, by runs of queries", (*RING, "layout.data=3", "layout.data.expert=3")),
+        ("deepseek", (*MEGATRON, "layout.pipeline=2", "batch.micro=2")),
+        ("deepseek", ("layout.context=2", "layout.data=2", "layout.data.expert=2", "layout.data.sync=zero1")),
+    ],
+)
+def test_a_layout_ends_with_the_bits_of_one_device(run: str, words: tuple[str, ...]) -> None:
+    kind = run, "float32"
+    assert ended(config_of(kind, words, 2)).differing(on_one_device(kind, 2)) == []
+
+
+@pytest.mark.parametrize("run", ["gemma", "olmo", "sinks", "delta nets"])
+def test_ranks_of_two_threads_end_with_the_bits_of_one(run: str) -> None:
+    kind = run, "float32"
+    assert ended(config_of(kind, ("layout.data=2",), 2), threads=2).differing(on_one_device(kind, 2)) == []
+
+
+def sums_squares_of_own_heads(mesh: Mesh) -> None:
+    """A rank's norm over all heads is a norm over the heads of that rank."""
+    norms.all_rows = lambda sums, comm: sums.unsqueeze(0).expand(comm.size, *sums.shape)
+
+
+def forgets_the_cap(mesh: Mesh) -> None:
+    """Rank 1 does not cap logits."""
+    if mesh.rank:
+        cross_entropy.Classes.capped = lambda self, logits: None  # type: ignore[method-assign]
+
+
+def adds_parts_in_a_row(mesh: Mesh) -> None:
+    """A rank's parts are added from the first to the last, and not by a tree."""
+    experts._left = lambda x, boundary, dtype: boundary.start_leave(x.float().sum(0)).wait().to(dtype)
+
+
+def scores_all_runs(mesh: Mesh) -> None:
+    """A rank's tokens are one run of the router's losses."""
+    experts.RouterByRuns.blocks = blocks.WHOLE  # type: ignore[method-assign, assignment]
+
+
+PLANTS = [
+    (sums_squares_of_own_heads, "olmo", MEGATRON), (forgets_the_cap, "gemma", MEGATRON),
+    (adds_parts_in_a_row, "experts, cut", ("layout.data=2",)), (scores_all_runs, "experts, cut", ("layout.context=2",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plant, run, words", PLANTS)
+def test_a_planted_mistake_is_seen(plant: Any, run: str, words: tuple[str, ...]) -> None:
+    kind = run, "float32"
+    wrong = ended(config_of(kind, words, 2), plant, forked=True)
+    assert wrong.differing(on_one_device(kind, 2)) != []
