@@ -1,5 +1,5 @@
-"""`python -m tests.people [WORD ...]`: every case, or each whose name has a word, with the right value next to the
-printed one. The exit code is 1 if a case fails. `--pages` writes docs/people*.md."""
+"""`python -m tests.people [WORD ...]`: every case, or each with a word in the name or the report, with the right value
+next to the printed one. The exit code is 1 if a case fails. `--pages` writes docs/people*.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def main(words: list[str]) -> int:
         return 0
     table = Table("case", "right", "printed", "holds")
     failed = 0
-    cases = [case for case in all_cases() if not words or any(word in case.name for word in words)]
+    cases = [
+        case for case in all_cases() if not words or any(word in case.name or word in case.report for word in words)
+    ]
     for case in cases:
         with tempfile.TemporaryDirectory() as folder:
             outcome = case.run(Path(folder))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 
@@ -11,13 +10,21 @@ from tests.people.case import Case
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = {
-    "people.md": ("Reports of users, and the case for each", "chat: null keys", ("chat", "config", "data", "say")),
-    "people_clusters.md": ("Reports of operators and strangers' folders", "sbatch twice", ("door", "ops", "pages")),
+    "people.md": (
+        "Reports of users, and the case for each",
+        "missing keys with null",
+        ("chat", "config", "data", "say"),
+    ),
+    "people_clusters.md": (
+        "Reports of operators and strangers' folders",
+        "the same script is submitted again",
+        ("door", "ops", "pages"),
+    ),
 }
-"""Each page of docs/: title, an example of a case, and the modules `cases_*.py`."""
+"""Each page of docs/: title, words of a report, and the modules `cases_*.py`."""
 
 HEAD = """
-Is a fault that others reported still there? Run its cases by the last column:
+Is a fault that others reported still there? Run its cases by words of the report:
 
 ```sh
 python -m tests.people "{example}"
@@ -45,13 +52,11 @@ def pages() -> dict[str, str]:
 def section(module: ModuleType) -> str:
     """Return the table of a module's cases."""
     parts = [f"## {(module.__doc__ or '').strip().splitlines()[0].rstrip('.')}\n"]
-    parts.append("| report | right | cases |\n|---|---|---|")
-    rows: dict[str, dict[str, str]] = {}
+    parts.append("| report | right |\n|---|---|")
+    rows: dict[str, dict[str, None]] = {}
     for case in module.CASES:
-        rows.setdefault(case.report, {})[case.name] = case.right
-    for report, rights in rows.items():
-        answers = "; ".join(dict.fromkeys(map(cell, rights.values())))
-        parts.append(f"| {cell(report)} | {answers} | {selection([*rights])} |")
+        rows.setdefault(case.report, {})[cell(case.right)] = None
+    parts += [f"| {cell(report)} | {'; '.join(rights)} |" for report, rights in rows.items()]
     return "\n".join([*parts, ""])
 
 
@@ -59,20 +64,6 @@ def cell(text: str) -> str:
     """Return a text as a cell of a markdown table: on one line, letter by letter."""
     plain = text.rstrip(".").replace("\n", "\\n").replace("|", "\\|").replace("`", "'")
     return plain.replace("<", "&lt;").replace("[", "\\[")
-
-
-def selection(names: list[str]) -> str:
-    """Return the words that select a row's cases: one or two names, or common first words and their number."""
-    columns = zip(*(name.split(" ") for name in names), strict=False)
-    common = " ".join(column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns))
-    if len(names) < 3 or not common:
-        return ", ".join(f"`{quoted(name)}`" for name in names)
-    return f"`{quoted(common.rstrip(':,'))}` ({len(names)})"
-
-
-def quoted(name: str) -> str:
-    """Return a case's name as code in a cell."""
-    return name.replace("\n", "\\n").replace("|", "\\|").replace("`", "'")
 
 
 def all_cases() -> list[Case]:

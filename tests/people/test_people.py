@@ -17,5 +17,5 @@ def test_case(case: Case, tmp_path: Path) -> None:
     assert outcome.holds, f"{case.right}\nwas wanted; printed was\n{outcome.got}"
 
 
-def test_the_pages_name_every_case() -> None:
+def test_the_pages_have_every_report() -> None:
     assert {name: (DOCS / name).read_text(encoding="utf-8") for name in pages()} == pages()
