@@ -60,6 +60,7 @@ class GptOssFamily(LlamaFamily):
     fields: ClassVar = {**LlamaFamily.fields, "gate_slope": "swiglu_alpha", "gate_limit": "swiglu_limit"}
     elsewhere: ClassVar[Mapping[str, object]] = {key: value for key, value in ELSEWHERE.items() if key != _STORED}
     norm_names: ClassVar[Mapping[str, Mapping[str, str]]] = {"before": {}}
+    alternates = True
     of_storage: ClassVar[tuple[str, ...]] = (_STORED,)
 
     def kind_of(self, model: Llama) -> str:

@@ -7,6 +7,11 @@ r: the rank. A factor of peft is an nn.Linear's weight, [out, in]; ours are [in,
 | base_model.model.MODULE.lora_A.weight       | [r, I]   | LAYER.a.weight                    | [I, r]           |
 | base_model.model.MODULE.lora_B.weight       | [N, r]   | LAYER.b.weight                    | [r, N], [r, G, N/G] |
 | base_model.model.MODULE.lora_magnitude_vector | [N]    | ‖W‖ + LAYER.d.weight              | [N]              |
+| base_model.model.EXPERTS.lora_A.weight      | [n r, I] | LAYER.a.weight of n experts       | [n, I, r]        |
+| base_model.model.EXPERTS.lora_B.weight      | [N, r n] | LAYER.b.weight of n experts       | [n, r, ..., N]   |
+
+transformers has one parameter of all experts, `gate_up_proj` or `down_proj` of a module, which peft adapts by
+`target_parameters`. If a module has adapters of both, gate_up_proj's are inside: EXPERTS.base_layer.lora_A.
 
 Values are written as the checkpoint has them, to the bit.
 """
@@ -41,14 +46,14 @@ _PREFIX = "base_model.model."
 _FACTORS = {"a": "lora_A.weight", "b": "lora_B.weight", "d": "lora_magnitude_vector"}
 _USUAL: dict[str, Any] = {
     "bias": "none",
-    **dict.fromkeys(
-        ("modules_to_save", "layers_to_transform", "layers_pattern", "exclude_modules", "target_parameters", "use_dora")
-    ),
+    **dict.fromkeys(("modules_to_save", "layers_to_transform", "layers_pattern", "exclude_modules")),
     **dict.fromkeys(("rank_pattern", "alpha_pattern", "trainable_token_indices", "layer_replication", "use_qalora")),
     **dict.fromkeys(("lora_bias", "use_bdlora", "alora_invocation_tokens", "arrow_config", "kasa_config")),
 }
 """Keys of adapter_config.json that change the mathematics, with the value that our adapters have; an empty value or
 false is the same as null."""
+_EXPERTS = {"expand": "gate_up_proj", "contract": "down_proj"}
+"""transformers' parameter of all experts, by the last name of our layer."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,10 @@ class Factor:
     name: str
     spec: ShardSpec
     theirs: str
+    parameter: str = ""
+    """transformers' parameter of all experts; empty: a linear."""
+    alternates: bool = False
+    """Whether gates and ups alternate in the parameter's columns."""
 
     @property
     def changes_magnitudes(self) -> bool:
@@ -66,11 +75,26 @@ class Factor:
 
     def to_theirs(self, ours: Tensor) -> Tensor:
         """Transpose our factor to peft's shape."""
-        return ours.flatten() if self.changes_magnitudes else ours.flatten(1).t().contiguous()
+        if self.changes_magnitudes:
+            return ours.flatten()
+        if not self.parameter:
+            return ours.flatten(1).t().contiguous()
+        if self.theirs.endswith(_FACTORS["a"]):
+            return ours.transpose(1, 2).flatten(0, 1).contiguous()
+        columns = ours.transpose(-1, -2) if self.alternates and ours.dim() > 3 else ours
+        return columns.flatten(2).permute(2, 1, 0).flatten(1).contiguous()
 
     def to_ours(self, theirs: Tensor) -> Tensor:
-        """Transpose peft's factor to our shape."""
-        return theirs.t().reshape(self.spec.shape).contiguous()
+        """Transpose peft's factor to our shape; magnitudes without the base's."""
+        shape = self.spec.shape
+        if not self.parameter:
+            return theirs.t().reshape(shape).contiguous()
+        if self.theirs.endswith(_FACTORS["a"]):
+            return theirs.unflatten(0, (shape[0], shape[2])).transpose(1, 2).contiguous()
+        columns = theirs.unflatten(1, (shape[1], shape[0])).permute(2, 1, 0)
+        if self.alternates and len(shape) > 3:
+            return columns.unflatten(2, (shape[3], shape[2])).transpose(-1, -2).contiguous()
+        return columns.reshape(shape).contiguous()
 
 
 def chain_with_adapters(model: Any) -> nn.Module:
@@ -90,12 +114,20 @@ def factors_of(family: Family, model: Any) -> list[Factor]:
 
     Raises CheckpointError if peft has no such adapter.
     """
-    names = family.names(model)
+    names, specs = family.names(model), specs_of(model)
     factors = []
-    for name, spec in specs_of(model).items():
+    for name, spec in specs.items():
         layer, _, inner = name.partition(INSIDE)
         *part, factor, _ = inner.split(".")
-        module = names[layer]
+        module, (block, kind) = names[layer], layer.rpartition(".")[::2]
+        if family.expert_module and layer.startswith("blocks.") and inner in ("a.weight", "b.weight"):
+            of_all = len(specs[f"{layer}{INSIDE}a.weight"].shape) > 2
+            if of_all:
+                experts = f"model.layers.{layer.split('.')[1]}.{family.expert_module}"
+                both = kind == "expand" and f"{block}.contract{INSIDE}a.weight" in specs
+                there = f"{_PREFIX}{experts}{'.base_layer' if both else ''}.{_FACTORS[factor]}"
+                factors.append(Factor(name, spec, there, f"{experts}.{_EXPERTS[kind]}", family.alternates))
+                continue
         if not isinstance(module, str):
             parts = model.adapter_parts.get(layer.rpartition(".")[2], ())
             if not part or len(parts) != len(module):
@@ -107,8 +139,18 @@ def factors_of(family: Family, model: Any) -> list[Factor]:
     return factors
 
 
-def first_adapters(family: Family, model: Any, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the first values of adapters: of the folder `model.adapter.from`, or drawn. Raises CheckpointError."""
+def first_adapters(family: Family, model: Any, seed: int, base: Source) -> Iterator[tuple[str, Tensor]]:
+    """Yield the first values of adapters: of the folder `model.adapter.from`, or drawn.
+
+    Args:
+        family: The form of the model.
+        model: The model's section.
+        seed: Of drawn values.
+        base: The tensors of the model without adapters.
+
+    Raises:
+        CheckpointError: The folder has other adapters than the model.
+    """
     if model.adapter is None or model.adapter.from_ is None:
         for name, spec in specs_of(model).items():
             yield name, first_values(name, spec, seed)
@@ -122,9 +164,24 @@ def first_adapters(family: Family, model: Any, seed: int) -> Iterator[tuple[str,
     ):
         if more:
             raise CheckpointError(f"{folder} {what} {min(more)} (and {len(more) - 1} more)")
+    shapes = {
+        theirs: shape
+        for pair in (family.pairs(model) if model.adapter.dora else ())
+        for theirs, shape in pair.theirs.items()
+    }
     for factor in factors:
         shape = tuple(factor.to_theirs(torch.empty(factor.spec.shape, device="meta")).shape)
-        yield factor.name, factor.to_ours(stored.weight(factor.theirs, shape))
+        theirs = stored.weight(factor.theirs, shape)
+        if factor.changes_magnitudes:
+            linear = f"{factor.theirs.removeprefix(_PREFIX).rpartition('.')[0]}.weight"
+            magnitudes = magnitudes_of(family, base.weight(linear, shapes[linear]))
+            theirs = (theirs.double() - magnitudes).to(theirs.dtype)
+        yield factor.name, factor.to_ours(theirs)
+
+
+def magnitudes_of(family: Family, weight: Tensor) -> Tensor:
+    """Return the norms [N] of the columns of a linear in a family's form, in float64."""
+    return weight.double().norm(dim=1 if family.stores_out_in else 0)
 
 
 def read_adapter(folder: str) -> dict[str, Any]:
@@ -146,11 +203,18 @@ def read_adapter(folder: str) -> dict[str, Any]:
     if known != [ALL] and not set(last) <= PEFT.keys():
         rule = f"target_modules={shown(targets)} is not supported"
         raise CheckpointError(f"{path}: {rule}; valid: {ALL}, or a list of {', '.join(PEFT)}")
+    parameters = values.get("target_parameters") or []
+    experts = {theirs: f"feed_forward.{ours}" for ours, theirs in _EXPERTS.items()}
+    each = [str(name).rpartition(".")[2] for name in parameters] if isinstance(parameters, list) else [""]
+    if not set(each) <= experts.keys():
+        rule = f"target_parameters={shown(parameters)} is not supported"
+        raise CheckpointError(f"{path}: {rule}; valid: null, or a list of {', '.join(experts)} of experts")
     return {
         "rank": values.get("r", 8),
         "alpha": values.get("lora_alpha", 8),
-        "on": sorted(set(last)),
+        "on": sorted({*last, *(experts[name] for name in each)}),
         "rslora": bool(values.get("use_rslora")),
+        "dora": bool(values.get("use_dora")),
     }
 
 
@@ -176,7 +240,7 @@ def write_adapter(
             theirs = (theirs.double() + base_magnitudes(checkpoint, family, model, factor)).to(theirs.dtype)
         tensors[factor.theirs] = theirs if dtype is None else theirs.to(dtype)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    text = as_text(_settings(family, model, [factor.theirs for factor in factors], base))
+    text = as_text(_settings(family, model, factors, base))
     (folder / CONFIG).write_text(text, encoding="utf-8")
 
 
@@ -187,13 +251,13 @@ def base_magnitudes(checkpoint: Checkpoint, family: Family, model: Any, factor: 
     whole = checkpoint.read(pair.name, "weight", Box((0,) * len(pair.shape), pair.shape)).double()
     module = factor.theirs.removeprefix(_PREFIX).rpartition(".")[0]
     named = zip(pair.theirs.items(), pair.to_theirs(whole), strict=True)
-    theirs = {name: part.reshape(shape) for (name, shape), part in named}[f"{module}.weight"]
-    return theirs.norm(dim=1 if family.stores_out_in else 0)
+    return magnitudes_of(family, {name: part.reshape(shape) for (name, shape), part in named}[f"{module}.weight"])
 
 
-def _settings(family: Family, model: Any, tensors: list[str], base: str | None) -> dict[str, Any]:
+def _settings(family: Family, model: Any, factors: list[Factor], base: str | None) -> dict[str, Any]:
     """Return the keys of adapter_config.json."""
     adapter: Adapter = model.adapter
+    parameters = sorted({factor.parameter for factor in factors if factor.parameter})
     alpha = 2.0 * adapter.rank if adapter.alpha is None else adapter.alpha
     return {
         "peft_type": "LORA",
@@ -203,7 +267,8 @@ def _settings(family: Family, model: Any, tensors: list[str], base: str | None) 
         "r": adapter.rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "lora_dropout": adapter.dropout,
-        "target_modules": target_modules(family, model, tensors),
+        "target_modules": target_modules(family, model, [each.theirs for each in factors if not each.parameter]),
+        "target_parameters": parameters or None,
         "fan_in_fan_out": not family.stores_out_in,
         "use_rslora": adapter.rslora,
         "use_dora": adapter.dora,
@@ -217,6 +282,8 @@ def target_modules(family: Family, model: Any, tensors: list[str]) -> list[str]:
     every = {
         one for theirs in family.names(model).values() for one in ([theirs] if isinstance(theirs, str) else theirs)
     }
+    if family.expert_module:  # whose experts are one parameter in memory
+        every = {name for name in every if ".experts." not in name}
     last = {name.rpartition(".")[2] for name in adapted}
     return sorted(last if {name for name in every if name.rpartition(".")[2] in last} == adapted else adapted)
 

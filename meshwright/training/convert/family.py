@@ -170,6 +170,10 @@ class Family(ABC):
     reads_text: ClassVar[bool] = True
     rests_padding: ClassVar[bool] = False
     """Whether transformers' class leaves the padding token's row of the embedding without a gradient."""
+    expert_module: ClassVar[str] = ""
+    """transformers' module of a layer's experts, with gate_up_proj and down_proj of all experts; empty: none."""
+    alternates: ClassVar[bool] = False
+    """Whether gates and ups alternate in gate_up_proj's columns."""
     architecture: ClassVar[str] = ""
     """The end of the class's name in transformers, if several families share a `model_type`."""
 

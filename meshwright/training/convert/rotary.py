@@ -42,6 +42,7 @@ class RotaryFamily(Family):
     """The base of families of causal decoders with rotary positions."""
 
     rests_padding = True
+    expert_module = "mlp.experts"
     outside: ClassVar = OUTSIDE
     rows: ClassVar = {"tokens": "vocabulary", "head": "vocabulary"}
     copied: ClassVar = {HEAD: TABLE}

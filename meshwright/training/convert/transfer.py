@@ -219,7 +219,9 @@ def import_folder(
                     rows = torch.cat([rows, rows.new_zeros(pair.padding, *pair.shape[1:])])
                 yield pair.name, rows.contiguous()
 
-        shards = chain(in_shards(read(), shard_bytes), in_shards(first_adapters(family, model, seed), shard_bytes))
+        shards = chain(
+            in_shards(read(), shard_bytes), in_shards(first_adapters(family, model, seed, stored), shard_bytes)
+        )
         _write(folder, shards, model)
     return Imported(model, sum(prod(pair.shape) for pair in pairs), family.reads_text, has_tokenizer)
 

@@ -22,6 +22,7 @@ from meshwright.training.checkpoint.reader import find_checkpoint
 from meshwright.training.convert import export_folder
 from meshwright.training.job import train
 from tests.families.llama.logits import hugging_face
+from tests.families.qwen_next.models import InFloat64
 from tests.training.convert.folders import saved
 from tests.training.runs import lines_of, make_corpus
 
@@ -51,10 +52,10 @@ def run_of(hf: Path, corpus: Path, *words: str, **adapter: Any) -> Config:
     return parse_run(tree, words)
 
 
-def base_of(folder: Path, kind: str) -> Path:
+def base_of(folder: Path, kind: str, dtype: torch.dtype = torch.float32) -> Path:
     if kind == "gpt2":
         config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=4, n_positions=64, vocab_size=300)
-        saved(transformers.GPT2LMHeadModel, config, folder, torch.float32)
+        saved(transformers.GPT2LMHeadModel, config, folder, dtype)
         byte_tokenizer().save(folder / "tokenizer.json")
     else:
         hugging_face(folder, kind)
@@ -64,15 +65,17 @@ def base_of(folder: Path, kind: str) -> Path:
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
     tokens = torch.arange(24).view(2, 12) * 5 % 250
-    result: torch.Tensor = model.eval()(tokens).logits
+    with InFloat64():  # casts of float64 alone
+        result: torch.Tensor = model.eval()(tokens).logits
     return result
 
 
-def in_peft(base: Path, folder: Path) -> Any:
+def in_peft(base: Path, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # one program's of the other
-        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+        model.set_experts_implementation("eager")  # a grouped product knows no float64
         return peft.PeftModel.from_pretrained(model, folder)
 
 
@@ -138,6 +141,68 @@ def test_a_run_begins_from_pefts_folder_and_goes_back_to_the_bit(tmp_path: Path,
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+DOUBLE = "precision={level: O0, dtype: float64}"
+EXPERTS = ["feed_forward.expand", "feed_forward.contract"]
+
+
+@pytest.mark.parametrize(
+    "kind, on",
+    [
+        ("mixtral", EXPERTS), ("qwen2-moe", ["all-linear"]), ("qwen3-moe", [*EXPERTS, "q_proj"]),
+        ("qwen3-moe", ["feed_forward.expand"]), ("qwen3-moe", ["feed_forward.contract"]), ("gpt-oss", ["all-linear"]),
+    ],
+)  # fmt: skip
+def test_adapters_of_experts_are_pefts_target_parameters(
+    kind: str, on: list[str], tmp_path: Path, corpus: Path
+) -> None:
+    """In float64: peft's logits over the base are ours, before and after the way back, to the bit."""
+    base, out = base_of(tmp_path / "hf", kind), tmp_path / "out"
+    train(run_of(base, corpus, DOUBLE, on=on, begin="random"), out, resume=False)
+    export_folder(out, tmp_path / "adapter")
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    theirs = in_peft(base, tmp_path / "adapter", torch.float64)
+    taken = peft.get_peft_model_state_dict(theirs)
+    assert taken.keys() == written.keys()
+    assert all(torch.equal(taken[name], written[name]) for name in taken)
+    wanted = ours(out)
+    torch.testing.assert_close(logits(theirs), wanted, rtol=1e-9, atol=1e-9)
+    with theirs.disable_adapter():
+        assert (logits(theirs) - wanted).abs().max() > 1e-3
+    config = run_of(base, corpus, DOUBLE, "model.adapter={from: " + str(tmp_path / "adapter") + "}", "steps=1")
+    train(config, tmp_path / "again", resume=False)
+    first = tmp_path / "again" / "checkpoints" / "step-0"
+    torch.testing.assert_close(ours(first), wanted, rtol=1e-12, atol=1e-12)
+    export_folder(first, tmp_path / "back")
+    after = load_file(tmp_path / "back" / "adapter_model.safetensors")
+    assert after.keys() == written.keys()
+    assert all(torch.equal(after[name], written[name]) for name in after)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_run_begins_from_pefts_dora(kind: str, tmp_path: Path, corpus: Path) -> None:
+    base = base_of(tmp_path / "hf", kind, torch.float64)
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")
+    targets = ["c_attn", "c_fc"] if kind == "gpt2" else ["q_proj", "v_proj", "up_proj", "down_proj"]
+    settings = peft.LoraConfig(r=4, lora_alpha=12, target_modules=targets, use_dora=True, fan_in_fan_out=kind == "gpt2")
+    theirs = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64), settings)
+    for name, parameter in theirs.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+        if "magnitude" in name:
+            parameter.data.mul_(1 + 0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / "peft")
+    config = run_of(base, corpus, DOUBLE, "model.adapter={from: " + str(tmp_path / "peft") + "}", "steps=1")
+    assert config.model.adapter.dora
+    train(config, tmp_path / "out", resume=False)
+    first = tmp_path / "out" / "checkpoints" / "step-0"
+    torch.testing.assert_close(ours(first), logits(theirs), rtol=1e-9, atol=1e-9)
+    export_folder(first, tmp_path / "again")
+    before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("peft", "again"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():  # of magnitudes one rounded sum and one rounded difference
+        torch.testing.assert_close(after[name], tensor, rtol=1e-15 * ("magnitude" in name), atol=0)
+
+
 def test_a_run_goes_on_under_another_layout_from_adapters_alone(tmp_path: Path, corpus: Path) -> None:
     base = base_of(tmp_path / "hf", "qwen3")
     double = "precision={level: O0, dtype: float64}"
@@ -174,6 +239,7 @@ def run_of_kept(out: Path, *words: str) -> Config:
         ({"bias": "all"}, "bias=all is not supported; valid: none"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern="),
+        ({"target_parameters": ["mlp.gate.weight"]}, "target_parameters=[mlp.gate.weight] is not supported; valid:"),
         ({"target_modules": ".*attn.*"}, "target_modules=.*attn.* is not supported; valid: all-linear, or a list"),
     ],
 )
