@@ -66,6 +66,9 @@ class Prediction:
     """The share of the pipeline phase without a task, over all microbatches."""
     flops: float
     """Floating-point operations of the busiest rank's products in a step."""
+    reference_seconds: float | None = None
+    """Seconds of the first weights' log-probabilities of a batch of pairs, once before the first step; None: no pairs.
+    The head's part is that of a training step, with the gradients."""
 
     @property
     def fullest(self) -> Memory:
@@ -141,6 +144,7 @@ class Planner:
             step.timeline,
             passes.idle_share,
             run.most_flops,
+            None if config.loss is None else run.forward_only(),
         )
 
     def _step(self, run: TimedRun) -> PlannedStep:

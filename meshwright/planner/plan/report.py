@@ -229,6 +229,11 @@ def plan_sentences(result: SearchResult) -> list[str]:
         # Below half a percent, a rounded figure would print +0 %.
         told = "as long" if abs(share) < 0.005 else f"{share:+.0%}"
         said.append(f"With {change.what}: {seconds_text(change.seconds)} ({told}).")
+    if best.reference_seconds is not None:
+        pass_text = (
+            f"about {seconds_text(best.reference_seconds)} for each {best.config.batch.global_} pairs of the data"
+        )
+        said.append(f"Once, before the first step: {pass_text}, whose log-probabilities are the reference of the loss.")
     if best.config.precision.in_fp8:
         tokens = best.config.micro * chain_of(best.config).tokens_per_sample(best.config)
         software = OWN_SOFTWARE if result.program is None else result.program.software
@@ -270,6 +275,7 @@ def figures_of(one: Prediction) -> dict[str, Any]:
         "peak_share": flops / peak,
         "idle_share": one.idle_share,
         "phases": one.phases,
+        "reference_seconds": one.reference_seconds,
         "memory": one.fullest.parts,
         "held": one.fullest.held,
         "host_memory": one.fullest.host,

@@ -103,9 +103,12 @@ class TimedRun(Composition):
         0."""
         if not self.config.model.routing.counts_first:
             return 0.0
+        return self.forward_only() + max(self.seconds(self.loads(stage)) for stage in range(len(self.stages)))
+
+    def forward_only(self) -> float:
+        """Return the seconds of the forward passes of a step's microbatches."""
         count = self.config.num_microbatches
-        phase = PipelinePhase(FORWARD_ONLY, self.placement, count, self.cost, self.latency, self.pace)
-        return phase.whole.seconds + max(self.seconds(self.loads(stage)) for stage in range(len(self.stages)))
+        return PipelinePhase(FORWARD_ONLY, self.placement, count, self.cost, self.latency, self.pace).whole.seconds
 
     @remembered()
     def pieces(self, position: int, kind: TaskKind, which: int) -> PieceCosts:

@@ -1,5 +1,5 @@
-"""The planner counts what runs on pairs of answers do: the head's two passes, both rows, and sums over shared
-sequences."""
+"""The planner counts what runs on pairs of answers do: the head's two passes, both rows, sums over shared sequences, and
+the pass under the first weights, once before the first step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from meshwright.compute.models.chain import chain_of
+from meshwright.planner.plan.cluster import load_cluster
+from meshwright.planner.plan.predict import Planner, Prediction
 from tests.compute.models.preferring import preferring
 from tests.families.llama.layouts import RING
 from tests.oracle.context import BLOCKS, CUT
@@ -33,3 +35,25 @@ def test_a_sample_is_two_rows() -> None:
     ours, plain = chain_of(pairs), chain_of(texts)
     assert ours.tokens_per_sample(pairs) == 2 * plain.tokens_per_sample(texts) == 48
     assert ours.flops_per_sample(pairs) == 2 * plain.flops_per_sample(texts)
+
+
+def predicted(layout: dict[str, Any], **changes: Any) -> Prediction:
+    return Planner(load_cluster("two-cores")).predict(preferring(layout, **changes))
+
+
+def test_the_pass_is_the_forward_tasks_of_a_batch() -> None:
+    alone = predicted({})
+    forward = [span.seconds for span in alone.timeline.tasks if span.category == "forward"]
+    assert len(forward) == alone.config.num_microbatches > 1
+    assert alone.reference_seconds == pytest.approx(sum(forward), rel=1e-9)
+    assert 0 < alone.reference_seconds < alone.seconds
+
+
+def test_stages_overlap_and_replicas_share_the_pass() -> None:
+    alone, stages = (predicted(each, batch={"global": 8, "micro": 1}) for each in ({}, {"pipeline": {"size": 2}}))
+    replicas = predicted({"data": {"size": 2}}, batch={"global": 8, "micro": 1})
+    assert stages.reference_seconds is not None
+    assert alone.reference_seconds is not None
+    assert replicas.reference_seconds is not None
+    assert 0.5 < stages.reference_seconds / alone.reference_seconds < 1
+    assert replicas.reference_seconds == pytest.approx(alone.reference_seconds / 2, rel=0.1)
