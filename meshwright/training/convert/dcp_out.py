@@ -1,49 +1,135 @@
-"""Writers of torch's distributed checkpoints with transformers' names, and with torchtitan's."""
+"""Writers of torch's distributed checkpoints with transformers' names, and with torchtitan's.
+
+Folders of safetensors have a tensor for each expert's linear; in memory, both programs have one of all n experts:
+
+| an expert's, [N, H] or [H, N] | transformers, in memory         | torchtitan (Qwen3)                         |
+|-------------------------------|---------------------------------|--------------------------------------------|
+| gate_proj (w1)                | mlp.experts.gate_up_proj, first N rows of [n, 2 N, H] | moe...w1_EFD [n, N, H] |
+| up_proj (w3)                  | mlp.experts.gate_up_proj, last N rows  | moe...w3_EFD [n, N, H]              |
+| down_proj (w2)                | mlp.experts.down_proj [n, H, N] | moe...w2_EDF [n, H, N]                     |
+
+torchtitan also has a bias of each expert's choice, which is zero here.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from meshwright.ranks.dcp import Shapes, save_tensors
 from meshwright.training.convert.dcp import PAIRED, TORCHTITAN, head_size, pairs_of
 from meshwright.training.convert.folder import Settings
 
+_EXPERT = re.compile(r"(model\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_LINEARS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2}
+"""Numbers of an expert's linears: gate, up, down."""
+FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+GROUPED = tuple(f"moe.routed_experts.inner_experts.{name}" for name in ("w1_EFD", "w3_EFD", "w2_EDF"))
+"""Names of all experts' gates, ups and downs in a block, of transformers and of torchtitan."""
+
+
+@dataclass(frozen=True)
+class ExpertPlace:
+    """The place of an expert's linear in the tensor of all experts."""
+
+    whole: str
+    """The tensor's name."""
+    expert: int
+    row: int
+    """The first row."""
+
+
+class AllExperts:
+    """Joins the tensors of single experts of each block to tensors of all experts."""
+
+    def __init__(self, shapes: Shapes, names: tuple[str, ...]) -> None:
+        """`shapes`: of all tensors, by transformers' names of folders. `names`: FUSED or GROUPED."""
+        self.places: dict[str, ExpertPlace] = {}
+        self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name, (shape, dtype) in shapes.items():
+            if (found := _EXPERT.fullmatch(name)) is None:
+                self.shapes[name] = shape, dtype
+                continue
+            block, number, linear = found[1], int(found[2]), _LINEARS[found[3]]
+            both = names[0] == names[1] and linear < 2
+            self.places[name] = ExpertPlace(f"{block}.{names[linear]}", number, shape[0] * (both and linear == 1))
+            count, *_ = self.shapes.get(self.places[name].whole, ((0,), dtype))[0]
+            rows = shape[0] * (1 + both)
+            self.shapes[self.places[name].whole] = (max(count, number + 1), rows, *shape[1:]), dtype
+
+    def joined(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors, each of all experts after its last part; single experts' tensors follow one another."""
+        parts = Counter(place.whole for place in self.places.values())
+        wholes: dict[str, Tensor] = {}
+        for name, tensor in tensors:
+            if (place := self.places.get(name)) is None:
+                yield name, tensor
+                continue
+            shape, dtype = self.shapes[place.whole]
+            whole = wholes.setdefault(place.whole, torch.empty(shape, dtype=dtype))
+            whole[place.expert, place.row : place.row + tensor.shape[0]] = tensor
+            parts[place.whole] -= 1
+            if not parts[place.whole]:
+                yield place.whole, wholes.pop(place.whole)
+
 
 def write_dcp(
     folder: Path, settings: Settings, shapes: Shapes, tensors: Iterator[tuple[str, Tensor]], copies: Mapping[str, str]
 ) -> None:
-    """Write tensors by transformers' names; `settings` of config.json, further arguments as of `save_tensors`."""
-    save_tensors(folder, shapes, tensors, copies)
+    """Write tensors by the names of transformers' classes; `settings` of config.json, further arguments as of
+    `save_tensors`, by the names of folders.
+    """
+    experts = AllExperts(shapes, FUSED)
+    names = {name: name.replace(".block_sparse_moe.", ".mlp.") for name in experts.shapes}
+    save_tensors(
+        folder, {names[name]: shape for name, shape in experts.shapes.items()},
+        ((names[name], tensor) for name, tensor in experts.joined(tensors)), copies,
+    )  # fmt: skip
 
 
 def write_torchtitan(
     folder: Path, settings: Settings, shapes: Shapes, tensors: Iterator[tuple[str, Tensor]], copies: Mapping[str, str]
 ) -> None:
-    """Write tensors of a Llama 3 or a Qwen3 as torchtitan does; arguments as of
-    `write_dcp`.
+    """Write tensors of a Llama 3 or a Qwen3, also with experts, as torchtitan does; arguments as of `write_dcp`.
 
     Raises CheckpointError for a tensor that torchtitan's Llama 3 and Qwen3 lack.
     """
+    experts, paired = AllExperts(shapes, GROUPED), not any(".q_norm." in name for name in shapes)
     theirs = {hf: titan for titan, hf in TORCHTITAN.items()}
-    names = {}
-    for name in (*shapes, *copies):
+    theirs |= {} if paired else {"model.layers.N.mlp.gate": "layers.N.moe.router.gate"}
+    grouped = {place.whole for place in experts.places.values()}
+    names: dict[str, str] = {}
+    for name in (*experts.shapes, *copies):
         layer, _, kind = name.rpartition(".")
         number = next((part for part in layer.split(".") if part.isdigit()), "N")
         general = layer.replace(f".{number}.", ".N.")
-        if general not in theirs or kind != "weight":
+        if name in grouped and not paired:
+            names[name] = name.removeprefix("model.")
+        elif general in theirs and kind == "weight":
+            names[name] = f"{theirs[general].replace('.N.', f'.{number}.')}.{kind}"
+        else:
             raise settings.refused(f"{name} has no counterpart in torchtitan's Llama 3 and Qwen3")
-        names[name] = f"{theirs[general].replace('.N.', f'.{number}.')}.{kind}"
-    width, paired = head_size(settings), not any(".q_norm." in name for name in shapes)
+    width = head_size(settings)
+    biases = {
+        names[name].replace("routed_experts.inner_experts.w1_EFD", "expert_bias_E"): experts.shapes[name][0][:1]
+        for name in grouped
+        if name.endswith(GROUPED[0])
+    }
 
     def renamed() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors:
+        for name, tensor in experts.joined(tensors):
             turned = paired and name.rpartition(".")[0].endswith(PAIRED)
             yield names[name], pairs_of(tensor, width) if turned else tensor
+        yield from ((name, torch.zeros(shape)) for name, shape in biases.items())
 
+    every = {names[name]: shape for name, shape in experts.shapes.items()}
     save_tensors(
-        folder, {names[name]: shape for name, shape in shapes.items()}, renamed(),
+        folder, every | {name: (shape, torch.float32) for name, shape in biases.items()}, renamed(),
         {names[copy]: names[source] for copy, source in copies.items()},
     )  # fmt: skip

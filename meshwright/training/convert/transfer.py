@@ -380,9 +380,6 @@ def export_folder(
     family = known[model.family]
     if model.adapter is None and merged:
         raise CheckpointError(f"{checkpoint.folder} has no adapters to merge: leave --merged out")
-    if form != FORMS[0] and model.routing.num_experts:
-        why = f"has {model.routing.num_experts} experts, which transformers and torchtitan keep otherwise in memory"
-        raise CheckpointError(f"{checkpoint.folder} {why}: leave --form out")
     if form != FORMS[0] and model.adapter is not None and not merged:
         raise CheckpointError(f"{checkpoint.folder} has adapters, and --form {form} writes whole weights: add --merged")
     if model.adapter is not None and not merged:

@@ -117,11 +117,41 @@ def test_words_before_names() -> None:
         wrapper_of(["a.lm_head.weight", "b.lm_head.weight"], layers)
 
 
-def test_experts_and_adapters_have_no_such_form(tmp_path: Path) -> None:
-    hugging_face(tmp_path / "hf", "mixtral")
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss"])
+def test_experts_go_out_as_transformers_has_them_in_memory(name: str, tmp_path: Path) -> None:
+    model = hugging_face(tmp_path / "hf", name)
     import_folder(tmp_path / "hf", tmp_path / "step")
-    with pytest.raises(CheckpointError, match=r"experts, which transformers and torchtitan keep otherwise in memory"):
-        export_folder(tmp_path / "step", tmp_path / "out", form="dcp")
+    export_folder(tmp_path / "step", tmp_path / "out", form="dcp")
+    state = {key: torch.zeros_like(value) for key, value in model.state_dict().items()}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    if name == "gpt-oss":  # whose folders have the same tensors
+        import_folder(tmp_path / "out", tmp_path / "back")
+        check_equal(tmp_path / "back", tmp_path / "hf")
+        return
+    with pytest.raises(CheckpointError, match=r"experts\.0\."):
+        import_folder(tmp_path / "out", tmp_path / "back")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "gpt-oss"])
+def test_experts_that_torchtitans_qwen3_lacks_are_refused(name: str, tmp_path: Path) -> None:
+    hugging_face(tmp_path / "hf", name)
+    import_folder(tmp_path / "hf", tmp_path / "step")
+    with pytest.raises(CheckpointError, match="has no counterpart in torchtitan's Llama 3 and Qwen3"):
+        export_folder(tmp_path / "step", tmp_path / "out", form="torchtitan")
+
+
+def test_torchtitan_has_a_tensor_of_all_experts(tmp_path: Path) -> None:
+    hugging_face(tmp_path / "hf", "qwen3-moe")
+    import_folder(tmp_path / "hf", tmp_path / "step")
+    export_folder(tmp_path / "step", tmp_path / "out", form="torchtitan")
+    stored, theirs = read_table(tmp_path / "out"), load_file(tmp_path / "hf" / "model.safetensors")
+    for ours, name in (("w1_EFD", "gate_proj"), ("w3_EFD", "up_proj"), ("w2_EDF", "down_proj")):
+        whole = stored[f"layers.1.moe.routed_experts.inner_experts.{ours}"].read(ours)
+        wanted = [theirs[f"model.layers.1.mlp.experts.{number}.{name}.weight"] for number in range(4)]
+        assert torch.equal(whole, torch.stack(wanted))
+    assert torch.equal(stored["layers.0.moe.expert_bias_E"].read("bias"), torch.zeros(4))
+    assert "layers.0.moe.router.gate.weight" in stored
 
 
 def test_a_folder_without_settings_says_which_files_to_copy(tmp_path: Path) -> None:

@@ -30,12 +30,20 @@ def config_of(name: str) -> tuple[Any, Any, Any]:
         from torchtitan.models.qwen3 import qwen3_configs as configs
 
         kind, settings, size = transformers.Qwen3ForCausalLM, transformers.Qwen3Config, name
+        if name.endswith("moe"):
+            kind, settings = transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig
     config = configs[size]("flex")
     config.layers[:] = config.layers[:2]
     attention, tied = config.layers[0].attention, bool(getattr(config, "enable_weight_tying", False))
-    fields = {
+    moe = getattr(config.layers[0], "moe", None)
+    experts = {} if moe is None else {
+        "num_experts": moe.num_experts, "num_experts_per_tok": moe.router.top_k,
+        "norm_topk_prob": moe.router.route_norm, "moe_intermediate_size": moe.routed_experts.inner_experts.hidden_dim,
+    }  # fmt: skip
+    inner = experts["moe_intermediate_size"] if moe else config.layers[0].feed_forward.w1.out_features
+    fields = experts | {
         "vocab_size": config.vocab_size, "hidden_size": config.dim, "num_hidden_layers": len(config.layers),
-        "intermediate_size": config.layers[0].feed_forward.w1.out_features, "num_attention_heads": attention.n_heads,
+        "intermediate_size": inner, "num_attention_heads": attention.n_heads,
         "num_key_value_heads": attention.n_kv_heads or attention.n_heads, "tie_word_embeddings": tied,
         "head_dim": attention.head_dim or config.dim // attention.n_heads,
     }  # fmt: skip
@@ -43,7 +51,7 @@ def config_of(name: str) -> tuple[Any, Any, Any]:
     return config, Adapter(config, None), kind(settings(**fields))
 
 
-@pytest.mark.parametrize("name", ["llama3", "debugmodel", "0.6B"])
+@pytest.mark.parametrize("name", ["llama3", "debugmodel", "0.6B", "debugmodel_moe"])
 def test_torchtitan_reads_an_export(name: str, tmp_path: Path) -> None:
     config, adapter, model = config_of(name)
     model.save_pretrained(tmp_path / "hf")
