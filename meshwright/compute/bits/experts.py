@@ -44,7 +44,7 @@ from meshwright.compute.tensor.experts import (
     gather_rows,
     rows_of_experts,
 )
-from meshwright.compute.tensor.products import write_part
+from meshwright.compute.tensor.products import Products, write_part
 from meshwright.compute.tensor.router import ExpertsShape, Router
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.grid import EXPERT
@@ -190,9 +190,13 @@ class LinearByParts(AlignedLinear):
     """A linear of experts that multiplies by parts of the inner width; the part of a run i is i modulo their number."""
 
     parts: int = 1
-    """Parts of the inner width on this rank, set by `ExpertsByParts`."""
+    """Parts of the inner width on this rank."""
     inner: int = -1
     """The dim of the inner width: of [in, groups, N] the last, of [N, out] the first."""
+
+    def cut(self, parts: int, inner: int, products: Products) -> None:
+        """Set the number of parts, the dim of the inner width, and the products of one part."""
+        self.parts, self.inner, self.products = parts, inner, products
 
     def part(self, weight: Tensor, number: int) -> Tensor:
         """Return a part of an expert's flattened weight [in, out], as a view with the dims of the weight."""
@@ -239,7 +243,7 @@ class ExpertsByParts(SeparateExperts):
         self.blocks = blocks
         for layer, inner in ((self.expand, -1), (self.contract, 0)):
             assert isinstance(layer, LinearByParts)
-            layer.parts, layer.inner, layer.products = blocks.parts, inner, products.products
+            layer.cut(blocks.parts, inner, products.products)
 
     def dispatch(self, h: Tensor, places: Tensor | None) -> tuple[Dispatched, Dispatch]:
         routed = self.router.route(self.router(h))
