@@ -33,10 +33,12 @@ from meshwright.ranks.errors import CheckpointError
 from meshwright.training.convert.family import Names, TensorPair, TensorShape, in_blocks
 from meshwright.training.convert.folder import Settings
 from meshwright.training.convert.rotary import (
+    DENSE,
     HEAD,
     OUTSIDE,
     TABLE,
     RotaryFamily,
+    names_of_experts,
     pair_of_experts,
     rope_fields,
     rope_settings,
@@ -53,7 +55,6 @@ _ATTENTION = {
     "attention.key_value": "self_attn.kv_b_proj",
     "attention.output": "self_attn.o_proj",
 }
-_DENSE = {"feed_forward.expand": ("mlp.gate_proj", "mlp.up_proj"), "feed_forward.contract": "mlp.down_proj"}
 _BESIDE_EXPERTS = {
     "feed_forward.router": "mlp.gate",
     "shared_expert.expand": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
@@ -124,12 +125,7 @@ class DeepSeekFamily(RotaryFamily):
         for layer in range(model.layers + model.later_tokens):
             inside: dict[str, str | Sequence[str]] = {**_ATTENTION, "attention.query": query}
             experts = range(model.experts.count if model.experts is not None and model.has_experts(layer) else 0)
-            each = [f"mlp.experts.{index}" for index in experts]
-            routed: dict[str, str | Sequence[str]] = {
-                "feed_forward.expand": [f"{one}.{part}" for one in each for part in ("gate_proj", "up_proj")],
-                "feed_forward.contract": [f"{one}.down_proj" for one in each],
-            }
-            inside |= _BESIDE_EXPERTS | routed if experts else _DENSE
+            inside |= _BESIDE_EXPERTS | names_of_experts(len(experts)) if experts else DENSE
             if layer < model.layers:
                 names |= in_blocks(inside, 1, f"model.layers.{layer}", first=layer)
             else:

@@ -21,9 +21,6 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from meshwright.compute.models.experts_section import ExpertsSection
 from meshwright.config.schema import Model
 from meshwright.config.section import shown
@@ -32,7 +29,15 @@ from meshwright.families.llama.section import Llama
 from meshwright.ranks.errors import CheckpointError
 from meshwright.training.convert.family import Names, TensorPair, TensorShape, in_blocks
 from meshwright.training.convert.folder import Settings
-from meshwright.training.convert.rotary import OUTSIDE, RotaryFamily, pair_of_experts, rope_settings
+from meshwright.training.convert.rotary import (
+    DENSE,
+    OUTSIDE,
+    RotaryFamily,
+    names_of_experts,
+    pair_by_heads,
+    pair_of_experts,
+    rope_settings,
+)
 
 _IN_BLOCK = {
     "attention_norm": "input_layernorm",
@@ -41,8 +46,7 @@ _IN_BLOCK = {
     "attention.key_norm": "self_attn.k_norm",
     "attention.output": "self_attn.o_proj",
     "feed_forward_norm": "post_attention_layernorm",
-    "feed_forward.expand": ("mlp.gate_proj", "mlp.up_proj"),
-    "feed_forward.contract": "mlp.down_proj",
+    **DENSE,
 }
 _NORMED_BEHIND = {
     "attention_end_norm": "post_attention_layernorm",
@@ -164,9 +168,7 @@ class LlamaFamily(RotaryFamily):
                 raise CheckpointError(f"no class of transformers has {model_type}'s layers with model.experts")
             inside["feed_forward.router"] = f"{theirs.module}.gate"
             inside |= _SHARED_EXPERT if model.experts.shared else {}
-            each = [f"{theirs.module}.experts.{index}" for index in range(model.experts.count)]
-            for layer, linears in (("expand", theirs.expand), ("contract", theirs.contract)):
-                inside[f"feed_forward.{layer}"] = [f"{one}.{linear}" for one in each for linear in linears]
+            inside |= names_of_experts(model.experts.count, theirs.module, theirs.expand, theirs.contract)
         return OUTSIDE | in_blocks(inside, model.layers, "model.layers.N")
 
     def pair(self, name: str, shape: TensorShape, model: Llama, names: Names, rows: Mapping[str, int]) -> TensorPair:
@@ -175,21 +177,12 @@ class LlamaFamily(RotaryFamily):
             return pair_of_experts(name, shape, names[layer])
         if "query_key_value" not in name:
             return super().pair(name, shape, model, names, rows)
-        queries, width = model.heads // model.num_key_value_heads, model.width_of_head
+        keys, width = model.num_key_value_heads, model.width_of_head
+        # Columns are ordered by key-value head with its queries, so that tensor parallelism cuts between heads.
+        linears = [(size * width,) for size in (model.heads // keys, 1, 1)]
         hidden = shape[:-1]  # a bias has none
-
-        def to_ours(*parts: Tensor) -> Tensor:
-            # Columns are ordered by key-value head with its queries, so that tensor parallelism cuts between heads.
-            heads = [part.unflatten(0, (model.num_key_value_heads, -1)) for part in parts]
-            return torch.cat(heads, 1).flatten(0, 1).t()
-
-        def to_theirs(whole: Tensor) -> list[Tensor]:
-            heads = whole.t().unflatten(0, (model.num_key_value_heads, -1))
-            return [part.flatten(0, 1) for part in heads.split((queries * width, width, width), 1)]
-
-        columns = (model.heads, model.num_key_value_heads, model.num_key_value_heads)
-        theirs = {f"{part}.{kind}": (heads * width, *hidden) for part, heads in zip(names[layer], columns, strict=True)}
-        return TensorPair(name, shape, theirs, to_ours, to_theirs)
+        theirs = {f"{part}.{kind}": (keys * rows, *hidden) for part, (rows,) in zip(names[layer], linears, strict=True)}
+        return pair_by_heads(name, shape, theirs, linears, keys)
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         values, model_type = settings.values, settings.values["model_type"]

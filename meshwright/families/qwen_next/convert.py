@@ -21,16 +21,24 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from meshwright.compute.models.experts_section import ExpertsSection
 from meshwright.config.section import shown
 from meshwright.families.qwen_next.section import Qwen35, QwenNext
 from meshwright.ranks.errors import CheckpointError
 from meshwright.training.convert.family import Names, TensorPair, TensorShape, in_blocks
 from meshwright.training.convert.folder import Settings
-from meshwright.training.convert.rotary import OUTSIDE, RotaryFamily, pair_of_experts, rope_fields, rope_settings
+from meshwright.training.convert.rotary import (
+    DENSE,
+    OUTSIDE,
+    RotaryFamily,
+    joined,
+    names_of_experts,
+    pair_by_heads,
+    pair_of_experts,
+    parted,
+    rope_fields,
+    rope_settings,
+)
 
 LINEAR, FULL = "linear_attention", "full_attention"
 _IN_BLOCK = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
@@ -47,7 +55,6 @@ _DELTA = {
     "attention.norm": "linear_attn.norm",
     "attention.output": "linear_attn.out_proj",
 }
-_DENSE = {"feed_forward.expand": ("mlp.gate_proj", "mlp.up_proj"), "feed_forward.contract": "mlp.down_proj"}
 _BESIDE_EXPERTS = {
     "feed_forward.router": "mlp.gate",
     "shared_expert.expand": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
@@ -122,13 +129,9 @@ class QwenNextFamily(RotaryFamily):
             inside: dict[str, str | Sequence[str]] = dict(_IN_BLOCK)
             inside |= _ATTENTION if model.attends(layer) else {**_DELTA, **projections}
             if model.experts is not None and model.has_experts(layer):
-                each = [f"mlp.experts.{number}" for number in range(model.experts.count)]
-                inside |= _BESIDE_EXPERTS | {
-                    "feed_forward.expand": [f"{one}.{part}" for one in each for part in ("gate_proj", "up_proj")],
-                    "feed_forward.contract": [f"{one}.down_proj" for one in each],
-                }
+                inside |= _BESIDE_EXPERTS | names_of_experts(model.experts.count)
             else:
-                inside |= _DENSE
+                inside |= DENSE
             names |= in_blocks(inside, 1, f"model.layers.{layer}", first=layer)
         return names
 
@@ -153,20 +156,14 @@ class QwenNextFamily(RotaryFamily):
             linears = self.columns_of(width, of_values, values)
             outputs = [sum(sizes) * heads for sizes in linears]
             stored = {f"{one}.{kind}": (count, model.hidden) for one, count in zip(theirs, outputs, strict=True)}
-            return TensorPair(
-                name, shape, stored,
-                lambda *parts: joined(parts, linears, heads).t(), lambda x: parted(x.t(), linears, heads),
-            )  # fmt: skip
+            return pair_by_heads(name, shape, stored, linears, heads)
         if inner == "query_key_value":
             keys, width = model.num_key_value_heads, model.head_width
             attended = [(size * width,) for size in (2 * model.heads // keys, 1, 1)]
             stored = {
                 f"{one}.{kind}": (keys * size, model.hidden) for one, (size,) in zip(theirs, attended, strict=True)
             }
-            return TensorPair(
-                name, shape, stored,
-                lambda *parts: joined(parts, attended, keys).t(), lambda x: parted(x.t(), attended, keys),
-            )  # fmt: skip
+            return pair_by_heads(name, shape, stored, attended, keys)
         return super().pair(name, shape, model, names, rows)
 
     def columns_of(self, width: int, of_values: int, values: int) -> list[tuple[int, ...]]:
@@ -310,26 +307,3 @@ class Qwen35Family(QwenNextFamily):
             return True
         settings.only("norm_topk_prob", True, None)
         return False
-
-
-def joined(parts: Sequence[Tensor], linears: Sequence[Sequence[int]], heads: int) -> Tensor:
-    """Join rows of several linears, each ordered by part and then by head, in the order of heads.
-
-    Args:
-        parts: the linears, each [rows, ...].
-        linears: for each linear the rows of each part in a head.
-        heads: number of heads.
-    """
-    split = [
-        one.unflatten(0, (heads, size))
-        for whole, sizes in zip(parts, linears, strict=True)
-        for one, size in zip(whole.split([heads * size for size in sizes]), sizes, strict=True)
-    ]
-    return torch.cat(split, 1).flatten(0, 1)
-
-
-def parted(rows: Tensor, linears: Sequence[Sequence[int]], heads: int) -> list[Tensor]:
-    """Return the linears of joined rows: the inverse of `joined`."""
-    sizes = [size for each in linears for size in each]
-    split = iter(rows.unflatten(0, (heads, -1)).split(sizes, 1))
-    return [torch.cat([next(split).flatten(0, 1) for _ in each]) for each in linears]

@@ -3,10 +3,11 @@ families."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from meshwright.compute.models.rotary_section import ROPES, PlainRope
 from meshwright.config.section import shown
@@ -15,6 +16,8 @@ from meshwright.training.convert.family import Family, TensorPair, TensorShape, 
 from meshwright.training.convert.folder import Settings
 
 OUTSIDE = {"tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+DENSE = {"feed_forward.expand": ("mlp.gate_proj", "mlp.up_proj"), "feed_forward.contract": "mlp.down_proj"}
+"""transformers' layers of a feed-forward in a block."""
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -64,6 +67,54 @@ def pair_of_experts(name: str, shape: TensorShape, linears: str | Sequence[str])
         lambda *parts: torch.stack(parts).unflatten(0, (shape[0], -1)).movedim(-1, 1),  # [n, in, linears, out]
         lambda whole: list(whole.view(*shape[:2], -1, shape[-1]).movedim(1, -1).flatten(0, 1)),
     )  # fmt: skip
+
+
+def names_of_experts(
+    count: int, module: str = "mlp", expand: Sequence[str] = ("gate_proj", "up_proj"),
+    contract: Sequence[str] = ("down_proj",),
+) -> dict[str, str | Sequence[str]]:  # fmt: skip
+    """Return the names of experts' linears in a block, each expert with the linears `expand` and `contract`."""
+    each = [f"{module}.experts.{number}" for number in range(count)]
+    return {
+        f"feed_forward.{ours}": [f"{one}.{linear}" for one in each for linear in linears]
+        for ours, linears in (("expand", expand), ("contract", contract))
+    }
+
+
+def pair_by_heads(
+    name: str, shape: TensorShape, theirs: Mapping[str, TensorShape], linears: Sequence[Sequence[int]], heads: int
+) -> TensorPair:
+    """Return the pair of one of our linears [in, out], by head, and several of Hugging Face's.
+
+    `linears`, `heads`: as in `joined`.
+    """
+    return TensorPair(
+        name, shape, theirs,
+        lambda *parts: joined(parts, linears, heads).t(), lambda whole: parted(whole.t(), linears, heads),
+    )  # fmt: skip
+
+
+def joined(parts: Sequence[Tensor], linears: Sequence[Sequence[int]], heads: int) -> Tensor:
+    """Join rows of several linears, each ordered by part and then by head, in the order of heads.
+
+    Args:
+        parts: the linears, each [rows, ...].
+        linears: for each linear the rows of each part in a head.
+        heads: number of heads.
+    """
+    split = [
+        one.unflatten(0, (heads, size))
+        for whole, sizes in zip(parts, linears, strict=True)
+        for one, size in zip(whole.split([heads * size for size in sizes]), sizes, strict=True)
+    ]
+    return torch.cat(split, 1).flatten(0, 1)
+
+
+def parted(rows: Tensor, linears: Sequence[Sequence[int]], heads: int) -> list[Tensor]:
+    """Return the linears of joined rows: the inverse of `joined`."""
+    sizes = [size for each in linears for size in each]
+    split = iter(rows.unflatten(0, (heads, -1)).split(sizes, 1))
+    return [torch.cat([next(split).flatten(0, 1) for _ in each]) for each in linears]
 
 
 def rope_settings(rope: PlainRope) -> dict[str, object]:
