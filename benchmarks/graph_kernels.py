@@ -2,8 +2,8 @@
 
     python -m benchmarks.graph_kernels [key=value ...]        words as of `meshwright train gpt2`
 
-Needs a CUDA build of torch with Triton, and no driver: a layer is traced with fake tensors on the CPU, and Inductor
-writes code for an H100. The code is counted and not run. Bytes are the inputs and outputs of each kernel, in
+Needs Triton, and neither a driver nor a CUDA build of torch: a layer is traced with fake tensors on the CPU, and
+Inductor writes code for an H100. The code is counted and not run. Bytes are the inputs and outputs of each kernel, in
 activations [micro, T, H] of the run's precision: a kernel that reads one activation and writes one has 2. Bytes of
 products are left out. `planned`: the bytes that the planner counts.
 """
@@ -31,7 +31,10 @@ from meshwright.compute.models import compiled
 from meshwright.compute.models.chain import make_chain
 from meshwright.compute.parameters.gradients import Gradients
 from meshwright.compute.tensor import graphs
+from meshwright.compute.tensor.column_sums import OPERATIONS
+from meshwright.compute.tensor.sums_in_graphs import REWRITES
 from meshwright.config import Config, load_config
+from meshwright.config.section import with_field
 from meshwright.planner.plan.cluster import load_cluster
 from meshwright.planner.plan.predict import Planner
 from meshwright.planner.plan.recorder import Kernel
@@ -46,7 +49,7 @@ HOST = Machine(cores=1, memory=2**37)
 H100 = {
     "multi_processor_count": 132, "major": 9, "minor": 0, "total_memory": 80 * 2**30, "warp_size": 32,
     "regs_per_multiprocessor": 2**16, "max_threads_per_multi_processor": 2048, "name": "NVIDIA H100",
-    "shared_memory_per_block_optin": 232448, "max_threads_per_block": 1024,
+    "shared_memory_per_block_optin": 232448, "max_threads_per_block": 1024, "gcnArchName": "",
 }  # fmt: skip
 
 
@@ -92,6 +95,7 @@ def an_h100() -> Iterator[None]:
         for name, answer in answers.items():
             stack.enter_context(patch(f"torch.cuda.{name}", answer))
         stack.enter_context(patch("torch.utils._triton.triton_hash_with_backend", lambda: "H100"))
+        stack.enter_context(patch("torch._inductor.scheduler.has_triton", lambda: True))
         stack.enter_context(patch("torch._dynamo.utils.preserve_rng_state", nullcontext))
         stack.enter_context(patch.object(DeviceProperties, "create", lambda _: shown))
         yield
@@ -130,7 +134,10 @@ def kernels_of(module: torch.fx.GraphModule, inputs: list[Any]) -> Found:
         code, _ = lowered.codegen()
         kernels = []
         for node, quarter in lowered.count_bytes()[1]:
-            if not node.is_extern():
+            operation = getattr(node.node, "op_overload", None) if node.is_extern() else None
+            if operation in OPERATIONS:
+                kernels.append((operation.name(), 4 * quarter))
+            elif not node.is_extern():
                 made = {str(origin.target) for each in node.get_nodes() for origin in each.node.get_origins()}
                 kernels.append(
                     (", ".join(sorted(name.removeprefix("aten.").split(".")[0] for name in made)), 4 * quarter)
@@ -140,7 +147,7 @@ def kernels_of(module: torch.fx.GraphModule, inputs: list[Any]) -> Found:
 
     with (
         an_h100(),
-        config.patch(compile_threads=1, fx_graph_cache=False),
+        config.patch(compile_threads=1, fx_graph_cache=False, post_grad_custom_post_pass=REWRITES),
         patch.object(GraphLowering, "compile_to_module", write),
     ):
         try:
@@ -216,9 +223,12 @@ def planned_bytes(config: Config) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="key=value")
+    parser.add_argument("--kernels", action="store_true", help="compile=kernels, in which a plan is that of blocks")
     parser.add_argument("--code", action="store_true", help="print Inductor's code as well")
     options = parser.parse_args()
     config = resolve(load_config("gpt2", [*WORDS.split(), *options.words]), HOST).config
+    if options.kernels:  # not resolved: this machine has no GPU
+        config = with_field(config, "compile", "kernels")
     activation = 2 * config.micro * config.data.sequence * config.model.hidden
     table = Table("pass", "kernel of", title="A layer's kernels but for products and attention, in activations")
     table.add_column("read and written", justify="right")

@@ -12,10 +12,11 @@ Stages, each a process of its own, which leaves FOLDER/STAGE.json, and a line of
 
 ceilings: copies of memory, and square products of each dtype. late: a step as `train` makes it, three steps at a time,
 and a compiled loop that reads three losses at once. PROBES (one_gpu_probes.py): NCCL, FP8, grouped products, CUDA
-graphs, a checkpoint's copy. serial: one step of GPT-2 small in bf16, in turns with the plain loop, eager and compiled.
-attention: documents in one row, by the varlen kernel beside a mask and beside joined documents. profiles: a step by
-kernel; `profile NAME`: a step of a run by kernel. chunks: a step by the size of a chunk of logits. A name of RUNS: some
-steps of the run file gpt2 with these words, the most that torch allocated and reserved, and the device's memory in use.
+graphs, a checkpoint's copy; sums: our Triton kernels beside compiled references. serial: one step of GPT-2 small in
+bf16, in turns with the plain loop, eager and compiled. attention: documents in one row, by the varlen kernel beside a
+mask and beside joined documents. profiles: a step by kernel; `profile NAME`: a step of a run by kernel. chunks: a step
+by the size of a chunk of logits. A name of RUNS: some steps of the run file gpt2 with these words, the most that torch
+allocated and reserved, and the device's memory in use.
 """
 
 from __future__ import annotations
@@ -251,7 +252,8 @@ def kernels_of(act: Callable[[], object]) -> dict[str, Any]:
 def profiles() -> dict[str, Any]:
     """A step of 32 x 1024 tokens twice, by kernel: the plain loop compiled, ours in bf16, ours in TF32."""
     contenders = {
-        "plain loop, compiled": None, "meshwright": "compile=blocks", "meshwright, islands": "compile=islands",
+        "plain loop, compiled": None, "meshwright": "compile=blocks",
+        "meshwright, kernels": "compile=kernels", "meshwright, islands": "compile=islands",
         "meshwright, no islands": "compile=none", "meshwright, TF32": "compile=blocks precision=float32",
     }  # fmt: skip
     found: dict[str, Any] = {}
@@ -274,7 +276,7 @@ PROFILED = ("xl", "llama-3.2-1b")
 def profile_of(name: str) -> dict[str, Any]:
     """A step of a run by kernel, as it is compiled."""
     found: dict[str, Any] = {}
-    for way in ("islands", "blocks", "none"):
+    for way in ("islands", "blocks", "kernels", "none"):
         config = run_config(f"{RUNS[name]} compile={way}")
         parts = build(config, solo_mesh(torch.device("cuda", 0), config.grid.names), Path())
         shape = (config.batch.global_, config.data.sequence)
@@ -335,6 +337,7 @@ def late(micro: int = 32, rounds: int = 6, steps: int = 3) -> dict[str, Any]:
     contenders: dict[str, Callable[[], Callable[[int], None]]] = {
         "plain loop, compiled": lambda: plain_burst(micro),
         "meshwright": lambda: late_burst(micro, ""),
+        "meshwright, kernels": lambda: late_burst(micro, "compile=kernels"),
         "meshwright, islands": lambda: late_burst(micro, "compile=islands"),
         "meshwright, logits of 128 MiB": lambda: late_burst(micro, "memory.logits=128M"),
     }

@@ -1,5 +1,5 @@
 """Stages of benchmarks/one_gpu.py that need no run: products in FP8, grouped products, a checkpoint's copy, a small
-microbatch in a CUDA graph, and NCCL between two processes that share the card.
+microbatch in a CUDA graph, backward passes that sum columns, and NCCL between two processes that share the card.
 """
 
 from __future__ import annotations
@@ -210,7 +210,46 @@ def equal_bits() -> dict[str, Any]:
     return found
 
 
+def sums(rows: int = 32768, hidden: int = 768) -> dict[str, Any]:
+    """Milliseconds, and TB/s of the bytes that must move, of the backward passes that sum columns on the way
+    (column_sums.py) in bf16, and of their references under torch.compile; the largest difference of a result, of its
+    largest element; whether ten runs of a kernel have equal bits."""
+    from meshwright.compute.tensor import column_sums as own
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    dy, x, other, inner, inputs = (draw(rows, width) for width in (hidden,) * 3 + (4 * hidden,) * 2)
+    weight = torch.randn(hidden, device="cuda")
+    parts = [draw(rows // 1024, 1024, 12, hidden // 12).transpose(1, 2) for _ in range(3)]
+    norm = dy, x, weight, other, 1e-5
+    cases: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...], int]] = {
+        "layer norm": (own.norm_backward_by_kernel, own.norm_backward_reference, (*norm, True), 4),
+        "RMS norm": (own.norm_backward_by_kernel, own.norm_backward_reference, (*norm, False), 4),
+        "GELU": (own.gelu_backward_by_kernel, own.gelu_backward_reference, (inner, inputs, True), 12),
+        "heads": (own.join_heads_by_kernel, own.join_heads_reference, (parts,), 6),
+    }
+    found: dict[str, Any] = {}
+    for name, (kernel, reference, arguments, activations) in cases.items():
+        compiled = torch.compile(reference, dynamic=False)
+        made, exact = kernel(*arguments), reference(*arguments)
+        again = [kernel(*arguments) for _ in range(10)]
+        seconds = device_seconds(lambda k=kernel, a=arguments: k(*a))  # type: ignore[misc]
+        gaps = [
+            float((a.float() - b.float()).abs().max() / b.abs().max())
+            for a, b in zip(made, exact, strict=True)
+            if b.numel()
+        ]
+        found[name] = {
+            "kernel_ms": seconds * 1e3, "terabytes_a_second": activations * dy.nbytes / seconds / 1e12,
+            "compiled_reference_ms": device_seconds(lambda c=compiled, a=arguments: c(*a)) * 1e3,  # type: ignore[misc]
+            "largest_difference": max(gaps),
+            "equal_bits": all(all(map(torch.equal, made, each)) for each in again),
+        }  # fmt: skip
+    return found
+
+
 PROBES: dict[str, Callable[[], Any]] = {
-    "nccl": nccl, "equal bits": equal_bits, "fp8": fp8, "grouped": grouped, "graphs": graphs,
+    "sums": sums, "nccl": nccl, "equal bits": equal_bits, "fp8": fp8, "grouped": grouped, "graphs": graphs,
     "checkpoint copy": checkpoint_copy,
 }  # fmt: skip

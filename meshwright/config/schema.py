@@ -42,6 +42,10 @@ else:
     Data = union_of(entries("data"), "kind")
 
 
+GRAPHS = ("kernels", "blocks")
+"""Values of `compile` with a graph for each layer."""
+
+
 class Timeout(Section):
     """How long ranks wait for each other. Then every rank reports its place in the program, and the job ends."""
 
@@ -318,8 +322,8 @@ class Config(Section):
     """The lines that a run prints."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The processors of ranks; auto: GPUs if there is one for each rank here, else CPUs."""
-    compile: Literal["auto", "blocks", "islands", "none"] = "auto"
-    """blocks: each layer is a compiled graph (tensor/graphs.py); islands: loss and GELU are; auto: blocks on a GPU."""
+    compile: Literal["auto", "kernels", "blocks", "islands", "none"] = "auto"
+    """blocks: a layer is a graph; kernels: with our Triton kernels; islands: loss, GELU compiled; auto: GPU: blocks."""
     threads: Positive | Literal["auto"] = "auto"
     """CPU threads a rank; auto: the machine's cores divided by the ranks on it."""
     timeout: Timeout = Timeout()
@@ -340,6 +344,11 @@ class Config(Section):
         """Write a value for each `auto` of `bits`. Here and not in decisions.py: no rank, machine or layout decides."""
         self.__dict__["bits"] = decided_bits(self)
         return self
+
+    @property
+    def in_graphs(self) -> bool:
+        """True if each layer is a compiled graph."""
+        return self.compile in GRAPHS
 
     @property
     def micro(self) -> int:
@@ -400,7 +409,7 @@ class Config(Section):
         # torch imports its compiler (1.8 s of a core for each rank) for tensors on the meta device, as in the planning
         # of stages, for recomputed activations, and for compiled layers. The import of Inductor (1.3 s) may look for a
         # GPU; GPU ranks must not be forked from such a process.
-        if self.compile in ("blocks", "islands") and device == "cpu":
+        if self.compile not in ("auto", "none") and device == "cpu":
             modules: tuple[str, ...] = ("torch._inductor.compile_fx", "torch.utils.cpp_extension")
         else:
             modules = ("torch._dynamo",) if layout.pipeline.size > 1 or self.memory.policy.recomputes else ()

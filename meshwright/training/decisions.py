@@ -38,6 +38,7 @@ from pydantic import ValidationError
 from meshwright.compute.tensor.compiling import outside_of_graphs
 from meshwright.config import Config
 from meshwright.config.rules import PARTITION_RULES, broken_rules
+from meshwright.config.schema import GRAPHS
 from meshwright.config.section import field_of, with_field
 from meshwright.ranks.errors import CheckpointError, ConfigError
 from meshwright.ranks.machine import Machine, has_gpu_driver
@@ -51,7 +52,7 @@ FIELDS = (PARTITION, LIMIT, SUMMA, WIDENING)
 SECTIONS = ("model", "batch", "layout", "precision", "memory")
 """Sections that decisions depend on. A run resumed with a changed section decides again."""
 
-COMPILED = ("blocks", "islands")
+COMPILED = (*GRAPHS, "islands")
 """Values of `compile` that need a compiler."""
 
 PRODUCTS = ("gather", "whole", "stream")
@@ -127,6 +128,9 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
         notes.append("restarts.shrink=true does nothing with restarts.times=0: this launcher starts no job again")
     # Ranks of a node share the cores.
     threads = config.threads if config.threads != "auto" else max(1, machine.cores // local)
+    if config.compile == "kernels" and (device == "cpu" or find_spec("triton") is None):
+        rule = "needs a GPU and Triton (pip install triton)"
+        raise ConfigError.of("compile", "kernels", rule, "blocks, auto")
     # On a CPU torch.compile needs a C++ compiler. Checked before any rank starts.
     if config.compile in COMPILED and device == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         rule = "needs a C++ compiler, and none is here (apt-get install g++)"
@@ -138,8 +142,8 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
     if config.bits.layout_free:  # threads share an operation's elements in whole vectors if they are 1, 2, 4, ...
         threads = 2 ** (threads.bit_length() - 1)
     compiles = compiled_on(config, device if find_spec("triton") is not None else "cpu")
-    if compiles == "blocks" and (outside := list(outside_of_graphs(config))):
-        notes.append(f"compile={config.compile} takes blocks: not compiled are {' and '.join(outside)}")
+    if compiles in GRAPHS and (outside := list(outside_of_graphs(config))):
+        notes.append(f"compile={config.compile} takes {compiles}: not compiled are {' and '.join(outside)}")
     if config.model.freezes:
         from meshwright.training.stage_costs import check_frozen  # which imports torch
 

@@ -8,7 +8,7 @@ these passes in order:
 |-------------------------|-----------------------------------------------------------|-------------------------|
 | context.open            | the tokens of other ranks, in attention                   | always, with the values |
 | memory.apply_policy     | groups of layers that a backward pass runs again          | memory.recompute        |
-| COMPILERS               | compiled layers, or functions                             | compile: blocks, islands|
+| COMPILERS               | compiled layers, or functions                             | compile: blocks, ...    |
 | data_parallel.assembly  | parameters in buckets; parts that wait for new values     | always                  |
 | parameters.shard        | one `Gradients` that all layers add to                    | always                  |
 | bits.assembly           | masks and losses that no layout changes                   | bits: layout-free       |
@@ -55,7 +55,8 @@ from meshwright.training.rank_model import build_kit, build_model, parts_using, 
 LAYOUT_FREE = "meshwright.compute.bits.assembly:layout_free"
 """The entry of the room of equal bits, imported only by runs with `bits: layout-free`."""
 
-COMPILERS = {"blocks": "meshwright.compute.models.compiled:apply", "islands": "meshwright.compute.tensor.islands:apply"}
+BLOCKS = "meshwright.compute.models.compiled:apply"
+COMPILERS = {"kernels": BLOCKS, "blocks": BLOCKS, "islands": "meshwright.compute.tensor.islands:apply"}
 """The entries of compiled code, by `compile`. They load torch's compiler, which takes 2 s a rank."""
 
 STATES: dict[str, Callable[[Mesh, Path], StatesFactory]] = {

@@ -6,12 +6,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.compute.context.spec import AttentionSpec
 from meshwright.compute.models.chain import RunsInContext
 from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.fused import UsesFused
 from meshwright.compute.tensor.gelu import gelu
 from meshwright.compute.tensor.islands import UsesIslands
 from meshwright.compute.tensor.kit import Kit
@@ -74,7 +76,7 @@ class AttentionCore(RunsInContext):
             return self.context.attend(query, key, value, spec.in_dtype(query.dtype))
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(nn.Module, UsesFused):
     """Self-attention over a rank's heads. `causal`: tokens do not attend to later ones; `last`: initial values of the
     output linear."""
 
@@ -89,14 +91,16 @@ class SelfAttention(nn.Module):
     def forward(
         self, h: Tensor, seen: Tensor | None, documents: Tensor | None, cache: KeyValueCache | None
     ) -> Tensor:  # fmt: skip
-        query, key, value = split_heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
+        fused = self.fused if torch.compiler.is_compiling() else None
+        split = split_heads if fused is None else fused.heads
+        query, key, value = split(self.query_key_value(h), self.heads)  # [B, A, T, E]
         if cache is not None:
             key, value = cache.extend(self.layer, key, value, self.core.spec.window)
         attended = self.core(query, key, value, seen=seen, documents=documents)
         return self.output(attended.transpose(1, 2).flatten(2))
 
 
-class GeluFeedForward(nn.Module, UsesIslands, InWholeVectors):
+class GeluFeedForward(nn.Module, UsesIslands, UsesFused, InWholeVectors):
     """Two linears with GELU between: exact, or GPT-2's `tanh` approximation."""
 
     def __init__(self, model: Transformer, kit: Kit, last: Initial, *, tanh: bool) -> None:
@@ -107,6 +111,8 @@ class GeluFeedForward(nn.Module, UsesIslands, InWholeVectors):
 
     def forward(self, h: Tensor) -> Tensor:
         inside, activate = self.expand(h), partial(gelu, islands=self.islands) if self.tanh else F.gelu
+        if self.fused is not None and torch.compiler.is_compiling():
+            activate = partial(self.fused.gelu, tanh=self.tanh)
         return self.contract(in_whole_vectors(activate, inside) if self.padded else activate(inside))
 
 

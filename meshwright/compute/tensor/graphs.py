@@ -29,7 +29,9 @@ from torch import Tensor, nn
 from meshwright.compute.parameters.shard import ShardedModule
 from meshwright.compute.tensor.compiler import start_compiler
 from meshwright.compute.tensor.experts import Experts
+from meshwright.compute.tensor.fused import UsesFused
 from meshwright.compute.tensor.linear import cast
+from meshwright.compute.tensor.norms import Norm
 from meshwright.compute.tensor.products import Products, add_gradients, write_part
 from meshwright.compute.tensor.serial import SerialLinear
 from meshwright.ranks import collectives
@@ -137,7 +139,18 @@ def compile_block(config: Config, block: nn.Module) -> None:
             # On the class: a graph belongs to a function, so a function per layer would be a graph per layer.
             kind.forward = outside(kind.forward)
             _hidden.add(kind)
+    options: dict[str, Any] = {"fallback_random": True}
+    if config.compile == "kernels":
+        from meshwright.compute.tensor.column_sums import FUSED, WIDEST
+        from meshwright.compute.tensor.sums_in_graphs import REWRITES
+
+        options["post_grad_custom_post_pass"] = REWRITES
+        for module in block.modules():
+            # Norms over a head's width are left to Inductor, which fuses the rotation of heads with them.
+            left = isinstance(module, Norm) and not config.model.hidden <= module.weight.numel() <= WIDEST
+            if isinstance(module, UsesFused) and not left:
+                module.use_fused(FUSED)
     if BACKEND != "inductor":
         block.compile(backend=BACKEND, dynamic=False)
     else:
-        block.compile(backend=start_compiler(config.device), dynamic=False, options={"fallback_random": True})
+        block.compile(backend=start_compiler(config.device), dynamic=False, options=options)

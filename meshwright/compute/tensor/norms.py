@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.compute.parameters.role import NORM
 from meshwright.compute.parameters.shard import ONES, ZEROS, Placements, Shard, ShardedModule, ShardSpec
+from meshwright.compute.tensor.fused import UsesFused
 from meshwright.ranks.collectives import all_reduce, all_reduce_gradient
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.mesh import Mesh
@@ -49,7 +50,7 @@ OneWidth = Literal["layer", "rms", "rms-around-one"]
 """Norms over one width; around one: the weight is added to 1, and begins at 0."""
 
 
-class Norm(ShardedModule):
+class Norm(ShardedModule, UsesFused):
     """Layer norm over the last dim, or x / sqrt(mean(x^2) + epsilon) · weight (rms).
 
     Computed in float32 or better; the output has the dtype of the input.
@@ -70,6 +71,9 @@ class Norm(ShardedModule):
         self.bias = self.declare("bias", replace(spec, initial=ZEROS)) if bias else None
 
     def forward(self, h: Tensor) -> Tensor:
+        if self.fused is not None and torch.compiler.is_compiling():
+            weight = self.weight + 1 if self.around_one else self.weight
+            return self.fused.norm(h, weight, self.bias, self.epsilon, self.kind == "layer")
         if self.around_one:  # without rounding of the sum, as in transformers
             return self.normed(h.to(self.weight.dtype), self.weight + 1, None).to(h.dtype)
         biases = () if self.bias is None else (self.bias,)

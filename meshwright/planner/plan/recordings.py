@@ -274,7 +274,7 @@ def _record(
     kit, sync = build_kit(config, mesh), layout.data.strategy
     model = build_model(config, kit, mesh, chunk)
     run_by_policy(config, mesh, model, [Group(chunk.layers, wrapped=policy.by_groups)])
-    for block in model.blocks.values() if config.compile == "blocks" else ():  # each block is one graph
+    for block in model.blocks.values() if config.in_graphs else ():  # each block is one graph
         block.register_forward_pre_hook(lambda *_: recorder.cut())
     if config.compile != "none":
         # Passes over rows of logits: a GPU's reached 0.46 of the memory's pace (an H200), a core takes exponentials.

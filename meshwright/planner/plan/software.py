@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from meshwright.config import Config
 from meshwright.config.load import read_yaml, value_of_word
 from meshwright.config.messages import problems_of
+from meshwright.config.schema import GRAPHS
 from meshwright.config.section import Positive, Section, Size
 from meshwright.configs import shipped
 from meshwright.planner.plan.cluster import AttentionKernel, Cluster, Device, Share
@@ -123,7 +124,7 @@ class Software(Section):
     def fuses(self, config: Config, kind: str) -> bool:
         """Return whether consecutive element kernels of layers are fused on a kind of device; the run's `compile` may
         determine this."""
-        return self.fuses_elements or (self.compiles and compiled_on(config, kind) == "blocks")
+        return self.fuses_elements or (self.compiles and compiled_on(config, kind) in GRAPHS)
 
     def recorder(self, *, layers: bool = True, fuses: bool = False) -> Recorder:
         """Return the recorder of this software's layers, or of a part without layers, with products in the run's

@@ -170,7 +170,7 @@ def kept_operations_are_whole(config: Config) -> Iterator[Problem]:
 
 @rule(FIELD, "compile")
 def kept_operations_are_seen(config: Config) -> Iterator[Problem]:
-    if config.compile == "blocks":
+    if config.in_graphs:
         rule_text = f"keeps single operations, and compile={config.compile} leaves none to see"
         yield Problem(FIELD, config.memory.recompute, rule_text, "none, auto, selective, offload, {every: n}")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,23 @@ from meshwright.compute.tensor.fp8 import narrow
 from meshwright.config import Config, parse_config
 from meshwright.config.section import with_field
 from meshwright.ranks.errors import ConfigError
-from meshwright.ranks.grid import Grid
 from meshwright.ranks.machine import Machine
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.decisions import resolve_process
 from meshwright.training.step import train_step
+from tests.compute.tensor.in_graphs import (
+    LAYOUTS,
+    MEGATRON,
+    OLD,
+    ONE,
+    WARNINGS,
+    equals,
+    losses,
+    needs_inductor,
+    run,
+    some,
+    with_blocks,
+)
 from tests.harness import build
 from tests.oracle.batches import BATCHES
 from tests.oracle.pipeline import LOOP, WHOLE, pipelined
@@ -40,53 +51,9 @@ from tests.oracle.tensor import MODELS, config_for, serial
 from tests.rehearsal.fake_cuda import compiler
 from tests.workers import run_ranks
 
-pytestmark = [  # of torch's compiler by itself
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
+pytestmark = WARNINGS
 
-OLD = torch.__version__.startswith("2.11")
-needs_inductor = pytest.mark.skipif(
-    OLD or compiler() is None,
-    reason="Inductor needs a C++ compiler on CPUs; that of torch 2.11 takes attention's sums in float64 for float32's",
-)
 HALVES = {"level": "O2", "dtype": "bf16"}
-MEGATRON, TESSERACT = {"kind": "megatron", "size": 2}, {"kind": "tesseract", "q": 2, "d": 1}
-ONE = Grid((("data", 1),))
-
-
-def with_blocks(config: Config, **changes: Any) -> Config:
-    """The config with `compile: blocks`, and with other settings of its axes."""
-    tree = config.model_dump(mode="json", by_alias=True)
-    for axis, settings in changes.items():
-        tree["layout"][axis] |= settings
-    return parse_config(tree | {"compile": "blocks"})
-
-
-def counted(mesh: Mesh, config: Config, backend: str = "aot_eager") -> tuple[Any, int, Counter[str]]:
-    """What the oracle's `train` returns, the number of graphs, and the breaks by reason. In a process of its own."""
-    graphs.BACKEND = backend
-    result = train(mesh, config)
-    return result, counters["stats"]["unique_graphs"], Counter(counters["graph_break"])
-
-
-def run(config: Config, backend: str = "aot_eager") -> list[tuple[Any, int, Counter[str]]]:
-    results: list[tuple[Any, int, Counter[str]]] = run_ranks(
-        counted, config.grid, config, backend, token_axes=config.layout.token_axes, forked=True
-    )
-    return results
-
-
-def equals(config: Config, one: Any, backend: str = "aot_eager") -> tuple[int, Counter[str]]:
-    """Compare with one device without graphs; the graphs and breaks of all ranks."""
-    results = run(config, backend)
-    check([result for result, _, _ in results], one)
-    return results[-1][1], results[-1][2]
-
-
-def some(names: Iterable[str], often: Sequence[str]) -> list[Any]:
-    """The names as parameters, those that are not in `often` marked long: a graph takes seconds to be made."""
-    return [name if name in often else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 @pytest.mark.parametrize("model", some(MODELS, ("gpt2", "llama", "deepseek")))
@@ -96,17 +63,6 @@ def test_every_family_is_one_device_without_graphs(model: str) -> None:
     assert made
     # Whole layers where nothing is outside.
     assert bool(breaks) == bool(list(outside_of_graphs(config))), breaks
-
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    **{sync: {"data": {"size": 2, "sync": sync}} for sync in ("allreduce", "zero1", "zero2", "zero3")},
-    "megatron": {"tensor": MEGATRON},
-    "sequence-parallel": {"tensor": MEGATRON | {"sequence_parallel": True}},
-    "tesseract": {"tensor": TESSERACT},
-    "ring": {"context": {"size": 2, "kind": "ring"}},
-    "ulysses": {"context": {"size": 2, "kind": "ulysses"}},
-    "megatron and zero3": {"tensor": MEGATRON, "data": {"size": 2, "sync": "zero3"}},
-}
 
 
 @pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.long)])
@@ -275,20 +231,6 @@ def test_fp8_has_two_kinds_of_layers() -> None:
     ((_, stored, _),) = run(with_field(config, "precision.products", "stored"))
     ((_, narrowed, breaks),) = run(config)
     assert (narrowed - stored, breaks) == (1, Counter())
-
-
-def steps(mesh: Mesh, config: Config) -> list[float]:
-    graphs.BACKEND = "aot_eager"
-    parts = build(config, mesh)
-    return [train_step(parts, BATCHES["gpt2"](config, step), step).loss for step in range(3)]
-
-
-def losses(model: dict[str, Any] | None = None, **changes: Any) -> list[float]:
-    """The losses of three steps. `model`: changed fields of the model."""
-    tree = config_for("gpt2", WHOLE, **changes).model_dump(mode="json", by_alias=True)
-    found: list[float]
-    (found,) = run_ranks(steps, ONE, parse_config(tree | {"model": tree["model"] | (model or {})}), forked=True)
-    return found
 
 
 @pytest.mark.parametrize("precision", [{"level": "O1", "dtype": "bf16"}, {"level": "O2", "dtype": "bf16"}])
