@@ -40,8 +40,10 @@ _LOSSES = frozenset(["cross_entropy", "nll_loss", "mse_loss", "kl_div", "binary_
 WIDENED = {
     "cpu": _LOSSES,
     "cuda": _LOSSES | frozenset([
-        "softmax", "log_softmax", "logsumexp", "layer_norm", "group_norm", "rms_norm", "norm", "sum", "cumsum", "exp",
-        "expm1", "log", "log1p", "pow", "__pow__", "__rpow__", "rsqrt", "reciprocal", "__rdiv__", "softplus",
+        "softmax", "log_softmax", "logsumexp", "layer_norm", "group_norm", "norm", "sum", "cumsum", "exp", "expm1",
+        "log", "log1p", "pow", "__pow__", "__rpow__", "rsqrt", "reciprocal", "__rdiv__", "softplus",
+        # torch 2.11 does not cast it.
+        *(["rms_norm"] if torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA") else []),
     ]),
 }  # fmt: skip
 """Functions that autocast runs in float32, by type of device. Our models call no other function that is cast."""

@@ -15,6 +15,7 @@ from meshwright.config import parse_config
 from meshwright.families.llama.model import LlamaModel
 from meshwright.ranks.mesh import Mesh
 from tests.compute.models.harness import random_model, train_both
+from tests.families.llama.logits import CLAMPS_BY_CONFIG
 from tests.families.llama.models import (
     COUNTS,
     ONE,
@@ -143,6 +144,8 @@ def transformers() -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_gradients_and_steps_equal_hugging_faces(case: str) -> None:
+    if case == "gpt_oss, clamped" and not CLAMPS_BY_CONFIG:
+        pytest.skip("this release of transformers has a constant clamp")
     ((logits, loss, gradients, (ours, theirs)),) = run_ranks(distances, ONE, *CASES[case])
     assert logits < 1e-9
     assert loss < 1e-9
