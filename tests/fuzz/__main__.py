@@ -25,7 +25,7 @@ import torch
 import yaml
 
 from meshwright.config import Config, load_config
-from tests.fuzz.axes import AXES, Case, read_cases, tree_of
+from tests.fuzz.axes import AXES, Case, chat_tokenizer, read_cases, tree_of
 from tests.fuzz.bits import covering as covering_bits
 from tests.fuzz.bits import differing, numbered, words_of
 from tests.fuzz.check import mistakes
@@ -71,6 +71,7 @@ def checked(config: Config) -> list[str]:
 def replay(runs: list[Path]) -> int:
     """Check these run files; 1 where one fails."""
     failures = 0
+    chat_tokenizer()  # which runs on pairs name
     for path in runs:
         wrong = checked(load_config(path))
         failures += bool(wrong)

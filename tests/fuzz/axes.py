@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from tests.data.dialogues import make_tokenizer
 
 Value = str | int | None
 Case = dict[str, Value]
 """A value of each axis. None: the run file leaves the field out."""
+
+DELTA_NETS: dict[str, Any] = {
+    "head_width": 4, "rotary_width": 2, "attention_layers": [False, True], "linear_key_width": 4,
+    "linear_value_width": 3, "convolution": 4, "feed_forward": 48,
+}  # fmt: skip
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"family": "gpt2", "tied": True},
@@ -24,6 +33,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "deepseek", "feed_forward": 48, "query_rank": 12, "key_value_rank": 12, "head_width": 4,
         "rotary_width": 4, "value_width": 6, "later_tokens": 1,
     },
+    "gpt-oss": {
+        "family": "gpt-oss", "feed_forward": 12, "window": 5, "gate_limit": 7.0,
+        "experts": {"count": 6, "per_token": 6, "balance": 0.3},
+    },
+    "qwen3-next": {"family": "qwen3-next", **DELTA_NETS},
+    "qwen3.5-experts": {
+        "family": "qwen3.5", **DELTA_NETS,
+        "experts": {"count": 4, "per_token": 4, "width": 12, "shared": 12, "shared_gate": True},
+    },
     "bert": {"family": "bert", "norm_order": "original"},
     "bert-megatron": {"family": "bert", "norm_order": "megatron", "next_sentence": False},
     "transformer": {"family": "transformer", "feed_forward": 48, "label_smoothing": 0.0},
@@ -34,6 +52,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "vit": {"family": "vit", "image": 6, "patch": 2, "channels": 1},
     "resnext": {"family": "resnext", "image": 8, "channels": 1, "path_width": 2, "stem": "small"},
 }  # fmt: skip
+ROUTED: dict[str, dict[str, Any]] = {
+    "gpt-oss": {"experts": {"count": 6, "per_token": 2, "balance": 0.3}, "gate_limit": 0.05},
+    "qwen3.5-experts": {
+        "experts": {"count": 4, "per_token": 2, "width": 12, "shared": 12, "shared_gate": True, "balance": 0.3},
+    },
+}  # fmt: skip
+"""Fields in float64: a token's choice of experts, and a clamp that acts. In other precisions both jump by rounding."""
 
 TENSORS: dict[str, dict[str, Any]] = {
     "none": {"kind": "none"},
@@ -55,7 +80,10 @@ VOCABULARIES: dict[str, tuple[int, int, int]] = {
 }
 """Tokens, the multiple that they are padded to, and a classifier's classes. hollow: with 3 or 4 ranks the last hold
 nothing but padding. real: GPT-2's own; the others take theirs."""
-REAL = {"bert": 30522, "t5": 32128, "llama": 49152, "deepseek": 129280}
+REAL = {
+    "bert": 30522, "t5": 32128, "llama": 49152, "deepseek": 129280, "gpt-oss": 201088, "qwen3-next": 151936,
+    "qwen3.5": 248320,
+}  # fmt: skip
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float64": {"level": "O0", "dtype": "float64"},
@@ -118,12 +146,13 @@ AXES: dict[str, tuple[Value, ...]] = {
     "optimizer": tuple(OPTIMIZERS),
     "frozen": (None, None, None, *FROZEN),
     "adapter": (None, None, None, *ADAPTERS),
+    "loss": (None, None, None, None, "dpo"),
 }  # fmt: skip
 """A value that stands twice is drawn twice as often: small groups are quick, most tensor layouts have no branches."""
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "model": ("model.family", "model.tied", "data.documents"),
-    "layers": ("model.layers", "model.stage_blocks"),
+    "layers": ("model.layers", "model.stage_blocks", "model.attention_layers"),
     "heads": ("model.heads", "model.key_value_heads", "model.paths", "model.hidden"),
     "vocabulary": ("model.vocabulary", "model.vocabulary_multiple", "model.classes"),
     "sequence": ("data.sequence", "the sequence", "the target", "model.positions"),
@@ -153,6 +182,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "optimizer": ("optimizer",),
     "frozen": ("model.frozen",),
     "adapter": ("model.adapter", "bits.kind"),
+    "loss": ("loss", "data.kind", "model.experts", "model.later_tokens"),
 }
 """The fields that an axis writes: where a rule refuses one of them, another value of the axis may do."""
 
@@ -163,17 +193,35 @@ def tree_of(case: Case) -> dict[str, Any]:
     """The run file that a case stands for."""
     model = _model(case)
     images = model["family"] in ("vit", "resnext")
+    data = ({"source": "digits"} if images else {"sequence": case["sequence"]}) | _given(case, "documents")
+    if case["loss"] is not None:
+        data |= {"kind": "preferences", "source": ".", "tokenizer": str(chat_tokenizer())}
     return {
         "seed": 3,
         "model": model,
-        "data": ({"source": "digits"} if images else {"sequence": case["sequence"]}) | _given(case, "documents"),
+        "data": data,
+        "loss": None if case["loss"] is None else {"kind": case["loss"], "beta": 0.3},
         "batch": {"global": GLOBAL_BATCH, "micro": max(1, GLOBAL_BATCH // case["data"] // case["microbatches"])},
         "layout": _layout(case, _blocks(model)),
-        "precision": PRECISIONS[case["precision"]],
+        "precision": PRECISIONS[case["precision"]] | _loss_scale(case),
         "memory": {"recompute": case["recompute"]} | _given(case, "summa") | _offload(case),
         "optimizer": {"lr": 1e-2, "clip": case["clip"], "schedule": {"warmup": 1}} | OPTIMIZERS[case["optimizer"]],
         "steps": STEPS,
     }
+
+
+def _loss_scale(case: Case) -> dict[str, Any]:
+    """A scale for fp16 with which gradients above 1, of delta nets and of losses over pairs, do not overflow: whether
+    one does, rounding decides."""
+    larger = case["loss"] is not None or "linear_key_width" in MODELS[str(case["model"])]
+    return {"loss_scale": {"initial": 1024.0}} if larger and case["precision"] == "O2-fp16" else {}
+
+
+@cache
+def chat_tokenizer() -> Path:
+    """A tokenizer with a chat template, which a run on pairs names. The folder has one name, so that a run file that
+    was found can be run again."""
+    return make_tokenizer(Path(tempfile.gettempdir()) / "meshwright-fuzz-tokenizer")
 
 
 def read_cases(path: Path) -> list[Case]:
@@ -188,6 +236,8 @@ def _given(case: Case, axis: str) -> dict[str, Any]:
 
 def _model(case: Case) -> dict[str, Any]:
     model = {"hidden": HIDDEN, "dropout": 0.0, **MODELS[case["model"]]}
+    if case["precision"] == "float64":
+        model |= ROUTED.get(str(case["model"]), {})
     tokens, multiple, classes = VOCABULARIES[case["vocabulary"]]
     model["vocabulary_multiple"] = multiple
     if case["frozen"] is not None:
@@ -204,8 +254,10 @@ def _model(case: Case) -> dict[str, Any]:
     model |= {"layers": case["layers"], "heads": case["heads"]}
     if model["family"] == "vit":
         return model | {"classes": classes}
-    if model["family"] == "llama":
+    if model["family"] in ("llama", "gpt-oss", "qwen3-next", "qwen3.5"):
         model |= {"key_value_heads": case["heads"] // 2}
+    if "linear_key_width" in model:
+        model |= {"linear_key_heads": case["heads"] // 2, "linear_value_heads": case["heads"]}
     real = REAL.get(model["family"], tokens) if case["vocabulary"] == "real" else tokens
     return model | {"vocabulary": real, "positions": POSITIONS}
 

@@ -5,10 +5,12 @@ to other numbers, how far apart depends on the model: there both are held agains
 may be FURTHER times as far from it as one device in its precision is, and verify's tolerance. Gradients are the first
 step's.
 
-That holds where what is computed does not jump or divide by what rounding has left over. Two things do:
+That holds where what is computed does not jump or divide by what rounding has left over. Three things do:
 
 - ReLU's derivative jumps at zero. A sum on the other side of it, by fp16's last bit, in one token's row moves the
   gradient of a small model by a fiftieth. So ReLU is ReLU in float64 only; elsewhere layout and oracles have SiLU.
+- A delta net divides queries and keys by their lengths. A length near zero is nothing but rounding, and its gradient a
+  thousand times a weight's. So elsewhere than in float64, the addend to squared lengths is UNIT instead of 1e-6.
 - Adam divides an element of the gradient by its own size. One that is nothing but rounding moves its weight by a tenth
   of the rate, either way. So in half precision the last weights are one tensor against float64's, as in verify, and in
   addition each parameter is held, to float32's tolerance, against what torch's optimizer makes of the gradients that
@@ -24,17 +26,20 @@ import faulthandler
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwright.compute.model import Batch, rows_of
+from meshwright.compute.model import IGNORED, Batch, rows_of
+from meshwright.compute.models import delta_rule
+from meshwright.compute.models.preferences import PAIRS
 from meshwright.compute.parameters.bucket import Place, Slot
 from meshwright.config import Config, parse_config
 from meshwright.parity.compare import relative_error
@@ -44,11 +49,15 @@ from meshwright.tools.verify.reference import Reference
 from meshwright.tools.verify.tolerance import TOLERANCES, tolerance_of
 from meshwright.training.loop import Trainer
 from meshwright.training.parts import Parts
+from meshwright.training.references import ReferredPairs, log_probabilities
+from tests.compute.models.preferring import random_pairs
 from tests.harness import build, resolved
 from tests.oracle.batches import BATCHES
 from tests.workers import run_ranks
 
 FURTHER = 6
+
+UNIT = 1.0
 
 SAME, MOVED = 1e-6, 1e-3
 """States that are rounded at random: a weight is the same within 16 last bits of float32 of the parameter's largest.
@@ -90,7 +99,15 @@ class Stream:
 
     def samples(self, first: int, count: int) -> Batch:
         step, row = divmod(first, self.config.batch.global_)
-        return rows_of(BATCHES[self.config.model.family](self.config, step), slice(row, row + count))
+        batch = BATCHES[self.config.model.family] if self.config.loss is None else random_pairs
+        return rows_of(batch(self.config, step), slice(row, row + count))
+
+    def numbered(self, numbers: np.ndarray) -> Batch:
+        """Pairs with these numbers; in place of a negative number, a pair that does not count."""
+        rows = [self.samples(int(number), 1) for number in np.maximum(numbers, 0)]
+        batch = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        batch[PAIRS][numbers < 0] = IGNORED
+        return batch
 
     def held_out(self, first: int, count: int) -> Batch:
         raise AssertionError("nothing is held out")
@@ -127,16 +144,22 @@ def train(mesh: Mesh, config: Config, plant: Plant | None) -> tuple[Trained, lis
 
 
 def without_jumps(config: Config) -> AbstractContextManager[Any]:
-    """SiLU for ReLU, but in float64."""
+    """SiLU for ReLU, and longer queries and keys of delta nets, but in float64."""
     if config.precision.dtype == "float64":
         return nullcontext()
-    return patch.object(functional, "relu", functional.silu)
+    patches = ExitStack()
+    patches.enter_context(patch.object(functional, "relu", functional.silu))
+    patches.enter_context(patch.object(delta_rule, "UNIT_EPSILON", UNIT))
+    return patches
 
 
 def _train(mesh: Mesh, config: Config, folder: Path) -> Trained:
     parts = build(config, mesh, folder)
     assert parts.strategy.make_replicas_equal() == [], "replicas begin with different weights"
-    trainer, trained = Trainer(parts, Stream(config), late=False), Trained(initial=_masters(parts))
+    stream: Any = Stream(config)
+    if config.loss is not None:  # the layout's own pass under the first weights
+        stream = ReferredPairs(stream, log_probabilities(parts, stream, np.arange(len(stream))))
+    trainer, trained = Trainer(parts, stream, late=False), Trained(initial=_masters(parts))
     for _ in range(config.steps):
         with _watched(parts, trained.gradients):
             (line,), _ = trainer.turn(None)

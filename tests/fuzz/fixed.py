@@ -17,14 +17,21 @@ FIXED, MORE = read_cases(COVERING), read_cases(HERE / "more.jsonl")
 PAIRED = [("kind", "sync"), ("kind", "model"), ("kind", "schedule"), ("kind", "recompute"), ("sync", "offload")]
 """The pairs of axes whose values meet without --long; `kind`: a tensor layout's, whatever its size."""
 
-LATE, MEETS = ("documents", "head"), ("kind", "context", "data")
+LATE, MEETS = ("documents", "head", "loss", "late model"), ("kind", "context", "data")
 """Axes that came when the fixed set was there, and those whose values they meet without --long."""
+
+LATE_MODELS = ("gpt-oss", "qwen3-next", "qwen3.5-experts")
+"""Models that came then; `late model`: one of these, or None."""
 
 
 def few() -> set[int]:
     """The numbers of the fixed cases that need no --long. All pairs of values took five times as long, and every plant
     of tests/plants is found without them: by cases from before the late axes, which stay as they are."""
-    cases = [case | {"kind": TENSORS[case["tensor"]]["kind"]} for case in FIXED]
+    models = [case["model"] if case["model"] in LATE_MODELS else None for case in FIXED]
+    cases = [
+        case | {"kind": TENSORS[case["tensor"]]["kind"], "late model": model}
+        for case, model in zip(FIXED, models, strict=True)
+    ]
     late = [number for number, case in enumerate(cases) if any(case[axis] for axis in LATE)]
     early = [number for number in range(len(cases)) if number not in late]
     others = {"stages": 1, "tensor": "none", "vocabulary": "whole"}  # whose values need not be there once more

@@ -5,8 +5,10 @@ drawn at random (an hour or two on 2 cores).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from meshwright.config.load import parse_run
 from meshwright.ranks.errors import ConfigError
 from meshwright.training.fp8_note import fp8_note
 from tests.fuzz.__main__ import FOUND
-from tests.fuzz.axes import AXES, Case, tree_of
+from tests.fuzz.axes import AXES, Case, chat_tokenizer, tree_of
 from tests.fuzz.check import mistakes
 from tests.fuzz.draw import Drawing, pairs_of
 from tests.fuzz.fixed import FIXED, MORE, few, numbered
@@ -36,13 +38,28 @@ def test_more_equal_one_device(case: Case) -> None:
     assert mistakes(parse_run(tree_of(case))) == []
 
 
+def drawn(random: Random, changed: Callable[[Case], dict[str, Any] | None]) -> tuple[Case, Config]:
+    """The first drawn run that the config allows, with a change.
+
+    `changed(case)` gives the tree of a changed run, or None for the next case.
+    """
+    for case, _ in Drawing(random).cases():
+        if (tree := changed(case)) is None:
+            continue
+        try:
+            return case, parse_run(tree)
+        except ConfigError:
+            continue
+    raise AssertionError("draws do not end")
+
+
 def with_experts(random: Random) -> tuple[Case, Config]:
     """A drawn run of Llama or DeepSeek with experts. In float64 alone a router chooses and a capacity drops: a choice
     jumps where rounding moves it (check.py)."""
-    drawing = Drawing(random)
-    for case, _ in drawing.cases():
+
+    def changed(case: Case) -> dict[str, Any] | None:
         if case["data"] == 1:
-            continue
+            return None
         tree = tree_of(case | {"model": random.choice(("llama", "deepseek"))})
         exact = case["precision"] == "float64"
         chosen = {"per_token": 2, "capacity": random.choice((None, 0.75))} if exact else {"per_token": 6}
@@ -57,11 +74,9 @@ def with_experts(random: Random) -> tuple[Case, Config]:
         tree["layout"]["data"]["expert"] = random.choice((1, 2, 2, 3))
         if tree["layout"]["data"]["expert"] > 1:
             tree["layout"]["data"]["exchange"] = random.choice(("blocking", "messages"))
-        try:
-            return case, parse_run(tree)
-        except ConfigError:
-            continue
-    raise AssertionError("draws do not end")
+        return tree
+
+    return drawn(random, changed)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 60))])
@@ -82,7 +97,8 @@ RELATIVES = (
 
 def with_gpt_oss(random: Random) -> tuple[Case, Config]:
     """A drawn run of gpt-oss: windows, sinks, biases of all linears, and clamps that act."""
-    for case, _ in Drawing(random).cases():
+
+    def changed(case: Case) -> dict[str, Any]:
         tree = tree_of(case | {"model": "llama"})
         exact = case["precision"] == "float64"
         chosen = {"per_token": 2, "capacity": random.choice((None, 0.75))} if exact else {"per_token": 6}
@@ -93,11 +109,9 @@ def with_gpt_oss(random: Random) -> tuple[Case, Config]:
         } | ({"window_layers": [True, False]} if case["layers"] > 1 else {})  # fmt: skip
         if case["data"] > 1:
             tree["layout"]["data"]["expert"] = random.choice((1, 2, 2, 3))
-        try:
-            return case, parse_run(tree)
-        except ConfigError:
-            continue
-    raise AssertionError("draws do not end")
+        return tree
+
+    return drawn(random, changed)
 
 
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 60))])
@@ -108,15 +122,14 @@ def test_drawn_gpt_oss_equals_one_device(seed: int) -> None:
 
 def relative(random: Random) -> tuple[Case, Config]:
     """A drawn run of Llama with the fields of one or two relatives."""
-    for case, _ in Drawing(random).cases():
+
+    def changed(case: Case) -> dict[str, Any]:
         tree = tree_of(case | {"model": "llama"})
         for fields in random.sample(RELATIVES, random.choice((1, 1, 2))):
             tree["model"] |= fields
-        try:
-            return case, parse_run(tree)
-        except ConfigError:
-            continue
-    raise AssertionError("draws do not end")
+        return tree
+
+    return drawn(random, changed)
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 80))])
@@ -127,9 +140,10 @@ def test_drawn_relatives_equal_one_device(seed: int) -> None:
 
 def with_states(random: Random) -> tuple[Case, Config]:
     """A drawn run of a model with gated delta nets, with or without experts."""
-    for case, _ in Drawing(random).cases():
+
+    def changed(case: Case) -> dict[str, Any] | None:
         if case["frozen"] == "biases":  # there are none
-            continue
+            return None
         heads = int(case["heads"] or 0)
         delta = {
             "family": random.choice(("qwen3-next", "qwen3.5")), "key_value_heads": heads // 2, "head_width": 4,
@@ -142,11 +156,9 @@ def with_states(random: Random) -> tuple[Case, Config]:
         tree["model"] |= delta
         if case["precision"] == "float64" and random.random() < 0.4:  # elsewhere a router's choice jumps by rounding
             tree["model"]["experts"] = {"count": 4, "per_token": 2, "width": 12, "shared": 12, "shared_gate": True}
-        try:
-            return case, parse_run(tree)
-        except ConfigError:
-            continue
-    raise AssertionError("draws do not end")
+        return tree
+
+    return drawn(random, changed)
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 80))])
@@ -161,15 +173,8 @@ def trace_alone() -> None:
 
 
 def with_graphs(random: Random) -> tuple[Case, Config]:
-    """A drawn run whose layers are graphs."""
-    for case, _ in Drawing(random).cases():
-        if case["vocabulary"] == "real":  # the head is not in graphs
-            continue
-        try:
-            return case, parse_run(tree_of(case) | {"compile": "blocks"})
-        except ConfigError:
-            continue
-    raise AssertionError("draws do not end")
+    """A drawn run whose layers are graphs; of a real vocabulary none, as the head is not in graphs."""
+    return drawn(random, lambda case: None if case["vocabulary"] == "real" else tree_of(case) | {"compile": "blocks"})
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler by itself, as the next one
@@ -212,16 +217,15 @@ def test_drawn_layers_as_graphs_in_fp8_are_within_the_bound(seed: int) -> None:
 
 def rounded_at_random(random: Random) -> tuple[Case, Config]:
     """A drawn run whose moments, masters or both are stored in bf16."""
-    for case, _ in Drawing(random).cases():
+
+    def changed(case: Case) -> dict[str, Any]:
         formats = random.choice(({"states": "bf16"}, {"masters": "bf16"}, {"states": "bf16", "masters": "bf16"}))
         precision = random.choice(("O2-bf16", case["precision"]))
         tree = tree_of(case | {"precision": precision})
         tree["optimizer"] |= formats
-        try:
-            return case, parse_run(tree)
-        except ConfigError:
-            continue
-    raise AssertionError("draws do not end")
+        return tree
+
+    return drawn(random, changed)
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 60))])
@@ -237,6 +241,7 @@ def test_the_fixed_set_has_the_pairs_of_all_others() -> None:
 
 @pytest.mark.parametrize("path", sorted(FOUND.glob("*.yaml")), ids=lambda path: path.stem)
 def test_what_was_found_stays_mended(path) -> None:
+    chat_tokenizer()  # which runs on pairs name
     assert mistakes(load_config(path)) == []
 
 

@@ -45,17 +45,24 @@ def preferring(layout: dict[str, Any], family: str = "llama", **changes: Any) ->
     return parse_config(tree | changes)
 
 
-def pairs_of(config: Config, step: int) -> Batch:
-    """Random pairs: prompts and answers of various lengths, and reference numbers of their size."""
+def random_pairs(config: Config, step: int) -> Batch:
+    """Random pairs: prompts and answers of various lengths."""
     generator = torch.Generator().manual_seed(step)
     rows, length = config.batch.global_, config.data.lengths.source
     tokens = torch.randint(config.model.num_tokens, (rows, 2, length + 1), generator=generator)
     places, begins = torch.arange(length), torch.randint(1, length // 2, (rows, 1, 1), generator=generator)
     ends = torch.randint(length // 2, length + 1, (rows, 2, 1), generator=generator)
     labels = tokens[..., 1:].masked_fill((places < begins) | (places >= ends), -100)
-    reference = -4.0 * (labels != -100).sum(-1) + torch.randn(rows, 2, generator=generator, dtype=torch.float64)
     numbers = torch.arange(rows)[:, None] + step * rows
-    return {"tokens": tokens[..., :-1].contiguous(), "labels": labels, "pairs": numbers, "reference": reference}
+    return {"tokens": tokens[..., :-1].contiguous(), "labels": labels, "pairs": numbers}
+
+
+def pairs_of(config: Config, step: int) -> Batch:
+    """Random pairs with reference numbers of their size."""
+    batch, generator = random_pairs(config, step), torch.Generator().manual_seed(step + 50)
+    lengths = (batch["labels"] != -100).sum(-1)
+    noise = torch.randn(lengths.shape, generator=generator, dtype=torch.float64)
+    return batch | {"reference": -4.0 * lengths + noise}
 
 
 def paper_loss(logits: Tensor, labels: Tensor, reference: Tensor, beta: float, smoothing: float = 0.0) -> Tensor:
