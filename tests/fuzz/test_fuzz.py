@@ -172,16 +172,16 @@ def trace_alone() -> None:
     graphs.BACKEND = "aot_eager"
 
 
-def with_graphs(random: Random) -> tuple[Case, Config]:
-    """A drawn run whose layers are graphs; of a real vocabulary none, as the head is not in graphs."""
-    return drawn(random, lambda case: None if case["vocabulary"] == "real" else tree_of(case) | {"compile": "blocks"})
+def with_graphs(random: Random, compiles: str) -> tuple[Case, Config]:
+    """A drawn run whose layers are graphs: `blocks`, or `kernels` with their references; the head is not in graphs."""
+    return drawn(random, lambda case: None if case["vocabulary"] == "real" else tree_of(case) | {"compile": compiles})
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler by itself, as the next one
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 60))])
 def test_drawn_layers_as_graphs_equal_one_device(seed: int) -> None:
-    case, config = with_graphs(Random(f"graphs/{seed}"))
+    case, config = with_graphs(Random(f"graphs/{seed}"), ("blocks", "kernels")[seed % 2])
     assert mistakes(config, trace_alone) == [], case
 
 

@@ -112,7 +112,7 @@ class GeluFeedForward(nn.Module, UsesIslands, UsesFused, InWholeVectors):
     def forward(self, h: Tensor) -> Tensor:
         inside, activate = self.expand(h), partial(gelu, islands=self.islands) if self.tanh else F.gelu
         if self.fused is not None and torch.compiler.is_compiling():
-            activate = partial(self.fused.gelu, tanh=self.tanh)
+            activate = partial(self.fused.gelu, self.tanh)
         return self.contract(in_whole_vectors(activate, inside) if self.padded else activate(inside))
 
 

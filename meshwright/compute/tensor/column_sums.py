@@ -46,10 +46,10 @@ if INSTALLED:
     import triton.language as tl
 
     @triton.jit
-    def norm_backward_kernel(
+    def norm_backward_kernel(  # type: ignore[no-untyped-def]
         dy, x, weight, other, dx, of_weight, of_bias, of_dx, rows, rows_each, width, epsilon,
         OTHER: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    ):  # type: ignore[no-untyped-def]  # fmt: skip
+    ):  # fmt: skip
         """Backward pass of a norm of `rows` rows, `rows_each` a program; partial sums [programs, width]."""
         program = tl.program_id(0)
         columns = tl.arange(0, WIDTH)
@@ -87,10 +87,10 @@ if INSTALLED:
             tl.store(of_bias + to, sum_bias, inside)
 
     @triton.jit
-    def gelu_backward_kernel(
+    def gelu_backward_kernel(  # type: ignore[no-untyped-def]
         dy, x, dx, of_dx, rows, rows_each, width, LINEAR: tl.constexpr, CUBIC: tl.constexpr, CURVE: tl.constexpr,
         SLOPE: tl.constexpr, RATIO: tl.constexpr, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    ):  # type: ignore[no-untyped-def]  # fmt: skip
+    ):  # fmt: skip
         """Backward pass of GELU for `COLUMNS` columns of `rows_each` rows; partial sums [programs, width]."""
         program = tl.program_id(0)
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -115,10 +115,10 @@ if INSTALLED:
         tl.store(of_dx + program * width + columns, total, inside)
 
     @triton.jit
-    def join_heads_kernel(
+    def join_heads_kernel(  # type: ignore[no-untyped-def]
         part, dx, of_dx, rows, rows_each, width, offset, whole, tokens, head_width,
         batch_stride, head_stride, token_stride, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    ):  # type: ignore[no-untyped-def]  # fmt: skip
+    ):  # fmt: skip
         """Copy a part [B, A, T, E] into columns `offset` to `offset + width` of dx [B · T, whole], with their sums."""
         program = tl.program_id(0)
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -391,8 +391,8 @@ def fused_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, c
     return y
 
 
-def fused_gelu(x: Tensor, tanh: bool) -> Tensor:
-    """Compute GELU of each element, in the tanh form or exact."""
+def fused_gelu(tanh: bool, x: Tensor) -> Tensor:
+    """Compute GELU of each element of x, in the tanh form or exact."""
     y: Tensor = FusedGelu.apply(x, tanh)
     return y
 

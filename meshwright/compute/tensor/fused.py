@@ -17,8 +17,8 @@ class Fused:
 
     norm: Callable[[Tensor, Tensor, Tensor | None, float, bool], Tensor]
     """norm(x, weight, bias, epsilon, centred): a layer norm, or without `centred` an RMS norm, over the last dim."""
-    gelu: Callable[[Tensor, bool], Tensor]
-    """gelu(x, tanh): GELU, in the tanh form or exact."""
+    gelu: Callable[[bool, Tensor], Tensor]
+    """gelu(tanh, x): GELU of x, in the tanh form or exact."""
     heads: Callable[[Tensor, int], tuple[Tensor, ...]]
     """heads(x, heads): x [B, T, G, N] as G tensors [B, heads, T, N/heads]."""
 

@@ -63,7 +63,7 @@ def test_gradients_are_torchs(shape: tuple[int, ...]) -> None:
     root = column_sums.fused_norm(x, weight, None, 1e-5, False)
     check_gradients(root, F.rms_norm(x, weight.shape, weight, 1e-5), [x, weight])
     for tanh in (True, False):
-        check_gradients(column_sums.fused_gelu(x, tanh), F.gelu(x, approximate="tanh" if tanh else "none"), [x])
+        check_gradients(column_sums.fused_gelu(tanh, x), F.gelu(x, approximate="tanh" if tanh else "none"), [x])
 
 
 def test_heads_are_joined() -> None:
