@@ -62,10 +62,10 @@ def read_key(file: Path) -> Ed25519PrivateKey:
         key = load_ssh_private_key(text.encode(), None)
     except OSError as error:
         raise ConfigError.of("--key", file, f"cannot be read ({error.strerror})", MAKE) from error
-    except TypeError as error:
-        valid = f"a key without a password: {MAKE}"
-        raise ConfigError.of("--key", file, "is locked by a password", valid) from error
-    except (ValueError, UnsupportedAlgorithm) as error:
+    except (TypeError, ValueError, UnsupportedAlgorithm) as error:
+        if "password" in str(error):  # a TypeError, of cryptography 44 a ValueError
+            valid = f"a key without a password: {MAKE}"
+            raise ConfigError.of("--key", file, "is locked by a password", valid) from error
         raise ConfigError.of("--key", file, "is no private key of OpenSSH", MAKE) from error
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError.of("--key", file, "is a key of another kind", f"ed25519: {MAKE}")

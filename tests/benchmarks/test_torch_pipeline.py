@@ -14,6 +14,8 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.workers import run_ranks
 
+TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
+connects_late = pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11's DualPipeV sends before gloo has connected")
 SMALL = Reference(layers=4, hidden=24, heads=6, sequence=8, batch=8, vocabulary=36)
 MICROBATCHES = 4
 STEPS = 3
@@ -58,7 +60,7 @@ def differences(mesh: Mesh, schedule: str, layers: list[float]) -> tuple[list[fl
         (2, "interleaved-1f1b", [2, 0.5, 1.5, 0]),
         (2, "interleaved-zero-bubble", [1.5, 0.5, 1.5, 0.5]),
         (2, "zbv-zero-bubble", [0, 2, 1.5, 0.5]),
-        (2, "dual-pipe-v", [0, 2, 1.5, 0.5]),
+        pytest.param(2, "dual-pipe-v", [0, 2, 1.5, 0.5], marks=connects_late),
         (4, "1f1b", [2, 1, 1, 0]),
         (4, "interleaved-1f1b", [1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0]),
         (4, "interleaved-zero-bubble", [0.5] * 8),
