@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import Config, parse_config
+from meshwright.config import Config, parse_config, parse_run
 from meshwright.data.packing import prepare
 from meshwright.ranks import launch
 from meshwright.ranks.errors import LaunchError
 from meshwright.training.decisions import resolve, this_machine
 from meshwright.training.job import train
+from tests.data.dialogues import make_tokenizer
+from tests.data.preferences import make_pairs
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "sleeps", "well", "under", "trees"]
 
@@ -80,3 +82,27 @@ def run_as(entry: str, config: Config, out: Path, *, resume: bool = False, **arg
     except LaunchError as error:
         return str(error)
     return ""
+
+
+def preferring_run(folder: Path, *words: str) -> Config:
+    """Six steps of a small Llama on 40 pairs of answers, which are made in the folder."""
+    tokenizer = folder / "tokenizer" / "tokenizer.json"
+    if not tokenizer.is_file():
+        make_tokenizer(folder / "tokenizer")
+        make_pairs(folder, "messages", 40)
+    tree = {
+        "model": {"family": "llama", "layers": 2, "hidden": 16, "heads": 2, "feed_forward": 16, "vocabulary": 320},
+        "data": {"source": str(folder / "pairs.jsonl"), "tokenizer": str(tokenizer), "sequence": 64, "validation": 0.3},
+        "loss": {"kind": "dpo", "beta": 0.5},
+        "batch": {"global": 4, "micro": 1},
+        "layout": {"transport": "torch"},
+        "optimizer": {"lr": 1e-2},
+        "precision": "float64",
+        "steps": 6,
+        "checkpoint": {"every": 3},
+        "validation": {"every": 3, "batches": 1},
+        "metrics": {"sinks": []},
+        "device": "cpu",
+        "threads": 1,
+    }
+    return parse_run(tree, list(words))

@@ -60,9 +60,8 @@ def patterns_name_layers(config: Config) -> Iterator[Problem]:
             yield Problem(field, shown(pattern), f"gives no layer {given}", "a pattern with at least one true")
         elif len(pattern) > model.layers:
             rule_text = f"has {len(pattern)} layers, more than model.layers={model.layers}"
-            yield Problem(
-                field, shown(pattern), rule_text, f"a pattern of at most {model.layers} layers, which is repeated"
-            )
+            valid = f"model.layers={len(pattern)}; or a pattern of at most {model.layers} layers, which is repeated"
+            yield Problem(field, shown(pattern), rule_text, valid)
 
 
 @rule("model.whole_norms", "model.head_norms")

@@ -50,7 +50,7 @@ def some_layers_attend(config: Config) -> Iterator[Problem]:
     pattern, kinds = model.attention_layers, {model.attends(layer) for layer in range(model.layers)}
     if len(pattern) > model.layers:
         rule_text = f"has {len(pattern)} layers, more than model.layers={model.layers}"
-        valid = f"a pattern of at most {model.layers} layers, which is repeated"
+        valid = f"model.layers={len(pattern)}; or a pattern of at most {model.layers} layers, which is repeated"
         yield Problem("model.attention_layers", shown(pattern), rule_text, valid)
     elif len(kinds) < 2:
         every = "attention" if kinds == {True} else "a gated delta net"

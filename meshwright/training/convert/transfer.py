@@ -219,10 +219,8 @@ def import_folder(
                     rows = torch.cat([rows, rows.new_zeros(pair.padding, *pair.shape[1:])])
                 yield pair.name, rows.contiguous()
 
-        shards = chain(
-            in_shards(read(), shard_bytes), in_shards(first_adapters(family, model, seed, stored), shard_bytes)
-        )
-        _write(folder, shards, model)
+        adapters = first_adapters(family, model, seed, stored)
+        _write(folder, chain(in_shards(read(), shard_bytes), in_shards(adapters, shard_bytes)), model)
     return Imported(model, sum(prod(pair.shape) for pair in pairs), family.reads_text, has_tokenizer)
 
 

@@ -17,8 +17,7 @@ from meshwright.tools.evaluate.tasks import Question, measure
 from meshwright.training.job import train
 from meshwright.training.references import read_tables
 from tests.compute.models.preferring import paper_loss
-from tests.training.runs import lines_of
-from tests.training.test_preferences import a_run
+from tests.training.runs import lines_of, preferring_run
 
 
 def asked(run: Path, **options: object) -> Facts:
@@ -29,7 +28,7 @@ def asked(run: Path, **options: object) -> Facts:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("preferred")
     words = ("validation.every=6", "validation.batches=1000", "batch.global=1", "loss.label_smoothing=0.1")
-    train(a_run(folder, *words), folder / "run", resume=False)
+    train(preferring_run(folder, *words), folder / "run", resume=False)
     return folder / "run"
 
 
@@ -65,10 +64,11 @@ def test_what_cannot_be_measured_is_refused_by_name(run: Path, tmp_path: Path) -
     shutil.copytree(run / "checkpoints" / "step-6", step)
     with pytest.raises(CheckpointError, match=r"reference\.json: is missing; it has the first weights' numbers"):
         asked(step)
-    train(a_run(tmp_path, "steps=1", "validation.every=0"), tmp_path / "run", resume=False)
+    train(preferring_run(tmp_path, "steps=1", "validation.every=0"), tmp_path / "run", resume=False)
     with pytest.raises(CheckpointError, match=r"has not the numbers of the .* held-out pairs; a run with validation"):
         asked(tmp_path / "run")
-    train(a_run(tmp_path, "steps=1", "validation.every=0", "data.validation=0"), tmp_path / "all", resume=False)
+    all_trained = preferring_run(tmp_path, "steps=1", "validation.every=0", "data.validation=0")
+    train(all_trained, tmp_path / "all", resume=False)
     with pytest.raises(DataError, match="held nothing out"):
         asked(tmp_path / "all")
 
