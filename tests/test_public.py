@@ -12,7 +12,7 @@ from validation.beside import SIZES, by_formula, formula_bytes
 from validation.paper import read_table
 from validation.public import FOLDER, Judged, PublicRow, judge, load_sets
 from validation.scatter import sentence, write_page
-from validation.strategies import beyond, by_dispatcher, by_strategy, quantile, strategy
+from validation.strategies import beyond, by_dispatcher, by_strategy, not_fitting, quantile, strategy
 
 SETS = load_sets()
 COLUMNS = [
@@ -73,6 +73,27 @@ def test_more_ranks_of_experts_than_replicas_are_planned() -> None:
     config = public.parse_config(public._tree(lines[0], SETS["bridge"]))
     assert (config.layout.data.size, config.layout.data.expert) == (16, 16)
     assert "expert_tensor=1" in public._facts(lines[0], SETS["bridge"])
+
+
+@pytest.mark.parametrize(
+    "model, device, micro, held",
+    [
+        ("GPT OSS 120B", "B200", "4", "layernorm, moe_act"),
+        ("LLAMA3_70B", "GB200", "2", "activations of 40 layers"),
+        ("LLAMA3_70B", "GB300", "1", "FP8 products"),
+        ("DeepSeekV3", "B200", "1", "mla_up_proj"),
+        ("Kimi_K2", "GB300", "2", "mla_up_proj"),
+    ],
+)
+def test_a_row_that_ran_and_does_not_fit_says_what_its_recipe_spares(
+    model: str, device: str, micro: str, held: str
+) -> None:
+    line = {"model": model, "device": device, "micro": micro, "note": ""}
+    lacking, fitting = PublicRow("a", 1.0, None, fits="does not fit"), PublicRow("b", 1.0, None, fits="tight")
+    found = not_fitting([line, line], [lacking, fitting], SETS["bridge"])
+    assert [rows for told, rows in found.items() if held in told] == [[lacking]]
+    assert not_fitting([line], [lacking], SETS["mpt"]) == {"not known": [lacking]}
+    assert not_fitting([line], [PublicRow("c", None, None, fits="does not fit", ran_out=True)], SETS["bridge"]) == {}
 
 
 def test_rows_are_grouped_by_model_and_dispatcher() -> None:

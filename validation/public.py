@@ -48,9 +48,11 @@ class MemoryColumn(BaseModel, extra="forbid", frozen=True):
 
 class Recipe(BaseModel, extra="forbid", frozen=True):
     """What a job's own file says of some rows, and the file: facts, and fields of the run, of rows of these models (by
-    how names begin), devices, notes (by a part of the note) and microbatches; nothing said: all."""
+    how names begin), devices, notes (by a part of the note) and microbatches; nothing said: all. `held`: memory
+    that the job spares and no plan knows."""
 
     source: str
+    held: str = ""
     facts: tuple[str, ...] = ()
     run: dict[str, Any] = Field(default_factory=dict)
     models: tuple[str, ...] = ("",)
@@ -76,6 +78,7 @@ class RowSet(BaseModel, extra="forbid", frozen=True):
     facts: tuple[str, ...] = ()
     facts_by_note: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     recipes: tuple[Recipe, ...] = ()
+    spared: tuple[Recipe, ...] = ()
     expert_tensor: int | None = None
     clusters: dict[str, str | dict[str, Any]]
     family: str

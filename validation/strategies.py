@@ -6,6 +6,9 @@ most beyond what is predicted, by which a layout is tight (configs/software, mem
 
 A second table has the rows whose experts are on several ranks, by model and by how rows are sent to experts: signed and
 mean errors of seconds, the least and the greatest, and the rows within 12 %.
+
+A third table counts the rows that ran and "do not fit" in a plan, by the memory that their recipes spare and no plan
+knows (`spared` in sets.yaml, each with its source).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from validation.paper import Line, read_table
-from validation.public import FOLDER, PublicRow, judge, load_sets
+from validation.public import FOLDER, PublicRow, RowSet, judge, load_sets
 
 CUTS = (("ep", "experts"), ("pp", "stages"), ("cp", "context"), ("tp", "tensor"))
 QUANTILE = 0.95
@@ -55,6 +58,16 @@ def by_dispatcher(lines: Sequence[Line], rows: Sequence[PublicRow]) -> dict[tupl
     return dict(sorted(found.items(), key=lambda item: (item[0][0] == "all", item[0])))
 
 
+def not_fitting(lines: Sequence[Line], rows: Sequence[PublicRow], rows_set: RowSet) -> dict[str, list[PublicRow]]:
+    """Rows that ran and do not fit in a plan, by the memory that the first recipe of `spared` names; without one
+    by `not known`."""
+    found: dict[str, list[PublicRow]] = defaultdict(list)
+    for line, row in zip(lines, rows, strict=True):
+        if row.fits == "does not fit" and not row.ran_out:
+            found[next((recipe.held for recipe in rows_set.spared if recipe.fits(line)), "not known")].append(row)
+    return dict(found)
+
+
 def beyond(rows: Sequence[PublicRow]) -> list[float]:
     """The shares that rows hold beyond their predictions, 0 for those that hold less."""
     return [max(0.0, row.measured_bytes / row.bytes - 1) for row in rows if row.bytes and row.measured_bytes]
@@ -66,6 +79,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="SET", choices=[*sets, []], help="; all of them")
     table = Table("set", "device", "strategy", "rows", "seconds", "memory", "within 5, 10 %", "95 % hold at most")
     sent = Table("set", "model", "rows to experts", "rows", "signed", "mean", "from", "to", "within 12 %")
+    lacking = Table("set", "rows that ran and do not fit", "spared by their recipes, in no plan")
     for name in parser.parse_args().names or sets:
         lines = list(read_table(FOLDER / f"{name}.csv"))
         judged = judge(name, sets[name]).rows
@@ -80,6 +94,8 @@ def main() -> None:
             means = [f"{math.fsum(each) / len(each):+.1%}" if each else "" for each in (timed, errors)]
             most = f"{quantile(beyond(rows)):.1%}" if errors else ""
             table.add_row(name, device, told, str(len(rows)), *means, near if errors else "", most)
+        for held, rows in not_fitting(lines, judged, sets[name]).items():
+            lacking.add_row(name, str(len(rows)), held)
         for (model, dispatch), rows in by_dispatcher(lines, judged).items():
             errors = [row.seconds_error for row in rows]
             means = [math.fsum(each) / len(rows) for each in (errors, map(abs, errors))]
@@ -88,8 +104,9 @@ def main() -> None:
             sent.add_row(name, model, dispatch, str(len(rows)), *figures, near)
     console = Console(highlight=False, width=120)
     console.print(table)
-    if sent.row_count:
-        console.print(sent)
+    for other in (sent, lacking):
+        if other.row_count:
+            console.print(other)
 
 
 if __name__ == "__main__":
