@@ -329,6 +329,11 @@ OPERATIONS = tuple(
 """The operations in graphs. Each has dx as the first result, and partial sums of dx as the last."""
 
 
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast x if its dtype is another; torch 2.11 gives a graph's function zeros for a `to` that changes nothing."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 class FusedNorm(torch.autograd.Function):
     """A norm over the last dim of x [..., N], in the weight's dtype; the output has the dtype of x."""
 
@@ -336,17 +341,17 @@ class FusedNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.epsilon, ctx.centred, ctx.biased = epsilon, centred, bias is not None
-        h = x.to(weight.dtype)
+        h = in_dtype(x, weight.dtype)
         if centred:
-            return F.layer_norm(h, weight.shape, weight, bias, epsilon).to(x.dtype)
-        return F.rms_norm(h, weight.shape, weight, epsilon).to(x.dtype)
+            return in_dtype(F.layer_norm(h, weight.shape, weight, bias, epsilon), x.dtype)
+        return in_dtype(F.rms_norm(h, weight.shape, weight, epsilon), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx, of_weight, of_bias, _ = torch.ops.meshwright.norm_backward(dy, x, weight, None, ctx.epsilon, ctx.centred)
-        dbias = of_bias.sum(0).to(weight.dtype) if ctx.biased else None
-        return dx, of_weight.sum(0).to(weight.dtype), dbias, None, None
+        dbias = in_dtype(of_bias.sum(0), weight.dtype) if ctx.biased else None
+        return dx, in_dtype(of_weight.sum(0), weight.dtype), dbias, None, None
 
 
 class FusedGelu(torch.autograd.Function):
