@@ -1,4 +1,4 @@
-"""Ten scripts of examples/adopt: read and predicted at full size; a small form of each measured and proved here.
+"""Eleven scripts of examples/adopt: read and predicted at full size; a small form of each measured and proved here.
 
     python -m benchmarks.adopt [--only NAME ...] [--prove] [--large] [--file FILE]
 
@@ -6,6 +6,8 @@ Full size: without values, as a GPU's program, planned on DGX H100. Small: the s
 against torch's own count of products and the live bytes of a real step (adopt_measure.py). --prove: two processes
 against one. --large: in addition a Llama of 70 B parameters under FSDP2 on 64 devices, with the processor time and the
 memory of the command.
+
+zero.py is measured if DeepSpeed is installed (`pip install deepspeed`, DS_ACCELERATOR=cpu).
 
 Each row is written to FILE when it is ready, and a later start with the same FILE skips rows that are there. Processor
 seconds and bytes do not depend on other programs on the machine; the row keeps the load average next to its wall time.
@@ -23,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +51,17 @@ class Case:
     ranks: int = 1
     small: str = ""
     small_ranks: int = 1
+    needs: str = ""
+    """A package without which the small form cannot be measured and proved."""
 
 
 TRAINER = "--output_dir {folder} --report_to none --save_strategy no"
 SMALL_GPT = "--width 64 --layers 2 --heads 4 --vocabulary 256 --length 32"
+ZERO = {
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 20000, "allgather_bucket_size": 50000},
+    "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 2,
+}  # fmt: skip
+"""DeepSpeed's JSON of the small form, with buckets smaller than the model."""
 CASES = {
     "gpt.py": Case(
         "",
@@ -68,6 +78,7 @@ CASES = {
     "pipeline.py": Case("", 4, "", 2),
     "lora.py": Case(),
     "vision.py": Case("", 8, "--batch 8 --groups 4"),
+    "zero.py": Case("", 8, "--config {folder}/zero.json", 2, "deepspeed"),
     "packed.py": Case(),
 }
 
@@ -116,11 +127,14 @@ def row_of(name: str, case: Case, folder: Path, *, prove: bool) -> dict[str, obj
     os.environ["TINY"] = "1"
     small = tuple(case.small.format(folder=folder).split())
     question = Question(SCRIPTS / name, small, cluster, case.small_ranks, "cpu")
+    (folder / "zero.json").write_text(json.dumps(ZERO))
     tiny = run_ranks(question, folder / "small")[0]
-    real = measured(name, case, small, folder)
-    row["products_error"] = products_of(tiny) / real["products"] - 1
-    row["bytes_error"] = tiny.memory.allocated / real["peak_bytes"] - 1
-    if prove:
+    there = not case.needs or find_spec(case.needs) is not None
+    if there:
+        real = measured(name, case, small, folder)
+        row["products_error"] = products_of(tiny) / real["products"] - 1
+        row["bytes_error"] = tiny.memory.allocated / real["peak_bytes"] - 1
+    if prove and there:
         row["proved"] = prove_script(SCRIPTS / name, small, None, 2, folder / "proof").verdict
     return row | {"seconds": time.monotonic() - begin, "load": os.getloadavg()[0], "cores": os.cpu_count()}
 
@@ -148,7 +162,7 @@ def large_row(folder: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Ten scripts, read, predicted, measured and proved.")
+    parser = argparse.ArgumentParser(description="Eleven scripts, read, predicted, measured and proved.")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--prove", action="store_true", help="two processes against one")
     parser.add_argument("--large", action="store_true", help="a Llama of 70 B parameters as well, without a proof")

@@ -56,7 +56,8 @@ class Live(LiveBytes):
     def _follow(self, x: Tensor) -> None:
         storage = x.untyped_storage()
         address = storage._cdata
-        if not (x.is_floating_point() or self._computed) or address in self._storages:
+        # DeepSpeed keeps shapes as tensors of the meta device.
+        if not (x.is_floating_point() or self._computed) or address in self._storages or x.is_meta:
             return
         self._number += 1
         number = self._number

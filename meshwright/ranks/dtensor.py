@@ -10,10 +10,11 @@ no other check and no run needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -137,3 +138,21 @@ def from_rank(rank: int, own: Tensor | None, shape: Sequence[int], dtype: torch.
 def joined_place() -> tuple[int, int] | None:
     """(rank, world size) in torch's default process group; None if this process has joined none."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else None
+
+
+@contextmanager
+def changed_parts(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Pass each tensor that becomes a part of a DTensor through a function in a context.
+
+    Args:
+        change: Called with this rank's part; the result takes its place.
+    """
+    from torch.distributed.tensor import DTensor
+
+    begin = DTensor.from_local
+
+    def made(local: Tensor, *rest: Any, **options: Any) -> Any:
+        return begin(change(local), *rest, **options)
+
+    with patch.object(DTensor, "from_local", staticmethod(made)):
+        yield

@@ -198,7 +198,11 @@ class Pretended(AsOnDevice):
                 keywords.pop("pin_memory", None)
                 with places.placing(wanted):  # type: ignore[arg-type]
                     return super().__torch_function__(function, types, args, keywords)
-        keywords.pop("pin_memory", None)
+        if keywords.pop("pin_memory", None):
+            dtype = keywords.get("dtype") or (args[0].dtype if isinstance(args[0], Tensor) else torch.float32)
+            if dtype.is_floating_point:  # for a device's tensors, such as saved activations
+                with places.placing("cpu"):
+                    return super().__torch_function__(function, types, args, {**keywords, "device": "meta"})
         if function is F.dropout and (keywords.pop("inplace", False) or args[3:4] == (True,)):
             args = args[:3]
         return super().__torch_function__(function, types, args, keywords)
@@ -296,12 +300,24 @@ def pretended_accelerator(gpu: Gpu, watcher: Watcher) -> Iterator[None]:
 
 
 @contextmanager
-def seen_backward() -> Iterator[None]:
-    """Keep the function mode active in backward passes in a context.
+def seen_backward(mode: Pretended) -> Iterator[None]:
+    """Keep the function mode active in backward passes and in `save_on_cpu` in a context.
 
     torch hands `backward` to the mode as a function, and a mode is off while it handles a function: recomputation
-    would then differ from the first pass.
+    would then differ from the first pass, and saved tensors would be saved with the meta device as their place.
     """
+    saves = torch.autograd.graph.save_on_cpu.__init__
+
+    def saved(self: Any, *args: Any, **options: Any) -> None:
+        saves(self, *args, **options)
+        pack = self.pack_hook
+
+        def within(value: Tensor) -> Any:
+            with torch._C._EnableTorchFunction(), mode:
+                return pack(value)
+
+        self.pack_hook = within
+
     engine = torch.autograd._engine_run_backward
 
     def run(*args: Any, **options: Any) -> Any:
@@ -319,6 +335,7 @@ def seen_backward() -> Iterator[None]:
         for owner, name in ((Tensor, "backward"), (torch.autograd, "backward"), (torch.autograd, "grad")):
             stack.enter_context(patch.object(owner, name, unhandled(getattr(owner, name))))
         stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", run))
+        stack.enter_context(patch.object(torch.autograd.graph.save_on_cpu, "__init__", saved))
         # A checkpoint compares devices read inside of the mode with devices read outside.
         forms = {"default": lambda x: {"shape": x.shape, "dtype": x.dtype}}
         stack.enter_context(patch.dict(torch.utils.checkpoint._allowed_determinism_checks_to_fns, forms))

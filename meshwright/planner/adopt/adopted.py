@@ -109,6 +109,8 @@ class Adopted:
     """Lines that made optimizers, with the optimizer's class and the model's names there."""
     repeated: list[str]
     """Classes of modules that a list of the model repeats: its layers."""
+    configs: list[str]
+    """Paths of DeepSpeed's JSON that the script read."""
     entries: list[Entry]
     changes: list[tuple[int, int]]
 
@@ -138,7 +140,7 @@ def read_session(session: Session) -> Adopted:
         list(session.notes.notes.items()),
         [{"line": s.line, "kind": s.kind, "models": [n for n, i in s.names.items() if i in raw]}
          for s in session.sites],
-        repeated_classes(session), facts.entries, facts.changes,
+        repeated_classes(session), session.configs, facts.entries, facts.changes,
     )  # fmt: skip
 
 

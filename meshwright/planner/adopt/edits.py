@@ -10,12 +10,13 @@ import ast
 import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from meshwright.planner.adopt.adopted import Adopted
+from meshwright.planner.adopt.zero import changed_configs
 
 _BATCH = re.compile(r"(per_device_train_|micro_|mini_?|train_)?(batch|bsz)(_?size)?|rows", re.IGNORECASE)
 
@@ -28,7 +29,9 @@ class Edit:
     source: str | None
     words: tuple[str, ...]
     diff: str
-    """A unified diff of the script; or the new arguments."""
+    """A unified diff of the script or of the file; or the new arguments."""
+    files: dict[str, str] = field(default_factory=dict)
+    """New texts of files that the script reads, by path."""
 
 
 def edits_of(script: Path, words: Sequence[str], adopted: Adopted, ranks: int) -> list[Edit]:
@@ -45,8 +48,16 @@ def edits_of(script: Path, words: Sequence[str], adopted: Adopted, ranks: int) -
     def arguments(title: str, *more: str) -> None:
         found.append(Edit(title, None, (*words, *more), "arguments: " + " ".join(more)))
 
+    for path in adopted.configs[:1]:
+        old = Path(path).read_text(encoding="utf-8")
+        for title, new in changed_configs(old):
+            name = Path(path).name
+            diff = "".join(difflib.unified_diff(old.splitlines(True), new.splitlines(True), name, name, n=1))
+            found.append(Edit(title, None, tuple(words), diff, {path: new}))
     tree = ast.parse(text)
     if "TrainingArguments" in text:
+        if ranks > 1 and not adopted.configs:
+            lines("tensor-parallel plan", with_tensor_plan(text, ranks))
         _trainer(tree, text, words, arguments, lines)
     else:
         for factor in (2, 0.5):
@@ -134,11 +145,51 @@ def _trainer(
             lines(title, made)
 
 
+def with_tensor_plan(text: str, ranks: int) -> str | None:
+    """Cut a model of transformers by its tensor-parallel plan: where the model is loaded, or else where it is made.
+
+    Args:
+        text: The script.
+        ranks: The ranks of the plan.
+
+    Returns:
+        The new text; None if the script makes no model of transformers.
+    """
+    kind, value = r"(\w+\.)*\w*(Model|For[A-Z]|LMHead)\w*", f"DistributedConfig(tp_size={ranks})"
+    tree, source = ast.parse(text), "transformers.distributed"
+    if made := _with_keyword(tree, text, rf"{kind}\.from_pretrained", "distributed_config", value, source):
+        return made
+    known = {name.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in node.names
+             if (node.module or "").startswith("transformers")} | {"transformers"}  # fmt: skip
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.stmt) or hasattr(node, "body"):
+            continue
+        for call in ast.walk(node):
+            if not isinstance(call, ast.Call) or ast.unparse(call.func).partition(".")[0] not in known:
+                continue
+            if re.fullmatch(rf"{kind}(\._?from_config)?", ast.unparse(call.func)):
+                whole = ast.unparse(call)
+                rows = text.encode().splitlines(keepends=True)
+                first, last = call.lineno - 1, (call.end_lineno or 1) - 1
+                tail = rows[last][call.end_col_offset :]
+                rows[first] = rows[first][: call.col_offset] + b"whole.maybe_distribute_model(whole, plan, mesh)" + tail
+                del rows[first + 1 : last + 1]
+                return _before(b"".join(rows).decode(), node.lineno, [
+                    f"from {source} import DistributedConfig", f"whole = {whole}",
+                    f"plan, _, mesh = whole.prepare_distribute_model({value})",
+                ])  # fmt: skip
+    return None
+
+
 def _insertions(adopted: Adopted, text: str, site: dict[str, Any], lines: Callable[..., None], ranks: int) -> None:
     """Insert lines before the optimizer is made, or a plan of tensors into the call that loads a model."""
-    if ranks > 1 and not adopted.collectives and not re.search(r"\b(tp_plan|tp_size|device_map)\b", text):
-        loads, value = r".*(Model|For[A-Z])\w*\.from_pretrained", f"DistributedConfig(tp_size={ranks})"
-        made = _with_keyword(ast.parse(text), text, loads, "distributed_config", value, "transformers.distributed")
+    if (
+        ranks > 1
+        and not adopted.collectives
+        and not adopted.configs
+        and not re.search(r"\b(tp_plan|tp_size|device_map)\b", text)
+    ):
+        made = with_tensor_plan(text, ranks)
         # Lists of an optimizer's tensors cannot hold cut ones next to whole ones.
         kind = rf"(.*\.)?{site['kind']}"
         lines("tensor-parallel plan", made and (_with_keyword(ast.parse(made), made, kind, "foreach", "False") or made))
@@ -151,6 +202,12 @@ def _insertions(adopted: Adopted, text: str, site: dict[str, Any], lines: Callab
             "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing",
             f"apply_activation_checkpointing({model}, check_fn=lambda module: {layer})",
         ]))  # fmt: skip
+        lines("offload activations", _before(text, site["line"], [
+            "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (",
+            "    apply_activation_checkpointing, offload_wrapper)",
+            f"apply_activation_checkpointing({model}, checkpoint_wrapper_fn=offload_wrapper,",
+            f"                               check_fn=lambda module: {layer})",
+        ]))  # fmt: skip
     compiled = any(note.kind == "program" and note.text.startswith("torch.compile") for note, _ in adopted.unseen)
     if not compiled:
         lines("torch.compile", _before(text, site["line"], [f"{model}.compile()"]))
@@ -159,7 +216,7 @@ def _insertions(adopted: Adopted, text: str, site: dict[str, Any], lines: Callab
             "from torch import set_float32_matmul_precision", 'set_float32_matmul_precision("high")']))  # fmt: skip
     cut = any(c.verb in ("all_gather", "reduce_scatter", "message") for c in adopted.collectives)
     summed = any(c.verb == "all_reduce" and c.phase != "backward" for c in adopted.collectives)
-    if ranks > 1 and kinds and not cut and not summed:
+    if ranks > 1 and kinds and not cut and not summed and not adopted.configs:
         inner = f"getattr({model}, 'module', {model})"
         joined = [] if adopted.collectives else [
             "from torch.distributed import init_process_group", "init_process_group()"]  # fmt: skip

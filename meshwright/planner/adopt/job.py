@@ -27,10 +27,6 @@ from meshwright.ranks.ledger import MESSAGE
 
 MOST_STAGES = 16
 """The most ranks of a pipeline that are run."""
-DEEPSPEED = frozenset([
-    "zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "deepspeed_multinode_launcher",
-])  # fmt: skip
-"""Keys of DeepSpeed's JSON and of an Accelerate config with DeepSpeed; other JSON has none of them."""
 
 
 class AdoptError(MeshwrightError):
@@ -90,7 +86,8 @@ def run_rank(question: Question, rank: int, folder: Path, edit: Edit | None = No
         "gpu": {"name": f"{question.cluster.name} GPU", "memory_bytes": device.memory_bytes,
                 "count": min(question.ranks, per_node), "index": rank % per_node},
         "capability": device.capability or (9, 0), "ranks": question.ranks, "rank": rank,
-        "source": edit.source if edit else None, "device": question.device, "parent": os.getpid(),
+        "source": edit.source if edit else None, "files": edit.files if edit else {},
+        "device": question.device, "parent": os.getpid(),
     }  # fmt: skip
     (folder / "order.json").write_text(json.dumps(order))
     (folder / FAILED).unlink(missing_ok=True)
@@ -149,14 +146,6 @@ def adopt(question: Question, tries: int, report: Callable[[str, float | None], 
     if not question.script.is_file():
         raise ConfigError.of("SCRIPT", question.script, "is no file", "a Python script")
     refuse_existing("--out", question.folder)
-    for word in question.words:
-        file = Path(word.rpartition("=")[2])
-        tree = read_json(file) if file.suffix == ".json" and file.is_file() else None
-        if isinstance(tree, dict) and (named := sorted(DEEPSPEED & tree.keys())):
-            raise ConfigError.of(
-                question.script.name, word, f"is DeepSpeed's JSON ({', '.join(named)}), and its engine is not followed",
-                "the words without it; FSDP2's edits then stand for zero_optimization and offload_optimizer",
-            )  # fmt: skip
     report(f"running {question.script.name} without values", None)
     ranks = run_ranks(question, question.folder)
     planned = plan(ranks, question.cluster, question.ranks)

@@ -7,19 +7,23 @@ meta device. The script believes each to be at a place: the accelerator, the hos
 from __future__ import annotations
 
 import sys
+import sysconfig
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 Place = Literal["cuda", "cpu", "meta"]
 
+PROCESS, THREAD = "multiprocessing.Process.start", "threading.Thread.start"
+OWN = Path(__file__).parent
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 NoteKind = Literal["value", "shape", "data", "network", "process", "kernel", "device", "program"]
 
 
@@ -59,6 +63,29 @@ class Notes:
                 inner = f"{file.rpartition('site-packages/')[2]}:{frame.f_lineno}"
             frame = frame.f_back
         return outer or inner or self._script.name
+
+    def started(self, event: str, values: tuple[Any, ...]) -> None:
+        """Note processes and threads that the script starts, as an audit hook: nothing in them is followed."""
+        if event not in STARTS:
+            return
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            file = Path(frame.f_code.co_filename)
+            inside = file.parent == OWN or file.is_relative_to(STANDARD_LIBRARY)
+            if not inside or "site-packages" in file.parts:
+                break
+            if event == "os.fork" and "multiprocessing" in file.parts:
+                return  # Process.start was noted
+            frame = frame.f_back
+        if frame is not None and Path(frame.f_code.co_filename).parent == self._folder:
+            self.add("process", f"{STARTS[event]} is started: its operations are not counted")
+
+
+STARTS = {
+    "subprocess.Popen": "a process", "os.system": "a process", "os.fork": "a process", "os.posix_spawn": "a process",
+    "os.exec": "another program", PROCESS: "a process", THREAD: "a thread",
+}  # fmt: skip
+"""Python's audit events of processes, and two of ours."""
 
 
 @dataclass

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from meshwright.planner.adopt.adopted import Adopted
 from meshwright.planner.adopt.lanes import GroupNetwork, StepTime, step_times
 from meshwright.planner.adopt.recorder import Collective
-from meshwright.planner.plan.cluster import Cluster
+from meshwright.planner.plan.cluster import AttentionKernel, Cluster
 from meshwright.planner.plan.process import DIRECT, DIRECT_CHANNEL, GROUP_CHANNEL, PAIR_CHANNEL
 from meshwright.planner.plan.timing import Timer
 from meshwright.ranks.fake_world import RECEIVE
@@ -44,10 +44,19 @@ class Planned:
         return (0 if self.fits else 1), self.seconds / max(1, self.samples)
 
 
-def plan(ranks: Mapping[int, Adopted], cluster: Cluster, world: int) -> Planned:
-    """Plan recorded ranks on a cluster."""
+def plan(
+    ranks: Mapping[int, Adopted], cluster: Cluster, world: int, attention: AttentionKernel | None = None
+) -> Planned:
+    """Plan recorded ranks on a cluster.
+
+    Args:
+        ranks: Facts by rank.
+        cluster: The devices and their links.
+        world: The number of devices.
+        attention: The generation of the fused attention; None: the cluster's own.
+    """
     first = ranks[0]
-    timer = Timer(cluster, min(world, cluster.devices_per_node), tf32=first.tf32)
+    timer = Timer(cluster, min(world, cluster.devices_per_node), tf32=first.tf32, attention=attention)
     names = dict(enumerate(first.paths))
     steps = step_times(
         {r: one.entries for r, one in ranks.items()}, names, timer, GroupNetwork(cluster, world), cluster

@@ -122,8 +122,11 @@ class StepRecorder(Recorder):
             # A copy to another place is a clone whose result is placed by the caller.
             names_place = not places or asked is not None or name in ("clone", "_to_copy")
             target = self._places.asked if names_place and self._places.asked else place
-            if op._schema.is_mutable and given and not given[0].is_meta and given[0].dim():
-                self._notes.add("value", f"{name} writes computed values into host memory: the old values stay")
+            if name == "copy_":
+                target = self._places.of(given[0])
+            if op._schema.is_mutable and given and not given[0].is_meta and (given[0].dim() or name == "copy_"):
+                if given[0].dim():
+                    self._notes.add("value", f"{name} writes computed values into host memory: the old values stay")
                 return args[0] if op._schema.returns else None
             return self._without_values(op, name, args, keywords, target)
 

@@ -7,14 +7,19 @@ the model is called again after each optimizer has stepped; there the script is 
 
 from __future__ import annotations
 
+import builtins
+import io
+import os
 import runpy
 import socket
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Thread
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -26,12 +31,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from meshwright.parity.recorder import whole_model
 from meshwright.parity.trace import all_tensors, clean_names, in_backward
 from meshwright.planner.adopt.accelerator import Gpu, Pretended, pretended_accelerator, seen_backward
-from meshwright.planner.adopt.places import Notes, Places
+from meshwright.planner.adopt.places import PROCESS, THREAD, Notes, Places
 from meshwright.planner.adopt.recorder import Entry, StepRecorder, local_tensors
-from meshwright.ranks.dtensor import is_cut
+from meshwright.planner.adopt.zero import pretended_deepspeed
+from meshwright.ranks.dtensor import changed_parts, is_cut
 from meshwright.ranks.environment import enter_local_rank, go_offline
 from meshwright.ranks.fake_world import fake_world
+from meshwright.ranks.foreign import parse_json
 
+DEEPSPEED = frozenset(["zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"])
+"""Keys of DeepSpeed's JSON; other JSON has none of them."""
+MOST_CONFIG_BYTES = 2**20
+"""Bytes of the largest file that may be DeepSpeed's JSON."""
 WANTED = 2
 """The number of the recorded step: the first has no optimizer states at its begin."""
 
@@ -54,6 +65,8 @@ class Order:
     step: int = WANTED
     device: Literal["cuda", "cpu"] = "cuda"
     """cpu: the script finds no accelerator."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Texts in the place of files that an edit changed, by path."""
 
 
 @dataclass
@@ -115,6 +128,10 @@ class Session:
         self.step, self.passes = 0, 0
         self.held: dict[str, Any] = {}
         """The script's names, so that its model lives until the facts are read."""
+        self.marked: dict[int, str] = {}
+        """Parts of memory that an engine names, by storage number."""
+        self.configs: list[str] = []
+        """Paths of DeepSpeed's JSON that the script read."""
         self._outside: set[int] = set()
         self.pretended = Pretended(self.places, self.notes)
 
@@ -124,6 +141,13 @@ class Session:
         if not self.recorder.depth and not in_backward() and torch.is_grad_enabled():
             self._begin_pass(module)
         self.recorder.enter_module(module)
+
+    def bare(self, x: Any) -> Any:
+        """Return a floating tensor of the host without its values; anything else as it is."""
+        if type(x) not in (Tensor, nn.Parameter) or x.is_meta or not (x.is_floating_point() or x.is_complex()):
+            return x
+        with self.places.placing("cpu"):
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
     def _begin_pass(self, module: nn.Module) -> None:
         """Handle the call of a model: it may begin a step."""
@@ -205,6 +229,7 @@ class Session:
             for state in one.state.values() if (one := ref()) is not None else ():
                 tensors = [x for x in state.values() if isinstance(x, Tensor)]
                 parts |= dict.fromkeys(self._numbers(tensors), "states")
+        parts |= self.marked
         recorder = self.recorder
         self.facts = StepFacts(
             recorder.entries[: recorder.next_step()], recorder.changes[:], recorder.begun, recorder.peak_at, parts,
@@ -216,6 +241,31 @@ class Session:
         with torch._C.DisableTorchFunction():
             return [n for x in local_tensors(values) if (n := self.recorder.number_of(x)) > 0]
 
+    def mark(self, tensors: Sequence[Any], part: str) -> None:
+        """Count tensors as a part of memory."""
+        self.marked |= dict.fromkeys(self._numbers(tensors), part)
+
+    @contextmanager
+    def read_files(self) -> Iterator[None]:
+        """Give edited texts in the place of files in a context, and note DeepSpeed's JSON among files that are read."""
+        begin, files = open, self.order.files
+
+        def opened(file: Any, mode: str = "r", *rest: Any, **options: Any) -> Any:
+            if isinstance(file, str | os.PathLike) and str(file).endswith(".json") and mode in ("r", "rt", "rb"):
+                path = Path(file).absolute()
+                text = files.get(str(path))
+                if text is not None:
+                    return io.BytesIO(text.encode()) if mode == "rb" else io.StringIO(text)
+                if str(path) not in self.configs and path.is_file() and path.stat().st_size < MOST_CONFIG_BYTES:
+                    with begin(path, "rb") as raw, suppress(ValueError):
+                        tree = parse_json(raw.read())
+                        if isinstance(tree, dict) and DEEPSPEED & tree.keys():
+                            self.configs.append(str(path))
+            return begin(file, mode, *rest, **options)
+
+        with patch.object(builtins, "open", opened), patch.object(io, "open", opened):
+            yield
+
     def follow(self) -> None:
         """Run the script until its step is recorded. The script's own exceptions pass through."""
         order, recorder, notes = self.order, self.recorder, self.notes
@@ -224,14 +274,25 @@ class Session:
             enter_local_rank(order.rank, order.ranks, 0, 29500)
         sys.argv = [str(order.script), *order.words]
         sys.path.insert(0, str(order.script.resolve().parent))
+
+        def begun(event: str, start: Callable[[Any], None]) -> Callable[[Any], None]:
+            def begin(own: Any) -> None:
+                notes.started(event, ())
+                start(own)
+
+            return begin
+
+        sys.addaudithook(notes.started)
         said: Callable[[str], Any] = lambda text: notes.add("process", text)  # noqa: E731
         with ExitStack() as stack:
             stack.enter_context(_refused_network(notes))
+            for kind, event in ((BaseProcess, PROCESS), (Thread, THREAD)):
+                stack.enter_context(patch.object(kind, "start", begun(event, kind.start)))
             if order.device == "cuda":
                 stack.enter_context(pretended_accelerator(order.gpu, recorder))
             stack.enter_context(fake_world(order.rank, order.ranks, recorder.waited, said))
             for context in (_bare_parameters(self), followed_optimizers(self), followed_storages(recorder),
-                            _uncompiled(self), _own_loader(notes), seen_backward()):  # fmt: skip
+                            _uncompiled(self), _own_loader(notes), seen_backward(self.pretended)):  # fmt: skip
                 stack.enter_context(context)
             for handle in (
                 register_module_forward_pre_hook(self.before_module),
@@ -242,6 +303,11 @@ class Session:
                 stack.callback(handle.remove)
             stack.enter_context(self.pretended)
             stack.enter_context(recorder)
+            stack.enter_context(self.read_files())
+            if "deepspeed" in f"{order.source or order.script.read_text(encoding='utf-8')} {order.words}".lower():
+                place = torch.device("cuda", order.gpu.index) if order.device == "cuda" else torch.device("cpu")
+                engine = lambda text: notes.add("program", text)  # noqa: E731
+                stack.enter_context(pretended_deepspeed(place, self.mark, engine))
             with suppress(Stopped):
                 self.run_script()
 
@@ -291,13 +357,7 @@ def _refused_network(notes: Notes) -> Iterator[None]:
 @contextmanager
 def _bare_parameters(session: Session) -> Iterator[None]:
     """Make parameters and floating buffers without values in a context, also on the host."""
-    places, make, register = session.places, nn.Parameter.__new__, nn.Module.register_buffer
-
-    def bare(x: Any) -> Any:
-        if type(x) not in (Tensor, nn.Parameter) or x.is_meta or not (x.is_floating_point() or x.is_complex()):
-            return x
-        with places.placing("cpu"):
-            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    make, register, bare = nn.Parameter.__new__, nn.Module.register_buffer, session.bare
 
     def made(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         with torch._C.DisableTorchFunction():
@@ -308,7 +368,18 @@ def _bare_parameters(session: Session) -> Iterator[None]:
             tensor = bare(tensor)
         register(self, name, tensor, persistent=persistent)
 
-    with patch.object(nn.Parameter, "__new__", made), patch.object(nn.Module, "register_buffer", registered):
+    def cut(local: Any) -> Any:
+        # A part that was read from a file, before a module computes.
+        if session.recorder.depth:
+            return local
+        with torch._C.DisableTorchFunction():
+            return bare(local)
+
+    with (
+        patch.object(nn.Parameter, "__new__", made),
+        patch.object(nn.Module, "register_buffer", registered),
+        changed_parts(cut),
+    ):
         yield
 
 

@@ -18,7 +18,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.planner.adopt.adopted import by_phase, hidden_flops, read
-from meshwright.planner.adopt.edits import edits_of
+from meshwright.planner.adopt.edits import edits_of, with_tensor_plan
 from meshwright.planner.adopt.job import AdoptError, Question, run_rank, run_ranks
 from meshwright.planner.adopt.lanes import GroupNetwork, grid_of, step_times
 from meshwright.planner.adopt.planned import plan
@@ -68,6 +68,31 @@ def test_a_script_that_reads_a_value_is_told_the_line(tmp_path: Path) -> None:
     assert facts.memory.parts["weights"] == 4 * facts.parameters
     assert sum(facts.memory.parts.values()) == facts.memory.allocated
     assert read(out).entries == facts.entries
+
+
+STARTER = """
+import multiprocessing
+import subprocess
+import sys
+import threading
+subprocess.run([sys.executable, "-c", "1"])
+def work():
+    return 1
+if __name__ == "__main__":
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+"""
+
+
+def test_processes_and_threads_of_a_script_are_told_with_their_lines(tmp_path: Path) -> None:
+    question, out = adopted(tmp_path, STARTER + HEAD + LOOP)
+    facts = run_rank(question, 0, out)
+    said = [(note.where, note.text.partition(" is started")[0]) for note, _ in facts.unseen if note.kind == "process"]
+    assert said == [("script.py:6", "a process"), ("script.py:11", "a process"), ("script.py:14", "a thread")]
 
 
 @pytest.mark.parametrize(
@@ -233,6 +258,23 @@ def test_edits_change_the_lines_that_they_name(tmp_path: Path) -> None:
     assert by_phase(after)["forward"] == by_phase(facts)["forward"]
 
 
+def test_offloaded_activations_are_copied_to_the_host_and_back(tmp_path: Path) -> None:
+    made = "optimizer = "
+    question, out = adopted(tmp_path, HEAD.replace(made, LAYERS + made) + LOOP)
+    before = run_rank(question, 0, out)
+    (edit,) = (e for e in edits_of(question.script, (), before, 1) if e.title == "offload activations")
+    after = run_rank(question, 0, tmp_path / "edited", edit)
+    copies = [entry.event for entry in after.entries if isinstance(entry.event, Copy)]
+    sizes = [sum(c.payload_bytes for c in copies if c.to_host == to_host) for to_host in (True, False)]
+    # Each layer saves its input, relu's result twice and the second weight; the first layer's input has no gradient, so
+    # that the first weight is saved by two layers. The loader's batch is copied to the device as well.
+    saved = 3 * 4 * (6 * 8 + 2 * 6 * 32 + 8 * 32) + 2 * 4 * 8 * 32
+    assert sizes == [saved, saved + 4 * 6 * 8]
+    assert after.memory.parts["activations"] < before.memory.parts["activations"]
+    assert after.memory.host > before.memory.host
+    assert not any(note.kind == "kernel" for note, _ in after.unseen)
+
+
 LOADED = """
 import os
 import torch
@@ -283,16 +325,45 @@ def test_a_tensor_parallel_plan_is_an_edit_of_the_call_that_loads(tmp_path: Path
     assert not any(e.title == "tensor-parallel plan" for e in edits_of(script, (), after, 2))
 
 
-def test_deepspeeds_json_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
-    (tmp_path / "other.json").write_text(json.dumps({"batch": 3}))
-    (tmp_path / "script.py").write_text(HEAD + LOOP)
-    ran = meshwright(tmp_path, "adopt", "--edits", "0", "script.py", "--deepspeed=ds.json", "--data", "other.json")
-    assert ran.returncode != 0
-    assert "--deepspeed=ds.json is DeepSpeed's JSON (zero_optimization)" in " ".join(ran.stderr.split())
-    assert not (tmp_path / "adopted").exists()
-    ran = meshwright(tmp_path, "adopt", "--edits", "0", "script.py", "--data", "other.json")
-    assert ran.returncode == 0, ran.stderr
+MADE = """
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer
+config = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+                     intermediate_size=128, vocab_size=256, use_cache=False)
+model = AutoModelForCausalLM.from_config(
+    config
+).to("cpu")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+"""
+
+
+@pytest.mark.parametrize("head", [MADE, LOADED.replace('"cuda"', '"cpu"')], ids=["made", "loaded"])
+def test_a_tensor_parallel_plan_on_the_host(head: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = LlamaConfig(**sizes, intermediate_size=128, vocab_size=256, use_cache=False)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "small")
+    script = tmp_path / "script.py"
+    script.write_text(head + TOKENS.replace('"cuda"', '"cpu"'))
+    question = Question(script, (), CLUSTER, 2, "cpu")
+    before = run_rank(question, 0, tmp_path / "before")
+    (edit,) = (e for e in edits_of(script, (), before, 2) if e.title == "tensor-parallel plan")
+    after = run_rank(question, 0, tmp_path / "after", edit)
+    whole = 4 * 5 * 64
+    assert after.memory.parts["weights"] == (before.memory.parts["weights"] - whole) // 2 + whole
+    assert by_phase(after) == {phase: flops / 2 for phase, flops in by_phase(before).items()}
+
+
+def test_a_model_inside_of_a_call_gets_a_plan_in_front_of_it() -> None:
+    text = "from transformers import LlamaForCausalLM, Trainer\nTrainer(LlamaForCausalLM(config), args).train()\n"
+    made = with_tensor_plan(text, 4)
+    assert made is not None
+    assert made.splitlines()[1:] == [
+        "from transformers.distributed import DistributedConfig",
+        "whole = LlamaForCausalLM(config)",
+        "plan, _, mesh = whole.prepare_distribute_model(DistributedConfig(tp_size=4))",
+        "Trainer(whole.maybe_distribute_model(whole, plan, mesh), args).train()",
+    ]
+    assert with_tensor_plan("class MyModel: pass\nmodel = MyModel(3)\n", 4) is None
 
 
 OFFLOADED = """
