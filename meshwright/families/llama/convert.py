@@ -155,6 +155,10 @@ class LlamaFamily(RotaryFamily):
             raise settings.refused(f"head_dim={model.width_of_head} is odd, and rotary positions turn pairs")
         return model
 
+    def expert_linears(self, settings: Settings) -> tuple[str, tuple[str, ...]]:
+        theirs = self.kinds[settings.values["model_type"]].experts
+        return ("mlp", ()) if theirs is None else (theirs.module, (*theirs.expand, *theirs.contract))
+
     def names(self, model: Llama) -> Names:
         if model.activation != self.activation or model.norms not in self.norm_names:
             raise CheckpointError(

@@ -5,6 +5,16 @@
 | Accelerate and the Trainer under FSDP (`pytorch_model_fsdp_0`), NeMo AutoModel | transformers', behind `model.` |
 | torchtitan: Llama 3, Qwen3 | its own (`TORCHTITAN`); Llama's query and key rows in pairs, as in Meta's weights |
 
+Folders of safetensors have a tensor for each expert's linear; in memory, both programs have one of all n experts:
+
+| an expert's, [N, H] or [H, N] | transformers, in memory                               | torchtitan (Qwen3)     |
+|-------------------------------|-------------------------------------------------------|------------------------|
+| gate_proj (w1)                | mlp.experts.gate_up_proj, first N rows of [n, 2 N, H] | moe...w1_EFD [n, N, H] |
+| up_proj (w3)                  | mlp.experts.gate_up_proj, last N rows                 | moe...w3_EFD [n, N, H] |
+| down_proj (w2)                | mlp.experts.down_proj [n, H, N]                       | moe...w2_EDF [n, H, N] |
+
+torchtitan also has a bias of each expert's choice, which has to be zero.
+
 The folder has no settings: config.json and the tokenizer's files are copied into the folder, or named beside it.
 Pickles are read as inert values (`inert_pickle`): nothing of a file is imported or called.
 """
@@ -43,6 +53,7 @@ TORCHTITAN = {
     "layers.N.feed_forward.w1": "model.layers.N.mlp.gate_proj",
     "layers.N.feed_forward.w2": "model.layers.N.mlp.down_proj",
     "layers.N.feed_forward.w3": "model.layers.N.mlp.up_proj",
+    "layers.N.moe.router.gate": "model.layers.N.mlp.gate",
     "layers.N.attention_norm": "model.layers.N.input_layernorm",
     "layers.N.ffn_norm": "model.layers.N.post_attention_layernorm",
     "norm": "model.norm",
@@ -51,6 +62,17 @@ TORCHTITAN = {
 """transformers' layers by torchtitan's (version 0.3), N the number of the block."""
 PAIRED = ("self_attn.q_proj", "self_attn.k_proj")
 """Layers of a Llama 3 whose rows torchtitan stores in pairs, and transformers in halves."""
+FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+GROUPED = tuple(f"moe.routed_experts.inner_experts.{name}" for name in ("w1_EFD", "w3_EFD", "w2_EDF"))
+"""Names of all experts' gates, ups and downs in a block, of transformers and of torchtitan."""
+_OLDER_EXPERTS = {f"moe.experts.w{name[1]}": f"{GROUPED[0][:-6]}{name}" for name in ("w1_EFD", "w3_EFD", "w2_EDF")}
+_ALL_EXPERTS = re.compile(
+    r"(model\.layers\.\d+)\.(?:mlp\.experts|block_sparse_moe\.experts|moe\.routed_experts\.inner_experts)"
+    r"\.(gate_up_proj|down_proj|w1_EFD|w3_EFD|w2_EDF)"
+)
+_CHOICE = re.compile(r"layers\.\d+\.moe\.expert_bias(_E)?")
+_COUNTED = re.compile(r"layers\.\d+\.moe\.tokens_per_expert(_E)?")
+"""torchtitan's buffers of a mixture of experts: biases of the choice, and counts."""
 _OLDER = {
     "attention.wq": "attention.qkv_linear.wq", "attention.wk": "attention.qkv_linear.wk",
     "attention.wv": "attention.qkv_linear.wv", "output": "lm_head",
@@ -213,17 +235,70 @@ def tensors_of(folder: Path, family: Family, settings: Settings) -> Source:
     titan = any(name.endswith("tok_embeddings.weight") for name in table)
     wrapper = wrapper_of(table, ["tok_embeddings"] if titan else ours)
     pairs = titan and not any(".q_norm." in name for name in table)
-    places = {}
+    module, linears = family.expert_linears(settings)
+    places: dict[str, Place] = {}
     for stored, tensor in table.items():
         name = stored.removeprefix(wrapper)
-        name = from_torchtitan(name) if titan else family.full_name(name)
         read = partial(tensor.read, f"{folder}: {stored}")
+        if titan and _CHOICE.fullmatch(name) and read().any():
+            raise CheckpointError(f"{folder}: {stored} is not zero, and our experts have no bias of the choice there")
+        if titan and (_CHOICE.fullmatch(name) or _COUNTED.fullmatch(name)):
+            continue
+        name = (from_torchtitan(name) if titan else family.full_name(name)).replace(".mlp.", f".{module}.")
         if pairs and name.rpartition(".")[0].endswith(PAIRED):
             read = partial(halves_of, read, head_size(settings))
-        if name in places:
-            raise CheckpointError(f"{folder} holds {name} twice, under an old and a new name")
-        places[name] = Place(folder, read)
+        for one, place in single_experts(name, tensor.lengths, Place(folder, read), module, linears).items():
+            if one in places:
+                raise CheckpointError(f"{folder} holds {one} twice, under an old and a new name")
+            places[one] = place
     return Source(folder, places)
+
+
+class AllExperts:
+    """A tensor of all experts, read once for all of its parts."""
+
+    def __init__(self, read: Callable[[], Tensor], parts: int) -> None:
+        """Make the tensor. `parts`: number of parts that are read; memory is freed after the last one."""
+        self.read, self.parts = read, parts
+        self.whole: Tensor | None = None
+        self.left = parts
+
+    def part(self, expert: int, rows: slice) -> Tensor:
+        """Return rows of an expert, [rows, ...]."""
+        if self.whole is None:
+            self.whole, self.left = self.read(), self.parts
+        part = self.whole[expert, rows].clone()
+        self.left -= 1
+        if not self.left:
+            self.whole = None
+        return part
+
+
+def single_experts(
+    name: str, lengths: tuple[int, ...], place: Place, module: str, linears: tuple[str, ...]
+) -> dict[str, Place]:
+    """Return the places of an expert's linears by the names of folders; another tensor's own place by its name.
+
+    Args:
+        name: The tensor's name, `.mlp.` as in folders.
+        lengths: The tensor's lengths, of all experts [n, rows, columns].
+        place: The tensor's place.
+        module: The module of router and experts in folders.
+        linears: Names of an expert's gate, up and down in folders; empty: folders have tensors of all experts.
+    """
+    found = _ALL_EXPERTS.fullmatch(name)
+    if found is None or not linears or len(lengths) != 3:
+        return {name: place}
+    ours = [number for number, (fused, grouped) in enumerate(zip(FUSED, GROUPED, strict=True))
+            if found[2] in (fused.rpartition(".")[2], grouped.rpartition(".")[2])]  # fmt: skip
+    rows, whole = lengths[1] // len(ours), AllExperts(place.read, lengths[0] * len(ours))
+    return {
+        f"{found[1]}.{module}.experts.{expert}.{linears[linear]}.weight": Place(
+            place.path, partial(whole.part, expert, slice(rows * part, rows * (part + 1)))
+        )
+        for expert in range(lengths[0])
+        for part, linear in enumerate(ours)
+    }
 
 
 def wrapper_of(names: Iterable[str], layers: Iterable[str]) -> str:
@@ -246,7 +321,11 @@ def wrapper_of(names: Iterable[str], layers: Iterable[str]) -> str:
 
 
 def from_torchtitan(name: str) -> str:
-    """Return transformers' name of a tensor, by torchtitan's; an unknown name stays."""
+    """Return transformers' name of a tensor, by torchtitan's; an unknown name stays, experts' in a block's."""
+    for older, newer in _OLDER_EXPERTS.items():
+        name = newer.join(name.rsplit(older, 1)) if name.endswith(older) else name
+    if name.endswith(GROUPED):
+        return f"model.{name}"
     layer, _, kind = name.rpartition(".")
     for older, newer in _OLDER.items():
         if layer == older or layer.endswith("." + older):

@@ -1,15 +1,4 @@
-"""Writers of torch's distributed checkpoints with transformers' names, and with torchtitan's.
-
-Folders of safetensors have a tensor for each expert's linear; in memory, both programs have one of all n experts:
-
-| an expert's, [N, H] or [H, N] | transformers, in memory         | torchtitan (Qwen3)                         |
-|-------------------------------|---------------------------------|--------------------------------------------|
-| gate_proj (w1)                | mlp.experts.gate_up_proj, first N rows of [n, 2 N, H] | moe...w1_EFD [n, N, H] |
-| up_proj (w3)                  | mlp.experts.gate_up_proj, last N rows  | moe...w3_EFD [n, N, H]              |
-| down_proj (w2)                | mlp.experts.down_proj [n, H, N] | moe...w2_EDF [n, H, N]                     |
-
-torchtitan also has a bias of each expert's choice, which is zero here.
-"""
+"""Writers of torch's distributed checkpoints with transformers' names, and with torchtitan's; names: dcp.py."""
 
 from __future__ import annotations
 
@@ -23,15 +12,12 @@ import torch
 from torch import Tensor
 
 from meshwright.ranks.dcp import Shapes, save_tensors
-from meshwright.training.convert.dcp import PAIRED, TORCHTITAN, head_size, pairs_of
+from meshwright.training.convert.dcp import FUSED, GROUPED, PAIRED, TORCHTITAN, head_size, pairs_of
 from meshwright.training.convert.folder import Settings
 
 _EXPERT = re.compile(r"(model\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 _LINEARS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2}
 """Numbers of an expert's linears: gate, up, down."""
-FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-GROUPED = tuple(f"moe.routed_experts.inner_experts.{name}" for name in ("w1_EFD", "w3_EFD", "w2_EDF"))
-"""Names of all experts' gates, ups and downs in a block, of transformers and of torchtitan."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +31,7 @@ class ExpertPlace:
     """The first row."""
 
 
-class AllExperts:
+class JoinedExperts:
     """Joins the tensors of single experts of each block to tensors of all experts."""
 
     def __init__(self, shapes: Shapes, names: tuple[str, ...]) -> None:
@@ -85,7 +71,7 @@ def write_dcp(
     """Write tensors by the names of transformers' classes; `settings` of config.json, further arguments as of
     `save_tensors`, by the names of folders.
     """
-    experts = AllExperts(shapes, FUSED)
+    experts = JoinedExperts(shapes, FUSED)
     names = {name: name.replace(".block_sparse_moe.", ".mlp.") for name in experts.shapes}
     save_tensors(
         folder, {names[name]: shape for name, shape in experts.shapes.items()},
@@ -100,9 +86,8 @@ def write_torchtitan(
 
     Raises CheckpointError for a tensor that torchtitan's Llama 3 and Qwen3 lack.
     """
-    experts, paired = AllExperts(shapes, GROUPED), not any(".q_norm." in name for name in shapes)
+    experts, paired = JoinedExperts(shapes, GROUPED), not any(".q_norm." in name for name in shapes)
     theirs = {hf: titan for titan, hf in TORCHTITAN.items()}
-    theirs |= {} if paired else {"model.layers.N.mlp.gate": "layers.N.moe.router.gate"}
     grouped = {place.whole for place in experts.places.values()}
     names: dict[str, str] = {}
     for name in (*experts.shapes, *copies):

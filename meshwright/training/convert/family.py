@@ -199,6 +199,11 @@ class Family(ABC):
         """Return Hugging Face's layer, or layers, by the name of our layer."""
         return {**self.outside, **in_blocks(self.inside, model.layers, self.block)}
 
+    def expert_linears(self, settings: Settings) -> tuple[str, tuple[str, ...]]:
+        """Return folders' module of router and experts, and the names of an expert's gate, up and down; no names: there
+        are no experts, or folders have tensors of all experts."""
+        return "mlp", ()
+
     def full_name(self, stored: str) -> str:
         """Return the name, as in `names`, of a stored tensor; older folders have other names."""
         for theirs, ours in self.renamed:

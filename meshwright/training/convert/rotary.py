@@ -53,6 +53,9 @@ class RotaryFamily(Family):
     def copies(self, model: Any) -> dict[str, str]:
         return super().copies(model) if model.tied else {}
 
+    def expert_linears(self, settings: Settings) -> tuple[str, tuple[str, ...]]:
+        return "mlp", ("gate_proj", "up_proj", "down_proj")
+
     def with_tokenizer(self, model: Any, text: str, tokenizer: Tokenizer) -> WithTokens:
         ids = {"bos_token": tokenizer.begin, "eos_token": tokenizer.end}
         tokens = {key: tokenizer.name_of(token) for key, token in ids.items() if token is not None}

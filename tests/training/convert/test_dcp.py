@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,15 @@ from meshwright.ranks.errors import CheckpointError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.convert import export_folder, import_folder
-from meshwright.training.convert.dcp import from_torchtitan, halves_of, pairs_of, read_table, wrapper_of
+from meshwright.training.convert.dcp import (
+    from_torchtitan,
+    halves_of,
+    pairs_of,
+    read_table,
+    single_experts,
+    wrapper_of,
+)
+from meshwright.training.convert.folder import Place
 from meshwright.training.convert.inert_pickle import Made, inert
 from tests.families.llama.logits import hugging_face
 from tests.workers import run_ranks
@@ -100,7 +109,8 @@ def test_torchtitans_names_and_rows() -> None:
     assert from_torchtitan("layers.3.attention.qkv_linear.wq.weight") == "model.layers.3.self_attn.q_proj.weight"
     assert from_torchtitan("layers.3.attention.wq.weight") == "model.layers.3.self_attn.q_proj.weight"
     assert from_torchtitan("output.weight") == from_torchtitan("lm_head.weight") == "lm_head.weight"
-    assert from_torchtitan("layers.3.moe.router.gate.weight") == "layers.3.moe.router.gate.weight"
+    assert from_torchtitan("layers.3.moe.router.gate.weight") == "model.layers.3.mlp.gate.weight"
+    assert from_torchtitan("layers.3.moe.shared_experts.w1.weight") == "layers.3.moe.shared_experts.w1.weight"
     # A head of width 6: pairs (0, 1), (2, 3), (4, 5) there; halves 0, 2, 4 and 1, 3, 5 here.
     rows = torch.arange(12.0)[:, None]
     halves = halves_of(lambda: rows, 6)
@@ -125,12 +135,53 @@ def test_experts_go_out_as_transformers_has_them_in_memory(name: str, tmp_path: 
     state = {key: torch.zeros_like(value) for key, value in model.state_dict().items()}
     dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
-    if name == "gpt-oss":  # whose folders have the same tensors
-        import_folder(tmp_path / "out", tmp_path / "back")
-        check_equal(tmp_path / "back", tmp_path / "hf")
-        return
-    with pytest.raises(CheckpointError, match=r"experts\.0\."):
-        import_folder(tmp_path / "out", tmp_path / "back")
+    import_folder(tmp_path / "out", tmp_path / "back")
+    check_equal(tmp_path / "back", tmp_path / "hf")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe"])
+def test_experts_that_transformers_has_in_memory_are_read(name: str, tmp_path: Path) -> None:
+    model = hugging_face(tmp_path / "hf", name)
+    save({"model": model.state_dict()}, tmp_path / "dcp")
+    import_folder(tmp_path / "dcp", tmp_path / "step", beside=tmp_path / "hf")
+    check_equal(tmp_path / "step", tmp_path / "hf")
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_torchtitans_experts_are_read(older: bool, tmp_path: Path) -> None:
+    hugging_face(tmp_path / "hf", "qwen3-moe")
+    import_folder(tmp_path / "hf", tmp_path / "step")
+    export_folder(tmp_path / "step", tmp_path / "out", form="torchtitan")
+    state = {name: stored.read(name) for name, stored in read_table(tmp_path / "out").items()}
+    if older:
+        new = "moe.routed_experts.inner_experts."
+        state = {re.sub(r"_E\w*$", "", name.replace(new, "moe.experts.")): value for name, value in state.items()}
+        assert "layers.1.moe.experts.w1" in state
+        assert "layers.1.moe.expert_bias" in state
+    state["layers.0.moe.tokens_per_expert" + "_E" * (not older)] = torch.ones(4)
+    save(state, tmp_path / "dcp")
+    import_folder(tmp_path / "dcp", tmp_path / "back", beside=tmp_path / "hf")
+    check_equal(tmp_path / "back", tmp_path / "hf")
+    bias = next(name for name in state if "expert_bias" in name)
+    save(state | {bias: torch.tensor([0.0, 0.0, 0.0, 1.0])}, tmp_path / "biased")
+    with pytest.raises(CheckpointError, match=r"expert_bias.* is not zero, and our experts have no bias"):
+        import_folder(tmp_path / "biased", tmp_path / "none", beside=tmp_path / "hf")
+
+
+def test_a_tensor_of_all_experts_is_read_once() -> None:
+    reads = []
+
+    def read() -> torch.Tensor:
+        reads.append(1)
+        return torch.arange(24.0).view(3, 4, 2)
+
+    found = single_experts(
+        "model.layers.5.mlp.experts.gate_up_proj", (3, 4, 2), Place(Path(), read), "mlp", ("gate", "up", "down")
+    )
+    assert list(found) == [f"model.layers.5.mlp.experts.{i}.{name}.weight" for i in range(3) for name in ("gate", "up")]
+    parts = [place.read() for place in found.values()]
+    assert torch.equal(torch.cat(parts), torch.arange(24.0).view(12, 2))
+    assert len(reads) == 1
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "gpt-oss"])
