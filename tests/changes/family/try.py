@@ -40,9 +40,11 @@ if __name__ == "__main__":
     for kind in ("ring", "ulysses"):
         several = losses(kind, *WORDS, *BOTH, f"layout.context.kind={kind}", "memory.recompute=selective")
         assert max(abs(a - b) for a, b in zip(alone, several, strict=True)) < 1e-5, (kind, alone, several)
-    told = "bits.kind=layout-free has no sum of sinks' gradients .* of near has sinks; valid: usual, or a model.family"
+    told = "bits.tensor=2 cuts layers of a near, whose sinks' gradients have no sums by parts; valid: 1"
     with pytest.raises(ConfigError, match=told):  # before anybody looks for data
-        mw.load(RUN | {"data": {"source": "nowhere.txt", "sequence": 16}}, [*WORDS, "bits=layout-free"])
+        mw.load(
+            RUN | {"data": {"source": "nowhere.txt", "sequence": 16}}, [*WORDS, "bits={kind: layout-free, tensor: 2}"]
+        )
     words = [*WORDS, "layout.context.size=2", "layout.context.kind=ring", "data.documents=separate"]
     assert mw.verify(mw.load(RUN, words), steps=1).holds
     assert mw.verify(mw.load(RUN, [*WORDS, *wide]), steps=1).holds

@@ -17,7 +17,9 @@ PLAIN: Case = {
 }  # fmt: skip
 """One device: the axes of which bits are free, each with the value that cuts nothing."""
 
-FIXED: Case = {"tensor": "none", "context": None, "common": None, "branch": None, "summa": None, "head": None}
+FIXED: Case = {
+    "tensor": "none", "context": None, "common": None, "branch": None, "summa": None, "head": None, "loss": None,
+}  # fmt: skip
 
 PRECISIONS = ("float32", "O1-bf16", "O2-bf16", "O2-fp16")
 
