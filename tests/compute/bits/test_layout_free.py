@@ -72,6 +72,12 @@ def test_processes_over_gloo_end_with_the_bits_of_threads(words: tuple[str, ...]
     assert ended(gpt2(*words), transport="torch").differing(ended(gpt2())) == []
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+def test_every_elementwise_optimizer_ends_with_the_bits_of_one_device(optimizer: str) -> None:
+    words = (f"optimizer={optimizer}", "layout.data=3", "layout.data.sync=zero1")
+    assert ended(gpt2(*words)).differing(ended(gpt2(words[0]))) == []
+
+
 @pytest.mark.parametrize("threads", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_of_many_threads_end_with_the_bits_of_one(threads: int) -> None:
     assert ended(gpt2("layout.data=2"), threads=threads).differing(ended(gpt2())) == []
