@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from meshwright.compute.parameters.bucket import Place, Slices, Slot, StepWeights
-from meshwright.compute.parameters.fixed import FixedPoint
+from meshwright.compute.parameters.fixed import GRADIENT_DIGITS, FixedPoint
 from meshwright.compute.parameters.role import StepRule
 from meshwright.compute.parameters.rounding import Draw
 from meshwright.config.registry import load_entry
@@ -226,6 +226,10 @@ class Optimizer:
         self.steps_taken -= not applied
         if not applied and not self.scaler.may_skip:
             end = "the run has diverged"
+            if self.fixed is not None:
+                largest = self.fixed.limit / 2.0**GRADIENT_DIGITS
+                most = f"{largest:g}, the most that bits.kind=layout-free adds exactly"
+                end += f", or a gradient has an addend above {most}"
             if (scaler := self.scaler).dynamic:
                 skipped = f"{scaler.skips + 1} steps in a row were skipped, down to a loss scale of {scaler.scale:g}"
                 end = f"{skipped} (precision.loss_scale.max_skips={scaler.max_skips})"

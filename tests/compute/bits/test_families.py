@@ -73,6 +73,12 @@ def scores_all_runs(mesh: Mesh) -> None:
     experts.RouterByRuns.blocks = blocks.WHOLE  # type: ignore[method-assign, assignment]
 
 
+def test_a_gradient_beyond_the_range_is_named() -> None:
+    """Norms behind sub-layers divide by the small outputs of first weights: the usual norm of this run is 317."""
+    with pytest.raises(AssertionError, match="a gradient has an addend above 8, the most"):
+        ended(config_of(("olmo", "float32"), ("model.biases=[output]",), 1))
+
+
 PLANTS = [
     (sums_squares_of_own_heads, "olmo", MEGATRON), (forgets_the_cap, "gemma", MEGATRON),
     (adds_parts_in_a_row, "experts, cut", ("layout.data=2",)), (scores_all_runs, "experts, cut", ("layout.context=2",)),
