@@ -144,7 +144,8 @@ def run_ranks(question: Question, folder: Path, edit: Edit | None = None) -> dic
 def adopt(question: Question, tries: int, report: Callable[[str, float | None], None]) -> Answer:
     """Adopt a script: record, plan, and try edits. `tries`: the most edits that are run."""
     if not question.script.is_file():
-        raise ConfigError.of("SCRIPT", question.script, "is no file", "a Python script")
+        rule = "is no option of this command" if str(question.script).startswith("-") else "is no file"
+        raise ConfigError.of("SCRIPT", question.script, rule, "a Python script; meshwright adopt --help lists options")
     refuse_existing("--out", question.folder)
     report(f"running {question.script.name} without values", None)
     ranks = run_ranks(question, question.folder)

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.planner.adopt.adopted import by_phase, hidden_flops, read
 from meshwright.planner.adopt.edits import edits_of, with_tensor_plan
-from meshwright.planner.adopt.job import AdoptError, Question, run_rank, run_ranks
+from meshwright.planner.adopt.job import AdoptError, Question, adopt, run_rank, run_ranks
 from meshwright.planner.adopt.lanes import GroupNetwork, grid_of, step_times
 from meshwright.planner.adopt.planned import plan
 from meshwright.planner.adopt.recorder import Collective, Copy, Entry, Sync
@@ -197,6 +197,12 @@ def test_computation_hides_a_collective_by_the_events_of_streams() -> None:
     # The second gather of a group follows the first.
     begin, *rest = gather(1, 2)
     assert hidden_flops([before, work, behind, begin, *rest[:2], more, *gather(2, 1)]) == {1: 3.0, 2: 3.0}
+
+
+@pytest.mark.parametrize("script, told", [("none.py", "is no file"), ("--nproc", "is no option of this command")])
+def test_a_script_that_is_none_is_refused(script: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"SCRIPT={script} {told}; valid: a Python script"):
+        adopt(Question(Path(script), (), CLUSTER, 1), 0, lambda *_: None)
 
 
 def test_a_mean_over_groups_of_ranks_is_on_axes_of_a_grid() -> None:
