@@ -110,7 +110,7 @@ def _candidates(local: Tensor, whole: Tensor, any_order: bool = False) -> Iterat
             return
     if any_order and 0 not in cut:
         cut = [0, *cut]
-    # Blocks are few, and found without distances; slices cost a matrix of distances per cut dim.
+    # There are few blocks, found without distances; slices cost a matrix of distances per cut dim.
     yield from _blocks(local, whole, cut)
     for dim in cut:
         longest = whole.shape[dim] if any_order else whole.shape[dim] - 1

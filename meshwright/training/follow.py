@@ -88,7 +88,7 @@ class StepTeller:
     folder: Path | None
 
     def tell(self, line: Mapping[str, Any]) -> bool:
-        """Write a step's metrics as a line of JSON; return whether the callback asks to stop. Blocks while the pipe is
+        """Write a step's metrics as a line of JSON; return whether the callback asks to stop. Waits while the pipe is
         full."""
         if self.folder is None:
             return False

@@ -187,7 +187,7 @@ def block_hashes(name: str, shape: tuple[int, ...], box: Box, start: int, values
     """Hash each block of the elements start ... start + n - 1 of a box: integers from 0 to 2^64 - 1. values: [n]."""
     bounds = block_bounds(shape, box, start, values.numel(), values.element_size())
     row = math.prod(box.lengths[row_dims(shape) :])
-    # Blocks of whole rows are hashed in one pass, since the overhead of a call is the time of 100 KiB.
+    # Whole rows are hashed in blocks, each in one pass, since the overhead of a call is the time of 100 KiB.
     whole = [first % row == 0 and last % row == 0 for first, last in pairwise(start + bound for bound in bounds)]
     sums = [values.new_zeros(0, dtype=torch.int64)]
     for is_whole, group in groupby(zip(whole, pairwise(bounds), strict=True), lambda pair: pair[0]):

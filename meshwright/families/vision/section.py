@@ -60,7 +60,7 @@ class ResNeXt(ImageNetwork):
     hidden: Positive = 64
     """Channels behind the stem."""
     stage_blocks: tuple[Layers, ...] = (3, 4, 6, 3)
-    """Blocks of each stage."""
+    """Number of blocks of each stage."""
     paths: Positive = 32
     """Parallel paths of a block (its cardinality), which divide hidden."""
     path_width: Positive = 4
