@@ -247,7 +247,7 @@ def tensors_of(folder: Path, family: Family, settings: Settings) -> Source:
         name = (from_torchtitan(name) if titan else family.full_name(name)).replace(".mlp.", f".{module}.")
         if pairs and name.rpartition(".")[0].endswith(PAIRED):
             read = partial(halves_of, read, head_size(settings))
-        for one, place in single_experts(name, tensor.lengths, Place(folder, read), module, linears).items():
+        for one, place in single_experts(name, tensor, Place(folder, read), module, linears).items():
             if one in places:
                 raise CheckpointError(f"{folder} holds {one} twice, under an old and a new name")
             places[one] = place
@@ -275,22 +275,31 @@ class AllExperts:
 
 
 def single_experts(
-    name: str, lengths: tuple[int, ...], place: Place, module: str, linears: tuple[str, ...]
+    name: str, tensor: StoredTensor, place: Place, module: str, linears: tuple[str, ...]
 ) -> dict[str, Place]:
     """Return the places of an expert's linears by the names of folders; another tensor's own place by its name.
 
     Args:
         name: The tensor's name, `.mlp.` as in folders.
-        lengths: The tensor's lengths, of all experts [n, rows, columns].
+        tensor: The tensor, of all experts [n, rows, columns].
         place: The tensor's place.
         module: The module of router and experts in folders.
         linears: Names of an expert's gate, up and down in folders; empty: folders have tensors of all experts.
+
+    Raises:
+        CheckpointError: The files have fewer bytes than the tensor, so a forged number of experts takes no memory.
     """
-    found = _ALL_EXPERTS.fullmatch(name)
-    if found is None or not linears or len(lengths) != 3:
+    found, lengths = _ALL_EXPERTS.fullmatch(name), tensor.lengths
+    if found is None or not linears or len(lengths) != 3 or not prod(lengths):
         return {name: place}
+    try:
+        tensor.check()
+    except ValueError as error:
+        raise CheckpointError(f"{place.path}: {name} cannot be read: {error}") from error
     ours = [number for number, (fused, grouped) in enumerate(zip(FUSED, GROUPED, strict=True))
             if found[2] in (fused.rpartition(".")[2], grouped.rpartition(".")[2])]  # fmt: skip
+    if lengths[1] % len(ours):
+        return {name: place}  # the converter refuses the name
     rows, whole = lengths[1] // len(ours), AllExperts(place.read, lengths[0] * len(ours))
     return {
         f"{found[1]}.{module}.experts.{expert}.{linears[linear]}.weight": Place(

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.convert import export_folder, import_folder
 from meshwright.training.convert.dcp import (
+    Piece,
+    StoredTensor,
     from_torchtitan,
     halves_of,
     pairs_of,
@@ -175,13 +178,20 @@ def test_a_tensor_of_all_experts_is_read_once() -> None:
         reads.append(1)
         return torch.arange(24.0).view(3, 4, 2)
 
-    found = single_experts(
-        "model.layers.5.mlp.experts.gate_up_proj", (3, 4, 2), Place(Path(), read), "mlp", ("gate", "up", "down")
-    )
+    stored = StoredTensor((3, 4, 2), torch.float32, (Piece((0, 0, 0), (3, 4, 2), Path(), 0, 96),))
+    name, linears = "model.layers.5.mlp.experts.gate_up_proj", ("gate", "up", "down")
+    found = single_experts(name, stored, Place(Path(), read), "mlp", linears)
     assert list(found) == [f"model.layers.5.mlp.experts.{i}.{name}.weight" for i in range(3) for name in ("gate", "up")]
     parts = [place.read() for place in found.values()]
     assert torch.equal(torch.cat(parts), torch.arange(24.0).view(12, 2))
     assert len(reads) == 1
+    odd = replace(stored, lengths=(3, 3, 2), pieces=(Piece((0, 0, 0), (3, 3, 2), Path(), 0, 96),))
+    assert list(single_experts(name, odd, Place(Path(), read), "mlp", linears)) == [name], "no row is dropped"
+    empty = replace(stored, lengths=(10**12, 0, 2), pieces=())
+    assert list(single_experts(name, empty, Place(Path(), read), "mlp", linears)) == [name]
+    forged = replace(stored, lengths=(10**12, 4, 2), pieces=(Piece((0, 0, 0), (10**12, 4, 2), Path(), 0, 96),))
+    with pytest.raises(CheckpointError, match="its files hold 96 bytes"):
+        single_experts(name, forged, Place(Path(), read), "mlp", linears)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "gpt-oss"])
