@@ -80,7 +80,7 @@ def test_more_ranks_of_experts_than_replicas_are_planned() -> None:
     [
         ("GPT OSS 120B", "B200", "4", "layernorm, moe_act"),
         ("LLAMA3_70B", "GB200", "2", "activations of 40 layers"),
-        ("LLAMA3_70B", "GB300", "1", "FP8 products"),
+        ("LLAMA3_70B", "GB300", "1", "products are in FP8"),
         ("DeepSeekV3", "B200", "1", "mla_up_proj"),
         ("Kimi_K2", "GB300", "2", "mla_up_proj"),
     ],
