@@ -52,21 +52,21 @@ def build_strategy(
     policy = load_entry(sync.policy)()
     users = {} if policy.owners == "all" else using()
     parts = users if sync.gathers else None
-    own = {
-        name: tuple(number for number, chunk in enumerate(chunks) if not set(those).isdisjoint(chunk.parts))
+    chunks_of = {
+        name: tuple(index for index, chunk in enumerate(chunks) if not set(those).isdisjoint(chunk.parts))
         for name, those in users.items()
     }
     # A sliced bucket is summed when its chunk is done; a bucket of two chunks would wait for the later chunk.
-    by_chunk = own if sync.slices and len(chunks) > 1 else None
+    by_chunk = chunks_of if sync.slices and len(chunks) > 1 else None
 
     def fill(name: str, out: Tensor) -> nn.Parameter:
         if drawn:
             draw_values(out, name, specs[name], mesh, config.seed)
         parameter = nn.Parameter(out.new_empty(0), requires_grad=specs[name].role.rule.trained)
         parameter.data = out
-        owner, _, own = name.rpartition(".")
+        owner, _, attribute = name.rpartition(".")
         # Registered anew: a meta tensor cannot get memory in place (swap_tensors fails under FakeTensorMode).
-        model.get_submodule(owner).register_parameter(own, parameter)
+        model.get_submodule(owner).register_parameter(attribute, parameter)
         return parameter
 
     buckets = make_buckets(

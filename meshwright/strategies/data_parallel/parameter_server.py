@@ -53,8 +53,8 @@ class ServerGradient(Synchroniser):
         comm = self.mesh.comm("data")
         everyone = load(0, replica_batch * (comm.size if comm.index == _ROOT else 1))
         mine = {name: torch.empty_like(x[:replica_batch]) for name, x in everyone.items()}
-        for name, part in mine.items():
-            comm.scatter(part, everyone[name], _ROOT)
+        for name, rows in mine.items():
+            comm.scatter(rows, everyone[name], _ROOT)
         return mine
 
 
@@ -72,8 +72,8 @@ class ServerLoss(ServerGradient):
 
     def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
         comm = self.mesh.comm("data")
-        (own,) = model.hidden_states(batch, incoming)
-        outputs = gather(own, self.mesh, "data", _ROOT)  # [n·B, T, H] on the server, [0, T, H] on a worker
+        (hidden,) = model.hidden_states(batch, incoming)
+        outputs = gather(hidden, self.mesh, "data", _ROOT)  # [n·B, T, H] on the server, [0, T, H] on a worker
         # After the head's backward pass, all ranks do the same.
         outputs.register_hook(lambda gradient: super(ServerLoss, self).expect(self._final_comes))
         labels = {name: batch[name].new_empty(outputs.shape[0], *batch[name].shape[1:]) for name in model.labels}

@@ -125,7 +125,7 @@ def needs_whole_parts(config: Config) -> Iterator[Problem]:
     if config.layout.data.in_pieces:
         rule_text = "sums a layer's gradients as one, and layout.data.exchange=messages cuts layers into pieces"
         syncs = {needs_whole_parts, needs_one_axis_of_replicas}
-        left = [name for name, other in entries("syncs").items() if syncs.isdisjoint(other.rules)]
+        left = [name for name, entry in entries("syncs").items() if syncs.isdisjoint(entry.rules)]
         yield Problem(FIELD, sync, rule_text, f"{', '.join(left)}, or layout.data.exchange=blocking")
 
 

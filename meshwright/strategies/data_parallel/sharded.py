@@ -127,39 +127,39 @@ class Sharded(Synchroniser):
 
     def filled(self, parameter: nn.Parameter) -> None:
         """Note a parameter's gradient of a microbatch, and begin the sums of its chunk's full buckets in order."""
-        one, chunk = self._sum_of[parameter], self.gradients.user
+        sum_, chunk = self._sum_of[parameter], self.gradients.user
         if self.gradients.defers:  # computed in B, while others of the bucket may wait for W
-            one.waits = True
-        one.take(parameter)
-        if one.state is not State.FULL and not one.waits:  # no other bucket has become ready
+            sum_.waits = True
+        sum_.take(parameter)
+        if sum_.state is not State.FULL and not sum_.waits:  # no other bucket has become ready
             return
-        order = [one for one in self.sums if not one.waits and one.bucket.chunks in ((), (chunk,))]
+        order = [sum_ for sum_ in self.sums if not sum_.waits and sum_.bucket.chunks in ((), (chunk,))]
         # The bucket with the fewest sums begun is first. Ends at the last bucket: one without elements on this rank is
         # full again at once.
-        while order and (following := min(order, key=lambda one: one.times_left)).state is State.FULL:
+        while order and (following := min(order, key=lambda sum_: sum_.times_left)).state is State.FULL:
             self._leave(following)
             if following is order[-1]:
                 break
 
     def arrivals(self) -> Iterator[int]:
-        for one in self.sums:
-            if not one.times_left or any(self.gradients.has(parameter) for parameter in one.bucket.views):
-                self._leave(one)
+        for sum_ in self.sums:
+            if not sum_.times_left or any(self.gradients.has(parameter) for parameter in sum_.bucket.views):
+                self._leave(sum_)
         return self._ended()
 
-    def _leave(self, one: SlicedSum) -> None:
+    def _leave(self, sum_: SlicedSum) -> None:
         """Begin a bucket's sum, then wait for the sums of buckets that fill at other times. When a sum ends, the link
         already has the next one, and need not wait until the first is added to its slice."""
-        for parameter in one.bucket.views:
+        for parameter in sum_.bucket.views:
             self.gradients.fill(parameter)
             self.gradients.clear(parameter)
         # With stages, weight gradients have another order, and slices are summed over groups after the backward pass.
-        one.last = self._final and self.mesh.size(PIPE) == 1
-        one.leave()
-        for other in self.sums:
+        sum_.last = self._final and self.mesh.size(PIPE) == 1
+        sum_.leave()
+        for earlier_sum in self.sums:
             # Buckets of one part become full at about the same time, if the model is gathered by part.
-            if other is not one and not (one.bucket.parts and one.bucket.parts == other.bucket.parts):
-                other.collect()
+            if earlier_sum is not sum_ and not (sum_.bucket.parts and sum_.bucket.parts == earlier_sum.bucket.parts):
+                earlier_sum.collect()
 
 
 def free(x: Tensor) -> None:

@@ -52,8 +52,8 @@ class Policy:
         if self.owners == "each" and bucket.segments:
             return bucket.segments[comm.index], bucket.segments[comm.index + 1]
         if self.owners == "each":
-            part = length // comm.size
-            return comm.index * part, (comm.index + 1) * part
+            slice_length = length // comm.size
+            return comm.index * slice_length, (comm.index + 1) * slice_length
         return 0, length if self.owners == "all" or comm.index == 0 else 0
 
     def dealt_over(self, mesh: Mesh) -> DealtOver | None:
@@ -162,12 +162,12 @@ class BucketSum:
 
     @property
     def sizes(self) -> BucketBytes:
-        bucket, own = self.bucket, self.slot.parameter.numel()
-        kind = bucket.values.dtype, bucket.rule.decays, bucket.sum_axes, bucket.cut_axes
+        bucket, slot_elements = self.bucket, self.slot.parameter.numel()
+        group_key = bucket.values.dtype, bucket.rule.decays, bucket.sum_axes, bucket.cut_axes
         value, gradients = bucket.values.element_size(), bucket.gradients
         return BucketBytes(
-            kind, bucket.parts, bucket.values.numel() * value, gradients.numel() * gradients.element_size(),
-            own * value, self.total.numel() * gradients.element_size(), self.waits,
+            group_key, bucket.parts, bucket.values.numel() * value, gradients.numel() * gradients.element_size(),
+            slot_elements * value, self.total.numel() * gradients.element_size(), self.waits,
         )  # fmt: skip
 
     def refill(self) -> None:
@@ -220,7 +220,7 @@ class BucketSum:
         bucket, comm = self.bucket, self.mesh.comm(*self.weights.copy_axes)
         if same_everywhere(bucket.values, comm):  # one small message if all are equal
             return []
-        parts = ((place.name, bucket.values[place.start : place.stop]) for place in bucket.places)
+        parts = ((entry.name, bucket.values[entry.start : entry.stop]) for entry in bucket.places)
         return [name for name, values in parts if make_equal(values, comm)]
 
 
@@ -250,20 +250,20 @@ class Synchroniser:
         self.policy = policy
         # One after the other: a bucket that is not kept whole is freed before the next is allocated.
         made = [self.sum_of(bucket, mesh, policy) for bucket in buckets]
-        self.sums = [one for one in made if one.bucket.rule.trained]
-        self.frozen = [one for one in made if not one.bucket.rule.trained]
+        self.sums = [sum_ for sum_ in made if sum_.bucket.rule.trained]
+        self.frozen = [sum_ for sum_ in made if not sum_.bucket.rule.trained]
         """Buckets of frozen parameters: values only, never summed, stepped or published."""
         self.every = [*self.sums, *self.frozen]
-        self.buckets = [one.bucket for one in self.every]
-        self.slots = [one.slot for one in self.sums]
-        self._weights = [one.weights for one in self.every]
-        self._sum_of = {parameter: one for one in self.sums for parameter in one.bucket.views}
+        self.buckets = [sum_.bucket for sum_ in self.every]
+        self.slots = [sum_.slot for sum_ in self.sums]
+        self._weights = [sum_.weights for sum_ in self.every]
+        self._sum_of = {parameter: sum_ for sum_ in self.sums for parameter in sum_.bucket.views}
         self._final = False
         self._of: dict[int, list[int]] = {}
         """The buckets that each part of the model reads."""
-        views = {parameter: view for one in self.sums for parameter, view in one.bucket.views.items()}
+        views = {parameter: view for sum_ in self.sums for parameter, view in sum_.bucket.views.items()}
         told: tuple[OnGradient, OnFirst] = self.filled, lambda parameter: self._sum_of[parameter].begin()
-        counts = [member for one in self.sums if one.bucket.rule.by == "signs" for member in one.bucket.views]
+        counts = [member for sum_ in self.sums if sum_.bucket.rule.by == "signs" for member in sum_.bucket.views]
         self.gradients = Gradients(views, *told) if fixed is None else ExactGradients(views, fixed, *told, counts)
         for parameter in self._sum_of:
             parameter.grad = None
@@ -276,7 +276,7 @@ class Synchroniser:
     @property
     def most_bytes(self) -> tuple[int, int]:
         """The peak bytes of weights, and of gradients, on a rank."""
-        held = self.held([one.sizes for one in self.every])
+        held = self.held([sum_.sizes for sum_ in self.every])
         apart = sum(size_bytes(x) for users in self.gradients.apart.values() for x in users.values())
         gradients = held.gradients + held.passing_gradients + apart
         return held.weights + held.passing_weights, gradients
@@ -303,14 +303,14 @@ class Synchroniser:
     def follow(self, model: RunsParts, using: PartsUsing, chunks: Sequence[Chunk]) -> None:
         """Wait for the values of each part of a chain when the part runs. `using`: the parts that use each parameter;
         `chunks`: the chunks of the chain on this rank."""
-        readers = [{part for place in bucket.places for part in using[place.name]} for bucket in self.buckets]
-        parts = [part for chunk in chunks for part in chunk.parts]
-        self._of = {part: [index for index, those in enumerate(readers) if part in those] for part in parts}
+        readers = [{unit for entry in bucket.places for unit in using[entry.name]} for bucket in self.buckets]
+        parts = [unit for chunk in chunks for unit in chunk.parts]
+        self._of = {unit: [index for index, those in enumerate(readers) if unit in those] for unit in parts}
         model.run_parts_by(self.run_part)
 
-    def run_part(self, part: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    def run_part(self, unit: int, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a part of the model after its values are received."""
-        self._wait(self._of[part])
+        self._wait(self._of[unit])
         return function(*arguments)
 
     def filled(self, parameter: nn.Parameter) -> None:
@@ -322,36 +322,36 @@ class Synchroniser:
 
     def _launch(self) -> None:
         """Start the sums of full buckets, in order, up to the first not full; then `cross` all sums but the newest."""
-        for one in self.sums:
-            if one.state is State.FILLING:
+        for sum_ in self.sums:
+            if sum_.state is State.FILLING:
                 break
-            if one.state is State.FULL:
-                one.leave()
+            if sum_.state is State.FULL:
+                sum_.leave()
         # With stages, replicas run tasks in different orders, and must not wait for each other during a backward pass.
         if self.policy.apart and self.mesh.size(PIPE) == 1:
-            under_way = [one for one in self.sums if one.state is State.SUMMING and not one.comm.begins_when_waited_for]
-            for one in under_way[:-1]:
-                one.cross()
+            begun = [sum_ for sum_ in self.sums if sum_.state is State.SUMMING and not sum_.comm.begins_when_waited_for]
+            for sum_ in begun[:-1]:
+                sum_.cross()
 
     def arrivals(self) -> Iterator[int]:
         """Yield slot indices, each when the slot holds the whole gradient. Starts sums that have not begun."""
         self._wait()  # a slot must not be stepped while being sent
-        for one in self.sums:
+        for sum_ in self.sums:
             # Not reached by the last microbatch, in the bucket's order: a set's order differs by process.
-            for parameter in [member for member in one.bucket.views if member in one.missing]:
+            for parameter in [member for member in sum_.bucket.views if member in sum_.missing]:
                 self.gradients.fill(parameter)
-                one.take(parameter)
+                sum_.take(parameter)
         self._launch()
         return self._ended()
 
     def _ended(self) -> Iterator[int]:
         """Yield the buckets' indices, each when its slot holds the whole gradient."""
-        for one in self.sums:
-            one.cross()
-        for index, one in enumerate(self.sums):
-            one.end()
+        for sum_ in self.sums:
+            sum_.cross()
+        for index, sum_ in enumerate(self.sums):
+            sum_.end()
             if self.fixed is not None:
-                self.fixed.to_float32(one.total)
+                self.fixed.to_float32(sum_.total)
             yield index
 
     def finish(self) -> None:
@@ -363,20 +363,20 @@ class Synchroniser:
         """Give every rank the stepped parameters, and clear the gradients. `wait=False`: values may still be in
         transit, and are waited for when weights are read or the model runs; slots may be read meanwhile."""
         self._wait()
-        for one in reversed(self.sums):
-            one.publish()
-            for parameter in one.bucket.views:
+        for sum_ in reversed(self.sums):
+            sum_.publish()
+            for parameter in sum_.bucket.views:
                 self.gradients.clear(parameter)
         # A send that begins only when waited for gains nothing from waiting later. In a forward pass the first and the
         # last stage would deadlock: one waits for a tied table's values, the other for the hidden states computed
         # before.
-        self._wait([index for index, one in enumerate(self.sums) if wait or one.comm.begins_when_waited_for])
+        self._wait([index for index, sum_ in enumerate(self.sums) if wait or sum_.comm.begins_when_waited_for])
 
     def publish_frozen(self) -> None:
         """Give every rank the frozen values that other ranks have read from a checkpoint."""
         # As after a step, which only publishes trained values.
-        for one in self.frozen:
-            one.publish()
+        for sum_ in self.frozen:
+            sum_.publish()
         self._wait()
 
     def whole_weights(self) -> AbstractContextManager[None]:
@@ -387,7 +387,7 @@ class Synchroniser:
     def make_replicas_equal(self) -> list[str]:
         """Compare by hash the parameters held by several ranks. Broadcast unequal ones; return their names."""
         self._wait()
-        return [name for one in self.every for name in one.make_equal()]
+        return [name for sum_ in self.every for name in sum_.make_equal()]
 
     def _wait(self, indices: Collection[int] | None = None) -> None:
         """Wait until these buckets' values are received; None: all buckets'."""

@@ -60,20 +60,20 @@ def recomputed_from(copies: Copies, function: Callable[..., Any], *arguments: An
     if not torch.is_grad_enabled():
         return function(*arguments)
     leaves, form = tree_flatten(arguments)
-    places = [place for place, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
-    first = [leaves[place] for place in places]
+    positions = [position for position, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+    first = [leaves[position] for position in positions]
     token = [x.new_empty(0) for x in first[:1]]  # gives checkpoint the device of the random numbers
     fetch = copies.moved(first)
-    for place in places:
-        leaves[place] = None  # a closure that held the tensors would hold the device's memory
+    for position in positions:
+        leaves[position] = None  # a closure that held the tensors would hold the device's memory
 
     def computed(*_: Tensor) -> Any:
         # The first pass reads the original tensors: their graph carries the gradients on.
-        own = first.copy() if first else [x.requires_grad_() for x in fetch()]
+        inputs = first.copy() if first else [x.requires_grad_() for x in fetch()]
         first.clear()
         filled = list(leaves)
-        for place, x in zip(places, own, strict=True):
-            filled[place] = x
+        for position, x in zip(positions, inputs, strict=True):
+            filled[position] = x
         return function(*tree_unflatten(filled, form))
 
     result = checkpoint(computed, *token, use_reentrant=False)
@@ -179,7 +179,7 @@ class PlannedCopies:
         self._under_way.wait()
 
     def _fetch(self, make: Sequence[Callable[[], Tensor]]) -> Sequence[Tensor]:
-        here, self._ahead = [one() for one in make], [one() for one in make]
+        here, self._ahead = [allocate() for allocate in make], [allocate() for allocate in make]
         self._under_way = self._transport.host_copy(sum(map(size_bytes, here)), to_host=False)
         return here
 

@@ -91,9 +91,9 @@ def staged_dtypes(config: Config) -> dict[str, torch.dtype]:
 
 @dataclass(frozen=True)
 class SlotPiece:
-    """Elements start..stop of a slot; the `number`-th piece over all slots."""
+    """Elements start..stop of a slot; the `index`-th piece over all slots."""
 
-    number: int
+    index: int
     start: int
     stop: int
 
@@ -103,21 +103,21 @@ class Offloaded:
 
     streams = True
 
-    def __init__(self, config: Config, slots: Sequence[Slot], device: torch.device, place: Path | int) -> None:
-        """`place`: the file of states on disk, or the bytes of host memory available for states. Raises ConfigError if
-        the file cannot be written, or if there is not enough room."""
+    def __init__(self, config: Config, slots: Sequence[Slot], device: torch.device, storage: Path | int) -> None:
+        """`storage`: the file of states on disk, or the bytes of host memory available for states. Raises ConfigError
+        if the file cannot be written, or if there is not enough room."""
         self._settings, self._update = config.optimizer, config.optimizer.update
         self.slots = slots
         self.device = device
         self._dtypes = staged_dtypes(config)
         self._layout, num_elements = _layout(self._dtypes, config, slots)
-        starts = [start for own in self._layout for start in own.values()]
+        starts = [start for offsets in self._layout for start in offsets.values()]
         self.store = (
-            DiskStore(num_elements, place)
-            if isinstance(place, Path)
-            else HostStore(num_elements, device, place, starts)
+            DiskStore(num_elements, storage)
+            if isinstance(storage, Path)
+            else HostStore(num_elements, device, storage, starts)
         )
-        self.lane = Lane(device, threaded=isinstance(place, Path) or device.type != "cuda")
+        self.lane = Lane(device, threaded=isinstance(storage, Path) or device.type != "cuda")
         # The bucket has two halves: one is stepped while the other is written back and fetched.
         half_bucket = config.memory.offload.bucket // 2
         # No piece is longer than a slot: a small model does not allocate a whole bucket.
@@ -129,7 +129,7 @@ class Offloaded:
         # The pieces of half-precision slots: their masters are in the store.
         half = ((index, slice(piece.start, piece.stop)) for index, piece in walk if WEIGHT in self._layout[index])
         self._half_spans = tuple(half)
-        self._following = {before.number: after for (_, before), after in pairwise(walk)}
+        self._following = {before.index: after for (_, before), after in pairwise(walk)}
         self._ahead: Work | None = None
         self._has_moments = False
         self._walkers = ThreadPoolExecutor(1, "offload-steps")
@@ -153,17 +153,17 @@ class Offloaded:
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         held = {WEIGHT: self.slots[index].parameter.detach()}
-        for kind in self._layout[index]:
+        for state_name in self._layout[index]:
             # Moments of zeros are not part of a checkpoint before the first step, as in torch's optimizers.
-            if kind == WEIGHT or self._has_moments:
-                held[kind] = self._stored(index, kind)
+            if state_name == WEIGHT or self._has_moments:
+                held[state_name] = self._stored(index, state_name)
         return held
 
     def prepare(self) -> None:
         if self._has_moments:
             for index, starts in enumerate(self._layout):
-                for kind in starts.keys() - {WEIGHT}:
-                    self._stored(index, kind).zero_()
+                for state_name in starts.keys() - {WEIGHT}:
+                    self._stored(index, state_name).zero_()
         self._has_moments = True
 
     def refresh(self) -> None:
@@ -183,7 +183,7 @@ class Offloaded:
         """Step one slot, piece after piece. The next piece, maybe of the next slot, is fetched meanwhile."""
         for piece in self._pieces[index]:
             fetched = self._ahead or self.lane.submit(partial(self._copy, index, piece, back=False))
-            following = self._following.get(piece.number)
+            following = self._following.get(piece.index)
             # Started before this piece is stepped. The lane keeps order, so the half to fill has been written back.
             self._ahead = self.lane.submit(partial(self._copy, *following, back=False)) if following else None
             fetched.wait()
@@ -192,15 +192,15 @@ class Offloaded:
 
     def _copy(self, index: int, piece: SlotPiece, *, back: bool) -> None:
         """Fetch a piece's states from the store to the staging, or write them back."""
-        for kind, start in self._layout[index].items():
-            stored = self._stored(index, kind)[piece.start : piece.stop]
-            staged = self.staging.room(piece.number, kind, stored.numel())
+        for state_name, start in self._layout[index].items():
+            stored = self._stored(index, state_name)[piece.start : piece.stop]
+            staged = self.staging.room(piece.index, state_name, stored.numel())
             if not back:
                 staged.copy_(stored, non_blocking=True)
                 continue
             stored.copy_(staged, non_blocking=True)
             # Every kind begins on a separate page, so no page that is given back holds another kind's elements.
-            first, last = (_words(end, self._dtypes[kind]) for end in (piece.start, piece.stop))
+            first, last = (_words(end, self._dtypes[state_name]) for end in (piece.start, piece.stop))
             self.store.give_back(start + first, start + last)
 
     def _step_piece(self, index: int, piece: SlotPiece, step: StepWeights, draw: Draw) -> None:
@@ -212,11 +212,11 @@ class Offloaded:
             # Half precision: the float32 master is staged and stepped, the gradient widened, the weight rounded from
             # the master.
             half, narrow = weight, gradient
-            weight = self.staging.room(piece.number, WEIGHT, length)
-            gradient = self.staging.room(piece.number, GRADIENT, length)
+            weight = self.staging.room(piece.index, WEIGHT, length)
+            gradient = self.staging.room(piece.index, GRADIENT, length)
             gradient.copy_(narrow)
         states = self._update.states_of(slot.rule)
-        moments = {spec.name: self.staging.room(piece.number, spec.name, length) for spec in states}
+        moments = {spec.name: self.staging.room(piece.index, spec.name, length) for spec in states}
         if slot.rule.by != "signs" and self._settings.rounds:
             step_rounded(slot, piece.start, {WEIGHT: weight, **moments}, gradient, states, step, draw)
         elif slot.rule.by != "signs":
@@ -224,11 +224,11 @@ class Offloaded:
         if staged:
             half.copy_(weight)
 
-    def _stored(self, index: int, kind: str) -> Tensor:
+    def _stored(self, index: int, state_name: str) -> Tensor:
         """Return the memory [n] in the store of one kind of a slot's state."""
-        start, length = self._layout[index][kind], self.slots[index].parameter.numel()
-        stop = start + _words(length, self._dtypes[kind])
-        return self.store.values[start:stop].view(self._dtypes[kind])[:length]
+        start, length = self._layout[index][state_name], self.slots[index].parameter.numel()
+        stop = start + _words(length, self._dtypes[state_name])
+        return self.store.values[start:stop].view(self._dtypes[state_name])[:length]
 
 
 def _words(elements: int, dtype: torch.dtype) -> int:
@@ -243,21 +243,21 @@ def _layout(
     length."""
     starts, end = [], 0
     for slot in slots:
-        own: dict[str, int] = {}
+        offsets: dict[str, int] = {}
         # A weight that is its own master stays on the device; only its moments are in the store.
         master = (WEIGHT,) if master_bytes(config.optimizer, slot.parameter.dtype) else ()
-        for kind in (*master, *(spec.name for spec in config.optimizer.update.states_of(slot.rule))):
-            own[kind] = end
-            end += -(-_words(slot.parameter.numel(), dtypes[kind]) // PAGE_ELEMENTS) * PAGE_ELEMENTS
-        starts.append(own)
+        for state_name in (*master, *(spec.name for spec in config.optimizer.update.states_of(slot.rule))):
+            offsets[state_name] = end
+            end += -(-_words(slot.parameter.numel(), dtypes[state_name]) // PAGE_ELEMENTS) * PAGE_ELEMENTS
+        starts.append(offsets)
     return starts, end
 
 
 def _pieces(slots: Sequence[Slot], length: int) -> Iterator[list[SlotPiece]]:
     """Yield each slot's pieces of at most `length` elements, numbered over all slots."""
-    number = 0
+    count = 0
     for slot in slots:
         size = slot.parameter.numel()
         starts = range(0, size, length) if size else ()
-        yield [SlotPiece(number + place, start, min(start + length, size)) for place, start in enumerate(starts)]
-        number += len(starts)
+        yield [SlotPiece(count + index, start, min(start + length, size)) for index, start in enumerate(starts)]
+        count += len(starts)

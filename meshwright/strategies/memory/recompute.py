@@ -36,9 +36,9 @@ class _Keeping(TorchDispatchMode):
     thread to arrive runs a collective's operations for all.
     """
 
-    def __init__(self, kept: deque[Any], *, again: bool) -> None:
+    def __init__(self, results: deque[Any], *, again: bool) -> None:
         super().__init__()
-        self._kept, self._again, self._products = kept, again, 0
+        self._kept, self._again, self._products = results, again, 0
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -73,12 +73,12 @@ def keeping_operations(mesh: Mesh) -> Run:
 
 def recomputed_in_part(function: Callable[..., Any], *arguments: Any) -> Any:
     """Return function(*arguments); the backward pass computes all but some operations again."""
-    kept: deque[Any] = deque()
+    results: deque[Any] = deque()
     return checkpoint(
         function,
         *arguments,
         use_reentrant=False,
-        context_fn=lambda: (_Keeping(kept, again=False), _Keeping(kept, again=True)),
+        context_fn=lambda: (_Keeping(results, again=False), _Keeping(results, again=True)),
     )
 
 
@@ -134,16 +134,16 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
         # Addresses are reused after a free; numbers are not.
         self._number += 1
-        number = self._number
-        self.changes.append((number, size))
+        storage_index = self._number
+        self.changes.append((storage_index, size))
 
         def gone(_: object) -> None:
             del self._storages[address]
             self.live -= size
-            self.changes.append((number, -size))
+            self.changes.append((storage_index, -size))
 
         # A weak reference: a strong one would keep the storage alive.
-        self._storages[address] = number, weakref.ref(storage, gone)
+        self._storages[address] = storage_index, weakref.ref(storage, gone)
 
     def number_of(self, x: Tensor) -> int:
         """Return the number of a tensor's storage; for a storage allocated before, its negative address."""

@@ -43,7 +43,7 @@ class Group:
     wrapped: bool = True
 
 
-def every_group(number: int) -> bool:
+def every_group(index: int) -> bool:
     """Wrap each group of a chunk."""
     return True
 
@@ -62,7 +62,7 @@ class ActivationPolicy:
     group: int = 1
     """Layers in a group, or NEAR_THE_ROOT."""
     wraps: Callable[[int], bool] = every_group
-    """wraps(number): whether the policy runs a chunk's group of this number; the other groups run unchanged."""
+    """wraps(index): whether the policy runs a chunk's group of this index; the other groups run unchanged."""
     keeps_inputs: bool = True
     """Whether the inputs of groups stay on the device."""
     recorded: bool = False
@@ -94,7 +94,7 @@ class ActivationPolicy:
         if not self.by_groups:
             return (Group(layers, wrapped=False),)
         parts = groups_of(layers, self.group_size(config, len(layers)))
-        return tuple(Group(part, self.wraps(number)) for number, part in enumerate(parts))
+        return tuple(Group(group_layers, self.wraps(index)) for index, group_layers in enumerate(parts))
 
     def wrapped_layers(self, config: Config, chunk_layers: int) -> int:
         """Number of layers of a chunk that the policy runs."""
@@ -123,8 +123,8 @@ def policy_of(setting: str | int) -> ActivationPolicy:
 
 def keeping_all(config: Config) -> Config:
     """Return the config with the policy that saves nothing."""
-    kept: Config = with_field(config, FIELD, KEEPS_ALL)
-    return kept
+    policy_config: Config = with_field(config, FIELD, KEEPS_ALL)
+    return policy_config
 
 
 @rule(FIELD, "model.layers", "model.stage_blocks")

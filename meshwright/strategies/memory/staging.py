@@ -67,12 +67,13 @@ class Staging:
     def __init__(self, dtypes: Mapping[str, torch.dtype], length: int, device: torch.device) -> None:
         self.length = length
         self._halves = tuple(
-            {kind: torch.empty(length, dtype=dtype, device=device) for kind, dtype in dtypes.items()} for _ in range(2)
+            {state_name: torch.empty(length, dtype=dtype, device=device) for state_name, dtype in dtypes.items()}
+            for _ in range(2)
         )
         self.num_bytes = 2 * sum(dtype.itemsize for dtype in dtypes.values()) * length
         """All of the optimizer's memory on the device, also if the device is a CPU."""
 
-    def room(self, number: int, kind: str, num_elements: int) -> Tensor:
-        """Return the room of one kind for piece `number`: every second piece uses the same half."""
+    def room(self, piece_index: int, state_name: str, num_elements: int) -> Tensor:
+        """Return the room of one state for piece `piece_index`: every second piece uses the same half."""
         # Pieces are in order: a half is free again when the piece before the last has been written back.
-        return self._halves[number % 2][kind][:num_elements]
+        return self._halves[piece_index % 2][state_name][:num_elements]

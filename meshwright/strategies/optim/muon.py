@@ -74,11 +74,11 @@ class Muon(torch.optim.Optimizer):
         self._rest.step()
         for group in (group for group in self.param_groups if group["hidden"]):
             for parameter in group["params"]:
-                gradient, state, kept = parameter.grad.flatten(1), self.state[parameter], group["momentum"]
+                gradient, state, momentum = parameter.grad.flatten(1), self.state[parameter], group["momentum"]
                 before = state.get("exp_avg", torch.zeros_like(parameter)).flatten(1)
-                average = kept * before + (1 - kept) * gradient
+                average = momentum * before + (1 - momentum) * gradient
                 state["exp_avg"] = average.view_as(parameter)
-                x = kept * average + (1 - kept) * gradient
+                x = momentum * average + (1 - momentum) * gradient
                 x = x / torch.linalg.matrix_norm(x)
                 for _ in range(ITERATIONS):  # from the right: the same polynomial of the singular values
                     inner = x.mT @ x

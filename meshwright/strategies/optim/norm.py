@@ -69,10 +69,10 @@ def norm_of_squares(
     total = torch.zeros(digits, dtype=torch.float64, device=mesh.device)
     # Sorted, so that all ranks call the same all-reduces in the same order.
     for axes, parts in sorted(by_axes.items()):
-        part = torch.stack(parts).sum(0)
+        group_sum = torch.stack(parts).sum(0)
         if axes:
-            mesh.comm(*axes).all_reduce(part)
-        total += part
+            mesh.comm(*axes).all_reduce(group_sum)
+        total += group_sum
     # Stages hold different parameters, or parts of the head's table.
     if PIPE in mesh.grid.names:
         mesh.comm(PIPE).all_reduce(total)

@@ -281,10 +281,10 @@ class Optimizer:
         """Yield slot `index`'s weights and states."""
         slot = self.slots[index]
         shapes = {spec.name: spec.shape for spec in self.config.optimizer.update.states_of(slot.rule)}
-        for kind, values in self.held.tensors(index).items():
-            shape_of = shapes.get(kind)
+        for state_name, values in self.held.tensors(index).items():
+            shape_of = shapes.get(state_name)
             slices = slot.state_slices(shape_of)
-            yield StoredState(kind, values, slot.places if shape_of is None else slices.places, slices)
+            yield StoredState(state_name, values, slot.places if shape_of is None else slices.places, slices)
 
     def make_replicas_equal(self) -> list[str]:
         """Compare the replicas' states by hash; broadcast the first replica's if unequal.
@@ -298,11 +298,11 @@ class Optimizer:
         differing = []
         for index, slot in enumerate(self.slots):
             comm = self.mesh.comm(*slot.copy_axes)
-            for kind, tensor in self.held.tensors(index).items() if comm.size > 1 else ():
+            for state_name, tensor in self.held.tensors(index).items() if comm.size > 1 else ():
                 here = tensor.to(self.mesh.device)  # a copy only if states are offloaded
                 if make_equal(here, comm):
                     # The hash is of the whole slot, so all of its parameters are named.
-                    differing += [f"{kind} of {place.name}" for place in slot.places]
+                    differing += [f"{state_name} of {entry.name}" for entry in slot.places]
                     tensor.copy_(here)
         self.held.refresh()
         return differing

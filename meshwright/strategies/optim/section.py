@@ -123,7 +123,7 @@ def needs_whole_matrices(config: Config) -> Iterator[Problem]:
     """An optimizer that makes matrices orthogonal needs each of them whole on a rank."""
     name, sync, layout = config.optimizer.name, config.layout.data.sync, config.layout
     why = f"cuts the matrices that optimizer.name={name} steps whole"
-    others = ", ".join(other for other, update in entries("optimizers").items() if not update.matrix_step)
+    others = ", ".join(optimizer for optimizer, update in entries("optimizers").items() if not update.matrix_step)
     instead = f"; or optimizer.name={others}"
     strategy = layout.data.strategy
     cuts = strategy.cuts_parameters and not strategy.deals_matrices

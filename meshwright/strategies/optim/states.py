@@ -105,18 +105,22 @@ class InPlace:
                 continue
             # float32 copies of all half-precision gradients at once would take the same number of bytes as the masters.
             pairs = [(self.slots[index].parameter.grad, self.masters[index]) for index in members]
-            widened = [size_bytes(master) * (own is None or own.dtype != master.dtype) for own, master in pairs]
+            widened = [
+                size_bytes(master) * (gradient is None or gradient.dtype != master.dtype) for gradient, master in pairs
+            ]
             for some in stepped_together(widened):
-                self._step_together([members[place] for place in some], rule, step)
+                self._step_together([members[position] for position in some], rule, step)
         self.refresh()
 
     def _step_together(self, members: list[int], rule: StepRule, step: StepWeights) -> None:
         """Step slots of one rule in one call."""
         masters = [self.masters[index] for index in members]
         weights = [master.detach() for master in masters]
-        own = (self.slots[index].parameter.grad for index in members)
+        slot_gradients = (self.slots[index].parameter.grad for index in members)
         gradients = [
-            gradient.to(master.dtype) for gradient, master in zip(own, masters, strict=True) if gradient is not None
+            gradient.to(master.dtype)
+            for gradient, master in zip(slot_gradients, masters, strict=True)
+            if gradient is not None
         ]
         assert len(gradients) == len(members), "a slot without a gradient"
         specs = self._update.states_of(rule)
@@ -124,7 +128,7 @@ class InPlace:
         if rule.by == "matrices":
             slots = [self.slots[index] for index in members]
             weights, gradients, *moments = (
-                [part for slot, flat in zip(slots, each, strict=True) for part in _matrices(slot, flat, spec)]
+                [matrix for slot, flat in zip(slots, each, strict=True) for matrix in _matrices(slot, flat, spec)]
                 for each, spec in zip((weights, gradients, *moments), (None, None, *specs), strict=True)
             )
         if weights:  # a rank may own no matrix
@@ -158,11 +162,11 @@ class InPlace:
 def _matrices(slot: Slot, flat: Tensor, spec: StateSpec | None) -> Iterator[Tensor]:
     """Yield views of `flat` as the slot's matrices [rows, columns], or as their states of the spec's shape."""
     if spec is None or spec.shape is None:
-        for place in slot.places:
-            yield flat[place.start : place.stop].view(place.shape[0], -1)
+        for entry in slot.places:
+            yield flat[entry.start : entry.stop].view(entry.shape[0], -1)
         return
-    for place in slot.state_slices(spec.shape).places:
-        yield flat[place.start : place.stop].view(place.shape)
+    for entry in slot.state_slices(spec.shape).places:
+        yield flat[entry.start : entry.stop].view(entry.shape)
 
 
 def by_rule(rules: Sequence[StepRule]) -> dict[StepRule, list[int]]:
@@ -170,4 +174,4 @@ def by_rule(rules: Sequence[StepRule]) -> dict[StepRule, list[int]]:
     order = sorted(
         {rule for rule in rules if rule.by in ("matrices", "elements")}, key=lambda rule: (not rule.decays, rule.by)
     )
-    return {rule: [index for index, own in enumerate(rules) if own == rule] for rule in order}
+    return {rule: [index for index, slot_rule in enumerate(rules) if slot_rule == rule] for rule in order}

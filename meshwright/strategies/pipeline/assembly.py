@@ -50,22 +50,22 @@ def build_pipeline(
         tables: returns the parameters shared by both ends of the chain, if this rank holds both ends.
     """
     index, placement = mesh.index(PIPE), stages.placement
-    own = [
+    local_stages = [
         make(
             model,
             strategy.gradients,
             run=strategy.forward,
-            number=number,
+            chunk_index=chunk_index,
             portions=portions,
             learns=begins < chunk.parts[0],
         )
-        for number, (model, chunk) in enumerate(zip(models, stages.of(index), strict=True))
+        for chunk_index, (model, chunk) in enumerate(zip(models, stages.of(index), strict=True))
     ]
     data = config.layout.data
     piecewise = None
     if data.in_pieces and mesh.device.type != "meta":
         in_pieces = piece_placement_of(config, [len(chunk.layers) for chunk in stages.chunks])
-        whole = zip(own, in_pieces.numbers[index], strict=True)
+        whole = zip(local_stages, in_pieces.numbers[index], strict=True)
         pieces = [PieceStage(stage, numbers[0]) for stage, numbers in whole]
         piecewise = PiecewiseChunks(pieces, in_pieces, Exchanges(mesh.comm(EXPERT)))
     elif heads:
@@ -74,7 +74,7 @@ def build_pipeline(
     share_tables(strategy.gradients, tables, mesh, placement if piecewise is None else piecewise.placement)
     peers = mesh.comm(*(config.layout.peer_axes if config.layout.pipeline.size > 1 or data.in_pieces else ()))
     mailbox, forms = mesh.mailbox(PIPE, ring=placement.is_ring), stages.message(index)
-    return Pipeline(own, rule_of(config), mesh, peers, mailbox, forms, strategy, placement, piecewise)
+    return Pipeline(local_stages, rule_of(config), mesh, peers, mailbox, forms, strategy, placement, piecewise)
 
 
 def _with_spread_head(
@@ -83,7 +83,10 @@ def _with_spread_head(
     """Return a stage with its part of a head that is sharded over stages."""
     placement = ChunkPlacement(stages.placement.num_stages, spreads_head=True)
     numbered = enumerate(zip(heads, placement.numbers[mesh.index(PIPE)], strict=True))
-    pieces = [PieceStage(make(head, gradients, number=number), numbers[0]) for number, (head, numbers) in numbered]
+    pieces = [
+        PieceStage(make(head, gradients, chunk_index=chunk_index), numbers[0])
+        for chunk_index, (head, numbers) in numbered
+    ]
     return PiecewiseChunks(pieces, placement, Exchanges(mesh.comm(PIPE)), stages.states)
 
 

@@ -78,9 +78,10 @@ def _in_order(
     come: list[dict[Arrival, float]] = [{} for _ in stages]
     needs = {
         # Computed once instead of at each task.
-        (stage, kind, chunk): kind is not TaskKind.WEIGHT and placement.sender(stage, kind, chunk) is not None
+        (stage, task_kind, chunk): task_kind is not TaskKind.WEIGHT
+        and placement.sender(stage, task_kind, chunk) is not None
         for stage in stages
-        for kind in TaskKind
+        for task_kind in TaskKind
         for chunk in range(placement.num_chunks)
     }
     spans: list[Span] = []
@@ -88,8 +89,8 @@ def _in_order(
     while going:
         stage = going.pop()
         order, end = orders[stage], now[stage]
-        for number in range(passed[stage], len(order)):
-            task = order[number]
+        for task_index in range(passed[stage], len(order)):
+            task = order[task_index]
             if needs[stage, task.kind, task.chunk]:
                 # Sending the message adds the stage to `going` again.
                 if task not in come[stage]:
@@ -104,7 +105,7 @@ def _in_order(
                 # A message between two chunks of a stage crosses no link.
                 come[to][message] = end if to == stage else end + latency(stage, to, task)
                 going.add(to)
-            passed[stage] = number + 1
+            passed[stage] = task_index + 1
         now[stage] = end
         going.discard(stage)
     waiting = [f"stage {stage}" for stage in stages if passed[stage] < len(orders[stage])]
@@ -121,7 +122,7 @@ class _Stage:
     busy: bool = False
     inbox: list[Arrival] = field(default_factory=list)
     """Messages not delivered yet."""
-    place: int = 0
+    task_index: int = 0
     """The index of the running task among all begun tasks."""
     ending: _Event | None = None
     """The event of the running task's end."""
@@ -130,10 +131,10 @@ class _Stage:
 
 
 class _Event(NamedTuple):
-    """At `time` a message arrives at `stage`, or the stage's task ends (`message` None). `number` breaks ties."""
+    """At `time` a message arrives at `stage`, or the stage's task ends (`message` None). `order` breaks ties."""
 
     time: float
-    number: int
+    order: int
     stage: int
     message: Arrival | None
 
@@ -191,7 +192,7 @@ class _Simulation:
             return set()  # an event from before the pace changed
         stage.busy, stage.ending = False, None
         assert isinstance(stage.action, Task), f"stage {event.stage} ended what it did not begin"
-        self.ended[stage.place] = event.time
+        self.ended[stage.task_index] = event.time
         self.send(event.time, event.stage, stage.action)
         return {event.stage}
 
@@ -230,7 +231,7 @@ class _Simulation:
         stage.action, stage.busy = action, isinstance(action, Task)
         if isinstance(action, Task):
             end = time + self.costs(index, action) / self.rate
-            stage.place, stage.ending = len(self.begun), self.push(end, index, None)
+            stage.task_index, stage.ending = len(self.begun), self.push(end, index, None)
             self.begun.append((index, action, time))
             self.ended.append(end)
 

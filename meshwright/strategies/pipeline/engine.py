@@ -49,13 +49,13 @@ def fixed_order(view: View, schedule: Schedule) -> tuple[Task, ...]:
     stage waits for that message."""
     stage, count, placement = view.stage, view.num_microbatches, view.placement
     senders = {
-        (kind, chunk): placement.sender(stage, kind, chunk)
-        for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
+        (task_kind, chunk): placement.sender(stage, task_kind, chunk)
+        for task_kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
         for chunk in range(placement.num_chunks)
     }
     # A stage's messages to itself are delivered at the end of the sending task, not during a wait.
     come = {message: 0 for message, sender in senders.items() if sender not in (None, stage)}
-    done = {(kind, chunk): 0 for kind in TaskKind for chunk in range(placement.num_chunks)}
+    done = {(task_kind, chunk): 0 for task_kind in TaskKind for chunk in range(placement.num_chunks)}
     order: list[Task] = []
     process = stage_process(view, schedule)
     action = next(process, None)
@@ -67,12 +67,12 @@ def fixed_order(view: View, schedule: Schedule) -> tuple[Task, ...]:
             arrived = [sent[1]] if sent is not None and sent[0] == stage else []
         else:
             arrived = []
-            for (kind, chunk), number in come.items():
+            for (task_kind, chunk), microbatch in come.items():
                 # A gradient is received only for a microbatch that was sent on.
-                most = count if kind is TaskKind.FORWARD else done[TaskKind.FORWARD, chunk]
-                if number == done[kind, chunk] and number < most:
-                    arrived.append(Arrival(kind, number, chunk))
-                    come[kind, chunk] += 1
+                most = count if task_kind is TaskKind.FORWARD else done[TaskKind.FORWARD, chunk]
+                if microbatch == done[task_kind, chunk] and microbatch < most:
+                    arrived.append(Arrival(task_kind, microbatch, chunk))
+                    come[task_kind, chunk] += 1
         try:
             action = process.send(arrived)
         except StopIteration:
@@ -83,14 +83,14 @@ def fixed_order(view: View, schedule: Schedule) -> tuple[Task, ...]:
 def _take(view: View, arrived: Iterable[Arrival], early: set[Arrival]) -> View:
     """Return the view with these messages; a message that overtook another stays in `early` until its turn."""
     for message in arrived:
-        kind, chunk = message.kind, message.chunk
-        expected = view.expects(kind, chunk)
+        task_kind, chunk = message.kind, message.chunk
+        expected = view.expects(task_kind, chunk)
         assert message.microbatch >= expected.microbatch, f"{message} came twice: {view}"
         assert message not in early, f"{message} came twice before its turn: {view}"
         early.add(message)
         # A message that closes a gap makes the messages after the gap visible at once.
         while expected in early:
             early.remove(expected)
-            view = view.with_arrival(kind, chunk)
-            expected = view.expects(kind, chunk)
+            view = view.with_arrival(task_kind, chunk)
+            expected = view.expects(task_kind, chunk)
     return view

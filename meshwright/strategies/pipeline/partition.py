@@ -136,13 +136,13 @@ def step_seconds(
 
     def cost(stage: int, task: Task) -> float:
         position = placement.positions[stage][task.chunk]
-        own = layers[position]
+        seconds = layers[position]
         if task.kind is TaskKind.FORWARD:
-            return own + (3 * costs.head if position == last else 0.0)
+            return seconds + (3 * costs.head if position == last else 0.0)
         # Look-ups are free and the input needs no gradient: the table's gradient is computed in a microbatch's last
         # task.
         embedding = 3 * costs.embedding if position == 0 and task.kind is rule.kinds[-1] else 0.0
-        return embedding + (own if rule.splits else 2 * own)
+        return embedding + (seconds if rule.splits else 2 * seconds)
 
     latency = LATENCY * costs.total / placement.num_positions
     return simulate(

@@ -56,12 +56,14 @@ class PieceStage:
         """By microbatch, the exchanges at the ends of finished pieces; B sends gradients back the same way."""
         self._works: dict[tuple[int, int], list[WeightWork]] = {}
 
-    def forward(self, index: int, place: int, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden | Crossing:
+    def forward(
+        self, index: int, piece_index: int, incoming: Hidden, batch: Batch, scales: Scales
+    ) -> Hidden | Crossing:
         """Run F of a piece; return the rows to send or, for the last piece, the next chunk's input or (loss,)."""
         for x in incoming:
             x.requires_grad_()  # a leaf; B sends the gradient back
         with self.stage.autocast():
-            if place == 0:
+            if piece_index == 0:
                 flow = self._flows[index] = self.stage.model.in_pieces(batch, scales, incoming)
                 self._graphs[index], self._trades[index] = [], []
                 given: Hidden | None = None
@@ -81,33 +83,33 @@ class PieceStage:
         self._trades[index].append(Crossing(crossing.rows[:0], crossing.given, crossing.taken))
         return crossing
 
-    def backward(self, index: int, place: int, gradients: Hidden) -> Hidden | Crossing:
+    def backward(self, index: int, piece_index: int, gradients: Hidden) -> Hidden | Crossing:
         """Run B of a piece; W follows. Return the gradient of the received rows, to be sent back to their ranks, or of
         the first piece the gradients for the previous chunk. `gradients`: of F's results; none at the chain's end."""
         graphs = self._graphs[index]
         graph = graphs.pop()
-        assert len(graphs) == place, f"B of piece {place} with {len(graphs)} pieces before it"
-        self.stage.gradients.begin_pass(self.first + place)
+        assert len(graphs) == piece_index, f"B of piece {piece_index} with {len(graphs)} pieces before it"
+        self.stage.gradients.begin_pass(self.first + piece_index)
         stayed = tuple(x.grad for x in graph.stays)
         assert all(x is not None for x in stayed), "what stays on a rank and no later piece depends on"
         with self.stage.gradients.deferred() as works:
             backward_from(graph.outgoing, (*gradients, *stayed) or (None,))
-        self._works[index, place] = works
+        self._works[index, piece_index] = works
         arrived = tuple(x.grad for x in graph.incoming if x.grad is not None)
         assert len(arrived) == len(graph.incoming), "a piece whose output does not depend on its input"
         for x in graph.incoming:
             x.grad = None
-        if place == 0:
+        if piece_index == 0:
             del self._graphs[index], self._trades[index]
             return arrived
         trade = self._trades[index].pop()
         return Crossing(arrived[0], trade.taken, trade.given)
 
-    def weights(self, index: int, place: int, *, final: bool) -> None:
+    def weights(self, index: int, piece_index: int, *, final: bool) -> None:
         """Run W of a piece. `final`: as for `Stage.weights`."""
-        self.stage.gradients.begin_pass(self.first + place)
+        self.stage.gradients.begin_pass(self.first + piece_index)
         with torch.no_grad():
-            for work in self._works.pop((index, place)):
+            for work in self._works.pop((index, piece_index)):
                 work(final)
 
 

@@ -133,18 +133,18 @@ class Pipeline:
 
         def act(task: Task) -> Hidden | Crossing:
             nonlocal total
-            index, (chunk, place) = task.microbatch, pieces.placement.places[self.row.index][task.chunk]
+            index, (chunk, piece_index) = task.microbatch, pieces.placement.places[self.row.index][task.chunk]
             stage = pieces.stages[chunk]
             if task.kind is TaskKind.FORWARD:
                 seed(index, task.chunk)
-                outgoing = stage.forward(index, place, received.pop(task, ()), batches[index], scales)
+                outgoing = stage.forward(index, piece_index, received.pop(task, ()), batches[index], scales)
                 if isinstance(outgoing, tuple) and stage.stage.is_last:
                     total += outgoing[0]
                 return outgoing
             self.strategy.expect(index == last)
             if task.kind is TaskKind.BACKWARD:
-                return stage.backward(index, place, received.pop(task, ()))
-            stage.weights(index, place, final=index == last)
+                return stage.backward(index, piece_index, received.pop(task, ()))
+            stage.weights(index, piece_index, final=index == last)
             return ()
 
         self._drive(self.rule, len(batches), act, received, pieces)
@@ -160,9 +160,9 @@ class Pipeline:
             return
         count, found = self.row.size, list[Tensor]()
         for start in range(0, len(batches), EVALUATED * count):
-            own = batches[start : start + EVALUATED * count]
-            self._evaluate(own, lambda h, batch: found.append(h))
-            for batch in own:
+            window = batches[start : start + EVALUATED * count]
+            self._evaluate(window, lambda h, batch: found.append(h))
+            for batch in window:
                 h = found.pop(0) if found else torch.empty(states.shape, dtype=states.dtype, device=self.mesh.device)
                 self.row.broadcast(h, count - 1)
                 use(h, batch)
@@ -269,10 +269,10 @@ class Pipeline:
         """Store a message's tensors in `received`; return the task that the message makes ready."""
         # `subject` is the position before the cut between two chunks; activations cross the cut inward.
         inward = self.forms[message.side][message.subject].inward
-        kind, to = (TaskKind.FORWARD, message.subject + 1) if inward else (TaskKind.BACKWARD, message.subject)
+        task_kind, to = (TaskKind.FORWARD, message.subject + 1) if inward else (TaskKind.BACKWARD, message.subject)
         placement = self.placement if pieces is None else pieces.placement
         numbers = placement.numbers[self.row.index][to // self.row.size]
-        arrival = Arrival(kind, message.index, numbers[0] if inward else numbers[-1])
+        arrival = Arrival(task_kind, message.index, numbers[0] if inward else numbers[-1])
         received[arrival] = message.tensors
         return arrival
 
@@ -305,7 +305,7 @@ def sides_of(stage: int, placement: ChunkPlacement) -> dict[int, Side]:
     # Two stages are neighbours on both sides; as a line, each has one side.
     ring: dict[int, Side] = {(stage - 1) % count: "before", (stage + 1) % count: "after"} if placement.is_ring else {}
     line: dict[int, Side] = {stage - 1: "before", stage + 1: "after"}
-    return ring or {other: side for other, side in line.items() if 0 <= other < count}
+    return ring or {neighbour: side for neighbour, side in line.items() if 0 <= neighbour < count}
 
 
 def message_forms(stage: int, placement: ChunkPlacement, passing: Sequence[tuple[TensorMeta, ...]]) -> MessageMeta:
@@ -314,9 +314,9 @@ def message_forms(stage: int, placement: ChunkPlacement, passing: Sequence[tuple
     meta: dict[Side, dict[int, CutForms]] = {"before": {}, "after": {}}
     sides = sides_of(stage, placement)
     for position in placement.positions[stage]:
-        for subject, other in ((position - 1, position - 1), (position, position + 1)):
-            if 0 <= other < placement.num_positions and (there := placement.stage_of[other]) != stage:
-                meta[sides[there]][subject] = CutForms(passing[subject], inward=other < position)
+        for subject, neighbour in ((position - 1, position - 1), (position, position + 1)):
+            if 0 <= neighbour < placement.num_positions and (there := placement.stage_of[neighbour]) != stage:
+                meta[sides[there]][subject] = CutForms(passing[subject], inward=neighbour < position)
     return meta
 
 
@@ -345,8 +345,8 @@ def agreed(rule: ScheduleRule, peers: Comm, *, planned: bool) -> Schedule:
         if told is None:
             code = torch.empty((), dtype=torch.int64)
             peers.broadcast(code, 0)
-            chunk, kind = divmod(int(code), len(kinds))
-            told = view.next(kinds[kind], chunk)
+            chunk, kind_index = divmod(int(code), len(kinds))
+            told = view.next(kinds[kind_index], chunk)
         if not view.ready(told.kind, told.chunk):
             return None  # its message has reached the first rank, and will reach this one
         task, told = told, None

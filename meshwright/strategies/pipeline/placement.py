@@ -61,11 +61,14 @@ class ChunkPlacement:
         for position, stage in enumerate(stage_of):
             positions[stage].append(position)
         last = stage_of[-1]
-        counts = [[self.pieces[at] if self.pieces else 1 for at in own] for own in positions]
+        counts = [[self.pieces[at] if self.pieces else 1 for at in stage_chunks] for stage_chunks in positions]
         if self.spreads_head:
             counts = [[2] if stage == last else [1, 2] for stage in stages]
         numbers = tuple(
-            tuple(range(sum(own[:chunk]), sum(own[: chunk + 1])) for chunk in range(len(own))) for own in counts
+            tuple(
+                range(sum(stage_chunks[:chunk]), sum(stage_chunks[: chunk + 1])) for chunk in range(len(stage_chunks))
+            )
+            for stage_chunks in counts
         )
         # Written past the frozen dataclass: values derived from the other fields, computed once instead of at every
         # task.
@@ -78,7 +81,8 @@ class ChunkPlacement:
             stage_of=stage_of,
             numbers=numbers,
             places=tuple(
-                tuple((chunk, place) for chunk, count in enumerate(own) for place in range(count)) for own in counts
+                tuple((chunk, piece_index) for chunk, count in enumerate(stage_chunks) for piece_index in range(count))
+                for stage_chunks in counts
             ),
         )
 
@@ -87,8 +91,8 @@ class ChunkPlacement:
         if task.kind is TaskKind.WEIGHT:
             return None
         step = 1 if task.kind is TaskKind.FORWARD else -1
-        chunk, place = self.places[stage][task.chunk]
-        if place != (len(self.numbers[stage][chunk]) - 1 if step == 1 else 0):
+        chunk, piece_index = self.places[stage][task.chunk]
+        if piece_index != (len(self.numbers[stage][chunk]) - 1 if step == 1 else 0):
             return stage, Arrival(task.kind, task.microbatch, task.chunk + step)
         to = self.positions[stage][chunk] + step if chunk < self.num_chunks else -1
         if not 0 <= to < self.num_positions:
@@ -97,19 +101,19 @@ class ChunkPlacement:
         entry = self.numbers[receiver][to // self.num_stages]
         return receiver, Arrival(task.kind, task.microbatch, entry[0] if step == 1 else entry[-1])
 
-    def sender(self, stage: int, kind: TaskKind, number: int) -> int | None:
+    def sender(self, stage: int, task_kind: TaskKind, task_chunk: int) -> int | None:
         """Return the stage that sends a task's activations or gradients; None: the chain begins or ends here."""
-        chunk, place = self.places[stage][number]
-        if place != (0 if kind is TaskKind.FORWARD else len(self.numbers[stage][chunk]) - 1):
+        chunk, piece_index = self.places[stage][task_chunk]
+        if piece_index != (0 if task_kind is TaskKind.FORWARD else len(self.numbers[stage][chunk]) - 1):
             return stage
         if chunk == self.num_chunks:
             return None
-        source = self.positions[stage][chunk] + (-1 if kind is TaskKind.FORWARD else 1)
+        source = self.positions[stage][chunk] + (-1 if task_kind is TaskKind.FORWARD else 1)
         return self.stage_of[source] if 0 <= source < self.num_positions else None
 
     def crosses(self, stage: int, task: Task) -> bool:
         """Return whether a task's result is sent by an exchange of rows with the ranks of the same stage."""
-        chunk, place = self.places[stage][task.chunk]
+        chunk, piece_index = self.places[stage][task.chunk]
         if task.kind is TaskKind.WEIGHT:
             return False
-        return place < len(self.numbers[stage][chunk]) - 1 if task.kind is TaskKind.FORWARD else place > 0
+        return piece_index < len(self.numbers[stage][chunk]) - 1 if task.kind is TaskKind.FORWARD else piece_index > 0

@@ -113,10 +113,10 @@ def message_driven(view: View) -> Task | None:
         return next((view.next(TaskKind.WEIGHT, chunk) for chunk in waiting), None)
     # The fastest of the orders that were simulated. F before B took up to 12 % longer, an unsplit backward pass up to
     # 28 % (docs/decisions/stages.md).
-    for kind in (TaskKind.BACKWARD, TaskKind.FORWARD, TaskKind.WEIGHT):
+    for task_kind in (TaskKind.BACKWARD, TaskKind.FORWARD, TaskKind.WEIGHT):
         for chunk in deepest_first:
-            if view.ready(kind, chunk) and (kind is not TaskKind.FORWARD or _leaves_room(view, chunk)):
-                return view.next(kind, chunk)
+            if view.ready(task_kind, chunk) and (task_kind is not TaskKind.FORWARD or _leaves_room(view, chunk)):
+                return view.next(task_kind, chunk)
     return None
 
 
@@ -129,11 +129,11 @@ def _message_driven_in_pieces(view: View) -> Task | None:
     """
     pieces = view.placement.numbers[view.stage]
     deepest_first = range(len(view.chunks) - 1, -1, -1)
-    first, last = [own[0] for own in pieces], [own[-1] for own in pieces]
-    for kind, begins in ((TaskKind.BACKWARD, last), (TaskKind.FORWARD, first)):
+    first, last = [chunk[0] for chunk in pieces], [chunk[-1] for chunk in pieces]
+    for task_kind, begins in ((TaskKind.BACKWARD, last), (TaskKind.FORWARD, first)):
         for piece in deepest_first:
-            if piece not in begins and view.ready(kind, piece):
-                return view.next(kind, piece)
+            if piece not in begins and view.ready(task_kind, piece):
+                return view.next(task_kind, piece)
     begun = [view.chunks[at].forwards for at in first], [view.chunks[at].backwards for at in last]
     goes_forward = sum(begun[0]) > sum(view.chunks[at].forwards for at in last)
     goes_back = sum(begun[1]) > sum(view.chunks[at].backwards for at in first)
@@ -144,14 +144,14 @@ def _message_driven_in_pieces(view: View) -> Task | None:
         ordered = (task for task in rest if task.kind in counts and counts[task.kind][task.chunk] <= task.microbatch)
         chosen = [(task.kind, task.chunk) for task in islice(ordered, 1)]
     else:
-        chosen = [(kind, own) for kind in view.kinds[:2] for own in range(len(pieces) - 1, -1, -1)]
-    for kind, own in chosen:
-        forward = kind is TaskKind.FORWARD
-        piece = first[own] if forward else last[own]
+        chosen = [(task_kind, chunk) for task_kind in view.kinds[:2] for chunk in range(len(pieces) - 1, -1, -1)]
+    for task_kind, chunk in chosen:
+        forward = task_kind is TaskKind.FORWARD
+        piece = first[chunk] if forward else last[chunk]
         # An order stays below the limit by construction.
         room = not forward or bool(view.order) or _leaves_room(view, piece)
-        if room and not (goes_forward if forward else goes_back) and view.ready(kind, piece):
-            return view.next(kind, piece)
+        if room and not (goes_forward if forward else goes_back) and view.ready(task_kind, piece):
+            return view.next(task_kind, piece)
     waiting = (piece for piece in deepest_first if view.ready(TaskKind.WEIGHT, piece))
     return next((view.next(TaskKind.WEIGHT, piece) for piece in waiting), None)
 
@@ -182,7 +182,7 @@ def forward_only(view: View) -> Task | None:
 
 def in_order(view: View) -> Task | None:
     """Return the next task of the stage's fixed order, or None if its message is late."""
-    task = view.order[sum(view.total[DONE[kind]] for kind in view.kinds)]
+    task = view.order[sum(view.total[DONE[task_kind]] for task_kind in view.kinds)]
     return task if view.ready(task.kind, task.chunk) else None
 
 
@@ -268,9 +268,9 @@ def zb_v_order(stage: int, placement: ChunkPlacement, num_microbatches: int, lim
     done = [dict.fromkeys(TaskKind, 0) for _ in range(2)]
 
     def do(letters: str, chunk: int) -> None:
-        for kind in map(TaskKind, letters):
-            order.append(Task(kind, done[chunk][kind], chunk))
-            done[chunk][kind] += 1
+        for task_kind in map(TaskKind, letters):
+            order.append(Task(task_kind, done[chunk][task_kind], chunk))
+            done[chunk][task_kind] += 1
 
     for _ in range(2 * (p - i) - 1):
         do("F", 0)

@@ -32,8 +32,13 @@ def with_spread_head(view: View) -> Task | None:
     head = len(view.chunks) - 1
     gate = head - 1  # ends with sending the hidden states: the last stage's layers, no layers on other stages
     is_free = view.chunks[gate].forwards == view.chunks[head].backwards
-    ahead = [(kind, head) for kind in view.kinds] + [(kind, gate) for kind in view.kinds if gate > 0]
-    for kind, piece in (*ahead, *((kind, 0) for kind in (TaskKind.BACKWARD, TaskKind.FORWARD, TaskKind.WEIGHT))):
-        if view.ready(kind, piece) and (is_free or piece != gate or kind is not TaskKind.FORWARD):
-            return view.next(kind, piece)
+    ahead = [(task_kind, head) for task_kind in view.kinds] + [
+        (task_kind, gate) for task_kind in view.kinds if gate > 0
+    ]
+    for task_kind, piece in (
+        *ahead,
+        *((task_kind, 0) for task_kind in (TaskKind.BACKWARD, TaskKind.FORWARD, TaskKind.WEIGHT)),
+    ):
+        if view.ready(task_kind, piece) and (is_free or piece != gate or task_kind is not TaskKind.FORWARD):
+            return view.next(task_kind, piece)
     return None

@@ -91,11 +91,11 @@ class Stage:
         *,
         run: RunForward | None = None,
         autocasts: tuple[str, torch.dtype] | None = None,
-        number: int = 0,
+        chunk_index: int = 0,
         portions: Portions | None = None,
         learns: bool = True,
     ) -> None:
-        """`run`: None: the model's own forward pass. `number`: the chunk's index on its rank. `autocasts`: (device
+        """`run`: None: the model's own forward pass. `chunk_index`: the chunk's index on its rank. `autocasts`: (device
         type, dtype) of autocast in forward passes (O1) or None. `portions`: None: a microbatch is computed at once.
         `learns`: whether an earlier part of the chain is trained; if not, B returns zeros as input gradients, and
         nothing is computed for them."""
@@ -105,7 +105,7 @@ class Stage:
         self.autocasts = autocasts
         self.autocast: Computing = nullcontext if autocasts is None else partial(torch.autocast, *autocasts)
         """Makes the context of forward passes."""
-        self.number = number
+        self.chunk_index = chunk_index
         self.portions, self.learns = portions, learns
         self._graphs: dict[int, list[Graph]] = {}
         self._works: dict[int, list[list[WeightWork]]] = {}
@@ -145,9 +145,9 @@ class Stage:
         graphs = self._graphs.pop(index)
         afters = [(None,)] * len(graphs) if self.is_last else split(gradients, len(graphs))
         works: list[list[WeightWork]] = []
-        for number, (graph, after) in enumerate(zip(graphs, afters, strict=True)):
+        for portion_index, (graph, after) in enumerate(zip(graphs, afters, strict=True)):
             # A table shared by two chunks has gradient memory for each, selected here.
-            self.gradients.begin_pass(self.number, last_portion=number == len(graphs) - 1)
+            self.gradients.begin_pass(self.chunk_index, last_portion=portion_index == len(graphs) - 1)
             if defers:
                 with self.gradients.deferred() as of_portion:
                     backward_from(graph.outgoing, after)
@@ -171,8 +171,8 @@ class Stage:
     def weights(self, index: int, *, final: bool) -> None:
         """Run W. `final`: the gradients are summed over ranks before the next microbatch's are added."""
         portions = self._works.pop(index)
-        for number, works in enumerate(portions):
-            self.gradients.begin_pass(self.number, last_portion=number == len(portions) - 1)
+        for portion_index, works in enumerate(portions):
+            self.gradients.begin_pass(self.chunk_index, last_portion=portion_index == len(portions) - 1)
             for work in works:
                 work(final)
 
@@ -192,7 +192,7 @@ def split(hidden: Hidden, parts: int) -> list[Hidden]:
     if parts == 1:
         return [hidden]
     rows = [x.unflatten(0, (parts, len(x) // parts)) for x in hidden]  # no rows if another rank holds all
-    return [tuple(x[part].clone() for x in rows) for part in range(parts)]
+    return [tuple(x[index].clone() for x in rows) for index in range(parts)]
 
 
 def joined(parts: Sequence[Hidden]) -> Hidden:

@@ -69,7 +69,7 @@ def piece_placement_of(config: Config, partition: Sequence[int]) -> ChunkPlaceme
     """Return the placement of pieces on stages if rows are sent as messages: a layer with experts is cut twice."""
     whole = placement_of(config)
     layers = ranges_of(partition)
-    pieces = tuple(1 + 2 * sum(config.model.has_experts(layer) for layer in own) for own in layers)
+    pieces = tuple(1 + 2 * sum(config.model.has_experts(layer) for layer in chunk_layers) for chunk_layers in layers)
     return ChunkPlacement(whole.num_stages, whole.num_chunks, whole.shape, pieces)
 
 

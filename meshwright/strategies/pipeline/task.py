@@ -134,13 +134,15 @@ class View:
                 for chunk in range(len(self.chunks))
             ),
             _traded=tuple(
-                (place > 0, place < len(own) - 1 and TaskKind.BACKWARD in self.kinds)
-                for own in pieces
-                for place in range(len(own))
+                (piece_index > 0, piece_index < len(chunk_pieces) - 1 and TaskKind.BACKWARD in self.kinds)
+                for chunk_pieces in pieces
+                for piece_index in range(len(chunk_pieces))
             ),
             # A stage's part of the head, next to its chunks of layers, uses no unit of the limit.
             _opens=tuple(
-                place == 0 and own in pieces[: self.placement.num_chunks] for own in pieces for place in range(len(own))
+                piece_index == 0 and chunk_pieces in pieces[: self.placement.num_chunks]
+                for chunk_pieces in pieces
+                for piece_index in range(len(chunk_pieces))
             ),
             _begins=tuple(
                 self.placement.sender(self.stage, TaskKind.FORWARD, chunk) is None for chunk in range(len(self.chunks))
@@ -168,8 +170,8 @@ class View:
     def held(self, chunk: int) -> int:
         """Return the number of microbatches in a chunk: begun by the first piece and not finished by all pieces."""
         if not self.has_pieces:
-            own = self.chunks[chunk]
-            return own.forwards - own[DONE[self.kinds[-1]]]
+            counters = self.chunks[chunk]
+            return counters.forwards - counters[DONE[self.kinds[-1]]]
         counts = [self.chunks[piece] for piece in self.placement.numbers[self.stage][chunk]]
         return counts[0].forwards - min(each[DONE[self.kinds[-1]]] for each in counts)
 
@@ -177,20 +179,20 @@ class View:
     def done(self) -> bool:
         return self.total[DONE[self.kinds[-1]]] == self.num_microbatches * len(self.chunks)
 
-    def next(self, kind: TaskKind, chunk: int = 0) -> Task:
+    def next(self, task_kind: TaskKind, chunk: int = 0) -> Task:
         """Return a chunk's next task of this kind; tasks of a kind run in order."""
-        return Task(kind, self.chunks[chunk][DONE[kind]], chunk)
+        return Task(task_kind, self.chunks[chunk][DONE[task_kind]], chunk)
 
-    def ready(self, kind: TaskKind, chunk: int = 0) -> bool:
+    def ready(self, task_kind: TaskKind, chunk: int = 0) -> bool:
         """Return whether a chunk's next task of this kind has its inputs and, if F, fits below the limit."""
         counts = self.chunks[chunk]
-        if kind not in self.kinds:
+        if task_kind not in self.kinds:
             return False
-        if kind is TaskKind.FORWARD:
+        if task_kind is TaskKind.FORWARD:
             given = self.num_microbatches if self._begins[chunk] else counts.activations
             # A begun microbatch continues: it is counted already, and another rank may wait for its rows.
             return counts.forwards < given and (not self._opens[chunk] or self.in_flight < self.limit)
-        if kind is TaskKind.BACKWARD:
+        if task_kind is TaskKind.BACKWARD:
             return counts.backwards < (counts.forwards if self._ends[chunk] else counts.gradients)
         return counts.weights < counts.backwards
 
@@ -211,14 +213,14 @@ class View:
 
     def after(self, task: Task) -> View:
         """Return the view after a task: the task is counted, and its message removed from `arrivals`."""
-        kind, _, chunk = task
-        assert self.ready(kind, chunk), f"{task} is not ready: {self}"
-        assert task == self.next(kind, chunk), f"{task} out of turn: {self}"
+        task_kind, _, chunk = task
+        assert self.ready(task_kind, chunk), f"{task} is not ready: {self}"
+        assert task == self.next(task_kind, chunk), f"{task} out of turn: {self}"
         arrivals = self.arrivals
         if task in arrivals:
-            place = arrivals.index(task)
-            arrivals = arrivals[:place] + arrivals[place + 1 :]
-        return self._with(chunk, DONE[kind], arrivals)
+            position = arrivals.index(task)
+            arrivals = arrivals[:position] + arrivals[position + 1 :]
+        return self._with(chunk, DONE[task_kind], arrivals)
 
     def _with(self, chunk: int, counter: int, arrivals: tuple[Arrival, ...]) -> View:
         """Return the view with one of a chunk's counters increased. Equals dataclasses.replace at several times the
@@ -231,25 +233,25 @@ class View:
         counts[counter] += 1
         total[counter] += 1
         # The total is updated, not summed at each access: summing was much of a simulated task's time.
-        state["total"] = one = Counters(*total)
+        state["total"] = chunk_counters = Counters(*total)
         if len(self.chunks) > 1:
-            one = Counters(*counts)
-        state["chunks"] = (*self.chunks[:chunk], one, *self.chunks[chunk + 1 :])
+            chunk_counters = Counters(*counts)
+        state["chunks"] = (*self.chunks[:chunk], chunk_counters, *self.chunks[chunk + 1 :])
         return view
 
-    def expects(self, kind: TaskKind, chunk: int = 0) -> Arrival:
+    def expects(self, task_kind: TaskKind, chunk: int = 0) -> Arrival:
         """Return a chunk's next message of this kind in order."""
         counts = self.chunks[chunk]
-        return Arrival(kind, counts.activations if kind is TaskKind.FORWARD else counts.gradients, chunk)
+        return Arrival(task_kind, counts.activations if task_kind is TaskKind.FORWARD else counts.gradients, chunk)
 
-    def with_arrival(self, kind: TaskKind, chunk: int = 0) -> View:
+    def with_arrival(self, task_kind: TaskKind, chunk: int = 0) -> View:
         """Return the view after a chunk's next message of this kind has been received."""
-        counts, arrivals = self.chunks[chunk], (*self.arrivals, self.expects(kind, chunk))
-        if kind is TaskKind.FORWARD:
+        counts, arrivals = self.chunks[chunk], (*self.arrivals, self.expects(task_kind, chunk))
+        if task_kind is TaskKind.FORWARD:
             assert not self._begins[chunk], f"an activation at the first stage: {self}"
             assert counts.activations < self.num_microbatches, f"one activation too many: {self}"
         else:
-            assert kind is TaskKind.BACKWARD, f"{kind} is no message"
+            assert task_kind is TaskKind.BACKWARD, f"{task_kind} is no message"
             assert not self._ends[chunk], f"a gradient at the last stage: {self}"
             assert counts.gradients < counts.forwards, f"a gradient of a microbatch that was not sent on: {self}"
-        return self._with(chunk, COME[kind], arrivals)
+        return self._with(chunk, COME[task_kind], arrivals)
