@@ -72,7 +72,7 @@ class Walk:
     def __init__(
         self, buckets: Mapping[int, Collection[int]], backward_buckets: Mapping[int, set[int]], chunks: Sequence[Chunk]
     ) -> None:
-        self._order = {unit: chunk.parts for chunk in chunks for unit in chunk.parts}
+        self._order = {layer: chunk.parts for chunk in chunks for layer in chunk.parts}
         self._buckets = buckets
         self._read_back = {**buckets, **backward_buckets}
         """The buckets that the backward pass of each part reads."""
@@ -86,33 +86,33 @@ class Walk:
         """Begin a forward pass."""
         self._back_at, self._begins = None, True
 
-    def forward(self, unit: int) -> Move:
+    def forward(self, layer: int) -> Move:
         """Return the moves of a part's forward pass, or of its recomputation in a backward pass."""
         fresh, self._begins = self._begins and not self._returns, False
-        order, here = self._order[unit], self._buckets[unit]
-        index = order.index(unit)
+        order, here = self._order[layer], self._buckets[layer]
+        index = order.index(layer)
         # Recomputed: the part runs forward again within the backward pass, which continues with the previous part.
-        if self._back_at in order and unit >= self._back_at:
-            return self._back_from(unit, here, fresh=False)
+        if self._back_at in order and layer >= self._back_at:
+            return self._back_from(layer, here, fresh=False)
         if index + 1 < len(order):
             return self._moved(here, ahead=self._buckets[order[index + 1]], fresh=fresh)
         # After the last part the backward pass begins: the layer before is needed again at once.
         turns = index > 0 and self._returns
         return self._moved(here, stays=self._buckets[order[index - 1]] if turns else (), fresh=fresh)
 
-    def backward(self, unit: int) -> Move:
+    def backward(self, layer: int) -> Move:
         """Return the moves of a part's backward pass."""
-        before, self._back_at = self._back_at, unit
-        order = self._order[unit]
-        same = unit == before == HEAD  # the head has two functions; a layer twice in a row is two microbatches
+        before, self._back_at = self._back_at, layer
+        order = self._order[layer]
+        same = layer == before == HEAD  # the head has two functions; a layer twice in a row is two microbatches
         # A part at or after the previous one begins a new backward task (of any chunk): nothing gathered for the old
         # task stays.
-        fresh = (before not in order or unit >= before) and not self._returns and not same
-        return self._back_from(unit, self._read_back[unit], fresh=fresh)
+        fresh = (before not in order or layer >= before) and not self._returns and not same
+        return self._back_from(layer, self._read_back[layer], fresh=fresh)
 
-    def _back_from(self, unit: int, here: Collection[int], *, fresh: bool) -> Move:
-        order = self._order[unit]
-        if index := order.index(unit):
+    def _back_from(self, layer: int, here: Collection[int], *, fresh: bool) -> Move:
+        order = self._order[layer]
+        if index := order.index(layer):
             return self._moved(here, ahead=self._read_back[order[index - 1]], fresh=fresh)
         return self._moved(here, stays=self._buckets[order[1]] if len(order) > 1 else (), fresh=fresh)
 
@@ -159,7 +159,7 @@ class GatheredSum(SlicedSum):
     def make_equal(self) -> list[str]:
         differing, self.differing = self.differing, []
         if make_equal(self.weights.values, self.mesh.comm(*self.weights.copy_axes)):
-            differing += [entry.name for entry in self.weights.places]
+            differing += [region.name for region in self.weights.places]
         return differing
 
 
@@ -179,7 +179,7 @@ class Gathering(Sharded):
     def follow(self, model: RunsParts, using: PartsUsing, chunks: Sequence[Chunk]) -> None:
         """Gather the weights of each part of a chain when the part runs."""
         super().follow(model, using, chunks)
-        self._kept = {unit: set() for unit in self._of.keys() & {EMBEDDINGS, HEAD}}
+        self._kept = {layer: set() for layer in self._of.keys() & {EMBEDDINGS, HEAD}}
         self._walk = Walk(self._of, self._kept, chunks)
 
     @classmethod
@@ -187,9 +187,9 @@ class Gathering(Sharded):
         """Return the bytes of all slices, and of the two neighbouring whole parts that are largest together."""
         of: dict[int, set[int]] = {}
         for index, each in enumerate(buckets):
-            for unit in each.parts:
-                of.setdefault(unit, set()).add(index)
-        parts = [of[unit] for unit in sorted(of)]
+            for layer in each.parts:
+                of.setdefault(layer, set()).add(index)
+        parts = [of[layer] for layer in sorted(of)]
         pairs = (earlier | later for earlier, later in zip(parts, parts[1:] or parts, strict=False))
         two = max((sum(buckets[index].weights for index in pair) for pair in pairs), default=0)
         slices = sum(each.own_weights for each in buckets)
@@ -221,41 +221,41 @@ class Gathering(Sharded):
         self._release(self._walk.held | head)
         self._walk.held = set()
 
-    def run_part(self, unit: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    def run_part(self, layer: int, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a part with whole weights; the weights are also gathered for the part's backward pass."""
-        self._move(unit, self._walk.forward(unit))
+        self._move(layer, self._walk.forward(layer))
         if not torch.is_grad_enabled():
             return function(*arguments)
-        if unit in self._kept:
+        if layer in self._kept:
             # The tensors saved by autograd show which weights the backward passes of embeddings and head read: a
             # look-up saves no table.
             def note(x: Tensor) -> Tensor:
                 index = self._index_of.get(x.untyped_storage()._cdata)
                 if index is not None:
-                    self._kept[unit].add(index)
+                    self._kept[layer].add(index)
                 return x
 
             with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
                 result = function(*arguments)
         else:
             result = function(*arguments)
-        return self._turning(unit, result)
+        return self._turning(layer, result)
 
-    def _turning(self, unit: int, result: Any) -> Any:
+    def _turning(self, layer: int, result: Any) -> Any:
         """Return the result with a hook that gathers the part's weights when the result's gradient is complete."""
         hidden = result if isinstance(result, tuple) else (result,)
         learn = [x for x in hidden if x.requires_grad]
         # An identity node after the part, since hooks on `grad_fn` run too early if a model has two streams.
-        turned = iter(_Turn.apply(lambda: self._move(unit, self._walk.backward(unit)), *learn))
+        turned = iter(_Turn.apply(lambda: self._move(layer, self._walk.backward(layer)), *learn))
         hidden = tuple(next(turned) if x.requires_grad else x for x in hidden)
         return hidden if isinstance(result, tuple) else hidden[0]
 
-    def _move(self, unit: int, move: Move) -> None:
+    def _move(self, layer: int, move: Move) -> None:
         """Wait for the weights of the part that begins, and start gathering the next part's."""
         self._release(move.released)
         for index in move.gathered:
             self.every[index].gather()
-        self._wait(set(self._of[unit]) & self._walk.held)
+        self._wait(set(self._of[layer]) & self._walk.held)
         for index in move.started:
             self.every[index].gather()
 

@@ -220,7 +220,7 @@ class BucketSum:
         bucket, comm = self.bucket, self.mesh.comm(*self.weights.copy_axes)
         if same_everywhere(bucket.values, comm):  # one small message if all are equal
             return []
-        parts = ((entry.name, bucket.values[entry.start : entry.stop]) for entry in bucket.places)
+        parts = ((region.name, bucket.values[region.start : region.stop]) for region in bucket.places)
         return [name for name, values in parts if make_equal(values, comm)]
 
 
@@ -303,14 +303,14 @@ class Synchroniser:
     def follow(self, model: RunsParts, using: PartsUsing, chunks: Sequence[Chunk]) -> None:
         """Wait for the values of each part of a chain when the part runs. `using`: the parts that use each parameter;
         `chunks`: the chunks of the chain on this rank."""
-        readers = [{unit for entry in bucket.places for unit in using[entry.name]} for bucket in self.buckets]
-        parts = [unit for chunk in chunks for unit in chunk.parts]
-        self._of = {unit: [index for index, those in enumerate(readers) if unit in those] for unit in parts}
+        readers = [{layer for region in bucket.places for layer in using[region.name]} for bucket in self.buckets]
+        parts = [layer for chunk in chunks for layer in chunk.parts]
+        self._of = {layer: [index for index, those in enumerate(readers) if layer in those] for layer in parts}
         model.run_parts_by(self.run_part)
 
-    def run_part(self, unit: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    def run_part(self, layer: int, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a part of the model after its values are received."""
-        self._wait(self._of[unit])
+        self._wait(self._of[layer])
         return function(*arguments)
 
     def filled(self, parameter: nn.Parameter) -> None:

@@ -302,7 +302,7 @@ class Optimizer:
                 here = tensor.to(self.mesh.device)  # a copy only if states are offloaded
                 if make_equal(here, comm):
                     # The hash is of the whole slot, so all of its parameters are named.
-                    differing += [f"{state_name} of {entry.name}" for entry in slot.places]
+                    differing += [f"{state_name} of {region.name}" for region in slot.places]
                     tensor.copy_(here)
         self.held.refresh()
         return differing

@@ -162,11 +162,11 @@ class InPlace:
 def _matrices(slot: Slot, flat: Tensor, spec: StateSpec | None) -> Iterator[Tensor]:
     """Yield views of `flat` as the slot's matrices [rows, columns], or as their states of the spec's shape."""
     if spec is None or spec.shape is None:
-        for entry in slot.places:
-            yield flat[entry.start : entry.stop].view(entry.shape[0], -1)
+        for region in slot.places:
+            yield flat[region.start : region.stop].view(region.shape[0], -1)
         return
-    for entry in slot.state_slices(spec.shape).places:
-        yield flat[entry.start : entry.stop].view(entry.shape)
+    for region in slot.state_slices(spec.shape).places:
+        yield flat[region.start : region.stop].view(region.shape)
 
 
 def by_rule(rules: Sequence[StepRule]) -> dict[StepRule, list[int]]:
