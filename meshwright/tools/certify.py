@@ -176,10 +176,10 @@ def certify(out: Path, key: Path | None, say: Say) -> tuple[Certificate, tuple[P
     """
     if not (out / CONFIG).is_file():
         raise ConfigError.of("OUT", out, f"is no run's folder: it has no {CONFIG}", "the --out of a run")
-    own = config_folder() / DEFAULT_KEY
-    if key is None and not own.exists():
-        say(f"made your key {own}; give others {make_key(own)}, by which they know you")
-    private = read_key(key or own)
+    default_key = config_folder() / DEFAULT_KEY
+    if key is None and not default_key.exists():
+        say(f"made your key {default_key}; give others {make_key(default_key)}, by which they know you")
+    private = read_key(key or default_key)
     with locked(out):
         read = Read.of(out)
         folders = steps_in(out / CHECKPOINTS)
@@ -187,10 +187,10 @@ def certify(out: Path, key: Path | None, say: Say) -> tuple[Certificate, tuple[P
             valid = "checkpoint.every=N in the run file, N steps"
             raise ConfigError.of("OUT", out, "has no checkpoint, so there is no state to certify", valid)
         first = 1
-        for kept in sorted(out.glob("config-*.yaml"), key=lambda path: int(path.stem.partition("-")[2])):
-            trees = [load_config(each).model_dump(mode="json", by_alias=True) for each in (kept, out / CONFIG)]
+        for config_path in sorted(out.glob("config-*.yaml"), key=lambda path: int(path.stem.partition("-")[2])):
+            trees = [load_config(each).model_dump(mode="json", by_alias=True) for each in (config_path, out / CONFIG)]
             if changed_fields(trees[0], trees[1], free_fields(read.config)):
-                first = int(kept.stem.partition("-")[2]) + 1
+                first = int(config_path.stem.partition("-")[2]) + 1
         certified, before = list[Certified](), first - 1
         for step, path in folders:
             if step < first - 1:

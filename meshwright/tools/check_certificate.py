@@ -213,30 +213,31 @@ def render(found: Checked) -> None:
     console.print(told, soft_wrap=True)
     for line in found.differences:
         console.print(f"differs: {line}", soft_wrap=True)
-    one = found.replayed
-    if one is None:
+    replayed = found.replayed
+    if replayed is None:
         console.print("no step was computed again: --step N computes one", soft_wrap=True)
         return
-    if one.verdict == "equal":
+    if replayed.verdict == "equal":
         after = ", and all tensors after it" if found.state else "; tensors are certified at checkpoints alone"
         console.print(
-            f"equal: steps {one.first} to {one.last} have the certified losses and norms{after}", soft_wrap=True
+            f"equal: steps {replayed.first} to {replayed.last} have the certified losses and norms{after}",
+            soft_wrap=True,
         )
         return
-    for name, (run, first, second) in one.numbers.items():
+    for name, (run, first, second) in replayed.numbers.items():
         console.print(
-            f"step {one.step}, {name}: certified {run!r}, here {first!r}, once more {second!r}", soft_wrap=True
+            f"step {replayed.step}, {name}: certified {run!r}, here {first!r}, once more {second!r}", soft_wrap=True
         )
-    at = found.found_at or one.last
-    for part in found.parts[:1]:
-        box = ", ".join(f"{a}..{b}" for a, b in zip(part.first, part.last, strict=True))
-        place = f" in the box [{box}]" if box else ""
-        count = f"{part.differing:,} of {part.elements:,} elements{place}" if box else "box unknown"
+    at = found.found_at or replayed.last
+    for mismatch in found.parts[:1]:
+        box = ", ".join(f"{a}..{b}" for a, b in zip(mismatch.first, mismatch.last, strict=True))
+        box_text = f" in the box [{box}]" if box else ""
+        count = f"{mismatch.differing:,} of {mismatch.elements:,} elements{box_text}" if box else "box unknown"
         more = f"; {len(found.parts) - 1} tensors more (--json)" if len(found.parts) > 1 else ""
-        console.print(f"first tensor that differs, after step {at}: {part.tensor}, {count}{more}", soft_wrap=True)
+        console.print(f"first tensor that differs, after step {at}: {mismatch.tensor}, {count}{more}", soft_wrap=True)
     if not found.parts:
         console.print("no certified checkpoint at or after the step names the tensor", soft_wrap=True)
-    if one.verdict == "machine":
+    if replayed.verdict == "machine":
         console.print(
             "machine: two replays differ, so this machine does not compute a step twice alike", soft_wrap=True
         )

@@ -85,17 +85,17 @@ class Difference:
             raise UndecidedError(f"not shown to be equal: {self.undecided}")
 
 
-def difference(one: Path, other: Path, *, roots: bool = False) -> Difference:
+def difference(first_run: Path, second_run: Path, *, roots: bool = False) -> Difference:
     """Compare two runs' folders. `roots`: compare checkpoints by recorded roots, without reading a shard.
 
     Raises DataError if the runs have no step in common.
     """
-    for run in (one, other):
+    for run in (first_run, second_run):
         plain_folder(run, OF_TRACKERS)
-    histories = [{line["step"]: line for line in read_history(run / METRICS)} for run in (one, other)]
+    histories = [{line["step"]: line for line in read_history(run / METRICS)} for run in (first_run, second_run)]
     common = sorted(histories[0].keys() & histories[1].keys())
     if not common:
-        raise DataError(f"{one} and {other} have no step in common")
+        raise DataError(f"{first_run} and {second_run} have no step in common")
     step, numbers, looked = None, dict[str, tuple[Any, Any]](), dict.fromkeys(NUMBERS, 0)
     # Only the first difference is reported: later ones follow from the first.
     for step_now in common:
@@ -108,7 +108,7 @@ def difference(one: Path, other: Path, *, roots: bool = False) -> Difference:
         if numbers:
             step = step_now
             break
-    folders = [dict(steps_in(run / CHECKPOINTS)) for run in (one, other)]
+    folders = [dict(steps_in(run / CHECKPOINTS)) for run in (first_run, second_run)]
     shared = tuple(sorted(folders[0].keys() & folders[1].keys()))
     found: dict[int, Compared] = {}
     for at in shared:
@@ -117,14 +117,14 @@ def difference(one: Path, other: Path, *, roots: bool = False) -> Difference:
             break
     parted = next((at for at in found if found[at].parts), None)
     return Difference(
-        (str(one), str(other)), len(common), looked, step, numbers, shared, roots,
+        (str(first_run), str(second_run)), len(common), looked, step, numbers, shared, roots,
         compared=tuple(found),
         tensors=sum(each.tensors for each in found.values()),
         bytes=sum(each.bytes for each in found.values()),
         checkpoint=parted,
         parts=() if parted is None else found[parted].parts,
         damages=tuple(damage for each in found.values() for damage in each.damages),
-        undecided=_undecided(found, looked, (one, other), folders, roots=roots),
+        undecided=_undecided(found, looked, (first_run, second_run), folders, roots=roots),
     )  # fmt: skip
 
 
@@ -191,9 +191,9 @@ def render(found: Difference) -> None:
     if found.checkpoint is not None:
         title = f"checkpoint of step {found.checkpoint}"
         table = Table("tensor", "elements that differ", "the box around them", title=title)
-        for part in found.parts[:MOST_SHOWN]:
-            box = ", ".join(f"{a}..{b}" for a, b in zip(part.first, part.last, strict=True))
-            table.add_row(part.tensor, f"{part.differing:,} of {part.elements:,}", f"[{box}]")
+        for mismatch in found.parts[:MOST_SHOWN]:
+            box = ", ".join(f"{a}..{b}" for a, b in zip(mismatch.first, mismatch.last, strict=True))
+            table.add_row(mismatch.tensor, f"{mismatch.differing:,} of {mismatch.elements:,}", f"[{box}]")
         print_table(console, table)
         if len(found.parts) > MOST_SHOWN:
             console.print(f"... and {len(found.parts) - MOST_SHOWN} tensors more (--json lists all)")

@@ -69,8 +69,10 @@ class Damage:
 
     @classmethod
     def of(cls, block: BadBlock) -> Damage:
-        kind, _, name = block.key.partition("/")
-        return cls(str(block.path), f"{kind} of {name}", f"bytes {block.first:,} to {block.last:,} of its part there")
+        state_name, _, name = block.key.partition("/")
+        return cls(
+            str(block.path), f"{state_name} of {name}", f"bytes {block.first:,} to {block.last:,} of its part there"
+        )
 
     def __str__(self) -> str:
         if not self.tensor:
@@ -93,11 +95,11 @@ class Compared:
     """The reason why equality is not decided; empty if equality is."""
 
 
-def by_bytes(one: Path, other: Path) -> Compared:
+def by_bytes(first_folder: Path, second_folder: Path) -> Compared:
     """Read all bytes of two checkpoints, check the digests of both, and compare the tensors in the model's order."""
     bad: list[BadBlock] = []
     sides, damages = [], list[Damage]()
-    for folder in (one, other):
+    for folder in (first_folder, second_folder):
         try:
             sides.append(Checkpoint(folder, bad))
         except CheckpointError as error:
@@ -105,36 +107,36 @@ def by_bytes(one: Path, other: Path) -> Compared:
     if len(sides) < 2:
         # One cannot be opened. The other is read all the same, so that one call reports all damage.
         for side in sides:
-            for parameter, kind in side.manifest.parts:
+            for parameter, state_name in side.manifest.parts:
                 with suppress(DamagedError):  # damaged files are reported below
-                    _read(side, parameter, kind)
+                    _read(side, parameter, state_name)
             damages += [Damage(str(side.folder), "", str(damage)) for damage in side.damage_besides()]
         return Compared(damages=(*damages, *map(Damage.of, bad)))
     parts, tensors, size, failed = list(_of_manifests(*sides)), 0, 0, dict[str, Damage]()
-    for parameter, kind in {**sides[0].manifest.parts, **sides[1].manifest.parts}:
+    for parameter, state_name in {**sides[0].manifest.parts, **sides[1].manifest.parts}:
         held = list[Tensor]()
         readable = True
         for side in sides:
             try:
-                if (value := _read(side, parameter, kind)) is not None:
+                if (value := _read(side, parameter, state_name)) is not None:
                     held.append(value)
             except DamagedError as error:
                 readable = False
                 # One report per error text: each tensor of a damaged file raises the same one.
                 failed.setdefault(str(error), Damage(str(side.folder), "", str(error)))
         tensors, size = tensors + 1, size + sum(value.nbytes for value in held)
-        if readable and (part := Part.between(f"{kind} of {parameter}", held)) is not None:
-            parts.append(part)
+        if readable and (mismatch := Part.between(f"{state_name} of {parameter}", held)) is not None:
+            parts.append(mismatch)
     for side in sides:
         for damage in side.damage_besides():
             failed.setdefault(str(damage), Damage(str(side.folder), "", str(damage)))
     return Compared(tuple(parts), (*damages, *failed.values(), *map(Damage.of, bad)), tensors, size)
 
 
-def by_roots(one: Path, other: Path) -> Compared:
+def by_roots(first_folder: Path, second_folder: Path) -> Compared:
     """Compare two checkpoints by the values recorded in the manifests; no shard is read."""
     try:
-        sides = [Checkpoint(folder) for folder in (one, other)]
+        sides = [Checkpoint(folder) for folder in (first_folder, second_folder)]
     except CheckpointError as error:
         return Compared(damages=(Damage("", "", str(error)),))
     parts, roots = list(_of_manifests(*sides)), [side.manifest.roots.state for side in sides]
@@ -149,9 +151,9 @@ def by_roots(one: Path, other: Path) -> Compared:
     return Compared(tuple(parts))
 
 
-def _of_manifests(one: Checkpoint, other: Checkpoint) -> Iterator[Part]:
+def _of_manifests(first_side: Checkpoint, second_side: Checkpoint) -> Iterator[Part]:
     """Yield the differences between two manifests: order of data, progress, and files that are no shards."""
-    manifests = one.manifest, other.manifest
+    manifests = first_side.manifest, second_side.manifest
     data = [manifest.roots.data for manifest in manifests]
     if None not in data and data[0] != data[1]:
         yield Part.single(ORDER)
@@ -168,7 +170,7 @@ def _of_manifests(one: Checkpoint, other: Checkpoint) -> Iterator[Part]:
             yield Part.single(f"the file {name}")
 
 
-def _read(side: Checkpoint, parameter: str, kind: str) -> Tensor | None:
+def _read(side: Checkpoint, parameter: str, state_name: str) -> Tensor | None:
     """Read a whole tensor; None if the checkpoint has no such tensor."""
-    runs = side.manifest.parts.get((parameter, kind))
-    return None if runs is None else side.read(parameter, kind, Box((0,) * len(runs[0].shape), runs[0].shape))
+    runs = side.manifest.parts.get((parameter, state_name))
+    return None if runs is None else side.read(parameter, state_name, Box((0,) * len(runs[0].shape), runs[0].shape))

@@ -38,7 +38,7 @@ BY_RUN = "meshwright.compute.bits.cached:RunChain"
 """Entries of the room of equal bits."""
 
 Choose = Callable[[int, int, Tensor], int | None]
-"""choose(place, position, logits [V]): the token at `position`; None ends the row."""
+"""choose(row_index, position, logits [V]): the token at `position`; None ends the row."""
 
 FEW_FLOPS = 5 * 10**8
 """Operations of a grain's forward pass up to which one thread computes: about 10 ms."""
@@ -107,7 +107,7 @@ class ExactDecoder:
         """Continue prompts, all at once, until `choose` ends a row or the row fills the sequence.
 
         Args:
-            prompts: Tokens by place in the grain, 0 to bits.samples - 1; a place decides the bits.
+            prompts: Tokens by row of the grain, 0 to bits.samples - 1; the row decides the bits.
             choose: Chooses each token.
 
         Raises:
@@ -118,10 +118,10 @@ class ExactDecoder:
                 rule = f"leaves no place for a token in data.sequence={self.length}"
                 raise ConfigError.of("--prompt", f"{len(prompt)} tokens", rule, f"1 to {self.length - 1} tokens")
         rows = torch.zeros(self.samples, self.length, dtype=torch.long)
-        ends, found = dict[int, int](), {place: Continued() for place in prompts}
-        for place, prompt in prompts.items():
-            rows[place, : len(prompt)] = torch.tensor(prompt)
-            ends[place] = len(prompt)
+        ends, found = dict[int, int](), {row_index: Continued() for row_index in prompts}
+        for row_index, prompt in prompts.items():
+            rows[row_index, : len(prompt)] = torch.tensor(prompt)
+            ends[row_index] = len(prompt)
         width, known = self.length // self.runs, 0
         if self.by_run is not None:
             self.by_run.forget()
@@ -130,13 +130,13 @@ class ExactDecoder:
             needed, known = sorted(wanted.union(range(known, max(wanted)))), max(known, *wanted)
             with few_threads(self.config):
                 for run, h in zip(needed, self.states(rows, needed), strict=True):
-                    due = {place: end for place, end in ends.items() if (end - 1) // width == run}
+                    due = {row_index: end for row_index, end in ends.items() if (end - 1) // width == run}
                     self.add(h, run * width, due, found, choose)
-            for place in [*ends]:
-                row, end = found[place], ends.pop(place)
-                if len(row.tokens) == end + 1 - len(prompts[place]) and end + 1 < self.length:
-                    rows[place, end] = row.tokens[-1]
-                    ends[place] = end + 1
+            for row_index in [*ends]:
+                row, end = found[row_index], ends.pop(row_index)
+                if len(row.tokens) == end + 1 - len(prompts[row_index]) and end + 1 < self.length:
+                    rows[row_index, end] = row.tokens[-1]
+                    ends[row_index] = end + 1
         return found
 
     @torch.no_grad()
@@ -169,17 +169,17 @@ class ExactDecoder:
 
         def labels_of(chunk: slice, logits: Tensor) -> Tensor:
             labels = torch.full((logits.shape[0],), IGNORED, device=h.device)
-            for place, end in due.items():
-                at = place * width + end - 1 - first - chunk.start
-                if 0 <= at < logits.shape[0] and (token := choose(place, end, logits[at])) is not None:
-                    labels[at] = tokens[place] = token
+            for row_index, end in due.items():
+                at = row_index * width + end - 1 - first - chunk.start
+                if 0 <= at < logits.shape[0] and (token := choose(row_index, end, logits[at])) is not None:
+                    labels[at] = tokens[row_index] = token
             return labels
 
         head: Any = self.chain.head
         losses = head.chosen(h, labels_of)
-        for place, token in tokens.items():
-            found[place].tokens.append(token)
-            found[place].logs.append(-float(losses[place, due[place] - 1 - first]))
+        for row_index, token in tokens.items():
+            found[row_index].tokens.append(token)
+            found[row_index].logs.append(-float(losses[row_index, due[row_index] - 1 - first]))
 
 
 @contextmanager
@@ -203,6 +203,6 @@ def whole_chain(config: Config, mesh: Mesh) -> Chain:
     return chain.eval()
 
 
-def greedy(place: int, position: int, logits: Tensor) -> int:
+def greedy(row_index: int, position: int, logits: Tensor) -> int:
     """Choose the most likely token; of several equal logits the first."""
     return int(logits.argmax())

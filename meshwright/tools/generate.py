@@ -180,7 +180,7 @@ def exact_text(loaded: LoadedText, prompt: str, most: int, sampling: Sampling) -
     ids = [*tokenizer.opening, *tokenizer.encode(prompt)] or [tokenizer.first]
     generator = torch.Generator().manual_seed(1 if sampling.seed is None else sampling.seed)
 
-    def choose(place: int, position: int, logits: torch.Tensor) -> int | None:
+    def choose(row_index: int, position: int, logits: torch.Tensor) -> int | None:
         token = drawn(logits[: tokenizer.vocabulary_size], sampling, generator)
         return None if position - len(ids) == most or token in tokenizer.marks.stops else token
 

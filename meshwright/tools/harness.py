@@ -84,10 +84,10 @@ class CheckpointLM(LM):
         if self._template_file is not None:
             return template_of("", self._template_file)
         folder = self.loaded.folder
-        own = self.loaded.config.data.chat_template(folder) or kept_template(folder)
-        if own is None:
+        chat_template = self.loaded.config.data.chat_template(folder) or kept_template(folder)
+        if chat_template is None:
             raise DataError(f"{folder}: has no chat template, nor had its tokenizer: template=FILE")
-        return own
+        return chat_template
 
     @property
     def tokenizer_name(self) -> str:
@@ -116,7 +116,7 @@ class CheckpointLM(LM):
         """Return (log probability, whether greedy decoding gives it) for each request's (context, continuation)."""
         asked = [request.args for request in requests]
         told = likelihoods(self.loaded, asked, marked=self._chats, rows=self._rows)
-        return [(one.log, one.greedy) for one in told]
+        return [(answer.log, answer.greedy) for answer in told]
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
         """Return the log probability of each request's whole text."""

@@ -125,20 +125,20 @@ def replay(
         # A multiple of `step` is due at `step`; the replay ends a step or two later with one more.
         config = with_field(config, "checkpoint", config.checkpoint.model_copy(update={"every": step, "keep": 9}))
     again = partial(_repeated, config, out, checkpoint, step, accept_changes=accept_changes, look=look)
-    one, state = again()
+    first_replay, state = again()
     parts = () if state is None else state.parts
-    parted = _first_difference(run, one, first, step)
+    parted = _first_difference(run, first_replay, first, step)
     if parted is None and parts:
         parted = step
-    both = ([lines[each].get("root") for lines in (run, one)] for each in range(first, step + 1))
+    both = ([lines[each].get("root") for lines in (run, first_replay)] for each in range(first, step + 1))
     roots = sum(comparable(*each) for each in both)
     if parted is None:
         return Replayed("equal", first, step, roots, None, {})
     # Only now: an equal step needs no second replay.
-    two, other = again()
+    second_replay, second_state = again()
     names = [name for name in NUMBERS if name in run[parted]]
-    numbers = {name: [lines[parted].get(name) for lines in (run, one, two)] for name in names}
-    alike = _first_difference(one, two, first, step) is None and state == other
+    numbers = {name: [lines[parted].get(name) for lines in (run, first_replay, second_replay)] for name in names}
+    alike = _first_difference(first_replay, second_replay, first, step) is None and state == second_state
     return Replayed("program" if alike else "machine", first, step, roots, parted, numbers, parts)
 
 
@@ -191,7 +191,7 @@ def _repeated(
 
 def _checkpoint(folder: Path, step: int, start: int | None) -> Path | None:
     """Return the checkpoint to replay `step` from; None: from the run's beginning."""
-    before = {number: path for number, path in steps_in(folder) if number < step}
+    before = {earlier_step: path for earlier_step, path in steps_in(folder) if earlier_step < step}
     if start is None:
         start = max(before, default=0)
     if start and start not in before:
@@ -203,19 +203,19 @@ def _checkpoint(folder: Path, step: int, start: int | None) -> Path | None:
             Checkpoint(path).check_files()
         except CheckpointError as error:
             older = newest_whole(folder, start)
-            number = 0 if older is None else int(older.name.removeprefix("step-"))
-            offer = f"--from {number} repeats steps {number + 1} to {step} instead"
+            earlier_step = 0 if older is None else int(older.name.removeprefix("step-"))
+            offer = f"--from {earlier_step} repeats steps {earlier_step + 1} to {step} instead"
             raise type(error)(f"{error}; {offer}, from {'the beginning' if older is None else older.name}") from error
     return path
 
 
-def _first_difference(one: Lines, other: Lines, first: int, last: int) -> int | None:
+def _first_difference(first_lines: Lines, second_lines: Lines, first: int, last: int) -> int | None:
     """Return the first step with another loss, norm or root; None if no step differs."""
     for step in range(first, last + 1):
-        roots = [lines[step].get("root") for lines in (one, other)]
+        roots = [lines[step].get("root") for lines in (first_lines, second_lines)]
         names = NUMBERS if comparable(*roots) or None in roots else [name for name in NUMBERS if name != "root"]
         # repr compares to the last bit, and a NaN equals itself.
-        if any(repr(one[step].get(name)) != repr(other[step].get(name)) for name in names):
+        if any(repr(first_lines[step].get(name)) != repr(second_lines[step].get(name)) for name in names):
             return step
     return None
 
@@ -233,8 +233,10 @@ def render(found: Replayed) -> None:
         numbers = roots.get(found.roots, f"and norms, and {found.roots} roots")
         console.print(f"equal: {steps} have the run's losses {numbers}; program and machine are sound")
         return
-    for name, (run, one, two) in found.numbers.items():
-        console.print(f"step {found.step}, {name}: the run {run!r}, replayed {one!r}, once more {two!r}")
+    for name, (run, first_replay, second_replay) in found.numbers.items():
+        console.print(
+            f"step {found.step}, {name}: the run {run!r}, replayed {first_replay!r}, once more {second_replay!r}"
+        )
     if found.verdict == "machine":
         console.print("machine: two replays differ, so this machine does not compute a step twice alike")
     else:

@@ -59,15 +59,15 @@ class OperatorGraph:
 
     def flops_of(self, numbers: Iterable[int]) -> int:
         """Return the sum of some operators' flops."""
-        return sum(self.operators[number].flops for number in numbers)
+        return sum(self.operators[index].flops for index in numbers)
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
         """By operator: the numbers of the operators that read the result."""
         readers: list[list[int]] = [[] for _ in self.operators]
-        for number, operator in enumerate(self.operators):
+        for index, operator in enumerate(self.operators):
             for read in dict.fromkeys(operator.inputs):
-                readers[read].append(number)
+                readers[read].append(index)
         return tuple(map(tuple, readers))
 
     @cached_property

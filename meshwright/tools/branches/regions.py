@@ -78,29 +78,29 @@ def find_split_joins(graph: OperatorGraph) -> SplitJoins:
     regions: list[Region] = []
     lone, absorbed = 0, set[int]()
     # From the end: the last sum of a chain is visited first and absorbs the others.
-    for number in reversed(range(1, len(graph.operators))):
-        if number in absorbed or len(set(graph.operators[number].inputs)) < 2:
+    for index in reversed(range(1, len(graph.operators))):
+        if index in absorbed or len(set(graph.operators[index].inputs)) < 2:
             continue
-        split = graph.dominators[number]
-        joins = _summed(graph, number, split)
+        split = graph.dominators[index]
+        joins = _summed(graph, index, split)
         absorbed |= joins
         given = {read for join in joins for read in graph.operators[join].inputs} - joins
         computing = 0
         for start, pieces in _splits(graph, split, given):
             branches = [piece for piece in pieces if graph.flops_of(piece) > 0]  # mere views and masks are no branch
             if len(branches) > 1:
-                regions.append(_split_join(graph, start, number, branches))
+                regions.append(_split_join(graph, start, index, branches))
                 computing += 1
         lone += not computing and split in given
     return SplitJoins(tuple(reversed(regions)), lone)
 
 
-def _summed(graph: OperatorGraph, number: int, split: int) -> set[int]:
+def _summed(graph: OperatorGraph, index: int, split: int) -> set[int]:
     """Return this sum with all sums of the same split that no operator outside of the chain reads. Another join is
     returned as it is."""
-    if graph.operators[number].name not in SUMS:
-        return {number}
-    joins, waiting = {number}, list(graph.operators[number].inputs)
+    if graph.operators[index].name not in SUMS:
+        return {index}
+    joins, waiting = {index}, list(graph.operators[index].inputs)
     while waiting:
         read = waiting.pop()
         operator = graph.operators[read]
@@ -125,19 +125,19 @@ def _splits(graph: OperatorGraph, split: int, given: set[int]) -> Iterator[tuple
 def _pieces(graph: OperatorGraph, split: int, given: Iterable[int]) -> list[set[int]]:
     """Return the operators after the split, up to and including the given ones, as connected pieces."""
     between: set[int] = set()
-    waiting = [number for number in given if number != split]
+    waiting = [index for index in given if index != split]
     while waiting:
-        number = waiting.pop()
-        if number not in between:
-            between.add(number)
-            waiting += [read for read in graph.operators[number].inputs if read != split]
+        index = waiting.pop()
+        if index not in between:
+            between.add(index)
+            waiting += [read for read in graph.operators[index].inputs if read != split]
     piece_of: dict[int, set[int]] = {}
-    for number in sorted(between):
-        piece_of[number] = {number}
-        for read in graph.operators[number].inputs:
+    for index in sorted(between):
+        piece_of[index] = {index}
+        for read in graph.operators[index].inputs:
             if read not in between:
                 continue
-            small, large = sorted((piece_of[number], piece_of[read]), key=len)
+            small, large = sorted((piece_of[index], piece_of[read]), key=len)
             if small is not large:  # the smaller is merged into the larger: an operator moves at most log2(n) times
                 large |= small
                 piece_of.update(dict.fromkeys(small, large))
@@ -151,11 +151,11 @@ def _split_join(graph: OperatorGraph, split: int, join: int, branches: list[set[
     enter = "inputs"
     if split != BATCH:
         # If every branch begins with a slice of the split's result, a rank needs only the slices of its branches.
-        firsts = (number for piece in branches for number in piece if split in graph.operators[number].inputs)
+        firsts = (index for piece in branches for index in piece if split in graph.operators[index].inputs)
         enter = "slice" if all(graph.operators[first].name in SLICES for first in firsts) else "split"
     names = []
     for piece in branches:
-        computing = [graph.operators[number] for number in sorted(piece) if graph.operators[number].flops]
+        computing = [graph.operators[index] for index in sorted(piece) if graph.operators[index].flops]
         paths = list(dict.fromkeys(operator.path for operator in computing if operator.path))
         if len(paths) > 1:
             names.append(f"{paths[0]} ... {paths[-1]}")
@@ -180,11 +180,11 @@ class _LinearPair:
 
 def find_operator_parts(graph: OperatorGraph) -> tuple[Region, ...]:
     """Find all regions with parts of operators as branches: each core by itself, and with the linears around."""
-    pairs = [pair for number in range(len(graph.operators)) for pair in _pairs(graph, number)]
-    within = {number for pair in pairs for number in pair.between}
+    pairs = [pair for index in range(len(graph.operators)) for pair in _pairs(graph, index)]
+    within = {index for pair in pairs for index in pair.between}
     regions = [region for pair in pairs for region in _regions_of(graph, pair)]
-    for number, operator in enumerate(graph.operators):
-        if operator.kind in CORES and number not in within and operator.width > 1:
+    for index, operator in enumerate(graph.operators):
+        if operator.kind in CORES and index not in within and operator.width > 1:
             form = CORES[operator.kind]
             flops = (operator.flops / operator.width,) * operator.width
             regions.append(Region(form, operator.path, "slice", "concat", flops, (ONE[form],)))
@@ -198,34 +198,34 @@ def _pairs(graph: OperatorGraph, second: int) -> Iterator[_LinearPair]:
         return
     firsts, between, waiting = set[int](), set[int](), list(operator.inputs)
     while waiting:
-        number = waiting.pop()
-        kind = graph.operators[number].kind
+        index = waiting.pop()
+        operator_kind = graph.operators[index].kind
         # An operator that mixes channels belongs to no single branch, nor does the batch: there is no pair.
-        if number == BATCH or kind is OperatorKind.OTHER:
+        if index == BATCH or operator_kind is OperatorKind.OTHER:
             return
-        if kind is OperatorKind.LINEAR:
-            firsts.add(number)
-        elif number not in between:
-            between.add(number)
-            waiting += graph.operators[number].inputs
+        if operator_kind is OperatorKind.LINEAR:
+            firsts.add(index)
+        elif index not in between:
+            between.add(index)
+            waiting += graph.operators[index].inputs
     inside = between | {second}
     # A value with a reader outside must be whole: the operators cannot be cut into branches.
-    if all(inside.issuperset(graph.readers[number]) for number in firsts | between):
+    if all(inside.issuperset(graph.readers[index]) for index in firsts | between):
         yield _LinearPair(frozenset(firsts), frozenset(between), second)
 
 
 def _regions_of(graph: OperatorGraph, pair: _LinearPair) -> Iterator[Region]:
     operators = graph.operators
-    cores = {CORES[operators[number].kind] for number in pair.between if operators[number].kind in CORES}
+    cores = {CORES[operators[index].kind] for index in pair.between if operators[index].kind in CORES}
     # Groups of a norm and attention's heads stay whole: the number of branches divides all of these numbers.
-    count = math.gcd(operators[pair.second].width, *(operators[number].width for number in pair.between))
+    count = math.gcd(operators[pair.second].width, *(operators[index].width for index in pair.between))
     if count < 2:
         return
-    linears = tuple(operators[number].path for number in (*sorted(pair.firsts), pair.second))
+    linears = tuple(operators[index].path for index in (*sorted(pair.firsts), pair.second))
     form: RegionForm = min(cores, default="columns")
     between = graph.flops_of(pair.between)
     if cores:
-        core = next(number for number in sorted(pair.between) if operators[number].kind in CORES)
+        core = next(index for index in sorted(pair.between) if operators[index].kind in CORES)
         yield Region(form, operators[core].path, "slice", "concat", (between / count,) * count, (ONE[form],), linears)
     whole = ((between + graph.flops_of({*pair.firsts, pair.second})) / count,) * count
     # The innermost module that contains all linears; if that is the model, the first and the last linear.

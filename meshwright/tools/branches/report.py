@@ -129,11 +129,11 @@ def place_text(places: tuple[str, ...]) -> str:
     if len(places) == 1 or len(numbers) < len(places):
         return places[0] or "-"
     runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
+    for layer in sorted(set(numbers)):
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
         else:
-            runs.append([number, number])
+            runs.append([layer, layer])
     shown = ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
     return _FIRST_NUMBER.sub(shown, places[0], count=1)
 

@@ -80,10 +80,10 @@ class _Builder:
                 inputs = (BATCH,)
             if inputs and any(x.is_floating_point() for x in _tensors(node)):
                 self.numbers[node] = len(operators)
-                kind, width = self._kind(node)
+                operator_kind, width = self._kind(node)
                 stack = list(node.meta["nn_module_stack"].values())
                 path = stack[-1][0] if stack else ""  # the innermost module that the node is part of
-                operators.append(Operator(operator_name(node), path, inputs, self._flops(node), kind, width))
+                operators.append(Operator(operator_name(node), path, inputs, self._flops(node), operator_kind, width))
             else:
                 # Masks and functions of weights alone: no branch computes these.
                 beside += self._flops(node)
@@ -143,8 +143,8 @@ def _argument(node: fx.Node, name: str) -> int:
     """Return an operator's argument of that name, or the argument's default."""
     assert isinstance(node.target, torch._ops.OpOverload), node
     schema = node.target._schema.arguments
-    place = next(place for place, argument in enumerate(schema) if argument.name == name)
-    value = node.args[place] if place < len(node.args) else node.kwargs.get(name, schema[place].default_value)
+    position = next(position for position, argument in enumerate(schema) if argument.name == name)
+    value = node.args[position] if position < len(node.args) else node.kwargs.get(name, schema[position].default_value)
     assert isinstance(value, int), (node, name, value)
     return value
 

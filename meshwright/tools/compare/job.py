@@ -73,12 +73,12 @@ def compare_layouts(
     require_matplotlib("compare's picture")
     contenders = on_one_device(contenders, this_machine())
     data = contenders[0].config.data.prepare(contenders[0].config, report)
-    contenders = [replace(one, config=in_steps(one.config, data).config) for one in contenders]
+    contenders = [replace(contender, config=in_steps(contender.config, data).config) for contender in contenders]
     processes = _checked(contenders, order)
     _make_folder(order.out)
     planner = Planner(cluster) if cluster is not None else None
     rows = []
-    for contender, own in zip(contenders, processes, strict=True):
+    for contender, resolved in zip(contenders, processes, strict=True):
         report(f"predicting {contender.name}", None)
         predicted, reason = None, NO_CLUSTER
         if planner is not None:
@@ -86,7 +86,7 @@ def compare_layouts(
                 predicted, reason = planner.predict(contender.config), ""
             except ConfigError as error:
                 reason = str(error)
-        threads = own.threads if own.device == "cpu" and own.threads != "auto" else 1
+        threads = resolved.threads if resolved.device == "cpu" and resolved.threads != "auto" else 1
         rows.append(Measurement(contender, predicted=predicted, unpredicted=reason, threads=threads))
     stopped = _measure(rows, order, data, report)
     comparison = Comparison(
@@ -108,11 +108,11 @@ def compare_layouts(
         )
         (order.out / NUMBERS).write_text(json.dumps(as_dict(comparison), indent=1) + "\n", encoding="utf-8")
     if stopped is not None:
-        kept = f"what was begun, in {order.out}"
+        stored = f"what was begun, in {order.out}"
         if comparison.measured:
             ended = [f"{row.name} ({len(row.runs)} of {order.rounds} rounds)" for row in comparison.measured]
-            kept = f"{', '.join(ended)}, in {order.out / PAGE} and beside it"
-        raise Interrupted(f"{comparison.interrupted}; kept: {kept}", stopped.signal)
+            stored = f"{', '.join(ended)}, in {order.out / PAGE} and beside it"
+        raise Interrupted(f"{comparison.interrupted}; kept: {stored}", stopped.signal)
     return comparison
 
 
@@ -129,24 +129,24 @@ def _measure(rows: list[Measurement], order: Order, data: Path, report: ShowProg
 
     Returns the interruption that ended the rounds early, if any.
     """
-    places = range(len(rows))
+    indices = range(len(rows))
     try:
         for turn in range(order.rounds):
-            for place in places if turn % 2 == 0 else reversed(places):
-                row = rows[place]
+            for index in indices if turn % 2 == 0 else reversed(indices):
+                row = rows[index]
                 if row.failure:
                     continue
-                name = f"{place + 1}-" + re.sub(r"[^\w.-]+", "_", row.name)  # a layout's name may be no folder's
+                name = f"{index + 1}-" + re.sub(r"[^\w.-]+", "_", row.name)  # a layout's name may be no folder's
                 folder = order.out / name / f"round-{turn + 1}"
                 done = sum(len(each.runs) for each in rows)
                 report(f"round {turn + 1} of {order.rounds}: {row.name}", done / (order.rounds * len(rows)))
                 try:
                     finished = measure_run(_here(row.contender.config), data, folder, order.steps)
-                    rows[place] = replace(row, runs=(*row.runs, finished))
+                    rows[index] = replace(row, runs=(*row.runs, finished))
                 except Interrupted:
                     raise
                 except LaunchError as error:
-                    rows[place] = replace(row, failure=str(error))
+                    rows[index] = replace(row, failure=str(error))
     except Interrupted as error:
         return error
     except KeyboardInterrupt:  # between two jobs

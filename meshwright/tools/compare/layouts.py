@@ -92,8 +92,8 @@ def contenders_of(question: LayoutRequest, cluster: Cluster | None, report: Show
     # A comparison runs on this machine, so by default the plan is for the devices of this machine.
     devices = devices or torch.cuda.device_count() or usable_cores()
     plans = search(load_undecided(run, words), cluster, devices, top, fixed=fixed_fields(words), report=report)
-    for place, prediction in enumerate(plans.predictions, 1):
-        contenders.append(Contender(f"plan-{place}", prediction.config, "the planner"))
+    for index, prediction in enumerate(plans.predictions, 1):
+        contenders.append(Contender(f"plan-{index}", prediction.config, "the planner"))
     return _numbered(contenders)
 
 
@@ -123,8 +123,8 @@ def from_files(run: Path, overrides: Sequence[str], files: Iterable[Path]) -> li
     bare = {key: value for key, value in deepcopy(tree).items() if key not in OWN}
     if isinstance(bare.get("batch"), dict):
         bare["batch"] = {key: value for key, value in bare["batch"].items() if key != "micro"}
-    kept = [word for word in overrides if word.partition("=")[0].partition(".")[0] not in OWN]
-    task = _task(parse_config(bare, [word for word in kept if not word.startswith("batch.micro")]))
+    task_words = [word for word in overrides if word.partition("=")[0].partition(".")[0] not in OWN]
+    task = _task(parse_config(bare, [word for word in task_words if not word.startswith("batch.micro")]))
     contenders: list[Contender] = []
     problems: list[Problem] = []
     for path in files:
@@ -171,8 +171,8 @@ def _pieces(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ConfigError.of(
             "--layouts", path, "is no list of layouts", "`layouts: [{layout: ...}, ...]`, no other key"
         )
-    for number, piece in enumerate(pieces, 1):
-        default = path.stem if len(pieces) == 1 else f"{path.stem}-{number}"
+    for index, piece in enumerate(pieces, 1):
+        default = path.stem if len(pieces) == 1 else f"{path.stem}-{index}"
         yield str(piece.get(NAME, default)), {key: value for key, value in piece.items() if key != NAME}
 
 
@@ -183,12 +183,12 @@ def _task(config: Config) -> dict[str, Any]:
     return leaves_of(tree)
 
 
-def _foreign(own: dict[str, Any], run: dict[str, Any]) -> Iterator[Problem]:
+def _foreign(task: dict[str, Any], run: dict[str, Any]) -> Iterator[Problem]:
     """Yield a problem for each field of the task that differs between a layout and the run."""
-    for field in sorted(own.keys() | run.keys()):
-        if own.get(field) != run.get(field):
+    for field in sorted(task.keys() | run.keys()):
+        if task.get(field) != run.get(field):
             rule = "is not the run's, and layouts are compared on one task"
-            yield Problem(field, own.get(field), rule, f"{run.get(field)}, or leave it out")
+            yield Problem(field, task.get(field), rule, f"{run.get(field)}, or leave it out")
 
 
 def _numbered(contenders: Sequence[Contender]) -> list[Contender]:
@@ -200,7 +200,7 @@ def _numbered(contenders: Sequence[Contender]) -> list[Contender]:
     for contender in contenders:
         name = contender.name
         if names[name] > 1:
-            name = next(new for number in count(1) if (new := f"{contender.name}-{number}") not in taken)
+            name = next(new for suffix in count(1) if (new := f"{contender.name}-{suffix}") not in taken)
             taken.add(name)
         numbered.append(replace(contender, name=name))
     return numbered

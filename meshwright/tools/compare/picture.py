@@ -51,7 +51,7 @@ def draw_comparison(panels: Sequence[Panel], losses: Mapping[str, Sequence[float
     if not panels or not losses:
         raise DataError(f"no layouts to draw in {picture}")
     names = list(losses)
-    colours = {name: LINE_COLOURS[place % len(LINE_COLOURS)] for place, name in enumerate(names)}
+    colours = {name: LINE_COLOURS[index % len(LINE_COLOURS)] for index, name in enumerate(names)}
     height = 1.5 + 0.52 * len(names)
     figure = new_figure(13, height + 4.1, dpi=130)
     from matplotlib.patches import Patch
@@ -62,9 +62,9 @@ def draw_comparison(panels: Sequence[Panel], losses: Mapping[str, Sequence[float
         _draw_bars(axes, panel, colours)
     left, right = below.subplots(1, 2)
     _plain(left, "Losses", "step", "nats")
-    for place, (name, values) in enumerate(losses.items()):
+    for index, (name, values) in enumerate(losses.items()):
         # Lines of equal losses overlap exactly: dashes of different lengths keep every line visible.
-        dashes = "solid" if place == 0 else (0, (4, 1.5 * place))
+        dashes = "solid" if index == 0 else (0, (4, 1.5 * index))
         look = {"color": colours[name], "linewidth": 1.8, "linestyle": dashes, "marker": "o", "markersize": 3}
         left.plot(range(1, len(values) + 1), values, label=name, **look)
     left.legend(frameon=False, fontsize=9)
@@ -91,25 +91,25 @@ def _draw_bars(axes: Axes, panel: Panel, colours: Mapping[str, str]) -> None:
         (value for bar in panel.bars.values() for value in (bar.measured, bar.high, bar.predicted) if value),
         default=1.0,
     )
-    for place, name in enumerate(names):
+    for position, name in enumerate(names):
         bar = panel.bars[name]
         # Without a prediction the single bar is centred.
         offset = 0.0 if bar.predicted is None else _BAR / 2
-        axes.barh(place - offset, bar.measured, _BAR, color=colours[name], zorder=2)
+        axes.barh(position - offset, bar.measured, _BAR, color=colours[name], zorder=2)
         end = bar.measured
         if bar.low is not None and bar.high is not None:
             spread = [[bar.measured - bar.low], [bar.high - bar.measured]]
-            axes.errorbar(bar.measured, place - offset, xerr=spread, color=_INK, linewidth=1, capsize=2.5, zorder=3)
+            axes.errorbar(bar.measured, position - offset, xerr=spread, color=_INK, linewidth=1, capsize=2.5, zorder=3)
             end = bar.high
-        _write(axes, end, place - offset, f"{bar.measured:,.4g}", largest)
+        _write(axes, end, position - offset, f"{bar.measured:,.4g}", largest)
         if bar.predicted is not None:
             axes.barh(
-                place + offset, bar.predicted, _BAR, facecolor="white", edgecolor=colours[name], hatch="////",
+                position + offset, bar.predicted, _BAR, facecolor="white", edgecolor=colours[name], hatch="////",
                 linewidth=1, zorder=2,
             )  # fmt: skip
             error = f"  ({bar.predicted / bar.measured - 1:+.1%})" if bar.measured else ""
             error = "  (equal)" if bar.predicted == bar.measured else error
-            _write(axes, bar.predicted, place + offset, f"{bar.predicted:,.4g}{error}", largest)
+            _write(axes, bar.predicted, position + offset, f"{bar.predicted:,.4g}{error}", largest)
     axes.set_xlim(0, 1.42 * largest)
     axes.set_yticks(range(len(names)), names, fontsize=9.5)
     axes.set_ylim(len(names) - 0.4, -0.6)
@@ -127,14 +127,14 @@ def _draw_differences(axes: Axes, losses: Mapping[str, Sequence[float]], colours
 
     first, *others = losses.items()
     _plain(axes, f"Losses: relative difference to {first[0]}", "step")
-    for place, (name, values) in enumerate(others):
-        parts = [
+    for index, (name, values) in enumerate(others):
+        differences = [
             abs(ours - theirs) / abs(theirs) if theirs else 0.0 for ours, theirs in zip(values, first[1], strict=True)
         ]
-        steps = range(1, len(parts) + 1)
+        steps = range(1, len(differences) + 1)
         # A logarithmic axis has no zero: equal losses are drawn at the lower edge.
-        shown = [max(part, _EXACT) for part in parts]
-        size = 4 + 2.5 * (len(others) - 1 - place)
+        shown = [max(difference, _EXACT) for difference in differences]
+        size = 4 + 2.5 * (len(others) - 1 - index)
         axes.plot(
             steps, shown, color=colours[name], linewidth=0.8, alpha=0.9, marker="o", markersize=size, mfc="white",
             label=name,

@@ -110,15 +110,15 @@ def phases_table(comparison: Comparison) -> Table:
 def held_table(comparison: Comparison) -> Table:
     """Build the table of weights, gradients and states, and of the parts that are only predicted."""
     # A rank can measure weights, gradients and states; other memory of the process cannot be divided by part.
-    beside = [f"{part}, predicted" for part in BESIDE] if comparison.predicted else []
+    beside = [f"{category}, predicted" for category in BESIDE] if comparison.predicted else []
     columns = ["layout" + EXACT * bool(comparison.predicted), "of", "weights", "gradients", "states", *beside]
     table = Table("What a rank holds, MB", columns)
     for row in comparison.measured:
         stage = row.held["weights"].stage
         memory = asdict(row.predicted.memory[stage]) if row.predicted is not None else {}
-        parts = [megabytes(memory[part]) if part in memory else "-" for part in BESIDE if beside]
+        cells = [megabytes(memory[category]) if category in memory else "-" for category in BESIDE if beside]
         of = f"stage {stage}" if len(row.stages) > 1 else "its first rank"
-        table.add(row, of, *map(_pair_text, row.held.values()), *parts)
+        table.add(row, of, *map(_pair_text, row.held.values()), *cells)
     return table
 
 
@@ -214,11 +214,11 @@ def render(comparison: Comparison) -> None:
     """Print times, memory and losses; bytes by part and by axis; and the conclusions."""
     console = table_console()
     console.print(f"{comparison.title}, on {comparison.device}: {comparison.effort}")
-    for place, table in enumerate((times_table(comparison), held_table(comparison), sent_table(comparison))):
+    for index, table in enumerate((times_table(comparison), held_table(comparison), sent_table(comparison))):
         first, *others = table.columns
         shown = RichTable(Column(first, overflow="fold"), *others, title=table.title)
         for name, *cells in table.lines:
-            first = name.text if place else f"{name.text}: {name.note}"  # the note in the first table only
+            first = name.text if index else f"{name.text}: {name.note}"  # the note in the first table only
             shown.add_row(first, *(cell.text for cell in cells))
         print_table(console, shown)
     for sentence in sentences(comparison):
@@ -229,17 +229,17 @@ def html_of(comparison: Comparison, picture: bytes, command: str = "") -> str:
     """Return the whole page. `picture`: a PNG; `command`: the command line, if the comparison was asked for by one."""
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     templates.filters["marks"] = as_marks
-    kinds = (times_table, phases_table, held_table, sent_table, losses_table)
+    table_makers = (times_table, phases_table, held_table, sent_table, losses_table)
     layouts = []
     for row in comparison.rows:
         tree = dump_tree(row.contender.config)
-        own = {key: tree[key] for key in ("layout", "batch", *OWN[1:])}
-        layouts.append((row, yaml_text(own)))
+        layout_fields = {key: tree[key] for key in ("layout", "batch", *OWN[1:])}
+        layouts.append((row, yaml_text(layout_fields)))
     return templates.get_template("page.html").render(
         comparison=comparison,
         command=command,
         date=datetime.now().astimezone().strftime("%-d %B %Y, %H:%M %Z"),
-        tables=[kind(comparison) for kind in kinds],
+        tables=[make_table(comparison) for make_table in table_makers],
         said=sentences(comparison),
         layouts=layouts,
         # Embedded, so that the page is a single file.
@@ -328,6 +328,6 @@ def _row_dict(comparison: Comparison, row: Measurement) -> dict[str, Any]:
     return facts
 
 
-def _plain(number: float) -> float | str:
+def _plain(value: float) -> float | str:
     """Return the number; nan and infinity as text, since JSON has neither."""
-    return number if math.isfinite(number) else str(number)
+    return value if math.isfinite(value) else str(value)

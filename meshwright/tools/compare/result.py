@@ -106,7 +106,10 @@ class Measurement:
         # One stage for all three parts: else a table's row would mix memory of different ranks.
         stage = _largest([sum(facts.held.values()) for facts in self.stages], ()).stage
         memory = asdict(self.predicted.memory[stage]) if self.predicted is not None else {}
-        return {part: StageBytes(stage, size, memory.get(part)) for part, size in self.stages[stage].held.items()}
+        return {
+            category: StageBytes(stage, size, memory.get(category))
+            for category, size in self.stages[stage].held.items()
+        }
 
     @property
     def sent(self) -> dict[str, StageBytes]:
@@ -204,7 +207,7 @@ class Comparison:
         """Return the difference allowed between two orders of summation (verify/tolerance.py); 0 for equal bits."""
         if self.layout_free and row.contender.config.precision == self.measured[0].contender.config.precision:
             return 0.0
-        return max(tolerance_of(one.contender.config).loss for one in (row, self.measured[0]))
+        return max(tolerance_of(measurement.contender.config).loss for measurement in (row, self.measured[0]))
 
     def agrees(self, row: Measurement) -> bool:
         return self.difference(row) <= self.allowed(row)

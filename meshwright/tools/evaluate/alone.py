@@ -33,10 +33,10 @@ from meshwright.tools.evaluate.texts import TokenStream, held_out
 
 
 class Row(NamedTuple):
-    """A slice of a stream of tokens: inputs start ... stop - 1, labels shifted by one and scored from `own` on."""
+    """A slice of a stream of tokens: inputs start ... stop - 1, labels shifted by one, scored from `first_scored`."""
 
     start: int
-    own: int
+    first_scored: int
     stop: int
 
 
@@ -51,8 +51,8 @@ def document_rows(stream: TokenStream, end: int, context: int, stride: int) -> I
         if stop - start < 2:  # a mark without text
             continue
         offsets, counted, length = windows(stop - start - 1, context, stride)
-        for offset, own in zip(offsets.tolist(), counted.tolist(), strict=True):
-            yield Row(start + offset, start + own, start + offset + length)
+        for offset, first_scored in zip(offsets.tolist(), counted.tolist(), strict=True):
+            yield Row(start + offset, start + first_scored, start + offset + length)
 
 
 def dialogue_rows(tokens: np.ndarray, context: int, *, cuts: bool) -> Iterator[Row]:
@@ -77,14 +77,14 @@ def rows_loss(
         chosen = order[done : done + max(1, BATCH_TOKENS // longest)]
         inputs = np.full((len(chosen), longest), loaded.tokenizer.end, dtype=np.int64)
         labels = np.full((len(chosen), longest), IGNORED, dtype=np.int64)
-        for place, at in enumerate(chosen):
-            start, own, stop = rows[at]
+        for index, at in enumerate(chosen):
+            start, first_scored, stop = rows[at]
             run = tokens[start : stop + 1].astype(np.int64)
             ids = run & IDS if flags else run
             scored = (run[1:] & SAID) != 0 if flags else ~np.isin(ids[1:], marks)
-            scored[: own - start] = False
-            inputs[place, : stop - start] = ids[:-1]
-            labels[place, : stop - start] = np.where(scored, ids[1:], IGNORED)
+            scored[: first_scored - start] = False
+            inputs[index, : stop - start] = ids[:-1]
+            labels[index, : stop - start] = np.where(scored, ids[1:], IGNORED)
         batch = to_device({"tokens": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}, loaded.device)
         loss, num = summed_loss(
             loaded, loaded.model.hidden(batch["tokens"]), batch["labels"], batch["labels"] != IGNORED

@@ -38,16 +38,16 @@ def continuations(loaded: LoadedText, openings: Sequence[Opening], rows: int | N
     """Return the continuation of each prompt. `rows`: the largest batch."""
     together: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     answers: dict[int, str] = {}
-    for at, one in enumerate(openings):
-        length = len(one.prompt)
-        if length and length + one.most <= loaded.context and one.sampling.temperature == 0:
-            together[length, one.most].append(at)
+    for at, opening in enumerate(openings):
+        length = len(opening.prompt)
+        if length and length + opening.most <= loaded.context and opening.sampling.temperature == 0:
+            together[length, opening.most].append(at)
         else:
             # The context slides, or tokens are drawn with the prompt's own generator: a batch would give other tokens.
-            prompt, answers[at] = list(one.prompt), ""
-            tokens = generate_tokens(loaded, prompt, one.most, one.sampling, one.ends)
+            prompt, answers[at] = list(opening.prompt), ""
+            tokens = generate_tokens(loaded, prompt, opening.most, opening.sampling, opening.ends)
             for text in accumulate(whole_characters(loaded.tokenizer, prompt, tokens)):
-                ended = _before_stop(text, one.stops)
+                ended = _before_stop(text, opening.stops)
                 answers[at] = text if ended is None else ended
                 if ended is not None:
                     break
@@ -66,27 +66,27 @@ def _together(loaded: LoadedText, openings: Sequence[Opening]) -> list[str]:
     made: list[list[int]] = [[] for _ in openings]
     texts = ["" for _ in openings]
     alive = list(range(len(openings)))
-    fresh = torch.tensor([list(one.prompt) for one in openings], device=loaded.device)  # [B, T]
+    fresh = torch.tensor([list(opening.prompt) for opening in openings], device=loaded.device)  # [B, T]
     for _ in range(openings[0].most):
         h = loaded.model.hidden(fresh, cache)[:, -1]  # [B, H]
         chosen = loaded.head.logits(h)[:, : tokenizer.vocabulary_size].argmax(-1).tolist()
         stays = []
-        for place, (row, token) in enumerate(zip(alive, chosen, strict=True)):
-            one = openings[row]
-            if token in tokenizer.marks.stops or token in one.ends:
+        for index, (row, token) in enumerate(zip(alive, chosen, strict=True)):
+            opening = openings[row]
+            if token in tokenizer.marks.stops or token in opening.ends:
                 continue
             made[row].append(token)
-            texts[row] = "".join(whole_characters(tokenizer, list(one.prompt), iter(made[row])))
-            if (ended := _before_stop(texts[row], one.stops)) is not None:
+            texts[row] = "".join(whole_characters(tokenizer, list(opening.prompt), iter(made[row])))
+            if (ended := _before_stop(texts[row], opening.stops)) is not None:
                 texts[row] = ended
             else:
-                stays.append(place)
+                stays.append(index)
         if not stays:
             break
         if len(stays) < len(alive):
             # Remove rows that have ended from the batch, and their keys and values from the cache.
             cache.select(stays)
-        alive = [alive[place] for place in stays]
+        alive = [alive[index] for index in stays]
         fresh = torch.tensor([[made[row][-1]] for row in alive], device=loaded.device)
     return texts
 

@@ -70,10 +70,10 @@ def text_likelihoods(loaded: LoadedText, texts: Sequence[str]) -> list[float]:
             continue
         starts, counted, length = windows(len(stream) - 1, loaded.context, loaded.context)
         parts = [
-            _Asked(stream[start : own + 1], stream[own + 1 : start + length + 1])
-            for start, own in zip(starts.tolist(), counted.tolist(), strict=True)
+            _Asked(stream[start : first_scored + 1], stream[first_scored + 1 : start + length + 1])
+            for start, first_scored in zip(starts.tolist(), counted.tolist(), strict=True)
         ]
-        told.append(sum(one.log for one in _answered(loaded, parts)))
+        told.append(sum(answer.log for answer in _answered(loaded, parts)))
     return told
 
 
@@ -83,7 +83,7 @@ def _answered(loaded: LoadedText, asked: Sequence[_Asked], rows: int | None = No
 
     Of a continuation longer than the model's context only the last part is scored.
     """
-    inputs = [(one.context + one.behind)[:-1][-loaded.context :] for one in asked]
+    inputs = [(request.context + request.behind)[:-1][-loaded.context :] for request in asked]
     order = sorted(range(len(asked)), key=lambda at: -len(inputs[at]))
     answers: dict[int, Likelihood] = {}
     while len(answers) < len(asked):

@@ -64,11 +64,11 @@ def text_perplexity(
     total, num_tokens = 0.0, 0
     for first in range(0, len(starts), rows):
         places = starts[first : first + rows, None] + np.arange(length)  # [B, T]
-        own = torch.from_numpy(places >= counted[first : first + rows, None]).to(loaded.device)
+        scored = torch.from_numpy(places >= counted[first : first + rows, None]).to(loaded.device)
         inputs = torch.from_numpy(stream.tokens[places].astype(np.int64)).to(loaded.device)
         labels = torch.from_numpy(stream.tokens[places + 1].astype(np.int64)).to(loaded.device)
         # Begin and end tokens belong to the format, not to the text.
-        mask = own & ~torch.isin(labels, marks)
+        mask = scored & ~torch.isin(labels, marks)
         loss, num = summed_loss(loaded, loaded.model.hidden(inputs), labels, mask)
         total, num_tokens = total + loss, num_tokens + num
         progress("perplexity", min(1.0, (first + rows) / len(starts)))

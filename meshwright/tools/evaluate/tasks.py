@@ -60,16 +60,16 @@ def measure(name: str, question: Question, progress: ShowProgress) -> tuple[Path
     """
     tasks: dict[str, Task] = entries("eval")
     shown = {f"{known}:NAME" if task.takes_names else known: task for known, task in tasks.items()}
-    kind, colon, names = name.partition(":")
-    if kind not in tasks or tasks[kind].takes_names != bool(colon and names):
+    task_name, colon, names = name.partition(":")
+    if task_name not in tasks or tasks[task_name].takes_names != bool(colon and names):
         raise ConfigError.of("--task", name, "is no task", ", ".join(shown))
-    task = tasks[kind]
+    task = tasks[task_name]
     if task.needs_data and question.data is None:
         raise ConfigError.of("--task", name, "needs --data", task.needs_data)
     for option, value in question.options.items():
         # An option without an effect is refused: else the result would be taken for one with the option applied.
         if value is not None and option not in task.options:
-            suitable = ", ".join(other for other, known in shown.items() if option in known.options)
+            suitable = ", ".join(candidate for candidate, known in shown.items() if option in known.options)
             raise ConfigError.of(f"--{option}", value, f"has no effect on --task {name}", f"--task {suitable}")
     return task.measure(replace(question, task=name), progress)
 

@@ -72,15 +72,15 @@ def _encoded(loaded: LoadedText, source: str, progress: ShowProgress) -> TokenSt
 
     def parts() -> Iterator[np.ndarray]:
         nonlocal words
-        for number, text in enumerate(documents(source)):
+        for index, text in enumerate(documents(source)):
             progress(f"tokenizing: {words} words", None)
             # As in a prepared folder: without marks the first token has nothing in front.
             front = [] if tokenizer.begin is None and not ended else [tokenizer.first]
-            between = [*ended, *tokenizer.opening] if number else front
+            between = [*ended, *tokenizer.opening] if index else front
             yield np.array(between, dtype=np.int64)
-            for part in pieces(text):
-                words += len(part.split())  # exact: pieces are cut before a space
-                yield np.array(tokenizer.encode(part), dtype=np.int64)
+            for segment in pieces(text):
+                words += len(segment.split())  # exact: pieces are cut before a space
+                yield np.array(tokenizer.encode(segment), dtype=np.int64)
 
     encoded = list(parts())
     if not encoded:
@@ -89,7 +89,7 @@ def _encoded(loaded: LoadedText, source: str, progress: ShowProgress) -> TokenSt
 
 
 def held_out(
-    loaded: LoadedText, data: str | None, asked: TokenSection, progress: ShowProgress, kind: str = "text"
+    loaded: LoadedText, data: str | None, asked: TokenSection, progress: ShowProgress, corpus_kind: str = "text"
 ) -> tuple[PackedCorpus, str]:
     """Return a prepared folder, and the name of the folder's validation split for the result.
 
@@ -98,7 +98,7 @@ def held_out(
         data: A prepared folder; None: the folder prepared for the run.
         asked: The run's data section.
         progress: Called while data are prepared.
-        kind: The kind of records that the folder must have.
+        corpus_kind: The kind of records that the folder must have.
 
     Raises:
         DataError: The records are of another kind, or were tokenized with another tokenizer than the model's; or no run
@@ -119,8 +119,8 @@ def held_out(
         name = f"the run's held-out split (data.source={asked.source})"
     if not corpus.header.validation.tokens:
         raise DataError(f"{name}: is empty, as data.validation=0 held nothing out: give --data")
-    if corpus.header.kind != kind:
-        wanted = "text is: give it as --data" if kind == "text" else f"{kind} are wanted"
+    if corpus.header.kind != corpus_kind:
+        wanted = "text is: give it as --data" if corpus_kind == "text" else f"{corpus_kind} are wanted"
         raise DataError(f"{corpus.folder}: was prepared of {corpus.header.kind}, and {wanted}")
     if corpus.tokenizer.to_json() != loaded.tokenizer.to_json():
         remedy = "give the text itself as --data"

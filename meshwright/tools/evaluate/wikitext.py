@@ -70,7 +70,7 @@ def wikitext_stream(loaded: LoadedText, source: str) -> TokenStream:
         raise DataError(f"{path}: cannot be read as a file of Wikitext: {error}") from error
     # Counted as in the published numbers: words between spaces, and each line end.
     words = len(published.strip().split(" "))
-    encoded = [token for part in pieces(plain_text(published)) for token in loaded.tokenizer.encode(part)]
+    encoded = [token for segment in pieces(plain_text(published)) for token in loaded.tokenizer.encode(segment)]
     if words < 2 or len(encoded) < 2:
         raise DataError(f"{path}: holds no text")
     # After a begin token the first token is scored as well, so every corpus token counts.

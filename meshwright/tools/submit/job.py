@@ -163,9 +163,11 @@ def settings_table(engine: type[Engine]) -> str:
     """Return a line for each setting of an engine: the syntax with the default, and the meaning."""
     lines = []
     for key, field in engine.model_fields.items():
-        kind, needed = get_origin(field.annotation), " Must be set." if field.is_required() else ""
+        origin, needed = get_origin(field.annotation), " Must be set." if field.is_required() else ""
         default = "" if needed or field.default is None else shown(field.default)
-        written = f"{key}.KEY=VALUE" if kind is dict else f"{key}=VALUE ..." if kind is tuple else f"{key}={default}"
+        written = (
+            f"{key}.KEY=VALUE" if origin is dict else f"{key}=VALUE ..." if origin is tuple else f"{key}={default}"
+        )
         lines.append(f"  {written:<22} {' '.join((field.description or '').split())}{needed}")
     return "\n".join(lines)
 
@@ -197,12 +199,12 @@ def _tree_of(settings: Sequence[str], engine: type[Engine]) -> dict[str, Any]:
         if CONTROLS.search(key) or refused.search(value):
             raise ConfigError.of("--set", repr(word), "has a line end or another character that is not printed")
         field = engine.model_fields.get(first)
-        kind = None if field is None else get_origin(field.annotation)
-        if kind is dict:
+        origin = None if field is None else get_origin(field.annotation)
+        if origin is dict:
             if not rest:
                 raise ConfigError.of("--set", word, f"names no {key}", f"{key}.KEY=VALUE")
             tree[first] = {**tree.get(first, {}), rest: value}
-        elif kind is tuple and not dot:
+        elif origin is tuple and not dot:
             tree[key] = (*tree.get(key, ()), value)
         else:
             tree[key] = value

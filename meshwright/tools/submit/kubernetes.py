@@ -89,13 +89,13 @@ class Kubernetes(PodSettings):
         wait = f"--timeout={self.grace + 60}s"
         return ["kubectl", "replace", "--force", "--cascade=foreground", wait, "--filename", str(file)]
 
-    def _manifest(self, version: str, kind: str, name: str, **fields: Any) -> Tree:
+    def _manifest(self, version: str, resource_kind: str, name: str, **fields: Any) -> Tree:
         namespace = {"namespace": self.namespace} if self.namespace else {}
-        return {"apiVersion": version, "kind": kind, "metadata": {"name": name, **namespace}, **fields}
+        return {"apiVersion": version, "kind": resource_kind, "metadata": {"name": name, **namespace}, **fields}
 
-    def _job(self, version: str, kind: str, submission: Submission, spec: Tree) -> Tree:
+    def _job(self, version: str, resource_kind: str, submission: Submission, spec: Tree) -> Tree:
         """Return the manifest of the job itself, with the label for Kueue's queue."""
-        job = self._manifest(version, kind, submission.name, spec=spec)
+        job = self._manifest(version, resource_kind, submission.name, spec=spec)
         if self.queue:
             job["metadata"]["labels"] = {_QUEUE: self.queue}
         return job
@@ -103,7 +103,7 @@ class Kubernetes(PodSettings):
     def _job_set_spec(self, submission: Submission, container: str, labels: Tree | None = None) -> Tree:
         """Return a JobSet's spec. If one pod fails the whole set starts again; stops and evictions count no restart."""
         address = f"{submission.name}-{_NODE}-0-0.{submission.name}"
-        place = NodePlace("$JOB_COMPLETION_INDEX", address, locks=self.locks)
+        node_place = NodePlace("$JOB_COMPLETION_INDEX", address, locks=self.locks)
         stopped = {
             "action": "FailJob",
             "onExitCodes": {"containerName": container, "operator": "In", "values": [STOPPED_EXIT_CODE]},
@@ -116,7 +116,9 @@ class Kubernetes(PodSettings):
             # A single restarted pod cannot rejoin the others: the whole set starts again.
             "backoffLimit": 0,
             "podFailurePolicy": {"rules": [stopped, evicted]},
-            "template": self.pod(submission, container, node_shell(submission, place), "Never", place=place),
+            "template": self.pod(
+                submission, container, node_shell(submission, node_place), "Never", node_place=node_place
+            ),
         }
         again = {
             "name": "stopped",
@@ -172,8 +174,10 @@ class Kubernetes(PodSettings):
     def _pytorch_job(self, submission: Submission) -> list[Tree]:
         # The operator restarts a pod only for Kubeflow's retryable codes, so the shell translates a stop's code.
         closing = f'[ "$code" -ne {STOPPED_EXIT_CODE} ] || exit {RETRYABLE_EXIT_CODE}\nexit "$code"'
-        place = NodePlace("$RANK", '"$MASTER_ADDR"', '"$MASTER_PORT"', closing, locks=self.locks)
-        pod = self.pod(submission, "pytorch", node_shell(submission, place), None, place=place)  # required name
+        node_place = NodePlace("$RANK", '"$MASTER_ADDR"', '"$MASTER_PORT"', closing, locks=self.locks)
+        pod = self.pod(
+            submission, "pytorch", node_shell(submission, node_place), None, node_place=node_place
+        )  # required name
         specs = {
             role: {"replicas": count, "restartPolicy": "ExitCode", "template": pod}
             for role, count in {"Master": 1, "Worker": submission.nodes - 1}.items()

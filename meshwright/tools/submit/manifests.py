@@ -64,12 +64,12 @@ def patched(manifests: Sequence[Tree], path: Path | None) -> list[Tree]:
     trees = list(manifests)
     for patch in [] if path is None else read_patch(path):
         kinds = [str(tree.get("kind", "")) for tree in trees]
-        kind = patch.get("kind", kinds[-1])
+        resource_kind = patch.get("kind", kinds[-1])
         # Else a patch for a missing kind would have no effect.
-        if kind not in kinds:
-            raise ConfigError.of("patch", path, f"is for a {kind}, of which there is none", ", ".join(kinds))
-        place = kinds.index(kind)
-        trees[place] = _merged(trees[place], patch, f"{path}: ")
+        if resource_kind not in kinds:
+            raise ConfigError.of("patch", path, f"is for a {resource_kind}, of which there is none", ", ".join(kinds))
+        index = kinds.index(resource_kind)
+        trees[index] = _merged(trees[index], patch, f"{path}: ")
     return trees
 
 

@@ -85,25 +85,26 @@ class NodePlace:
     """Whether the engine replaces $(NAME) before the shell starts, as Kubernetes does."""
 
 
-def node_shell(submission: Submission, place: NodePlace) -> str:
+def node_shell(submission: Submission, node_place: NodePlace) -> str:
     """Return the script that runs one node's ranks."""
     words = shlex.join(submission.train_words("python", Path(RUN_FOLDER, "run.yaml")))
     per_node, world = submission.ranks_per_node, submission.config.layout.world_size
     return _SHELL.format(
-        world=world, per_node=per_node, last=per_node - 1, address=place.address, port=place.port, node=place.node,
-        words=_literal(words) if place.expands else words, closing=place.closing, safe_path=SAFE_PATH,
-        lock=_LOCK if place.locks else "",
+        world=world, per_node=per_node, last=per_node - 1, address=node_place.address, port=node_place.port,
+        node=node_place.node,
+        words=_literal(words) if node_place.expands else words, closing=node_place.closing, safe_path=SAFE_PATH,
+        lock=_LOCK if node_place.locks else "",
     )  # fmt: skip
 
 
-def alive_shell(submission: Submission, place: NodePlace) -> str:
+def alive_shell(submission: Submission, node_place: NodePlace) -> str:
     """Return a script that fails unless each rank of the node wrote a record in the last ALIVE_SECONDS.
 
     Times are by the node's own clock.
     """
     per_node, folder = submission.ranks_per_node, shlex.quote(str(submission.out / STATUS))
     return _ALIVE.format(
-        per_node=per_node, last=per_node - 1, node=place.node, folder=_literal(folder), seconds=ALIVE_SECONDS
+        per_node=per_node, last=per_node - 1, node=node_place.node, folder=_literal(folder), seconds=ALIVE_SECONDS
     )
 
 

@@ -77,11 +77,11 @@ class PodSettings(Engine):
         shell: str | None,
         restart_policy: str | None,
         *,
-        place: NodePlace | None = None,
+        node_place: NodePlace | None = None,
         head: bool = False,
     ) -> dict[str, Any]:
-        """Return a pod's template. `shell`: the container's program; None: the image's own. `place`: the node's place
-        in the job, for probes; None: no probes. `head`: whether the pod is Ray's head, which runs no ranks."""
+        """Return a pod's template. `shell`: the container's program; None: the image's own. `node_place`: the node's
+        place in the job, for probes; None: no probes. `head`: whether the pod is Ray's head, which runs no ranks."""
         port = metrics_port(submission) if not head else None
         container = {
             "name": name,
@@ -92,7 +92,7 @@ class PodSettings(Engine):
             "envFrom": [{"secretRef": {"name": secret}} for secret in self.secrets],
             "resources": _HEAD_RESOURCES if head else self._resources(submission),
             "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}} if self.adds_lock and not head else {},
-            **(probes_of(alive_shell(submission, place)) if place else {}),
+            **(probes_of(alive_shell(submission, node_place)) if node_place else {}),
             "volumeMounts": [
                 {"name": "runs", "mountPath": self.mount},
                 {"name": "run-file", "mountPath": RUN_FOLDER},

@@ -113,11 +113,11 @@ def place_ranks(placement: Placement) -> int:
 
     asked: list[int] = []
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+    def ask(signum: int, frame: FrameType | None) -> None:
+        asked.append(signum)
 
     ray.init(ignore_reinit_error=True, log_to_driver=True)
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {signum: signal.signal(signum, ask) for signum in (signal.SIGTERM, signal.SIGINT)}
     try:
         for attempt in range(placement.restarts + 1):
             code = _attempt(placement, asked)
@@ -126,8 +126,8 @@ def place_ranks(placement: Placement) -> int:
             print(f"attempt {attempt} ended with code {code}", file=sys.stderr)
         return code
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
         ray.shutdown()
 
 

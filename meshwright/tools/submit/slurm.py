@@ -137,7 +137,7 @@ class Slurm(Engine):
             folder=shlex.quote(str(run.parent)),
             run=shlex.quote(str(run)),
             run_text=run_text,
-            mark=next(mark for number in count() if (mark := f"END_OF_RUN_FILE_{number}") not in lines),
+            mark=next(mark for suffix in count() if (mark := f"END_OF_RUN_FILE_{suffix}") not in lines),
             cores=self.cores(submission),
             wait=_WAIT_SECONDS,
             options="".join(f" {shlex.quote(option)}" for option in options),

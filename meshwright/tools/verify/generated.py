@@ -115,13 +115,13 @@ class Generated:
 def compare(name: str, logs: Logs, training: Logs, seconds: float | None = None, *, demanded: bool = True) -> Way:
     """Compare log-probabilities by bits. A missing token counts as different, by infinity."""
     differing, largest, count = 0, 0.0, 0
-    for number, wanted in training.items():
-        own = logs.get(number, [])
-        padded = [*own, *[math.inf] * len(wanted)][: max(len(wanted), len(own))]
+    for prompt_index, wanted in training.items():
+        row_logs = logs.get(prompt_index, [])
+        padded = [*row_logs, *[math.inf] * len(wanted)][: max(len(wanted), len(row_logs))]
         count += len(wanted)
-        for log, other in zip(padded, [*wanted, *[math.nan] * len(padded)], strict=False):
-            differing += log.hex() != other.hex()
-            largest = max(largest, abs(log - other)) if log == log and other == other else math.inf
+        for log, expected in zip(padded, [*wanted, *[math.nan] * len(padded)], strict=False):
+            differing += log.hex() != expected.hex()
+            largest = max(largest, abs(log - expected)) if log == log and expected == expected else math.inf
     return Way(name, count, differing, largest, seconds, demanded)
 
 
@@ -142,7 +142,7 @@ def verify_generated(config: Config, *, steps: int, tokens: int = TOKENS, report
         raise LaunchError("verify starts its own workers: run it outside of torchrun, srun and mpirun")
     require_exact(config, "verify --generate")
     data = config.data.prepare(config, report)
-    own, config = config.layout, on_one_device(in_steps(config, data).config, steps)
+    run_layout, config = config.layout, on_one_device(in_steps(config, data).config, steps)
     with temporary_folder() as folder:
         report(f"one device, {steps} steps", None)
         train(config, folder / "run", resume=False)
@@ -154,8 +154,8 @@ def verify_generated(config: Config, *, steps: int, tokens: int = TOKENS, report
         layouts = {name: Layout.model_validate({**words, "transport": "torch"}) for name, words in LAYOUTS.items()}
         # Six layouts: a ring has kernels of runs of queries, and Ulysses is its second where there is none.
         del layouts["Ulysses of 2" if config.bits.attention == "runs" else "ring of 2"]
-        if own.world_size > 1:
-            layouts["the run's layout"] = own
+        if run_layout.world_size > 1:
+            layouts["the run's layout"] = run_layout
         trained, notes = dict[str, Logs](), list[str]()
         for name, layout in layouts.items():
             report(f"training's forward pass: {name}", None)
@@ -176,12 +176,12 @@ def verify_generated(config: Config, *, steps: int, tokens: int = TOKENS, report
         with few_threads(config):
             usual = usual_logs(config, checkpoint, rows, prompts)
             ways.append(compare("usual generate", usual.logs, training, usual.seconds, demanded=False))
-            other = transformers_way(generators, rows, folder)
-        if isinstance(other, str):
-            notes.append(f"transformers: {other}")
+            outcome = transformers_way(generators, rows, folder)
+        if isinstance(outcome, str):
+            notes.append(f"transformers: {outcome}")
         else:
-            ways.append(other)
-    count = sum(len(row) - len(prompts[number]) for number, row in rows.items())
+            ways.append(outcome)
+    count = sum(len(row) - len(prompts[prompt_index]) for prompt_index, row in rows.items())
     return Generated(count, len(prompts), steps, config.bits.samples, tuple(ways), tuple(notes))
 
 
@@ -209,9 +209,9 @@ def prompts_of(config: Config, data: Path, tokens: int) -> Rows:
     samples = config.data.open(config, data).train
     prompts, left = dict[int, list[int]](), tokens
     while left > 0:
-        number = len(prompts)
-        size = 1 + (3 * number + 4) % max(1, length // 4)
-        prompts[number] = samples.samples(number, 1)["tokens"][0, :size].tolist()
+        prompt_index = len(prompts)
+        size = 1 + (3 * prompt_index + 4) % max(1, length // 4)
+        prompts[prompt_index] = samples.samples(prompt_index, 1)["tokens"][0, :size].tolist()
         left -= length - size
     return prompts
 
@@ -242,19 +242,19 @@ class Generators:
         decoder = self.decoder(cached=True)
         rows, logs, left, start = dict[int, list[int]](), dict[int, list[float]](), self.left, time.perf_counter()
         wanted = {}
-        for number, prompt in self.prompts.items():
-            wanted[number] = min(left, decoder.length - len(prompt))
-            left -= wanted[number]
+        for prompt_index, prompt in self.prompts.items():
+            wanted[prompt_index] = min(left, decoder.length - len(prompt))
+            left -= wanted[prompt_index]
 
         for numbers in self.grains():
 
-            def choose(place: int, end: int, logits: Tensor, numbers: Sequence[int] = numbers) -> int | None:
-                number = numbers[place]
-                full = end - len(self.prompts[number]) >= wanted[number]
-                return None if full else greedy(place, end, logits)
+            def choose(row_index: int, end: int, logits: Tensor, numbers: Sequence[int] = numbers) -> int | None:
+                prompt_index = numbers[row_index]
+                full = end - len(self.prompts[prompt_index]) >= wanted[prompt_index]
+                return None if full else greedy(row_index, end, logits)
 
-            for number, row in self.run(decoder, numbers, choose).items():
-                rows[number], logs[number] = [*self.prompts[number], *row.tokens], row.logs
+            for prompt_index, row in self.run(decoder, numbers, choose).items():
+                rows[prompt_index], logs[prompt_index] = [*self.prompts[prompt_index], *row.tokens], row.logs
         return rows, Timed(logs, time.perf_counter() - start)
 
     def again(self, rows: Rows, *, cached: bool, alone: bool) -> Timed:
@@ -262,25 +262,27 @@ class Generators:
         decoder, logs = self.decoder(cached=cached), dict[int, list[float]]()
         start = time.perf_counter()
         for grain in self.grains():
-            for numbers in [[number] for number in grain] if alone else [grain]:
+            for numbers in [[prompt_index] for prompt_index in grain] if alone else [grain]:
 
-                def choose(place: int, end: int, logits: Tensor, grain: Sequence[int] = grain) -> int | None:
-                    row = rows[grain[place]]
-                    return row[end] if end < len(row) and row[end] == greedy(place, end, logits) else None
+                def choose(row_index: int, end: int, logits: Tensor, grain: Sequence[int] = grain) -> int | None:
+                    row = rows[grain[row_index]]
+                    return row[end] if end < len(row) and row[end] == greedy(row_index, end, logits) else None
 
-                for number, row in self.run(decoder, numbers, choose).items():
-                    logs[number] = row.logs
+                for prompt_index, row in self.run(decoder, numbers, choose).items():
+                    logs[prompt_index] = row.logs
         return Timed(logs, time.perf_counter() - start)
 
     def grains(self) -> list[list[int]]:
-        """Return the numbers of the rows that have a grain in common; row r has the place r % grain, as in training."""
+        """Return the numbers of the rows that have a grain in common; row r is row r % grain of its grain, as in training."""
         every = [*self.prompts]
         return [every[start : start + self.grain] for start in range(0, len(every), self.grain)]
 
     def run(self, decoder: ExactDecoder, numbers: Sequence[int], choose: Choose) -> dict[int, Continued]:
         """Continue the prompts of some rows of one grain up to the end of the sequence."""
-        found = decoder.continued({number % self.grain: self.prompts[number] for number in numbers}, choose)
-        return {number: found[number % self.grain] for number in numbers}
+        found = decoder.continued(
+            {prompt_index % self.grain: self.prompts[prompt_index] for prompt_index in numbers}, choose
+        )
+        return {prompt_index: found[prompt_index % self.grain] for prompt_index in numbers}
 
 
 def batch_of(config: Config, rows: Rows, numbers: Sequence[int], prompts: Rows) -> Batch:
@@ -290,13 +292,13 @@ def batch_of(config: Config, rows: Rows, numbers: Sequence[int], prompts: Rows) 
     """
     length = chain_of(config).tokens_per_sample(config)
     tokens, places = torch.zeros(len(numbers), length + 1, dtype=torch.long), torch.full((len(numbers), length), -1)
-    for place, number in enumerate(numbers):
-        row = rows.get(number)
+    for row_index, prompt_index in enumerate(numbers):
+        row = rows.get(prompt_index)
         if row is None:
             continue  # the last batch may have rows of zeros
-        tokens[place, : len(row)] = torch.tensor(row, dtype=torch.long)
-        new = torch.arange(len(prompts[number]) - 1, len(row) - 1)
-        places[place, new] = number * length + new
+        tokens[row_index, : len(row)] = torch.tensor(row, dtype=torch.long)
+        new = torch.arange(len(prompts[prompt_index]) - 1, len(row) - 1)
+        places[row_index, new] = prompt_index * length + new
     batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "places": places}
     if "documents" in chain_of(config).sample_shapes(config):
         batch["documents"] = torch.zeros_like(places)
@@ -307,24 +309,27 @@ def batch_of(config: Config, rows: Rows, numbers: Sequence[int], prompts: Rows) 
 def training_logs(config: Config, checkpoint: Path, rows: Rows, prompts: Rows) -> Logs:
     """Compute the log-probabilities of new tokens by training's forward pass on the config's ranks."""
     known = resolve(config, this_machine()).config
-    given = {"rows": {str(number): row for number, row in rows.items()},
-             "prompts": {str(number): row for number, row in prompts.items()}}  # fmt: skip
+    given = {"rows": {str(prompt_index): row for prompt_index, row in rows.items()},
+             "prompts": {str(prompt_index): row for prompt_index, row in prompts.items()}}  # fmt: skip
     length, found = chain_of(config).tokens_per_sample(config), dict[int, float]()
     for losses in run(WORKER, known.ranks(), config=known, checkpoint=checkpoint, given=given):
         for name, loss in losses.items():
-            place = int(name)
+            label_index = int(name)
             value = float.fromhex(loss)
             # Ranks that compute the same token must agree; NaN marks the token as different from everything.
-            found[place] = value if found.get(place, value).hex() == value.hex() else math.nan
+            found[label_index] = value if found.get(label_index, value).hex() == value.hex() else math.nan
     return {
-        number: [-found.get(number * length + at, math.nan) for at in range(len(prompts[number]) - 1, len(row) - 1)]
-        for number, row in rows.items()
+        prompt_index: [
+            -found.get(prompt_index * length + at, math.nan)
+            for at in range(len(prompts[prompt_index]) - 1, len(row) - 1)
+        ]
+        for prompt_index, row in rows.items()
     }
 
 
 def score_rank(rank: Rank, config: Config, checkpoint: Path, given: dict[str, dict[str, list[int]]]) -> dict[str, str]:
     """Run training's forward and backward pass on rows; return this rank's losses, by place in all rows, in hex."""
-    rows, prompts = ({int(number): row for number, row in given[name].items()} for name in ("rows", "prompts"))
+    rows, prompts = ({int(index): row for index, row in given[name].items()} for name in ("rows", "prompts"))
     parts = build(config, rank.mesh)
     restore(parts, Checkpoint(checkpoint))
     # Heads with equal bits; a stage without a head has none.
@@ -342,10 +347,10 @@ def score_rank(rank: Rank, config: Config, checkpoint: Path, given: dict[str, di
         publish(parts)
         for labels, values in (pair for pairs in observed for pair in pairs):
             # A schedule may run microbatches in another order; grains are found by their labels.
-            number = next(at for at, grain in enumerate(grains) if torch.equal(grain["labels"], labels))
-            places = grains.pop(number)["places"]
-            for place, loss in zip(places[places >= 0].tolist(), values[places >= 0].tolist(), strict=True):
-                losses[str(place)] = loss.hex()
+            index = next(at for at, grain in enumerate(grains) if torch.equal(grain["labels"], labels))
+            places = grains.pop(index)["places"]
+            for label_index, loss in zip(places[places >= 0].tolist(), values[places >= 0].tolist(), strict=True):
+                losses[str(label_index)] = loss.hex()
     return losses
 
 
@@ -353,13 +358,13 @@ def score_rank(rank: Rank, config: Config, checkpoint: Path, given: dict[str, di
 def usual_logs(config: Config, checkpoint: Path, rows: Rows, prompts: Rows) -> Timed:
     """Compute the log-probabilities of the same tokens as `meshwright generate` does, token by token with its cache."""
     loaded, logs, start = load_model(checkpoint, config.device, "tokens"), dict[int, list[float]](), time.perf_counter()
-    for number, row in rows.items():
-        cache, fresh, own = KeyValueCache(), prompts[number], list[float]()
-        for token in row[len(prompts[number]) :]:
+    for prompt_index, row in rows.items():
+        cache, fresh, row_logs = KeyValueCache(), prompts[prompt_index], list[float]()
+        for token in row[len(prompts[prompt_index]) :]:
             h = loaded.model.hidden(torch.tensor([fresh], device=loaded.device), cache)
-            own.append(float(loaded.head.logits(h[0, -1]).log_softmax(-1)[token]))
+            row_logs.append(float(loaded.head.logits(h[0, -1]).log_softmax(-1)[token]))
             fresh = [token]
-        logs[number] = own
+        logs[prompt_index] = row_logs
     return Timed(logs, time.perf_counter() - start)
 
 
@@ -378,16 +383,16 @@ def transformers_way(generators: Generators, rows: Rows, folder: Path) -> Way | 
     differing, largest, count = 0, 0.0, 0
     for grain in generators.grains():
         with torch.no_grad():
-            wanted = {number: theirs(torch.tensor([rows[number]])).logits[0] for number in grain}
+            wanted = {prompt_index: theirs(torch.tensor([rows[prompt_index]])).logits[0] for prompt_index in grain}
 
-        def choose(place: int, end: int, logits: Tensor) -> int | None:
+        def choose(row_index: int, end: int, logits: Tensor) -> int | None:
             nonlocal differing, largest, count
-            row, other = rows[grain[place]], wanted[grain[place]]  # noqa: B023  # called before the next grain
+            row, target = rows[grain[row_index]], wanted[grain[row_index]]  # noqa: B023  # called before the next grain
             if end >= len(row):
                 return None
-            own, count = logits.cpu(), count + 1
-            differing += int(own.argmax()) != int(other[end - 1].argmax())
-            largest = max(largest, float((own - other[end - 1][: len(own)]).abs().max()))
+            row_logits, count = logits.cpu(), count + 1
+            differing += int(row_logits.argmax()) != int(target[end - 1].argmax())
+            largest = max(largest, float((row_logits - target[end - 1][: len(row_logits)]).abs().max()))
             return row[end]
 
         generators.run(decoder, grain, choose)

@@ -71,9 +71,11 @@ class Verdict:
         self.failed = tuple(row for row in self.rows if not row.holds)
         self.holds = not self.failed and not self.zero_gradients
 
-    def worst(self, kind: str) -> Row:
+    def worst(self, row_kind: str) -> Row:
         """Return the row of a kind with the largest error. NaN counts as larger than any number."""
-        return max((row for row in self.rows if row.kind == kind), key=lambda row: (row.error != row.error, row.error))
+        return max(
+            (row for row in self.rows if row.kind == row_kind), key=lambda row: (row.error != row.error, row.error)
+        )
 
     def check(self) -> None:
         """Raise MismatchError if a comparison fails, ZeroGradientError if a gradient is zero on both sides."""
@@ -205,9 +207,9 @@ def compare_bits(config: Config, data: Path, steps: int, report: Report) -> tupl
         sums: dict[str, int] = {}
         for numbers in ranks:
             # A tensor's hash is the sum of the elements' hashes. Each element is counted on one rank only.
-            for name, part in numbers["tensors"].items():
-                sums[name] = (sums.get(name, 0) + int(part)) % 2**64
-        found.append({**ranks[0]["steps"], **{name: str(part) for name, part in sums.items()}})
+            for name, tensor_hash in numbers["tensors"].items():
+                sums[name] = (sums.get(name, 0) + int(tensor_hash)) % 2**64
+        found.append({**ranks[0]["steps"], **{name: str(tensor_hash) for name, tensor_hash in sums.items()}})
     layout, alone = found
     names = [*layout, *(name for name in alone if name not in layout)]
     return tuple(Row("bits", name, float(layout.get(name) != alone.get(name)), 0.0) for name in names)
@@ -230,7 +232,10 @@ def bits_rank(rank: Rank, config: Config, data: Path, steps: int) -> dict[str, d
         for slot, states in parts.stored()
         for state in states
     )
-    return {"steps": numbers, "tensors": {name: str(int(part)) for name, part in held_hashes(held, parts.mesh).items()}}
+    return {
+        "steps": numbers,
+        "tensors": {name: str(int(tensor_hash)) for name, tensor_hash in held_hashes(held, parts.mesh).items()},
+    }
 
 
 def _run(config: Config, worker: str, what: str, out: Path, data: Path, steps: int, traced: bool) -> None:
@@ -247,10 +252,10 @@ def _run(config: Config, worker: str, what: str, out: Path, data: Path, steps: i
 def compare_runs(config: Config, layout: Path, reference: Path, steps: int) -> Verdict:
     """Compare the records of `leave_layout` and `leave_reference` in two folders."""
     evidence = Evidence(layout, config.layout.world_size, reference)
-    known = {part.name for parts in evidence.parts for part in parts.values()}
+    known = {shard.name for parts in evidence.parts for shard in parts.values()}
     # A parameter of one side only would not be compared, and so would pass.
-    if other := known ^ set(evidence.names):
-        raise MismatchError(f"only one of the layout's model and the reference's has {', '.join(sorted(other))}")
+    if unmatched := known ^ set(evidence.names):
+        raise MismatchError(f"only one of the layout's model and the reference's has {', '.join(sorted(unmatched))}")
     rows = tuple(compare_all(evidence))
     evidence.modules = explain_modules(evidence)
     return Verdict(config, steps, rows, tuple(evidence.reference.facts.dead), first_finding(evidence, rows))
@@ -295,13 +300,13 @@ def leave_layout(
     losses, norms = list[float | None](), list[float | None]()
     applied, trace, early = False, Trace(parts.model), tolerance_of(parts.config).states_early
     keep_gradients = partial(_keep_places, parts, recording, known, "gradient", 1)
-    for number in range(steps):
-        with trace if traced and number == 0 else nullcontext():
+    for step in range(steps):
+        with trace if traced and step == 0 else nullcontext():
             (line,), stopping = trainer.turn(stop, None if applied else keep_gradients)
         if stopping:
             return
         first_applied, applied = bool(line["applied"]) and not applied, applied or bool(line["applied"])
-        if first_applied if early else number == steps - 1:
+        if first_applied if early else step == steps - 1:
             _keep_places(parts, recording, known, STATE, 1 if early else steps)
         first = parts.mesh.rank == 0  # only rank 0 records losses and norms
         losses.append(cast(float, line["loss"]) if first else None)
@@ -312,7 +317,7 @@ def leave_layout(
     write_record(folder, f"{PARALLEL}-{rank}", recording.tensors, facts, {PASSES[1]: trace})
 
 
-def _keep_places(parts: Parts, recording: StepRecording, known: dict[str, Any], kind: str, step: int) -> None:
+def _keep_places(parts: Parts, recording: StepRecording, known: dict[str, Any], record_name: str, step: int) -> None:
     """Record this rank's places of all parameters: gradients, weights (masters if there are any), or optimizer states.
 
     Of ranks with equal copies only the first records.
@@ -320,18 +325,22 @@ def _keep_places(parts: Parts, recording: StepRecording, known: dict[str, Any], 
     for slot, (weight, *states) in parts.stored():
         if parts.mesh.index(*slot.copy_axes):
             continue
-        if kind == "gradient":
+        if record_name == "gradient":
             if slot.parameter.grad is None:
                 continue  # frozen
-            flat = {kind: replace(weight, values=slot.parameter.grad.double() / parts.optimizer.scaler.scale)}
+            flat = {record_name: replace(weight, values=slot.parameter.grad.double() / parts.optimizer.scaler.scale)}
         else:
-            flat = {f"{STATE}{state.kind}": state for state in states} if kind == STATE else {kind: weight}
-        for number, place in enumerate(slot.places):
-            own = f"{place.name}@{'.'.join(map(str, place.box.offsets))}"
-            known[own] = box_part(place.name, place.box.offsets, place.box.lengths, place.shape).as_json()
+            flat = (
+                {f"{STATE}{state.kind}": state for state in states} if record_name == STATE else {record_name: weight}
+            )
+        for index, region in enumerate(slot.places):
+            shard_name = f"{region.name}@{'.'.join(map(str, region.box.offsets))}"
+            known[shard_name] = box_part(region.name, region.box.offsets, region.box.lengths, region.shape).as_json()
             for name, state in flat.items():
-                there = state.places[number]  # differs from the weight's place if the state has another shape
-                keep(recording, name, step, {own: state.values[there.start : there.stop].view(there.box.lengths)})
+                there = state.places[index]  # differs from the weight's place if the state has another shape
+                keep(
+                    recording, name, step, {shard_name: state.values[there.start : there.stop].view(there.box.lengths)}
+                )
 
 
 def reference_worker(rank: Rank, config: Config, out: Path, data: Path, steps: int, traced: bool) -> None:
@@ -355,9 +364,9 @@ def leave_reference(
         )
     allowed = tolerance_of(config)
     recording = StepRecording()
-    for kind, step, tensors in (("initial", 0, outcome.initial), ("gradient", 1, outcome.gradients),
+    for record_name, step, tensors in (("initial", 0, outcome.initial), ("gradient", 1, outcome.gradients),
                                 ("weight", steps, outcome.weights)):  # fmt: skip
-        keep(recording, kind, step, tensors)
+        keep(recording, record_name, step, tensors)
     for state, tensors in outcome.states.items():
         keep(recording, f"{STATE}{state}", 1 if allowed.states_early else steps, tensors)
     facts = ReferenceFacts(

@@ -68,9 +68,9 @@ def reference_run(config: Config, batches: Iterable[Batch], steps: int, device: 
         if first if early else step == steps - 1:
             kinds = {spec.name for spec in config.optimizer.update.states}
             for name, parameter in reference.parameters.items():
-                for kind, x in reference.optimizer.state[parameter].items():
-                    if kind in kinds:  # torch also counts steps
-                        states.setdefault(kind, {})[name] = x.cpu().clone()
+                for state_name, x in reference.optimizer.state[parameter].items():
+                    if state_name in kinds:  # torch also counts steps
+                        states.setdefault(state_name, {})[name] = x.cpu().clone()
     assert len(losses) == steps, f"{len(losses)} batches for {steps} steps"
     return Outcome(losses, norms, initial, gradients, _copies(reference.parameters), states)
 

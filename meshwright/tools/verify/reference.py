@@ -73,15 +73,15 @@ class Reference:
         self.nudged: dict[str, nn.Parameter] = {}  # parameters that move by the signs of gradients
         groups: dict[tuple[bool, bool], dict[str, Any]] = {}  # by (has weight decay, is a hidden layer's matrix)
         for name, parameter in self.parameters.items():
-            path, own = name.rsplit(".", 1)
+            path, attribute = name.rsplit(".", 1)
             layer = self.model.get_submodule(path)
             assert isinstance(layer, Layer), f"{name} is no layer's of the reference kit"
             values = initial_values(f"{config.seed}/{name}", tuple(parameter.shape), layer.initial)
-            nudged = layer.nudged and own == "bias"
+            nudged = layer.nudged and attribute == "bias"
             if self.level == "O2" and not layer.wide and not nudged:
                 self.narrow.add(name)
                 values = values.to(self.dtype)
-            parameter.data.copy_(values if own == "weight" else torch.zeros_like(values))
+            parameter.data.copy_(values if attribute == "weight" else torch.zeros_like(values))
             parameter.requires_grad_(not config.model.is_frozen(name))
             if not parameter.requires_grad:
                 continue
@@ -89,7 +89,7 @@ class Reference:
             if nudged:
                 self.nudged[name] = parameter
             else:
-                decays, hidden = own == "weight" and layer.decays, own == "weight" and layer.hidden
+                decays, hidden = attribute == "weight" and layer.decays, attribute == "weight" and layer.hidden
                 group = {"params": [], "weight_decay": chosen.weight_decay * decays, "hidden": hidden}
                 groups.setdefault((decays, hidden), group)["params"].append(parameter)
         make, arguments = load_entry(chosen.update.reference), chosen.update.arguments(chosen)

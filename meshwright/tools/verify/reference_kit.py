@@ -74,13 +74,13 @@ class ReferenceKit:
             if kind == "group":
                 y = F.group_norm(wide.mT, groups, weight, shift, epsilon).mT
             elif kind.startswith("rms"):
-                y = F.rms_norm(wide, (width,), weight + 1 if around_one else weight, epsilon)
+                y = F.rms_norm(wide, (width,), weight + 1 if adds_one else weight, epsilon)
             else:
                 y = F.layer_norm(wide, (width,), weight, shift, epsilon)
             return y.to(x.dtype)
 
-        around_one, own = kind == "rms-around-one", (width,) if kind == "group" or (kind == "layer" and bias) else None
-        return Layer(function, (width,), ZEROS if around_one else ONES, own, decays=False, wide=True)
+        adds_one, biases = kind == "rms-around-one", (width,) if kind == "group" or (kind == "layer" and bias) else None
+        return Layer(function, (width,), ZEROS if adds_one else ONES, biases, decays=False, wide=True)
 
     def enter(self, x: Tensor, heads: int) -> Tensor:
         return x.unsqueeze(2).expand(-1, -1, heads, -1)
@@ -104,8 +104,8 @@ class ReferenceKit:
             losses = F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="none", label_smoothing=smooth)
             return scale(losses.view(labels.shape).sum(1)) if callable(scale) else scale * losses.sum()
 
-        own = None if tied is not None else (shape.padded, shape.hidden)
-        return Layer(function, own, shape.initial, (shape.padded,) if shape.bias else None, table=True, tied=tied)
+        sizes = None if tied is not None else (shape.padded, shape.hidden)
+        return Layer(function, sizes, shape.initial, (shape.padded,) if shape.bias else None, table=True, tied=tied)
 
     def experts(self, shape: ExpertsShape) -> nn.Module:
         return Experts(shape)
@@ -126,12 +126,12 @@ class Experts(nn.Module):
     def __init__(self, shape: ExpertsShape) -> None:
         super().__init__()
         self.shape = shape
-        own, inside, added = (shape.hidden, shape.count), (shape.count, shape.inner, shape.hidden), shape.linear_biases
-        self.router = Layer(lambda h, weight, b: F.linear(h, weight.t(), b if added else None), own, shape.initial,
-                            own[1:] if added or shape.biased else None, nudged=shape.biased)  # fmt: skip
+        router, inner, bias = (shape.hidden, shape.count), (shape.count, shape.inner, shape.hidden), shape.linear_biases
+        self.router = Layer(lambda h, weight, b: F.linear(h, weight.t(), b if bias else None), router, shape.initial,
+                            router[1:] if bias or shape.biased else None, nudged=shape.biased)  # fmt: skip
         up, down = (shape.count, *shape.expand_sizes[2:]), (shape.count, shape.hidden)
-        self.expand = Layer(lambda weight, _: weight, shape.expand_sizes, shape.initial, up if added else None)
-        self.contract = Layer(lambda weight, _: weight, inside, shape.last, down if added else None)
+        self.expand = Layer(lambda weight, _: weight, shape.expand_sizes, shape.initial, up if bias else None)
+        self.contract = Layer(lambda weight, _: weight, inner, shape.last, down if bias else None)
         self.counted: Tensor | None = None  # for a balance over the batch: tokens per expert of the mean sequence
         self.counts: list[Tensor] = []  # of each pass without gradients: tokens per expert
 
@@ -167,8 +167,8 @@ class Experts(nn.Module):
         up = up if self.expand.bias is None else up + self.expand.bias.transpose(0, 1)[:, None, None]
         inside = F.silu(up[0]) * up[1] if len(up) > 1 else shape.activated(up[0].unsqueeze(-2))
         if shape.clamp is not None:
-            gate, number = up[0].clamp(max=shape.clamp[1]), up[1].clamp(-shape.clamp[1], shape.clamp[1])
-            inside = gate * torch.sigmoid(shape.clamp[0] * gate) * (number + 1)
+            gate, linear = up[0].clamp(max=shape.clamp[1]), up[1].clamp(-shape.clamp[1], shape.clamp[1])
+            inside = gate * torch.sigmoid(shape.clamp[0] * gate) * (linear + 1)
         y = torch.einsum("btnm,nmh,btn->bth", inside, self.contract(), gates)
         y = y if self.contract.bias is None else y + gates @ self.contract.bias
         return (y, self._losses(wide, scores, taken)) if shape.balance or shape.router_z else (y,)
@@ -178,8 +178,8 @@ class Experts(nn.Module):
         shape = self.shape
         if shape.groups > 1:
             best = scores.unflatten(-1, (shape.groups, -1)).sort(-1, descending=True)[0][..., :2].sum(-1)
-            kept = F.one_hot(best.topk(shape.groups_chosen, -1)[1], shape.groups).sum(-2).bool()
-            scores = scores.masked_fill(~kept.repeat_interleave(shape.count // shape.groups, -1), -torch.inf)
+            group_mask = F.one_hot(best.topk(shape.groups_chosen, -1)[1], shape.groups).sum(-2).bool()
+            scores = scores.masked_fill(~group_mask.repeat_interleave(shape.count // shape.groups, -1), -torch.inf)
         return F.one_hot(scores.topk(shape.chosen, -1)[1], shape.count).sum(-2).to(scores.dtype)
 
     def _losses(self, logits: Tensor, scores: Tensor, taken: Tensor) -> Tensor:

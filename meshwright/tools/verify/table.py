@@ -44,11 +44,11 @@ def render(verdict: Verdict) -> None:
     title = f"{config.layout.summary} against plain torch: relative errors in {precision}, {verdict.steps} steps"
     name = Column("furthest off", overflow="fold")
     table = Table("compared", Column("of", justify="right"), name, "error", "allowed", "", title=title)
-    for kind, label in LABELS.items():
-        rows = [row for row in verdict.rows if row.kind == kind]
+    for row_kind, label in LABELS.items():
+        rows = [row for row in verdict.rows if row.kind == row_kind]
         if not rows:  # plain SGD has no states
             continue
-        worst = verdict.worst(kind)
+        worst = verdict.worst(row_kind)
         mark = "holds" if all(row.holds for row in rows) else "FAILS"
         table.add_row(label, str(len(rows)), worst.name, f"{worst.error:.1e}", f"{worst.allowed:.0e}", mark)
     console = terminal.console()
