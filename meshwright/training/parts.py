@@ -62,9 +62,9 @@ COMPILERS = {"kernels": BLOCKS, "blocks": BLOCKS, "islands": "meshwright.compute
 STATES: dict[str, Callable[[Mesh, Path], StatesFactory]] = {
     "none": lambda mesh, folder: InPlace,
     "host": lambda mesh, folder: partial(
-        Offloaded, device=mesh.device, place=available_memory_bytes() // mesh.ranks_here
+        Offloaded, device=mesh.device, storage=available_memory_bytes() // mesh.ranks_here
     ),
-    "disk": lambda mesh, folder: partial(Offloaded, device=mesh.device, place=folder / f"offload-{mesh.rank}.bin"),
+    "disk": lambda mesh, folder: partial(Offloaded, device=mesh.device, storage=folder / f"offload-{mesh.rank}.bin"),
 }
 
 

@@ -99,8 +99,8 @@ class BertFamily(Family):
         return {**self.outside, **self.heads, "norm": _NORM[model.norm_order], **blocks}
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
-        kind = settings.values.get("model_type", "bert")
-        order = next(order for order, theirs in _MODEL_TYPES.items() if theirs == kind)
+        model_type = settings.values.get("model_type", "bert")
+        order = next(order for order, theirs in _MODEL_TYPES.items() if theirs == model_type)
         # config.json does not say whether there is a next-sentence head; the stored weights do.
         answers = {"next_sentence": _ANSWERS in stored} if self.section is Bert else {}
         return {"norm_order": order, **answers}

@@ -83,7 +83,7 @@ class BertSpansFamily(BertTaskFamily):
         if name != f"{layer}.weight":
             return super().pair(name, shape, model, names, rows)
         return TensorPair(
-            name, shape, {f"{names[layer]}.{kind}": shape for kind in ("weight", "bias")},
+            name, shape, {f"{names[layer]}.{leaf}": shape for leaf in ("weight", "bias")},
             lambda weight, bias: weight, lambda weight: [weight, torch.zeros_like(weight)],
         )  # fmt: skip
 

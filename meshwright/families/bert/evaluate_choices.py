@@ -32,15 +32,15 @@ def _answers(loaded: LoadedText, asked: Iterable[TaskExample], progress: ShowPro
     source = iter(asked)
     *choices, _ = loaded.model.sample_shapes(loaded.config)["tokens"]  # [] if a sample is one row
     several = bool(choices)
-    while part := list(islice(source, max(1, BATCH_TOKENS // (length * prod(choices))))):
-        tokens, ends = row_arrays([example.rows for example in part], specials, length)
+    while examples := list(islice(source, max(1, BATCH_TOKENS // (length * prod(choices))))):
+        tokens, ends = row_arrays([example.rows for example in examples], specials, length)
         batch = to_device(task_batch(tokens, ends) if several else task_batch(tokens[:, 0], ends[:, 0]), loaded.device)
         h = loaded.model.hidden_states(batch)[0]
         scores = (
             loaded.model.answers(h, batch)["answer"] if several else loaded.head.logits(loaded.model.pooled(h))[:, 0]
         )
         progress("answers", None)
-        yield from zip(scores.argmax(-1).tolist(), (example.answers[0] for example in part), strict=True)
+        yield from zip(scores.argmax(-1).tolist(), (example.answers[0] for example in examples), strict=True)
 
 
 def _all_answers(loaded: LoadedText, source: str, progress: ShowProgress) -> np.ndarray:

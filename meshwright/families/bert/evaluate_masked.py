@@ -51,7 +51,7 @@ def masked_accuracy(
         h = loaded.model.hidden_states(batch)[0]
         for column, name in enumerate(labels):
             # One label has scale 1 and the others 0, so that each loss is computed separately.
-            sums[2, column] += loaded.model.loss(h, batch, {other: float(other == name) for other in labels}).cpu()
+            sums[2, column] += loaded.model.loss(h, batch, {label: float(label == name) for label in labels}).cpu()
         sums[0] += torch.tensor(counts_of(batch, labels))
         sums[1] += torch.stack(loaded.model.num_correct(h, batch)).cpu()
         progress("masked-lm", min(1.0, (first + rows) / len(samples)))

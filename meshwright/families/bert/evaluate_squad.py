@@ -76,14 +76,14 @@ def answer_of(question: SquadQuestion, scored: Sequence[Scored], *, may_be_none:
         return min(before, after) + 0.01 * len(window.places) if before >= 0 and after >= 0 else -np.inf
 
     best, text = -np.inf, ""
-    for number, (window, starts, ends) in enumerate((one.window, one.starts, one.ends) for one in scored):
+    for index, (window, starts, ends) in enumerate((entry.window, entry.starts, entry.ends) for entry in scored):
         count, shift = len(window.places), window.shift
         # A span counts once, in the window with the most context around its first token.
         here = starts[shift : shift + count].copy()
-        for place in range(count):
-            contexts = [context(one.window, window.begin + place) for one in scored]
-            if contexts.index(max(contexts)) != number:
-                here[place] = -np.inf
+        for offset in range(count):
+            contexts = [context(entry.window, window.begin + offset) for entry in scored]
+            if contexts.index(max(contexts)) != index:
+                here[offset] = -np.inf
         # Twenty of each, not all pairs, as in the published figures.
         firsts = np.argsort(-here, kind="stable")[:BEST]
         lasts = np.argsort(-ends[shift : shift + count], kind="stable")[:BEST]
@@ -92,7 +92,7 @@ def answer_of(question: SquadQuestion, scored: Sequence[Scored], *, may_be_none:
             if first <= last < first + LONGEST and score > best:
                 best, text = score, question.passage[window.places[first][0] : window.places[last][1]]
     # The least over all windows, as in BERT's script: one window that sees an answer is enough.
-    nothing = min(float(one.starts[0] + one.ends[0]) for one in scored)
+    nothing = min(float(entry.starts[0] + entry.ends[0]) for entry in scored)
     return "" if may_be_none and nothing > best else text
 
 
@@ -135,11 +135,11 @@ def _scored(
         windows = squad_windows(question, loaded.tokenizer, length, stride)
         scored = []
         for first in range(0, len(windows), rows):
-            part = windows[first : first + rows]
-            tokens, ends = row_arrays([(window.row,) for window in part], specials, length)
+            group = windows[first : first + rows]
+            tokens, ends = row_arrays([(window.row,) for window in group], specials, length)
             h = loaded.model.hidden_states(to_device(task_batch(tokens[:, 0], ends[:, 0]), loaded.device))[0]
             scores = loaded.model.spans(h).double().cpu().numpy()
-            scored += [Scored(window, *scores[at].T) for at, window in enumerate(part)]
+            scored += [Scored(window, *scores[at].T) for at, window in enumerate(group)]
         yield question, scored
 
 

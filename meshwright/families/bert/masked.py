@@ -94,8 +94,8 @@ class MaskedSamples(ShuffledSamples):
             cut, answer = 1 + below(draws, len(text) - 1), below(draws, 2)
             second = text[cut:]
             if answer:
-                other = below(draws, len(self) - 1)
-                elsewhere = self._run(other + (other >= run))  # any run but this one
+                drawn = below(draws, len(self) - 1)
+                elsewhere = self._run(drawn + (drawn >= run))  # any run but this one
                 # The length of the true second text, if the other run is long enough: the length reveals no answer.
                 start = below(draws, max(0, len(elsewhere) - len(second)) + 1)
                 second = elsewhere[start : start + len(second)]
@@ -103,12 +103,12 @@ class MaskedSamples(ShuffledSamples):
             row["next_sentence"] = np.array([answer], dtype=np.int64)
         row["tokens"][0] = specials.first
         places, end = [], 1
-        for segment, part in enumerate(parts):
-            places.append(np.arange(end, end + len(part)))
-            row["tokens"][end : end + len(part)] = part
-            row["tokens"][end + len(part)] = specials.separator
-            row["segments"][end : end + len(part) + 1] = segment
-            end += len(part) + 1
+        for segment, tokens in enumerate(parts):
+            places.append(np.arange(end, end + len(tokens)))
+            row["tokens"][end : end + len(tokens)] = tokens
+            row["tokens"][end + len(tokens)] = specials.separator
+            row["segments"][end : end + len(tokens) + 1] = segment
+            end += len(tokens) + 1
         row["mask"][:end] = 1
         self._mask_tokens(draws, row, np.concatenate(places))
         return row
@@ -142,9 +142,9 @@ def masked_samples(data: MaskedData, config: Config, packed: PackedCorpus, split
     ), ""  # fmt: skip
 
 
-def below(draws: np.random.Generator, number: int) -> int:
-    """Draw a whole number from 0 to number - 1, from one uniform draw: numpy's own methods change with versions."""
-    return int(draws.random() * number)
+def below(draws: np.random.Generator, bound: int) -> int:
+    """Draw a whole number from 0 to bound - 1, from one uniform draw: numpy's own methods change with versions."""
+    return int(draws.random() * bound)
 
 
 def runs(tokens: np.ndarray, end: int, least: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
@@ -157,8 +157,8 @@ def runs(tokens: np.ndarray, end: int, least: int, longest: int) -> tuple[np.nda
     begins = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)
     counts = -(-(ends - begins) // longest)  # runs of each document
     document = np.repeat(np.arange(len(ends)), counts)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # of a run in the document
-    starts = begins[document] + longest * number
+    run_index = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # of a run in the document
+    starts = begins[document] + longest * run_index
     lengths = np.minimum(longest, ends[document] - starts)
-    kept = lengths >= least
-    return starts[kept], lengths[kept]
+    long_enough = lengths >= least
+    return starts[long_enough], lengths[long_enough]

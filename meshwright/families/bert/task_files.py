@@ -64,15 +64,15 @@ def labelled_pairs(path: Path) -> Iterator[LabelledPair]:
     lines = _lines(path)
     columns = next(lines).split("\t")
     first, second, label = (columns.index(name) for name in (form.first, form.second, form.label))
-    for number, line in enumerate(lines, start=2):
+    for line_number, line in enumerate(lines, start=2):
         fields = line.split("\t")
         if len(fields) != len(columns):
-            raise DataError(f"{path} line {number}: has {len(fields)} columns, and the first line {len(columns)}")
+            raise DataError(f"{path} line {line_number}: has {len(fields)} columns, and the first line {len(columns)}")
         if fields[label] == NO_CONSENSUS:
             continue
         if fields[label] not in form.classes:
             valid = ", ".join(form.classes)
-            raise DataError(f"{path} line {number}: {form.label}={fields[label]!r:.40} is none of {valid}")
+            raise DataError(f"{path} line {line_number}: {form.label}={fields[label]!r:.40} is none of {valid}")
         yield LabelledPair(fields[first], fields[second], form.classes.index(fields[label]))
 
 
@@ -108,14 +108,14 @@ def squad_questions(path: Path) -> Iterator[SquadQuestion]:
         articles = [(article.get("title", ""), article["paragraphs"]) for article in tree["data"]]
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f'{path}: is no file of SQuAD; wanted {{"data": [{{"paragraphs": [...]}}]}}') from error
-    for number, (title, paragraphs) in enumerate(articles, start=1):
+    for article_number, (title, paragraphs) in enumerate(articles, start=1):
         for paragraph in paragraphs:
             try:
-                passage = checked_text(paragraph["context"], f"{path} article {number}", "context")
+                passage = checked_text(paragraph["context"], f"{path} article {article_number}", "context")
                 for question in paragraph["qas"]:
                     yield _question(path, str(title), passage, question)
             except (KeyError, TypeError, AttributeError) as error:
-                raise DataError(f"{path} article {number}: lacks {error} of SQuAD's form") from error
+                raise DataError(f"{path} article {article_number}: lacks {error} of SQuAD's form") from error
 
 
 def _question(path: Path, title: str, passage: str, entry: Mapping[str, Any]) -> SquadQuestion:
@@ -171,9 +171,11 @@ def race_questions(folder: Path, choices: int) -> Iterator[RaceQuestion]:
             wanted = "a passage of RACE with article, questions, options and answers, as many of each"
             raise DataError(f"{path}: is not {wanted}") from error
         # Searched from the end of the path, since a parent folder may be called "middle" or "high" by chance.
-        level = next((part for part in reversed(path.parent.parts) if part in ("middle", "high")), "")
-        for number, (question, options, answer) in enumerate(asked, start=1):
-            where = f"{path} question {number}"
+        level = next(
+            (folder_name for folder_name in reversed(path.parent.parts) if folder_name in ("middle", "high")), ""
+        )
+        for question_number, (question, options, answer) in enumerate(asked, start=1):
+            where = f"{path} question {question_number}"
             if not isinstance(options, list) or len(options) != choices:
                 has = len(options) if isinstance(options, list) else "no"
                 raise DataError(f"{where}: has {has} options, and the model has model.choices={choices}")

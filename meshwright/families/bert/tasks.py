@@ -134,9 +134,9 @@ def examples(config: Config, data: TaskSection, source: str, tokenizer: Tokenize
             if model.classes != len(form.classes):
                 rule = f"is not the {len(form.classes)} classes of {form.name}, which {source} is"
                 raise ConfigError.of("model.classes", model.classes, rule, str(len(form.classes)))
-            for number, pair in enumerate(labelled_pairs(path)):
+            for index, pair in enumerate(labelled_pairs(path)):
                 row = pair_row(encode(pair.first), encode(pair.second), data.sequence)
-                yield TaskExample((row,), (pair.answer,), str(number))
+                yield TaskExample((row,), (pair.answer,), str(index))
         case SquadData():
             for question in squad_questions(path):
                 for window in squad_windows(question, tokenizer, data.sequence, data.stride):
@@ -178,8 +178,12 @@ def prepare_task(data: TaskSection, config: Config, progress: ShowProgress) -> P
         _check_prepared(config, data, prepared)
         out = prepared
     else:
-        kind = tokenizer_kind(data.tokenizer)
-        tokenizer = [kind, file_sha256(Path(data.tokenizer).expanduser())] if kind == "file" else [kind]
+        tokenizer_type = tokenizer_kind(data.tokenizer)
+        tokenizer = (
+            [tokenizer_type, file_sha256(Path(data.tokenizer).expanduser())]
+            if tokenizer_type == "file"
+            else [tokenizer_type]
+        )
         sources = [path_identity(source) for source in (data.source, data.held_out) if source is not None]
         # The folder's name is a hash of everything that the rows depend on, so no stale folder is read.
         facts = [_FORMAT, sources, tokenizer, data.validation, _fields(config, data)]
@@ -237,7 +241,9 @@ def _check_prepared(config: Config, data: TaskSection, folder: Path) -> None:
         if header["format"] != _FORMAT:
             raise DataError(f"{folder}: has format {header['format']}, this version reads {_FORMAT}; {DAMAGE_REMEDY}")
         missing = [name for name in header["sha256"] if not (folder / name).is_file()]
-        fields, kind, share, size = (header[key] for key in ("fields", "tokenizer", "validation_share", "vocabulary"))
+        fields, tokenizer_type, share, size = (
+            header[key] for key in ("fields", "tokenizer", "validation_share", "vocabulary")
+        )
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise DataError(f"{folder / _HEADER}: is damaged ({error!r:.80}); {DAMAGE_REMEDY}") from error
     if missing:
@@ -249,7 +255,7 @@ def _check_prepared(config: Config, data: TaskSection, folder: Path) -> None:
     if data.held_out is not None:
         rule = f"has no effect: {data.source} was prepared with what is held out"
         raise ConfigError.of("data.held_out", data.held_out, rule, "leave it out, or prepare it again")
-    check_agrees(data, kind, load_tokenizer(folder / TOKENIZER), share)
+    check_agrees(data, tokenizer_type, load_tokenizer(folder / TOKENIZER), share)
     _check_vocabulary(config, size)
 
 
@@ -304,11 +310,11 @@ def row_arrays(
     shape = (len(samples), len(samples[0]))
     tokens = np.full((*shape, sequence), specials.padding, dtype=dtype)
     ends = np.zeros((*shape, 2), dtype=np.int64)
-    for number, rows in enumerate(samples):
+    for index, rows in enumerate(samples):
         for at, row in enumerate(rows):
             ids = [specials.first, *row.first, specials.separator, *row.second, specials.separator]
-            tokens[number, at, : len(ids)] = ids
-            ends[number, at] = len(row.first) + 2, len(ids)
+            tokens[index, at, : len(ids)] = ids
+            ends[index, at] = len(row.first) + 2, len(ids)
     return tokens, ends
 
 

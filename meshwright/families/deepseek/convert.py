@@ -142,32 +142,32 @@ class DeepSeekFamily(RotaryFamily):
         return copies
 
     def pair(self, name: str, shape: TensorShape, model: DeepSeek, names: Names, rows: Mapping[str, int]) -> TensorPair:
-        layer, _, kind = name.rpartition(".")
+        layer, _, leaf = name.rpartition(".")
         inner = layer.rpartition(".")[2]
-        if layer.endswith("feed_forward.router") and kind == "bias":
+        if layer.endswith("feed_forward.router") and leaf == "bias":
             theirs = f"{names[layer]}.e_score_correction_bias"
             return TensorPair(name, shape, {theirs: shape}, single=True)
         if inner in ("expand", "contract") and len(shape) == (4 if inner == "expand" else 3):
             return pair_of_experts(name, shape, names[layer])
         if inner in ("latent", "shared_key"):  # slices of one linear [r + P, H]
             rank, rows_of_both = model.key_value_rank, model.key_value_rank + model.rotary_width
-            whole = {f"{names[layer]}.{kind}": (rows_of_both, model.hidden)}
+            whole = {f"{names[layer]}.{leaf}": (rows_of_both, model.hidden)}
             if inner == "latent":
                 return TensorPair(name, shape, whole, lambda x: x.t(), lambda x: [x.t()], part=(0, 0, rank))
-            part = (0, rank, rows_of_both)
+            bounds = (0, rank, rows_of_both)
             return TensorPair(
-                name, shape, whole, lambda x: _reordered(x, True).t(), lambda x: [_reordered(x.t(), False)], part=part
+                name, shape, whole, lambda x: _reordered(x, True).t(), lambda x: [_reordered(x.t(), False)], part=bounds
             )
         if inner in ("of_token", "of_hidden"):  # slices of one linear [H, 2 H]
             width = model.hidden
-            part = (1, 0, width) if inner == "of_token" else (1, width, 2 * width)
-            whole = {f"{names[layer]}.{kind}": (width, 2 * width)}
-            return TensorPair(name, shape, whole, lambda x: x.t(), lambda x: [x.t()], part=part)
+            bounds = (1, 0, width) if inner == "of_token" else (1, width, 2 * width)
+            whole = {f"{names[layer]}.{leaf}": (width, 2 * width)}
+            return TensorPair(name, shape, whole, lambda x: x.t(), lambda x: [x.t()], part=bounds)
         if inner == "query":
             # Each head's rotary part is reordered.
             split = (model.head_width, model.rotary_width)
             return TensorPair(
-                name, shape, {f"{names[layer]}.{kind}": (shape[1], shape[0])},
+                name, shape, {f"{names[layer]}.{leaf}": (shape[1], shape[0])},
                 lambda x: _in_heads(x, model.heads, split, True).t(),
                 lambda x: [_in_heads(x.t(), model.heads, split, False)],
             )  # fmt: skip
@@ -242,4 +242,4 @@ def _reordered(rows: Tensor, to_halves: bool) -> Tensor:
 def _in_heads(rows: Tensor, heads: int, split: tuple[int, int], to_halves: bool) -> Tensor:
     """Rows [A (E + P), r] with each head's rotary part reordered; `split`: (E, P)."""
     plain, rotary = rows.unflatten(0, (heads, -1)).split(split, 1)
-    return torch.cat([plain, torch.stack([_reordered(one, to_halves) for one in rotary])], 1).flatten(0, 1)
+    return torch.cat([plain, torch.stack([_reordered(head, to_halves) for head in rotary])], 1).flatten(0, 1)

@@ -176,7 +176,7 @@ class LlamaFamily(RotaryFamily):
         return OUTSIDE | in_blocks(inside, model.layers, "model.layers.N")
 
     def pair(self, name: str, shape: TensorShape, model: Llama, names: Names, rows: Mapping[str, int]) -> TensorPair:
-        layer, _, kind = name.rpartition(".")
+        layer, _, leaf = name.rpartition(".")
         if model.experts is not None and layer.endswith(("feed_forward.expand", "feed_forward.contract")):
             return pair_of_experts(name, shape, names[layer])
         if "query_key_value" not in name:
@@ -185,28 +185,30 @@ class LlamaFamily(RotaryFamily):
         # Columns are ordered by key-value head with its queries, so that tensor parallelism cuts between heads.
         linears = [(size * width,) for size in (model.heads // keys, 1, 1)]
         hidden = shape[:-1]  # a bias has none
-        theirs = {f"{part}.{kind}": (keys * rows, *hidden) for part, (rows,) in zip(names[layer], linears, strict=True)}
+        theirs = {
+            f"{module}.{leaf}": (keys * rows, *hidden) for module, (rows,) in zip(names[layer], linears, strict=True)
+        }
         return pair_by_heads(name, shape, theirs, linears, keys)
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         values, model_type = settings.values, settings.values["model_type"]
-        kind = self.kinds[model_type]
+        variant = self.kinds[model_type]
         for key, ours in self.elsewhere.items():
             settings.only(key, ours)
-        for key in _SHARED[kind.experts is not None and kind.experts.shared :]:
+        for key in _SHARED[variant.experts is not None and variant.experts.shared :]:
             settings.only(key, None, 0)
         # The default differs between versions of these classes, and a wrong guess would reshape every head.
-        if kind.grouped and values.get("num_key_value_heads") is None:
+        if variant.grouped and values.get("num_key_value_heads") is None:
             raise settings.refused(f"lacks num_key_value_heads, which a {model_type} has")
-        fields = {**layer_fields(settings, kind), **kind.fields, **_experts(settings, kind)}
-        biases: tuple[str, ...] = ("query-key-value",) if kind.query_biases else ()
-        for key in kind.biases:  # a class that does not read a key has no biases, even if the file has the key
+        fields = {**layer_fields(settings, variant), **variant.fields, **_experts(settings, variant)}
+        biases: tuple[str, ...] = ("query-key-value",) if variant.query_biases else ()
+        for key in variant.biases:  # a class that does not read a key has no biases, even if the file has the key
             settings.only(key, False, True)
             biases += _BIASES[key] if values.get(key, False) else ()
-        if kind.tied:
+        if variant.tied:
             fields["tied"] = values.get("tie_word_embeddings", True)
-        if kind.head_width is not None and "head_dim" not in values:
-            fields["head_width"] = kind.head_width
+        if variant.head_width is not None and "head_dim" not in values:
+            fields["head_width"] = variant.head_width
         return fields | {"biases": biases}
 
     def settings(self, model: Llama) -> dict[str, Any]:
@@ -224,29 +226,29 @@ class LlamaFamily(RotaryFamily):
 
     def further_settings(self, model: Llama) -> dict[str, object]:
         model_type = self.kind_of(model)
-        kind, biases = self.kinds[model_type], set(model.biases)
+        variant, biases = self.kinds[model_type], set(model.biases)
         settings = {key: bool(set(names) & biases) for key, names in _BIASES.items()}
         wanted = {name for key, names in _BIASES.items() if settings[key] for name in names}
-        unread = {names for key, names in _BIASES.items() if settings[key] and key not in kind.biases}
+        unread = {names for key, names in _BIASES.items() if settings[key] and key not in variant.biases}
         # A key covers several linears, so config.json cannot express every choice of biases.
-        if not kind.query_biases and (wanted != biases or unread):
+        if not variant.query_biases and (wanted != biases or unread):
             raise CheckpointError(
                 f"no class of transformers has {model_type}'s layers with model.biases={shown(model.biases)}"
             )
         return {
             "model_type": model_type,
-            "architectures": [f"{kind.architecture}ForCausalLM"],
+            "architectures": [f"{variant.architecture}ForCausalLM"],
             "hidden_act": self.elsewhere["hidden_act"],
             "attention_dropout": 0.0,
             "num_key_value_heads": model.num_key_value_heads,
             "head_dim": model.width_of_head,
             **rope_settings(model.rope),
-            **layer_settings(model, model_type, kind),
+            **layer_settings(model, model_type, variant),
             "initializer_range": 0.02,
             "use_cache": True,
             "pad_token_id": None,
-            **({} if kind.query_biases else settings),
-            **_experts_settings(model, model_type, kind.experts),
+            **({} if variant.query_biases else settings),
+            **_experts_settings(model, model_type, variant.experts),
         }
 
 
@@ -269,10 +271,10 @@ def _kind_of(model: Llama) -> str:
     return "llama" if model.window is None else "mistral"
 
 
-def _experts(settings: Settings, kind: Kind) -> dict[str, object]:
+def _experts(settings: Settings, variant: Kind) -> dict[str, object]:
     """Return our fields of a model's experts, {} without experts. Raises CheckpointError for unsupported settings."""
     values = settings.values
-    if kind.experts is None:
+    if variant.experts is None:
         for key in _COUNTS:
             settings.only(key, None)
         return {}
@@ -285,16 +287,16 @@ def _experts(settings: Settings, kind: Kind) -> dict[str, object]:
     experts = {
         "count": counts[0],
         "per_token": values["num_experts_per_tok"],
-        "renormalise": kind.experts.renormalised or bool(values.get("norm_topk_prob", False)),
+        "renormalise": variant.experts.renormalised or bool(values.get("norm_topk_prob", False)),
         # transformers adds the balance to the loss only with this flag, false by default.
         "balance": values.get("router_aux_loss_coef", 0.001) if values.get("output_router_logits") else 0.0,
     }
-    if kind.experts.renormalised:
+    if variant.experts.renormalised:
         return {"experts": experts}
-    needed = ("moe_intermediate_size", *(_SHARED[:1] if kind.experts.shared else ()))
+    needed = ("moe_intermediate_size", *(_SHARED[:1] if variant.experts.shared else ()))
     if lacking := [key for key in needed if key not in values]:
         raise settings.refused(f"lacks {', '.join(lacking)}, which a {values['model_type']} has")
-    if kind.experts.shared:
+    if variant.experts.shared:
         settings.only("qkv_bias", True)
         experts |= {"shared": values[_SHARED[0]], "shared_gate": True}
     return {"experts": experts, "feed_forward": values["moe_intermediate_size"]}

@@ -68,9 +68,9 @@ class GemmaFamily(LlamaFamily):
         return "gemma3_text" if model.head_norms else "gemma2"
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
-        values, kind = settings.values, settings.values["model_type"]
+        values, model_type = settings.values, settings.values["model_type"]
         settings.only("use_bidirectional_attention", None, False)
-        caps = {field: values.get(key, _USUAL[kind][field]) for field, key in _KEYS.items()}
+        caps = {field: values.get(key, _USUAL[model_type][field]) for field, key in _KEYS.items()}
         return super().further(settings, stored) | caps
 
     def further_settings(self, model: Any) -> dict[str, object]:

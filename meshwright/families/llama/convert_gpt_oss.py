@@ -93,8 +93,8 @@ class GptOssFamily(LlamaFamily):
         return {**super().names(model), **in_blocks(_NAMES, model.layers, "model.layers.N")}
 
     def pair(self, name: str, shape: TensorShape, model: Llama, names: Names, rows: Mapping[str, int]) -> TensorPair:
-        layer, _, kind = name.rpartition(".")
-        theirs, end = names[layer], "_bias" if kind == "bias" else ""
+        layer, _, leaf = name.rpartition(".")
+        theirs, end = names[layer], "_bias" if leaf == "bias" else ""
         if layer.endswith("attention.sinks"):
             return TensorPair(name, shape, {str(theirs): shape})
         if not layer.endswith(("feed_forward.expand", "feed_forward.contract")):

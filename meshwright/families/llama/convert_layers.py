@@ -90,12 +90,12 @@ class Kind:
     """Whether the head is tied by default."""
 
 
-def layer_fields(settings: Settings, kind: Kind) -> dict[str, object]:
+def layer_fields(settings: Settings, variant: Kind) -> dict[str, object]:
     """Read our fields of windows and rotary positions.
 
     Raises CheckpointError for settings that the class does not read, or that no layer of ours has.
     """
-    values, windows = settings.values, kind.windows
+    values, windows = settings.values, variant.windows
     fields: dict[str, object] = {}
     rotary = [True] * _layers(settings)
     if windows is not None and windows.layers == "unrotated":
@@ -112,16 +112,16 @@ def layer_fields(settings: Settings, kind: Kind) -> dict[str, object]:
             raise settings.refused(
                 f"layer_types has {shown(others[0])}, which a {values['model_type']} has not; valid: {FULL}"
             )
-        return fields | {"rope": rope_fields(settings, kind.base)}
+        return fields | {"rope": rope_fields(settings, variant.base)}
     if windows.switched:
         settings.only("use_sliding_window", False, True)
     slides = not windows.switched or values.get("use_sliding_window", False)
     window, types = values.get("sliding_window", windows.usual) if slides else None, _types(settings, windows)
     if windows.base is None:
-        fields["rope"] = sliding = rope_fields(settings, kind.base)
+        fields["rope"] = sliding = rope_fields(settings, variant.base)
     else:
         of_sliding = {"rope_type": "default", "rope_theta": values.get(windows.base_key, windows.base)}
-        fields["rope"], sliding = ropes_by_type(settings, kind.base, of_sliding)
+        fields["rope"], sliding = ropes_by_type(settings, variant.base, of_sliding)
     if window is None:
         if types is not None and any(types):
             rule = f"layer_types has {SLIDING}, and there is no window"
@@ -198,12 +198,12 @@ def shortest(layers: list[bool]) -> tuple[bool, ...]:
     return tuple(layers[:size])
 
 
-def layer_settings(model: Llama, model_type: str, kind: Kind) -> dict[str, Any]:
+def layer_settings(model: Llama, model_type: str, variant: Kind) -> dict[str, Any]:
     """Return transformers' settings of a model's kinds of layers.
 
     Raises CheckpointError if the class has windows in all layers or in none.
     """
-    windows, each = kind.windows, [model.window_of(layer) for layer in range(model.layers)]
+    windows, each = variant.windows, [model.window_of(layer) for layer in range(model.layers)]
     if windows is None:
         return {}
     settings: dict[str, Any] = {"sliding_window": model.window}

@@ -47,9 +47,9 @@ class PhiFamily(LlamaFamily):
         settings.only("auto_map", None, _OWN_CODE)
         for key in ("rope_scaling", "rope_parameters"):
             named = settings.values.get(key)
-            kind = named.get("rope_type", named.get("type", "default")) if isinstance(named, dict) else "default"
-            if kind != "default":  # the class turns yarn into longrope
-                raise settings.refused(f"{key}: rope_type={kind} is not supported; valid: default")
+            rope_type = named.get("rope_type", named.get("type", "default")) if isinstance(named, dict) else "default"
+            if rope_type != "default":  # the class turns yarn into longrope
+                raise settings.refused(f"{key}: rope_type={rope_type} is not supported; valid: default")
         return super().further(settings, stored)
 
     def names(self, model: Llama) -> Names:
@@ -64,16 +64,16 @@ class PhiFamily(LlamaFamily):
         }
 
     def pair(self, name: str, shape: TensorShape, model: Llama, names: Names, rows: Mapping[str, int]) -> TensorPair:
-        layer, _, kind = name.rpartition(".")
+        layer, _, leaf = name.rpartition(".")
         if layer.endswith("feed_forward.expand"):
-            theirs = {f"{names[layer]}.{kind}": (shape[1] * shape[2], shape[0])}
+            theirs = {f"{names[layer]}.{leaf}": (shape[1] * shape[2], shape[0])}
             return TensorPair(name, shape, theirs, lambda x: x.t(), lambda whole: [whole.flatten(1).t()])
         if not layer.endswith("query_key_value"):
             return super().pair(name, shape, model, names, rows)
-        three = [f"{part}_proj" for part in "qkv"]
+        three = [f"{letter}_proj" for letter in "qkv"]
         apart = super().pair(name, shape, model, {layer: three}, rows)
         counts = [each[0] for each in apart.theirs.values()]
         return TensorPair(
-            name, shape, {f"{names[layer]}.{kind}": (sum(counts), shape[0])},
+            name, shape, {f"{names[layer]}.{leaf}": (sum(counts), shape[0])},
             lambda x: apart.to_ours(*x.split(counts)), lambda whole: [torch.cat(list(apart.to_theirs(whole)))],
         )  # fmt: skip

@@ -33,7 +33,7 @@ class GptOss(Llama):
     """A decoder with attention sinks, and experts with biases and clamped SwiGLUs."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        *(one for one in Llama.rules if one is not experts_have_no_biases),
+        *(entry for entry in Llama.rules if entry is not experts_have_no_biases),
         experts_are_all_alike,
     )
     has_sinks: ClassVar[bool] = True

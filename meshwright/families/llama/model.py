@@ -75,7 +75,7 @@ class LlamaAttention(nn.Module):
         if self.rotates:
             query, key = rotate(query, rotation), rotate(key, rotation)
         query, key, value = (
-            part.flatten(2, 3).transpose(1, 2) for part in (query, key, value)
+            x.flatten(2, 3).transpose(1, 2) for x in (query, key, value)
         )  # [B, K G, T, E], twice [B, K, T, E]
         if cache is not None:
             key, value = cache.extend(self.layer, key, value, self.core.spec.window)

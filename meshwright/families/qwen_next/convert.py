@@ -115,9 +115,9 @@ class QwenNextFamily(RotaryFamily):
             ("key_value_heads", model.num_key_value_heads, "heads", model.heads),
             ("linear_key_heads", model.linear_key_heads, "linear_value_heads", model.linear_value_heads),
         )
-        for field, number, whole, heads in groups:
-            if heads % number:
-                raise settings.refused(f"{self.fields[field]}={number} does not divide {self.fields[whole]}={heads}")
+        for field, divisor, whole, heads in groups:
+            if heads % divisor:
+                raise settings.refused(f"{self.fields[field]}={divisor} does not divide {self.fields[whole]}={heads}")
         if model.rotary_width % 2:
             raise settings.refused(f"{_FACTOR} turns {model.rotary_width} numbers of a head, and positions turn pairs")
         return model
@@ -136,7 +136,7 @@ class QwenNextFamily(RotaryFamily):
         return names
 
     def pair(self, name: str, shape: TensorShape, model: QwenNext, names: Names, rows: Mapping[str, int]) -> TensorPair:
-        layer, _, kind = name.rpartition(".")
+        layer, _, leaf = name.rpartition(".")
         inner, theirs = layer.rpartition(".")[2], names[layer]
         if inner in ("expand", "contract") and len(shape) == (4 if inner == "expand" else 3):
             return pair_of_experts(name, shape, theirs)
@@ -148,20 +148,21 @@ class QwenNextFamily(RotaryFamily):
         if inner == "taps":
             sizes = (width, width, of_values)
             return TensorPair(
-                name, shape, {f"{theirs}.{kind}": (shape[1], 1, shape[0])},
+                name, shape, {f"{theirs}.{leaf}": (shape[1], 1, shape[0])},
                 lambda x: joined([x.flatten(1)], [sizes], heads).t(),
                 lambda x: parted(x.t(), [sizes], heads),
             )  # fmt: skip
         if inner == "columns":
             linears = self.columns_of(width, of_values, values)
             outputs = [sum(sizes) * heads for sizes in linears]
-            stored = {f"{one}.{kind}": (count, model.hidden) for one, count in zip(theirs, outputs, strict=True)}
+            stored = {f"{module}.{leaf}": (count, model.hidden) for module, count in zip(theirs, outputs, strict=True)}
             return pair_by_heads(name, shape, stored, linears, heads)
         if inner == "query_key_value":
             keys, width = model.num_key_value_heads, model.head_width
             attended = [(size * width,) for size in (2 * model.heads // keys, 1, 1)]
             stored = {
-                f"{one}.{kind}": (keys * size, model.hidden) for one, (size,) in zip(theirs, attended, strict=True)
+                f"{module}.{leaf}": (keys * size, model.hidden)
+                for module, (size,) in zip(theirs, attended, strict=True)
             }
             return pair_by_heads(name, shape, stored, attended, keys)
         return super().pair(name, shape, model, names, rows)
@@ -194,7 +195,7 @@ class QwenNextFamily(RotaryFamily):
         if not isinstance(types, list) or len(types) != layers or {LINEAR, FULL} != {*map(str, types)}:
             valid = f"a list of {layers} of {LINEAR} and {FULL}, both at least once"
             raise settings.refused(f"layer_types={shown(types)} is not supported; valid: {valid}")
-        attends = [one == FULL for one in types]
+        attends = [layer_type == FULL for layer_type in types]
         size = next(
             size for size in range(1, layers + 1) if all(attends[i] == attends[i % size] for i in range(layers))
         )
@@ -241,14 +242,14 @@ class QwenNextFamily(RotaryFamily):
         return settings.values["num_experts"] in (0, None)
 
     def further_settings(self, model: QwenNext) -> dict[str, object]:
-        kind, experts, rope = self.kind_of(model), model.experts, rope_settings(model.rope)
+        model_type, experts, rope = self.kind_of(model), model.experts, rope_settings(model.rope)
         factor = {_FACTOR: model.rotary_width / model.head_width}
         if int(model.head_width * factor[_FACTOR]) != model.rotary_width:
             raise CheckpointError(f"no share of model.head_width={model.head_width} is {model.rotary_width}")
-        rope |= {key: part | factor for key, part in rope.items() if isinstance(part, dict)}
+        rope |= {key: fields | factor for key, fields in rope.items() if isinstance(fields, dict)}
         settings: dict[str, object] = {
-            "model_type": kind,
-            "architectures": [self.classes[kind]],
+            "model_type": model_type,
+            "architectures": [self.classes[model_type]],
             "num_key_value_heads": model.num_key_value_heads,
             "layer_types": [FULL if model.attends(layer) else LINEAR for layer in range(model.layers)],
             **rope,
@@ -258,17 +259,17 @@ class QwenNextFamily(RotaryFamily):
             "pad_token_id": None,
         }
         if experts is None:
-            return settings | ({"num_experts": 0} if kind == "qwen3_next" else {})
+            return settings | ({"num_experts": 0} if model_type == "qwen3_next" else {})
         usual = {"shared_gate": True, "renormalise": True} | {
             field: ExpertsSection.model_fields[field].default
             for field in ("dense_layers", "scores", "scale", "groups", "bias_rate")
         }
-        if kind == "qwen3_next":
+        if model_type == "qwen3_next":
             del usual["renormalise"]
         for field, wanted in usual.items():
             if (value := getattr(experts, field)) != wanted or not experts.shared:
                 has = f"{field}={shown(value)}" if experts.shared else "shared=0"
-                raise CheckpointError(f"no class of transformers has {kind}'s experts with model.experts.{has}")
+                raise CheckpointError(f"no class of transformers has {model_type}'s experts with model.experts.{has}")
         return settings | {
             **dict(zip(_EXPERTS, (experts.count, experts.per_token, model.expert_width, experts.shared), strict=True)),
             "norm_topk_prob": experts.renormalise,
@@ -293,9 +294,9 @@ class Qwen35Family(QwenNextFamily):
         return self.model_types[model.experts is not None]
 
     def read(self, settings: Settings, stored: Set[str]) -> Any:
-        if (kind := settings.values["model_type"]) not in self.classes:
-            rule = f"model_type={kind} has vision, which is not supported"
-            raise settings.refused(f"{rule}; valid: {kind}_text, a folder of the text model alone")
+        if (model_type := settings.values["model_type"]) not in self.classes:
+            rule = f"model_type={model_type} has vision, which is not supported"
+            raise settings.refused(f"{rule}; valid: {model_type}_text, a folder of the text model alone")
         return super().read(settings, stored)
 
     def columns_of(self, width: int, of_values: int, values: int) -> list[tuple[int, ...]]:

@@ -100,13 +100,13 @@ class DeltaCore(RunsInContext):
             return self.follow(mixed, rates, taps, logarithms, offsets, before, state, starts)[0]
         # In a ring a rank holds several runs of a sequence: each is a row of its own, [runs B, t, ...].
         mixed, rates = (torch.cat(x.chunk(len(runs), 1)) for x in (mixed, rates))
-        tails, own = self.context.in_order(mixed[:, -self.past :].unflatten(0, (len(runs), -1)), length)
-        before = torch.cat([torch.zeros_like(tails[:1]), tails[:-1]])[own].flatten(0, 1)
+        tails, local_runs = self.context.in_order(mixed[:, -self.past :].unflatten(0, (len(runs), -1)), length)
+        before = torch.cat([torch.zeros_like(tails[:1]), tails[:-1]])[local_runs].flatten(0, 1)
         with torch.autocast(autocast_device(mixed.device), enabled=False):
             inputs = self.inputs(mixed, rates, taps, logarithms, offsets, before, starts)
             out, reads, after = transition(*inputs, starts)
-            transitions, own = self.context.in_order(after.unflatten(0, (len(runs), -1)), length)
-            out = out + reads @ states_before(transitions, self.widths[1])[own].flatten(0, 1)
+            transitions, local_runs = self.context.in_order(after.unflatten(0, (len(runs), -1)), length)
+            out = out + reads @ states_before(transitions, self.widths[1])[local_runs].flatten(0, 1)
         return torch.cat(out.chunk(len(runs)), 2).transpose(1, 2)
 
     def shaped(self, function: Callable[..., Any], *inputs: Any) -> Tensor:

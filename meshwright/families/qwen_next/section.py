@@ -73,9 +73,11 @@ def parts_hold_the_convolution(config: Config) -> Iterator[Problem]:
     """Require parts of sequences with the tokens that the convolutions of the next part read."""
     model, context = config.model, config.layout.context
     assert isinstance(model, QwenNext), model
-    part = config.data.lengths.source // (context.size * (context.strategy.chunks if context.size > 1 else 1))
-    if context.size > 1 and part < model.convolution - 1:
-        rule_text = f"cuts sequences into parts of {part}, and model.convolution={model.convolution} reads more before"
+    length = config.data.lengths.source // (context.size * (context.strategy.chunks if context.size > 1 else 1))
+    if context.size > 1 and length < model.convolution - 1:
+        rule_text = (
+            f"cuts sequences into parts of {length}, and model.convolution={model.convolution} reads more before"
+        )
         yield Problem("layout.context.size", context.size, rule_text, "1, or a longer data.sequence")
 
 

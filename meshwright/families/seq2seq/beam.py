@@ -154,14 +154,14 @@ def _collected(search: _Search, answers: list[Answer], end: int, beam: Beam) -> 
     length = search.tokens.shape[2] - 1
     scores = search.sums / beam.penalty(length)
     ended = (search.tokens[:, :, -1] == end) & (search.sums > -torch.inf)
-    ended_best, place = scores.masked_fill(~ended, -torch.inf).max(1)
+    ended_best, hypothesis = scores.masked_fill(~ended, -torch.inf).max(1)
     best = torch.maximum(search.best, ended_best)
     # A cut answer has no end token, so its score is not comparable: used only if no hypothesis has ended.
     cut = (search.limits <= length) & (best == -torch.inf)
-    place = torch.where(cut, scores.argmax(1), place)
+    hypothesis = torch.where(cut, scores.argmax(1), hypothesis)
     for index in ((ended_best > search.best) | cut).nonzero().flatten().tolist():
-        tokens = search.tokens[index, place[index], 1:].tolist()
-        score = float(scores[index, place[index]])
+        tokens = search.tokens[index, hypothesis[index], 1:].tolist()
+        score = float(scores[index, hypothesis[index]])
         answers[int(search.sources[index])] = (
             Answer(tokens, score, False) if cut[index] else Answer(tokens[:-1], score, True)
         )

@@ -117,17 +117,17 @@ class CrossAttention(nn.Module):
         self.key_value = kit.branches.expand(hidden, 2 * width, initials.key_value, groups=2, bias=recipe.bias)
         self.output = kit.branches.contract(width, hidden, initials.cross_output, bias=recipe.bias)
 
-    def forward(self, h: Tensor, memory: Tensor, seen: Tensor, kept: list[KeyValue] | None) -> Tensor:
-        """Attend. `kept`: the cache of the source's keys and values; on the first call this block appends a pair."""
+    def forward(self, h: Tensor, memory: Tensor, seen: Tensor, source_cache: list[KeyValue] | None) -> Tensor:
+        """Attend. `source_cache`: keys and values of the source; on the first call this block appends a pair."""
         # split_heads needs a dim of groups; there is one group here.
         (query,) = split_heads(self.query(h).unsqueeze(2), self.heads)  # [B, A, T, E]
         # Keys and values of the source do not change from token to token: computed once.
-        if kept is not None and self.index < len(kept):
-            key, value = kept[self.index]
+        if source_cache is not None and self.index < len(source_cache):
+            key, value = source_cache[self.index]
         else:
             key, value = split_heads(self.key_value(memory), self.heads)  # [B, A, S, E]
-            if kept is not None:
-                kept.append((key, value))
+            if source_cache is not None:
+                source_cache.append((key, value))
         return self.output(self.core(query, key, value, seen=seen).transpose(1, 2).flatten(2))
 
 
@@ -196,9 +196,9 @@ class DecoderBlock(CoderBlock):
     ) -> Tensor:
         """Run the block: [B, T, H] -> [B, T, H], with memory [B, S, H]."""
         keep = None if cache is None else partial(cache.target.extend, self.index)
-        kept = None if cache is None else cache.source
+        source_cache = None if cache is None else cache.source
         h = self.add(h, self.attention_norm, lambda x: self.attention(x, None, bias, keep))
-        h = self.add(h, self.cross_norm, lambda x: self.cross(x, memory, seen, kept))
+        h = self.add(h, self.cross_norm, lambda x: self.cross(x, memory, seen, source_cache))
         return self.add(h, self.feed_forward_norm, self.feed_forward)
 
 

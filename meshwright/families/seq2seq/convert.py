@@ -38,13 +38,13 @@ _OUTSIDE = {
 }
 _ATTENTION = {
     "attention_norm": "layer.0.layer_norm",
-    "attention.query_key_value": tuple(f"layer.0.SelfAttention.{part}" for part in "qkv"),
+    "attention.query_key_value": tuple(f"layer.0.SelfAttention.{letter}" for letter in "qkv"),
     "attention.output": "layer.0.SelfAttention.o",
 }
 _CROSS = {
     "cross_norm": "layer.1.layer_norm",
     "cross.query": "layer.1.EncDecAttention.q",
-    "cross.key_value": tuple(f"layer.1.EncDecAttention.{part}" for part in "kv"),
+    "cross.key_value": tuple(f"layer.1.EncDecAttention.{letter}" for letter in "kv"),
     "cross.output": "layer.1.EncDecAttention.o",
 }
 
@@ -96,8 +96,10 @@ class T5Family(Family):
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         activation = settings.values.get("feed_forward_proj", _FIRST_VERSION)
         if activation != _FIRST_VERSION:
-            kind = "T5 1.1 and its kin (mT5, Flan-T5) have gated feed-forwards, and ours is T5 1.0"
-            raise settings.refused(f"feed_forward_proj={activation} is not supported: {kind}; valid: {_FIRST_VERSION}")
+            reason = "T5 1.1 and its kin (mT5, Flan-T5) have gated feed-forwards, and ours is T5 1.0"
+            raise settings.refused(
+                f"feed_forward_proj={activation} is not supported: {reason}; valid: {_FIRST_VERSION}"
+            )
         layers, decoders = settings.values.get("num_layers"), settings.values.get("num_decoder_layers")
         if decoders not in (None, layers):
             unlike = f"num_decoder_layers={decoders} is not num_layers={layers}"
@@ -116,7 +118,7 @@ class T5Family(Family):
         specials = specials_with_room(model, tokenizer)
         end = tokenizer.name_of(specials.end)
         ids = {SEQUENCE_PADDING: specials.padding}
-        ids |= {SENTINEL.format(number): sentinel for number, sentinel in enumerate(specials.sentinels)}
+        ids |= {SENTINEL.format(index): sentinel for index, sentinel in enumerate(specials.sentinels)}
         template = processors.TemplateProcessing(
             single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, specials.end)]
         )

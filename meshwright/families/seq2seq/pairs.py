@@ -96,21 +96,23 @@ def claims_pairs(data: Mapping[str, Any]) -> bool:
 
 def _partners(source: Path, target: Path) -> Iterator[Pair]:
     # zip would drop the rest silently. A missing line shifts all later pairs, and shows only as a missing last partner.
-    for number, (left, right) in enumerate(zip_longest(text_lines(source), text_lines(target)), start=1):
+    for line_number, (left, right) in enumerate(zip_longest(text_lines(source), text_lines(target)), start=1):
         if left is None or right is None:
             longer, shorter = (target, source) if left is None else (source, target)
-            raise DataError(f"{longer} line {number}: has no partner, {shorter} ends after {number - 1} lines")
+            raise DataError(
+                f"{longer} line {line_number}: has no partner, {shorter} ends after {line_number - 1} lines"
+            )
         yield left, right
 
 
 def _columns(path: Path) -> Iterator[Pair]:
-    for number, line in enumerate(text_lines(path), start=1):
+    for line_number, line in enumerate(text_lines(path), start=1):
         columns = line.split("\t")
         if len(columns) == 2:
             yield columns[0], columns[1]
         # A blank line is no mistake: editors leave one at the end.
         elif line.strip():
-            raise DataError(f"{path} line {number}: has {len(columns)} columns; wanted: source, tab, target")
+            raise DataError(f"{path} line {line_number}: has {len(columns)} columns; wanted: source, tab, target")
 
 
 def _records(source: str, picks: Picks, languages: tuple[str, str] | None) -> Iterator[Pair]:
@@ -158,8 +160,8 @@ def function_pairs(text: str) -> Iterator[Pair]:
             continue
         docstring = function.body[0]
         first, last = docstring.lineno - 1, docstring.end_lineno or docstring.lineno
-        kept = lines[function.lineno - 1 : first] + lines[last : function.end_lineno]
-        code = textwrap.dedent("".join(kept)).strip()
+        code_lines = lines[function.lineno - 1 : first] + lines[last : function.end_lineno]
+        code = textwrap.dedent("".join(code_lines)).strip()
         summary = " ".join(inspect.cleandoc(documented).split("\n\n")[0].split())
         if summary and len(code) <= MOST_CHARACTERS:
             yield code, summary

@@ -64,22 +64,22 @@ class PairOrder:
 
     def samples(self, first: int, count: int) -> tuple[np.ndarray, int]:
         """Return (pairs [count], length of rows) of the samples from `first` on; over several batches: the longest."""
-        pairs, length, number = np.empty(count, dtype=np.int64), 0, first
+        pairs, length, position = np.empty(count, dtype=np.int64), 0, first
         num_batches, ends = int(self._batches.sum()), np.cumsum(self._batches)
-        while number < first + count:
-            batch, offset = divmod(number, self._batch)
-            taken = min(self._batch - offset, first + count - number)
-            epoch, place = divmod(batch, num_batches)
-            slot = int(Permutation(num_batches, self._seed, epoch)(np.array([place]))[0])
+        while position < first + count:
+            batch, offset = divmod(position, self._batch)
+            taken = min(self._batch - offset, first + count - position)
+            epoch, batch_index = divmod(batch, num_batches)
+            slot = int(Permutation(num_batches, self._seed, epoch)(np.array([batch_index]))[0])
             bucket = int(np.searchsorted(ends, slot, side="right"))
             within = slot - int(ends[bucket] - self._batches[bucket])
             nth = epoch * int(self._batches[bucket]) + within  # the number among the bucket's batches of all epochs
             members = self._members[bucket]
-            pairs[number - first : number - first + taken] = members[
+            pairs[position - first : position - first + taken] = members[
                 self._streams[bucket].rows(nth * self._batch + offset, taken)
             ]
             length = max(length, int(self.edges[bucket]))
-            number += taken
+            position += taken
         return pairs, length
 
     def held_out(self, first: int, count: int) -> tuple[np.ndarray, int]:

@@ -85,14 +85,14 @@ class PairSamples:
             raise DataError(f"{name}: has {len(ends)} texts, which do not pair up; prepare it again")
         starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
         lengths = (ends - starts).reshape(-1, 2)  # of source and target, with the end token
-        kept = lengths.max(axis=1) <= sequence
+        fits = lengths.max(axis=1) <= sequence
         longer = f"longer than data.sequence={sequence} tokens on one side"
-        self.note = "" if kept.all() else f"{(~kept).sum()} of {len(kept)} pairs left out, {longer}"
-        if not kept.any():
+        self.note = "" if fits.all() else f"{(~fits).sum()} of {len(fits)} pairs left out, {longer}"
+        if not fits.any():
             has = f"has no pair of at most data.sequence={sequence} tokens a side"
             shortest = int(lengths.max(axis=1).min()) if len(lengths) else 0
-            raise DataError(f"{name}: {has}; the shortest of its {len(kept)} has {shortest}")
-        self._starts, self._lengths = starts.reshape(-1, 2)[kept], lengths[kept]
+            raise DataError(f"{name}: {has}; the shortest of its {len(fits)} has {shortest}")
+        self._starts, self._lengths = starts.reshape(-1, 2)[fits], lengths[fits]
         self._order = PairOrder(self._lengths.max(axis=1), sequence, buckets, batch, seed)
 
     def __len__(self) -> int:

@@ -70,9 +70,9 @@ def _pair_batches(loaded: LoadedSequence, data: str | None, target: str | None, 
 
     def batches() -> Iterator[Batch]:
         for first in range(0, len(short), rows):
-            part = short[first : first + rows]
-            sources, targets = zip(*(sides[at] for at in part), strict=True)
-            longest = longer[part[-1]]
+            group = short[first : first + rows]
+            sources, targets = zip(*(sides[at] for at in group), strict=True)
+            longest = longer[group[-1]]
             yield sequence_batch(sources, targets, loaded.specials, Lengths(longest, longest))
 
     return given.name, len(short), len(sides) - len(short), batches()

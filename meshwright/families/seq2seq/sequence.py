@@ -41,14 +41,14 @@ def source_ids(loaded: LoadedSequence, text: str) -> list[int]:
     """Encode a text for the encoder, with an end token. If the model has sentinels, <extra_id_0> is encoded as one."""
     parts = _SENTINEL.split(text) if loaded.specials.sentinels else [text]
     ids: list[int] = []
-    for at, part in enumerate(parts):  # text and numbers of sentinels in turn
-        ids += [loaded.specials.sentinels[int(part)]] if at % 2 else loaded.tokenizer.encode(part)
+    for at, segment in enumerate(parts):  # text and numbers of sentinels in turn
+        ids += [loaded.specials.sentinels[int(segment)]] if at % 2 else loaded.tokenizer.encode(segment)
     return [*ids, loaded.specials.end]
 
 
 def text_of(loaded: LoadedSequence, ids: Sequence[int]) -> str:
     """Decode an answer to a text, with sentinels as <extra_id_0>."""
-    numbers = {sentinel: number for number, sentinel in enumerate(loaded.specials.sentinels)}
+    numbers = {sentinel: index for index, sentinel in enumerate(loaded.specials.sentinels)}
     texts = []
     for is_sentinel, group in groupby(ids, lambda token: token in numbers):
         run = list(group)

@@ -88,9 +88,9 @@ def span_samples(data: SpanData, config: Config, packed: PackedCorpus, split: Sp
     return SpanSamples(packed.tokens(split), specials, data.lengths, config.seed, packed.name(split)), ""
 
 
-def parts_of(draws: np.random.Generator, number: int, parts: int) -> list[int]:
-    """Divide `number` into `parts` whole numbers >= 1, uniformly over all ordered divisions."""
-    assert number >= parts, (number, parts)
-    # Choose parts - 1 of the number - 1 places between units, by sorting uniform draws: all choices are equally likely.
-    cuts = np.sort(np.argsort(draws.random(number - 1), kind="stable")[: parts - 1]) + 1
-    return np.diff(np.concatenate([[0], cuts, [number]])).tolist()
+def parts_of(draws: np.random.Generator, total: int, parts: int) -> list[int]:
+    """Divide `total` into `parts` whole numbers >= 1, uniformly over all ordered divisions."""
+    assert total >= parts, (total, parts)
+    # Choose parts - 1 of the total - 1 places between units, by sorting uniform draws: all choices are equally likely.
+    cuts = np.sort(np.argsort(draws.random(total - 1), kind="stable")[: parts - 1]) + 1
+    return np.diff(np.concatenate([[0], cuts, [total]])).tolist()

@@ -51,7 +51,9 @@ class VitFamily(Family):
     outside: ClassVar = {"norm": "vit.layernorm", "head": "classifier"}
     inside: ClassVar = {
         "attention_norm": "layernorm_before",
-        "attention.query_key_value": tuple(f"attention.attention.{part}" for part in ("query", "key", "value")),
+        "attention.query_key_value": tuple(
+            f"attention.attention.{projection}" for projection in ("query", "key", "value")
+        ),
         "attention.output": "attention.output.dense",
         "feed_forward_norm": "layernorm_after",
         "feed_forward.expand": "intermediate.dense",
@@ -81,8 +83,8 @@ class VitFamily(Family):
         return {
             "architectures": ["ViTForImageClassification"],
             "initializer_range": 0.02,
-            "id2label": {str(number): f"LABEL_{number}" for number in range(model.classes)},
-            "label2id": {f"LABEL_{number}": number for number in range(model.classes)},
+            "id2label": {str(index): f"LABEL_{index}" for index in range(model.classes)},
+            "label2id": {f"LABEL_{index}": index for index in range(model.classes)},
         }
 
     def further_files(self, model: Vit) -> dict[str, str]:

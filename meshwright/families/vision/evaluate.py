@@ -46,7 +46,7 @@ def image_accuracy(loaded: Loaded, data: str | None, progress: ShowProgress = si
     correct, total = 0, 0.0
     for start in range(0, len(numbers), BATCH_IMAGES):
         chosen = numbers[start : start + BATCH_IMAGES]
-        pixels = np.stack([source.read(number, model.image, model.channels) for number in chosen])
+        pixels = np.stack([source.read(index, model.image, model.channels) for index in chosen])
         labels = torch.from_numpy(source.labels[chosen]).unsqueeze(1).to(loaded.device)
         h = loaded.model.hidden_states({"images": torch.from_numpy(pixels).to(loaded.device)})[0][:, :1]
         correct += int(loaded.head.num_correct(h, labels))

@@ -109,7 +109,7 @@ def open_source(source: str) -> ImageSource:
     labels = dataset.target.astype(np.int64)
     return ImageSource(
         DIGITS, DIGITS, tuple(map(str, range(10))), labels, None,
-        lambda number, size, channels: _squared(image.fromarray(pixels[number]), size, channels),
+        lambda index, size, channels: _squared(image.fromarray(pixels[index]), size, channels),
     )  # fmt: skip
 
 
@@ -130,8 +130,8 @@ def _folder(folder: Path) -> ImageSource:
             labels += [classes.index(name)] * len(paths)
             held_out += [split == 1] * len(paths)
 
-    def read(number: int, size: int, channels: int) -> np.ndarray:
-        path = files[number]
+    def read(index: int, size: int, channels: int) -> np.ndarray:
+        path = files[index]
         try:
             with image.open(path) as picture:
                 if picture.mode not in _EIGHT_BIT:
@@ -252,8 +252,8 @@ def _write(folder: Path, source: ImageSource, share: float, model: ImageNetwork,
         np.save(folder / f"{split}-labels.npy", source.labels[numbers])
         shape = (len(numbers), model.channels, model.image, model.image)
         pixels = np.lib.format.open_memmap(folder / f"{split}-images.npy", mode="w+", dtype=np.uint8, shape=shape)
-        for row, number in enumerate(numbers.tolist()):
-            pixels[row] = source.read(number, model.image, model.channels)
+        for row, index in enumerate(numbers.tolist()):
+            pixels[row] = source.read(index, model.image, model.channels)
             done += 1
             if done % _REPORT_EVERY == 0:
                 progress("decoding images", done / len(source.labels))

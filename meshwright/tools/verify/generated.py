@@ -273,7 +273,7 @@ class Generators:
         return Timed(logs, time.perf_counter() - start)
 
     def grains(self) -> list[list[int]]:
-        """Return the numbers of the rows that have a grain in common; row r is row r % grain of its grain, as in training."""
+        """Return the numbers of the rows of each grain; row r is row r % grain of a grain, as in training."""
         every = [*self.prompts]
         return [every[start : start + self.grain] for start in range(0, len(every), self.grain)]
 
