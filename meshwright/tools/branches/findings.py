@@ -124,10 +124,10 @@ Dealt = tuple[Sequence[float], int]
 
 @dataclass(frozen=True)
 class Bound:
-    """Speed-ups against one rank. `all_ranks`: common layers on all (D&SP); `one`: on one sub-grid (D&SP-cSub)."""
+    """Speed-ups against one rank. `all_ranks`: common layers on all (D&SP); `one_subgrid`: on one (cSub)."""
 
     all_ranks: float
-    one: float
+    one_subgrid: float
 
 
 def bound(total: float, regions: Sequence[Dealt], num_subgrids: int) -> Bound:

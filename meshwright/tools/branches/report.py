@@ -43,7 +43,7 @@ def _group_dict(findings: Findings, group: RegionGroup) -> dict[str, object]:
 
 
 def _bounds_dict(bounds: dict[int, Bound]) -> dict[str, dict[str, float]]:
-    return {str(size): {"all": of.all_ranks, "one": of.one} for size, of in bounds.items()}
+    return {str(size): {"all": of.all_ranks, "one": of.one_subgrid} for size, of in bounds.items()}
 
 
 def render(findings: Findings) -> None:
@@ -119,7 +119,7 @@ def _layouts(findings: Findings) -> Table:
 def _bounds_texts(bounds: dict[int, Bound]) -> tuple[str, str]:
     """Return `1.98 3.90 7.52` twice: with common layers on all ranks, and on one sub-grid."""
     everyone = " ".join(f"{of.all_ranks:4.2f}" for of in bounds.values())
-    return everyone, " ".join(f"{of.one:4.2f}" for of in bounds.values())
+    return everyone, " ".join(f"{of.one_subgrid:4.2f}" for of in bounds.values())
 
 
 def place_text(places: tuple[str, ...]) -> str:

@@ -9,9 +9,9 @@ def test_equal_branches() -> None:
     """100, of which 4 branches of 10 twice: 20 common. 2 sub-grids do 40 of the others each, 4 do 20, and so do 8."""
     regions = [((10.0,) * 4, 2)]
     two, four, eight = (bound(100, regions, size) for size in (2, 4, 8))
-    assert (two.all_ranks, two.one) == (2.0, 100 / 60)
-    assert (four.all_ranks, four.one) == (4.0, 100 / 40)
-    assert (eight.all_ranks, eight.one) == (100 / 22.5, 100 / 40)
+    assert (two.all_ranks, two.one_subgrid) == (2.0, 100 / 60)
+    assert (four.all_ranks, four.one_subgrid) == (4.0, 100 / 40)
+    assert (eight.all_ranks, eight.one_subgrid) == (100 / 22.5, 100 / 40)
 
 
 def test_unequal_branches_end_with_the_slowest() -> None:
@@ -22,4 +22,4 @@ def test_unequal_branches_end_with_the_slowest() -> None:
 
 def test_heads_that_sub_grids_do_not_divide() -> None:
     assert bound(12, [((1.0,) * 12, 1)], 8).all_ranks == 12 / 2
-    assert bound(12, [], 4).one == 1
+    assert bound(12, [], 4).one_subgrid == 1

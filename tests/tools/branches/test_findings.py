@@ -73,7 +73,7 @@ def test_bounds_of_layouts_by_hand() -> None:
     for value, bounds in found.layouts.items():
         halves, thirds = (sum(each * n for each, n in zip(assigned[value], most)) for most in ((4, N / 2), (3, 342)))
         assert bounds[2].all_ranks == pytest.approx(2, rel=1e-12)
-        assert bounds[2].one == pytest.approx(total / (total - whole[value] + halves), rel=1e-12)
+        assert bounds[2].one_subgrid == pytest.approx(total / (total - whole[value] + halves), rel=1e-12)
         assert bounds[3].all_ranks == pytest.approx(total / ((total - whole[value]) / 3 + thirds), rel=1e-12)
 
 
