@@ -258,4 +258,4 @@ def test_the_ranks_of_a_node_share_the_memory_of_their_stores() -> None:
         patch.object(parts_file, "Offloaded") as made,
     ):
         parts_file.STATES["host"](mesh, Path())(config_for("allreduce", 1), [])
-    assert made.call_args.kwargs["place"] == 1000
+    assert made.call_args.kwargs["storage"] == 1000
