@@ -33,9 +33,9 @@ from meshwright.ranks.foreign import parse_json
 
 @dataclass(frozen=True)
 class Adapter:
-    """A rank's part of an adapter at a step. `place`: shape and offsets. `gradient`: None if there is none."""
+    """A rank's part of an adapter at a step. `extent`: shape and offsets. `gradient`: None if there is none."""
 
-    place: str
+    extent: str
     stepped: bool
     empty: bool
     values: Mark
@@ -180,7 +180,7 @@ def causes_of(steps: Sequence[Step], name: str, are_parts: bool) -> Iterator[tup
         return
     copies: dict[str, list[int]] = {}
     for rank, line in held.items():
-        copies.setdefault(line[0].place, []).append(rank)
+        copies.setdefault(line[0].extent, []).append(rank)
     for ranks in copies.values():
         for number in range(len(steps)):
             line = [held[rank][number] for rank in ranks]

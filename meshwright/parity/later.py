@@ -151,7 +151,7 @@ def later_finding(case: Case, step: int) -> Mistake | None:
         kind = h.kind if h.kind in ("clipping", "scaled", "lower precision") else "stale weights"
         where = ALL if kind != "stale weights" else owner_of(wrong[0])
         return Mistake(kind, where, f"all is right before, and the gradient of {wrong[0]} in step {step} is {h.text}")
-    number = next((kind for kind in ("loss", "norm") if (kind, step) in failed), None)
+    number = next((name for name in ("loss", "norm") if (name, step) in failed), None)
     if number == "loss" and unequal:
         text = "gradients are right, and the loss that the program reports is not the reference's where ranks have "
         return Mistake("token counts", "(loss)", f"{text}unequal numbers of labels: a mean of means")

@@ -88,8 +88,8 @@ def mark_of(gradient: Tensor | None) -> Mark:
     return tuple(torch.stack([flat.sum(dtype=torch.float64), *norms]).tolist())
 
 
-def place_of(parameter: Tensor) -> tuple[str, bool]:
-    """Return (shape, place and hash of this rank's part as a text, True if the part is constant)."""
+def fingerprint_of(parameter: Tensor) -> tuple[str, bool]:
+    """Return (shape, offsets and hash of this rank's part as a text, True if the part is constant)."""
     local = local_of(parameter)
     values = sampled(local, strides_of(local.shape, HASHED))
     words = hashlib.sha256(bytes_of(values.cpu())).hexdigest()
@@ -109,7 +109,7 @@ class NormProbe:
         self.line = ""
         self._judged = False
         self._steps: list[list[RankStep]] = []
-        self._places: dict[str, tuple[str, bool]] = {}
+        self._fingerprints: dict[str, tuple[str, bool]] = {}
         self._clips: list[Clip] = []
         self._before: dict[str, Mark] = {}
         self._outside: dict[int, tuple[str, Tensor]] = {}
@@ -171,10 +171,10 @@ class NormProbe:
         passed = {name for clip in self._clips for name in clip.names}
         parts: dict[str, Part] = {}
         for key, (name, parameter) in self._names().items():
-            # Places are read at the first step, since copies without a reduction diverge later.
-            if name not in self._places:
-                self._places[name] = place_of(parameter)
-            place, constant = self._places[name]
+            # Fingerprints are read at the first step, since copies without a reduction diverge later.
+            if name not in self._fingerprints:
+                self._fingerprints[name] = fingerprint_of(parameter)
+            place, constant = self._fingerprints[name]
             if key in trained or parameter.grad is not None:
                 gradient = gradient_of(parameter)
                 after = mark_of(gradient)

@@ -25,7 +25,7 @@ EPSILON = 1e-6
 class Part:
     """A rank's part of a parameter."""
 
-    place: str
+    fingerprint: str
     """Shape, offsets and hash of values as a text; equal texts are copies, unless `constant`."""
     constant: bool
     """True if all values are equal."""
@@ -160,19 +160,19 @@ class Table:
         return True
 
     def _held(self) -> Iterator[Held]:
-        """Yield the tensors with their copies. Parts of one name and place are copies.
+        """Yield the tensors with their copies. Parts of one name and fingerprint are copies.
 
         For constant parts the gradients decide, then the other parameters of the module.
         """
-        groups: dict[str, dict[str, dict[int, Part]]] = {}  # by name, then by place
+        groups: dict[str, dict[str, dict[int, Part]]] = {}  # by name, then by fingerprint
         for step in self.steps:
             for rank, each in enumerate(step):
                 for name, part in each.parts.items():
-                    groups.setdefault(name, {}).setdefault(part.place, {}).setdefault(rank, part)
+                    groups.setdefault(name, {}).setdefault(part.fingerprint, {}).setdefault(rank, part)
         modules: dict[str, list[dict[int, Part]]] = {}
         for name, places in groups.items():
             modules.setdefault(name.rpartition(".")[0], []).extend(places.values())
-        found: dict[str, list[Held]] = {}  # by place
+        found: dict[str, list[Held]] = {}  # by fingerprint
         for name, places in groups.items():
             for place, parts in places.items():
                 names, first = dict.fromkeys(sorted(parts), name), min(parts)
@@ -260,8 +260,8 @@ class Scope:
             for rank, clip in step.items():
                 self.used[t, rank] = clip.total
         every = {name for step in self.clips for clip in step.values() for name in clip.names}
-        own = table.table(lambda t, rank, name, part: float(alone or name in every)) > 0
-        self.wanted = table.trained & own
+        counted = table.table(lambda t, rank, name, part: float(alone or name in every)) > 0
+        self.wanted = table.trained & counted
         self.passed = (
             table.table(lambda t, r, name, _: float(r in self.clips[t] and name in self.clips[t][r].names)) > 0
         )

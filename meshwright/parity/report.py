@@ -138,7 +138,7 @@ def write_page(results: Sequence[ParityResult], path: Path, head: PageHead) -> P
     path.parent.mkdir(parents=True, exist_ok=True)
     page = templates.get_template("page.html").render(
         checks=checks, holds=all(r.holds for r in results), head=head, legend=LEGEND,
-        remedies={kind: REMEDIES[kind] for kind in found},
+        remedies={category: REMEDIES[category] for category in found},
         date=datetime.now().astimezone().strftime("%-d %B %Y, %H:%M %Z"),
     )  # fmt: skip
     path.write_text(page, encoding="utf-8")

@@ -78,7 +78,7 @@ def compare_runs(first: RecordedRun, second: RecordedRun, part: PartOf | None = 
     with one_thread():
         for number in steps:
             result = StepComparison(first, second, moved, number, part).result()
-            if wrong := next((other.check.name for other in results if not other.holds), ""):
+            if wrong := next((earlier.check.name for earlier in results if not earlier.holds), ""):
                 result = replace(result, notes=(f"begins with what {wrong} left, which differs", *result.notes))
             results.append(result)
     return results
@@ -102,13 +102,13 @@ class StepComparison:
     first: RecordedRun
     second: RecordedRun
     moved: Sequence[RecordedRun]
-    number: int
-    part: PartOf | None
+    step: int
+    slices_of: PartOf | None
     unseen: list[tuple[list[str], str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        having = [self.second, self.first, *(run for run in self.moved if self.number in run.steps)]
-        ours, theirs, *moved = ([rank.step(self.number) for rank in run.ranks] for run in having)
+        having = [self.second, self.first, *(run for run in self.moved if self.step in run.steps)]
+        ours, theirs, *moved = ([rank.step(self.step) for rank in run.ranks] for run in having)
         # Gradients before clipping are compared first, if all runs keep both: clipped gradients follow from these.
         clipped = [all(step.clipped for step in steps) for steps in (ours, theirs, *moved)]
         before, self.explained_by_norm = all(clipped), clipped[1] and not clipped[0]
@@ -121,7 +121,7 @@ class StepComparison:
         )
         if not self.perturbed:
             raise ParityError(
-                f"no run of {self.first.folder} as rounding moves it has step {self.number}: record it too"
+                f"no run of {self.first.folder} as rounding moves it has step {self.step}: record it too"
             )
         self.strides, lost_first = common_first([*self.first.ranks, *self.second.ranks])
         self.lost = {name for _, name in lost_first} | {name for kind, name in lost if kind in ("gradient", "weight")}
@@ -156,9 +156,9 @@ class StepComparison:
             if not found.holds and self.first.axes != self.second.axes and (other := self._against_whole()).holds:
                 found = other
         named = re.compile(r"\bstep 1\b")
-        finding = found.finding and replace(found.finding, text=named.sub(f"step {self.number}", found.finding.text))
+        finding = found.finding and replace(found.finding, text=named.sub(f"step {self.step}", found.finding.text))
         rows = tuple(
-            replace(row, step=self.number, name=named.sub(f"step {self.number}", row.name)) for row in found.rows
+            replace(row, step=self.step, name=named.sub(f"step {self.step}", row.name)) for row in found.rows
         )
         notes = tuple(dict.fromkeys(self._notes(found)))
         return replace(found, finding=finding, rows=rows, notes=notes, dead=(), seconds=time.monotonic() - start)
@@ -338,7 +338,7 @@ class StepComparison:
                     "clipped; the reference adds nothing behind clipping"
                 )
                 found = Mistake("clipping", ALL, text)
-        check = ParityCheck(f"step {self.number}", self.second.folder, self.second.axes, run.dtype)
+        check = ParityCheck(f"step {self.step}", self.second.folder, self.second.axes, run.dtype)
         return ParityResult(check, run.dtype, 0.0, tuple(rows), found, tuple(evidence.modules), tuple(facts.dead))
 
     def _own_means(
@@ -406,8 +406,8 @@ class StepComparison:
         stated: dict[str, Part] = {}
         for name, x in locals_.items():
             shape = facts.kept.get(name, (tuple(x.shape), ()))[0]
-            if self.part is not None:
-                target, slices = self.part(name, rank)
+            if self.slices_of is not None:
+                target, slices = self.slices_of(name, rank)
                 lengths = self.first.ranks[0].facts.kept.get(target, (tuple(wholes[target].shape), ()))[0]
                 bounds = [cut.indices(n)[:2] for cut, n in zip(slices, lengths, strict=True)]
             elif name in facts.boxes and name in wholes and len(facts.boxes[name]) == wholes[name].ndim:
