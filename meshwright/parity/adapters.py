@@ -88,14 +88,16 @@ class AdapterProbe:
     def before_step(self, *_: Any) -> None:
         """Send marks of this rank's adapters to all ranks, before the optimizer's step. Collective."""
         stepped = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-        own = {}
+        adapters = {}
         for name, parameter in self.adapters.items():
             values, gradient = local_of(parameter), gradient_of(parameter)
             coarse = max(TOLERANCES.get(x.dtype, 0.0) for x in (values, gradient) if x is not None)
-            place = f"{tuple(values.shape)} {box_of(parameter)}"
+            extent = f"{tuple(values.shape)} {box_of(parameter)}"
             mark = None if gradient is None else mark_of(gradient)
-            own[name] = Adapter(place, id(parameter) in stepped, not values.numel(), mark_of(values), mark, coarse)
-        text = json.dumps({name: asdict(adapter) for name, adapter in own.items()}).encode()
+            adapters[name] = Adapter(
+                extent, id(parameter) in stepped, not values.numel(), mark_of(values), mark, coarse
+            )
+        text = json.dumps({name: asdict(adapter) for name, adapter in adapters.items()}).encode()
         self._steps.append([
             {name: Adapter(**tree) for name, tree in parse_json(each).items()} for each in from_all_ranks(text)
         ])  # fmt: skip
@@ -150,17 +152,17 @@ def step_findings(steps: Sequence[Step], parts: Sequence[str]) -> list[ProbeFind
     """Judge some steps of all ranks: adapters with one cause share a finding."""
     causes: dict[tuple[str, str, str], list[str]] = {}
     for name in dict.fromkeys(name for rank in steps[0] for name in rank):
-        for kind, why, remedy in causes_of(steps, name, any(fnmatch(name, pattern) for pattern in parts)):
-            causes.setdefault((kind, why, remedy), []).append(name)
+        for category, why, remedy in causes_of(steps, name, any(fnmatch(name, pattern) for pattern in parts)):
+            causes.setdefault((category, why, remedy), []).append(name)
     return [
-        ProbeFinding(kind, names[0].rpartition(".")[0] or names[0], f"{first_names(names)}: {why}; {remedy}")
-        for (kind, why, remedy), names in causes.items()
+        ProbeFinding(category, names[0].rpartition(".")[0] or names[0], f"{first_names(names)}: {why}; {remedy}")
+        for (category, why, remedy), names in causes.items()
     ]
 
 
 def causes_of(steps: Sequence[Step], name: str, are_parts: bool) -> Iterator[tuple[str, str, str]]:
     """Yield (kind, cause, remedy) of each mistake of an adapter."""
-    held = {rank: [step[rank][name] for step in steps] for rank, own in enumerate(steps[0]) if name in own}
+    held = {rank: [step[rank][name] for step in steps] for rank, adapters in enumerate(steps[0]) if name in adapters}
     held = {rank: line for rank, line in held.items() if not line[0].empty}
     if lacking := [rank for rank, line in held.items() if not line[0].stepped]:
         yield ("not stepped", f"the optimizer does not have it on {ranks_in(lacking)}",
@@ -182,18 +184,18 @@ def causes_of(steps: Sequence[Step], name: str, are_parts: bool) -> Iterator[tup
     for rank, line in held.items():
         copies.setdefault(line[0].extent, []).append(rank)
     for ranks in copies.values():
-        for number in range(len(steps)):
-            line = [held[rank][number] for rank in ranks]
+        for index in range(len(steps)):
+            line = [held[rank][index] for rank in ranks]
             tolerance = max(each.tolerance for each in line)
             if not are_similar([each.values for each in line], tolerance, by_length=False):
-                start = "start from" if number == 0 else f"have moved apart before step {number + 1} to"
-                yield ("different start" if number == 0 else "moved apart",
+                start = "start from" if index == 0 else f"have moved apart before step {index + 1} to"
+                yield ("different start" if index == 0 else "moved apart",
                        f"{ranks_in(ranks)} {start} different values",
                        "send rank 0's values to all before the loop, or name parts of one rank in parts=")  # fmt: skip
                 return
             if not are_similar([each.gradient or (0.0,) for each in line], tolerance, by_length=False):
                 yield ("missing reduction", f"{ranks_in(ranks)} hold copies with different gradients in step "
-                       f"{number + 1}", "reduce gradients of adapters over these ranks before the step")  # fmt: skip
+                       f"{index + 1}", "reduce gradients of adapters over these ranks before the step")  # fmt: skip
                 return
 
 

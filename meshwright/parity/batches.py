@@ -228,16 +228,16 @@ def count_labels(batch: Any, labels: Any) -> int | None:
     return None if x is None or x.is_floating_point() else int((x != IGNORED_LABEL).sum())
 
 
-def chunks_of(batch: Any, number: int) -> list[Any]:
+def chunks_of(batch: Any, count: int) -> list[Any]:
     """Split a batch into equal chunks of rows; empty if the rows of a tensor are not divisible."""
     if isinstance(batch, Tensor):
         # Chunks must be equal, since a mean over unequal chunks is another number.
-        fits = batch.ndim > 0 and len(batch) > 0 and len(batch) % number == 0
-        return list(batch.chunk(number)) if fits else []
+        fits = batch.ndim > 0 and len(batch) > 0 and len(batch) % count == 0
+        return list(batch.chunk(count)) if fits else []
     if isinstance(batch, Mapping) and batch:
-        parts = [chunks_of(x, number) for x in batch.values()]
+        parts = [chunks_of(x, count) for x in batch.values()]
         return [dict(zip(batch, each, strict=True)) for each in zip(*parts, strict=True)] if all(parts) else []
     if isinstance(batch, (tuple, list)) and batch:
-        parts = [chunks_of(x, number) for x in batch]
+        parts = [chunks_of(x, count) for x in batch]
         return [type(batch)(each) for each in zip(*parts, strict=True)] if all(parts) else []
     return []

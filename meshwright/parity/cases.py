@@ -53,7 +53,7 @@ class Parameters:
             raise ConfigError.of("parametrize", f"{len(given)} ids", f"are no word for each of {len(values)} cases",
                                  f"{len(values)} ids")  # fmt: skip
         rows = []
-        for number, (value, told) in enumerate(zip(values, given, strict=True)):
+        for index, (value, told) in enumerate(zip(values, given, strict=True)):
             row, word = value if len(named) > 1 else (value,), told
             if isinstance(value, tuple) and getattr(value, "_fields", ()) == ("values", "marks", "id"):  # pytest.param
                 row, marks, word = value[0], value[1], value[2] or told
@@ -62,7 +62,7 @@ class Parameters:
                     raise ConfigError.of("parametrize", named, rule, "a case without marks")
             if len(row) != len(named):
                 raise ConfigError.of("parametrize", row, f"has no value for each of {', '.join(named)}", "one each")
-            words = [word_of(x, f"{name}{number}", by_value) for name, x in zip(named, row, strict=True)]
+            words = [word_of(x, f"{name}{index}", by_value) for name, x in zip(named, row, strict=True)]
             rows.append((str(word or "-".join(words)), tuple(row)))
         return Parameters(named, tuple(rows))
 
@@ -76,13 +76,13 @@ def word_of(value: Any, otherwise: str, by_value: Callable[..., Any] | None) -> 
     return str(getattr(value, "__name__", otherwise))
 
 
-def parameters_of(function: Callable[..., Any], number: int) -> list[Parameters]:
-    """The parameters of a marked function's mark `number`, the outermost first.
+def parameters_of(function: Callable[..., Any], mark_index: int) -> list[Parameters]:
+    """The parameters of mark `mark_index` of a function, the outermost first.
 
     Raises:
         ConfigError: The function has other arguments than the job and the parameters.
     """
-    told = getattr(function, PARAMETERS, {}).get(number, ())
+    told = getattr(function, PARAMETERS, {}).get(mark_index, ())
     marks: Any = getattr(function, "pytestmark", ())
     of_pytest = [mark for mark in (marks if isinstance(marks, list) else [marks])
                  if getattr(mark, "name", "") == "parametrize"]  # fmt: skip
@@ -103,16 +103,16 @@ def parameters_of(function: Callable[..., Any], number: int) -> list[Parameters]
     return parameters
 
 
-def cases_of(function: Callable[..., Any], number: int) -> list[str]:
-    """The words of the cases of a marked function's mark `number`. Raises ConfigError as `parameters_of`."""
-    parameters = parameters_of(function, number)
+def cases_of(function: Callable[..., Any], mark_index: int) -> list[str]:
+    """The words of the cases of mark `mark_index` of a function. Raises ConfigError as `parameters_of`."""
+    parameters = parameters_of(function, mark_index)
     return ["-".join(word for word, _ in rows) for rows in product(*(each.rows for each in parameters))]
 
 
-def case_of(function: Callable[..., Any], number: int, case: int) -> dict[str, Any]:
+def case_of(function: Callable[..., Any], mark_index: int, case: int) -> dict[str, Any]:
     """The arguments of one case beside the job. Raises ConfigError as `parameters_of`."""
     # One of many: a register has ten thousands of cases, and each rank of a check asks for its own.
-    parameters = parameters_of(function, number)
+    parameters = parameters_of(function, mark_index)
     rows = next(islice(product(*(each.rows for each in parameters)), case, None))
     return {name: x for each, (_, row) in zip(parameters, rows, strict=True)
             for name, x in zip(each.names, row, strict=True)}  # fmt: skip

@@ -85,8 +85,8 @@ def sources_of(file: Path) -> dict[str, Path]:
     """Return the file of checks and the loaded modules of the same folder, by path from the folder."""
     folder = file.resolve().parent
     loaded = (getattr(module, "__file__", None) for module in tuple(sys.modules.values()))
-    own = {Path(path).resolve() for path in loaded if path} | {file.resolve()}
-    found = (path for path in own if path.is_relative_to(folder) and not path.is_relative_to(PACKAGE))
+    files = {Path(path).resolve() for path in loaded if path} | {file.resolve()}
+    found = (path for path in files if path.is_relative_to(folder) and not path.is_relative_to(PACKAGE))
     names = {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}
     return {name: names[name] for name in sorted(names) if "site-packages" not in name}
 

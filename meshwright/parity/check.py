@@ -161,7 +161,7 @@ def parity_check(
     if precision not in CHECK_PRECISIONS:
         raise ConfigError.of("precision", precision, "is not a precision of a check", ", ".join(CHECK_PRECISIONS))
     numbers = (ranks,) if isinstance(ranks, int) else tuple(ranks)
-    return CheckMark(tuple(grid_of(number, axes or {}) for number in numbers), precision, threads)
+    return CheckMark(tuple(grid_of(count, axes or {}) for count in numbers), precision, threads)
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,12 @@ class CheckMark:
         file = Path(body.f_code.co_filename)
         here = isinstance(function, FunctionType) and function.__code__.co_filename == body.f_code.co_filename
         line = function.__code__.co_firstlineno if here else body.f_lineno
-        number = len(made) - 1
-        checks = tuple(ParityCheck(name, file, grid, self.precision, self.threads, number, line) for grid in self.grids)
+        mark_index = len(made) - 1
+        checks = tuple(
+            ParityCheck(name, file, grid, self.precision, self.threads, mark_index, line) for grid in self.grids
+        )
         vars(marked)["parity_checks"] = (*vars(marked).get("parity_checks", ()), *checks)
-        vars(marked)[PARAMETERS] = {**vars(marked).get(PARAMETERS, {}), number: self.parameters}
+        vars(marked)[PARAMETERS] = {**vars(marked).get(PARAMETERS, {}), mark_index: self.parameters}
         return marked
 
 
@@ -306,10 +308,10 @@ def named_checks(names: Mapping[str, Any]) -> list[ParityCheck]:
     equal name is `check-2`.
     """
     bound = {id(value): name for name, value in reversed(list(names.items())) if isinstance(value, FunctionType)}
-    own: Sequence[Any] = names.get(MARKED, ())
-    imported = [value for value in names.values() if not any(value is function for function in own)]
+    marked: Sequence[Any] = names.get(MARKED, ())
+    imported = [value for value in names.values() if not any(value is function for function in marked)]
     found, taken, seen = list[ParityCheck](), Counter[str](), set[int]()
-    for function in (*own, *imported):
+    for function in (*marked, *imported):
         checks = list(checks_of(function))
         if not checks or id(function) in seen:
             continue
@@ -374,8 +376,8 @@ def run_check(check: ParityCheck, precision: str | None = None) -> ParityResult:
 
 def behind_rounding(result: ParityResult, again: Callable[[], ParityResult]) -> ParityResult:
     """Return the float64 result, or the float32 result `again()` if a rounding to float32 hides a mistake."""
-    kind = "" if result.finding is None else result.finding.kind
-    if result.precision != "float64" or result.error or not (result.narrow or kind == "lower precision"):
+    category = "" if result.finding is None else result.finding.kind
+    if result.precision != "float64" or result.error or not (result.narrow or category == "lower precision"):
         return result
     behind = again()
     if result.narrow:
@@ -391,8 +393,8 @@ def behind_rounding(result: ParityResult, again: Callable[[], ParityResult]) -> 
 def _run_once(check: ParityCheck, precision: str) -> ParityResult:
     start = time.monotonic()
     with temporary_folder() as folder:
-        arguments = {"file": str(check.file.resolve()), "name": check.name, "number": check.number, "case": check.case,
-                     "axes": check.axes, "out": str(folder)}  # fmt: skip
+        arguments = {"file": str(check.file.resolve()), "name": check.name, "mark_index": check.number,
+                     "case": check.case, "axes": check.axes, "out": str(folder)}  # fmt: skip
         job = Job(CHECK_WORKER, arguments | {"precision": precision}, preload=check.preload)
         try:
             with without_main():

@@ -94,9 +94,9 @@ def check_file(arguments: argparse.Namespace, command: str) -> int:
     if not checks:
         raise ConfigError.of("--only", only, "is in no check's name", ", ".join(check.title for check in found))
     results = []
-    for number, check in enumerate(checks, 1):
+    for index, check in enumerate(checks, 1):
         if sys.stderr.isatty():
-            say(f"{number} of {len(checks)}: {check.title}", file=sys.stderr)
+            say(f"{index} of {len(checks)}: {check.title}", file=sys.stderr)
         # Every check runs even if another has failed, so that one run reports all mistakes.
         results.append(run_check(check, precision))
     code = tell(results, arguments, report.PageHead(arguments.file.name, command))
@@ -186,14 +186,14 @@ def compare_folders(arguments: argparse.Namespace, command: str) -> int:
     from meshwright.parity.runs import compare_runs
     from meshwright.ranks.launch.scripts import load_script
 
-    part = None
+    slices_of = None
     if arguments.layout is not None:
         if not arguments.layout.is_file() or "part" not in (told := vars(load_script(arguments.layout))):
             raise ConfigError.of("--layout", arguments.layout, "has no part(name, rank)", "a Python file that has it")
-        part = told["part"]
+        slices_of = told["part"]
     first, second = RecordedRun.read(arguments.first), RecordedRun.read(arguments.second)
     head = report.PageHead(f"{arguments.second.name} against {arguments.first.name}", command, recorded=True)
-    return tell(compare_runs(first, second, part), arguments, head)
+    return tell(compare_runs(first, second, slices_of), arguments, head)
 
 
 def tell(results: Sequence[ParityResult], arguments: argparse.Namespace, head: PageHead) -> int:

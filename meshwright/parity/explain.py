@@ -74,12 +74,12 @@ def fit(local: Tensor, whole: Tensor, allowed: float, any_order: bool = False) -
     for view in _views(local, whole):
         # The expected norm of a piece of this size; the norm of the piece would be too small for small values.
         scale = float(torch.linalg.vector_norm(view)) * math.sqrt(local.numel() / max(1, view.numel()))
-        for part in _candidates(local, view, any_order):
-            piece = part.take(view)
+        for candidate in _candidates(local, view, any_order):
+            piece = candidate.take(view)
             difference = float(torch.linalg.vector_norm(local - piece))
             error = difference / scale if scale else difference
             if best is None or not error >= best.error:
-                best = Fit(error, piece, part, view)
+                best = Fit(error, piece, candidate, view)
             # Take the first that fits: candidates are ordered from simple to contrived.
             if error <= allowed:
                 return best
@@ -200,15 +200,15 @@ def explain_tensors(
 
 def axis_subsets(coordinates: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
     """Return the sets of axes with more than one rank, smaller sets first."""
-    axes = [axis for axis in coordinates[0] if len({place[axis] for place in coordinates}) > 1]
+    axes = [axis for axis in coordinates[0] if len({indices[axis] for indices in coordinates}) > 1]
     return list(chain.from_iterable(combinations(axes, n) for n in range(1, len(axes) + 1)))
 
 
 def groups_over(coordinates: Sequence[Mapping[str, int]], axes: Sequence[str]) -> list[list[int]]:
     """Return the groups of ranks that differ only in the indices on `axes`."""
     groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, place in enumerate(coordinates):
-        groups.setdefault(tuple(i for axis, i in place.items() if axis not in axes), []).append(rank)
+    for rank, indices in enumerate(coordinates):
+        groups.setdefault(tuple(i for axis, i in indices.items() if axis not in axes), []).append(rank)
     return list(groups.values())
 
 

@@ -53,9 +53,9 @@ def export_findings(
             exported = export[key]
             cause = difference(exported, variants, cuts, are_parts, initial.get(name)) or ("", "", 1.0)
             if cause[0] == "wrong values" and (
-                other := next((n for n, x in wholes.items() if n != name and is_equal(exported, x)), "")
+                owner := next((n for n, x in wholes.items() if n != name and is_equal(exported, x)), "")
             ):
-                cause = "other adapter", f"the export has the values of {other} under its name; save it by its own", 1.0
+                cause = "other adapter", f"the export has the values of {owner} under its name; save it by its own", 1.0
         if cause[0]:
             found.append(ProbeFinding(cause[0], name.rpartition(".")[0] or name, f"{name}: {cause[1]}", cause[2]))
     return shared(found)
@@ -90,18 +90,18 @@ def key_in(export: Mapping[str, Tensor], name: str, rename: Callable[[str], str]
     return None
 
 
-def values_of(name: str, own: Tensor | None, per_rank: Sequence[Mapping[str, tuple]]) -> dict[int, Tensor]:
+def values_of(name: str, local: Tensor | None, per_rank: Sequence[Mapping[str, tuple]]) -> dict[int, Tensor]:
     """Return an adapter's distinct values by the first rank with each. Sent only if ranks differ. Collective."""
     first: dict[str, int] = {}
     for rank, facts in enumerate(per_rank):
         if name in facts:
             first.setdefault(facts[name][3], rank)
-    if own is not None and len(first) == 1 and all(name in facts for facts in per_rank):
-        return {0: own}
+    if local is not None and len(first) == 1 and all(name in facts for facts in per_rank):
+        return {0: local}
     values = {}
     for rank in first.values():
         dtype, shape, *_ = per_rank[rank][name]
-        values[rank] = from_rank(rank, own, shape, vars(torch)[dtype])
+        values[rank] = from_rank(rank, local, shape, vars(torch)[dtype])
     return values
 
 
@@ -135,8 +135,8 @@ def difference(
     if is_equal(x, trained):
         return None
     for rank, (offsets, sizes) in cuts.items():
-        part = trained[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
-        if part.numel() < trained.numel() and is_equal(x, part):
+        shard = trained[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
+        if shard.numel() < trained.numel() and is_equal(x, shard):
             return "own part", f"the export has rank {rank}'s part alone; save full_tensor() of each DTensor", 1.0
     if x.shape != trained.shape:
         if x.ndim == 2 and is_equal(x.T, trained):
@@ -158,6 +158,6 @@ def difference(
 
 def joined(parts: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield ways to join the parts of ranks: concatenated along each dim, and stacked."""
-    if len({part.shape for part in parts}) == 1:
+    if len({shard.shape for shard in parts}) == 1:
         yield from (torch.cat(list(parts), dim) for dim in range(parts[0].ndim))
         yield torch.stack(list(parts))

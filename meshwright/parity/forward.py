@@ -36,15 +36,15 @@ def forward_finding(evidence: Evidence, lines: Sequence[ModuleLine], at: str = "
         lines: the calls of modules in forward order.
         at: the mark of the traced pass.
     """
-    for place, line in enumerate(lines):
+    for index, line in enumerate(lines):
         if line.output is None or line.output.explained:
             continue
-        if (unreduced := _unreduced(evidence, lines, place, at)) is not None:
+        if (unreduced := _unreduced(evidence, lines, index, at)) is not None:
             return unreduced
         if line.output.leaves_out:
             text = f"the ranks' outputs of {line.name or 'the model'} lack some of its slices, and repeat others"
             return Mistake("wrong part", line.name or MODEL, text)
-        if not at and (summed := _summed(evidence, lines, place)) is not None:
+        if not at and (summed := _summed(evidence, lines, index)) is not None:
             return summed
         if not at and (biased := _linear_finding(evidence, line)) is not None:
             return biased
@@ -68,7 +68,7 @@ def _outermost(lines: Sequence[ModuleLine], line: ModuleLine) -> tuple[str, Modu
     """
     if not is_lost(line):
         return line.name, None
-    by_name = {other.name: other for other in reversed(lines)}
+    by_name = {module.name: module for module in reversed(lines)}
     child, where = line, line.name
     while where:
         where = where.rpartition(".")[0]
@@ -81,22 +81,22 @@ def _outermost(lines: Sequence[ModuleLine], line: ModuleLine) -> tuple[str, Modu
     return child.name, child
 
 
-def _unreduced(evidence: Evidence, lines: Sequence[ModuleLine], place: int, at: str) -> Mistake | None:
+def _unreduced(evidence: Evidence, lines: Sequence[ModuleLine], index: int, at: str) -> Mistake | None:
     """Find partial sums before a wrong line that were not reduced."""
-    line, tail = lines[place], list[ModuleLine]()
-    for other in reversed(lines[:place]):
-        if other.output is None or other.output.kind in (COPY, CUT):
+    line, tail = lines[index], list[ModuleLine]()
+    for earlier in reversed(lines[:index]):
+        if earlier.output is None or earlier.output.kind in (COPY, CUT):
             break  # a right whole output: earlier partial sums were reduced
-        tail.insert(0, other)
+        tail.insert(0, earlier)
     if not tail:
-        return _unreduced_product(evidence, lines, place, at)
+        return _unreduced_product(evidence, lines, index, at)
     # A chain of modules may pass the partial sum on; the first made it.
-    source, kind = tail[0], "input" if is_lost(line) else "output"
+    source, quantity = tail[0], "input" if is_lost(line) else "output"
     explained = source.output
     assert explained is not None
-    ours = evidence.locals_of(kind, line, at)
+    ours = evidence.locals_of(quantity, line, at)
     calls = evidence.reference.num_calls(line.name)
-    theirs = evidence.reference.call(kind, line.name, line.call, calls, at=at)
+    theirs = evidence.reference.call(quantity, line.name, line.call, calls, at=at)
     partials = evidence.locals_of("output", tail[-1], at)
     whole = evidence.reference.call("output", tail[-1].name, tail[-1].call, evidence.reference.num_calls(tail[-1].name),
                                     at=at)  # fmt: skip
@@ -117,51 +117,51 @@ def _unreduced(evidence: Evidence, lines: Sequence[ModuleLine], place: int, at: 
     return Mistake("missing reduction", source.name, f"{text}: an all-reduce is missing")
 
 
-def _unreduced_product(evidence: Evidence, lines: Sequence[ModuleLine], place: int, at: str) -> Mistake | None:
+def _unreduced_product(evidence: Evidence, lines: Sequence[ModuleLine], index: int, at: str) -> Mistake | None:
     """Find a partial product outside of modules that was not reduced.
 
     The sum of the ranks' wrong inputs is then the reference's input plus (ranks - 1) times the addend of the product:
     an earlier output (and a bias).
     """
-    line = lines[place]
-    kind = "input" if is_lost(line) else "output"
+    line = lines[index]
+    quantity = "input" if is_lost(line) else "output"
     calls = evidence.reference.num_calls(line.name)
-    theirs = evidence.reference.call(kind, line.name, line.call, calls, at=at)
-    ours = evidence.locals_of(kind, line, at)
+    theirs = evidence.reference.call(quantity, line.name, line.call, calls, at=at)
+    ours = evidence.locals_of(quantity, line, at)
     if ours is None or theirs is None or theirs.ndim < 2 or ours[0].shape != theirs.shape:
         return None
     for axes in axis_subsets(evidence.coordinates):
         group = groups_over(evidence.coordinates, axes)[0]
         added = (torch.stack([ours[rank] for rank in group]).sum(0) - theirs) / (len(group) - 1)
-        for other in reversed(lines[:place]):
-            if other.output is None or other.output.kind != COPY:
+        for earlier in reversed(lines[:index]):
+            if earlier.output is None or earlier.output.kind != COPY:
                 continue
-            before = evidence.reference.call("output", other.name, other.call, evidence.reference.num_calls(other.name),
-                                             at=at)  # fmt: skip
+            num_calls = evidence.reference.num_calls(earlier.name)
+            before = evidence.reference.call("output", earlier.name, earlier.call, num_calls, at=at)
             if before is None or before.shape != added.shape:
                 continue
             bias = (added - before).flatten(0, -2).mean(0)
             if relative_error(added - before, bias.expand_as(added)) < 1e-6 or relative_error(added, before) < 1e-6:
                 where, _ = _outermost(lines, line)
-                text = (
-                    f"the {kind} of {line.name or 'the model'} has a term that is a partial sum over {'+'.join(axes)}"
+                text = f"the {quantity} of {line.name or 'the model'} has a term that is a partial sum over"
+                return Mistake(
+                    "missing reduction", where or MODEL, f"{text} {'+'.join(axes)}: an all-reduce is missing"
                 )
-                return Mistake("missing reduction", where or MODEL, f"{text}: an all-reduce is missing")
     return None
 
 
-def _summed(evidence: Evidence, lines: Sequence[ModuleLine], place: int) -> Mistake | None:
+def _summed(evidence: Evidence, lines: Sequence[ModuleLine], index: int) -> Mistake | None:
     """Find an output that is a sum without a rank's term, with a term twice, or with rounded terms.
 
     The terms are the ranks' outputs of the module before; for a row-parallel linear, the products of the reference's
     input with each rank's part of the weight.
     """
-    line = lines[place]
+    line = lines[index]
     theirs = evidence.reference.call("output", line.name, line.call, evidence.reference.num_calls(line.name))
     held = evidence.locals_of("output", line)
     if theirs is None or held is None or held[0].shape != theirs.shape:
         return None
-    before = lines[place - 1] if place else None
+    before = lines[index - 1] if index else None
     terms, name, axis = _terms_of_linear(evidence, line), line.name, ""
     if terms is None and before is not None and before.output is not None and before.output.kind == PARTIAL:
         partial = evidence.locals_of("output", before)
@@ -173,16 +173,16 @@ def _summed(evidence: Evidence, lines: Sequence[ModuleLine], place: int) -> Mist
     told, narrow = set[tuple[str, str] | None](), set[str]()
     axes = axis.split("+") if axis else [axis for axis, size in evidence.sizes.items() if size > 1]
     for group in groups_over(evidence.coordinates, axes):
-        own = {rank: terms[rank] for rank in group if rank in terms}
-        words = [f"the term of rank {rank}" for rank in own]
-        rest = theirs - torch.stack(list(own.values())).sum(0)
+        group_terms = {rank: terms[rank] for rank in group if rank in terms}
+        words = [f"the term of rank {rank}" for rank in group_terms]
+        rest = theirs - torch.stack(list(group_terms.values())).sum(0)
         for rank in group:
-            if len(own) < 2 or relative_error(held[rank], theirs) <= allowed:
+            if len(group_terms) < 2 or relative_error(held[rank], theirs) <= allowed:
                 continue
-            weights = weights_of(held[rank], theirs, list(own.values()), allowed)
+            weights = weights_of(held[rank], theirs, list(group_terms.values()), allowed)
             told.add(None if weights is None else lost_words(weights, words))
             dtype = evidence.reference.facts.dtype
-            narrow.add(rounded_sum(held[rank], list(own.values()), rest, dtype, allowed))
+            narrow.add(rounded_sum(held[rank], list(group_terms.values()), rest, dtype, allowed))
     made = "output" if name == line.name else f"output, a sum of {name}'s,"
     if len(told) == 1 and (found := told.pop()) is not None:
         return Mistake(found[0], name or MODEL, f"the {made} of {line.name or 'the model'} is {found[1]}")
@@ -199,11 +199,11 @@ def _terms_of_linear(evidence: Evidence, line: ModuleLine) -> dict[int, Tensor] 
     if taken is None or name not in evidence.names or evidence.weight(name).ndim != 2:
         return None
     weight, terms = evidence.weight(name), dict[int, Tensor]()
-    for rank, _, part in evidence.holders[name]:
-        if part.index[0] is not None or part.index[1] is None or weight.shape[1] != taken.shape[-1]:
+    for rank, _, shard in evidence.holders[name]:
+        if shard.index[0] is not None or shard.index[1] is None or weight.shape[1] != taken.shape[-1]:
             return None
-        own = list(part.index[1])
-        terms[rank] = taken[..., own] @ weight[:, own].T
+        columns = list(shard.index[1])
+        terms[rank] = taken[..., columns] @ weight[:, columns].T
     return terms
 
 
@@ -232,7 +232,7 @@ def _of_values(evidence: Evidence, line: ModuleLine, where: str, child: ModuleLi
         times = f"{made.factor:.4g}{axis_words(evidence.sizes, made.factor)}"
         return Mistake("scaled", where or MODEL, f"{what}{step} is the reference's times {times}")
     narrow = _narrow(evidence, line, at)
-    kind = "lower precision" if narrow else "wrong values"
+    category = "lower precision" if narrow else "wrong values"
     off = f"is off by {output.error:.1e} (allowed: {output.allowed:.1e})"
     if math.isinf(output.error):
         calls = [side.num_calls(line.name, at) for side in evidence.ranks]
@@ -246,7 +246,7 @@ def _of_values(evidence: Evidence, line: ModuleLine, where: str, child: ModuleLi
         text += f": about what {narrow} rounds by"
     if child is not None:
         text += f"; so is the input of {child.name or 'the model'}, and all before is right"
-    return Mistake(kind, where or MODEL, text)
+    return Mistake(category, where or MODEL, text)
 
 
 def _narrow(evidence: Evidence, line: ModuleLine, at: str) -> str:

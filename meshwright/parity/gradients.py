@@ -147,9 +147,9 @@ def _before_clipping(
     for name in evidence.trained(seen.step):
         exact = max(1e-6, evidence.allowed("gradient", seen.step, name))
         raw = evidence.reference.get("raw-gradient", seen.step, name)
-        for rank, part, ours, theirs in evidence.pieces(seen.kind, seen.step, name):
+        for rank, shard, ours, theirs in evidence.pieces(seen.kind, seen.step, name):
             allowed = near(evidence.allowed("gradient", seen.step, name))
-            if ours is not None and raw is not None and relative_error(ours, part.take(raw)) <= allowed:
+            if ours is not None and raw is not None and relative_error(ours, shard.take(raw)) <= allowed:
                 return [], {}  # not clipped: no consequence of a norm
             factor = None if ours is None else factor_of(ours, theirs, allowed)
             factors.setdefault(rank, []).append((name, factor, exact))
@@ -157,7 +157,7 @@ def _before_clipping(
     causes = set[str]()
     for rank, known in factors.items():
         found = [(f, exact) for _, f, exact in known if f is not None and f > 0]
-        groups = [[g for g, other in found if abs(g - f) <= max(exact, other) * f] for f, exact in found]
+        groups = [[g for g, accuracy in found if abs(g - f) <= max(exact, accuracy) * f] for f, exact in found]
         largest = max(groups, key=len, default=[])
         if not largest or 2 * len(largest) < len(found):
             return [], {}
@@ -179,8 +179,8 @@ def _thawed(evidence: Evidence, seen: GradientStep, scales: Mapping[int, float])
     entered = {}
     for name in facts.frozen:
         first: dict[Part, float] = {}
-        for _, part, ours, _ in evidence.pieces(seen.kind, seen.step, name):
-            first.setdefault(part, 0.0 if ours is None else float(ours.square().sum()))
+        for _, shard, ours, _ in evidence.pieces(seen.kind, seen.step, name):
+            first.setdefault(shard, 0.0 if ours is None else float(ours.square().sum()))
         # The size before clipping: recorded gradients are multiplied by clip / norm.
         entered[name] = sum(first.values()) * (norm / (clip * scale)) ** 2
     total = math.sqrt(norm**2 + sum(entered.values()))
@@ -217,17 +217,17 @@ def _backward_finding(
     facts, gradient, lines = evidence.reference.facts, line.gradient, seen.lines
     assert gradient is not None
     later = [
-        other
-        for other in lines[lines.index(line) + 1 :]
-        if other.gradient is not None and other.gradient.kind == PARTIAL
+        module
+        for module in lines[lines.index(line) + 1 :]
+        if module.gradient is not None and module.gradient.kind == PARTIAL
     ]
     # A partial sum at a later module is explained, but is the cause of the unexplained gradient here.
     source = line if gradient.kind == PARTIAL or not later else later[-1]
     maker = facts.consumers.get(source.name) or facts.parents.get(source.name)
     if not maker:  # the model's code reads the output, most likely for the module called next
-        maker = next((other.name for other in lines[lines.index(source) + 1 :] if other.name), "(loss)")
+        maker = next((module.name for module in lines[lines.index(source) + 1 :] if module.name), "(loss)")
     # A list of modules computes nothing: the code of the enclosing module reads the outputs of listed modules.
-    known = {other.name for other in lines}
+    known = {module.name for module in lines}
     while maker and maker != "(loss)" and maker not in known and facts.parents.get(maker):
         maker = facts.parents[maker]
     gradient = source.gradient
@@ -256,7 +256,7 @@ def _backward_finding(
 
 
 def hypothesis_of(
-    evidence: Evidence, name: str, step: int, kind: str = "gradient", scales: Mapping[int, float] | None = None
+    evidence: Evidence, name: str, step: int, quantity: str = "gradient", scales: Mapping[int, float] | None = None
 ) -> Hypothesis:  # fmt: skip
     """Return the hypothesis that explains a parameter's wrong gradient.
 
@@ -264,22 +264,23 @@ def hypothesis_of(
         evidence: the records of both sides.
         name: the parameter.
         step: the step of the gradient.
-        kind: the kind of the gradient in the records.
+        quantity: the gradient's name in the records.
         scales: each rank's clipping factor relative to the reference's, if known.
     """
     pieces = []
     whole = evidence.reference.get("gradient", step, name)
-    for rank, own, part in evidence.holders[name]:
-        theirs = part.take(torch.zeros_like(evidence.weight(name)) if whole is None else whole)
+    for rank, local_name, shard in evidence.holders[name]:
+        theirs = shard.take(torch.zeros_like(evidence.weight(name)) if whole is None else whole)
         if theirs.numel():
-            ours = evidence.ranks[rank].get(kind, step, own)
-            pieces.append((rank, part, ours if ours is None or not scales else ours / scales.get(rank, 1.0), theirs))
+            ours = evidence.ranks[rank].get(quantity, step, local_name)
+            pieces.append((rank, shard, ours if ours is None or not scales else ours / scales.get(rank, 1.0), theirs))
     allowed = near(evidence.allowed("gradient", step, name))
     # Absent and zero gradients are treated as equal: wrappers that clear gradients leave either.
     if all(ours is None or not ours.any() for _, _, ours, _ in pieces):
         return Hypothesis("no gradient", "none, or zero everywhere")
     full = [
-        (rank, part, torch.zeros_like(theirs) if ours is None else ours, theirs) for rank, part, ours, theirs in pieces
+        (rank, shard, torch.zeros_like(theirs) if ours is None else ours, theirs)
+        for rank, shard, ours, theirs in pieces
     ]
     # Different copies are checked first: no single factor can be right for two different gradients.
     clipped = evidence.reference.facts.clip is not None and not scales
@@ -306,14 +307,16 @@ Pieces = Sequence[tuple[int, Part, Tensor, Tensor]]
 def _differing(evidence: Evidence, full: Pieces, allowed: float, clipped: bool) -> Hypothesis | None:
     """Find ranks with different gradients of the same part, and explain the sum or mean of these."""
     by_part: dict[Part, list[tuple[int, Tensor, Tensor]]] = {}
-    for rank, part, ours, theirs in full:
-        by_part.setdefault(part, []).append((rank, ours, theirs))
-    for part, held in by_part.items():
+    for rank, shard, ours, theirs in full:
+        by_part.setdefault(shard, []).append((rank, ours, theirs))
+    for shard, held in by_part.items():
         if len(held) < 2 or all(relative_error(ours, held[0][1]) <= allowed for _, ours, _ in held):
             continue
-        own = [ours for rank, ours, _ in held if rank == held[0][0]]
-        if len(own) > 1 and relative_error(torch.stack(own).sum(0), held[0][2]) <= allowed:
-            text = f"another for each of its {len(own)} copies on a rank, and only their sum is the reference's: untied"
+        twins = [ours for rank, ours, _ in held if rank == held[0][0]]
+        if len(twins) > 1 and relative_error(torch.stack(twins).sum(0), held[0][2]) <= allowed:
+            text = (
+                f"another for each of its {len(twins)} copies on a rank, and only their sum is the reference's: untied"
+            )
             return Hypothesis("incomplete sum", text)
         factors = [factor_of(ours, theirs) for _, ours, theirs in held]
         # One factor per rank, with clipping: each rank divided by the norm of its parts alone.
@@ -323,7 +326,7 @@ def _differing(evidence: Evidence, full: Pieces, allowed: float, clipped: bool) 
                 "clipping", f"the reference's times {words} on its ranks: each clips by a norm of its own"
             )
         places = [evidence.coordinates[rank] for rank, _, _ in held]
-        axes = "+".join(axis for axis in places[0] if len({place[axis] for place in places}) > 1)
+        axes = "+".join(axis for axis in places[0] if len({indices[axis] for indices in places}) > 1)
         # Each axis alone, then all together: a missing reduction is nearly always over one axis.
         for axis in (*axes.split("+"), axes):
             group = next(g for g in groups_over(evidence.coordinates, axis.split("+")) if held[0][0] in g)
@@ -332,10 +335,10 @@ def _differing(evidence: Evidence, full: Pieces, allowed: float, clipped: bool) 
             if f is not None:
                 times = "" if abs(f - 1) < 0.01 else f" times {f:.4g}"
                 text = (
-                    f"different on ranks with the same part ({part}): their sum over {axis} is the reference's{times}"
+                    f"different on ranks with the same part ({shard}): their sum over {axis} is the reference's{times}"
                 )
                 return Hypothesis("missing reduction", f"{text}, so it was not reduced over {axis}")
-        return Hypothesis("missing reduction", f"different over {axes} on ranks that hold the same part ({part})")
+        return Hypothesis("missing reduction", f"different over {axes} on ranks that hold the same part ({shard})")
     return None
 
 
@@ -344,7 +347,7 @@ def _of_terms(evidence: Evidence, name: str, full: Pieces, allowed: float) -> Hy
 
     The terms are the gradients by rank, by microbatch, by use of the parameter, or by piece of the module's input.
     """
-    raw, whole = (evidence.reference.get(kind, 1, name) for kind in ("raw-gradient", "gradient"))
+    raw, whole = (evidence.reference.get(quantity, 1, name) for quantity in ("raw-gradient", "gradient"))
     if whole is None:
         return None
     raw = whole if raw is None else raw
@@ -368,8 +371,8 @@ def _of_terms(evidence: Evidence, name: str, full: Pieces, allowed: float) -> Hy
         # Terms that do not add up to the reference's gradient explain nothing.
         if len(terms) < 2 or relative_error(torch.stack(terms).sum(0), raw) > allowed:
             continue
-        found = [weights_of(ours, theirs, [part.take(x) * clipped for x in terms], allowed)
-                 for _, part, ours, theirs in full if relative_error(ours, theirs) > allowed]  # fmt: skip
+        found = [weights_of(ours, theirs, [shard.take(x) * clipped for x in terms], allowed)
+                 for _, shard, ours, theirs in full if relative_error(ours, theirs) > allowed]  # fmt: skip
         told = {None if w is None else lost_words(w, names) for w in found}
         if len(told) == 1 and (sentence := told.pop()) is not None:
             # A doubled microbatch was reduced or added again together with a later one.
@@ -377,8 +380,10 @@ def _of_terms(evidence: Evidence, name: str, full: Pieces, allowed: float) -> Hy
             return Hypothesis("accumulation" if again else sentence[0], sentence[1])
         for each in (terms, [x * len(terms) for x in terms]):
             divided = clipped if each is terms else clipped / len(terms)
-            rounded = {rounded_sum(ours / divided, [part.take(x) for x in each], torch.zeros_like(ours), dtype, allowed)
-                       for _, part, ours, _ in full}  # fmt: skip
+            rounded = {
+                rounded_sum(ours / divided, [shard.take(x) for x in each], torch.zeros_like(ours), dtype, allowed)
+                for _, shard, ours, _ in full
+            }
             if len(rounded) == 1 and (narrow := rounded.pop()):
                 text = f"the sum of terms that were rounded to {narrow} before they were added"
                 return Hypothesis("lower precision", text)
@@ -397,12 +402,12 @@ def _microbatch_terms(evidence: Evidence, name: str, raw: Tensor) -> tuple[list[
     """
     micro = max((side.facts.micro for side in evidence.ranks), default=1)
     words, terms = list[str](), list[Tensor]()
-    for number in range(micro if micro > 1 else 0):
+    for index in range(micro if micro > 1 else 0):
         for rank, side in enumerate(evidence.ranks):
-            x = side.get(f"{CHUNK}{micro}:{number}", 1, name)
+            x = side.get(f"{CHUNK}{micro}:{index}", 1, name)
             # Ranks of one data group have equal microbatches. A microbatch without labels has no term.
             if x is not None and x.any() and not any(torch.equal(x, y) for y in terms):
-                words.append(f"microbatch {number + 1} of rank {rank}")
+                words.append(f"microbatch {index + 1} of rank {rank}")
                 terms.append(x)
     if len(terms) < 2 or raw.numel() < 2 * len(terms):
         return [], []
@@ -414,7 +419,7 @@ def _microbatch_terms(evidence: Evidence, name: str, raw: Tensor) -> tuple[list[
 def _piece_terms(evidence: Evidence, name: str, raw: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
     """Yield the terms of a linear's weight gradient [out, in] by equal pieces of the input [..., in] along each dim."""
     owner = owner_of(name)
-    x, dy = (evidence.reference.call(kind, owner, 0, 1) for kind in ("input", "output-gradient"))
+    x, dy = (evidence.reference.call(quantity, owner, 0, 1) for quantity in ("input", "output-gradient"))
     if x is None or dy is None or x.ndim != dy.ndim or x.shape[:-1] != dy.shape[:-1] or x.ndim < 2:
         return
     if raw.shape != (dy.shape[-1], x.shape[-1]) or evidence.reference.num_calls(owner) != 1:
@@ -422,8 +427,8 @@ def _piece_terms(evidence: Evidence, name: str, raw: Tensor) -> Iterator[tuple[i
     for dim in range(x.ndim - 1):
 
         def term(piece: slice, dim: int = dim) -> Tensor:
-            own = (x.movedim(dim, 0)[piece].flatten(0, -2), dy.movedim(dim, 0)[piece].flatten(0, -2))
-            return own[1].T @ own[0]
+            rows = (x.movedim(dim, 0)[piece].flatten(0, -2), dy.movedim(dim, 0)[piece].flatten(0, -2))
+            return rows[1].T @ rows[0]
 
         for terms in pieces_of(term, x.shape[dim]).values():
             yield dim, terms
@@ -481,8 +486,8 @@ def _multiple(whole: Tensor, full: Pieces, allowed: float) -> float | None:
     A hypothesis must also explain most of the error, since the allowed error in bf16 is up to a third.
     """
     factors = []
-    for _, part, ours, theirs in full:
-        piece = part.take(whole)
+    for _, shard, ours, theirs in full:
+        piece = shard.take(whole)
         f = factor_of(ours, piece, allowed)
         if f is None or relative_error(f * piece, ours) > min(allowed, 0.25 * relative_error(theirs, ours)):
             return None
@@ -524,8 +529,8 @@ def _of_some_terms(evidence: Evidence, name: str, full: Pieces, allowed: float) 
                 return Hypothesis("incomplete sum", "that of one rank's share of the data alone")
     micro = max((side.facts.micro for side in evidence.ranks), default=1)
     chunks: list[Tensor] = []
-    for number in range(micro if micro > 1 else 0):
-        terms = [x for side in evidence.ranks if (x := side.get(f"{CHUNK}{micro}:{number}", 1, name)) is not None]
+    for index in range(micro if micro > 1 else 0):
+        terms = [x for side in evidence.ranks if (x := side.get(f"{CHUNK}{micro}:{index}", 1, name)) is not None]
         if terms:
             chunks.append(torch.stack(terms).mean(0))
     if len(chunks) < micro or not chunks or all(torch.equal(x, chunks[0]) for x in chunks):
@@ -533,16 +538,16 @@ def _of_some_terms(evidence: Evidence, name: str, full: Pieces, allowed: float) 
     if is_mean(chunks):
         text = f"the mean of what each of {micro} microbatches gives alone: something in it is of all samples together"
         return Hypothesis("accumulation", text)
-    for number, x in enumerate(chunks):
+    for index, x in enumerate(chunks):
         if _multiple(x, full, allowed) is not None:
-            return Hypothesis("incomplete sum", f"that of microbatch {number + 1} of {micro} alone")
+            return Hypothesis("incomplete sum", f"that of microbatch {index + 1} of {micro} alone")
     return None
 
 
 def _clipped_first(full: Pieces, alone: Sequence[Tensor], allowed: float) -> Hypothesis | None:
     """Explain the gradient as a sum of ranks' gradients with a factor each: clipped before the sum."""
-    for _, part, ours, _ in full:
-        terms = torch.stack([part.take(x).flatten() for x in alone], 1)
+    for _, shard, ours, _ in full:
+        terms = torch.stack([shard.take(x).flatten() for x in alone], 1)
         weights = torch.linalg.lstsq(terms, ours.flatten()[:, None]).solution
         # The factors are free, since the norm of each rank's clipping is unknown.
         if relative_error((terms @ weights).view_as(ours), ours) > allowed:
@@ -556,9 +561,9 @@ def _has_earlier(evidence: Evidence, name: str, step: int, full: Pieces) -> bool
     """Return True if the gradient is the right one plus multiples of earlier steps' gradients (scaled, if clipped)."""
     clipped = evidence.reference.facts.clip is not None
     kinds = ["gradient"] * (step - 1) + ["raw-gradient" if clipped else "gradient"]
-    steps = [x for k, kind in enumerate(kinds, 1) if (x := evidence.reference.get(kind, k, name)) is not None]
-    for _, part, ours, _ in full:
-        terms = torch.stack([part.take(x).flatten() for x in steps], 1)
+    steps = [x for k, quantity in enumerate(kinds, 1) if (x := evidence.reference.get(quantity, k, name)) is not None]
+    for _, shard, ours, _ in full:
+        terms = torch.stack([shard.take(x).flatten() for x in steps], 1)
         weights = torch.linalg.lstsq(terms, ours.flatten()[:, None]).solution
         fits = relative_error((terms @ weights).view_as(ours), ours) < 1e-2
         # This step's gradient once, and at least a tenth of an earlier one; a smaller multiple may fit only rounding.

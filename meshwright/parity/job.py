@@ -232,8 +232,8 @@ class ParityJob:
         # First weights are in the record, so that the judge needs neither the model nor its code.
         keep(exact, "initial", 0, initial)
         for name, uses in gradients_by_use(model, recipe).items():
-            for number, x in enumerate(uses):
-                keep(exact, f"{USE}{number}", 1, {name: x})
+            for index, x in enumerate(uses):
+                keep(exact, f"{USE}{index}", 1, {name: x})
         born = next(iter(initial.values())).dtype
         for name, coarse in NARROW:
             if torch.finfo(coarse).eps > torch.finfo(born).eps:
@@ -331,9 +331,9 @@ class ParityJob:
         """
         recipe, recording = self._known[1], StepRecording()
         with without_dropout(*(m for _, m in named_models(program.model))) as drops:
-            for number in STEPS:
-                at = None if number > 1 and program.compiled else PASSES.get(number)
-                program.take_step(recording, number, program.share(recipe.global_batch(number)), at)
+            for step in STEPS:
+                at = None if step > 1 and program.compiled else PASSES.get(step)
+                program.take_step(recording, step, program.share(recipe.global_batch(step)), at)
             probed = bool(recipe.probe) and program.take_probe(
                 recording, dict(zip(PROBES, map(program.share, recipe.probe_batches), strict=True))
             )
@@ -350,21 +350,23 @@ class ParityJob:
         alone. Returns the number of microbatches.
         """
         whole, recipe = self._known
-        own = recipe.global_batch(1) if share is None else share(recipe.global_batch(1))
+        samples = recipe.global_batch(1) if share is None else share(recipe.global_batch(1))
         # The number of microbatches follows from the number of calls of modules.
         called = Counter(name for name, _ in recording.traces[PASSES[1]].order)
         ratios = Counter(called[name] // n for name, n in self._calls.items() if called[name] % n == 0)
         micro = max((ratio for ratio in ratios if ratio), key=lambda ratio: ratios[ratio], default=1)
         if share is not None:
-            keep(recording, LOCAL, 1, gradient_alone(whole, recipe, [own]))
+            keep(recording, LOCAL, 1, gradient_alone(whole, recipe, [samples]))
         if 1 < micro <= MOST_MICRO:
-            for number, chunk in enumerate(chunks_of(own, micro)):
-                keep(recording, f"{CHUNK}{micro}:{number}", 1, gradient_alone(whole, recipe, [chunk]))
-        gradients = {name: x for (kind, step, name), x in recording.tensors.items() if (kind, step) == ("gradient", 1)}
+            for index, chunk in enumerate(chunks_of(samples, micro)):
+                keep(recording, f"{CHUNK}{micro}:{index}", 1, gradient_alone(whole, recipe, [chunk]))
+        gradients = {
+            name: x for (quantity, step, name), x in recording.tensors.items() if (quantity, step) == ("gradient", 1)
+        }
         wholes = {name: p.detach() for name, p in whole.named_parameters()}
         local: dict[str, Tensor] = {
-            name: nn.Parameter(part.take(wholes[part.name]).to(gradients[name]))
-            for name, part in parts.items()
+            name: nn.Parameter(shard.take(wholes[shard.name]).to(gradients[name]))
+            for name, shard in parts.items()
             if name in gradients
         }
         if any(not parts[name].whole for name in local):

@@ -70,47 +70,47 @@ class Evidence:
         facts = self.reference.facts
         self.names, self.unequal_step = facts.names, len(facts.losses) if facts.unequal else 0
         self.coordinates = [rank.facts.coordinates for rank in self.ranks]
-        self.sizes = {axis: len({place[axis] for place in self.coordinates}) for axis in self.coordinates[0]}
+        self.sizes = {axis: len({indices[axis] for indices in self.coordinates}) for axis in self.coordinates[0]}
         self.parts = [{n: Part.from_json(tree) for n, tree in rank.facts.parts.items()} for rank in self.ranks]
         self.holders: defaultdict[str, list[tuple[int, str, Part]]] = defaultdict(list)
-        for number, parts in enumerate(self.parts):
-            for own, part in parts.items():
-                self.holders[part.name].append((number, own, part))
+        for holder, parts in enumerate(self.parts):
+            for local_name, shard in parts.items():
+                self.holders[shard.name].append((holder, local_name, shard))
         self.modules: list[ModuleLine] = []
-        self._moved = {(kind, step, name): value for kind, step, name, value in facts.moved}
+        self._moved = {(quantity, step, name): value for quantity, step, name, value in facts.moved}
 
-    def allowed(self, kind: str, step: int, name: str) -> float:
-        """Return the stated error of a kind; else MARGIN times the change by one rounding (at least one unit)."""
+    def allowed(self, quantity: str, step: int, name: str) -> float:
+        """Return the stated error of a quantity; else MARGIN times the change by one rounding (at least one unit)."""
         facts = self.reference.facts
-        if (stated := facts.stated.get(kind.partition(":")[0])) is not None:
+        if (stated := facts.stated.get(quantity.partition(":")[0])) is not None:
             return stated
         # A tensor that perturbed runs did not move may still round: at least one unit of its dtype.
         eps = torch.finfo(vars(torch)[facts.dtype]).eps
-        return MARGIN * max(self._moved.get((kind, step, name), 0.0), eps)
+        return MARGIN * max(self._moved.get((quantity, step, name), 0.0), eps)
 
-    def locals_of(self, kind: str, line: ModuleLine, at: str = "") -> list[Tensor] | None:
+    def locals_of(self, quantity: str, line: ModuleLine, at: str = "") -> list[Tensor] | None:
         """Return all ranks' tensors of a module's call; None unless all ranks have one, of equal shapes."""
         calls = self.reference.num_calls(line.name)
-        held = [side.call(kind, line.name, line.call, calls, at=at) for side in self.ranks]
+        held = [side.call(quantity, line.name, line.call, calls, at=at) for side in self.ranks]
         tensors = [x for x in held if x is not None]
         return tensors if len(tensors) == len(held) and len({x.shape for x in tensors}) == 1 else None
 
     @cached_property
     def missing(self) -> dict[str, int]:
         """The number of elements of each parameter that no rank holds. Cached, since every step reads it."""
-        held = {name: [part for _, _, part in self.holders[name]] for name in self.names}
+        held = {name: [shard for _, _, shard in self.holders[name]] for name in self.names}
         return {name: missing_places(parts, self.weight(name).shape) for name, parts in held.items()}
 
-    def pieces(self, kind: str, step: int, name: str) -> Iterator[tuple[int, Part, Tensor | None, Tensor]]:
+    def pieces(self, quantity: str, step: int, name: str) -> Iterator[tuple[int, Part, Tensor | None, Tensor]]:
         """Yield (rank, part, the rank's tensor, the reference's values) for all non-empty parts of a parameter."""
-        whole = self.reference.get(kind, step, name)
-        for rank, own, part in self.holders[name]:
+        whole = self.reference.get(quantity, step, name)
+        for rank, local_name, shard in self.holders[name]:
             # The reference has no gradient: the program must have none either, or zeros.
             if whole is None:
                 whole = torch.zeros_like(self.weight(name))
-            theirs = part.take(whole)
+            theirs = shard.take(whole)
             if theirs.numel():
-                yield rank, part, self.ranks[rank].get(kind, step, own), theirs
+                yield rank, shard, self.ranks[rank].get(quantity, step, local_name), theirs
 
     def trained(self, step: int = 1) -> list[str]:
         """Return the trained parameters with gradients of more than rounding in a step (unlike a key's bias)."""
@@ -125,13 +125,13 @@ class Evidence:
         assert x is not None, name
         return x
 
-    def replicas_differ(self, kind: str, step: int, name: str) -> bool:
+    def replicas_differ(self, quantity: str, step: int, name: str) -> bool:
         """Return True if ranks with the same part of a parameter have different values."""
         first: dict[Part, Tensor] = {}
         return any(
-            relative_error(x, first.setdefault(part, x)) > self.allowed(kind, min(step, COMPARED_STEPS), name)
-            for rank, own, part in self.holders[name]
-            if (x := self.ranks[rank].get(kind, step, own)) is not None
+            relative_error(x, first.setdefault(shard, x)) > self.allowed(quantity, min(step, COMPARED_STEPS), name)
+            for rank, local_name, shard in self.holders[name]
+            if (x := self.ranks[rank].get(quantity, step, local_name)) is not None
         )
 
 
@@ -143,7 +143,7 @@ def explain_modules(evidence: Evidence, at: str = "") -> list[ModuleLine]:
     facts = evidence.reference.facts
     called = [{name for name, _ in facts.order if side.num_calls(name, at)} for side in evidence.ranks]
     every = [name for name, _ in facts.order if name]
-    leaves = [name for name in every if not any(other.startswith(f"{name}.") for other in every)]
+    leaves = [name for name in every if not any(inner.startswith(f"{name}.") for inner in every)]
     # Ranks that called different modules are stages of a pipeline if some ranks did not call the first or last module.
     # Ranks with different experts are no stages.
     staged = any(names != called[0] for names in called) and not all({*leaves[:1], *leaves[-1:]} <= n for n in called)
@@ -162,10 +162,10 @@ def explain_modules(evidence: Evidence, at: str = "") -> list[ModuleLine]:
     return lines
 
 
-def _routed(evidence: Evidence, name: str, number: int, calls: int) -> bool:
+def _routed(evidence: Evidence, name: str, call: int, calls: int) -> bool:
     """Return True if a router sends rows to a module: the number of rows differs in step 2, or zeros pad the rows."""
     side = evidence.reference
-    first, second = (side.call("input", name, number, calls, at=at) for at in ("", PASSES[2]))
+    first, second = (side.call("input", name, call, calls, at=at) for at in ("", PASSES[2]))
     if first is None or first.ndim < 2:
         return False
     rows = first.flatten(0, -2)
@@ -174,9 +174,9 @@ def _routed(evidence: Evidence, name: str, number: int, calls: int) -> bool:
 
 def _used_rows(side: SideRecord[Any], x: Tensor, reading: Sequence[Any], at: str) -> Tensor:
     """Return the rows of a routed module's tensor with a gradient of the output: no padding and no dropped rows."""
-    name, number, calls, *rest = reading
+    name, call, calls, *rest = reading
     skip, once = rest or (0, True)
-    gradient = side.call("output-gradient", name, number, calls, skip, once, at)
+    gradient = side.call("output-gradient", name, call, calls, skip, once, at)
     rows = x.flatten(0, -2)
     if gradient is None or gradient.shape[:-1] != x.shape[:-1]:
         return rows
@@ -184,7 +184,7 @@ def _used_rows(side: SideRecord[Any], x: Tensor, reading: Sequence[Any], at: str
 
 
 def _explain(
-    evidence: Evidence, kind: str, name: str, number: int, factors: Mapping[int, float], at: str
+    evidence: Evidence, quantity: str, name: str, call: int, factors: Mapping[int, float], at: str
 ) -> Explanation | None:
     """Explain a module's tensor by several readings; returns the first that explains it, else the first reading.
 
@@ -194,12 +194,12 @@ def _explain(
     padding.
     """
     calls = evidence.reference.num_calls(name)
-    whole = evidence.reference.call(kind, name, number, calls, at=at)
+    whole = evidence.reference.call(quantity, name, call, calls, at=at)
     step = next((step for step, mark in PASSES.items() if mark == at), 1)
-    routed = _routed(evidence, name, number, calls)
+    routed = _routed(evidence, name, call, calls)
     used_whole = whole
     if routed and whole is not None and whole.ndim > 1:
-        used_whole = _used_rows(evidence.reference, whole, (name, number, calls), at)
+        used_whole = _used_rows(evidence.reference, whole, (name, call, calls), at)
     first: Explanation | None = None
     undealt: Explanation | None = None
     # The simplest reading is first; if no reading explains the tensors, the error of the first is reported. All rows
@@ -210,13 +210,14 @@ def _explain(
         (False, True) if routed else (False,), (0, 1) if several else (0,), (0, calls), (True, False)
     ):
         every = {
-            rank: side.call(kind, name, number, calls, skip, once, at, dim) for rank, side in enumerate(evidence.ranks)
+            rank: side.call(quantity, name, call, calls, skip, once, at, dim)
+            for rank, side in enumerate(evidence.ranks)
         }
         held = {rank: x for rank, x in every.items() if x is not None and x.numel()}  # some ranks may have no rows
         scaled = {rank: x / factors.get(rank, 1.0) for rank, x in held.items()}
         theirs = used_whole if dealt else whole
         if dealt:
-            reading = (name, number, calls, skip, once)
+            reading = (name, call, calls, skip, once)
             scaled = {rank: rows for rank, x in scaled.items() if x.ndim > 1
                       and (rows := _used_rows(evidence.ranks[rank], x, reading, at)).numel()}  # fmt: skip
         if theirs is None or theirs.ndim == 0:  # a loss is compared as a number
@@ -225,10 +226,10 @@ def _explain(
             return first or (undealt if theirs.numel() else None)
         used = {rank: x for rank, x in scaled.items() if not evidence.ranks[rank].unused(name, at)}
         for tensors in (scaled, used) if 0 < len(used) < len(scaled) else (scaled,):
-            allowed = evidence.allowed(kind, step, name)
+            allowed = evidence.allowed(quantity, step, name)
             # Equal tensors are no terms of an output's sum, but may be terms of a gradient: losses divided by ranks.
             explanation = explain_tensors(
-                tensors, theirs, allowed, evidence.coordinates, any_order=dealt, equal_terms=kind != "output"
+                tensors, theirs, allowed, evidence.coordinates, any_order=dealt, equal_terms=quantity != "output"
             )
             if explanation.explained:
                 return explanation
@@ -244,9 +245,11 @@ def _explain(
 
 def _loss_factor(evidence: Evidence, side: SideRecord[PartFacts], order: Sequence[tuple[str, int]], at: str) -> float:
     """Return the scale of a rank's loss, from the last module's gradient; e.g. for a mean over the rank's share."""
-    kind = f"output-gradient{at}"
+    quantity = f"output-gradient{at}"
     # A model that returns its loss gives no rows: the gradient there is 1 for any share.
-    last = next((name for name, _ in reversed(order) if (x := side.get(kind, 0, name)) is not None and x.ndim), None)
+    last = next(
+        (name for name, _ in reversed(order) if (x := side.get(quantity, 0, name)) is not None and x.ndim), None
+    )
     if last is None:
         return 1.0
     calls, allowed = evidence.reference.num_calls(last), evidence.allowed("output-gradient", 1, last)

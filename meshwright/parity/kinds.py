@@ -75,8 +75,8 @@ def held_by_none(case: Case) -> Mistake | None:
     """Find a parameter with elements that no rank holds."""
     for name in case.evidence.names:
         if missing := case.evidence.missing[name]:
-            held = [part for _, _, part in case.evidence.holders[name]]
-            parts = ", ".join(sorted({str(part) for part in held})) or "none"
+            held = [shard for _, _, shard in case.evidence.holders[name]]
+            parts = ", ".join(sorted({str(shard) for shard in held})) or "none"
             return Mistake("wrong part", owner_of(name), f"no rank has {missing} elements of {name}: held are {parts}")
     return None
 
@@ -92,7 +92,7 @@ def taken_by_none(case: Case) -> Mistake | None:
         # If slices are equal, a rank may have taken any of these.
         alike = [Part.from_json(tree) for side in case.evidence.ranks for tree in side.facts.alike.get(key, ())]
         if missing_places([*held, *alike], shape):
-            where = "; ".join(f"rank {rank}: {part}" for rank, part in enumerate(held))
+            where = "; ".join(f"rank {rank}: {shard}" for rank, shard in enumerate(held))
             return Mistake(
                 "wrong data", "(data)", f"samples of {key} that no rank takes, and others several times ({where})"
             )
@@ -154,7 +154,11 @@ def wrong_output(case: Case) -> Mistake | None:
     for rank, side in enumerate(evidence.ranks):
         for name, said in side.facts.said.items():
             if name.startswith(f"{found.module}."):
-                held = next(part for other, own, part in evidence.holders[name] if (other, own) == (rank, name))
+                held = next(
+                    shard
+                    for holder, local_name, shard in evidence.holders[name]
+                    if (holder, local_name) == (rank, name)
+                )
                 text = f"rank {rank} holds {held} of {name}, whose placements say {said}: it was loaded otherwise"
                 return Mistake("wrong part", owner_of(name), text)
     leak = leak_finding(evidence)
@@ -173,7 +177,10 @@ def wrong_gradient(case: Case) -> Mistake | None:
     evidence = case.evidence
     found = gradient_finding(evidence, wrong, GradientStep(1, "gradient", comparable_lines(case)))
     if (CLIPPED, 1) in evidence.reference.recorded:
-        differ = {kind: [evidence.replicas_differ(kind, 1, name) for name in wrong] for kind in ("gradient", CLIPPED)}
+        differ = {
+            quantity: [evidence.replicas_differ(quantity, 1, name) for name in wrong]
+            for quantity in ("gradient", CLIPPED)
+        }
         if all(differ["gradient"]) and not any(differ[CLIPPED]):
             text = f"the gradient of {wrong[0]}{and_more(wrong)} differs on ranks with the same part before clipping"
             return Mistake("clipping", found.module, f"{text}, and not behind it: each rank clips its own, then adds")
@@ -196,8 +203,8 @@ def wrong_clipping(case: Case) -> Mistake | None:
         return None
     trained = evidence.trained()
     where = ALL if len(set(wrong) & set(trained)) >= MOST * len(trained) else owner_of(wrong[0])
-    behind, before = ([(ours, theirs) for _, _, ours, theirs in evidence.pieces(kind, 1, wrong[0])]
-                      for kind in (CLIPPED, "gradient"))  # fmt: skip
+    behind, before = ([(ours, theirs) for _, _, ours, theirs in evidence.pieces(quantity, 1, wrong[0])]
+                      for quantity in (CLIPPED, "gradient"))  # fmt: skip
     factors = [None if ours is None else factor_of(ours, theirs) for ours, theirs in behind]
     known = sorted({f"{f:.6g}" for f in factors if f is not None})
     text = f"all gradients are right before clipping; behind it that of {wrong[0]}{and_more(wrong)} is"
@@ -257,11 +264,11 @@ def copies(case: Case, step: int) -> Mistake | None:
     """
     if not (wrong := case.wrong("copy", step)):
         return None
-    kind, _, name = wrong[0].partition(" of ")
+    quantity, _, name = wrong[0].partition(" of ")
     text = f"the {wrong[0]}{and_more(wrong)} in step {step} has other bits on ranks that hold the same part of it"
-    if kind != "weight" and case.evidence.reference.facts.clip is not None:
+    if quantity != "weight" and case.evidence.reference.facts.clip is not None:
         return Mistake("clipping", ALL, f"{text}: each clips by a norm of its own")
-    return Mistake("stale weights" if kind == "weight" else "missing reduction", owner_of(name), text)
+    return Mistake("stale weights" if quantity == "weight" else "missing reduction", owner_of(name), text)
 
 
 def states(case: Case, step: int) -> Mistake | None:

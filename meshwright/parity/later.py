@@ -27,14 +27,14 @@ from meshwright.parity.record import PASSES, UPDATED
 
 @dataclass(frozen=True)
 class Case:
-    """The input of the rules. `failed`: the names of failed comparisons, by kind and step."""
+    """The input of the rules. `failed`: the names of failed comparisons, by quantity and step."""
 
     evidence: Evidence
     failed: Mapping[tuple[str, int], list[str]]
 
-    def wrong(self, kind: str, step: int) -> list[str]:
-        """Return the parameters with a failed comparison of a kind after a step, in order; or names of other rows."""
-        names = self.failed.get((kind, step), [])
+    def wrong(self, quantity: str, step: int) -> list[str]:
+        """Return the parameters with a failed comparison after a step, in order; or names of other rows."""
+        names = self.failed.get((quantity, step), [])
         return [name for name in self.evidence.names if name in names] or names
 
 
@@ -68,23 +68,27 @@ def wrong_weights(case: Case, step: int) -> Mistake | None:
     if all(is_unmoved(evidence, name, step) for name in wrong):
         text = f"{wrong[0]}{others} is after step {step} as it was before"
         if not any(x is not None for name in wrong for _, _, x, _ in evidence.pieces("gradient", step, name)):
-            kept = any(("gradient", step) in side.recorded for side in evidence.ranks)
-            where = where if kept else ALL
+            has_gradients = any(("gradient", step) in side.recorded for side in evidence.ranks)
+            where = where if has_gradients else ALL
             return Mistake("no gradient", where, f"{text}, and no rank has a gradient of it when the optimizer steps")
         if where == ALL:
             return Mistake("stale weights", ALL, f"{text}: not stepped, or what was stepped is not written back")
         return Mistake("optimizer", where, f"{text}: the optimizer does not have it")
     # Without recorded gradients it is unknown whether the optimizer or the reduction before is wrong.
-    kept = any(x is not None for name in wrong for _, _, x, _ in evidence.pieces("gradient", step, name))
+    has_gradients = any(x is not None for name in wrong for _, _, x, _ in evidence.pieces("gradient", step, name))
     moves: tuple[list[Tensor], list[Tensor]] = [], []
-    for name in wrong if not kept and where == ALL and step == 1 else ():
-        for _, part, x, y in evidence.pieces("weight", step, name):
+    for name in wrong if not has_gradients and where == ALL and step == 1 else ():
+        for _, shard, x, y in evidence.pieces("weight", step, name):
             for side, move in zip(moves, (y if x is None else x, y), strict=True):
-                side.append((move - part.take(evidence.weight(name))).flatten())
+                side.append((move - shard.take(evidence.weight(name))).flatten())
     if moves[0] and (factor := factor_of(torch.cat(moves[0]), torch.cat(moves[1]))) is not None:
         text = f"all outputs are right, and the updates of all parameters are the reference's times {factor:.4g}"
         return Mistake("optimizer", ALL, f"{text}: another learning rate, clipping, or scale of the gradients")
-    seen = "all gradients are right" if kept else "all outputs are right, and the program keeps no gradients to look at"
+    seen = (
+        "all gradients are right"
+        if has_gradients
+        else "all outputs are right, and the program keeps no gradients to look at"
+    )
     text = f"{seen}, and {wrong[0]}{others} is wrong after step {step}: look at what the optimizer does"
     return Mistake("optimizer", where, text)
 
@@ -106,8 +110,8 @@ def _cut_updates(evidence: Evidence, wrong: Sequence[str], step: int) -> Mistake
     if step != 1:
         return None
     for name in wrong:
-        for rank, own, _ in evidence.holders[name]:
-            ours, alone = (evidence.ranks[rank].get(kind, 1, own) for kind in ("weight", UPDATED))
+        for rank, local_name, _ in evidence.holders[name]:
+            ours, alone = (evidence.ranks[rank].get(quantity, 1, local_name) for quantity in ("weight", UPDATED))
             allowed = near(evidence.allowed("weight", 1, name))
             if ours is None or alone is None or relative_error(ours, alone) > allowed:
                 return None
@@ -119,10 +123,10 @@ def _cut_updates(evidence: Evidence, wrong: Sequence[str], step: int) -> Mistake
 def is_unmoved(evidence: Evidence, name: str, step: int) -> bool:
     """Return True if all ranks' parts of a weight are equal after a step to the reference's before the step."""
     before = evidence.reference.get("weight", step - 1, name) if step > 1 else evidence.weight(name)
-    held = [(part, x) for rank, own, part in evidence.holders[name]
-            if (x := evidence.ranks[rank].get("weight", step, own)) is not None]  # fmt: skip
+    held = [(shard, x) for rank, local_name, shard in evidence.holders[name]
+            if (x := evidence.ranks[rank].get("weight", step, local_name)) is not None]  # fmt: skip
     allowed = evidence.allowed("weight", step, name)
-    return before is not None and all(relative_error(x, part.take(before)) <= allowed for part, x in held)
+    return before is not None and all(relative_error(x, shard.take(before)) <= allowed for shard, x in held)
 
 
 def later_finding(case: Case, step: int) -> Mistake | None:
@@ -148,18 +152,20 @@ def later_finding(case: Case, step: int) -> Mistake | None:
         return Mistake("token counts", "(loss)", text)
     if h is not None:
         # With right data and a right first step, wrong gradients show weights that are not the stepped weights.
-        kind = h.kind if h.kind in ("clipping", "scaled", "lower precision") else "stale weights"
-        where = ALL if kind != "stale weights" else owner_of(wrong[0])
-        return Mistake(kind, where, f"all is right before, and the gradient of {wrong[0]} in step {step} is {h.text}")
-    number = next((name for name in ("loss", "norm") if (name, step) in failed), None)
-    if number == "loss" and unequal:
+        category = h.kind if h.kind in ("clipping", "scaled", "lower precision") else "stale weights"
+        where = ALL if category != "stale weights" else owner_of(wrong[0])
+        return Mistake(
+            category, where, f"all is right before, and the gradient of {wrong[0]} in step {step} is {h.text}"
+        )
+    quantity = next((name for name in ("loss", "norm") if (name, step) in failed), None)
+    if quantity == "loss" and unequal:
         text = "gradients are right, and the loss that the program reports is not the reference's where ranks have "
         return Mistake("token counts", "(loss)", f"{text}unequal numbers of labels: a mean of means")
-    if number is not None:
+    if quantity is not None:
         seen = ("weight", step - 1) in evidence.reference.recorded
-        kind = "stale weights" if seen else "optimizer"  # the weights of the step before may be wrong as well
-        text = f"all is right before, and the {number} of step {step} is not the reference's"
-        return Mistake(kind, ALL, text if seen else f"{text}: look at what the optimizer does")
+        category = "stale weights" if seen else "optimizer"  # the weights of the step before may be wrong as well
+        text = f"all is right before, and the {quantity} of step {step} is not the reference's"
+        return Mistake(category, ALL, text if seen else f"{text}: look at what the optimizer does")
     return None
 
 
@@ -170,8 +176,8 @@ def _second_step(evidence: Evidence, wrong: Sequence[str]) -> Mistake | None:
         return Mistake("stale weights", ALL, text)
     # Gradients that are right in one pass and wrong in two halves show a mistake in accumulation.
     halved = any(("whole-gradient", HALVED_STEP) in side.recorded for side in evidence.ranks)
-    kind = "whole-gradient" if halved else "gradient"
-    right = halved and all(is_right(evidence, name, kind) for name in wrong)
+    quantity = "whole-gradient" if halved else "gradient"
+    right = halved and all(is_right(evidence, name, quantity) for name in wrong)
     if wrong and right:
         text = "all is right in one pass, and wrong where two halves of the samples add up their gradients"
         return Mistake("accumulation", ALL, f"{text}: that of {wrong[0]}{and_more(wrong)}")
@@ -180,19 +186,22 @@ def _second_step(evidence: Evidence, wrong: Sequence[str]) -> Mistake | None:
     later = explain_modules(evidence, PASSES[2])
     found = forward_finding(evidence, later, PASSES[2])
     if found is None and wrong:
-        found = gradient_finding(evidence, wrong, GradientStep(2, kind, later))
+        found = gradient_finding(evidence, wrong, GradientStep(2, quantity, later))
         if found.kind != "stale weights":
             found = Mistake(found.kind, found.module, f"the first step is right; in the second {found.text}")
     return found
 
 
-def is_right(evidence: Evidence, name: str, kind: str) -> bool:
+def is_right(evidence: Evidence, name: str, quantity: str) -> bool:
     """Return True if all ranks' pieces of a gradient of the second step are right."""
     whole = evidence.reference.get("gradient", HALVED_STEP, name)
     allowed = evidence.allowed("gradient", HALVED_STEP, name)
-    held = [(part, evidence.ranks[rank].get(kind, HALVED_STEP, own)) for rank, own, part in evidence.holders[name]]
+    held = [
+        (shard, evidence.ranks[rank].get(quantity, HALVED_STEP, local_name))
+        for rank, local_name, shard in evidence.holders[name]
+    ]
     return whole is not None and all(
-        x is not None and relative_error(x, part.take(whole)) <= allowed for part, x in held
+        x is not None and relative_error(x, shard.take(whole)) <= allowed for shard, x in held
     )
 
 

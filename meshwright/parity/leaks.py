@@ -28,8 +28,8 @@ def leak_finding(evidence: Evidence) -> Mistake | None:
     if not evidence.reference.facts.probe or not all(side.facts.probed for side in evidence.ranks):
         return None
     for line in evidence.modules:
-        leaked, still, rank, place = 0, 0, 0, (0, 0)
-        for number, moved, theirs in _movements(evidence, line):
+        leaked, still, rank, element = 0, 0, 0, (0, 0)
+        for holder, moved, theirs in _movements(evidence, line):
             expected = moved[theirs]
             if expected.numel() and float(expected.double().mean()) < MOST_MOVE:
                 leaked = 0
@@ -37,11 +37,11 @@ def leak_finding(evidence: Evidence) -> Mistake | None:
             wrong = moved & ~theirs
             still += int((~theirs).sum())
             if bool(wrong.any()) and not leaked:
-                rank, place = number, (*wrong.nonzero()[0].tolist(),)
+                rank, element = holder, (*wrong.nonzero()[0].tolist(),)
             leaked += int(wrong.sum())
         # If nearly all elements change, also in rows that were not changed, rows are in another order: no leak.
         if 0 < leaked <= MOST_MOVE * still:
-            row, position = place
+            row, position = element
             text = (
                 f"{leaked} of {still} positions of the output of {line.name or 'the model'} that must not move do so "
                 f"when other tokens change (rank {rank}, its row {row}, its position {position}): they see later "
@@ -73,8 +73,8 @@ def _movements(evidence: Evidence, line: ModuleLine) -> Iterator[tuple[int, Tens
         if tree is None or before is None or after is None or before.shape != after.shape:
             continue
         pairs = zip(Part.from_json(tree).index[:2], shape, strict=True)
-        own = [list(range(n)) if i is None else [j for j in i if j != PADDING] for i, n in pairs]
-        theirs = moves[own[0]][:, own[1]]
+        indices = [list(range(n)) if i is None else [j for j in i if j != PADDING] for i, n in pairs]
+        theirs = moves[indices[0]][:, indices[1]]
         if tuple(before.shape[:2]) == tuple(theirs.shape):
             yield rank, ((before - after).abs() > allowed).flatten(2).any(2), theirs
 

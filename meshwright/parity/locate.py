@@ -22,7 +22,7 @@ def locate(
     wholes: Mapping[str, Tensor],
     constants: Mapping[str, float],
     load: bool,
-    part: PartOf | None,
+    slices_of: PartOf | None,
     places: Mapping[str, tuple[int, int]],
 ) -> tuple[dict[str, Part], dict[str, str]]:
     """Locate each parameter.
@@ -32,7 +32,7 @@ def locate(
         wholes: the reference's parameters by name.
         constants: by name, the value of a reference's parameter before its elements were changed.
         load: write the reference's values instead of searching for the parameter's values.
-        part: the user's function: part(name) gives the reference's name and slices.
+        slices_of: the user's function: slices_of(name) gives the reference's name and slices.
         places: (this rank's index, size) of every axis, outermost first.
 
     Returns:
@@ -42,7 +42,7 @@ def locate(
     lost: dict[str, str] = {}
     for name in sorted(parameters, key=lambda name: parameters[name].ndim < 2):  # a module's weight before the bias
         local = local_of(parameters[name])
-        stated = _stated(name, parameters[name], wholes, part, parts, places)
+        stated = _stated(name, parameters[name], wholes, slices_of, parts, places)
         found = None
         if not load:
             # The stated part first: equal slices have several places, and the program states the intended one.
@@ -52,7 +52,7 @@ def locate(
             else:
                 # A program may use other names: then any parameter of the reference may match.
                 likely = [name] if name in wholes else list(wholes)
-                by_value = (find_part(other, local, wholes[other].to(local.dtype)) for other in likely)
+                by_value = (find_part(candidate, local, wholes[candidate].to(local.dtype)) for candidate in likely)
                 found = next((piece for piece in by_value if piece is not None), None)
         if found is None and stated is not None:
             before = constants.get(stated.name)
@@ -70,14 +70,14 @@ def locate(
 
 
 def _stated(
-    name: str, x: Tensor, wholes: Mapping[str, Tensor], part: PartOf | None, parts: Mapping[str, Part],
+    name: str, x: Tensor, wholes: Mapping[str, Tensor], slices_of: PartOf | None, parts: Mapping[str, Part],
     places: Mapping[str, tuple[int, int]],
 ) -> Part | None:  # fmt: skip
     """Return the part by the user's function, a DTensor's placements, Megatron's attributes, an equal shape, or the
     module's other parameter; None if none applies."""
     # The user's function has priority: it is given if other sources are missing or wrong.
-    if part is not None:
-        target, slices = part(name)
+    if slices_of is not None:
+        target, slices = slices_of(name)
         pairs = zip(slices, wholes[target].shape, strict=True)
         return Part(target, tuple(tuple(range(*cut.indices(length))) for cut, length in pairs))
     if name not in wholes:
@@ -93,9 +93,9 @@ def _stated(
         return Part(name, (None,) * whole.ndim)
     # A constant bias cannot be found by value; it has the rows of the module's weight, which is already located.
     module = name.rpartition(".")[0]
-    for other, beside in parts.items():
+    for sibling, beside in parts.items():
         rows = beside.index[0] if beside.index else None
-        if other.rpartition(".")[0] == module and local.ndim == 1 and rows is not None and len(rows) == len(local):
+        if sibling.rpartition(".")[0] == module and local.ndim == 1 and rows is not None and len(rows) == len(local):
             return Part(name, (rows,))
     return None
 
@@ -108,12 +108,12 @@ def _megatron_part(
     SwiGLU's fused gate and up have stride 2; q, k and v are stored group by group. Tables are padded to a divisible
     size. The axis is the innermost axis of the fitting size, as in Megatron's order of ranks.
     """
-    length, own = whole.shape[dim], local.shape[dim]
-    ranks = -(-length // own)
+    length, local_length = whole.shape[dim], local.shape[dim]
+    ranks = -(-length // local_length)
     index = 0 if ranks == 1 else next((i for i, size in list(places.values())[::-1] if size == ranks), None)
     if index is None:
         return None
-    chunk = own // stride
+    chunk = local_length // stride
     # Chunk s of this rank begins at (s * ranks + index) * chunk of the whole.
     rows = [start + i for s in range(stride) for start in [(s * ranks + index) * chunk] for i in range(chunk)]
     held = tuple(row if row < length else PADDING for row in rows)

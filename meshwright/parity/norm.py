@@ -128,12 +128,12 @@ class NormProbe:
     def _names(self) -> dict[int, tuple[str, Tensor]]:
         """Return (name, tensor) by id, of the models' parameters and of other clipped tensors."""
         found: dict[int, tuple[str, Tensor]] = {}
-        for number, model in enumerate(self.models):
+        for index, model in enumerate(self.models):
             cleaned = clean_names([raw for raw, _ in model.named_parameters()])
             taken = {name for name, _ in found.values()}
             for raw, parameter in model.named_parameters():
                 name = cleaned[raw]
-                found[id(parameter)] = (f"{number}.{name}" if name in taken else name, parameter)
+                found[id(parameter)] = (f"{index}.{name}" if name in taken else name, parameter)
         return found | self._outside
 
     def norm_taken(self, arguments: dict[str, Any]) -> None:
@@ -174,16 +174,16 @@ class NormProbe:
             # Fingerprints are read at the first step, since copies without a reduction diverge later.
             if name not in self._fingerprints:
                 self._fingerprints[name] = fingerprint_of(parameter)
-            place, constant = self._fingerprints[name]
+            fingerprint, constant = self._fingerprints[name]
             if key in trained or parameter.grad is not None:
                 gradient = gradient_of(parameter)
                 after = mark_of(gradient)
                 if gradient is not None:
                     self._tolerance = max(self._tolerance, TOLERANCES.get(gradient.dtype, 0.0))
                 before = self._before[name] if name in passed else after
-                parts[name] = Part(place, constant, key in trained, before, after)
-        own = RankStep(parts, tuple(self._clips), self._tolerance)
-        self._steps.append([RankStep.from_json(text) for text in from_all_ranks(own.as_json())])
+                parts[name] = Part(fingerprint, constant, key in trained, before, after)
+        local_step = RankStep(parts, tuple(self._clips), self._tolerance)
+        self._steps.append([RankStep.from_json(text) for text in from_all_ranks(local_step.as_json())])
         self._clips, self._before, self._order = [], {}, 2.0
         if len(self._steps) == self.num_steps:
             self._judge()

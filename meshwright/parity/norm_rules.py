@@ -105,7 +105,7 @@ def wrong_norm(scope: Scope) -> NormFinding:
     causes = list(causes_of(scope, found)) if found is not None else [
         ("unexplained", "(all parameters)", "no sum of these gradients gives it",
          "compare the norm that the loop logs with the full one")]  # fmt: skip
-    kind, module, _, _ = causes[0]
+    category, module, _, _ = causes[0]
     if table.hand:
         facts = f"clipped gradients have a norm of {number(full[t])} in step {t + 1}, {number(factor)} times max_norm"
     else:
@@ -114,7 +114,7 @@ def wrong_norm(scope: Scope) -> NormFinding:
         facts += f" ({number(factor)} times as much)"
     whys, remedies = " and ".join(each[2] for each in causes), "; ".join(each[3] for each in causes)
     words = f"{module}: {facts}: {whys}; {remedies}"
-    return NormFinding(kind, module, factor, words)
+    return NormFinding(category, module, factor, words)
 
 
 def unreduced(table: Table) -> Iterator[NormFinding]:
@@ -162,9 +162,9 @@ def merged(clips: Sequence[Clip]) -> list[Clip]:
     """Merge calls of a step with equal norms: one clipping of several groups of parameters."""
     found: list[Clip] = []
     for clip in clips:
-        for place, other in enumerate(found):
-            if math.isclose(other.total, clip.total, rel_tol=1e-6) and other.max_norm == clip.max_norm:
-                found[place] = replace(other, names=other.names | clip.names)
+        for index, earlier in enumerate(found):
+            if math.isclose(earlier.total, clip.total, rel_tol=1e-6) and earlier.max_norm == clip.max_norm:
+                found[index] = replace(earlier, names=earlier.names | clip.names)
                 break
         else:
             found.append(clip)
@@ -187,13 +187,13 @@ def wrong_clipping(scopes: Sequence[Scope]) -> list[NormFinding]:
 
 def not_judged(clips: list[list[list[Clip]]]) -> str:
     """Return the reason that clipping cannot be judged; empty if it can."""
-    numbers = {len(own) for step in clips for own in step if own}
+    numbers = {len(rank_clips) for step in clips for rank_clips in step if rank_clips}
     if not numbers:
         return "the loop gives no gradient to a clipping function of torch: give max_norm= if it clips by hand"
     if len(numbers) > 1:
         return "ranks clip unequally often in a step"
-    other = any(clip.order != 2 for step in clips for own in step for clip in own)
-    return "the norm is of another order than 2" if other else ""
+    other_order = any(clip.order != 2 for step in clips for rank_clips in step for clip in rank_clips)
+    return "the norm is of another order than 2" if other_order else ""
 
 
 def counted_as_parts(steps: Sequence[Sequence[RankStep]], clips: list[list[list[Clip]]], hand: bool) -> str:
@@ -204,8 +204,8 @@ def counted_as_parts(steps: Sequence[Sequence[RankStep]], clips: list[list[list[
     if not list(unreduced(Table(steps, hand))):
         return ""
     table = Table(steps, hand, as_parts=True)
-    number_of = max(len(own) for own in clips[0])
-    scopes = [Scope(table, place, clips, number_of == 1) for place in range(number_of)]
+    number_of = max(len(rank_clips) for rank_clips in clips[0])
+    scopes = [Scope(table, index, clips, number_of == 1) for index in range(number_of)]
     if wrong_clipping(scopes) or (hand and not scopes[0].is_reached()):
         return ""
     held = [each for each in Table(steps, hand).held if not each.open]
@@ -228,7 +228,7 @@ def judged(steps: Sequence[Sequence[RankStep]], max_norm: float | None) -> Verdi
         return Verdict([], ["the optimizer has not stepped: call check() behind the loop"], judged=False)
     clips = [[merged(each.clips) for each in step] for step in steps]
     reason, findings = not_judged(clips), list[NormFinding]()
-    number_of = max(len(own) for own in clips[0])
+    number_of = max(len(rank_clips) for rank_clips in clips[0])
     alike = "" if reason else counted_as_parts(steps, clips, hand)
     for length in range(1, len(steps) + 1):
         table = Table(steps[:length], hand, as_parts=bool(alike))
@@ -236,7 +236,7 @@ def judged(steps: Sequence[Sequence[RankStep]], max_norm: float | None) -> Verdi
         if (apart := list(unreduced(table))) or reason:
             findings = findings or apart
         else:
-            scopes = [Scope(table, place, clips[:length], number_of == 1) for place in range(number_of)]
+            scopes = [Scope(table, index, clips[:length], number_of == 1) for index in range(number_of)]
             findings = wrong_clipping(scopes)
         if apart:
             break

@@ -60,15 +60,15 @@ class RankStep:
     def as_json(self) -> bytes:
         """Return the step as JSON for other ranks."""
         clips = [asdict(clip) | {"names": sorted(clip.names)} for clip in self.clips]
-        parts = {name: asdict(part) for name, part in self.parts.items()}
+        parts = {name: asdict(shard) for name, shard in self.parts.items()}
         return json.dumps({"parts": parts, "clips": clips, "tolerance": self.tolerance}).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> RankStep:
         """Read the JSON of another rank."""
         tree = parse_json(text)
-        parts = {name: Part(**part | {key: tuple(part[key]) for key in ("before", "after")})
-                 for name, part in tree["parts"].items()}  # fmt: skip
+        parts = {name: Part(**fields | {key: tuple(fields[key]) for key in ("before", "after")})
+                 for name, fields in tree["parts"].items()}  # fmt: skip
         clips = tuple(Clip(**clip | {"names": frozenset(clip["names"])}) for clip in tree["clips"])
         return cls(parts, clips, tree["tolerance"])
 
@@ -103,8 +103,8 @@ def are_similar(marks: Sequence[Mark], tolerance: float, by_length: bool) -> boo
     # A sum of many numbers may be larger than the norm, with a larger rounding error.
     bound = tolerance * max(sizes)
     return all(
-        max(column) - min(column) <= bound * (1 if place else 10)
-        for place, column in enumerate(zip_longest(*marks, fillvalue=0.0))
+        max(column) - min(column) <= bound * (1 if index else 10)
+        for index, column in enumerate(zip_longest(*marks, fillvalue=0.0))
     )
 
 
@@ -123,7 +123,7 @@ class Table:
         self.num_ranks = len(steps[0])
         self.tolerance = max(each.tolerance for step in steps for each in step)
         self.floor = EPSILON * max(
-            math.sqrt(sum(square(part.before) for each in step for part in each.parts.values())) for step in steps
+            math.sqrt(sum(square(shard.before) for each in step for shard in each.parts.values())) for step in steps
         )
         self.held = [
             Held({rank: name}, held.open) if apart else held
@@ -132,8 +132,8 @@ class Table:
             for rank, name in (held.names.items() if apart else [(0, "")])
         ]
         self.open = torch.tensor([held.open for held in self.held], dtype=torch.bool)
-        self.squares = self.table(lambda t, rank, name, part: square(part.before))
-        self.trained = self.table(lambda t, rank, name, part: float(part.trained)) > 0
+        self.squares = self.table(lambda t, rank, name, shard: square(shard.before))
+        self.trained = self.table(lambda t, rank, name, shard: float(shard.trained)) > 0
 
     def table(self, value: Callable[[int, int, str, Part], float]) -> Tensor:
         """Return value(step, rank, name, part) for each part, [steps, tensors, ranks]; 0 for ranks without a part."""
@@ -141,14 +141,14 @@ class Table:
         for t, step in enumerate(self.steps):
             for h, held in enumerate(self.held):
                 for rank, name in held.names.items():
-                    if (part := step[rank].parts.get(name)) is not None:
-                        found[t, h, rank] = value(t, rank, name, part)
+                    if (shard := step[rank].parts.get(name)) is not None:
+                        found[t, h, rank] = value(t, rank, name, shard)
         return found
 
     def trained_marks(self, t: int, names: dict[int, str], after: bool = False) -> dict[int, Mark]:
         """Return the gradients of some ranks' trained parts, by rank."""
-        parts = {rank: part for rank, name in names.items() if (part := self.steps[t][rank].parts.get(name))}
-        return {rank: part.after if after else part.before for rank, part in parts.items() if part.trained}
+        parts = {rank: shard for rank, name in names.items() if (shard := self.steps[t][rank].parts.get(name))}
+        return {rank: shard.after if after else shard.before for rank, shard in parts.items() if shard.trained}
 
     def copies_agree(self, names: dict[int, str], after: bool = False) -> bool:
         """Return True if all ranks have equal gradients in every step; with `hand`, up to a factor per rank."""
@@ -167,18 +167,18 @@ class Table:
         groups: dict[str, dict[str, dict[int, Part]]] = {}  # by name, then by fingerprint
         for step in self.steps:
             for rank, each in enumerate(step):
-                for name, part in each.parts.items():
-                    groups.setdefault(name, {}).setdefault(part.fingerprint, {}).setdefault(rank, part)
+                for name, shard in each.parts.items():
+                    groups.setdefault(name, {}).setdefault(shard.fingerprint, {}).setdefault(rank, shard)
         modules: dict[str, list[dict[int, Part]]] = {}
         for name, places in groups.items():
             modules.setdefault(name.rpartition(".")[0], []).extend(places.values())
         found: dict[str, list[Held]] = {}  # by fingerprint
         for name, places in groups.items():
-            for place, parts in places.items():
+            for fingerprint, parts in places.items():
                 names, first = dict.fromkeys(sorted(parts), name), min(parts)
                 if not parts[first].constant:
                     # A tied tensor has another name on another stage.
-                    twins = found.setdefault(place, [])
+                    twins = found.setdefault(fingerprint, [])
                     for index, twin in enumerate(twins):
                         if not twin.names.keys() & names.keys() and self.copies_agree(twin.names | names):
                             twins[index] = Held(twin.names | names)
@@ -205,9 +205,15 @@ class Table:
     def forms(self, counted: Tensor, line: Sequence[int]) -> dict[str, Tensor]:
         """Return the norms by step that a loop may compute from the ranks of `line`, by the form of the sum."""
         squares = (self.squares * counted)[:, :, list(line)]
-        own = squares.sum(1)
+        rank_squares = squares.sum(1)
         once = torch.where(self.open, squares.sum(2), squares.amax(2)).sum(1)
-        sums = (once.sqrt(), own.sum(1).sqrt(), own.mean(1).sqrt(), own.sqrt().sum(1), own.sqrt().mean(1))
+        sums = (
+            once.sqrt(),
+            rank_squares.sum(1).sqrt(),
+            rank_squares.mean(1).sqrt(),
+            rank_squares.sqrt().sum(1),
+            rank_squares.sqrt().mean(1),
+        )
         return dict(zip(FORMS, sums, strict=True))
 
 
@@ -223,7 +229,7 @@ def lines_of(num_ranks: int) -> Iterator[Line]:
 
         def line(rank: int, size: int = size, stride: int = stride) -> tuple[int, ...]:
             start = rank - rank // stride % size * stride
-            return tuple(start + place * stride for place in range(size))
+            return tuple(start + index * stride for index in range(size))
 
         yield line
 
@@ -251,16 +257,16 @@ class Scope:
         passed: [steps, tensors, ranks], the parts that the clipping scales.
     """
 
-    def __init__(self, table: Table, number: int, clips: list[list[list[Clip]]], alone: bool) -> None:
+    def __init__(self, table: Table, index: int, clips: list[list[list[Clip]]], alone: bool) -> None:
         self.table = table
-        self.clips = [{rank: own[number] for rank, own in enumerate(step) if own} for step in clips]
+        self.clips = [{rank: rank_clips[index] for rank, rank_clips in enumerate(step) if rank_clips} for step in clips]
         self.max_norm = next(clip.max_norm for step in self.clips for clip in step.values())
         self.used = torch.full((len(clips), table.num_ranks), math.nan, dtype=torch.float64)
         for t, step in enumerate(self.clips):
             for rank, clip in step.items():
                 self.used[t, rank] = clip.total
         every = {name for step in self.clips for clip in step.values() for name in clip.names}
-        counted = table.table(lambda t, rank, name, part: float(alone or name in every)) > 0
+        counted = table.table(lambda t, rank, name, shard: float(alone or name in every)) > 0
         self.wanted = table.trained & counted
         self.passed = (
             table.table(lambda t, r, name, _: float(r in self.clips[t] and name in self.clips[t][r].names)) > 0

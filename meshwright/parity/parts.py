@@ -104,9 +104,9 @@ def find_part(name: str, local: Tensor, whole: Tensor) -> Part | None:
     if found is not None or len(cut) > 2:
         return found
     # A block along one dim and slices along the other: rows of a data rank, non-consecutive positions of a ring.
-    for dim, other in (cut, cut[::-1]):
+    for dim, cross_dim in (cut, cut[::-1]):
         for block in box_candidates(name, local.shape, whole.shape, [dim]):
-            if block.index[dim] is not None and (piece := _find_slices(name, local, block.take(whole), other)):
+            if block.index[dim] is not None and (piece := _find_slices(name, local, block.take(whole), cross_dim)):
                 return Part(name, tuple(b if d == dim else p for d, (b, p) in
                                         enumerate(zip(block.index, piece.index, strict=True))))  # fmt: skip
     return None
@@ -115,10 +115,10 @@ def find_part(name: str, local: Tensor, whole: Tensor) -> Part | None:
 def _find_slices(name: str, local: Tensor, whole: Tensor, dim: int) -> Part | None:
     """Find slices along one dim, in any order. Slices after the last match are padding."""
     places: dict[bytes, list[int]] = {}
-    for place, piece in enumerate(whole.unbind(dim)):
+    for position, piece in enumerate(whole.unbind(dim)):
         # By bits: 0.0 and -0.0 differ, and NaN is equal to itself. A dictionary, since comparing all pairs of slices of
         # a vocabulary would take hours.
-        places.setdefault(bytes(bytes_of(piece)), []).append(place)
+        places.setdefault(bytes(bytes_of(piece)), []).append(position)
     index: list[int] = []
     for piece in local.unbind(dim):
         candidates = places.get(bytes(bytes_of(piece)), [PADDING])
@@ -144,7 +144,7 @@ def parts_alike(name: str, local: Tensor, whole: Tensor) -> list[Part]:
         blocks = box_candidates(name, local.shape, whole.shape, cut)
         return [block for block in blocks if torch.equal(block.take(whole), local)]
     held = {bytes(bytes_of(piece)) for piece in local.unbind(cut[0])}
-    index = tuple(place for place, piece in enumerate(whole.unbind(cut[0])) if bytes(bytes_of(piece)) in held)
+    index = tuple(position for position, piece in enumerate(whole.unbind(cut[0])) if bytes(bytes_of(piece)) in held)
     return [Part(name, tuple(index if dim == cut[0] else None for dim in range(whole.ndim)))]
 
 
@@ -188,12 +188,12 @@ def box_part(name: str, offsets: Sequence[int], sizes: Sequence[int], whole: Seq
 def missing_places(parts: Sequence[Part], shape: Sequence[int]) -> int:
     """Return the number of elements of a tensor of this shape that no part holds."""
     covered = torch.zeros(tuple(shape), dtype=torch.bool)
-    for part in parts:
-        if part.whole:
+    for shard in parts:
+        if shard.whole:
             return 0
-        view = covered.view(-1) if part.flat else covered
+        view = covered.view(-1) if shard.flat else covered
         indices = [list(range(n)) if i is None else [j for j in i if j != PADDING]
-                   for i, n in zip(part.index, view.shape, strict=True)]  # fmt: skip
+                   for i, n in zip(shard.index, view.shape, strict=True)]  # fmt: skip
         if all(indices):
             # The outer product of the dims' indices: a part is a block, possibly with gaps along each dim.
             view[torch.meshgrid(*(torch.tensor(i) for i in indices), indexing="ij")] = True

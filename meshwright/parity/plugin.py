@@ -60,8 +60,8 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> list[Pa
     module = collector.getparent(pytest.Module)
     names = {} if module is None else vars(module.obj)
     if name == MARKED and collector is module:
-        own = {(check.file, check.number) for function in names[MARKED] for check in checks_of(function)}
-        checks = [check for check in named_checks(names) if (check.file, check.number) in own]
+        local_checks = {(check.file, check.number) for function in names[MARKED] for check in checks_of(function)}
+        checks = [check for check in named_checks(names) if (check.file, check.number) in local_checks]
     else:
         checks = list(checks_of(obj))
         if not checks:

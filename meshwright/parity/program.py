@@ -39,7 +39,7 @@ def named_models(model: Model) -> list[tuple[str, nn.Module]]:
     """Return (path in the reference, module) of each module of a rank."""
     if isinstance(model, nn.Module):
         return [("", model)]
-    return list(model.items()) if isinstance(model, Mapping) else [("", one) for one in model]
+    return list(model.items()) if isinstance(model, Mapping) else [("", module) for module in model]
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -84,13 +84,15 @@ class SteppedProgram:
             return self.by_reference_names(self.held())
         named: dict[str, Tensor] = {}
         for prefix, model in named_models(self.model):
-            own = {path_in(prefix, name): x for name, x in model.named_parameters()}
-            if doubled := next((name for name in own if name in named and named[name] is not own[name]), None):
+            stage_weights = {path_in(prefix, name): x for name, x in model.named_parameters()}
+            if doubled := next(
+                (name for name in stage_weights if name in named and named[name] is not stage_weights[name]), None
+            ):
                 raise ParityError(
                     f"two stages of this rank have a parameter {doubled}: give job.parallel() a mapping from the "
                     "reference's paths to the stages' modules"
                 )
-            named |= own
+            named |= stage_weights
         return self.by_reference_names(named)
 
     def by_reference_names(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -98,23 +100,23 @@ class SteppedProgram:
         names = clean_names(list(named), self.known)
         return {names[raw]: x for raw, x in named.items()}
 
-    def take_step(self, recording: StepRecording, number: int, batch: Any, at: str | None) -> None:
+    def take_step(self, recording: StepRecording, step: int, batch: Any, at: str | None) -> None:
         """Take one step of the program, and record it.
 
         Args:
             recording: receives the tensors.
-            number: number of the step.
+            step: number of the step.
             batch: this rank's batch.
             at: the suffix of a traced pass; None: not traced.
         """
-        parameters, kept = self.weights(), not self.gradients
+        parameters, recorded = self.weights(), not self.gradients
         times: dict[torch.optim.Optimizer, int] = {}
 
         def before_optimizer(stepped: torch.optim.Optimizer, *_: Any) -> None:
-            nonlocal kept
-            if not kept:  # at the first of several optimizers
-                keep(recording, "gradient", number, {name: gradient_of(p) for name, p in parameters.items()})
-            kept = True
+            nonlocal recorded
+            if not recorded:  # at the first of several optimizers
+                keep(recording, "gradient", step, {name: gradient_of(p) for name, p in parameters.items()})
+            recorded = True
             if stepped not in times:
                 rates.update(rates_of(stepped))
             times[stepped] = times.get(stepped, 0) + 1
@@ -123,26 +125,26 @@ class SteppedProgram:
         # The program's step may clear gradients at the end, so gradients are read before the first optimizer's step.
         watch = register_optimizer_step_pre_hook(before_optimizer)
         try:
-            value = self._step(recording, number, batch, at)
+            value = self._step(recording, step, batch, at)
         finally:
             watch.remove()
-        if not kept:
-            keep(recording, "gradient", number, {name: gradient_of(p) for name, p in parameters.items()})
+        if not recorded:
+            keep(recording, "gradient", step, {name: gradient_of(p) for name, p in parameters.items()})
         if self.given:
-            keep(recording, "gradient", number, self.given)
+            keep(recording, "gradient", step, self.given)
             self.given.clear()
         # None on ranks without a loss, such as a pipeline's first stage.
         self.losses.append(None if value is None else float(local_of(torch.as_tensor(value))))
         self.stepped.append(max(times.values(), default=0))
         recording.rates.append(sorted(rates))
         # `weights()` again, since wrappers may have replaced parameters.
-        keep(recording, "weight", number, {n: local_of(p) for n, p in self.weights().items()})
+        keep(recording, "weight", step, {n: local_of(p) for n, p in self.weights().items()})
         buffers = {path_in(prefix, name): local_of(x) for prefix, model in named_models(self.model)
                    for name, x in floating_buffers(model).items()}  # fmt: skip
-        keep(recording, "buffer", number, self.by_reference_names(buffers) if self.compares_buffers else {})
-        keep_states(recording, number, times, parameters)
+        keep(recording, "buffer", step, self.by_reference_names(buffers) if self.compares_buffers else {})
+        keep_states(recording, step, times, parameters)
 
-    def _step(self, recording: StepRecording, number: int, batch: Any, at: str | None) -> Any:
+    def _step(self, recording: StepRecording, step: int, batch: Any, at: str | None) -> Any:
         """Run the program's step, or the default step. Returns the loss."""
         if self.step is not None:
             with self.traced(recording, at):
@@ -150,11 +152,11 @@ class SteppedProgram:
         assert self.optimizer is not None
         with self.traced(recording, at):
             value = backward_of(self.model, self.loss, [batch])
-        halves = chunks_of(batch, 2) if self.halves and number == HALVED_STEP else []
+        halves = chunks_of(batch, 2) if self.halves and step == HALVED_STEP else []
         if halves:
             # First in one pass: a mistake in one pass is no mistake of accumulation.
             whole = {name: gradient_of(p) for name, p in self.weights().items()}
-            keep(recording, "whole-gradient", number, whole)
+            keep(recording, "whole-gradient", step, whole)
             self.optimizer.zero_grad()
             backward_of(self.model, self.loss, halves)
         self.optimizer.step()
@@ -198,16 +200,16 @@ class SteppedProgram:
 @contextmanager
 def still_optimizers() -> Iterator[None]:
     """Set the learning rate of optimizers to 0 in a context, so that weights keep their bits."""
-    kept: list[Any] = []
+    rates: list[Any] = []
 
     def stop(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
-            kept.append((group, group.get("lr")))
+            rates.append((group, group.get("lr")))
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group.get("lr"), Tensor) else 0.0
 
     def restore(*_: Any) -> None:
-        while kept:
-            group, rate = kept.pop()
+        while rates:
+            group, rate = rates.pop()
             group["lr"] = rate
 
     hooks = (register_optimizer_step_pre_hook(stop), register_optimizer_step_post_hook(restore))

@@ -1,8 +1,8 @@
 """The record of each side of a comparison: one file of the reference, and one per rank; with a reader.
 
-Tensors have the key (kind, step, name) for parameters' gradients, weights and optimizer states, or (kind, call, path of
-the module) for traced tensors. Numbers and names are in a JSON file next to the tensors. `meshwright parity` and
-`meshwright verify` write the same form, so that one comparison (judge.py) serves both.
+Tensors have the key (quantity, step, name) for parameters' gradients, weights and optimizer states, or (quantity, call,
+path of the module) for traced tensors. Numbers and names are in a JSON file next to the tensors. `meshwright parity`
+and `meshwright verify` write the same form, so that one comparison (judge.py) serves both.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from meshwright.ranks.foreign import read_json
 REFERENCE, PARALLEL = "reference", "rank"
 """The names of the two sides' records; a rank's name ends with the rank's number."""
 LOCAL = "alone"
-"""The kind of the reference's gradients of one rank's share of the data alone."""
+"""The quantity: the reference's gradients of one rank's share of the data alone."""
 CHUNK = "alone:"
-"""Prefix of kinds: the reference's gradients of one chunk of the share's rows: `alone:2:0`, the first of two chunks."""
+"""Prefix of quantities: the reference's gradients of one chunk of the share's rows: `alone:2:0`, the first of two."""
 USE = "use:"
-"""Prefix of kinds: the reference's gradients by use of a parameter: `use:0`, the first use in a pass."""
+"""Prefix of quantities: the reference's gradients by use of a parameter: `use:0`, the first use in a pass."""
 ROUNDED = "rounded:"
-"""Prefix of kinds: the reference's gradients after the outputs are rounded to a type: `rounded:bfloat16`."""
+"""Prefix of quantities: the reference's gradients after the outputs are rounded to a type: `rounded:bfloat16`."""
 UPDATED = "updated-alone"
-"""The kind of weights after the reference's optimizer stepped one rank's part as a whole parameter."""
+"""The quantity: weights after the reference's optimizer stepped one rank's part as a whole parameter."""
 PASSES = {1: "", 2: "@2"}
-"""The traced steps, each with the suffix of kinds in the step's trace."""
+"""The traced steps, each with the suffix of quantities in the step's trace."""
 PROBES = ("@before", "@after")
-"""The suffixes of kinds in the two passes of a probe: before and after some samples change."""
+"""The suffixes of quantities in the two passes of a probe: before and after some samples change."""
 CLIPPED = "clipped"
-"""The kind of a recorded run's gradients after clipping; `gradient` is then the kind before clipping."""
+"""The quantity: a recorded run's gradients after clipping; `gradient` is then the quantity before clipping."""
 STATE = "state:"
-"""Prefix of kinds of an optimizer's states: `state:exp_avg`."""
+"""Prefix of quantities: an optimizer's states: `state:exp_avg`."""
 
 StepTensors = Mapping[tuple[str, int, str], Tensor]
-"""By kind, step and name."""
+"""By quantity, step and name."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class ReferenceFacts:
     """By step: the norm of the gradients before clipping."""
     dtype: str
     stated: dict[str, float] = field(default_factory=dict)
-    """By kind, the stated largest relative error; for other kinds the error is derived from `moved`."""
+    """By quantity, the stated largest relative error; for other quantities the error is derived from `moved`."""
     together: list[str] = field(default_factory=list)
     """Kinds with all parameters compared as one tensor."""
     moved: list[tuple[str, int, str, float]] = field(default_factory=list)
-    """(kind, step, name, relative change by one rounding)."""
+    """(quantity, step, name, relative change by one rounding)."""
     dead: list[str] = field(default_factory=list)
     """Parameters with gradients that are zero everywhere."""
     tied: list[str] = field(default_factory=list)
@@ -140,9 +140,9 @@ def write_record(
 ) -> None:  # fmt: skip
     """Write one side's record to a folder. `traces`: by the suffix of the pass."""
     # "|" is in no name of a parameter or module.
-    named = {f"{kind}|{step}|{own}": x for (kind, step, own), x in tensors.items()}
+    named = {f"{quantity}|{step}|{parameter}": x for (quantity, step, parameter), x in tensors.items()}
     for at, trace in (traces or {}).items():
-        named |= {f"{kind}{at}|{call}|{module}": x for (kind, module, call), x in trace.tensors.items()}
+        named |= {f"{quantity}{at}|{call}|{module}": x for (quantity, module, call), x in trace.tensors.items()}
     write_tensors(folder / f"{name}.safetensors", named)
     (folder / f"{name}.json").write_text(json.dumps(asdict(facts)))
 
@@ -155,9 +155,9 @@ class SideRecord(Generic[SideFacts]):
         self._file = TensorFile(folder / f"{name}.safetensors")
         self._keys = self._file.keys
 
-    def get(self, kind: str, step: int, name: str) -> Tensor | None:
-        """Return a tensor in float64, by kind, step (or call) and name (or module's path); None if not recorded."""
-        key = f"{kind}|{step}|{name}"
+    def get(self, quantity: str, step: int, name: str) -> Tensor | None:
+        """Return a tensor in float64, by quantity, step (or call) and name (or module's path); None if not recorded."""
+        key = f"{quantity}|{step}|{name}"
         if key not in self._keys:
             return None
         x = self._file.get(key)
@@ -166,8 +166,8 @@ class SideRecord(Generic[SideFacts]):
 
     @cached_property
     def recorded(self) -> set[tuple[str, int]]:
-        """The kinds and steps of recorded tensors."""
-        return {(kind, int(step)) for kind, step, _ in (key.split("|", 2) for key in self._keys)}
+        """The quantities and steps of recorded tensors."""
+        return {(quantity, int(step)) for quantity, step, _ in (key.split("|", 2) for key in self._keys)}
 
     def num_calls(self, name: str, at: str = "") -> int:
         """Return the number of calls of a module in a traced pass of this side. `at`: the suffix of the pass."""
@@ -180,15 +180,15 @@ class SideRecord(Generic[SideFacts]):
         return bool(gradients) and not any(x.any() for x in gradients)
 
     def call(
-        self, kind: str, name: str, number: int, calls: int, skip: int = 0, once: bool = True, at: str = "",
+        self, quantity: str, name: str, call: int, calls: int, skip: int = 0, once: bool = True, at: str = "",
         dim: int = 0,
     ) -> Tensor | None:  # fmt: skip
         """Return a module's tensor in one call of a pass, with all microbatches joined to the batch.
 
         Args:
-            kind: the kind of tensor.
+            quantity: `output`, `input`, `output-gradient` or another traced quantity.
             name: the module.
-            number: number of the call in a pass over the model.
+            call: index of the call in a pass over the model, from 0.
             calls: number of calls in a pass over the model.
             skip: number of first calls that belong to no microbatch.
             once: keep a tensor that is equal in all microbatches (a table of positions) once, and add the gradients.
@@ -200,13 +200,13 @@ class SideRecord(Generic[SideFacts]):
         first = next((n for n in every if f"output-gradient{at}|{n}|{name}" in self._keys), len(every))
         trained = every[first:]
         # Call i of microbatch m is number m * calls + i.
-        numbers = (trained or every)[skip + number :: calls]
-        tensors = [x for n in numbers if (x := self.get(f"{kind}{at}", n, name)) is not None]
+        numbers = (trained or every)[skip + call :: calls]
+        tensors = [x for n in numbers if (x := self.get(f"{quantity}{at}", n, name)) is not None]
         if len(tensors) < 2 or tensors[0].ndim == 0:  # every microbatch's loss has the gradient 1
             return tensors[0] if tensors else None
         outputs = [x for n in numbers if (x := self.get(f"output{at}", n, name)) is not None]
         if once and all(torch.equal(x, outputs[0]) for x in outputs):
-            return torch.stack(tensors).sum(0) if kind == "output-gradient" else tensors[0]
+            return torch.stack(tensors).sum(0) if quantity == "output-gradient" else tensors[0]
         # Tensors with other shapes besides that dim cannot be joined: the first one is returned.
         beside = {tuple(y.shape[:dim]) + tuple(y.shape[dim + 1 :]) for y in tensors}
         alike = len(beside) == 1 and tensors[0].ndim > dim

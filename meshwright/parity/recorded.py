@@ -51,11 +51,11 @@ class RecordedStep:
         kinds = {CLIPPED: "gradient", "gradient": "raw-gradient"} if self.clipped else {}
 
         def renamed(text: str) -> str:
-            kind, rest = text.split("|", 1)
-            return f"{kinds.get(kind, kind)}|{rest}"
+            quantity, rest = text.split("|", 1)
+            return f"{kinds.get(quantity, quantity)}|{rest}"
 
-        kept = {renamed(text): x for text, x in self.facts.kept.items()}
-        facts = replace(self.facts, kept=kept, norms={renamed(text): x for text, x in self.facts.norms.items()})
+        samples = {renamed(text): x for text, x in self.facts.kept.items()}
+        facts = replace(self.facts, kept=samples, norms={renamed(text): x for text, x in self.facts.norms.items()})
         return RecordedStep(facts, RenamedFile(self.file, {renamed(text): text for text in self.file.keys}))
 
     def kept(self, key: Key, x: Tensor) -> tuple[tuple[int, ...], Strides]:
@@ -67,8 +67,8 @@ class RecordedStep:
     def tensors(self) -> dict[Key, Tensor]:
         found: dict[Key, Tensor] = {}
         for text in self.file.keys:
-            kind, call, name = text.split("|", 2)
-            found[kind, int(call), name] = self.file.get(text)
+            quantity, call, name = text.split("|", 2)
+            found[quantity, int(call), name] = self.file.get(text)
         return found
 
 
@@ -87,9 +87,9 @@ class RecordedRank:
         file = TensorFile(self._folder / "first.safetensors")
         return {name: file.get(name) for name in self.facts.names}
 
-    def step(self, number: int) -> RecordedStep:
-        facts = StepFacts(**read_json(self._folder / f"step-{number}.json"))
-        return RecordedStep(facts, TensorFile(self._folder / f"step-{number}.safetensors"))
+    def step(self, step: int) -> RecordedStep:
+        facts = StepFacts(**read_json(self._folder / f"step-{step}.json"))
+        return RecordedStep(facts, TensorFile(self._folder / f"step-{step}.safetensors"))
 
 
 @dataclass(frozen=True)
@@ -129,17 +129,17 @@ class RecordedRun:
     @property
     def readings(self) -> list[RecordedRun]:
         """The run with the recorded axes. If no axes were given, also with each pair of axes of the right size."""
-        number = len(self.ranks)
-        if self.axes != (("rank", number),):
+        world_size = len(self.ranks)
+        if self.axes != (("rank", world_size),):
             return [self]
-        sizes = [size for size in range(2, number) if number % size == 0]
-        return [self, *(replace(self, axes=(("outer", size), ("inner", number // size))) for size in sizes)]
+        sizes = [size for size in range(2, world_size) if world_size % size == 0]
+        return [self, *(replace(self, axes=(("outer", size), ("inner", world_size // size))) for size in sizes)]
 
     @property
     def coordinates(self) -> list[dict[str, int]]:
         """The index of each rank on every axis."""
         names = [name for name, _ in self.axes]
-        return [dict(zip(names, place, strict=True)) for place in product(*(range(size) for _, size in self.axes))]
+        return [dict(zip(names, indices, strict=True)) for indices in product(*(range(size) for _, size in self.axes))]
 
 
 def put_together(step: RecordedStep) -> tuple[dict[Key, Tensor], list[tuple[str, int]]]:
@@ -155,28 +155,30 @@ def put_together(step: RecordedStep) -> tuple[dict[Key, Tensor], list[tuple[str,
     per_pass = {name: n // passes if n % passes == 0 else n for name, n in calls.items()}
     tensors: dict[Key, Tensor] = {}
     for key, x in step.tensors.items():
-        kind, call, name = key
+        quantity, call, name = key
         n = per_pass.get(name, 0)
-        if kind.startswith("sample:"):
+        if quantity.startswith("sample:"):
             n = 1
-        if kind not in ("output", "input", "output-gradient") and not kind.startswith("sample:"):
+        if quantity not in ("output", "input", "output-gradient") and not quantity.startswith("sample:"):
             tensors[key] = x
         elif call < n:
             parts = [
-                step.tensors[at] for number in range(passes) if (at := (kind, call + number * n, name)) in step.tensors
+                step.tensors[at]
+                for microbatch in range(passes)
+                if (at := (quantity, call + microbatch * n, name)) in step.tensors
             ]
-            outputs = [step.tensors[at] for number in range(passes)
-                       if (at := ("output", call + number * n, name)) in step.tensors]  # fmt: skip
-            tensors[key] = rows_of_microbatches(kind, parts, outputs)
+            outputs = [step.tensors[at] for microbatch in range(passes)
+                       if (at := ("output", call + microbatch * n, name)) in step.tensors]  # fmt: skip
+            tensors[key] = rows_of_microbatches(quantity, parts, outputs)
     order = [(name, call) for name, call in step.facts.order if call < per_pass[name]]
     return tensors, order
 
 
-def rows_of_microbatches(kind: str, parts: Sequence[Tensor], outputs: Sequence[Tensor]) -> Tensor:
+def rows_of_microbatches(quantity: str, parts: Sequence[Tensor], outputs: Sequence[Tensor]) -> Tensor:
     if len(parts) < 2 or parts[0].ndim == 0 or len({x.shape[1:] for x in parts}) > 1:
         return parts[0]
-    if not kind.startswith("sample:") and outputs and all(torch.equal(x, outputs[0]) for x in outputs):
-        return torch.stack(list(parts)).sum(0) if kind == "output-gradient" else parts[0]
+    if not quantity.startswith("sample:") and outputs and all(torch.equal(x, outputs[0]) for x in outputs):
+        return torch.stack(list(parts)).sum(0) if quantity == "output-gradient" else parts[0]
     return torch.cat(list(parts))
 
 
@@ -184,32 +186,32 @@ def common_strides(steps: Iterable[RecordedStep]) -> tuple[dict[tuple[str, str],
     """Find common samples of the tensors of several steps.
 
     Returns:
-        (strides of the common samples by kind and name, kinds and names without common samples: parts begin between
-        samples, or dims differ).
+        (strides of the common samples by quantity and name, quantities and names without common samples: parts begin
+        between samples, or dims differ).
     """
-    kept: dict[tuple[str, str], list[tuple[tuple[int, ...], Strides]]] = {}
+    samples: dict[tuple[str, str], list[tuple[tuple[int, ...], Strides]]] = {}
     for step in steps:
         for key, x in step.tensors.items():
-            kept.setdefault((key[0], key[2]), []).append(step.kept(key, x))
-    return _common(kept)
+            samples.setdefault((key[0], key[2]), []).append(step.kept(key, x))
+    return _common(samples)
 
 
 def common_first(ranks: Iterable[RecordedRank]) -> tuple[dict[tuple[str, str], Strides], list[tuple[str, str]]]:
     """Find common samples of the first weights of several ranks, as `common_strides`."""
-    kept: dict[tuple[str, str], list[tuple[tuple[int, ...], Strides]]] = {}
+    samples: dict[tuple[str, str], list[tuple[tuple[int, ...], Strides]]] = {}
     for rank in ranks:
         for name, x in rank.first.items():
             shape, strides = rank.facts.kept.get(name, (x.shape, (1,) * x.ndim))
-            kept.setdefault(("first", name), []).append((tuple(shape), tuple(strides)))
-    return _common(kept)
+            samples.setdefault(("first", name), []).append((tuple(shape), tuple(strides)))
+    return _common(samples)
 
 
 def _common(
-    kept: Mapping[tuple[str, str], Sequence[tuple[tuple[int, ...], Strides]]],
+    samples: Mapping[tuple[str, str], Sequence[tuple[tuple[int, ...], Strides]]],
 ) -> tuple[dict[tuple[str, str], Strides], list[tuple[str, str]]]:
     found: dict[tuple[str, str], Strides] = {}
     lost: list[tuple[str, str]] = []
-    for key, held in kept.items():
+    for key, held in samples.items():
         dims = {len(shape) for shape, _ in held}
         if all(max(strides, default=1) == 1 for _, strides in held):
             continue
@@ -228,8 +230,8 @@ def at_strides(
     gone, tensors = set(lost), {}
     for key, x in step.tensors.items():
         if (at := (key[0], key[2])) not in gone:
-            own = step.kept(key, x)[1]
-            tensors[key] = coarser(x, own, common[at]) if at in common else x
+            strides = step.kept(key, x)[1]
+            tensors[key] = coarser(x, strides, common[at]) if at in common else x
     reduced = RecordedStep(step.facts, step.file)
     vars(reduced)["tensors"] = tensors
     return reduced

@@ -179,29 +179,29 @@ class Recorder:
         self._stack.callback(watch(vars(clip_grad).get("_clip_grads_with_norm_"), self.before_clipping))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         try:
             # After an error, half a step would look like a wrong step.
-            if self._stepped and (kind is None or issubclass(kind, SystemExit)):
+            if self._stepped and (error_type is None or issubclass(error_type, SystemExit)):
                 self._end_step()
         finally:
             if self._trace is not None:
                 self._trace.__exit__(None, None, None)
             self._stack.close()
-        if kind is None and not self.recorded:
+        if error_type is None and not self.recorded:
             raise ParityError(
                 f"rank {self.run.rank} recorded nothing: in this process no model with trained parameters was called "
                 f"and stepped by a torch optimizer up to step {min(self.plan.steps)}; start ranks by torchrun, or put "
                 "`with parity.recording(FOLDER, model):` where they train"
             )
         if self.recorded and self.run.rank == 0:
-            kept, missed = (", ".join(map(str, each)) for each in
+            recorded, missed = (", ".join(map(str, each)) for each in
                             (self.plan.steps[: self.recorded], self.plan.steps[self.recorded :]))  # fmt: skip
             size = sum(file.stat().st_size for file in self.folder.iterdir()) / 1e6
             lacks = f"; the run ended before step {missed}" if missed else ""
             clips = ", with gradients before clipping" if self._clips else ""
             ranks = f"rank 0 of {self.run.world_size}" if self.run.world_size > 1 else "the one process"
-            say(f"recorded steps {kept} of {ranks} in {self.folder}: {size:.1f} MB{clips}{lacks}", file=sys.stderr)
+            say(f"recorded steps {recorded} of {ranks} in {self.folder}: {size:.1f} MB{clips}{lacks}", file=sys.stderr)
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
@@ -259,10 +259,10 @@ class Recorder:
             return
         self.step.passes += 1
         if self._trace is None:
-            one = len(self.models) == 1
+            is_single = len(self.models) == 1
             # Keys of the file have the call before the name.
             self._trace = Trace(
-                self.models[0] if one else [("", model) for model in self.models],
+                self.models[0] if is_single else [("", model) for model in self.models],
                 keep=lambda key, x: self.keep(f"{key[0]}|{key[2]}|{key[1]}", x),
             )
             self._trace.__enter__()
@@ -275,8 +275,8 @@ class Recorder:
     def after_model(self, module: nn.Module, arguments: Any, keywords: Any, result: Any) -> None:
         """Record a model's arguments, after the pass: only hooks after a call receive keywords."""
         if not in_backward():
-            for place, x in enumerate(x for x in all_tensors((arguments, keywords)) if x.ndim):
-                self.tensors[f"sample:{place}|{self.step.passes - 1}|"] = self.keep(f"sample:{place}", local_of(x))
+            for index, x in enumerate(x for x in all_tensors((arguments, keywords)) if x.ndim):
+                self.tensors[f"sample:{index}|{self.step.passes - 1}|"] = self.keep(f"sample:{index}", local_of(x))
 
     def _begin_run(self) -> None:
         """Begin at the first call: switch dropout off, record the first weights, and add perturbations if asked."""
@@ -337,9 +337,9 @@ class Recorder:
 
     def _keep_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients of an optimizer's parameters."""
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, p in self._parameters().items():
-            if id(p) in own and (gradient := gradient_of(p)) is not None:
+            if id(p) in stepped and (gradient := gradient_of(p)) is not None:
                 key = f"{CLIPPED if name in self._unclipped else 'gradient'}|1|{name}"
                 self.tensors[key] = self.keep(key, gradient, self.run.boxes.get(name, ()))
 
@@ -350,8 +350,8 @@ class Recorder:
             # A closure computed the gradients inside of the step, as in Lightning.
             self._keep_gradients(optimizer)
         for name, p in self._parameters().items() if self._trace is not None else ():
-            for kind, x in states_of(optimizer, p):
-                key = f"{STATE}{kind}|1|{name}"
+            for state, x in states_of(optimizer, p):
+                key = f"{STATE}{state}|1|{name}"
                 self.tensors[key] = self.keep(key, x, self.run.boxes.get(name, ()))
         # Not at the next call of the model: torch would already have listed the hooks of that call.
         if self._trace is not None:
@@ -367,7 +367,7 @@ class Recorder:
             for name, x in self._floating_buffers().items():
                 if name not in self._buffers or not torch.equal(x, self._buffers[name]):
                     self.tensors[f"buffer|1|{name}"] = self.keep(f"buffer|1|{name}", x)
-            self.tensors |= {f"{kind}|{call}|{name}": x for (kind, name, call), x in trace.tensors.items()}
+            self.tensors |= {f"{quantity}|{call}|{name}": x for (quantity, name, call), x in trace.tensors.items()}
             self._complete_clipped()
             self.step.order, self.step.consumers = trace.order, trace.consumers
             self.step.stepped = max(self._times.values(), default=0)

@@ -46,7 +46,7 @@ class StepRecording:
     norms: list[float] = field(default_factory=list)
     """By step."""
     tensors: dict[tuple[str, int, str], Tensor] = field(default_factory=dict)
-    """By (kind, step from 1, name)."""
+    """By (quantity, step from 1, name)."""
     traces: dict[str, Trace] = field(default_factory=dict)
     """By the suffix of the pass."""
     rates: list[list[float]] = field(default_factory=list)
@@ -59,11 +59,11 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
     `Module.to` would drop imaginary parts, and change Llama's rotary tables. torch has no complex type for bf16:
     complex tensors are then not cast.
     """
-    own = {torch.float32: torch.complex64, torch.float64: torch.complex128}.get(dtype)
+    complex_type = {torch.float32: torch.complex64, torch.float64: torch.complex128}.get(dtype)
 
     def cast(x: Tensor) -> Tensor:
         if x.is_complex():
-            return x if own is None else x.to(own)
+            return x if complex_type is None else x.to(complex_type)
         return x.to(dtype) if x.is_floating_point() else x
 
     model._apply(cast)
@@ -139,12 +139,12 @@ class Uses(TorchFunctionMode):
         if not isinstance(x, Tensor) or id(x) not in self._names or not x.requires_grad:
             return x
         name = self._names[id(x)]
-        number = self._times[name]
+        use = self._times[name]
         self._times[name] += 1
         view = x.view_as(x)
 
         def keep_gradient(gradient: Tensor) -> None:
-            self.gradients[name][number] = gradient.detach()
+            self.gradients[name][use] = gradient.detach()
 
         view.register_hook(keep_gradient)
         return view
@@ -247,18 +247,18 @@ def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: x for name, x in model.named_buffers() if x.is_floating_point() and x.numel()}
 
 
-def keep(result: StepRecording, kind: str, step: int, tensors: Mapping[str, Tensor | None]) -> None:
+def keep(result: StepRecording, quantity: str, step: int, tensors: Mapping[str, Tensor | None]) -> None:
     """Add copies of named tensors to the recording; None is left out."""
     for name, x in tensors.items():
         if x is not None:
-            result.tensors[kind, step, name] = x.detach().clone()
+            result.tensors[quantity, step, name] = x.detach().clone()
 
 
 def states_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, this rank's values) of a parameter's states of the parameter's shape; step counters are left out."""
-    for kind, x in optimizer.state.get(parameter, {}).items():
+    for state, x in optimizer.state.get(parameter, {}).items():
         if isinstance(x, Tensor) and x.is_floating_point() and x.shape == parameter.shape:
-            yield kind, local_of(x)
+            yield state, local_of(x)
 
 
 def keep_states(
@@ -267,32 +267,32 @@ def keep_states(
     """Add copies of optimizer states of the parameter's shape (Adam's moments, a momentum) to the recording."""
     for optimizer in optimizers:
         for name, parameter in parameters.items():
-            for kind, x in states_of(optimizer, parameter):
-                keep(result, f"{STATE}{kind}", step, {name: x})
+            for state, x in states_of(optimizer, parameter):
+                keep(result, f"{STATE}{state}", step, {name: x})
 
 
 def movements(exact: StepRecording, perturbed: Iterable[StepRecording]) -> list[tuple[str, int, str, float]]:
-    """Return (kind, step, name, relative change by one rounding in the 2-norm) of each tensor.
+    """Return (quantity, step, name, relative change by one rounding in the 2-norm) of each tensor.
 
-    The change is the largest of the perturbed runs, and at least the median of the kind. Losses have an empty name.
+    The change is the largest of the perturbed runs, and at least the median of the quantity. Losses have an empty name.
     """
     moved: dict[tuple[str, int, str], float] = {}
-    for other in perturbed:
-        pairs = [(key, x, exact.tensors[key]) for key, x in other.tensors.items()]
-        pairs += [((kind, step, name), other.traces[at].tensors[kind, name, call], x)
+    for run in perturbed:
+        pairs = [(key, x, exact.tensors[key]) for key, x in run.tensors.items()]
+        pairs += [((quantity, step, name), run.traces[at].tensors[quantity, name, call], x)
                   for step, at in PASSES.items() if at in exact.traces
-                  for (kind, name, call), x in exact.traces[at].tensors.items()
-                  if (kind, name, call) in other.traces[at].tensors]  # fmt: skip
+                  for (quantity, name, call), x in exact.traces[at].tensors.items()
+                  if (quantity, name, call) in run.traces[at].tensors]  # fmt: skip
         for key, x, y in pairs:
             if x.shape != y.shape:  # a router assigned rows differently
                 continue
             moved[key] = max(moved.get(key, 0.0), relative_error(x, y))
-        for step, (a, b) in enumerate(zip(exact.losses, other.losses, strict=True), 1):
+        for step, (a, b) in enumerate(zip(exact.losses, run.losses, strict=True), 1):
             moved["loss", step, ""] = max(moved.get(("loss", step, ""), 0.0), abs(a - b) / (abs(a) or 1.0))
     by_kind: dict[tuple[str, int], list[float]] = {}
-    for (kind, step, _), value in moved.items():
-        by_kind.setdefault((kind, step), []).append(value)
-    # A tensor that two draws left unchanged by chance would have no tolerance, so the kind's median is the minimum.
+    for (quantity, step, _), value in moved.items():
+        by_kind.setdefault((quantity, step), []).append(value)
+    # A tensor that two draws left unchanged by chance would have no tolerance, so the quantity's median is the minimum.
     medians = {key: sorted(values)[len(values) // 2] for key, values in by_kind.items()}
     return [(*key, max(value, medians[key[:2]])) for key, value in moved.items()]
 

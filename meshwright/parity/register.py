@@ -65,21 +65,21 @@ class Entry:
     @staticmethod
     def of(model_type: str, result: ParityResult, library: str, refuses: bool = False) -> Entry:
         """Make a line from a check's result. `refuses`: an error under the plan is a right refusal."""
-        finding, verdict, module, kind, text = result.finding, PASSES, "", "", ""
+        finding, verdict, module, category, text = result.finding, PASSES, "", "", ""
         if result.error:
             verdict, text = DOES_NOT_RUN, reason_of(result.error)
             if (raised := RAISED.search(result.error)) is not None:
                 text = raised[0]
                 if not refuses:
-                    verdict, module, kind = FAILS, raised["place"], RAISES
+                    verdict, module, category = FAILS, raised["place"], RAISES
             elif (lost := LOST.search(result.error)) is not None:
-                verdict, module, kind, text = FAILS, lost["name"].rpartition(".")[0], CHECKPOINT, lost[0]
+                verdict, module, category, text = FAILS, lost["name"].rpartition(".")[0], CHECKPOINT, lost[0]
         elif finding is not None:
-            verdict, module, kind, text = FAILS, finding.module, finding.kind, finding.text
+            verdict, module, category, text = FAILS, finding.module, finding.kind, finding.text
         elif result.failed:
             verdict, text = FAILS, result.verdict
         return Entry(
-            model_type, result.check.name, verdict, module, kind, text, result.dead, round(result.seconds, 2),
+            model_type, result.check.name, verdict, module, category, text, result.dead, round(result.seconds, 2),
             f"{library} {version(library)}", version("torch"),
         )  # fmt: skip
 
@@ -137,7 +137,7 @@ def register_plans(arguments: argparse.Namespace, command: str) -> int:
     lines = arguments.out / "register.jsonl"
     done = known_entries(lines, library)
     entries, left_out = list[Entry](), Counter[str]()
-    for number, (model_type, check, refuses) in enumerate(checks, 1):
+    for index, (model_type, check, refuses) in enumerate(checks, 1):
         plain = done.get((model_type, check.name.partition(",")[0]))
         if "," in check.name and plain is not None and (plain.verdict == DOES_NOT_RUN or plain.kind == RAISES):
             left_out[check.name] += 1
@@ -147,7 +147,7 @@ def register_plans(arguments: argparse.Namespace, command: str) -> int:
             done[model_type, check.name] = entry
             with lines.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(entry)) + "\n")
-            say(f"{number} of {len(checks)}: {model_type}, {entry.plan}: {line_of(entry)}", file=sys.stderr)
+            say(f"{index} of {len(checks)}: {model_type}, {entry.plan}: {line_of(entry)}", file=sys.stderr)
         entries.append(done[model_type, check.name])
     page = write_register(entries, arguments.out / "register.html", command)
     for line in table_of(entries, left_out):
@@ -181,12 +181,12 @@ def checks_of(
     kinds, types = list(registered.PLANS), registered.TYPES
     for name in plans:
         plan = registered.PLANS[name]
-        for place, model_type in enumerate(types):
+        for type_index, model_type in enumerate(types):
             if only not in model_type or not registered.has_plan(model_type, plan):
                 continue
-            for number, condition in enumerate(registered.CONDITIONS):
+            for condition_index, condition in enumerate(registered.CONDITIONS):
                 if condition in conditions:
-                    case = (kinds.index(name) * len(registered.CONDITIONS) + number) * len(types) + place
+                    case = (kinds.index(name) * len(registered.CONDITIONS) + condition_index) * len(types) + type_index
                     yield model_type, ParityCheck(
                         name_of(name, condition), Path(registered.__file__), tuple(plan.axes.items()), "float32",
                         case=case, words=model_type, preload=preload,

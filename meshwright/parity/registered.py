@@ -74,13 +74,13 @@ TYPES = tuple(CONFIG_MAPPING_NAMES)
 def has_plan(model_type: str, kind_of_plan: Plan) -> bool:
     """Return True if a type's configuration defines a plan. The FSDP plan is shared by all configurations; this plan is
     tried with causal language models and with types that define another plan."""
-    kind, attribute = CONFIG_MAPPING[model_type], kind_of_plan.attribute
-    plan = getattr(kind, attribute, None)
-    if "tp_plan" in kind_of_plan.sizes and not kind.base_model_tp_plan:
+    config_class, attribute = CONFIG_MAPPING[model_type], kind_of_plan.attribute
+    plan = getattr(config_class, attribute, None)
+    if "tp_plan" in kind_of_plan.sizes and not config_class.base_model_tp_plan:
         return False
     if not plan or plan is not getattr(PretrainedConfig, attribute, None):
         return bool(plan)
-    others = (kind.base_model_tp_plan, kind.base_model_ep_plan)
+    others = (config_class.base_model_tp_plan, config_class.base_model_ep_plan)
     return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or any(others)
 
 
@@ -116,8 +116,8 @@ def registered(job: parity.Job, plan: str, condition: str, model_type: str) -> N
     options: dict[str, Any] = {"dtype": torch.get_default_dtype(), "attn_implementation": "eager"}
     planned = options | {"distributed_config": DistributedConfig(**PLANS[plan].sizes)}
     rows = 2 * max(MICROBATCHES, job.axes.get("data", 1))
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
-        folder = Path(from_all_ranks(own.encode())[0].decode())
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        folder = Path(from_all_ranks(temporary.encode())[0].decode())
         made, names = small_model(model_type, PLANS[plan].small)
         whole = saved_and_read(job, folder / "first", made, options)
         # Even without a plan, a parameter that the class freezes may be read as trained.
@@ -251,9 +251,9 @@ def trainer_step(job: parity.Job, condition: str) -> Callable[[Any, Any], Tensor
 
     def step(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
         parts = chunks_of(batch, MICROBATCHES) if condition == "accumulated" else [batch]
-        labels, total = over_data(sum(counted(part) for part in parts)), 0.0
-        for part in parts:
-            terms = terms_of(model, part)
+        labels, total = over_data(sum(counted(chunk) for chunk in parts)), 0.0
+        for chunk in parts:
+            terms = terms_of(model, chunk)
             # FSDP averages gradients over the ranks, so each rank's loss is multiplied by the number of ranks.
             loss = terms.sum() * ranks / (labels or terms.numel() * len(parts) * ranks)
             loss.backward()
@@ -288,14 +288,16 @@ def raising_under_plan() -> Iterator[None]:
         frames = frames or [f for f in every[-1:] if f"{torch.__name__}/" in f.filename]
         if not frames:
             raise
-        place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
+        location = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
         said = (str(error).splitlines() or [""])[0]
-        raise ParityError(f"{RAISES}{type(error).__name__} at {place}: {said}") from error
+        raise ParityError(f"{RAISES}{type(error).__name__} at {location}: {said}") from error
 
 
-def read(folder: Path, kind: type[PreTrainedModel], config: type[PretrainedConfig], options: Any) -> PreTrainedModel:
+def read(
+    folder: Path, model_class: type[PreTrainedModel], config: type[PretrainedConfig], options: Any
+) -> PreTrainedModel:
     """Read a folder's model with the configuration class `config`, since several configurations share a model class."""
-    model: PreTrainedModel = kind.from_pretrained(folder, config=config.from_pretrained(folder), **options)
+    model: PreTrainedModel = model_class.from_pretrained(folder, config=config.from_pretrained(folder), **options)
     return model
 
 

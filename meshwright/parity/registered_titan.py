@@ -74,13 +74,13 @@ def carries(model_type: str, plan: str) -> bool:
     return plan != "expert" or model_type not in ("llama3", "qwen3", "qwen3_5", "muse_glimmer")
 
 
-def config_of(kind: Kind, parallelism: Any) -> Any:
+def config_of(family: Kind, parallelism: Any) -> Any:
     """Return the configuration of a debug model with two layers and SDPA."""
     # Imported here, so that the checks can be listed without torchtitan.
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
-    package = importlib.import_module(f"torchtitan.models.{kind.folder}")
-    flavour = getattr(package, kind.table)[kind.flavour]
+    package = importlib.import_module(f"torchtitan.models.{family.folder}")
+    flavour = getattr(package, family.table)[family.flavour]
     given = {"attn_backend": "flex", "moe_comm_backend": "standard"}
     config = flavour(**{name: value for name, value in given.items() if name in inspect.signature(flavour).parameters})
     config = replace(config, layers=config.layers[:2])
@@ -108,8 +108,8 @@ def registered(job: parity.Job, plan: str, model_type: str) -> None:
 
     parallel_dims.device_type = "cpu"  # torchtitan assumes cuda on a machine without accelerator
     set_spmd_backend(BACKEND)
-    kind = KINDS[model_type]
-    whole = config_of(kind, ParallelismConfig()).build()
+    family = KINDS[model_type]
+    whole = config_of(family, ParallelismConfig()).build()
     whole.init_weights()
     with torch.no_grad():  # the library's first weights are so small that roundings decide
         for p in whole.parameters():
@@ -119,8 +119,8 @@ def registered(job: parity.Job, plan: str, model_type: str) -> None:
     dims = ParallelDims.from_config(parallelism, job.world_size)
     dims.build_mesh()
     with torch.device("meta"):
-        model = config_of(kind, parallelism).build()
-    function = getattr(importlib.import_module(f"torchtitan.models.{kind.folder}.parallelize"), kind.function)
+        model = config_of(family, parallelism).build()
+    function = getattr(importlib.import_module(f"torchtitan.models.{family.folder}.parallelize"), family.function)
     training = TrainingConfig(mixed_precision_param="float32", mixed_precision_reduce="float32")
     model = function(
         model, parallel_dims=dims, training=training, parallelism=parallelism,

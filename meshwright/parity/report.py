@@ -66,10 +66,14 @@ def render(results: Sequence[ParityResult]) -> None:
     A check has two lines, so that the table fits in a terminal of 80 columns.
     """
     # Columns only for kinds that some check compares, so that the table fits 80 columns.
-    kinds = {kind: label for kind, label in KINDS.items() if any(row.kind == kind for r in results for row in r.rows)}
+    kinds = {
+        quantity: label
+        for quantity, label in KINDS.items()
+        if any(row.kind == quantity for r in results for row in r.rows)
+    }
     cells = [["check", *kinds.values(), ""]]
     for result in results:
-        rows = [[row for row in result.rows if row.kind == kind] for kind in kinds]
+        rows = [[row for row in result.rows if row.kind == quantity] for quantity in kinds]
         worst = [worst_row(of_kind) if of_kind else None for of_kind in rows]
         mark = "equal" if result.holds else "no comparison" if result.error else "DIFFERS"
         cells.append([result.check.title, *("-" if w is None else f"{w.error:.0e}" for w in worst), mark])
@@ -127,7 +131,7 @@ def write_page(results: Sequence[ParityResult], path: Path, head: PageHead) -> P
     templates.filters["marks"] = as_marks
     checks = []
     for result in results:
-        by_kind = {label: [row for row in result.rows if row.kind == kind] for kind, label in KINDS.items()}
+        by_kind = {label: [row for row in result.rows if row.kind == quantity] for quantity, label in KINDS.items()}
         kinds = [
             {"label": label, "count": len(rows), "failed": sum(not r.holds for r in rows), "worst": worst_row(rows)}
             for label, rows in by_kind.items()
@@ -166,9 +170,9 @@ def folded(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
             at += 1
             continue
         count = (end - at) // len(block)
-        number = NUMBERED.fullmatch(last[0]["name"])
-        assert number is not None
-        head = block[0] | {"name": f"{block[0]['name']} to {number['number']}", "note": f"{count} equal blocks"}
+        match = NUMBERED.fullmatch(last[0]["name"])
+        assert match is not None
+        head = block[0] | {"name": f"{block[0]['name']} to {match['number']}", "note": f"{count} equal blocks"}
         made += [head, *folded(block[1:])]
         at = end
     return made
@@ -183,14 +187,20 @@ def block_at(lines: Sequence[dict[str, Any]], at: int) -> list[dict[str, Any]]:
     return list(lines[at:end])
 
 
-def is_like(block: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> bool:
+def is_like(block: Sequence[dict[str, Any]], following: Sequence[dict[str, Any]]) -> bool:
     """Return True if two blocks differ only in the number, and have no mistake."""
-    ours, theirs = (NUMBERED.fullmatch(lines[0]["name"]) for lines in (block, other))
-    if ours is None or theirs is None or ours["before"] != theirs["before"] or len(block) != len(other):
+    ours, theirs = (NUMBERED.fullmatch(lines[0]["name"]) for lines in (block, following))
+    if ours is None or theirs is None or ours["before"] != theirs["before"] or len(block) != len(following):
         return False
     facts = ("depth", "type", "output", "gradient", "parameters", "first")
-    names = all(one["name"] == two["name"] for one, two in zip(block[1:], other[1:], strict=True))
-    same = all(one[fact] == two[fact] for one, two in zip(block, other, strict=True) for fact in facts)
+    names = all(
+        line["name"] == following_line["name"] for line, following_line in zip(block[1:], following[1:], strict=True)
+    )
+    same = all(
+        line[fact] == following_line[fact]
+        for line, following_line in zip(block, following, strict=True)
+        for fact in facts
+    )
     right = not any(line["first"] or line["parameters"] or WRONG in (line["output"]["kind"], line["gradient"]["kind"])
                     for line in block)  # fmt: skip
     return names and same and right
@@ -221,10 +231,10 @@ def _page_lines(result: ParityResult) -> list[dict[str, Any]]:
         for name, line in ((name, lines[name]) for name in _parents_first(result.modules))
     ]
     if result.finding is not None and named not in lines:
-        place = {"name": result.finding.module.strip("()"), "path": result.finding.module, "depth": 0, "type": "",
+        head = {"name": result.finding.module.strip("()"), "path": result.finding.module, "depth": 0, "type": "",
                  "note": ""}  # fmt: skip
         said = {"kind": WRONG, "text": result.finding.kind}
-        rows.insert(0, {**place, "output": said, "gradient": _words(None), "parameters": False, "first": True})
+        rows.insert(0, {**head, "output": said, "gradient": _words(None), "parameters": False, "first": True})
     return rows
 
 
@@ -235,7 +245,7 @@ def _parents_first(modules: Sequence[ModuleLine]) -> list[str]:
     def visit(parent: str) -> list[str]:
         inside = [n for n in names if n != parent and (not parent or n.startswith(f"{parent}."))]
         # Direct children: modules that are in no other module of `inside`.
-        children = [n for n in inside if not any(n.startswith(f"{other}.") for other in inside)]
+        children = [n for n in inside if not any(n.startswith(f"{outer}.") for outer in inside)]
         return [x for child in children for x in (child, *visit(child))]
 
     return [*([""] if "" in names else []), *visit("")]

@@ -27,13 +27,13 @@ def compare_all(evidence: Evidence) -> Iterator[Row]:
     # A parameter without a place in the reference cannot be compared; the finding says so.
     if any(side.facts.lost for side in evidence.ranks):
         return
-    states = sorted({kind for kind, _ in recorded if kind.startswith(STATE)})
-    for step in sorted({step for kind, step in recorded if kind in ("gradient", "weight")}):
-        for kind in ("gradient", CLIPPED, "weight", *states):
-            if (kind, step) in recorded:
-                yield from parameter_rows(evidence, kind, step)
-            if kind in ("gradient", "weight") and facts.dtype in COARSE:
-                yield from copy_rows(evidence, kind, step)
+    states = sorted({quantity for quantity, _ in recorded if quantity.startswith(STATE)})
+    for step in sorted({step for quantity, step in recorded if quantity in ("gradient", "weight")}):
+        for quantity in ("gradient", CLIPPED, "weight", *states):
+            if (quantity, step) in recorded:
+                yield from parameter_rows(evidence, quantity, step)
+            if quantity in ("gradient", "weight") and facts.dtype in COARSE:
+                yield from copy_rows(evidence, quantity, step)
         yield from buffer_rows(evidence, step)
 
 
@@ -50,7 +50,7 @@ def buffer_rows(evidence: Evidence, step: int) -> Iterator[Row]:
             yield Row("buffer", name, worst_of(errors), evidence.allowed("buffer", step, name), step)
 
 
-def copy_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:
+def copy_rows(evidence: Evidence, quantity: str, step: int) -> Iterator[Row]:
     """Compare copies of gradients or weights after a step with each other. The allowed error is 0.
 
     Copies are results of one reduction, so copies have equal rounding errors.
@@ -58,17 +58,17 @@ def copy_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:
     for name in evidence.names:
         first: dict[Part, Tensor] = {}
         errors = [
-            relative_error(x, first.setdefault(part, x))
-            for rank, own, part in evidence.holders[name]
-            if (x := evidence.ranks[rank].get(kind, step, own)) is not None
+            relative_error(x, first.setdefault(shard, x))
+            for rank, local_name, shard in evidence.holders[name]
+            if (x := evidence.ranks[rank].get(quantity, step, local_name)) is not None
         ]
         # With more tensors than parts, at least one part has copies.
         if len(errors) > len(first):
-            yield Row("copy", f"{kind} of {name}", worst_of(errors), 0.0, step)
+            yield Row("copy", f"{quantity} of {name}", worst_of(errors), 0.0, step)
 
 
 def number_rows(
-    evidence: Evidence, kind: str, reference: Sequence[float], ranks: Sequence[Sequence[float | None]], *,
+    evidence: Evidence, quantity: str, reference: Sequence[float], ranks: Sequence[Sequence[float | None]], *,
     summed: bool = False,
 ) -> Iterator[Row]:  # fmt: skip
     """Compare each rank's numbers by step. `summed`: the mean or a sum over ranks may be equal instead.
@@ -81,13 +81,18 @@ def number_rows(
             continue
         others = _put_together(evidence, step, ours) if summed and len(ours) > 1 else ()
         errors = [0.0 if x == theirs else abs(x - theirs) / (abs(theirs) or 1.0) for x in (*ours, *others)]
-        own = worst_of(errors[: len(ours)])
-        error = min((own, *errors[len(ours) :]), key=lambda e: (e != e, e))
+        worst = worst_of(errors[: len(ours)])
+        error = min((worst, *errors[len(ours) :]), key=lambda e: (e != e, e))
         # With unequal numbers of labels, the ranks' losses may have an unknown form, and are not compared. An equal
         # number on all ranks is the loss of the whole, and is compared.
-        if summed and len(set(ours)) > 1 and step == evidence.unequal_step and error > evidence.allowed(kind, step, ""):
+        if (
+            summed
+            and len(set(ours)) > 1
+            and step == evidence.unequal_step
+            and error > evidence.allowed(quantity, step, "")
+        ):
             continue
-        yield Row(kind, f"step {step}", error, evidence.allowed(kind, step, ""), step)
+        yield Row(quantity, f"step {step}", error, evidence.allowed(quantity, step, ""), step)
 
 
 def _put_together(evidence: Evidence, step: int, ours: Sequence[float]) -> Iterator[float]:
@@ -116,49 +121,49 @@ def worst_of(errors: Iterable[float]) -> float:
     return max(errors, key=lambda error: (error != error, error))
 
 
-def parameter_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:
-    """Compare every parameter's tensor of a kind after a step, relative to the norm of the reference's tensor.
+def parameter_rows(evidence: Evidence, quantity: str, step: int) -> Iterator[Row]:
+    """Compare a quantity of every parameter after a step, relative to the norm of the reference's tensor.
 
-    Kinds with a stated error for all parameters together are compared as one tensor.
+    Quantities with a stated error for all parameters together are compared as one tensor.
 
     Tensors that no rank records are left out (wrappers clear gradients in the step). A part that a rank lacks counts as
     zeros; elements that no rank holds give an infinite error. Each part of an optimizer's state needs only one holder,
     since ZeRO assigns the states of a parameter to one owner.
     """
-    if not any(x is not None for n in evidence.names for _, _, x, _ in evidence.pieces(kind, step, n)):
+    if not any(x is not None for n in evidence.names for _, _, x, _ in evidence.pieces(quantity, step, n)):
         return
-    name_of_kind, _, state = kind.partition(":")
+    base_quantity, _, state = quantity.partition(":")
     prefix, squares = f"{state} of " if state else "", []
     for name in evidence.names:
         # A program may compute a gradient of a frozen weight without a step; a step would change the weight.
-        if name in evidence.reference.facts.frozen and kind in ("gradient", CLIPPED):
+        if name in evidence.reference.facts.frozen and quantity in ("gradient", CLIPPED):
             continue
-        whole = evidence.reference.get(kind, step, name)
+        whole = evidence.reference.get(quantity, step, name)
         # The reference's optimizer has no such state for this parameter.
         if whole is None and state:
             continue
         # The error is summed over parts, with the worst copy of each part: a mean over replicas would hide a wrong one.
         # Elements that no rank holds have an infinite error.
         worst: dict[Part, float] = {}
-        pieces = list(evidence.pieces(kind, step, name))
-        owned = {part for _, part, kept, _ in pieces if kept is not None} if state else set()
-        for _, part, kept, theirs in pieces:
-            if kept is None and part in owned:
+        pieces = list(evidence.pieces(quantity, step, name))
+        owned = {shard for _, shard, ours, _ in pieces if ours is not None} if state else set()
+        for _, shard, ours, theirs in pieces:
+            if ours is None and shard in owned:
                 continue
-            square = float((theirs if kept is None else kept - theirs).square().sum())
-            worst[part] = worst_of((worst.get(part, 0.0), square))
+            square = float((theirs if ours is None else ours - theirs).square().sum())
+            worst[shard] = worst_of((worst.get(shard, 0.0), square))
         difference = math.inf if evidence.missing[name] else sum(worst.values())
         size = 0.0 if whole is None else float(whole.square().sum())
         squares.append((difference, size))
-        if name_of_kind not in evidence.reference.facts.together:
+        if base_quantity not in evidence.reference.facts.together:
             error = math.sqrt(difference / size if size else difference)
-            yield Row(name_of_kind, prefix + name, error, evidence.allowed(kind, step, name), step)
-    if name_of_kind in evidence.reference.facts.together:
+            yield Row(base_quantity, prefix + name, error, evidence.allowed(quantity, step, name), step)
+    if base_quantity in evidence.reference.facts.together:
         difference, size = (math.fsum(numbers) for numbers in zip(*squares, strict=True))
         yield Row(
-            name_of_kind,
+            base_quantity,
             f"{prefix}all parameters",
             math.sqrt(difference / size),
-            evidence.allowed(kind, step, ""),
+            evidence.allowed(quantity, step, ""),
             step,
         )

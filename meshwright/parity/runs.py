@@ -50,7 +50,7 @@ PartOf = Callable[[str, int], tuple[str, tuple[slice, ...]]]
 TRACED = ("input", "output", "output-gradient")
 
 
-def compare_runs(first: RecordedRun, second: RecordedRun, part: PartOf | None = None) -> list[ParityResult]:
+def compare_runs(first: RecordedRun, second: RecordedRun, slices_of: PartOf | None = None) -> list[ParityResult]:
     """Compare each step that both runs have.
 
     Raises:
@@ -68,27 +68,27 @@ def compare_runs(first: RecordedRun, second: RecordedRun, part: PartOf | None = 
             f"{first.folder} has no run as rounding moves it, from which what may differ is derived: record it once "
             f"more, to the same folder, with --perturb 1"
         )
-    for other in moved:
-        if not same_samples(first, other, steps[0]):
+    for run in moved:
+        if not same_samples(first, run, steps[0]):
             raise ParityError(
-                f"{other.folder} took other samples than {first.folder}: seed the script, so that two runs of it are "
+                f"{run.folder} took other samples than {first.folder}: seed the script, so that two runs of it are "
                 "the same"
             )
     results: list[ParityResult] = []
     with one_thread():
-        for number in steps:
-            result = StepComparison(first, second, moved, number, part).result()
+        for step in steps:
+            result = StepComparison(first, second, moved, step, slices_of).result()
             if wrong := next((earlier.check.name for earlier in results if not earlier.holds), ""):
                 result = replace(result, notes=(f"begins with what {wrong} left, which differs", *result.notes))
             results.append(result)
     return results
 
 
-def same_samples(first: RecordedRun, other: RecordedRun, number: int) -> bool:
+def same_samples(first: RecordedRun, second: RecordedRun, step: int) -> bool:
     """Return True if two runs of a layout read the same samples in a step."""
-    for one, two in zip(first.ranks, other.ranks, strict=True):
-        if number in two.steps:
-            a, b = (rank.step(number).tensors for rank in (one, two))
+    for ours, theirs in zip(first.ranks, second.ranks, strict=True):
+        if step in theirs.steps:
+            a, b = (rank.step(step).tensors for rank in (ours, theirs))
             keys = [key for key in a if key[0].startswith("sample:")]
             if any(key not in b or not torch.equal(a[key], b[key]) for key in keys):
                 return False
@@ -114,17 +114,19 @@ class StepComparison:
         before, self.explained_by_norm = all(clipped), clipped[1] and not clipped[0]
         if not before:
             ours, theirs, *moved = ([step.as_stepped() for step in steps] for steps in (ours, theirs, *moved))
-        self.unclipped = [run.folder for run, kept in zip(having, clipped, strict=True) if any(clipped) and not kept]
+        self.unclipped = [
+            run.folder for run, is_clipped in zip(having, clipped, strict=True) if any(clipped) and not is_clipped
+        ]
         common, lost = common_strides([*ours, *theirs])
         self.b, self.a, *self.perturbed = (
             [at_strides(step, common, lost) for step in steps] for steps in (ours, theirs, *moved)
         )
         if not self.perturbed:
-            raise ParityError(
-                f"no run of {self.first.folder} as rounding moves it has step {self.step}: record it too"
-            )
+            raise ParityError(f"no run of {self.first.folder} as rounding moves it has step {self.step}: record it too")
         self.strides, lost_first = common_first([*self.first.ranks, *self.second.ranks])
-        self.lost = {name for _, name in lost_first} | {name for kind, name in lost if kind in ("gradient", "weight")}
+        self.lost = {name for _, name in lost_first} | {
+            name for quantity, name in lost if quantity in ("gradient", "weight")
+        }
         self.unseen.append(
             (sorted({n for _, n in [*lost, *lost_first]}), "was cut between samples: record with a larger --most")
         )
@@ -135,9 +137,9 @@ class StepComparison:
         if len(self.a) != len(self.b):
             return False
         return all(
-            {n: x.shape for n, x in one.first.items()} == {n: x.shape for n, x in two.first.items()}
+            {n: x.shape for n, x in ours.first.items()} == {n: x.shape for n, x in theirs.first.items()}
             and {k: x.shape for k, x in a.tensors.items()} == {k: x.shape for k, x in b.tensors.items()}
-            for one, two, a, b in zip(self.first.ranks, self.second.ranks, self.a, self.b, strict=True)
+            for ours, theirs, a, b in zip(self.first.ranks, self.second.ranks, self.a, self.b, strict=True)
         )
 
     def result(self) -> ParityResult:
@@ -153,13 +155,11 @@ class StepComparison:
             ]
             found = min(pairs, key=earliness)
             # Different layouts may have equal shapes, with rows assigned differently.
-            if not found.holds and self.first.axes != self.second.axes and (other := self._against_whole()).holds:
-                found = other
+            if not found.holds and self.first.axes != self.second.axes and (joined := self._against_whole()).holds:
+                found = joined
         named = re.compile(r"\bstep 1\b")
         finding = found.finding and replace(found.finding, text=named.sub(f"step {self.step}", found.finding.text))
-        rows = tuple(
-            replace(row, step=self.step, name=named.sub(f"step {self.step}", row.name)) for row in found.rows
-        )
+        rows = tuple(replace(row, step=self.step, name=named.sub(f"step {self.step}", row.name)) for row in found.rows)
         notes = tuple(dict.fromkeys(self._notes(found)))
         return replace(found, finding=finding, rows=rows, notes=notes, dead=(), seconds=time.monotonic() - start)
 
@@ -169,21 +169,21 @@ class StepComparison:
             if unseen:
                 more = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
                 yield f"not compared: {unseen[0]}{more}, which {why}"
-        kept = [step.facts.kept for step in (*self.a, *self.b)]
-        if any(kept):
+        samples = [step.facts.kept for step in (*self.a, *self.b)]
+        if any(samples):
             yield (
-                f"compared by samples and norms: {max(len(k) for k in kept)} of {len(self.a[0].file.keys)} tensors "
+                f"compared by samples and norms: {max(len(k) for k in samples)} of {len(self.a[0].file.keys)} tensors "
                 "of a rank, which are larger than --most"
             )
         names = [{name for step in steps for name, _ in step.facts.order} for steps in (self.a, self.b)]
-        for one, two, run in ((names[0], names[1], self.first), (names[1], names[0], self.second)):
-            if only := sorted(one - two):
+        for called, elsewhere, run in ((names[0], names[1], self.first), (names[1], names[0], self.second)):
+            if only := sorted(called - elsewhere):
                 more = " ..." if len(only) > 4 else ""
                 words = ", ".join(name or MODEL for name in only[:4])
                 yield f"not compared: modules that only {run.folder} calls: {words}{more}"
         compared = {row.kind for row in found.rows}
-        for kind, word in (("gradient", "gradients"), ("state", "optimizers' states")):
-            if "weight" in compared and kind not in compared:
+        for quantity, word in (("gradient", "gradients"), ("state", "optimizers' states")):
+            if "weight" in compared and quantity not in compared:
                 yield f"not compared: {word}, which no parameter of both runs has as an optimizer steps"
         if self.unclipped:
             yield f"not compared: gradients before clipping, which {self.unclipped[0]} does not keep"
@@ -218,9 +218,9 @@ class StepComparison:
         first = {}
         for name, x in rank.first.items():
             if name not in self.lost:
-                own = rank.facts.kept.get(name, (x.shape, (1,) * x.ndim))[1]
+                strides = rank.facts.kept.get(name, (x.shape, (1,) * x.ndim))[1]
                 common = self.strides.get(("first", name))
-                first[name] = x if common is None else coarser(x, tuple(own), common)
+                first[name] = x if common is None else coarser(x, tuple(strides), common)
         return first
 
     def _moved(self, ranks: Sequence[int]) -> dict[tuple[str, int, str], float]:
@@ -228,8 +228,8 @@ class StepComparison:
         moved: dict[tuple[str, int, str], float] = {}
         for rank in ranks:
             exact, *others = (as_recording(step) for step in (self.a[rank], *(run[rank] for run in self.perturbed)))
-            for kind, step, name, value in movements(exact, others):
-                moved[kind, step, name] = max(moved.get((kind, step, name), 0.0), value)
+            for quantity, step, name, value in movements(exact, others):
+                moved[quantity, step, name] = max(moved.get((quantity, step, name), 0.0), value)
         return moved
 
     def _merged(
@@ -248,7 +248,7 @@ class StepComparison:
         first, recipes = dict[str, Tensor](), dict[str, Recipe]()
         mine = [self._first(rank) for rank in self.second.ranks]
         for name in dict.fromkeys(name for held in firsts for name in held):
-            held = {rank: one[name] for rank, one in enumerate(firsts) if name in one}
+            held = {rank: weights[name] for rank, weights in enumerate(firsts) if name in weights}
             for recipe, x in wholes_of(held, places):
                 found = [find_part(name, local[name], x.to(local[name].dtype)) for local in mine if name in local]
                 # A match with padding is no match: the joined tensor lacks elements.
@@ -259,16 +259,16 @@ class StepComparison:
                     break
         whole = dict[Key, Tensor]()
         for key in dict.fromkeys(key for tensors, _ in sides for key in tensors):
-            kind, _, name = key
+            quantity, _, name = key
             held = {rank: tensors[key] for rank, (tensors, _) in enumerate(sides) if key in tensors}
-            if kind not in TRACED:
+            if quantity not in TRACED:
                 if name in recipes:
                     made = _made(recipes[name], held, places, strict=False)
                     # If copies differ, the first rank's copy is taken.
                     whole[key] = next(iter(held.values())) if made is None else made
                 continue
             ours = {rank: tensors[key] for rank, tensors in enumerate(theirs) if key in tensors}
-            allowed = MARGIN * max(moved.get((kind, 1, name), 0.0), eps)
+            allowed = MARGIN * max(moved.get((quantity, 1, name), 0.0), eps)
             for _, x in wholes_of(held, places):
                 fits = bool(ours) and x.ndim > 0 and explain_tensors(
                     {r: y.double() for r, y in ours.items()}, x.double(), allowed, self.second.coordinates
@@ -295,12 +295,14 @@ class StepComparison:
         loss = math.fsum(losses) / len(of_first)
         moved = [(*key, value) for key, value in self._moved(of_first).items()]
         parents = {name: name.rpartition(".")[0] for name in run.classes if name}
-        gradients = {name for (kind, _, name), x in whole.items() if kind == "gradient" and bool(x.any())}
+        gradients = {name for (quantity, _, name), x in whole.items() if quantity == "gradient" and bool(x.any())}
         # An optimizer with private copies of parameters records no gradients; frozen and zero gradients are unknown.
-        keeps = any(kind == "gradient" for kind, _, _ in whole)
+        keeps = any(quantity == "gradient" for quantity, _, _ in whole)
         frozen = [name for name in names if name in run.frozen or (keeps and ("gradient", 1, name) not in whole)]
         samples = {
-            kind: list(x.shape) for (kind, _, _), x in whole.items() if kind.startswith("sample:") and x.ndim > 1
+            quantity: list(x.shape)
+            for (quantity, _, _), x in whole.items()
+            if quantity.startswith("sample:") and x.ndim > 1
         }
         # Gradients before clipping are compared directly; else the norm explains the error of clipped gradients.
         known = self.explained_by_norm and len(steps[0].clips) == 1
@@ -310,15 +312,15 @@ class StepComparison:
             consumers=steps[0].consumers, parents=parents, classes=run.classes, frozen=frozen, rates=[steps[0].rates],
             dead=[name for name in names if keeps and name not in frozen and name not in gradients],
             batch=samples if len(self.a) == len(of_first) == 1 else {},
-            buffers=sorted({name for kind, _, name in whole if kind == "buffer"}),
+            buffers=sorted({name for quantity, _, name in whole if quantity == "buffer"}),
         )  # fmt: skip
-        kept = {key: x for key, x in whole.items() if not key[0].startswith("sample:")}
+        compared = {key: x for key, x in whole.items() if not key[0].startswith("sample:")}
         wholes = {("initial", 0, name): first[name] for name in names}
         with temporary_folder() as folder:
-            write_record(folder, REFERENCE, {**kept, **wholes}, facts)
-            for place, (rank, (parts, lost, _)) in enumerate(zip(of_second, located, strict=True)):
-                self._write_rank(folder, place, rank, {n: p for n, p in parts.items() if p.name in names}, lost,
-                                 coordinates[place], whole if facts.batch else {})  # fmt: skip
+            write_record(folder, REFERENCE, {**compared, **wholes}, facts)
+            for index, (rank, (parts, lost, _)) in enumerate(zip(of_second, located, strict=True)):
+                self._write_rank(folder, index, rank, {n: p for n, p in parts.items() if p.name in names}, lost,
+                                 coordinates[index], whole if facts.batch else {})  # fmt: skip
             evidence = Evidence(folder, len(of_second))
             rows = list(compare_all(evidence))
             evidence.modules = explain_modules(evidence)
@@ -375,7 +377,7 @@ class StepComparison:
         return Mistake("token counts", "(loss)", text)
 
     def _write_rank(
-        self, folder: Path, place: int, rank: int, parts: Mapping[str, Part], lost: Mapping[str, str],
+        self, folder: Path, index: int, rank: int, parts: Mapping[str, Part], lost: Mapping[str, str],
         coordinates: Mapping[str, int], whole: Mapping[Key, Tensor],
     ) -> None:  # fmt: skip
         step, rows = self.b[rank], {}
@@ -388,11 +390,11 @@ class StepComparison:
                 rows[key[0]] = None if found is None else found.as_json()
         facts = PartFacts(
             [math.fsum(step.facts.losses) if step.facts.losses else None],
-            {name: part.as_json() for name, part in parts.items()}, dict(coordinates), lost=dict(lost), rows=rows,
+            {name: shard.as_json() for name, shard in parts.items()}, dict(coordinates), lost=dict(lost), rows=rows,
             counts=[None], stepped=[step.facts.stepped], rates=[step.facts.rates],
         )  # fmt: skip
-        kept = {key: x for key, x in step.tensors.items() if not key[0].startswith("sample:")}
-        write_record(folder, f"{PARALLEL}-{place}", kept, facts)
+        compared = {key: x for key, x in step.tensors.items() if not key[0].startswith("sample:")}
+        write_record(folder, f"{PARALLEL}-{index}", compared, facts)
 
     def _parts(
         self, rank: int, locals_: Mapping[str, Tensor], wholes: Mapping[str, Tensor]
@@ -422,27 +424,27 @@ class StepComparison:
         rest = {name: x for name, x in locals_.items() if name not in stated}
         places = {axis: (self.second.coordinates[rank][axis], size) for axis, size in self.second.axes}
         parts, lost = locate(rest, wholes, {}, False, None, places)
-        for name, part in stated.items():
-            same = torch.equal(part.take(wholes[part.name]).to(locals_[name].dtype), locals_[name])
+        for name, shard in stated.items():
+            same = torch.equal(shard.take(wholes[shard.name]).to(locals_[name].dtype), locals_[name])
             if same:
-                parts[name] = part
+                parts[name] = shard
             else:
                 lost[name] = f"shape {tuple(locals_[name].shape)}"
         vague = set[str]()
-        for name, part in list(parts.items()):
+        for name, shard in list(parts.items()):
             # Constant values match at any place: only the located weight of the same module decides the place.
-            if name not in stated and not part.whole and is_constant(locals_[name]):
+            if name not in stated and not shard.whole and is_constant(locals_[name]):
                 beside = self.part_beside(name, locals_[name], parts)
-                parts[name] = beside or part
-                vague |= set() if beside else {part.name}
+                parts[name] = beside or shard
+                vague |= set() if beside else {shard.name}
         return parts, lost, vague
 
     def part_beside(self, name: str, local: Tensor, parts: Mapping[str, Part]) -> Part | None:
         """Return the part of a bias by the rows of the weight of the same module; None if unknown."""
-        for other, part in parts.items():
-            rows = part.index[0] if part.index else None
-            if other != name and other.rpartition(".")[0] == name.rpartition(".")[0] and local.ndim == 1 and rows:
-                stride = self.strides.get(("first", part.name), (1,))[0]
+        for sibling, shard in parts.items():
+            rows = shard.index[0] if shard.index else None
+            if sibling != name and sibling.rpartition(".")[0] == name.rpartition(".")[0] and local.ndim == 1 and rows:
+                stride = self.strides.get(("first", shard.name), (1,))[0]
                 follows = rows == tuple(range(rows[0], rows[0] + len(rows)))
                 if follows and len(rows) * stride == len(local):
                     return Part(name, (tuple(range(rows[0] * stride, rows[0] * stride + len(local))),))
@@ -451,33 +453,33 @@ class StepComparison:
     def _norms(self, evidence: Evidence, of_first: Sequence[int], of_second: Sequence[int]) -> Iterator[Row]:
         """Yield comparisons of norms for sampled tensors: norms of copies, and of all cuts together."""
         pieces = {line.name for line in evidence.modules if line.output and line.output.kind in (COPY, CUT)}
-        for kind in ("output", "gradient", "weight"):
-            for name in dict.fromkeys(key[2] for key in self.a[of_first[0]].tensors if key[0] == kind):
-                if kind == "output" and name not in pieces:
+        for quantity in ("output", "gradient", "weight"):
+            for name in dict.fromkeys(key[2] for key in self.a[of_first[0]].tensors if key[0] == quantity):
+                if quantity == "output" and name not in pieces:
                     continue
                 theirs, ours = (
-                    squares_of([steps[rank] for rank in ranks], kind, name)
+                    squares_of([steps[rank] for rank in ranks], quantity, name)
                     for steps, ranks in ((self.a, of_first), (self.b, of_second))
                 )
                 if theirs and ours:
                     error = abs(math.sqrt(ours / theirs) - 1)
                     # A norm in float32 accumulates rounding, hence 1e-5.
-                    yield Row("norm", f"{kind} of {name}", error, 4 * evidence.allowed(kind, 1, name) + 1e-5, 1)
+                    yield Row("norm", f"{quantity} of {name}", error, 4 * evidence.allowed(quantity, 1, name) + 1e-5, 1)
 
 
-def squares_of(steps: Sequence[RecordedStep], kind: str, name: str) -> float | None:
+def squares_of(steps: Sequence[RecordedStep], quantity: str, name: str) -> float | None:
     """Return the mean square over the elements of some ranks' tensors; None unless some are recorded as samples."""
-    total, number, is_sampled = 0.0, 0, False
+    total, count, is_sampled = 0.0, 0, False
     for step in steps:
         for text in step.file.keys:
-            its_kind, _, its_name = text.split("|", 2)
-            if (its_kind, its_name) == (kind, name):
+            its_quantity, _, its_name = text.split("|", 2)
+            if (its_quantity, its_name) == (quantity, name):
                 shape = step.facts.kept[text][0] if text in step.facts.kept else None
                 x = None if shape is not None else step.file.get(text)
                 total += step.facts.norms[text] ** 2 if x is None else float(x.double().square().sum())
-                number += math.prod(shape) if shape is not None else 0 if x is None else x.numel()
+                count += math.prod(shape) if shape is not None else 0 if x is None else x.numel()
                 is_sampled |= shape is not None
-    return total / number if is_sampled and number else None
+    return total / count if is_sampled and count else None
 
 
 def as_recording(step: RecordedStep) -> StepRecording:
@@ -492,7 +494,7 @@ def as_recording(step: RecordedStep) -> StepRecording:
 def earliness(result: ParityResult) -> tuple[bool, bool, int]:
     """Return a sort key, least for the earliest mistake: outputs in forward order, then gradients in backward order."""
     order = list(enumerate(result.modules))
-    forward = next((place for place, line in order if line.output and not line.output.explained), None)
+    forward = next((index for index, line in order if line.output and not line.output.explained), None)
     if forward is not None:
         return result.holds, False, forward
     return (
@@ -525,8 +527,8 @@ def _made(
     at = {tuple(places[rank].items()): x for rank, x in held.items()}
     for axis, word, dim in recipe:
         groups: dict[tuple[tuple[str, int], ...], list[Tensor]] = {}
-        for place, x in sorted(at.items(), key=lambda item: dict(item[0])[axis]):
-            groups.setdefault(tuple(pair for pair in place if pair[0] != axis), []).append(x)
+        for pairs, x in sorted(at.items(), key=lambda item: dict(item[0])[axis]):
+            groups.setdefault(tuple(pair for pair in pairs if pair[0] != axis), []).append(x)
         at = {}
         for rest, terms in groups.items():
             same = len({x.shape for x in terms}) == 1

@@ -38,9 +38,9 @@ def sampled(x: Tensor, strides: Strides, offsets: Sequence[int] = ()) -> Tensor:
 
 def coarser(x: Tensor, strides: Strides, common: Strides) -> Tensor:
     """Reduce samples at `strides` to the samples at `common`, multiples of `strides`."""
-    for dim, (own, wanted) in enumerate(zip(strides, common, strict=True)):
-        if wanted != own:
-            x = x[(slice(None),) * dim + (slice(None, None, wanted // own),)]
+    for dim, (stride, wanted) in enumerate(zip(strides, common, strict=True)):
+        if wanted != stride:
+            x = x[(slice(None),) * dim + (slice(None, None, wanted // stride),)]
     return x.contiguous()
 
 

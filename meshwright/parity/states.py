@@ -67,8 +67,8 @@ def restored(model: nn.Module) -> Iterator[None]:
     """Restore modes, buffers and other tensors of modules, and torch's random states, after a context."""
     modules = list(model.modules())
     modes = [module.training for module in modules]
-    places = [place for module in modules for place in (module._buffers, module.__dict__)]
-    kept = [({k: (v, v.clone()) for k, v in place.items() if isinstance(v, Tensor)}, set(place)) for place in places]
+    tables = [table for module in modules for table in (module._buffers, module.__dict__)]
+    saved = [({k: (v, v.clone()) for k, v in table.items() if isinstance(v, Tensor)}, set(table)) for table in tables]
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=[index for index in devices if index is not None]):
         try:
@@ -76,11 +76,11 @@ def restored(model: nn.Module) -> Iterator[None]:
         finally:
             for module, mode in zip(modules, modes, strict=True):
                 module.training = mode
-            for place, (tensors, names) in zip(places, kept, strict=True):
-                for name in [n for n, v in place.items() if n not in names and isinstance(v, Tensor)]:
-                    del place[name]
+            for table, (tensors, names) in zip(tables, saved, strict=True):
+                for name in [n for n, v in table.items() if n not in names and isinstance(v, Tensor)]:
+                    del table[name]
                 for name, (tensor, values) in tensors.items():
-                    place[name] = tensor
+                    table[name] = tensor
                     tensor.detach().copy_(values)
 
 
@@ -92,10 +92,10 @@ def run(model: nn.Module, batch: Batch, call: Call, length: int) -> Run:
         with Trace(model) as trace:
             result = call(model, batch)
     found = Run()
-    for (kind, name, number), x in trace.tensors.items():
+    for (quantity, name, call_index), x in trace.tensors.items():
         rows = by_position(x, length)
         if rows is not None:
-            (found.inputs if kind == "input" else found.outputs)[name, number] = rows
+            (found.inputs if quantity == "input" else found.outputs)[name, call_index] = rows
     # In the order of ending calls: a module follows the modules inside.
     found.outputs = {key: found.outputs[key] for key in trace.order if key in found.outputs}
     floats = [x for x in all_tensors(result) if x.is_floating_point() and x.ndim > 1]
@@ -114,8 +114,8 @@ def change(before: Tensor | None, after: Tensor | None, roundings: int) -> float
     return most / (size or 1.0) if most > allowed * size else 0.0
 
 
-def moves(before: Run, after: Run, place: slice, there: slice, roundings: int) -> list[Move]:
-    """Return the modules at fault for a difference between `place` of one run and `there` of another.
+def moves(before: Run, after: Run, span: slice, there: slice, roundings: int) -> list[Move]:
+    """Return the modules at fault for a difference between `span` of one run and `there` of another.
 
     A module that contains a module at fault is left out.
     """
@@ -123,9 +123,9 @@ def moves(before: Run, after: Run, place: slice, there: slice, roundings: int) -
     for key, output in before.outputs.items():
         if key not in after.outputs:
             continue
-        size = change(output[place], after.outputs[key][there], roundings)
-        own, theirs = before.inputs.get(key), after.inputs.get(key)
-        taken = 0.0 if own is None or theirs is None else change(own[place], theirs[there], roundings)
+        size = change(output[span], after.outputs[key][there], roundings)
+        ours, theirs = before.inputs.get(key), after.inputs.get(key)
+        taken = 0.0 if ours is None or theirs is None else change(ours[span], theirs[there], roundings)
         inside = any(not key[0] or each.module.startswith(f"{key[0]}.") for each in found)
         if size and not taken and not inside and all(each.module != key[0] for each in found):
             found.append(Move(key[0], size))
@@ -137,31 +137,31 @@ def kind_of(model: nn.Module, name: str) -> tuple[str, str]:
     modules = dict(model.named_modules())
     words = {clean: type(modules[raw]).__name__ for raw, clean in clean_names(list(modules)).items()}
     for text in (words.get(name, ""), name.rpartition(".")[2]):
-        for kind, pattern, remedy in KINDS:
+        for category, pattern, remedy in KINDS:
             if re.search(pattern, text, re.IGNORECASE):
-                return kind, remedy
-    return "mixing", "; ".join(f"{kind}: {remedy}" for kind, _, remedy in KINDS)
+                return category, remedy
+    return "mixing", "; ".join(f"{category}: {remedy}" for category, _, remedy in KINDS)
 
 
-def other_tokens(x: Tensor, place: slice) -> Tensor:
-    """Return a copy of a row with other tokens at a place, all taken from the row, so that the vocabulary has them."""
+def other_tokens(x: Tensor, span: slice) -> Tensor:
+    """Return a copy of a row with other tokens in a span, all taken from the row, so that the vocabulary has them."""
     x = x.clone()
-    old, generator = x[0, place], torch.Generator().manual_seed(1)
+    old, generator = x[0, span], torch.Generator().manual_seed(1)
     if x.is_floating_point():
-        x[0, place] = torch.randn(old.shape, generator=generator).to(old)
+        x[0, span] = torch.randn(old.shape, generator=generator).to(old)
         return x
     known = x[0].unique()
     if len(known) < 2:
         raise ParityError("state_probe: the row has one token again and again: give a row of different tokens")
     at = torch.searchsorted(known, old.contiguous())
     steps = torch.randint(1, len(known), old.shape, generator=generator).to(at)
-    x[0, place] = known[(at + steps) % len(known)]
+    x[0, span] = known[(at + steps) % len(known)]
     return x
 
 
-def alone(batch: Batch, place: slice, length: int) -> Batch:
+def alone(batch: Batch, span: slice, length: int) -> Batch:
     """Return the batch of one document: dims of the row's length are cut, and positions start at 0."""
-    count, cut = place.stop - place.start, Batch()
+    count, cut = span.stop - span.start, Batch()
     for name, x in batch.items():
         if name.startswith("cu_seq"):
             cut[name] = torch.tensor([0, count], dtype=x.dtype, device=x.device)
@@ -170,11 +170,11 @@ def alone(batch: Batch, place: slice, length: int) -> Batch:
         elif isinstance(x, Tensor):
             # Masks have [rows, heads, positions, positions], others [rows, positions, ...].
             dims = (2, 3) if x.ndim == 4 else (1,)
-            part = x
+            segment = x
             for dim in dims:
                 if x.ndim > dim and x.shape[dim] == length:
-                    part = part.narrow(dim, place.start, count)
-            cut[name] = part - part[:, :1] if name == "position_ids" else part
+                    segment = segment.narrow(dim, span.start, count)
+            cut[name] = segment - segment[:, :1] if name == "position_ids" else segment
         else:
             cut[name] = x
     return cut
@@ -189,7 +189,7 @@ def places_of(batch: Batch, tokens: str, lengths: Sequence[int] | None) -> list[
             raise ParityError("state_probe: give lengths=, or position_ids [rows, positions] that restart in the batch")
         starts = [0, *(int(t) + 1 for t in (positions[0].diff() != 1).nonzero().flatten())]
         lengths = [stop - start for start, stop in zip(starts, [*starts[1:], length], strict=True)]
-    ends = [sum(lengths[: number + 1]) for number in range(len(lengths))]
+    ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
     if len(lengths) < 2 or min(lengths) < 1 or ends[-1] > length:
         raise ParityError(f"state_probe: documents of {list(lengths)} positions in a row of {length}: give two or more")
     return [slice(end - count, end) for end, count in zip(ends, lengths, strict=True)]
@@ -218,34 +218,36 @@ class StateProbe:
     def _leaks(self, base: Run) -> Iterator[ProbeFinding]:
         """Yield the modules through which one document reaches another, each once per direction."""
         seen = set[tuple[str, bool]]()
-        for source, place in enumerate(self.places):
-            batch = self.batch | {self.tokens: other_tokens(self.batch[self.tokens], place)}
+        for source, span in enumerate(self.places):
+            batch = self.batch | {self.tokens: other_tokens(self.batch[self.tokens], span)}
             moved = run(self.model, batch, self.call, self.length)
-            for number, other in enumerate(self.places):
-                if number == source:
+            for reader, reader_span in enumerate(self.places):
+                if reader == source:
                     continue
-                for move in moves(base, moved, other, other, 64):
-                    if (key := (move.module, number > source)) in seen:
+                for move in moves(base, moved, reader_span, reader_span, 64):
+                    if (key := (move.module, reader > source)) in seen:
                         continue
                     seen.add(key)
-                    kind, remedy = kind_of(self.model, move.module)
-                    words = f"document {number + 1} sees document {source + 1} at {move.module or '(the model)'}"
-                    yield ProbeFinding(kind, move.module, f"{words} (max change {move.size:.2g} of its size); {remedy}")
+                    category, remedy = kind_of(self.model, move.module)
+                    words = f"document {reader + 1} sees document {source + 1} at {move.module or '(the model)'}"
+                    yield ProbeFinding(
+                        category, move.module, f"{words} (max change {move.size:.2g} of its size); {remedy}"
+                    )
 
     def _alone(self, base: Run) -> Iterator[ProbeFinding]:
         """Yield the first module with a different output for a packed row than for a document alone."""
-        for number, place in enumerate(self.places):
-            count = place.stop - place.start
-            single = run(self.model, alone(self.batch, place, self.length), self.call, count)
+        for index, span in enumerate(self.places):
+            count = span.stop - span.start
+            single = run(self.model, alone(self.batch, span, self.length), self.call, count)
             assert base.result is not None
             if single.result is None:
-                raise ParityError(f"state_probe: alone, document {number + 1} gives no tensor of {count} positions")
-            size = change(base.result[place], single.result, 4096)
+                raise ParityError(f"state_probe: alone, document {index + 1} gives no tensor of {count} positions")
+            size = change(base.result[span], single.result, 4096)
             if size:
-                found = moves(base, single, place, slice(0, count), 4096)
+                found = moves(base, single, span, slice(0, count), 4096)
                 module = found[0].module if found else ""
                 yield ProbeFinding("positions", module,
-                    f"document {number + 1} is not what it is alone, first at {module or '(the model)'} (max change "
+                    f"document {index + 1} is not what it is alone, first at {module or '(the model)'} (max change "
                     f"{size:.2g} of the output's size); restart position_ids at 0 in each document and pass them"
                 )  # fmt: skip
                 return

@@ -27,9 +27,9 @@ def annotate(results: Sequence[ParityResult]) -> None:
     """Print GitHub's command for an annotation of each result that differs, at the line of the check's function."""
     for result in results:
         if not result.holds:
-            place = f"file={of_a_property(place_of(result.check.file))},line={max(1, result.check.line)}"
+            location = f"file={of_a_property(place_of(result.check.file))},line={max(1, result.check.line)}"
             told = f"{result.verdict}\n{result.remedy}".strip()
-            say(f"::error {place},title={of_a_property(result.check.title)}::{of_a_message(told)}")
+            say(f"::error {location},title={of_a_property(result.check.title)}::{of_a_message(told)}")
 
 
 def place_of(file: Path) -> str:

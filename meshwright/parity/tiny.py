@@ -101,7 +101,7 @@ def has(config: PretrainedConfig, name: str) -> bool:
 
 
 def small_config(
-    kind: type[PretrainedConfig], more: Mapping[str, Any] | None = None, added: Mapping[str, Any] | None = None
+    config_class: type[PretrainedConfig], more: Mapping[str, Any] | None = None, added: Mapping[str, Any] | None = None
 ) -> PretrainedConfig:
     """Make a configuration of a class with small sizes, including nested configurations. `more`: sizes with priority
     over the table's; `added`: fields that the configuration does not have.
@@ -109,11 +109,11 @@ def small_config(
     Raises:
         ValueError, TypeError and others: The class's own, if no choice of sizes satisfies the class.
     """
-    default, source, more, added = kind(), inspect.getsource(kind), more or {}, added or {}
-    code = find_spec(modeling_of(kind))
+    default, source, more, added = config_class(), inspect.getsource(config_class), more or {}, added or {}
+    code = find_spec(modeling_of(config_class))
     model_source = Path(str(code.origin)).read_text() if code else ""
     # A size may be only an argument that shapes other fields, or differ by layer.
-    known = {*getattr(kind, "__dataclass_fields__", ()), *added}
+    known = {*getattr(config_class, "__dataclass_fields__", ()), *added}
     given: dict[str, Any] = {name: x for name, x in {**SIZES, **more, **added}.items()
                              if name in known or has(default, name) or f'kwargs.pop("{name}"' in source}  # fmt: skip
     given |= {name: 0.0 for name, x in default.to_dict().items() if "drop" in name and isinstance(x, float)}
@@ -133,24 +133,24 @@ def small_config(
     if 'f"swa_{name}"' in source:  # sliding layers have sizes of their own
         given |= {f"swa_{name}": x for name, x in given.items()}
     kinds = {name: list(dict.fromkeys(getattr(default, name))) * times for name, times in KINDS.items()
-             if name not in {*more, *kind.attribute_map} and has(default, name)
+             if name not in {*more, *config_class.attribute_map} and has(default, name)
              and isinstance(getattr(default, name), list)}  # fmt: skip
     if kinds and has(default, "num_hidden_layers"):
         layers = max(SIZES["num_hidden_layers"], *map(len, kinds.values()))
         given |= {"num_hidden_layers": layers}
         given |= {name: each + each[-1:] * (layers - len(each)) for name, each in kinds.items()}
-    parts = {name: type(part) for name in kind.sub_configs
-             if isinstance(part := getattr(default, name, None), PretrainedConfig)
-             and type(part) not in (kind, PretrainedConfig)}  # fmt: skip
+    parts = {name: type(nested) for name in config_class.sub_configs
+             if isinstance(nested := getattr(default, name, None), PretrainedConfig)
+             and type(nested) not in (config_class, PretrainedConfig)}  # fmt: skip
     if has(default, "hidden_sizes") and isinstance(default.hidden_sizes, (list, tuple)):  # a width for each stage
         given["hidden_sizes"] = [SIZES["hidden_size"]] * len(default.hidden_sizes)
     given = {name: x for name, x in given.items() if x is not None}
-    given |= {name: small_config(part, more, added).to_dict() for name, part in parts.items()}
+    given |= {name: small_config(nested, more, added).to_dict() for name, nested in parts.items()}
     if has(default, "rope_parameters") and (positions := small_positions(default, model_source)):
         given["rope_parameters"] = positions
     while True:
         try:
-            return kind(**given)
+            return config_class(**given)
         except Exception as error:
             said = str(error).partition("{")[0]  # without a configuration that the error quotes
             refused = sorted((name for name in given if name in said), key=lambda name: name in parts)
@@ -170,54 +170,58 @@ def small_positions(default: PretrainedConfig, model_source: str) -> dict[str, A
     return rope | sections if "mrope_section" in model_source and "rope_type" in rope else {}
 
 
-def modeling_of(kind: type[PretrainedConfig]) -> str:
+def modeling_of(config_class: type[PretrainedConfig]) -> str:
     """Return the name of the module with a configuration's models, if the configuration has a separate module."""
-    return kind.__module__.replace(".configuration_", ".modeling_")
+    return config_class.__module__.replace(".configuration_", ".modeling_")
 
 
-def class_of(kind: type[PretrainedConfig]) -> type[PreTrainedModel]:
+def class_of(config_class: type[PretrainedConfig]) -> type[PreTrainedModel]:
     """Return the model class of a configuration: the causal language model, else the first model of this configuration.
 
     Raises:
         LookupError: The library has no such class.
     """
-    if kind.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        causal: type[PreTrainedModel] = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind.model_type])
+    if config_class.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        causal: type[PreTrainedModel] = getattr(
+            transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config_class.model_type]
+        )
         # A composite type's causal language model may have the configuration of a part only.
-        if causal.config_class not in kind.sub_configs.values():
+        if causal.config_class not in config_class.sub_configs.values():
             return causal
-    if find_spec(modeling_of(kind)) is None:
-        raise LookupError(f"{modeling_of(kind)} is no module")
-    module = importlib.import_module(modeling_of(kind))
+    if find_spec(modeling_of(config_class)) is None:
+        raise LookupError(f"{modeling_of(config_class)} is no module")
+    module = importlib.import_module(modeling_of(config_class))
     classes = [
         value for value in vars(module).values() if isinstance(value, type) and issubclass(value, PreTrainedModel)
     ]
-    fits = [each for each in classes if each.config_class is kind and "PreTrained" not in each.__name__]
+    fits = [each for each in classes if each.config_class is config_class and "PreTrained" not in each.__name__]
     # A class for a part of a model may have "PreTrained" in the class name, too.
     fits = fits or [
-        each for each in classes if each.config_class is kind and inspect.isfunction(vars(each).get("forward"))
+        each for each in classes if each.config_class is config_class and inspect.isfunction(vars(each).get("forward"))
     ]
     if not fits:
-        raise LookupError(f"no class of {module.__name__} has the configuration {kind.__name__}")
+        raise LookupError(f"no class of {module.__name__} has the configuration {config_class.__name__}")
     return min(fits, key=lambda each: (not each.__name__.endswith("Model"), len(each.__name__)))
 
 
-def whole_of(kind: type[PretrainedConfig]) -> type[PretrainedConfig]:
-    """Return the configuration class of the model that is tried for `kind`: `kind` itself, or, if no model has this
-    configuration, the first composite configuration with `kind` as a part.
+def whole_of(config_class: type[PretrainedConfig]) -> type[PretrainedConfig]:
+    """Return the configuration class of the model that is tried for `config_class`.
+
+    The result is `config_class` itself, or, if no model has this configuration, the first composite configuration with
+    `config_class` as a part.
 
     Raises:
         LookupError: The library has no such class.
     """
     try:
-        class_of(kind)
+        class_of(config_class)
     except LookupError:
         for name in CONFIG_MAPPING:
-            other = CONFIG_MAPPING[name]
-            if other.__module__ == kind.__module__ and kind in other.sub_configs.values():
-                return other
+            composite = CONFIG_MAPPING[name]
+            if composite.__module__ == config_class.__module__ and config_class in composite.sub_configs.values():
+                return composite
         raise
-    return kind
+    return config_class
 
 
 def small_model(model_type: str, sizes: Mapping[str, Any] | None = None) -> tuple[PreTrainedModel, tuple[str, ...]]:
@@ -227,13 +231,13 @@ def small_model(model_type: str, sizes: Mapping[str, Any] | None = None) -> tupl
     Raises:
         Exception: The error of the first variant, if no variant gives an output.
     """
-    kind, first, added = whole_of(CONFIG_MAPPING[model_type]), None, dict[str, Any]()
+    config_class, first, added = whole_of(CONFIG_MAPPING[model_type]), None, dict[str, Any]()
     variants = list(VARIANTS)
     while variants:
         more = {**(sizes or {}), **variants.pop(0)}
         try:
-            config = small_config(kind, more, added)
-            model: PreTrainedModel = class_of(kind)._from_config(config, attn_implementation="eager")
+            config = small_config(config_class, more, added)
+            model: PreTrainedModel = class_of(config_class)._from_config(config, attn_implementation="eager")
             if (size := sum(p.numel() for p in model.parameters())) > LARGEST:
                 raise ValueError(f"{type(model).__name__} has {size} parameters with small sizes")
             with torch.no_grad():

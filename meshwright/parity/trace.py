@@ -77,7 +77,7 @@ class Trace:
     earlier: nn.Module | None = None
     """A copy with earlier weights. The outputs of its modules for equal inputs are recorded as earlier-output."""
     tensors: dict[tuple[str, str, int], Tensor] = field(default_factory=dict)
-    """(kind, module, call) -> local tensor, of the kinds input, output and output-gradient."""
+    """(kind, module, call) -> local tensor, of the quantities input, output and output-gradient."""
     order: list[tuple[str, int]] = field(default_factory=list)
     """(module, call) in the order of ending forward passes."""
     consumers: dict[str, str] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Trace:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for handle in self.handles:
             handle.remove()
@@ -155,13 +155,13 @@ class Trace:
 
     def _keep_earlier(self, name: str, call: int, module: nn.Module, arguments: Any, keywords: Any) -> None:
         """Record the output that a module with parameters would have with the earlier weights."""
-        own = dict(module.named_parameters(recurse=False))
-        if self.earlier is None or not own:
+        parameters = dict(module.named_parameters(recurse=False))
+        if self.earlier is None or not parameters:
             return
         # A copy of the module, since a forward pass may change state (statistics, a loss of experts' balance).
         before = self.earlier.get_submodule(name)
         # In the module's current dtype: a reference may cast weights, as FSDP2's policies do.
-        cast = {n: x.to(own[n].dtype) for n, x in before.named_parameters(recurse=False) if n in own}
+        cast = {n: x.to(parameters[n].dtype) for n, x in before.named_parameters(recurse=False) if n in parameters}
         with torch.no_grad():
             given = traced_tensor(functional_call(before, cast, arguments, keywords))
         if given is not None:

@@ -41,7 +41,7 @@ class GridPlace:
 
 
 def check_rank(
-    environment: Environment, stop: StopRequest, *, file: str, name: str, number: int, case: int,
+    environment: Environment, stop: StopRequest, *, file: str, name: str, mark_index: int, case: int,
     axes: Sequence[Any], precision: str, out: str,
 ) -> None:  # fmt: skip
     """Run a check's process.
@@ -51,23 +51,23 @@ def check_rank(
         stop: unused; every worker of the launcher has it.
         file: the file of checks.
         name: the check's name, for messages.
-        number: index of the function among the functions that the file's import marks.
+        mark_index: index of the function among the functions that the file's import marks.
         case: index of the case of parameters.
         axes: names and sizes of the grid's axes.
         precision: the precision of the check.
         out: the folder of records.
     """
-    place = GridPlace(environment.rank, Grid(tuple((axis, size) for axis, size in axes)))
+    position = GridPlace(environment.rank, Grid(tuple((axis, size) for axis, size in axes)))
     marked = vars(load_checks(Path(file), importing=True)).get(MARKED, [])
-    if number >= len(marked):
+    if mark_index >= len(marked):
         raise ParityError(
             f"the import of {file} does not make the check {name}: make it on a line of the file that its import runs, "
             "in no function that is called later and not behind the main guard"
         )
-    function = marked[number]
-    given = case_of(function, number, case)
+    function = marked[mark_index]
+    given = case_of(function, mark_index, case)
     with process_group(PATIENCE_SECONDS):
-        call_check(partial(function, **given) if given else function, place, precision, Path(out))
+        call_check(partial(function, **given) if given else function, position, precision, Path(out))
 
 
 def call_check(function: Callable[[ParityJob], None], mesh: Place, precision: str, folder: Path) -> None:

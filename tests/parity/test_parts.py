@@ -104,7 +104,8 @@ def test_megatrons_attributes_say_the_part(own: int, dim: int, stride: int, inde
     model = torch.nn.Module()
     model.register_parameter("weight", weight)
     places = {"pipe": (0, 2), "tp": (1, 2)}
-    parts, lost = locate(dict(model.named_parameters()), {"weight": WHOLE}, {}, load=True, part=None, places=places)
+    named = dict(model.named_parameters())
+    parts, lost = locate(named, {"weight": WHOLE}, {}, load=True, slices_of=None, places=places)
     assert lost == {}
     assert str(parts["weight"]) == index
     assert torch.equal(weight, parts["weight"].take(WHOLE))
