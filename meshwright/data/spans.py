@@ -75,7 +75,7 @@ def read_dialogue(ask: Ask, dialogue: Dialogue, reading: Reading) -> tuple[str, 
         # The template's branches depend on the texts of messages, so placeholders change the result.
         if marked:
             return text, []
-        plain = [{**one, "messages": messages[: len(one["messages"])]} for one in renders[2:]]
+        plain = [{**render, "messages": messages[: len(render["messages"])]} for render in renders[2:]]
         pairs = iter(ask(plain))
         return text, [_by_prefixes(next(pairs), next(pairs), text, at, place, where) for at in learned]
     for number, at in enumerate(learned):

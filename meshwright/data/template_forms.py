@@ -36,7 +36,7 @@ from meshwright.ranks.foreign import parse_json
 
 _ABSENT = object()
 """A missing key."""
-_ONE, _TWO, _THREE = (f"{PLACEHOLDER}{chr(0xF0000 + number)}" for number in range(3))
+_ONE, _TWO, _THREE = (f"{PLACEHOLDER}{chr(0xF0000 + index)}" for index in range(3))
 _REPRS = ("'type'", '"type"', "{'", "&#39;")
 
 

@@ -55,8 +55,8 @@ class Fit:
 
     error: float
     piece: Tensor
-    """The values of `part` in `view`."""
-    part: Part
+    """The values of `shard` in `view`."""
+    shard: Part
     view: Tensor
     """The reference's tensor, with dims swapped or flattened if necessary."""
 
@@ -144,9 +144,9 @@ def _leaves_out(fits: Sequence[Fit], allowed: float) -> bool:
     """Return True if the ranks' cuts together lack slices of the reference that differ from all covered slices."""
     view = fits[0].view
     for dim in range(view.ndim):
-        if any(f.view.shape != view.shape or f.part.index[dim] is None for f in fits):
+        if any(f.view.shape != view.shape or f.shard.index[dim] is None for f in fits):
             continue
-        covered = sorted({i for f in fits for i in f.part.index[dim] or ()})
+        covered = sorted({i for f in fits for i in f.shard.index[dim] or ()})
         rest = sorted(set(range(view.shape[dim])) - set(covered))
         if rest:
             slices = view.movedim(dim, 0).reshape(view.shape[dim], -1)
@@ -178,7 +178,7 @@ def explain_tensors(
     worst = max(errors, key=lambda rank: (errors[rank] != errors[rank], errors[rank]))
     if all(error <= allowed for error in errors.values()):
         good = [f for f in fits.values() if f is not None]
-        if all(f.part.whole for f in good):
+        if all(f.shard.whole for f in good):
             return Explanation(COPY, errors[worst], allowed, rank=worst)
         if not _leaves_out(good, allowed):
             return Explanation(CUT, errors[worst], allowed, rank=worst)

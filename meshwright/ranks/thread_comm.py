@@ -44,10 +44,10 @@ class _Arrival:
     world: ThreadWorld
     rank: int
     meeting: Meeting
-    number: int
+    ordinal: int
 
     def is_completed(self) -> bool:
-        return self.meeting.ended > self.number
+        return self.meeting.ended > self.ordinal
 
     def wait(self) -> None:
         self.world.wait(self.rank, self.is_completed)
