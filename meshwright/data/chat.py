@@ -77,7 +77,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[ChatMessage],
-        place: str,
+        location: str,
         prompt: bool = False,
         tools: Sequence[Any] | None = None,
     ) -> str:
@@ -85,49 +85,49 @@ class ChatTemplate:
 
         Args:
             messages: in any form of a record.
-            place: file and line, for errors.
+            location: file and line, for errors.
             prompt: append the prompt for an answer.
             tools: JSON schemas of the tools that the assistant may call.
 
         Raises:
             DataError: the template refuses the messages, or exceeds the bounds of time or memory for a text.
         """
-        fitted = self._forms.fitted(Dialogue(messages, place))
+        fitted = self._forms.fitted(Dialogue(messages, location))
         render: Render = {"messages": fitted, "add_generation_prompt": prompt}
         (text,) = self._renderer.render(self._variables(tools), [render])
         if isinstance(text, Refusal):
-            raise DataError(f"{place}: {self.where} does not take it: {text.why}")
+            raise DataError(f"{location}: {self.where} does not take it: {text.why}")
         return text
 
-    def question(self, asked: str, place: str) -> tuple[str, str]:
+    def question(self, asked: str, location: str) -> tuple[str, str]:
         """Return (text of a dialogue of one question up to the answer, text that closes an answer).
 
         Raises:
             DataError: as `render`.
         """
         ask, answer = {"role": "user", "content": asked}, {"role": SPEAKER, "content": _ANSWER}
-        whole = self.render([ask, answer], place)
-        return self.render([ask], place, prompt=True), whole.rpartition(_ANSWER)[2].replace(_END, "")
+        whole = self.render([ask, answer], location)
+        return self.render([ask], location, prompt=True), whole.rpartition(_ANSWER)[2].replace(_END, "")
 
-    def prompt(self, messages: Sequence[ChatMessage], place: str, *, goes_on: bool = False) -> str:
+    def prompt(self, messages: Sequence[ChatMessage], location: str, *, goes_on: bool = False) -> str:
         """Return a dialogue's text with the prompt for an answer.
 
         Args:
             messages: the dialogue.
-            place: file and line, for errors.
+            location: file and line, for errors.
             goes_on: end instead with the content of the last message, for the model to continue.
 
         Raises:
             DataError: as `render`, or the template does not write the last message.
         """
-        text, _ = _without_marks(self.render(messages, place, prompt=not goes_on))
+        text, _ = _without_marks(self.render(messages, location, prompt=not goes_on))
         if not goes_on:
             return text
         begun = messages[-1]["content"]
         # Templates may strip a message on one or both sides, so the search leaves out outer white space.
         before, found, _ = text.rpartition(begun.strip())
         if not found:
-            raise DataError(f"{place}: {self.where} does not write the last message, which is to be gone on with")
+            raise DataError(f"{location}: {self.where} does not write the last message, which is to be gone on with")
         return before + (begun.lstrip() if text.startswith(begun.lstrip(), len(before)) else found)
 
     def dialogue(self, dialogue: Dialogue) -> tuple[str, Spans]:
@@ -161,13 +161,13 @@ class ChatTemplate:
 def _without_marks(text: str) -> tuple[str, Spans]:
     """Return (a rendered text without marks, the spans between marks)."""
     plain, spans, begin = "", [], 0
-    for part in re.split(f"([{_BEGIN}{_END}])", text):
-        if part == _BEGIN:
+    for segment in re.split(f"([{_BEGIN}{_END}])", text):
+        if segment == _BEGIN:
             begin = len(plain)
-        elif part == _END:
+        elif segment == _END:
             spans.append((begin, len(plain)))
         else:
-            plain += part
+            plain += segment
     return plain, spans
 
 
@@ -182,13 +182,13 @@ def kept_template(folder: Path, asked: AskedMarks = AskedMarks()) -> ChatTemplat
     return template_of(str(folder / "tokenizer.json"), None, asked) if has_template else None
 
 
-def template_for(data: ChatSection, kept: Path | None = None) -> ChatTemplate:
-    """Return the template of a run's dialogues. `kept`: a checkpoint's folder; a template there has priority.
+def template_for(data: ChatSection, checkpoint: Path | None = None) -> ChatTemplate:
+    """Return the template of a run's dialogues. `checkpoint`: a checkpoint's folder; a template there has priority.
 
     Raises:
         DataError: there is no template.
     """
-    template = None if kept is None else kept_template(kept, data.asked)
+    template = None if checkpoint is None else kept_template(checkpoint, data.asked)
     template = template or template_of(data.tokenizer, data.template, data.asked)
     return replace(template, arguments=data.arguments)
 
@@ -230,7 +230,7 @@ def template_of(tokenizer: str, template: str | None, asked: AskedMarks = AskedM
             raise DataError(f"{path}: cannot be read as a template: {error}") from error
     text = settings.get("chat_template")
     if isinstance(text, list):  # several templates by name
-        named = {one.get("name"): one.get("template") for one in text if isinstance(one, dict)}
+        named = {entry.get("name"): entry.get("template") for entry in text if isinstance(entry, dict)}
         text = named.get("default")
     if template is not None or not isinstance(text, str):
         lacks = f"{template}: is no such file" if template is not None else f"{beside}: has no chat template"

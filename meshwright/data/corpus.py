@@ -97,7 +97,7 @@ def documents(source: str, picks: Picks = NO_PICKS) -> Iterator[Text]:
         is_hub = source.startswith(HUB)
         records = hub_records(source, picks) if is_hub else read_records(choose_files(source, picks.split), wanted)
         texts = (text_of(record, where, picks.column) for where, record in records)
-    return (document for document in texts if any(part and not part.isspace() for part in chunks_of(document)))
+    return (document for document in texts if any(chunk and not chunk.isspace() for chunk in chunks_of(document)))
 
 
 def text_of(record: object, where: str, column: str | None) -> Text:
@@ -200,8 +200,8 @@ def hub_records(source: str, picks: Picks) -> Iterator[tuple[str, Any]]:
     datasets = library("datasets", Path(source))
     try:
         rows = datasets.load_dataset(name, configuration or None, split=picks.split or HUB_SPLIT, streaming=True)
-        for number, record in enumerate(rows):
-            yield f"{source} row {number}", record
+        for row, record in enumerate(rows):
+            yield f"{source} row {row}", record
     except DataError:
         raise
     except Exception as error:  # the libraries raise many kinds: no network, no such data set, a server's error

@@ -106,12 +106,17 @@ def dialogue_of(record: object, where: str, special: Sequence[str]) -> Dialogue:
     if unlearned.issuperset(speaks):
         raise DataError(f"{where}: no message of the {SPEAKER} is to be learned: there is nothing to learn from it")
     tools = _tools(given.get("tools"), where)
-    for place, said in (*((f"message {at}", one) for at, one in enumerate(checked, start=1)), ("tools", tools)):
+    for location, said in (
+        *((f"message {at}", message) for at, message in enumerate(checked, start=1)),
+        ("tools", tools),
+    ):
         for token in (*special, *RESERVED):
             # Keys and names of tools are rendered too. A mark in a text would end the message for the model.
             if any(token in text for text in _texts(said)):
-                spells = "its content spells" if place != "tools" else "spells"
-                raise DataError(f"{where} {place}: {spells} {token!r}, which the tokenizer reads as a mark of its own")
+                spells = "its content spells" if location != "tools" else "spells"
+                raise DataError(
+                    f"{where} {location}: {spells} {token!r}, which the tokenizer reads as a mark of its own"
+                )
     return Dialogue(checked, where, unlearned, tools)
 
 
@@ -194,7 +199,7 @@ def _message(message: object, where: str) -> tuple[ChatMessage, bool]:
         checked[CALLS] = calls
     else:
         checked["content"] = _content(given.get("content"), where)
-        texts = [part["text"] for part in checked["content"]] if isinstance(checked["content"], list) else []
+        texts = [entry["text"] for entry in checked["content"]] if isinstance(checked["content"], list) else []
         if role == SPEAKER and not "".join(texts or checked["content"]).strip():
             raise DataError(f"{where}: the {SPEAKER} says nothing")
     for key, value in given.items():
@@ -213,15 +218,19 @@ def _content(content: object, where: str) -> str | list[dict[str, str]]:
     if not isinstance(content, list):
         return checked_text(content, where, "content")
     parts = []
-    for number, part in enumerate(content, start=1):
-        kind = "text" if isinstance(part, str) else part.get("type", "text") if isinstance(part, dict) else None
-        if kind is None:
-            raise DataError(f"{where}: part {number} of its content is neither a text nor an object")
-        if kind != "text":
+    for index, entry in enumerate(content, start=1):
+        content_type = (
+            "text" if isinstance(entry, str) else entry.get("type", "text") if isinstance(entry, dict) else None
+        )
+        if content_type is None:
+            raise DataError(f"{where}: part {index} of its content is neither a text nor an object")
+        if content_type != "text":
             raise DataError(
-                f"{where}: part {number} of its content is of type {kind!r:.40}; models here read text alone"
+                f"{where}: part {index} of its content is of type {content_type!r:.40}; models here read text alone"
             )
-        parts.append({"type": "text", "text": checked_text(part if isinstance(part, str) else part.get("text"), where)})
+        parts.append(
+            {"type": "text", "text": checked_text(entry if isinstance(entry, str) else entry.get("text"), where)}
+        )
     return parts
 
 

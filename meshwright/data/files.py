@@ -128,10 +128,10 @@ class FileSum:
         self._sum.update(data)
         view = memoryview(data)
         while view:
-            part = view[: REGION_BYTES - self._filled]
-            self._region = crc32(part, self._region)
-            self._filled += len(part)
-            view = view[len(part) :]
+            chunk = view[: REGION_BYTES - self._filled]
+            self._region = crc32(chunk, self._region)
+            self._filled += len(chunk)
+            view = view[len(chunk) :]
             if self._filled == REGION_BYTES:
                 self._regions.append(f"{self._region:08x}")
                 self._region = self._filled = 0
@@ -186,11 +186,11 @@ def check_file(path: Path, wanted: str, regions: Sequence[str], inspect: Inspect
     total, wrong, complaint = FileSum(), [], None
     try:
         with path.open("rb") as file:
-            for number, data in enumerate(iter(lambda: file.read(REGION_BYTES), b"")):
+            for region, data in enumerate(iter(lambda: file.read(REGION_BYTES), b"")):
                 total.update(data)
-                if number < len(regions) and f"{crc32(data):08x}" != regions[number]:
-                    wrong.append(number)
-                complaint = complaint or inspect(path.name, number * REGION_BYTES, data)
+                if region < len(regions) and f"{crc32(data):08x}" != regions[region]:
+                    wrong.append(region)
+                complaint = complaint or inspect(path.name, region * REGION_BYTES, data)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}; {DAMAGE_REMEDY}") from error
     if total.sha256 != wanted:

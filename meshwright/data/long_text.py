@@ -48,11 +48,11 @@ class LongText:
             file.seek(self._begin)
             for start in range(self._begin, self._end, _CHUNK_BYTES):
                 stop = min(start + _CHUNK_BYTES, self._end)
-                kept = len(decoder.getstate()[0])
+                undecoded = len(decoder.getstate()[0])
                 try:
                     yield decoder.decode(file.read(stop - start), final=stop == self._end)
                 except UnicodeDecodeError as error:
-                    error.start += start - kept
+                    error.start += start - undecoded
                     raise
 
     def __len__(self) -> int:

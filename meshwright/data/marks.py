@@ -63,7 +63,7 @@ def ids_of(value: object) -> list[int]:
     """List the ids of an `eos_token_id`: a number, a list, or none."""
     values = value if isinstance(value, list) else [value]
     # True is an int in Python, and no id.
-    return [one for one in values if isinstance(one, int) and not isinstance(one, bool)]
+    return [token for token in values if isinstance(token, int) and not isinstance(token, bool)]
 
 
 def marks_of(library: tokenizers.Tokenizer, where: str, beside: Beside, asked: AskedMarks = AskedMarks()) -> Marks:
@@ -87,7 +87,7 @@ def marks_of(library: tokenizers.Tokenizer, where: str, beside: Beside, asked: A
 
     opening, closing = _template(library)
     # An `eos_token_id` that is an ordinary word of the vocabulary is an unchanged default.
-    special = {number for number, token in library.get_added_tokens_decoder().items() if token.special}
+    special = {token_id for token_id, token in library.get_added_tokens_decoder().items() if token.special}
     # transformers ends generation at the ids of generation_config.json, or without these at config.json's.
     listed = (ids_of(beside.get(file, {}).get("eos_token_id")) for file in (GENERATION, MODEL))
     stops = [token for token in next(filter(None, listed), []) if token in special]
@@ -126,15 +126,15 @@ def _template(library: tokenizers.Tokenizer) -> tuple[int | None, int | None]:
     """Return the first and the last special token of the post-processor's template for one text."""
     if library.post_processor is None:
         return None, None
-    for one in _processors(json.loads(library.post_processor.__getstate__())):  # without the long vocabulary
-        if one["type"] == "TemplateProcessing":
-            single = one["single"]
-            ids = {name: token["ids"] for name, token in one["special_tokens"].items()}
+    for processor in _processors(json.loads(library.post_processor.__getstate__())):  # without the long vocabulary
+        if processor["type"] == "TemplateProcessing":
+            single = processor["single"]
+            ids = {name: token["ids"] for name, token in processor["special_tokens"].items()}
             ends = (single[0].get("SpecialToken"), single[-1].get("SpecialToken")) if single else (None, None)
             first, last = (ids[end["id"]][-1] if end is not None else None for end in ends)
             return first, last
-        if one["type"] in ("BertProcessing", "RobertaProcessing"):
-            return int(one["cls"][1]), int(one["sep"][1])
+        if processor["type"] in ("BertProcessing", "RobertaProcessing"):
+            return int(processor["cls"][1]), int(processor["sep"][1])
     return None, None
 
 

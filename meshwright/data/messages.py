@@ -126,18 +126,18 @@ class DialogueSamples(ShuffledSamples):
             [np.count_nonzero(self._tokens[at + 1 : at + n] & SAID) for at, n in zip(starts, taken, strict=True)],
             dtype=np.int64,
         )
-        kept = (learned > 0) & ~longer if overlong == "drop" else learned > 0
-        if not kept.any():
+        mask = (learned > 0) & ~longer if overlong == "drop" else learned > 0
+        if not mask.any():
             most = int(lengths.max(initial=0)) - 1
             raise DataError(
                 f"{corpus.name(split)}: no dialogue fits data.sequence={sequence}; the longest takes {most}"
             )
         # n tokens are n - 1 inputs, since the last token is only a label.
-        self._starts, self._counts = starts[kept], taken[kept] - 1
+        self._starts, self._counts = starts[mask], taken[mask] - 1
         self._windows = _filled(self._counts.tolist(), sequence)
-        windows, num_kept, num_longer = len(self._windows) - 1, int(kept.sum()), int(longer.sum())
+        windows, num_kept, num_longer = len(self._windows) - 1, int(mask.sum()), int(longer.sum())
         places, left_out = windows * sequence, len(starts) - num_kept
-        full, said = 100 * int(self._counts.sum()) / places, 100 * int(learned[kept].sum()) / places
+        full, said = 100 * int(self._counts.sum()) / places, 100 * int(learned[mask].sum()) / places
         self.note = f"{num_kept} dialogues in {windows} windows, {full:.0f} % full, {said:.0f} % learned"
         if num_longer and overlong == "drop":
             self.note += f"; {num_longer} longer than data.sequence={sequence} left out (data.overlong=cut cuts them)"
@@ -157,17 +157,17 @@ class DialogueSamples(ShuffledSamples):
         tokens, labels = np.full(shape, self._padding, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
         begins = np.zeros(shape, dtype=bool)
         for row, window in enumerate(rows.tolist()):
-            place = 0
+            offset = 0
             for dialogue in range(self._windows[window], self._windows[window + 1]):
                 start, count = self._starts[dialogue], self._counts[dialogue]
                 run = self._tokens[start : start + count + 1].astype(np.int64)
                 inputs, following = run[:-1] & IDS, run[1:]
-                tokens[row, place : place + count] = inputs
-                labels[row, place : place + count] = np.where(following & SAID, following & IDS, IGNORED)
-                begins[row, place] = True
-                place += count
+                tokens[row, offset : offset + count] = inputs
+                labels[row, offset : offset + count] = np.where(following & SAID, following & IDS, IGNORED)
+                begins[row, offset] = True
+                offset += count
             # The padding is a separate document. In a full row the slice is empty.
-            begins[row, place : place + 1] = True
+            begins[row, offset : offset + 1] = True
         batch = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
         return batch | document_entries(begins)
 

@@ -99,11 +99,11 @@ def _common_tokenizer(data: MixedSection, cache: Path, progress: ShowProgress) -
 def open_mixture(folder: Path) -> list[MixturePart]:
     """Open the parts of a mixture's folder. Raises DataError if a part has changed since the mixing."""
     parts = []
-    for part in read_json(folder / MIXTURE)["parts"]:
-        packed = open_packed(folder.parent / part["folder"])
-        if packed.header.sha256 != part["sha256"]:
+    for entry in read_json(folder / MIXTURE)["parts"]:
+        packed = open_packed(folder.parent / entry["folder"])
+        if packed.header.sha256 != entry["sha256"]:
             raise DataError(f"{packed.folder}: holds other tokens than when it was mixed; {DAMAGE_REMEDY}")
-        parts.append(MixturePart(packed, part["share"]))
+        parts.append(MixturePart(packed, entry["share"]))
     return parts
 
 
@@ -129,20 +129,20 @@ def open_sources(data: MixedSection, config: Config, folder: Path) -> Opened:
 
     def samples(split: Split) -> tuple[Samples, str]:
         each: list[ShuffledSamples] = []
-        for part in parts:
-            of_part, _ = data.samples(config, part.packed, split)
-            assert isinstance(of_part, ShuffledSamples), of_part
-            each.append(of_part)
-        epochs = [seen * part.share / len(of_part) for part, of_part in zip(parts, each, strict=True)]
+        for source in parts:
+            source_samples, _ = data.samples(config, source.packed, split)
+            assert isinstance(source_samples, ShuffledSamples), source_samples
+            each.append(source_samples)
+        epochs = [seen * source.share / len(source_samples) for source, source_samples in zip(parts, each, strict=True)]
         told = ", ".join(
-            f"{part.packed.header.source} {part.share * 100 / BLOCK:g} % ({passes:.2g} epochs)"
-            for part, passes in zip(parts, epochs, strict=True)
+            f"{source.packed.header.source} {source.share * 100 / BLOCK:g} % ({passes:.2g} epochs)"
+            for source, passes in zip(parts, epochs, strict=True)
         )
-        mixed = MixedSamples(each, [part.share for part in parts], config.seed)
+        mixed = MixedSamples(each, [source.share for source in parts], config.seed)
         return mixed, told if split == "train" else ""
 
     opened = open_splits(config, samples, parts[0].packed.tokenizer)
-    return replace(opened, notes=(*(line for part in parts for line in read_lines(part.packed)), *opened.notes))
+    return replace(opened, notes=(*(line for source in parts for line in read_lines(source.packed)), *opened.notes))
 
 
 class MixedSamples:
@@ -156,7 +156,9 @@ class MixedSamples:
     def __len__(self) -> int:
         """Count the samples until every source has finished at least one epoch."""
         # A source of n samples with `share` samples in every BLOCK finishes an epoch after n * BLOCK / share samples.
-        return max(-(-len(part) * BLOCK // int(share)) for part, share in zip(self._parts, self._shares, strict=True))
+        return max(
+            -(-len(samples) * BLOCK // int(share)) for samples, share in zip(self._parts, self._shares, strict=True)
+        )
 
     def places(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the source [count] of each sample, and the number [count] of earlier samples of that source."""
@@ -172,27 +174,27 @@ class MixedSamples:
         return sources, blocks * self._shares[sources] + slots - (self._ends - self._shares)[sources]
 
     def samples(self, first: int, count: int) -> Batch:
-        return self._batch(first, count, "sample", lambda part, earlier: part.order.at(earlier))
+        return self._batch(first, count, "sample", lambda samples, earlier: samples.order.at(earlier))
 
     def held_out(self, first: int, count: int) -> Batch:
-        return self._batch(first, count, "held out", lambda part, earlier: earlier % len(part))
+        return self._batch(first, count, "held out", lambda samples, earlier: earlier % len(samples))
 
     def _batch(
         self, first: int, count: int, draw: str, rows_of: Callable[[ShuffledSamples, np.ndarray], np.ndarray]
     ) -> Batch:
         """Read `count` samples from number `first` on.
 
-        `rows_of`: rows_of(part, earlier) returns the rows of a source for the given numbers of earlier samples.
+        `rows_of`: rows_of(samples, earlier) returns the rows of a source for the given numbers of earlier samples.
         """
         import torch
 
         sources, earlier = self.places(first, count)
         batch: Batch = {}
         for source in np.unique(sources).tolist():
-            places, part = np.flatnonzero(sources == source), self._parts[source]
-            draws = [f"{draw}/{first + place}" for place in places.tolist()]
-            for name, x in part.read(rows_of(part, earlier[places]), draws).items():
-                # Sources of one kind have equal entries and shapes: write each row to the place of its sample.
+            places, samples = np.flatnonzero(sources == source), self._parts[source]
+            draws = [f"{draw}/{first + position}" for position in places.tolist()]
+            for name, x in samples.read(rows_of(samples, earlier[places]), draws).items():
+                # Sources of one kind have equal entries and shapes: write each row to the position of its sample.
                 whole = batch.setdefault(name, x.new_empty(count, *x.shape[1:]))
                 whole[torch.from_numpy(places)] = x
         return batch

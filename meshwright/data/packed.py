@@ -139,9 +139,9 @@ class PackedCorpus:
         if not len(ids) or int(ids.max()) < size:
             return None
         # argmax of booleans gives the first True.
-        place = int(np.argmax(ids >= size))
-        where = f"byte {offset + place * ids.itemsize}"
-        return f"holds token {ids[place]} at {where}, and the vocabulary ends at {size - 1}"
+        index = int(np.argmax(ids >= size))
+        where = f"byte {offset + index * ids.itemsize}"
+        return f"holds token {ids[index]} at {where}, and the vocabulary ends at {size - 1}"
 
     def check_vocabulary(self, vocabulary: int, size: int = 0, besides: str = "") -> None:
         """Check that a model of `vocabulary` tokens covers the corpus' tokens.

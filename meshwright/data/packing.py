@@ -77,7 +77,7 @@ def pack(
     """
     if not 0 <= validation < 1:
         raise DataError(f"validation={validation}: is no share; valid: 0, or a number below 1, such as 0.05")
-    kind, asked = tokenizer_kind(tokenizer), asked if corpus.kind != "pairs" else asked._replace(begin=NONE)
+    setting, asked = tokenizer_kind(tokenizer), asked if corpus.kind != "pairs" else asked._replace(begin=NONE)
     if out.exists() and not is_prepared(out) and (out.is_file() or any(out.iterdir())):
         raise DataError(f"{out}: exists and is no prepared folder; give another folder, such as {free_path(out)}")
     try:
@@ -92,7 +92,7 @@ def pack(
                 every = 2 if corpus.kind in ("messages", "preferences") else 1
                 learned = (text for split, texts in records if split == "train" for text in texts[::every])
                 trained = make_tokenizer(tokenizer, learned, progress, asked, plan.num_characters)
-                facts = {"tokenizer": kind, "validation_share": validation, "ends": asked.end != NONE}
+                facts = {"tokenizer": setting, "validation_share": validation, "ends": asked.end != NONE}
                 header = _write(folder, corpus, trained, plan, facts, progress)
                 # Fields unknown to version 0.1.0 are left out if equal to that version's behaviour.
                 was_so = {"begin": header.begin is None, "ends": header.ends, "ignored": not header.ignored}
@@ -141,8 +141,8 @@ def corpus_for(data: TokenSection, cache: Path, progress: ShowProgress = silent)
                 text = f"data.{field}={wanted}: {data.source} was prepared with {has}"
                 raise DataError(f"{text}; leave data.{field} out, or prepare it again")
     else:
-        corpus, kind = data.corpus(), tokenizer_kind(data.tokenizer)
-        tokenizer = [kind, file_sha256(Path(data.tokenizer).expanduser())] if kind == "file" else [kind]
+        corpus, setting = data.corpus(), tokenizer_kind(data.tokenizer)
+        tokenizer = [setting, file_sha256(Path(data.tokenizer).expanduser())] if setting == "file" else [setting]
         # The name changes with all that the prepared files depend on, and is known without reading the corpus.
         # Marks equal to version 0.1.0's are left out, so that folders of that version keep their names.
         marks = _marks(data.tokenizer, data.asked)
@@ -175,12 +175,12 @@ class SplitWriter:
     def add(self, text: Text) -> None:
         """Append one document."""
         is_first = True
-        for part, following in pairwise(chain(pieces(text, self._tokenizer.piece_characters), [None])):
-            assert part is not None
-            self._words += len(part.split())  # exact: pieces are cut before a space
-            self._batch.append((self._rate.counted(part), is_first, following is None))
+        for chunk, following in pairwise(chain(pieces(text, self._tokenizer.piece_characters), [None])):
+            assert chunk is not None
+            self._words += len(chunk.split())  # exact: pieces are cut before a space
+            self._batch.append((self._rate.counted(chunk), is_first, following is None))
             is_first = False
-            self._batch_characters += len(part)
+            self._batch_characters += len(chunk)
             if self._batch_characters >= _BATCH_CHARACTERS:
                 self.flush()
         self._documents += 1
@@ -200,7 +200,7 @@ class SplitWriter:
 
     def flush(self) -> None:
         """Encode and write the documents added since the last call."""
-        encoded = self._tokenizer.encode_batch(part for part, *_ in self._batch)
+        encoded = self._tokenizer.encode_batch(chunk for chunk, *_ in self._batch)
         for inside, (_, is_first, is_last) in zip(encoded, self._batch, strict=True):
             ids = [*(self._tokenizer.opening if is_first else ()), *inside, *(self._behind if is_last else ())]
             data = np.array(ids, dtype=self._dtype).tobytes()
@@ -275,22 +275,22 @@ def _marks(tokenizer: str, asked: AskedMarks) -> Marks | None:
     return load_tokenizer(path, asked).marks if tokenizer_kind(tokenizer) == "file" else None
 
 
-def _same_tokenizer(asked: str, kind: str, tokenizer: Tokenizer) -> bool:
-    """Return whether a folder was prepared with the config's tokenizer. `kind`: the folder's tokenizer setting."""
+def _same_tokenizer(asked: str, setting: str, tokenizer: Tokenizer) -> bool:
+    """Return whether a folder was prepared with the config's tokenizer. `setting`: the folder's tokenizer setting."""
     if tokenizer_kind(asked) != "file":
-        return kind == tokenizer_kind(asked)
+        return setting == tokenizer_kind(asked)
     return load_tokenizer(Path(asked).expanduser(), UNASKED).to_json() == tokenizer.to_json()
 
 
-def check_agrees(data: TokenSection, kind: str, tokenizer: Tokenizer, share: float) -> None:
+def check_agrees(data: TokenSection, setting: str, tokenizer: Tokenizer, share: float) -> None:
     """Raise DataError if a config names another tokenizer or share than a prepared folder's, without any effect.
 
-    `kind`: the tokenizer setting of the folder's preparation.
+    `setting`: the tokenizer setting of the folder's preparation.
     """
     again = "or prepare it again"
     defaults = {name: field.default for name, field in TokenSection.model_fields.items()}
-    if data.tokenizer != defaults["tokenizer"] and not _same_tokenizer(data.tokenizer, kind, tokenizer):
-        wanted = f"data.tokenizer={data.tokenizer}: {data.source} was prepared with {kind}"
+    if data.tokenizer != defaults["tokenizer"] and not _same_tokenizer(data.tokenizer, setting, tokenizer):
+        wanted = f"data.tokenizer={data.tokenizer}: {data.source} was prepared with {setting}"
         raise DataError(f"{wanted}; leave data.tokenizer out, {again}")
     if data.validation != defaults["validation"] and data.validation != share:
         wanted = f"data.validation={data.validation}: {data.source} was prepared with {share}"

@@ -20,9 +20,9 @@ _MOST = 2**16
 PLACEHOLDERS = re.compile(f"{PLACEHOLDER}(.)", re.DOTALL)
 
 
-def placeholder(number: int) -> str:
+def placeholder(index: int) -> str:
     """Return the placeholder of a run."""
-    return f"{PLACEHOLDER}{chr(_FIRST + number)}"
+    return f"{PLACEHOLDER}{chr(_FIRST + index)}"
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class Planted:
 
     def __init__(self, messages: Sequence[ChatMessage], constants: Iterable[str]) -> None:
         # Only tags, or several words: a single word, or white space, is also in ordinary texts.
-        marks = (one for one in constants if len(one.strip()) > 1 and not one.isalnum())
-        kept = sorted(map(re.escape, marks), key=len, reverse=True)
-        self._kept = re.compile("|".join(kept)) if kept else None
+        marks = (constant for constant in constants if len(constant.strip()) > 1 and not constant.isalnum())
+        patterns = sorted(map(re.escape, marks), key=len, reverse=True)
+        self._kept = re.compile("|".join(patterns)) if patterns else None
         self.runs: list[Run] = []
         self.messages = [self.plant_message(at, message) for at, message in enumerate(messages)]
 
     def placeholders_of(self, message: int) -> list[str]:
         """Return the placeholders of a message."""
-        return [placeholder(number) for number, run in enumerate(self.runs) if run.message == message]
+        return [placeholder(index) for index, run in enumerate(self.runs) if run.message == message]
 
     def run_at(self, mark: str) -> Run:
         return self.runs[ord(mark[-1]) - _FIRST]
@@ -82,13 +82,13 @@ class Planted:
             return self._planted(at, field, value)
         if isinstance(value, Mapping):
             # The type of a content part is a keyword for the template.
-            return {key: one if key == "type" else self._tree(at, field, one) for key, one in value.items()}
-        return [self._tree(at, field, one) for one in value] if isinstance(value, list) else value
+            return {key: child if key == "type" else self._tree(at, field, child) for key, child in value.items()}
+        return [self._tree(at, field, child) for child in value] if isinstance(value, list) else value
 
     def _planted(self, at: int, field: str, text: str) -> str:
         parts, begin = [], 0
-        for kept in (*(self._kept.finditer(text) if self._kept else ()), None):
-            inner = text[begin : kept.start() if kept else len(text)]
+        for match in (*(self._kept.finditer(text) if self._kept else ()), None):
+            inner = text[begin : match.start() if match else len(text)]
             if core := inner.strip():
                 if len(self.runs) >= _MOST:
                     raise DataError(f"message {at + 1}: has more than {_MOST} texts")
@@ -96,8 +96,8 @@ class Planted:
                 before, _, behind = inner.partition(core)
                 inner = f"{before}{placeholder(len(self.runs))}{behind}"
                 self.runs.append(Run(at, field, core))
-            parts += [inner, kept.group() if kept else ""]
-            begin = kept.end() if kept else 0
+            parts += [inner, match.group() if match else ""]
+            begin = match.end() if match else 0
         return "".join(parts)
 
 
@@ -106,15 +106,15 @@ def aligned(planted: Planted, shown: str, text: str) -> Callable[[int], int] | N
     begins: list[tuple[int, int, int, int]] = []  # for each placeholder: begin and end in shown, begin and end in text
     parts = PLACEHOLDERS.split(shown)
     there = here = 0
-    for number in range(0, len(parts), 2):
-        literal = parts[number]
+    for index in range(0, len(parts), 2):
+        literal = parts[index]
         if not text.startswith(literal, here):
             return None
         there, here = there + len(literal), here + len(literal)
-        if number + 1 == len(parts):
+        if index + 1 == len(parts):
             break
-        run, following = planted.run_at(parts[number + 1]), parts[number + 2]
-        last = number + 3 == len(parts)
+        run, following = planted.run_at(parts[index + 1]), parts[index + 2]
+        last = index + 3 == len(parts)
         for form in forms_of(run.text):
             end = here + len(form)
             if (
@@ -130,13 +130,13 @@ def aligned(planted: Planted, shown: str, text: str) -> Callable[[int], int] | N
     if here != len(text):
         return None
 
-    def position(place: int) -> int:
+    def position(offset: int) -> int:
         shift = 0
         for begin, stop, first, end in begins:
-            if place < stop:
-                return first if place > begin else place + shift
+            if offset < stop:
+                return first if offset > begin else offset + shift
             shift = end - stop
-        return place + shift
+        return offset + shift
 
     return position
 

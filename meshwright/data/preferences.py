@@ -84,22 +84,22 @@ class PreferencePairs(ShuffledSamples):
             dtype=np.int64,
         ).reshape(-1, len(SIDES))
         longer = (lengths > sequence + 1).reshape(-1, len(SIDES)).any(1)
-        kept = np.asarray((learned > 0).all(1))
+        mask = np.asarray((learned > 0).all(1))
         if overlong == "drop":
-            kept &= ~longer
-        if not kept.any():
+            mask &= ~longer
+        if not mask.any():
             most = int(lengths.max(initial=0)) - 1
             raise DataError(f"{corpus.name(split)}: no pair fits data.sequence={sequence}; the longest takes {most}")
-        self._starts = starts.reshape(-1, len(SIDES))[kept]
-        self._counts = taken.reshape(-1, len(SIDES))[kept] - 1
-        num_kept, num_longer = int(kept.sum()), int(longer.sum())
+        self._starts = starts.reshape(-1, len(SIDES))[mask]
+        self._counts = taken.reshape(-1, len(SIDES))[mask] - 1
+        num_kept, num_longer = int(mask.sum()), int(longer.sum())
         full = 100 * int(self._counts.sum()) / (num_kept * len(SIDES) * sequence)
-        said = 100 * int(learned[kept].sum()) / (num_kept * len(SIDES) * sequence)
+        said = 100 * int(learned[mask].sum()) / (num_kept * len(SIDES) * sequence)
         self.note = f"{num_kept} pairs in rows of {sequence}, {full:.0f} % full, {said:.0f} % learned"
         if num_longer and overlong == "drop":
             self.note += f"; {num_longer} longer than data.sequence={sequence} left out (data.overlong=cut cuts them)"
         elif num_longer:
-            lost = kept.size - num_kept
+            lost = mask.size - num_kept
             lacking = f", {lost} of them left out, whose beginnings have nothing of an answer" if lost else ""
             self.note += f"; {num_longer} longer than data.sequence={sequence} cut{lacking}"
         if corpus.header.ignored:

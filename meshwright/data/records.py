@@ -129,11 +129,11 @@ def read_text(path: Path, wanted: Wanted) -> Iterator[Record]:
 
 def read_lines(path: Path, wanted: Wanted) -> Iterator[Record]:
     with open_file(path) as lines:
-        for number, line in enumerate(lines, start=1):
-            data = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        for line_number, line in enumerate(lines, start=1):
+            data = line.removeprefix(codecs.BOM_UTF8) if line_number == 1 else line
             if not data.strip():
                 continue
-            where = f"{path} line {number}"
+            where = f"{path} line {line_number}"
             try:
                 # Decoded here: json takes bytes with zeros for UTF-16.
                 record = json.loads(data.decode())
@@ -157,8 +157,8 @@ def read_list(path: Path, wanted: Wanted) -> Iterator[Record]:
     if not isinstance(tree, list):
         what = f"one JSON object of the keys {', '.join(tree)}" if isinstance(tree, dict) else "no JSON list"
         raise DataError(f'{path}: is {what}; wanted a list of records [{{"KEY": ...}}, ...], or of texts')
-    for number, record in enumerate(tree, start=1):
-        yield f"{path} record {number}", record
+    for index, record in enumerate(tree, start=1):
+        yield f"{path} record {index}", record
 
 
 def _first_of_list(path: Path) -> Any:
@@ -191,21 +191,23 @@ def read_csv(path: Path, wanted: Wanted) -> Iterator[Record]:
 
 def text_lines(path: Path) -> Iterator[str]:
     """Yield the lines without line ends. Only a line feed ends a line: Unicode's other separators are text."""
-    number = 1
+    line_number = 1
     try:
         with open_file(path) as file:
             for line in file:
-                data = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                data = line.removeprefix(codecs.BOM_UTF8) if line_number == 1 else line
                 yield data.decode().rstrip("\r\n")
-                number += 1
+                line_number += 1
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} line {number}: is no UTF-8 text; convert the file to UTF-8") from error
+        raise DataError(f"{path} line {line_number}: is no UTF-8 text; convert the file to UTF-8") from error
     except _UNREADABLE as error:
-        raise DataError(f"{path}: cannot be read from line {number} on: {error}") from error
+        raise DataError(f"{path}: cannot be read from line {line_number} on: {error}") from error
 
 
 def read_tsv(path: Path, wanted: Wanted) -> Iterator[Record]:
-    rows = ((number, line.split("\t")) for number, line in enumerate(text_lines(path), start=1) if line.strip())
+    rows = (
+        (line_number, line.split("\t")) for line_number, line in enumerate(text_lines(path), start=1) if line.strip()
+    )
     yield from _table(path, rows, wanted)
 
 
@@ -215,19 +217,19 @@ def _table(path: Path, rows: Iterator[tuple[int, list[str]]], wanted: Wanted) ->
     A first row with a number, but without a wanted name, is a record, not a header. Columns are then named 1, 2, ...
     With two columns, one beginning with a number, the other column is the text.
     """
-    number, columns = next(rows, (1, [""]))
-    texts = [place for place, cell in enumerate(columns) if not _NUMBER.fullmatch(cell)]
+    line_number, columns = next(rows, (1, [""]))
+    texts = [column for column, cell in enumerate(columns) if not _NUMBER.fullmatch(cell)]
     if wanted is not None and not set(wanted) <= set(columns) and len(texts) < len(columns):
-        rows = chain([(number, columns)], rows)
-        columns = [str(place) for place in range(1, len(columns) + 1)]
+        rows = chain([(line_number, columns)], rows)
+        columns = [str(column) for column in range(1, len(columns) + 1)]
         if "text" in wanted and (len(columns), len(texts)) == (2, 1):
             columns[texts[0]] = "text"
     _check_columns(path, columns, wanted)
-    for number, fields in rows:
+    for line_number, fields in rows:
         if len(fields) != len(columns):
             many = "more" if len(fields) > len(columns) else "fewer"
-            raise DataError(f"{path} line {number}: has {many} fields than the first line")
-        yield f"{path} line {number}", dict(zip(columns, fields, strict=True))
+            raise DataError(f"{path} line {line_number}: has {many} fields than the first line")
+        yield f"{path} line {line_number}", dict(zip(columns, fields, strict=True))
 
 
 def read_parquet(path: Path, wanted: Wanted) -> Iterator[Record]:

@@ -106,7 +106,7 @@ class ShuffledSamples:
 
     def samples(self, first: int, count: int) -> Batch:
         """Read the samples first ... first + count - 1 of the run: a replica's rows of a global batch."""
-        draws = [f"sample/{number}" for number in range(first, first + count)]
+        draws = [f"sample/{index}" for index in range(first, first + count)]
         return self.read(self.order.rows(first, count), draws)
 
     def held_out(self, first: int, count: int) -> Batch:

@@ -114,16 +114,16 @@ class DataSection(Section):
     validation: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
     """The share of the documents (of each class's images) that is held out."""
 
-    def chat_template(self, kept: Path | None = None) -> ChatTemplate | None:
+    def chat_template(self, checkpoint: Path | None = None) -> ChatTemplate | None:
         """Return the template for samples, if any.
 
         Args:
-            kept: a checkpoint's folder; a template in this folder has priority.
+            checkpoint: a checkpoint's folder; a template in this folder has priority.
 
         Raises:
             DataError: the template cannot be read.
         """
-        return cast("ChatTemplate", load_entry(self.template_by)(self, kept)) if self.template_by else None
+        return cast("ChatTemplate", load_entry(self.template_by)(self, checkpoint)) if self.template_by else None
 
     @classmethod
     def claims(cls, data: Mapping[str, Any]) -> bool:
@@ -153,7 +153,7 @@ class DataSection(Section):
         if self.packed_by:
             return cast(Path, load_entry(self.packed_by)(self, config, out, progress))
         every = entries("data").items()
-        kinds = [name for name, kind in every if kind.packed_by or kind.pack is not DataSection.pack]
+        kinds = [name for name, section in every if section.packed_by or section.pack is not DataSection.pack]
         raise ConfigError.of("data.kind", self.kind, "is prepared by its runs alone", ", ".join(kinds))
 
     def open(self, config: Config, folder: Path) -> Opened:

@@ -138,7 +138,7 @@ def folder_files(folder: Path) -> list[Path]:
     files = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
-        if any(part.startswith(".") or part == "__pycache__" for part in name.parts):
+        if any(segment.startswith(".") or segment == "__pycache__" for segment in name.parts):
             continue
         if path.is_dir() and path.is_symlink():  # may lead back to a parent, an endless walk
             raise DataError(f"{path}: is a link to a folder, which is not followed; put the folder in its place")
@@ -164,8 +164,8 @@ def split_of(name: PurePath) -> str | None:
         named = shards["name"]
         word = re.split(r"[-. ]", named)[-1].lower()
         return SPLITS_BY_WORD.get(word, named)
-    for part in (text, *reversed(name.parts[:-1])):
-        if found := _FIRST.match(part.lower()) or _LAST.match(part.lower()):
+    for segment in (text, *reversed(name.parts[:-1])):
+        if found := _FIRST.match(segment.lower()) or _LAST.match(segment.lower()):
             return SPLITS_BY_WORD[found["word"]]
     return None
 

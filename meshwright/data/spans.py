@@ -59,9 +59,9 @@ def read_dialogue(ask: Ask, dialogue: Dialogue, reading: Reading) -> tuple[str, 
         DataError: the template refuses the dialogue, leaves out a text to learn, or writes an answer in a form that
             hides the span.
     """
-    messages, place, where, marked = dialogue.messages, dialogue.where, reading.where, reading.marked
+    messages, location, where, marked = dialogue.messages, dialogue.where, reading.where, reading.marked
     planted = Planted(messages, reading.constants)
-    learned = [at for at, one in enumerate(messages) if one["role"] == SPEAKER and at not in dialogue.unlearned]
+    learned = [at for at, message in enumerate(messages) if message["role"] == SPEAKER and at not in dialogue.unlearned]
     renders: list[Render] = [{"messages": messages}, {"messages": planted.messages}]
     for at in learned:
         renders += [
@@ -70,24 +70,24 @@ def read_dialogue(ask: Ask, dialogue: Dialogue, reading: Reading) -> tuple[str, 
         ]
     text, shown, *around = ask(renders)
     if isinstance(text, Refusal):
-        raise DataError(f"{place}: {where} does not take it: {text.why}")
+        raise DataError(f"{location}: {where} does not take it: {text.why}")
     if isinstance(shown, Refusal) or (positions := aligned(planted, shown, text)) is None:
         # The template's branches depend on the texts of messages, so placeholders change the result.
         if marked:
             return text, []
         plain = [{**render, "messages": messages[: len(render["messages"])]} for render in renders[2:]]
         pairs = iter(ask(plain))
-        return text, [_by_prefixes(next(pairs), next(pairs), text, at, place, where) for at in learned]
-    for number, at in enumerate(learned):
-        _check_kept(planted, at, shown, around[2 * number + 1], place, reading)
+        return text, [_by_prefixes(next(pairs), next(pairs), text, at, location, where) for at in learned]
+    for index, at in enumerate(learned):
+        _check_kept(planted, at, shown, around[2 * index + 1], location, reading)
     if marked:
         return text, []
     finder = _Finder(ask, planted, shown)
     spans = []
-    for number, at in enumerate(learned):
-        span = finder.span(at, around[2 * number], around[2 * number + 1])
+    for index, at in enumerate(learned):
+        span = finder.span(at, around[2 * index], around[2 * index + 1])
         if span is None:
-            raise DataError(f"{place}: {where} mixes message {at + 1} with others; {_REMEDY}")
+            raise DataError(f"{location}: {where} mixes message {at + 1} with others; {_REMEDY}")
         spans.append((positions(span[0]), positions(span[1])))
     return text, spans
 
@@ -96,25 +96,25 @@ _REMEDY = f"mark what the {SPEAKER} says by {{% generation %}} in a template of 
 
 
 def _by_prefixes(
-    before: str | Refusal, through: str | Refusal, text: str, at: int, place: str, where: str
+    before: str | Refusal, through: str | Refusal, text: str, at: int, location: str, where: str
 ) -> tuple[int, int]:
     """Return the span that a message appends to the text of a shorter dialogue.
 
     Raises:
         DataError: the shorter dialogue is no prefix of the text.
     """
-    for one in (before, through):
-        if isinstance(one, Refusal):
-            raise DataError(f"{place}: {where} does not take it: {one.why}")
+    for rendered in (before, through):
+        if isinstance(rendered, Refusal):
+            raise DataError(f"{location}: {where} does not take it: {rendered.why}")
     assert isinstance(before, str), before
     assert isinstance(through, str), through
     if not through.startswith(before) or not text.startswith(through):
-        other = f"{where} writes message {at + 1} by its text, and otherwise if other messages follow it"
-        raise DataError(f"{place}: {other}; {_REMEDY}")
+        fault = f"{where} writes message {at + 1} by its text, and otherwise if other messages follow it"
+        raise DataError(f"{location}: {fault}; {_REMEDY}")
     return len(before), len(through)
 
 
-def _check_kept(planted: Planted, at: int, shown: str, alone: str | Refusal, place: str, reading: Reading) -> None:
+def _check_kept(planted: Planted, at: int, shown: str, alone: str | Refusal, location: str, reading: Reading) -> None:
     """Check that the template writes all texts of a learned message.
 
     Args:
@@ -122,7 +122,7 @@ def _check_kept(planted: Planted, at: int, shown: str, alone: str | Refusal, pla
         at: index of the message.
         shown: the rendered text with placeholders.
         alone: the rendered text if the dialogue ends with the message.
-        place: file and line, for errors.
+        location: file and line, for errors.
         reading: the template's facts.
 
     Raises:
@@ -138,7 +138,7 @@ def _check_kept(planted: Planted, at: int, shown: str, alone: str | Refusal, pla
             remedy = "data.turns=last learns the last answer only, data.turns=each makes a sample of each turn"
         else:
             remedy = "leave it out of the record, or give a template of your own, data.template"
-        raise DataError(f"{place}: {loss}; {remedy}")
+        raise DataError(f"{location}: {loss}; {remedy}")
 
 
 class _Finder:
@@ -160,12 +160,12 @@ class _Finder:
         texts = (before, through) if isinstance(before, str) and isinstance(through, str) else None
         if texts and texts[1].startswith(texts[0]) and shown.startswith(texts[1]):
             return len(texts[0]), len(texts[1])
-        own = self._planted.placeholders_of(at)
-        first, last = (pick((shown.index(mark), mark) for mark in own) for pick in (min, max))
+        placeholders = self._planted.placeholders_of(at)
+        first, last = (pick((shown.index(mark), mark) for mark in placeholders) for pick in (min, max))
         begin, stop = self.begin(first[0], before), last[0] + len(last[1])
         end = stop + self.closing(at, last[1], shown[stop:], through)
         inside = {match.group() for match in PLACEHOLDERS.finditer(shown, begin, end)}
-        return (begin, end) if inside <= set(own) else None
+        return (begin, end) if inside <= set(placeholders) else None
 
     def begin(self, first: int, before: str | Refusal) -> int:
         """Return the place after the prompt, before the placeholder at `first`."""
@@ -204,10 +204,10 @@ class _Finder:
         return asked[_common(asked, plain) :]
 
 
-def _common(one: str, other: str) -> int:
+def _common(first: str, second: str) -> int:
     """Return the length of the common prefix of two texts, in whole words and marks."""
     length = 0
-    for left, right in zip(_WORDS.finditer(one), _WORDS.finditer(other), strict=False):
+    for left, right in zip(_WORDS.finditer(first), _WORDS.finditer(second), strict=False):
         if left.group() != right.group():
             break
         length = left.end()

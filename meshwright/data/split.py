@@ -63,8 +63,8 @@ def plan_split(corpus: Corpus, validation: float, progress: ShowProgress) -> Spl
         # A pair is one record, so both sides are in one split.
         text = texts[0] if len(texts) == 1 else "\t".join(map(str, texts))
         hashed = hashlib.blake2b(digest_size=16)
-        for part in chunks_of(text):
-            hashed.update(part.encode())
+        for chunk in chunks_of(text):
+            hashed.update(chunk.encode())
         digest = hashed.digest()
         whole.update(digest)
         # 64 bits are enough to order records; the identity of the corpus uses whole digests.

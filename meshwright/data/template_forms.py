@@ -69,7 +69,7 @@ class Forms:
         if isinstance(content, str) and self.wants_parts:
             fitted["content"] = [{"type": "text", "text": content}]
         elif isinstance(content, list) and not self.takes_lists:
-            fitted["content"] = "".join(part["text"] for part in content)
+            fitted["content"] = "".join(entry["text"] for entry in content)
         if message.get(CALLS):
             as_text = self.wants_text
             fitted[CALLS] = [_with_arguments(call, as_text, where) for call in message[CALLS]]
@@ -84,9 +84,9 @@ class Forms:
     def _writes(self, messages: Sequence[ChatMessage], *wanted: str) -> bool:
         """Return True if the template accepts the messages and writes each wanted text, without Python's repr."""
         (text,) = self._renderer.render(self._variables, [{"messages": list(messages)}])
-        if not isinstance(text, str) or any(one not in text for one in wanted):
+        if not isinstance(text, str) or any(word not in text for word in wanted):
             return False
-        return not any(one in text for one in _REPRS) if len(wanted) > 2 else True
+        return not any(word in text for word in _REPRS) if len(wanted) > 2 else True
 
     @cached_property
     def wants_parts(self) -> bool:

@@ -104,11 +104,11 @@ def load(text: str) -> dict[str, Any]:
 def write(program: Any, variables: dict[str, Any]) -> dict[str, Any]:
     """The text of a template. Raises OverflowError if the text is longer than `LONGEST_TEXT`."""
     parts, length = [], 0
-    for part in program.generate(**variables):
-        length += len(part)
+    for chunk in program.generate(**variables):
+        length += len(chunk)
         if length > LONGEST_TEXT:
             raise OverflowError(f"more than {LONGEST_TEXT >> 20} million characters")
-        parts.append(part)
+        parts.append(chunk)
     return {"text": "".join(parts)}
 
 

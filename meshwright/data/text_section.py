@@ -94,7 +94,7 @@ class MixedSection(RecordSection):
         if not self.mixture:
             return super().contents(folder)
         parts = read_json(folder / MIXTURE)["parts"]
-        return [[part["share"], part["sha256"]] for part in parts]
+        return [[entry["share"], entry["sha256"]] for entry in parts]
 
 
 @rule("data.documents", "data.kind", "model.family", "layout.context")
@@ -107,7 +107,7 @@ def documents_are_kept_apart(config: Config) -> Iterator[Problem]:
         valid = f"data.documents=joined, or model.family={', '.join(names)}"
         yield Problem("model.family", family, "attends over all of a sample, and its documents are separate", valid)
     if context.size > 1 and not context.strategy.documents:
-        names = [name for name, kind in entries("contexts").items() if kind.documents]
+        names = [name for name, strategy in entries("contexts").items() if strategy.documents]
         rule_text = "attends over all of a sample, and its documents are separate"
         yield Problem("layout.context.kind", context.kind, rule_text, ", ".join((*names, "or data.documents=joined")))
 

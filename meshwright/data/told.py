@@ -20,7 +20,9 @@ _MOST_TOKENS, _MOST_PART = 2048, 200
 
 def printable(text: str) -> str:
     """Return a text with control characters and line ends escaped."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
 
 
 def read_facts(corpus: Corpus, plan: SplitPlan) -> ReadFacts:
@@ -60,15 +62,15 @@ def first_dialogue(packed: PackedCorpus) -> str:
     """Return the first dialogue of the train split, decoded from tokens, with the learned parts marked."""
     tokens = packed.tokens("train")[:_MOST_TOKENS]
     begins = np.flatnonzero(tokens & DIALOGUE)
-    own = tokens[: begins[1]] if len(begins) > 1 else tokens
-    said = (own & SAID) != 0
-    borders = [0, *(np.flatnonzero(np.diff(said)) + 1).tolist(), len(own)]
+    dialogue = tokens[: begins[1]] if len(begins) > 1 else tokens
+    said = (dialogue & SAID) != 0
+    borders = [0, *(np.flatnonzero(np.diff(said)) + 1).tolist(), len(dialogue)]
     text = ""
     for start, stop in pairwise(borders):
-        part = packed.tokenizer.decode((own[start:stop] & IDS).tolist())
-        if len(part) > _MOST_PART:
-            part = f"{part[: _MOST_PART // 2]} ... {part[-_MOST_PART // 2 :]}"
-        text += part.join(LEARNED) if said[start] else part
+        segment = packed.tokenizer.decode((dialogue[start:stop] & IDS).tolist())
+        if len(segment) > _MOST_PART:
+            segment = f"{segment[: _MOST_PART // 2]} ... {segment[-_MOST_PART // 2 :]}"
+        text += segment.join(LEARNED) if said[start] else segment
     return f'"{printable(text)}"'
 
 

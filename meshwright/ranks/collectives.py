@@ -70,8 +70,8 @@ def start_all_gather(x: Tensor, comm: Comm, dim: int) -> Moving:
 def start_reduce_scatter(x: Tensor, comm: Comm, dim: int) -> Moving:
     """Begin to sum every rank's x; each rank gets a part of the sum along `dim`."""
     panels = x.unflatten(dim, (comm.size, -1)).movedim(dim % x.dim(), 0).contiguous()
-    part = torch.empty_like(panels[0])
-    return Moving(comm.reduce_scatter(part, panels, wait=False), lambda: part)
+    shard = torch.empty_like(panels[0])
+    return Moving(comm.reduce_scatter(shard, panels, wait=False), lambda: shard)
 
 
 def start_all_to_all(x: Tensor, comm: Comm, gather_dim: int, scatter_dim: int) -> Moving:
@@ -124,8 +124,8 @@ def gather(x: Tensor, mesh: Mesh, axis: str, root: int = 0) -> Tensor:
         return Moving(comm.gather(whole, x.contiguous(), root), lambda: whole)
 
     def from_root(gradient: Tensor) -> Moving:
-        part = gradient.new_empty(shape)
-        return Moving(comm.scatter(part, gradient.contiguous(), root), lambda: part)
+        shard = gradient.new_empty(shape)
+        return Moving(comm.scatter(shard, gradient.contiguous(), root), lambda: shard)
 
     return cross(x, to_root, from_root)
 

@@ -136,15 +136,15 @@ class Comm(ABC):
         """Sum x over the group, in place."""
         return self._collective("all_reduce", size_bytes(x), lambda: self._sum(x, None), wait)
 
-    def reduce_scatter(self, part: Tensor, x: Tensor, *, wait: bool = True) -> Work:
-        """Sum x over the group; write this rank's 1/n of the sum to `part`, which may be that slice of x."""
-        assert part.numel() * self.size == x.numel(), f"{part.numel()} x {self.size} != {x.numel()}"
-        return self._collective("reduce_scatter", size_bytes(x), lambda: self._reduce_scatter(part, x), wait)
+    def reduce_scatter(self, shard: Tensor, x: Tensor, *, wait: bool = True) -> Work:
+        """Sum x over the group; write this rank's 1/n of the sum to `shard`, which may be that slice of x."""
+        assert shard.numel() * self.size == x.numel(), f"{shard.numel()} x {self.size} != {x.numel()}"
+        return self._collective("reduce_scatter", size_bytes(x), lambda: self._reduce_scatter(shard, x), wait)
 
-    def all_gather(self, x: Tensor, part: Tensor, *, wait: bool = True) -> Work:
-        """Fill x with every rank's part, in rank order. `part` may be this rank's slice of x."""
-        assert part.numel() * self.size == x.numel(), f"{part.numel()} x {self.size} != {x.numel()}"
-        return self._collective("all_gather", size_bytes(x), lambda: self._collect(x, part, None), wait)
+    def all_gather(self, x: Tensor, shard: Tensor, *, wait: bool = True) -> Work:
+        """Fill x with every rank's shard, in rank order. `shard` may be this rank's slice of x."""
+        assert shard.numel() * self.size == x.numel(), f"{shard.numel()} x {self.size} != {x.numel()}"
+        return self._collective("all_gather", size_bytes(x), lambda: self._collect(x, shard, None), wait)
 
     def all_to_all(self, out: Tensor, x: Tensor, *, pieces: PieceSizes | None = None, wait: bool = True) -> Work:
         """Send piece j of x to rank j, which receives it as piece `index` of `out`.
@@ -176,15 +176,15 @@ class Comm(ABC):
         """Sum x over the group into the x of `root`; x of other members is undefined afterwards."""
         return self._collective("reduce", size_bytes(x), lambda: self._sum(x, root), wait, root)
 
-    def gather(self, x: Tensor, part: Tensor, root: int, *, wait: bool = True) -> Work:
-        """Fill x of `root` with every rank's part, in order; on other ranks x is not touched and may be empty."""
-        payload = self.size * size_bytes(part)
-        return self._collective("gather", payload, lambda: self._collect(x, part, root), wait, root)
+    def gather(self, x: Tensor, shard: Tensor, root: int, *, wait: bool = True) -> Work:
+        """Fill x of `root` with every rank's shard, in order; on other ranks x is not touched and may be empty."""
+        payload = self.size * size_bytes(shard)
+        return self._collective("gather", payload, lambda: self._collect(x, shard, root), wait, root)
 
-    def scatter(self, part: Tensor, x: Tensor, root: int, *, wait: bool = True) -> Work:
-        """Fill `part` with piece `index` of the root's x; on other ranks x is not read and may be empty."""
-        payload = self.size * size_bytes(part)
-        return self._collective("scatter", payload, lambda: self._scatter(part, x, root), wait, root)
+    def scatter(self, shard: Tensor, x: Tensor, root: int, *, wait: bool = True) -> Work:
+        """Fill `shard` with piece `index` of the root's x; on other ranks x is not read and may be empty."""
+        payload = self.size * size_bytes(shard)
+        return self._collective("scatter", payload, lambda: self._scatter(shard, x, root), wait, root)
 
     def exchange(self, x: Tensor, to: int, into: Tensor, source: int, *, wait: bool = True) -> Work:
         """Send x to the member `to` while receiving `into` from the member `source`: one step of a ring.
@@ -258,13 +258,13 @@ class Comm(ABC):
     @abstractmethod
     def _sum(self, x: Tensor, root: int | None, /) -> Work: ...
     @abstractmethod
-    def _reduce_scatter(self, part: Tensor, x: Tensor, /) -> Work: ...
+    def _reduce_scatter(self, shard: Tensor, x: Tensor, /) -> Work: ...
     @abstractmethod
-    def _collect(self, x: Tensor, part: Tensor, root: int | None, /) -> Work: ...
+    def _collect(self, x: Tensor, shard: Tensor, root: int | None, /) -> Work: ...
     @abstractmethod
     def _broadcast(self, x: Tensor, root: int, /) -> Work: ...
     @abstractmethod
-    def _scatter(self, part: Tensor, x: Tensor, root: int, /) -> Work: ...
+    def _scatter(self, shard: Tensor, x: Tensor, root: int, /) -> Work: ...
     @abstractmethod
     def _all_to_all(self, out: Tensor, x: Tensor, /) -> Work: ...
 

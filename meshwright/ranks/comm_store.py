@@ -90,10 +90,10 @@ def join_job(
         store, ranks = (me.lead if environment.rank == 0 else me.follow)(shared, mine)
     except dist.DistNetworkError as error:
         raise LaunchError(f"{me} lost the store at {me.place}: the job's rank 0 has left") from error
-    if other := next((peer for peer in ranks if peer.device != ranks[0].device), None):
+    if outlier := next((peer for peer in ranks if peer.device != ranks[0].device), None):
         first = f"rank 0 on {ranks[0].host} computes on {ranks[0].device}"
         rule = "set device, and see that every host shows its GPUs"
-        raise LaunchError(f"rank {other.rank} on {other.host} computes on {other.device}, {first}: {rule}")
+        raise LaunchError(f"rank {outlier.rank} on {outlier.host} computes on {outlier.device}, {first}: {rule}")
     return store, Peers(ranks, environment.rank)
 
 
@@ -254,9 +254,9 @@ class _Comer:
         job, ranks = self.point.job, self.environment.world_size
         if (theirs["job"], theirs["ranks"]) != (job, ranks):
             mine = f"{self} is of {job or 'a nameless job'} ({ranks} ranks)"
-            other = f"{theirs['job'] or 'a nameless job'} ({theirs['ranks']} ranks)"
+            leader_job = f"{theirs['job'] or 'a nameless job'} ({theirs['ranks']} ranks)"
             rule = "give each job a MASTER_PORT of its own, and all ranks of a job the same --out"
-            raise LaunchError(f"{mine}, but rank 0 on {theirs['host']}, at {self.place}, of {other}: {rule}")
+            raise LaunchError(f"{mine}, but rank 0 on {theirs['host']}, at {self.place}, of {leader_job}: {rule}")
         return theirs
 
     def _missing(self, store: dist.Store) -> LaunchError:

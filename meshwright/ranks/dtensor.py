@@ -110,25 +110,25 @@ def from_all_ranks(text: bytes) -> list[bytes]:
 
     torch's own collectives of objects pickle, and a pickle runs code of the sender.
     """
-    if (place := joined_place()) is None or place[1] == 1:
+    if (position := joined_place()) is None or position[1] == 1:
         return [text]
     device = "cpu" if "gloo" in dist.get_backend() else torch.accelerator.current_accelerator()
-    lengths = torch.zeros(place[1], dtype=torch.int64, device=device)
-    lengths[place[0]] = len(text)
+    lengths = torch.zeros(position[1], dtype=torch.int64, device=device)
+    lengths[position[0]] = len(text)
     dist.all_reduce(lengths)
-    own = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=device)
-    own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(own)
-    rows = [torch.empty_like(own) for _ in range(place[1])]
-    dist.all_gather(rows, own)
+    local = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=device)
+    local[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(local)
+    rows = [torch.empty_like(local) for _ in range(position[1])]
+    dist.all_gather(rows, local)
     return [bytes(row[:length].tolist()) for row, length in zip(rows, lengths.tolist(), strict=True)]
 
 
-def from_rank(rank: int, own: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def from_rank(rank: int, local: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Send one rank's tensor to all ranks, which know its shape and dtype; the result is on the CPU. Collective over
     torch's default process group."""
     device = "cpu" if "gloo" in dist.get_backend() else torch.accelerator.current_accelerator()
-    if own is not None and dist.get_rank() == rank:
-        x = own.to(device).contiguous()
+    if local is not None and dist.get_rank() == rank:
+        x = local.to(device).contiguous()
     else:
         x = torch.empty(shape, dtype=dtype, device=device)
     dist.broadcast(x, rank)

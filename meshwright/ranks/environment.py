@@ -138,15 +138,15 @@ def import_variables(path: Sequence[str], variables: Mapping[str, str] = os.envi
     inherit PYTHONSAFEPATH. `restore_python_path` restores the user's PYTHONPATH.
     """
     # `path` contains the launcher's standard library, which another Python, started by a rank, must not import.
-    own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(entry or os.curdir for entry in path)}
-    return own | {OWN_PATH: variables.get("PYTHONPATH", "")}
+    settings = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(entry or os.curdir for entry in path)}
+    return settings | {OWN_PATH: variables.get("PYTHONPATH", "")}
 
 
 def restore_python_path(variables: MutableMapping[str, str] = os.environ) -> None:
     """Restore the user's PYTHONPATH in this process, which was started with `import_variables`."""
     if OWN_PATH in variables:
-        if own := variables.pop(OWN_PATH):
-            variables["PYTHONPATH"] = own
+        if user_path := variables.pop(OWN_PATH):
+            variables["PYTHONPATH"] = user_path
         else:
             variables.pop("PYTHONPATH", None)
 
@@ -159,9 +159,9 @@ def server_variables(
 
     The server imports from `path`. Workers write stderr to files in `folder` until they receive the launcher's stderr.
     """
-    own = {**import_variables(path, variables), EARLY_ERRORS: str(folder)}
-    before = {name: variables.get(name) for name in own}
-    variables.update(own)
+    settings = {**import_variables(path, variables), EARLY_ERRORS: str(folder)}
+    before = {name: variables.get(name) for name in settings}
+    variables.update(settings)
     try:
         yield
     finally:
@@ -205,14 +205,14 @@ def go_offline(variables: MutableMapping[str, str] = os.environ) -> None:
     variables.update({"WANDB_MODE": "disabled", "HF_UPDATE_DOWNLOAD_COUNTS": "0", "TOKENIZERS_PARALLELISM": "false"})
 
 
-def rank_variables(own: Mapping[str, str], variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment of a rank started by this process: this environment with the rank's variables `own`.
+def rank_variables(rank_settings: Mapping[str, str], variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment of a rank started by this process: this environment with `rank_settings`.
 
     The rank does not search the current folder for modules.
     """
-    places, here = variables.get("PYTHONPATH", "").split(os.pathsep), Path.cwd().resolve()
-    kept = [place for place in places if place and Path(place).resolve() != here]
-    return {**variables, **own, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(kept)}
+    search_path, here = variables.get("PYTHONPATH", "").split(os.pathsep), Path.cwd().resolve()
+    folders = [folder for folder in search_path if folder and Path(folder).resolve() != here]
+    return {**variables, **rank_settings, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(folders)}
 
 
 def use_interface(name: str, local: bool, variables: MutableMapping[str, str] = os.environ) -> None:
@@ -278,7 +278,7 @@ def mpi_worker_variables(
         temporary: folder for Open MPI's files.
         variables: this process's environment.
     """
-    own = {
+    settings = {
         ATTEMPT: str(attempt),
         "OMP_NUM_THREADS": str(threads),
         "MASTER_ADDR": _LOOPBACK,
@@ -289,7 +289,7 @@ def mpi_worker_variables(
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
-    return {**variables, **own}
+    return {**variables, **settings}
 
 
 def _derived_port(environment: Environment, variables: Mapping[str, str]) -> int:

@@ -85,12 +85,12 @@ def _inside(value: Any) -> Iterator[Tensor]:
             yield from _inside(inner)
 
 
-def number_work(result: Any, number: int) -> None:
+def number_work(result: Any, work_id: int) -> None:
     """Write a number into the Work of an operation's result, which a wait reads."""
     for value in result if isinstance(result, tuple) else (result,):
         if isinstance(value, torch.ScriptObject):
             work: Any = dist.distributed_c10d.Work.unbox(value)
-            work.seq_id = number
+            work.seq_id = work_id
 
 
 @dataclass
@@ -112,8 +112,8 @@ class _World:
         self.begin("fake", rank=self.rank, world_size=self.size, store=FakeStore())
 
     def group(self, ranks: Any = None, *rest: Any, **options: Any) -> Any:
-        kept = {name: options[name] for name in ("use_local_synchronization", "group_desc") if name in options}
-        return self.make_group(ranks, **kept)
+        supported = {name: options[name] for name in ("use_local_synchronization", "group_desc") if name in options}
+        return self.make_group(ranks, **supported)
 
     def exchange_values(self, out: list[Any], value: Any, *_: Any, **options: Any) -> None:
         self.noted("ranks exchange Python objects: those of the other ranks are taken to equal this rank's")

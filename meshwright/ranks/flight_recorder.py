@@ -50,9 +50,9 @@ class Waiting:
     seconds: float
 
     def __str__(self) -> str:
-        number = f" #{self.number}" if self.number else ""
+        ordinal = f" #{self.number}" if self.number else ""
         size = f" ({_readable(self.payload_bytes)})" if self.payload_bytes else ""
-        return f"{self.verb}{number} on axis {self.axis}{size}"
+        return f"{self.verb}{ordinal} on axis {self.axis}{size}"
 
 
 @dataclass(frozen=True)

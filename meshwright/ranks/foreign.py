@@ -64,9 +64,9 @@ def plain(path: Path, root: Path | None = None) -> Path:
         RefusedError: A link, a pipe, a device or a socket.
     """
     root = path.parent if root is None else root
-    for part in reversed([path, *path.parents]):
-        if part != root and part.is_relative_to(root):
-            _refuse(part, root)
+    for ancestor in reversed([path, *path.parents]):
+        if ancestor != root and ancestor.is_relative_to(root):
+            _refuse(ancestor, root)
     return path
 
 

@@ -161,19 +161,19 @@ def _has_come(record: Record | None, wait: Waiting) -> bool:
         return False
     begun = record.where.begun.get(wait.axis, ())
     # Only the last REMEMBERED collectives are recorded; an older one has been begun.
-    forgotten = bool(begun) and wait.number < min(number for number, _, _ in begun)
+    forgotten = bool(begun) and wait.number < min(ordinal for ordinal, _, _ in begun)
     return forgotten or (wait.number, wait.verb, wait.payload_bytes) in begun
 
 
 def _parted(hung: Sequence[Record]) -> str:
     """Write a sentence on the first number under which ranks have begun different collectives; empty if none."""
     for record, wait in ((waiter, wait) for waiter in hung for wait in waiter.where.waiting[:1]):
-        for other in hung:
-            for number, verb, size in other.where.begun.get(wait.axis, ()):
+        for peer in hung:
+            for ordinal, verb, size in peer.where.begun.get(wait.axis, ()):
                 same = (verb, size) == (wait.verb, wait.payload_bytes)
-                if other.rank in wait.ranks and number == wait.number and not same:
-                    theirs = Waiting(wait.axis, verb, size, (), number, 0.0)
-                    return f"rank {record.rank} is in {wait}, and rank {other.rank} in {theirs}: they have parted"
+                if peer.rank in wait.ranks and ordinal == wait.number and not same:
+                    theirs = Waiting(wait.axis, verb, size, (), ordinal, 0.0)
+                    return f"rank {record.rank} is in {wait}, and rank {peer.rank} in {theirs}: they have parted"
     return ""
 
 
@@ -195,10 +195,10 @@ def _where(rank: int, record: Record | None, hung: Sequence[Record]) -> str:
     if record.state == "ended":
         return f"{name} has ended; it was last in {record.where}"
     if record.state == "running":
-        stopped = any(rank in other.stopped for other in hung)
+        stopped = any(rank in waiter.stopped for waiter in hung)
         state = "; its process was stopped (SIGSTOP)" if stopped else ""
         # Monotonic clocks compare on one host only, so the age of another host's record is unknown.
-        ages = [other.seconds - record.seconds for other in hung if other.host == record.host]
+        ages = [waiter.seconds - record.seconds for waiter in hung if waiter.host == record.host]
         age = f"was last heard of {max(ages):.0f} s ago" if ages else "gave no answer; it was last heard of"
         return f"{name} {age} in {record.where}{state}"
     if not record.where.waiting:

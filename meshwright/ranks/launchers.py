@@ -164,21 +164,24 @@ def _local(variables: Mapping[str, str], rank: int, size: int, outer: Environmen
     return local, here
 
 
-def _checked(place: Environment, names: str) -> Environment:
-    """Return the place if the numbers are consistent. Raises LaunchError."""
+def _checked(environment: Environment, names: str) -> Environment:
+    """Return the environment if its numbers are consistent. Raises LaunchError."""
     rank, size, local_rank, local_size, _ = PLACE_VARIABLES[names]
-    if not place.rank < place.world_size:
-        text = f"the launcher's variables say rank {place.rank} of {place.world_size} ranks ({rank}, {size})"
-        raise LaunchError(f"{text}: set {rank} to 0 to {place.world_size - 1}")
-    if place.local_world_size > place.world_size:
-        text = f"{local_size}={place.local_world_size} is more than all ranks, {size}={place.world_size}"
-        raise LaunchError(f"{text}: set it to the number of ranks of this host")
-    if not place.local_rank < place.local_world_size:
-        text = f"{local_rank}={place.local_rank} is no rank of this host's {place.local_world_size} ({local_size})"
-        raise LaunchError(
-            f"{text}: set {local_rank} to 0 to {place.local_world_size - 1}, or {local_size} to its ranks"
+    if not environment.rank < environment.world_size:
+        text = (
+            f"the launcher's variables say rank {environment.rank} of {environment.world_size} ranks ({rank}, {size})"
         )
-    return place
+        raise LaunchError(f"{text}: set {rank} to 0 to {environment.world_size - 1}")
+    if environment.local_world_size > environment.world_size:
+        text = f"{local_size}={environment.local_world_size} is more than all ranks, {size}={environment.world_size}"
+        raise LaunchError(f"{text}: set it to the number of ranks of this host")
+    if not environment.local_rank < environment.local_world_size:
+        ranks = f"{environment.local_world_size} ({local_size})"
+        text = f"{local_rank}={environment.local_rank} is no rank of this host's {ranks}"
+        raise LaunchError(
+            f"{text}: set {local_rank} to 0 to {environment.local_world_size - 1}, or {local_size} to its ranks"
+        )
+    return environment
 
 
 def in_slurm_step(variables: Mapping[str, str], *, terminal: bool) -> bool:
@@ -197,8 +200,8 @@ def _slurm_tasks_here(variables: Mapping[str, str]) -> int:
     """Return the number of tasks on this node, from a list in node order such as `2(x3),1`."""
     text = variables["SLURM_STEP_TASKS_PER_NODE"]
     tasks: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+    for entry in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
         if match is None:
             raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text} is not of the form 2(x3),1")
         tasks += [int(match[1])] * int(match[2] or 1)

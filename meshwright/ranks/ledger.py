@@ -76,15 +76,15 @@ class Traffic:
 
     def scaled(self, times: int) -> Traffic:
         """Return this traffic times `times`, including `by_peer`."""
-        peers = {peer: part.scaled(times) for peer, part in self.by_peer.items()}
+        peers = {peer: peer_traffic.scaled(times) for peer, peer_traffic in self.by_peer.items()}
         return Traffic(times * self.calls, times * self.sent_bytes, defaultdict(Traffic, peers))
 
-    def include(self, other: Traffic) -> None:
+    def include(self, traffic: Traffic) -> None:
         """Add another traffic's calls and bytes."""
-        self.calls += other.calls
-        self.sent_bytes += other.sent_bytes
-        for peer, part in other.by_peer.items():
-            self.by_peer[peer].include(part)
+        self.calls += traffic.calls
+        self.sent_bytes += traffic.sent_bytes
+        for peer, peer_traffic in traffic.by_peer.items():
+            self.by_peer[peer].include(peer_traffic)
 
 
 @dataclass

@@ -48,14 +48,14 @@ def listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStor
 
 def listener_at(address: str, port: int) -> socket.socket:
     """Open a socket that listens at a host's name or address and a port; port 0: a free one."""
-    family, _, _, _, place = socket.getaddrinfo(
+    family, _, _, _, socket_address = socket.getaddrinfo(
         address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         # A port of a run that has just ended is still held by its last connections.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(place)
+        listener.bind(socket_address)
         listener.listen(_BACKLOG)
     except OSError:
         listener.close()
@@ -86,8 +86,8 @@ def new_secret(shared: Path | None) -> tuple[bytes, str]:
     Args:
         shared: A folder on a file system of all ranks. Without a folder the secret is empty.
     """
-    if own := job_secret():
-        return own.encode(), NO_FILE
+    if user_secret := job_secret():
+        return user_secret.encode(), NO_FILE
     if shared is None:
         return b"", NO_FILE
     # A new name each time: a network's file system may remember a file's old content for seconds.
@@ -110,6 +110,6 @@ def known_secret(shared: Path | None, name: str) -> bytes:
     Raises:
         OSError: The folder has no such file.
     """
-    if own := job_secret():
-        return own.encode()
+    if user_secret := job_secret():
+        return user_secret.encode()
     return b"" if shared is None else read_text(shared / _FILE.format(name)).encode()

@@ -128,23 +128,23 @@ class MpiComm(RecordedComm):
         if whole is not x:
             x.copy_(whole[: x.numel()])
 
-    def _sum_own_piece(self, part: Tensor, x: Tensor) -> None:
+    def _sum_own_piece(self, shard: Tensor, x: Tensor) -> None:
         """Sum one piece by an all-to-all and a local sum: faster than MPI's reduce-scatter in our measurements."""
         pieces = torch.empty_like(x)
         self.comm.Alltoall(raw(x), raw(pieces))
         # In rank order, so that the sum's bits do not depend on arrival.
-        add_up(list(pieces.view(self.size, -1)), part.view(-1))
+        add_up(list(pieces.view(self.size, -1)), shard.view(-1))
 
-    def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
-        return self._later(x, lambda: self._sum_own_piece(part, x))
+    def _reduce_scatter(self, shard: Tensor, x: Tensor) -> Work:
+        return self._later(x, lambda: self._sum_own_piece(shard, x))
 
-    def _collect(self, x: Tensor, part: Tensor, root: int | None) -> Work:
+    def _collect(self, x: Tensor, shard: Tensor, root: int | None) -> Work:
         if root is not None:
             whole = raw(x) if self.index == root else None
-            return self._later(part, lambda: self.comm.Gather(raw(part), whole, root=root))
-        # MPI forbids overlapping buffers: a part that is this rank's piece of x is passed as IN_PLACE.
-        is_slice = part.data_ptr() == x.view(self.size, -1)[self.index].data_ptr()
-        sent = self.in_place if is_slice else raw(part)
+            return self._later(shard, lambda: self.comm.Gather(raw(shard), whole, root=root))
+        # MPI forbids overlapping buffers: a shard that is this rank's piece of x is passed as IN_PLACE.
+        is_slice = shard.data_ptr() == x.view(self.size, -1)[self.index].data_ptr()
+        sent = self.in_place if is_slice else raw(shard)
         return self._later(x, lambda: self.comm.Allgather(sent, raw(x)))
 
     def _all_to_all(self, out: Tensor, x: Tensor) -> Work:
@@ -157,9 +157,9 @@ class MpiComm(RecordedComm):
     def _broadcast(self, x: Tensor, root: int) -> Work:
         return self._later(x, lambda: self.comm.Bcast(raw(x), root=root))
 
-    def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work:
+    def _scatter(self, shard: Tensor, x: Tensor, root: int) -> Work:
         whole = raw(x) if self.index == root else None
-        return self._later(part, lambda: self.comm.Scatter(whole, raw(part), root=root))
+        return self._later(shard, lambda: self.comm.Scatter(whole, raw(shard), root=root))
 
     def _message(self, sent: Sent, received: Sent) -> Work:
         receives = [self.comm.Irecv(raw(into), source=source) for into, source in received]

@@ -52,8 +52,8 @@ class Peer:
         """Describe this process by a connection to the store; None if this process opened the store."""
         if connection is None:
             return cls(rank, socket.gethostname())
-        own, other = connection.getsockname()[0], connection.getpeername()[0]
-        return cls(rank, socket.gethostname(), own, other)
+        local_address, store_address = connection.getsockname()[0], connection.getpeername()[0]
+        return cls(rank, socket.gethostname(), local_address, store_address)
 
     @property
     def far(self) -> bool:

@@ -54,8 +54,8 @@ def greeted(connection: socket.socket) -> tuple[str, bytes]:
         OSError: The connection breaks.
     """
     heard = b""
-    while len(heard) < _GREETING_BYTES and (part := connection.recv(_GREETING_BYTES - len(heard))):
-        heard += part
+    while len(heard) < _GREETING_BYTES and (chunk := connection.recv(_GREETING_BYTES - len(heard))):
+        heard += chunk
     name, nonce = heard[len(GREETING) : -_NONCE_BYTES], heard[-_NONCE_BYTES:]
     if len(heard) < _GREETING_BYTES or not heard.startswith(GREETING) or not name.isalnum():
         raise NoGateError
@@ -127,7 +127,7 @@ class Relay:
             await ended.read()
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        other: asyncio.StreamWriter | None = None
+        far_writer: asyncio.StreamWriter | None = None
         with suppress(OSError, asyncio.IncompleteReadError, TimeoutError, ValueError):
             async with asyncio.timeout(_PATIENCE_SECONDS):
                 if self.role == "gate":
@@ -140,20 +140,20 @@ class Relay:
                     if not hmac.compare_digest(answer, proof(self.secret, nonce)):
                         raise ConnectionRefusedError
                     writer.write(ACCEPTED)
-                far, other = await asyncio.open_connection(*self.place)
+                far, far_writer = await asyncio.open_connection(*self.place)
                 if self.role == "client":
-                    other.write(proof(self.secret, (await far.readexactly(_GREETING_BYTES))[-_NONCE_BYTES:]))
+                    far_writer.write(proof(self.secret, (await far.readexactly(_GREETING_BYTES))[-_NONCE_BYTES:]))
                     await far.readexactly(1)
-            await asyncio.gather(_copy(reader, other), _copy(far, writer))
-        for one in (writer, other):
-            if one is not None:
-                one.close()
+            await asyncio.gather(_copy(reader, far_writer), _copy(far, writer))
+        for stream in (writer, far_writer):
+            if stream is not None:
+                stream.close()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     try:
-        while part := await reader.read(_PART_BYTES):
-            writer.write(part)
+        while chunk := await reader.read(_PART_BYTES):
+            writer.write(chunk)
             await writer.drain()
     finally:
         writer.close()  # an end that has left is gone for the other as well
@@ -162,11 +162,11 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 def main(role: str, address: str, port: str, name: str) -> None:
     """Run one end's process."""
     # Launchers ask every process of a job to stop; the relay is needed until its rank has ended.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(signum, signal.SIG_IGN)
     secret = b""
-    while not secret.endswith(b"\n") and (part := os.read(0, 1)):
-        secret += part
+    while not secret.endswith(b"\n") and (byte := os.read(0, 1)):
+        secret += byte
     listener = socket.socket(fileno=_LISTENER)
     asyncio.run(Relay(role, address, int(port), secret[:-1], name).run(listener))
 

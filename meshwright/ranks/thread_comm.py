@@ -64,11 +64,11 @@ class ThreadComm(RecordedComm):
 
     def _meet(self, verb: str, given: object, act: Act) -> Posted:
         # A member's own count: the n-th calls of all members are one collective.
-        number = next(self._calls)
-        if self._meeting.come(number, verb, self.index, given, act):
+        ordinal = next(self._calls)
+        if self._meeting.come(ordinal, verb, self.index, given, act):
             self.world.wake(self.ranks)
             return DONE
-        return _Arrival(self.world, self.rank, self._meeting, number)
+        return _Arrival(self.world, self.rank, self._meeting, ordinal)
 
     def _barrier(self, *, asleep: bool = False) -> Work:
         return DONE if asleep else self._meet("barrier", None, lambda given: None)
@@ -78,25 +78,25 @@ class ThreadComm(RecordedComm):
             # Summed in the first receiver's memory; the sum is copied to the other receivers.
             total = everyones[root or 0]
             add_up(everyones, total)
-            for own in everyones if root is None else ():
-                _copy(own, total)
+            for receiver in everyones if root is None else ():
+                _copy(receiver, total)
 
         return self._meet("all_reduce" if root is None else "reduce", _flat(x), act)
 
-    def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
+    def _reduce_scatter(self, shard: Tensor, x: Tensor) -> Work:
         def act(given: Sequence[tuple[Tensor, Tensor]]) -> None:
-            for member, (own, _) in enumerate(given):
-                add_up([each.view(len(given), -1)[member] for _, each in given], own)
+            for member, (target, _) in enumerate(given):
+                add_up([each.view(len(given), -1)[member] for _, each in given], target)
 
-        return self._meet("reduce_scatter", (_flat(part), _flat(x)), act)
+        return self._meet("reduce_scatter", (_flat(shard), _flat(x)), act)
 
-    def _collect(self, x: Tensor, part: Tensor, root: int | None) -> Work:
+    def _collect(self, x: Tensor, shard: Tensor, root: int | None) -> Work:
         def act(given: Sequence[tuple[Tensor, Tensor]]) -> None:
             for whole, _ in given if root is None else [given[root]]:
-                for row, (_, own) in zip(whole.view(len(given), -1), given, strict=True):
-                    _copy(row, own)
+                for row, (_, sent) in zip(whole.view(len(given), -1), given, strict=True):
+                    _copy(row, sent)
 
-        return self._meet("all_gather" if root is None else "gather", (_flat(x), _flat(part)), act)
+        return self._meet("all_gather" if root is None else "gather", (_flat(x), _flat(shard)), act)
 
     def _all_to_all(self, out: Tensor, x: Tensor) -> Work:
         equal = (x.numel() // self.size,) * self.size
@@ -106,26 +106,26 @@ class ThreadComm(RecordedComm):
         def act(given: Sequence[tuple[Tensor, Tensor, PieceSizes]]) -> None:
             # Piece j of member i's x becomes piece i of member j's out.
             sent = [x.split(list(sizes.sent)) for _, x, sizes in given]
-            for member, (own, _, sizes) in enumerate(given):
-                for piece, theirs in zip(own.split(list(sizes.received)), sent, strict=True):
+            for member, (target, _, sizes) in enumerate(given):
+                for piece, theirs in zip(target.split(list(sizes.received)), sent, strict=True):
                     piece.copy_(theirs[member])
 
         return self._meet("all_to_all", (_flat(out), _flat(x), pieces), act)
 
     def _broadcast(self, x: Tensor, root: int) -> Work:
         def act(everyones: Sequence[Tensor]) -> None:
-            for own in everyones:
-                _copy(own, everyones[root])
+            for receiver in everyones:
+                _copy(receiver, everyones[root])
 
         return self._meet("broadcast", _flat(x), act)
 
-    def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work:
+    def _scatter(self, shard: Tensor, x: Tensor, root: int) -> Work:
         def act(given: Sequence[tuple[Tensor, Tensor]]) -> None:
             pieces = given[root][1].view(len(given), -1)
-            for piece, (own, _) in zip(pieces, given, strict=True):
-                _copy(own, piece)
+            for piece, (target, _) in zip(pieces, given, strict=True):
+                _copy(target, piece)
 
-        return self._meet("scatter", (_flat(part), _flat(x)), act)
+        return self._meet("scatter", (_flat(shard), _flat(x)), act)
 
     def _message(self, sent: Sent, received: Sent) -> Work:
         letters = self.world.letters

@@ -58,7 +58,7 @@ class _Settings:
 class Meeting:
     """The collectives of one group: the n-th calls of all members are one collective.
 
-    `ended`: number of complete collectives. `waiting`: the incomplete ones by number: the verb, and the arguments by
+    `ended`: number of complete collectives. `waiting`: the incomplete ones by ordinal: the verb, and the arguments by
     member index of the members that have called.
     """
 
@@ -66,11 +66,11 @@ class Meeting:
     ended: int = 0
     waiting: dict[int, tuple[str, dict[int, Any]]] = field(default_factory=dict)
 
-    def come(self, number: int, verb: str, index: int, given: object, act: Act) -> bool:
-        """Record the call `number` of one member; the last member's call moves the data.
+    def come(self, ordinal: int, verb: str, index: int, given: object, act: Act) -> bool:
+        """Record the call `ordinal` of one member; the last member's call moves the data.
 
         Args:
-            number: index of the collective in the group.
+            ordinal: index of the collective in the group.
             verb: the member's verb.
             index: the member.
             given: the member's arguments for `act`.
@@ -80,16 +80,16 @@ class Meeting:
             True if all members have called.
 
         Raises:
-            LaunchError: another member called another verb under this number.
+            LaunchError: another member called another verb under this ordinal.
         """
-        called, gifts = self.waiting.setdefault(number, (verb, {}))
+        called, gifts = self.waiting.setdefault(ordinal, (verb, {}))
         if called != verb:
             raise LaunchError(f"ranks of one group have parted: one is in {verb}, another in {called}")
         gifts[index] = given
         if len(gifts) < self.size:
             return False
         # Deleted before the movement, so that after an exception no other rank can join the call.
-        del self.waiting[number]
+        del self.waiting[ordinal]
         # no_grad: the movement runs in the last member's thread, and its autograd must not record other ranks' tensors.
         with torch.no_grad():
             act([gifts[member] for member in range(self.size)])
@@ -145,14 +145,14 @@ class ThreadWorld:
     def wait(self, rank: int, ready: Callable[[], bool]) -> None:
         """Let other ranks run until `ready`. Raises LostRankError when a rank has failed."""
         if self.failure is None and not ready():
-            own = _Settings.now(self.device)
+            settings = _Settings.now(self.device)
             self._ready[rank] = ready
             self._end_if_all_wait()
             # Check again after a wake-up: another rank may have taken the awaited message first.
             while self.failure is None and not ready():
                 self._woken[rank].wait()
             del self._ready[rank]
-            own.put_back()
+            settings.put_back()
         if self.failure is not None:
             failed, error = self.failure
             raise LostRankError(f"rank {failed} failed: {error}" if failed >= 0 else str(error)) from error
@@ -165,7 +165,7 @@ class ThreadWorld:
     @contextmanager
     def aside(self, rank: int) -> Iterator[None]:
         """Release the turn inside the context, so that other ranks run while this one waits for a thread of its own."""
-        own = _Settings.now(self.device)
+        settings = _Settings.now(self.device)
         # Counted separately: while a rank is aside, waits of all others are no deadlock.
         self._aside.add(rank)
         self._turn.release()
@@ -174,7 +174,7 @@ class ThreadWorld:
         finally:
             self._turn.acquire()
             self._aside.discard(rank)
-            own.put_back()
+            settings.put_back()
 
     def stop(self, error: BaseException) -> None:
         """End every rank at the rank's next wait. Called by a thread that is no rank."""

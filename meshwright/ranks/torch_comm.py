@@ -68,35 +68,35 @@ class TorchComm(RecordedComm):
             return dist.all_reduce(x, group=self.process_group, async_op=True)
         return dist.reduce(x, group_dst=root, group=self.process_group, async_op=True)
 
-    def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
+    def _reduce_scatter(self, shard: Tensor, x: Tensor) -> Work:
         if x.device.type == "cpu":
-            return self._sum_own_piece(part.view(-1), x.view(self.size, -1))
-        return reduce_scatter_single(part.view(-1), x.view(-1), group=self.process_group, async_op=True)
+            return self._sum_own_piece(shard.view(-1), x.view(self.size, -1))
+        return reduce_scatter_single(shard.view(-1), x.view(-1), group=self.process_group, async_op=True)
 
-    def _collect(self, x: Tensor, part: Tensor, root: int | None) -> Work:
+    def _collect(self, x: Tensor, shard: Tensor, root: int | None) -> Work:
         if root is None:
-            return all_gather_single(x.view(-1), part.view(-1), group=self.process_group, async_op=True)
+            return all_gather_single(x.view(-1), shard.view(-1), group=self.process_group, async_op=True)
         parts = list(x.view(-1).chunk(self.size)) if self.index == root else None
-        return dist.gather(part.view(-1), parts, group_dst=root, group=self.process_group, async_op=True)
+        return dist.gather(shard.view(-1), parts, group_dst=root, group=self.process_group, async_op=True)
 
-    def _sum_own_piece(self, part: Tensor, pieces: Tensor) -> Work:
+    def _sum_own_piece(self, shard: Tensor, pieces: Tensor) -> Work:
         """Reduce-scatter `pieces` [n, k]: send piece j to rank j, and sum the received pieces in a fixed order.
 
         gloo's own reduce-scatter is an all-reduce on a copy: twice the bytes, and 2 to 3 times the seconds of this one
         at 2 and 4 ranks.
         """
-        received = pieces.new_empty(self.size - 1, part.numel())
+        received = pieces.new_empty(self.size - 1, shard.numel())
         others = [(self.index + step) % self.size for step in range(1, self.size)]
         sources = [(self.index - step) % self.size for step in range(1, self.size)]
         work = self._message([(pieces[to], to) for to in others], list(zip(received, sources, strict=True)))
 
         def finish() -> None:
             work.wait()
-            if part.data_ptr() != pieces[self.index].data_ptr():
-                part.copy_(pieces[self.index])
+            if shard.data_ptr() != pieces[self.index].data_ptr():
+                shard.copy_(pieces[self.index])
             # Own piece first, then by distance: a fixed order, independent of arrival.
             for piece in received:
-                part.add_(piece)
+                shard.add_(piece)
 
         return Later(finish)
 
@@ -111,9 +111,9 @@ class TorchComm(RecordedComm):
     def _broadcast(self, x: Tensor, root: int) -> Work:
         return dist.broadcast(x, group_src=root, group=self.process_group, async_op=True)
 
-    def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work:
+    def _scatter(self, shard: Tensor, x: Tensor, root: int) -> Work:
         parts = list(x.view(-1).chunk(self.size)) if self.index == root else None
-        return dist.scatter(part.view(-1), parts, group_src=root, group=self.process_group, async_op=True)
+        return dist.scatter(shard.view(-1), parts, group_src=root, group=self.process_group, async_op=True)
 
     def _message(self, sent: Sent, received: Sent) -> Work:
         # A batch goes over the group's communicator; a single isend under NCCL would make one for the pair.
@@ -185,9 +185,9 @@ class TorchTransport(Transport):
         channels: dict[Side, Channel] = {}
         places = neighbours_of(group)
         for side in sorted(places, key=lambda side: (side == "before") == (places[side] > group.index)):
-            other = places[side]
-            pair = tuple(group.ranks[at] for at in sorted((group.index, other)))
-            mine = int(group.index > other)
+            neighbour = places[side]
+            pair = tuple(group.ranks[at] for at in sorted((group.index, neighbour)))
+            mine = int(group.index > neighbour)
             forward = self._process_group(f"{group.axis} forward", pair, mine)
             backward = self._process_group(f"{group.axis} backward", pair, mine)
             # Both ends make the same two groups: one end's outgoing is the other's incoming.

@@ -81,7 +81,7 @@ class Watchdog:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
         # Joined first: the thread's last record could overwrite the record `ended`.

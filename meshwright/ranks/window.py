@@ -88,24 +88,25 @@ class SharedWindow:
         self.index, self.size, self._ranks = group.index, len(group.ranks), group.ranks
         self._processes, self._exchange, self._progress = processes, exchange, progress
         self._libc, self._memory = _libc(), memory  # keeps the addresses below valid
-        own, me = memory[self.index].data_ptr(), self.index
+        local_address, me = memory[self.index].data_ptr(), self.index
         others = [(me + step) % self.size for step in range(1, self.size)]
-        self._to = [memory[other].data_ptr() + me * _SEMAPHORE_BYTES for other in others]
-        self._from = [(own + other * _SEMAPHORE_BYTES, other) for other in others]
+        self._to = [memory[peer].data_ptr() + me * _SEMAPHORE_BYTES for peer in others]
+        self._from = [(local_address + peer * _SEMAPHORE_BYTES, peer) for peer in others]
         for semaphore, _ in self._from:
             # 1: shared between processes. Each member makes the semaphores on which it waits.
             self._libc.sem_init(semaphore, 1, 0)
         exchange("")  # others may post the semaphores from here on
         start = _slots_start(self.size)
         self._slots = [
-            [part[start + turn * SLOT_BYTES : start + (turn + 1) * SLOT_BYTES] for part in memory] for turn in (0, 1)
+            [buffer[start + turn * SLOT_BYTES : start + (turn + 1) * SLOT_BYTES] for buffer in memory]
+            for turn in (0, 1)
         ]
         self._views: dict[torch.dtype, list[list[Tensor]]] = {}
         self._turn = 0
-        places = [
-            part.data_ptr() + member * _SEMAPHORE_BYTES for member, part in enumerate(memory)
+        addresses = [
+            buffer.data_ptr() + member * _SEMAPHORE_BYTES for member, buffer in enumerate(memory)
         ]  # unused as a semaphore: member to itself
-        self._calls = [[ctypes.c_int64.from_address(place + 8 * turn) for place in places] for turn in (0, 1)]
+        self._calls = [[ctypes.c_int64.from_address(address + 8 * turn) for address in addresses] for turn in (0, 1)]
         self._num_meetings = 0
 
     def share(self, num_bytes: int) -> list[Tensor]:
@@ -140,7 +141,7 @@ class SharedWindow:
         for semaphore, member in self._from:
             if self._libc.sem_trywait(semaphore):
                 self._wait(semaphore, member)
-        while any(other.value != call for other in calls):
+        while any(peer_call.value != call for peer_call in calls):
             time.sleep(_LOOK_SECONDS)
 
     def _wait(self, semaphore: int, member: int) -> None:
@@ -191,11 +192,11 @@ def _share(size: int, ranks: Sequence[int], exchange: ExchangeTexts) -> tuple[li
     """
     # memfd needs Linux; semaphores that wait by the monotonic clock need glibc 2.30.
     possible = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "sem_clockwait")
-    own, node = _own_memory(size) if possible else (-1, "")
+    descriptor, node = _own_memory(size) if possible else (-1, "")
     try:
         # Called even if impossible here, since the other members wait for this rank's text.
-        notes = [json.loads(text) for text in exchange(json.dumps([node, os.getpid(), own]))]
-        if not node or any(other != node for other, _, _ in notes):
+        notes = [json.loads(text) for text in exchange(json.dumps([node, os.getpid(), descriptor]))]
+        if not node or any(peer_node != node for peer_node, _, _ in notes):
             return None
         processes = [process for _, process, _ in notes]
         memory, problem = _opened([(process, file) for _, process, file in notes], size)
@@ -204,29 +205,29 @@ def _share(size: int, ranks: Sequence[int], exchange: ExchangeTexts) -> tuple[li
                 rule = "the ranks of a node sum in memory that they share; let them, or set layout.transport=torch"
                 raise LaunchError(f"rank {rank} on {socket.gethostname()} is refused another rank's {text}: {rule}")
     finally:
-        if own >= 0:
-            os.close(own)  # the mappings stay valid
+        if descriptor >= 0:
+            os.close(descriptor)  # the mappings stay valid
     return memory, processes
 
 
 def _own_memory(size: int) -> tuple[int, str]:
     """Make an anonymous file (memfd); return its descriptor and the node's identity, (-1, empty) on failure."""
     try:
-        own = os.memfd_create("meshwright")
+        descriptor = os.memfd_create("meshwright")
     except OSError:
         return -1, ""
-    os.ftruncate(own, size)
+    os.ftruncate(descriptor, size)
     # Processes that can open each other's memory share the boot, the host name and the PID namespace.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return own, f"{boot} {socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
+    return descriptor, f"{boot} {socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _opened(places: Sequence[tuple[int, int]], size: int) -> tuple[list[Tensor], str]:
     """Map the memory of each (process, file); return the memory, and the text of a refusal, else empty."""
     memory: list[Tensor] = []
-    for process, number in places:
+    for process, descriptor in places:
         try:
-            file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
+            file = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
         except OSError as error:
             return memory, f"memory (process {process}, {error.strerror})"
         memory.append(torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8))

@@ -76,7 +76,7 @@ class WindowComm(RecordedComm):
     def _everyones(self, x: Tensor) -> list[Tensor] | None:
         """Return every member's x if x was allocated by `zeros`, else None."""
         return next(
-            (all_ for own, all_ in self._shared if own.data_ptr() == x.data_ptr() and own.shape == x.shape), None
+            (all_ for local, all_ in self._shared if local.data_ptr() == x.data_ptr() and local.shape == x.shape), None
         )
 
     def _meet(self, verb: str, payload: Tensor | None = None) -> None:
@@ -87,11 +87,11 @@ class WindowComm(RecordedComm):
     def _barrier(self, *, asleep: bool = False) -> Work:
         return Later(lambda: self._meet("assemble" if asleep else "barrier"))
 
-    def _begin_sum(self, own: SumInPlace) -> Work:
-        self._begun.append(own)
+    def _begin_sum(self, begun: SumInPlace) -> Work:
+        self._begun.append(begun)
 
         def finish() -> None:
-            while own in self._begun:  # an earlier wait may have done this sum already, or only sums before it
+            while begun in self._begun:  # an earlier wait may have done this sum already, or only sums before it
                 self._sum_begun()
 
         return Later(finish)
@@ -99,8 +99,8 @@ class WindowComm(RecordedComm):
     def _sum_begun(self) -> None:
         """Run the first n begun sums, with n the smallest number of begun sums of any member."""
         counts, first = self._written(torch.tensor([len(self._begun)])), self._begun[0]
-        verb, own = "all_reduce" if first.returns else "reduce_scatter", first.everyones[self.index]
-        self._meet(verb, own)
+        verb, local = "all_reduce" if first.returns else "reduce_scatter", first.everyones[self.index]
+        self._meet(verb, local)
         # A member still in the backward pass has begun fewer sums; all members run the smallest number.
         together = min(int(count[0]) for count in counts)
         sums, self._begun = self._begun[:together], self._begun[together:]
@@ -108,11 +108,11 @@ class WindowComm(RecordedComm):
             # Each rank sums one piece, 1/n of the work, in member order.
             add_up([self._split(values)[self.index] for values in each.everyones], each.out)
         if any(each.returns for each in sums):
-            self._meet(verb, own)
+            self._meet(verb, local)
         for each in sums:
             if each.returns:
                 self._fetch(each.everyones[self.index], each.everyones)
-        self._meet(verb, own)  # after it, the next backward pass may write there
+        self._meet(verb, local)  # after it, the next backward pass may write there
 
     def _split(self, x: Tensor) -> list[Tensor]:
         """Split x [n] into one piece per member."""
@@ -142,8 +142,8 @@ class WindowComm(RecordedComm):
                 self._meet(verb, piece)
                 # This rank's slot holds the sum of its piece; the others copy the sum after the second meeting.
                 if size_bytes(piece) > SMALL_BYTES:
-                    own = [self._split(values)[self.index] for values in everyones]
-                    add_up(own, own[self.index])
+                    terms = [self._split(values)[self.index] for values in everyones]
+                    add_up(terms, terms[self.index])
                     self._meet(verb, piece)
                     if receives:
                         self._fetch(piece, everyones)
@@ -152,15 +152,15 @@ class WindowComm(RecordedComm):
 
         return Later(run)
 
-    def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
-        own, pieces = part.detach().view(-1), x.detach().view(self.size, -1)
+    def _reduce_scatter(self, shard: Tensor, x: Tensor) -> Work:
+        flat, pieces = shard.detach().view(-1), x.detach().view(self.size, -1)
         if everyones := self._everyones(x):
-            return self._begin_sum(SumInPlace(everyones, own, returns=False))
+            return self._begin_sum(SumInPlace(everyones, flat, returns=False))
 
         def run() -> None:
-            for start, stop in self._pieces(own.numel(), x.element_size() * self.size):
+            for start, stop in self._pieces(flat.numel(), x.element_size() * self.size):
                 received = self._traded("reduce_scatter", pieces[:, start:stop])
-                add_up(received, own[start:stop])
+                add_up(received, flat[start:stop])
 
         return Later(run)
 
@@ -170,12 +170,12 @@ class WindowComm(RecordedComm):
         self._meet(verb, pieces)
         return [slot[: pieces.numel()].view_as(pieces)[self.index] for slot in slots]
 
-    def _collect(self, x: Tensor, part: Tensor, root: int | None) -> Work:
+    def _collect(self, x: Tensor, shard: Tensor, root: int | None) -> Work:
         def run() -> None:
-            own = part.detach().view(-1)
-            for start, stop in self._pieces(own.numel(), own.element_size()):
-                slots = self._written(own[start:stop])
-                self._meet("all_gather" if root is None else "gather", own[start:stop])
+            flat = shard.detach().view(-1)
+            for start, stop in self._pieces(flat.numel(), flat.element_size()):
+                slots = self._written(flat[start:stop])
+                self._meet("all_gather" if root is None else "gather", flat[start:stop])
                 if root in (None, self.index):
                     rows = x.detach().view(self.size, -1)[:, start:stop]
                     for row, slot in zip(rows, slots, strict=True):
@@ -204,13 +204,13 @@ class WindowComm(RecordedComm):
 
         return Later(run)
 
-    def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work:
+    def _scatter(self, shard: Tensor, x: Tensor, root: int) -> Work:
         def run() -> None:
-            own, width = part.detach().view(-1), part.element_size() * self.size
-            for start, stop in self._pieces(own.numel(), width):
-                sent = x.detach().view(self.size, -1)[:, start:stop] if self.index == root else own
+            flat, width = shard.detach().view(-1), shard.element_size() * self.size
+            for start, stop in self._pieces(flat.numel(), width):
+                sent = x.detach().view(self.size, -1)[:, start:stop] if self.index == root else flat
                 slot = self._from_root("scatter", sent, root)
-                own[start:stop] = slot[: self.size * (stop - start)].view(self.size, -1)[self.index]
+                flat[start:stop] = slot[: self.size * (stop - start)].view(self.size, -1)[self.index]
 
         return Later(run)
 
@@ -241,9 +241,9 @@ def add_up(parts: Sequence[Tensor], out: Tensor) -> None:
         return
     wide = torch.float32 if out.dtype in HALF else out.dtype
     for start in range(0, out.numel(), ADDED_AT_ONCE):
-        first, second, *rest = (part[start : start + ADDED_AT_ONCE] for part in parts)
+        first, second, *rest = (term[start : start + ADDED_AT_ONCE] for term in parts)
         # Half precision is widened at the first addition and rounded once, at the end.
         total = torch.add(first.to(wide), second)
-        for part in rest:
-            total += part
+        for term in rest:
+            total += term
         out[start : start + ADDED_AT_ONCE] = total

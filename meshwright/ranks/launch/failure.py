@@ -65,10 +65,10 @@ def free_bytes() -> int:
     return free
 
 
-def _readable(number: float, unit: str) -> str:
+def _readable(amount: float, unit: str) -> str:
     if unit != "bytes":
-        return f"{number:g} {unit}"
-    return f"{number / 2**30:.2f} GiB" if number >= 2**27 else f"{number / 2**20:.1f} MiB"
+        return f"{amount:g} {unit}"
+    return f"{amount / 2**30:.2f} GiB" if amount >= 2**27 else f"{amount / 2**20:.1f} MiB"
 
 
 def open_files_sentence(error: BaseException) -> str | None:
@@ -108,13 +108,13 @@ class Interrupted(LaunchError):
     `saved`: every rank finished its step and returned.
     """
 
-    def __init__(self, text: str, number: signal.Signals, *, saved: bool = False) -> None:
-        self.signal = number
+    def __init__(self, text: str, signum: signal.Signals, *, saved: bool = False) -> None:
+        self.signal = signum
         self.saved = saved
         # A saved run exits with the code for "queue again"; else with 128 + signal, the shells' convention. Ctrl-C is
         # always 130, so that a script's loop ends too.
-        again = saved and number != signal.SIGINT
-        self.exit_code = STOPPED_EXIT_CODE if again else 128 + int(number)
+        again = saved and signum != signal.SIGINT
+        self.exit_code = STOPPED_EXIT_CODE if again else 128 + int(signum)
         super().__init__(text)
 
 
@@ -265,9 +265,9 @@ def explain_failure(death: Death, reports: list[Report]) -> Failure:
     return Failure(str(death), lost=rank or death.from_outside, rank=rank)
 
 
-def signal_name(number: int) -> str:
+def signal_name(signum: int) -> str:
     """`signal 9 (SIGKILL)`."""
     try:
-        return f"signal {number} ({signal.Signals(number).name})"
+        return f"signal {signum} ({signal.Signals(signum).name})"
     except ValueError:  # real-time signals have no name
-        return f"signal {number}"
+        return f"signal {signum}"

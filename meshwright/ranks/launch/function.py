@@ -131,8 +131,8 @@ def prepare(function: str, ranks: Ranks) -> None:
 
     The server imports torch and the ranks' modules while this process chooses the layout.
     """
-    kind = TRANSPORTS[ranks.transport]
-    if not (kind.in_process or kind.by_mpiexec or joined()):
+    transport = TRANSPORTS[ranks.transport]
+    if not (transport.in_process or transport.by_mpiexec or joined()):
         from meshwright.ranks.launch.forked import start_server
 
         with suppress(OSError):  # run() gets the same error, and reports the error
@@ -203,9 +203,9 @@ def open_ranks(ranks: Ranks, environment: Environment, point: Rendezvous | None)
 def _packed(value: Any) -> dict[str, Any]:
     """Convert an argument to JSON. Keys tag a pydantic model and a Path."""
     if isinstance(value, Model):
-        kind = type(value)
+        model_class = type(value)
         return {
-            "model": f"{kind.__module__}:{kind.__qualname__}",
+            "model": f"{model_class.__module__}:{model_class.__qualname__}",
             "fields": value.model_dump(mode="json", by_alias=True),
         }
     if isinstance(value, Path):
@@ -216,8 +216,8 @@ def _packed(value: Any) -> dict[str, Any]:
 def _unpacked(packed: Mapping[str, Any]) -> Any:
     """Convert the JSON of `_packed` back to an argument."""
     if "model" in packed:
-        kind: type[Model] = _load(packed["model"])
-        return kind.model_validate(packed["fields"])
+        model_class: type[Model] = _load(packed["model"])
+        return model_class.model_validate(packed["fields"])
     return Path(packed["Path"]) if "Path" in packed else packed["value"]
 
 

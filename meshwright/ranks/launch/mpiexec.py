@@ -79,10 +79,10 @@ def run_mpi(session: Session, num_ranks: int, threads: int, last_words: LastWord
 
 
 def _explain(mpiexec: Path, status: int, chatter: str, reports: list[Report], last_words: LastWords) -> Failure:
-    own = Death(MPIEXEC, status)
+    mpiexec_death = Death(MPIEXEC, status)
     # Ranks die with mpiexec; one may have reported a lost connection, which is not the cause.
-    if own.from_outside:
-        return explain_failure(own, reports)
+    if mpiexec_death.from_outside:
+        return explain_failure(mpiexec_death, reports)
     if _DAEMON.search(chatter):
         return Failure(f"a daemon of Open MPI's has died, which kept ranks for {mpiexec}:\n{chatter}", lost=True)
     # The first dead rank by mpiexec's message: only mpiexec, the ranks' parent, knows their exit status.
@@ -96,5 +96,5 @@ def _explain(mpiexec: Path, status: int, chatter: str, reports: list[Report], la
     if match := _ABORTED.search(chatter):
         return Failure(f"rank {match[1]} failed: it called MPI_Abort with code {status}", lost=True, rank=True)
     if status < 0:
-        return explain_failure(own, reports)
+        return explain_failure(mpiexec_death, reports)
     return Failure(f"{mpiexec} (Open MPI's is needed) ended with code {status}:\n{chatter}", lost=False, certain=True)

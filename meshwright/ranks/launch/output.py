@@ -114,8 +114,8 @@ def receive_output(path: Path, rank: int) -> None:
         launcher.connect(str(path))
         launcher.sendall(str(rank).encode())
         _, descriptors, _, _ = socket.recv_fds(launcher, 1, 2)
-    for descriptor, own in zip(descriptors, (1, 2), strict=True):
-        os.dup2(descriptor, own)
+    for descriptor, target in zip(descriptors, (1, 2), strict=True):
+        os.dup2(descriptor, target)
         os.close(descriptor)
     for stream in (sys.stdout, sys.stderr):
         # Python chose buffering by the original stdout.

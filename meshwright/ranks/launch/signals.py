@@ -82,24 +82,24 @@ class SignalStop(StopRequest):
     def __init__(self) -> None:
         self._listens = False
         self._asked_at = 0.0
-        for number in JOINED_SIGNALS:  # Python's KeyboardInterrupt waits until calls into libraries return
-            signal.signal(number, signal.SIG_DFL)
+        for signum in JOINED_SIGNALS:  # Python's KeyboardInterrupt waits until calls into libraries return
+            signal.signal(signum, signal.SIG_DFL)
 
     @property
     def requested(self) -> bool:
         if not self._listens:
-            for number in JOINED_SIGNALS:
-                signal.signal(number, lambda number, _: self._hear(number))
+            for signum in JOINED_SIGNALS:
+                signal.signal(signum, lambda signum, _: self._hear(signum))
             self._listens = True
         return self._requested
 
-    def _hear(self, number: int) -> None:
+    def _hear(self, signum: int) -> None:
         if not self._requested:
             self._asked_at = time.monotonic()
             self.request()
         elif time.monotonic() - self._asked_at > ECHO_SECONDS:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
 
 
 def attempt_folder(folder: Path, attempt: int) -> Path:
@@ -141,27 +141,27 @@ class StopSignals:
     _before: dict[signal.Signals, signal.Handlers] = field(default_factory=dict, init=False)
 
     def __enter__(self) -> Self:
-        for number in _ASKING:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._ask)  # type: ignore[assignment]
+        for signum in _ASKING:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                self._before[signum] = signal.signal(signum, self._ask)  # type: ignore[assignment]
         self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._ask)  # type: ignore[assignment]
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGALRM:  # GRACE_SECONDS are over
+    def _ask(self, signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGALRM:  # GRACE_SECONDS are over
             raise KillWorkers
         if self.received is not None:
             if time.monotonic() - self._received_at < LAUNCHER_ECHO_SECONDS:
                 return
             raise KillWorkers
-        self.received = signal.Signals(number)
+        self.received = signal.Signals(signum)
         self._received_at = time.monotonic()
         (self.folder / STOP_FILE).touch()
         if not listens(self.folder):

@@ -134,5 +134,5 @@ def ignore_stop_signals() -> None:
     A terminal sends Ctrl-C and hang-up to the whole process group. Slurm, systemd and docker send SIGTERM to all
     processes of a job. The launcher turns these signals into a soft stop, and ends workers by SIGKILL.
     """
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(signum, signal.SIG_IGN)
