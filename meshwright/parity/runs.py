@@ -299,11 +299,7 @@ class StepComparison:
         # An optimizer with private copies of parameters records no gradients; frozen and zero gradients are unknown.
         keeps = any(quantity == "gradient" for quantity, _, _ in whole)
         frozen = [name for name in names if name in run.frozen or (keeps and ("gradient", 1, name) not in whole)]
-        samples = {
-            quantity: list(x.shape)
-            for (quantity, _, _), x in whole.items()
-            if quantity.startswith("sample:") and x.ndim > 1
-        }
+        samples = {key[0]: list(x.shape) for key, x in whole.items() if key[0].startswith("sample:") and x.ndim > 1}
         # Gradients before clipping are compared directly; else the norm explains the error of clipped gradients.
         known = self.explained_by_norm and len(steps[0].clips) == 1
         clip, norms = (steps[0].clips[0][0], [steps[0].clips[0][1]]) if known else (None, [])
