@@ -105,7 +105,7 @@ Run = Callable[..., Any]
 """`run(function, *arguments)` returns the function's result; a policy may keep less for the backward pass."""
 
 RunPart = Callable[..., Any]
-"""`run_part(part, function, *arguments)` returns the function's result; part: a layer's number, EMBEDDINGS or HEAD."""
+"""`run_part(layer, function, *arguments)` returns the result; layer: a layer's index, EMBEDDINGS or HEAD."""
 
 
 class RunsParts(Protocol):
@@ -115,7 +115,7 @@ class RunsParts(Protocol):
         """Choose how parts run.
 
         Args:
-            run: `run(part, function, *arguments)` returns the function's result.
+            run: `run(layer, function, *arguments)` returns the function's result.
         """
 
 

@@ -61,7 +61,7 @@ def use_flash_attention(device: torch.device) -> None:
     """Activate the FlashAttention written for this GPU if installed; else torch's FlashAttention 2 runs."""
     name, package = FLASH_ATTENTION.get(torch.cuda.get_device_capability(device)[0], ("", ""))
     parents = [package.rpartition(".")[0] or package, package]  # find_spec of a submodule imports the package
-    if package and torch.__version__ >= "2.13" and all(find_spec(part) is not None for part in parents):
+    if package and torch.__version__ >= "2.13" and all(find_spec(module) is not None for module in parents):
         from torch.nn.attention import activate_flash_attention_impl
 
         activate_flash_attention_impl(name)

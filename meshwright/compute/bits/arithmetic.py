@@ -46,11 +46,11 @@ class SeparateArithmetic(Arithmetic):
     """
 
     def norm(
-        self, mesh: Mesh, width: int, epsilon: float, kind: OneWidth, *, bias: bool, placements: Placements,
+        self, mesh: Mesh, width: int, epsilon: float, norm_kind: OneWidth, *, bias: bool, placements: Placements,
         heads_over: tuple[str, ...] = (), inside: bool = False, over_heads: bool = False,
     ) -> ShardedModule:  # fmt: skip
-        make = AffineNorm if kind == "layer" else Norm
-        return make(mesh, width, epsilon, kind, bias=bias, heads_over=heads_over)
+        make = AffineNorm if norm_kind == "layer" else Norm
+        return make(mesh, width, epsilon, norm_kind, bias=bias, heads_over=heads_over)
 
     def experts(self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary) -> Experts:
         return SeparateExperts(mesh, shape, boundary, self.products)
@@ -117,14 +117,14 @@ class ExactArithmetic(SeparateArithmetic):
         return addends
 
     def norm(
-        self, mesh: Mesh, width: int, epsilon: float, kind: OneWidth, *, bias: bool, placements: Placements,
+        self, mesh: Mesh, width: int, epsilon: float, norm_kind: OneWidth, *, bias: bool, placements: Placements,
         heads_over: tuple[str, ...] = (), inside: bool = False, over_heads: bool = False,
     ) -> ShardedModule:  # fmt: skip
         if over_heads:
-            return PartNorm(mesh, width, epsilon, kind, placements, bias=bias, blocks=self.blocks)
+            return PartNorm(mesh, width, epsilon, norm_kind, placements, bias=bias, blocks=self.blocks)
         if self.blocks.hidden > 1 and not inside:
-            return PartNorm(mesh, width, epsilon, kind, placements, bias=bias, blocks=self.blocks.between)
-        return BlockNorm(mesh, width, epsilon, kind, bias=bias, heads_over=heads_over, blocks=self.blocks)
+            return PartNorm(mesh, width, epsilon, norm_kind, placements, bias=bias, blocks=self.blocks.between)
+        return BlockNorm(mesh, width, epsilon, norm_kind, bias=bias, heads_over=heads_over, blocks=self.blocks)
 
     def head(
         self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary, make: type[TableHead]
@@ -138,7 +138,7 @@ class ExactArithmetic(SeparateArithmetic):
     def start_sum_of_heads(self, x: Tensor, boundary: Boundary) -> Moving:
         # Each part is summed over its heads in separate memory, so that the sum's shape does not depend on the rank.
         runs = [
-            tree_sum(apart(part).flatten(0, 1).sum(1, dtype=torch.float32) for part in run.chunk(self.parts, 2))
+            tree_sum(apart(heads).flatten(0, 1).sum(1, dtype=torch.float32) for heads in run.chunk(self.parts, 2))
             for run in self.blocks.cut(x)
         ]
         leaving = boundary.start_leave(self.blocks.joined(runs, x.shape[0]))

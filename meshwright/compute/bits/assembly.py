@@ -49,7 +49,7 @@ def blocks_of(config: Config, mesh: Mesh) -> Blocks:
     axis = (tensor.inner_axis,) if tensor.inner_axis else ()
     ranks, rank = mesh.size(*axis), mesh.index(*axis)
     holders, holder = (mesh.size("context"), mesh.index("context")) if config.layout.context.size > 1 else (1, 0)
-    again, own = (ranks, rank) if tensor.cuts_sequences else (1, 0)
+    again, outer_index = (ranks, rank) if tensor.cuts_sequences else (1, 0)
     parts, runs = bits.tensor // ranks, bits.sequence // holders
     outer_runs = runs // again
     own_hidden = bits.hidden // ranks if tensor.cuts_hidden else bits.hidden
@@ -62,7 +62,7 @@ def blocks_of(config: Config, mesh: Mesh) -> Blocks:
         runs=runs,
         first_run=holder * runs,
         outer_runs=outer_runs,
-        first_outer_run=holder * runs + own * outer_runs,
+        first_outer_run=holder * runs + outer_index * outer_runs,
         head_parts=head_parts,
         first_head_part=(rank * dealt + holder % dealt) * head_parts,
         grains=tensor.rows.at_once,

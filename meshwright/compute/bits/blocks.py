@@ -90,8 +90,8 @@ class Blocks:
     @property
     def between(self) -> Blocks:
         """The blocks between pairs of a layer with its hidden width in `hidden` parts, `own_hidden` on this rank."""
-        own, first, count = self.own_hidden, self.first_hidden, self.hidden
-        return replace(self.outer, parts=own, first_part=first, all_parts=count)
+        parts, first, count = self.own_hidden, self.first_hidden, self.hidden
+        return replace(self.outer, parts=parts, first_part=first, all_parts=count)
 
     def own(self, weight: Tensor) -> Tensor:
         """Return a part of a weight as kernels get it: in separate memory if `exact`."""
@@ -115,12 +115,12 @@ def apart(x: Tensor) -> Tensor:
 
 def parts_of(x: Tensor, count: int, dim: int) -> list[Tensor]:
     """Split x into equal parts along `dim`, each in separate memory if there are several."""
-    return [x] if count == 1 else [apart(part) for part in x.chunk(count, dim)]
+    return [x] if count == 1 else [apart(chunk) for chunk in x.chunk(count, dim)]
 
 
-def sum_of_products(products: Products, rows: Iterable[Tensor], owns: Iterable[Tensor]) -> Tensor:
+def sum_of_products(products: Products, rows: Iterable[Tensor], weights: Iterable[Tensor]) -> Tensor:
     """Multiply each part [n, k] by its [k, m], and sum the products in float32 in the order of a tree."""
-    return tree_sum(products.multiply(part, own).float() for part, own in zip(rows, owns, strict=True))
+    return tree_sum(products.multiply(inputs, weight).float() for inputs, weight in zip(rows, weights, strict=True))
 
 
 Draw = Callable[[int], list[int]]

@@ -53,8 +53,8 @@ class CachedRun(Context):
             zeros = (x.new_zeros(*x.shape[:TOKENS], length * self.size, x.shape[-1]) for x in (key, value))
             self.cache = next(zeros), next(zeros)
         run = slice(self.index * length, (self.index + 1) * length)
-        for whole, own in zip(self.cache, (key, value), strict=True):
-            whole[:, :, run] = own
+        for whole, local in zip(self.cache, (key, value), strict=True):
+            whole[:, :, run] = local
         return self.heads.attend_run(query, *self.cache, run, spec)
 
 

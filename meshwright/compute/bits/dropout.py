@@ -28,8 +28,8 @@ class BlockDropout(nn.Module):
             rows = []
             for run, tokens in enumerate(grain.chunk(blocks.runs, 1), blocks.first_run):
                 parts = []
-                for part, block in enumerate(tokens.chunk(blocks.parts, -1), blocks.first_part):
-                    generator = torch.Generator(block.device).manual_seed(seed_of(f"{seed}/{run}/{part}"))
+                for index, block in enumerate(tokens.chunk(blocks.parts, -1), blocks.first_part):
+                    generator = torch.Generator(block.device).manual_seed(seed_of(f"{seed}/{run}/{index}"))
                     mask = torch.empty(block.shape, dtype=block.dtype, device=block.device)
                     parts.append(mask.bernoulli_(1 - self.rate, generator=generator).div_(1 - self.rate))
                 rows.append(side_by_side(parts))

@@ -62,8 +62,8 @@ class AlignedLinear(GroupedLinear):
         return x.clone() if not x.is_contiguous() or x.data_ptr() % ALIGNED_BYTES else x
 
     def write_run(self, rows: Sequence[int], x: Tensor, dy: Tensor, out: Tensor, beta: int) -> None:
-        for part, gradient, own in zip(x.split(rows), dy.split(rows), out, strict=True):
-            write_part(self.products.multiply(self.operand(part).t(), self.operand(gradient)), own, beta)
+        for inputs, gradient, target in zip(x.split(rows), dy.split(rows), out, strict=True):
+            write_part(self.products.multiply(self.operand(inputs).t(), self.operand(gradient)), target, beta)
 
 
 class SeparateExperts(Experts):
@@ -78,7 +78,7 @@ class SeparateExperts(Experts):
         # Each part is a separate tensor, so that vectors begin at its first row: elements of an incomplete last vector
         # may be rounded differently.
         assert not isinstance(runs, Tensor), "rows that the host does not know"
-        parts = [self.shape.activated(part.clone()) for part in self.expand(x, runs).split([*chain(*runs)])]
+        parts = [self.shape.activated(rows.clone()) for rows in self.expand(x, runs).split([*chain(*runs)])]
         y: Tensor = self.contract(torch.cat(parts), runs)
         return y
 
@@ -117,8 +117,8 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (slots,) = ctx.saved_tensors
         first, *others = (gradient[rows].float() for rows in slots.unbind(-1))
-        for other in others:
-            first += other
+        for addend in others:
+            first += addend
         return _left(first, ctx.boundary, ctx.dtype), None, None, None
 
 
@@ -139,7 +139,7 @@ class _Left(torch.autograd.Function):
 
 def _left(x: Tensor, boundary: Boundary, dtype: torch.dtype) -> Tensor:
     """Sum x [P, B, T, ...] over all ranks' parts by a tree in float32, and return this rank's tokens in `dtype`."""
-    total = tree_sum(part.to(torch.float32, copy=True) for part in x)
+    total = tree_sum(addend.to(torch.float32, copy=True) for addend in x)
     return boundary.start_leave(total).wait().to(dtype)
 
 
@@ -179,7 +179,7 @@ class RouterByRuns(Router):
 
     def summed(self, logits: Tensor, scores: Tensor, counts: Tensor, tokens: int) -> Tensor:
         runs = zip(self.blocks.cut(logits), self.blocks.cut(scores), strict=True)
-        losses = torch.cat([self.loss_of(apart(wide), apart(own), counts, tokens) for wide, own in runs], 1)
+        losses = torch.cat([self.loss_of(apart(wide), apart(score), counts, tokens) for wide, score in runs], 1)
         # Each rank of the context axis returns a part of the loss, and the first one the whole.
         counts_here = "context" not in self.mesh.grid.names or self.mesh.index("context") == 0
         total: Tensor = _SumOfRuns.apply(losses, self.blocks, self.mesh.comm(*self.cut_over), counts_here)
@@ -198,17 +198,17 @@ class LinearByParts(AlignedLinear):
         """Set the number of parts, the dim of the inner width, and the products of one part."""
         self.parts, self.inner, self.products = parts, inner, products
 
-    def part(self, weight: Tensor, number: int) -> Tensor:
+    def part(self, weight: Tensor, index: int) -> Tensor:
         """Return a part of an expert's flattened weight [in, out], as a view with the dims of the weight."""
-        return weight.view(self.weight.shape[1:]).chunk(self.parts, self.inner)[number]
+        return weight.view(self.weight.shape[1:]).chunk(self.parts, self.inner)[index]
 
     def multiply(self, x: Tensor, weight: Tensor, runs: Runs, *, turned: bool = False) -> Tensor:
         assert not isinstance(runs, Tensor), "rows that the host does not know"
-        weights = [[apart(self.part(own, number)).flatten(1) for own in weight] for number in range(self.parts)]
+        weights = [[apart(self.part(matrix, index)).flatten(1) for matrix in weight] for index in range(self.parts)]
         products = []
-        for number, (rows, run) in enumerate(zip(x.split([sum(run) for run in runs]), runs, strict=True)):
-            for part, own in zip(rows.split([*run]), weights[number % self.parts], strict=True):
-                products.append(self.products.multiply(self.operand(part), own.t() if turned else own))
+        for index, (rows, run) in enumerate(zip(x.split([sum(run) for run in runs]), runs, strict=True)):
+            for inputs, matrix in zip(rows.split([*run]), weights[index % self.parts], strict=True):
+                products.append(self.products.multiply(self.operand(inputs), matrix.t() if turned else matrix))
         return torch.cat(products)
 
     def addends(self, x: Tensor, dy: Tensor, runs: Runs) -> Iterable[WriteGradient]:
@@ -222,9 +222,9 @@ class LinearByParts(AlignedLinear):
 
     def write_parts(self, parts: Sequence[Sequence[tuple[Tensor, Tensor]]], out: Tensor, beta: int) -> None:
         """Write one run's xᵀ dy + beta · out [n, in, out]. `parts`: by part and expert, the rows x and dy."""
-        for number, experts in enumerate(parts):
-            for (x, dy), own in zip(experts, out, strict=True):
-                target = self.part(own, number)
+        for index, experts in enumerate(parts):
+            for (x, dy), expert_out in zip(experts, out, strict=True):
+                target = self.part(expert_out, index)
                 gradient = self.products.multiply(self.operand(x).t(), self.operand(dy))
                 write_part(gradient.view(target.shape), target, beta)
 
@@ -253,7 +253,7 @@ class ExpertsByParts(SeparateExperts):
         runs = self.blocks.runs if length > 1 else 1
         run = torch.arange(length, device=ids.device).div(length // runs, rounding_mode="floor").view(1, -1, 1)
         first = (ids // here * runs + run) * parts * here + ids % here
-        keys = torch.stack([first + part * here for part in range(parts)])
+        keys = torch.stack([first + index * here for index in range(parts)])
         experts, order = keys.flatten().sort(stable=True)
         slots = order.argsort()
         plan = Dispatch(order, slots, copies, rows_of_experts(experts, self.shape.count * runs * parts))
@@ -264,8 +264,8 @@ class ExpertsByParts(SeparateExperts):
     def combine(self, y: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
         chosen = gather_rows(y, plan.slots, plan.pairs.unsqueeze(1)).view(*weights.shape, -1)
         first, *others = (chosen * weights.unsqueeze(-1)).unbind(-2)
-        for other in others:
-            first = first + other
+        for addend in others:
+            first = first + addend
         left: Tensor = _Left.apply(first, self.boundary)
         return left
 

@@ -63,17 +63,17 @@ class SampleGrains:
                 samples (an attention bias [1, A, T, T]) has one row for each grain.
             microbatch: number of the microbatch in the step, if a forward pass begins; grains are then seeded by it.
         """
-        for number in range(self.count):
+        for index in range(self.count):
             of_shares = {name: self.at_once if name in self.inside else 1 for name in batch}
             if microbatch is not None:
-                self._grain = self.first + microbatch * self.micro + number * self.samples
-            grain = {name: self._rows(x, number, of_shares[name]) for name, x in batch.items()}
-            yield grain, tuple(self._rows(x, number, 1).detach().clone() for x in incoming)
+                self._grain = self.first + microbatch * self.micro + index * self.samples
+            grain = {name: self._rows(x, index, of_shares[name]) for name, x in batch.items()}
+            yield grain, tuple(self._rows(x, index, 1).detach().clone() for x in incoming)
 
-    def _rows(self, x: Tensor, number: int, shares: int) -> Tensor:
-        """Return the rows of grain `number` of x [shares · rows, ...], share by share."""
+    def _rows(self, x: Tensor, index: int, shares: int) -> Tensor:
+        """Return the rows of grain `index` of x [shares · rows, ...], share by share."""
         every = len(x) // (shares * self.count)
-        rows = x.unflatten(0, (shares, self.count * every))[:, number * every : (number + 1) * every]
+        rows = x.unflatten(0, (shares, self.count * every))[:, index * every : (index + 1) * every]
         return rows.flatten(0, 1)
 
     def begin_step(self, first: int, scale: float) -> None:
@@ -106,10 +106,10 @@ class SampleGrains:
     def seeded(self, run_part: RunPart, device: torch.device) -> RunPart:
         """Return `run_part` with torch's generators seeded before each part. `device`: the device of the parts."""
 
-        def run(part: int, function: Callable[..., Any], *arguments: Any) -> Any:
-            self._part, self._drawn = part, 0
+        def run(layer: int, function: Callable[..., Any], *arguments: Any) -> Any:
+            self._part, self._drawn = layer, 0
             seed_generators(self._seed(self.share), device)
-            return run_part(part, function, *arguments)
+            return run_part(layer, function, *arguments)
 
         return run
 

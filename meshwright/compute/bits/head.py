@@ -88,8 +88,8 @@ class PartHead(TableHead):
         factors = torch.zeros(h.shape[0] * h.shape[1], 1, dtype=wide_dtype(h), device=h.device)
         losses = torch.zeros_like(factors)
         for chunk, _, logits in _logits(apart(h).flatten(0, 1), _Tables.of(self.own_classes(self.block), self)):
-            for part in logits:
-                classes.capped(part)
+            for block in logits:
+                classes.capped(block)
             labels = choose(chunk, torch.cat(logits, -1)[:, : classes.vocabulary])
             found = _to_gradients(logits, labels.unsqueeze(1), factors[chunk], classes, self.blocks)
             losses[chunk] = torch.where(labels.unsqueeze(1) != IGNORED, found, 0)
@@ -110,7 +110,7 @@ class _Tables:
     def of(cls, table: Tensor, head: PartHead, bias: Tensor | None = None) -> _Tables:
         """Split the classes [V/p, H] and their biases [V/p]; `bias` None: the head's."""
         blocks, bias = head.blocks, head.bias if bias is None else bias
-        weights = [parts_of(own, blocks.hidden, -1) for own in parts_of(table, blocks.parts, 0)]
+        weights = [parts_of(rows, blocks.hidden, -1) for rows in parts_of(table, blocks.parts, 0)]
         return cls(head, weights, [None] * len(weights) if bias is None else [*parts_of(bias, blocks.parts, 0)])
 
 
@@ -121,7 +121,7 @@ def _logits(rows: Tensor, tables: _Tables) -> Iterator[tuple[slice, list[Tensor]
     for chunk in classes.alike(ranges(0, rows.shape[0], 4 * height, CHUNK_BYTES[device], CHUNK_ROWS), rows):
         those = parts_of(rows[chunk], head.blocks.hidden, -1)
         pairs = zip(tables.weights, tables.biases, strict=True)
-        yield chunk, those, [logits_of_part(classes.products, those, own, offsets) for own, offsets in pairs]
+        yield chunk, those, [logits_of_part(classes.products, those, weights, offsets) for weights, offsets in pairs]
 
 
 @dataclass
@@ -148,15 +148,15 @@ class _PartLoss(torch.autograd.Function):
         ctx.head, ctx.shape, ctx.dtype, ctx.gradients = head, whole.shape, h.dtype, []
         wanted = labels.chunk(blocks.runs if count > 1 else 1, 1)
         rows_of_classes, observed = head.own_classes(table), list[Tensor]()
-        for rows, own in zip(blocks.rows(whole[:, :count]), wanted, strict=True):
+        for rows, run_labels in zip(blocks.rows(whole[:, :count]), wanted, strict=True):
             learns = differentiates and ctx.needs_input_grad[1]
-            losses, gradients = _run(rows, own, rows_of_classes, bias, scale, head, differentiates, learns)
+            losses, gradients = _run(rows, run_labels, rows_of_classes, bias, scale, head, differentiates, learns)
             # An evaluation sums losses and divides at the end, so the quantum of losses is larger.
             quantum = head.fixed.scale if head.fixed is not None and head.training else SUMMED_LOSS
             total += rounded_loss(losses.to(torch.float64) * scale, quantum).sum()
             ctx.gradients.append(gradients)
             if head.observed is not None:
-                observed.append(losses.view(own.shape))
+                observed.append(losses.view(run_labels.shape))
         if head.observed is not None:
             head.observed.append((labels, torch.cat(observed, 1)))
         return total
@@ -213,23 +213,23 @@ def _run(
     dtable = torch.zeros_like(table if learns else table[:0], dtype=wide)
     dbias = None if bias is None else torch.zeros_like(bias, dtype=wide)
     for chunk, those, logits in _logits(rows, tables):
-        slopes = [classes.capped(part) for part in logits]
+        slopes = [classes.capped(block) for block in logits]
         losses[chunk] = _to_gradients(logits, labels[chunk].unsqueeze(1), factors[chunk], classes, blocks)
-        for part, slope in zip(logits, slopes, strict=True) if differentiates else ():
+        for block, slope in zip(logits, slopes, strict=True) if differentiates else ():
             if slope is not None:
-                part.mul_(slope)
+                block.mul_(slope)
         if differentiates:
             columns = zip(*tables.weights, strict=True)
             dh[chunk] = side_by_side([
                 blocks.total(map(products.multiply, logits, column)) for column in columns
             ])  # fmt: skip
-            for part, own in zip(logits, dtable.chunk(blocks.parts), strict=True) if learns else ():
+            for block, target in zip(logits, dtable.chunk(blocks.parts), strict=True) if learns else ():
                 if len(those) == 1:
-                    products.write_product(part.t(), those[0], own, beta=1)
+                    products.write_product(block.t(), those[0], target, beta=1)
                 else:
-                    write_part(side_by_side([products.multiply(part.t(), inputs) for inputs in those]), own, beta=1)
+                    write_part(side_by_side([products.multiply(block.t(), inputs) for inputs in those]), target, beta=1)
             if dbias is not None:
-                dbias += torch.cat([part.sum(0, dtype=wide) for part in logits])
+                dbias += torch.cat([block.sum(0, dtype=wide) for block in logits])
     if index is not None and differentiates:
         dh = torch.zeros(all_of.shape, dtype=dh.dtype, device=dh.device).index_copy_(0, index, dh)
     return torch.where(counted, losses, 0), _RunGradients(dh, dtable, dbias)
@@ -248,7 +248,7 @@ def logits_of_part(
     """
     if len(rows) == 1:
         return products.multiply(rows[0], table[0].t(), bias)
-    logits = sum_of_products(products, rows, (own.t() for own in table)).to(rows[0].dtype)
+    logits = sum_of_products(products, rows, (weight.t() for weight in table)).to(rows[0].dtype)
     return logits if bias is None else logits.add_(bias)
 
 
@@ -264,28 +264,28 @@ def _to_gradients(logits: list[Tensor], labels: Tensor, factors: Tensor, classes
     """
     wide, height = wide_dtype(logits[0]), logits[0].shape[1]
     parts = []
-    for number, part in enumerate(logits, blocks.first_part):
-        held = min(max(classes.vocabulary - number * height, 0), height)
-        targets = labels - number * height
+    for index, block in enumerate(logits, blocks.first_part):
+        held = min(max(classes.vocabulary - index * height, 0), height)
+        targets = labels - index * height
         mine = (targets >= 0) & (targets < held)
         columns, certain = torch.where(mine, targets, 0), mine.to(wide).mul_(1 - classes.smoothing)
         if held:
-            shares, statistics = shares_of(part, columns, certain, classes, held)
+            shares, statistics = shares_of(block, columns, certain, classes, held)
         else:
-            shares, statistics = part, part.new_zeros(part.shape[0], 3, dtype=wide)
+            shares, statistics = block, block.new_zeros(block.shape[0], 3, dtype=wide)
             statistics[:, 0] = torch.finfo(wide).min
         parts.append((held, columns, certain, shares, statistics))
-    everyone = all_rows(torch.stack([part[-1] for part in parts]), classes.comm).flatten(0, 1)  # [N, C, 3]
+    everyone = all_rows(torch.stack([block[-1] for block in parts]), classes.comm).flatten(0, 1)  # [N, C, 3]
     tops, sums, picked = everyone.split(1, 2)
     highest = tops.amax(0)
     relative = (tops - highest).exp_()
     total = tree_sum((sums * relative).unbind())
     losses = total.log().add_(highest).sub_(tree_sum(picked.clone().unbind()))
     scales = relative.mul_(factors).div_(total).mul_(sums)
-    for number, (part, (held, columns, certain, shares, _)) in enumerate(zip(logits, parts, strict=True)):
+    for index, (block, (held, columns, certain, shares, _)) in enumerate(zip(logits, parts, strict=True)):
         if held:
-            own = scales[blocks.first_part + number]
-            scale_shares(part, shares, columns, certain, own, factors, classes, held)
+            scale = scales[blocks.first_part + index]
+            scale_shares(block, shares, columns, certain, scale, factors, classes, held)
         else:
-            part.zero_()
+            block.zero_()
     return losses

@@ -43,10 +43,10 @@ class HeadParts(Heads):
         for rows, whole, seed in self.by_grain((query, key, value), spec):
             parts = zip(*(x.chunk(count, HEADS) for x in rows), specs_of(whole, count), strict=True)
             outs = []
-            for number, (*operands, own) in enumerate(parts, self.blocks.first_head_part):
+            for index, (*operands, head_spec) in enumerate(parts, self.blocks.first_head_part):
                 q, k, v = (Apart.apply(x) for x in operands)
-                with own_stream(f"{seed}/{number}", query.device) if spec.dropout else nullcontext():
-                    out = super().attend(q, k, v, own)
+                with own_stream(f"{seed}/{index}", query.device) if spec.dropout else nullcontext():
+                    out = super().attend(q, k, v, head_spec)
                 outs.append(Apart.apply(out))
             grains.append(torch.cat(outs, HEADS))
         return grains[0] if len(grains) == 1 else torch.cat(grains)
@@ -86,7 +86,7 @@ def specs_of(spec: AttentionSpec, count: int) -> list[AttentionSpec]:
     specs = spec.by_heads(count)
     if specs[0].bias is spec.bias:
         return specs
-    return [replace(own, bias=None if own.bias is None else apart(own.bias)) for own in specs]
+    return [replace(head_spec, bias=None if head_spec.bias is None else apart(head_spec.bias)) for head_spec in specs]
 
 
 class Apart(torch.autograd.Function):
@@ -115,4 +115,4 @@ class _Repeat(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         each = gradient.unflatten(HEADS, (-1, ctx.copies)).unbind(HEADS + 1)
-        return tree_sum(x.float() for x in (one.clone() for one in each)).to(gradient.dtype), None
+        return tree_sum(x.float() for x in (copy.clone() for copy in each)).to(gradient.dtype), None

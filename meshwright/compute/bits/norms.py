@@ -69,15 +69,15 @@ class _Cut:
         """Add the sum over each block's rows [n, E] of x to the gradient of the layer's parameter `name`."""
         total = None
         for run in self.blocks.cut(x):
-            for part in run.chunk(self.parts, 2) if self.parts > 1 else (run,):
-                write = partial(self.write_sums, apart(part).flatten(0, -2))
+            for heads in run.chunk(self.parts, 2) if self.parts > 1 else (run,):
+                write = partial(self.write_sums, apart(heads).flatten(0, -2))
                 total = added(total, layer.add_gradient(name, like, write))
         return total
 
     def write_sums(self, rows: Tensor, out: Tensor, beta: int) -> None:
         """Write the sum over `rows` plus beta · out into `out`, by parts of the columns."""
-        for part, own in zip(parts_of(rows, self.columns, -1), out.chunk(self.columns), strict=True):
-            write_sum(part, own, beta)
+        for block, target in zip(parts_of(rows, self.columns, -1), out.chunk(self.columns), strict=True):
+            write_sum(block, target, beta)
 
 
 def scaled_by_block(
@@ -101,11 +101,11 @@ class BlockNorm(Norm):
     """A norm with gradients of weight and bias that are summed block by block of rows."""
 
     def __init__(
-        self, mesh: Mesh, width: int, epsilon: float, kind: OneWidth, *, bias: bool, heads_over: tuple[str, ...],
+        self, mesh: Mesh, width: int, epsilon: float, norm_kind: OneWidth, *, bias: bool, heads_over: tuple[str, ...],
         blocks: Blocks,
     ) -> None:  # fmt: skip
         """Make the norm. `blocks`: the blocks inside of pairs."""
-        super().__init__(mesh, width, epsilon, kind, bias=bias, heads_over=heads_over)
+        super().__init__(mesh, width, epsilon, norm_kind, bias=bias, heads_over=heads_over)
         self.cut = (blocks, blocks.parts) if heads_over else (blocks.outer, 1)
 
     def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -127,13 +127,13 @@ class PartNorm(ShardedModule):
     """Layer norm or rms over the hidden width between pairs, or over all heads inside, in float32 or better."""
 
     def __init__(
-        self, mesh: Mesh, width: int, epsilon: float, kind: OneWidth, placements: Placements, *, bias: bool,
+        self, mesh: Mesh, width: int, epsilon: float, norm_kind: OneWidth, placements: Placements, *, bias: bool,
         blocks: Blocks,
     ) -> None:  # fmt: skip
         """Make the norm. `placements`: of the width; `blocks`: the blocks that cut the width."""
         super().__init__(mesh)
-        self.width, self.epsilon, self.centred, self.blocks = width, epsilon, kind == "layer", blocks
-        self.around_one = kind == "rms-around-one"
+        self.width, self.epsilon, self.centred, self.blocks = width, epsilon, norm_kind == "layer", blocks
+        self.around_one = norm_kind == "rms-around-one"
         self.comm = mesh.comm(*placements)
         spec = ShardSpec((width,), placements, ZEROS if self.around_one else ONES, NORM)
         self.weight = self.declare("weight", spec)
@@ -147,7 +147,7 @@ class PartNorm(ShardedModule):
         """Return the mean over the whole width, [B, T, 1] float64, of each of the values [B, T, H/n]."""
         of_parts = zip(*(parts_of(x, self.blocks.parts, -1) for x in values), strict=True)
         sums = torch.stack([
-            torch.stack([part.sum(-1, dtype=torch.float64) for part in parts]) for parts in of_parts
+            torch.stack([block.sum(-1, dtype=torch.float64) for block in parts]) for parts in of_parts
         ])  # fmt: skip
         total = tree_sum(all_rows(sums, self.comm).flatten(0, 1).unbind()).div_(self.width)
         return tuple(mean.unsqueeze(-1) for mean in total)
@@ -158,9 +158,9 @@ class _Normed(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: PartNorm) -> Tensor:
         wide = x.to(torch.float64)
         *mean, square = layer.means([x, wide * wide] if layer.centred else [wide * wide])
-        for own in mean:
-            square = (square - own * own).clamp_(min=0)
-            x = x - own.to(x.dtype)
+        for average in mean:
+            square = (square - average * average).clamp_(min=0)
+            x = x - average.to(x.dtype)
         scale = (square + layer.epsilon).rsqrt_().to(x.dtype)
         normed = x * scale
         ctx.save_for_backward(normed, scale)
@@ -174,6 +174,6 @@ class _Normed(torch.autograd.Function):
         layer: PartNorm = ctx.layer
         *mean, projection = layer.means([dy, dy * normed] if layer.centred else [dy * normed])
         dx = dy - normed * projection.to(dy.dtype)
-        for own in mean:
-            dx = dx - own.to(dy.dtype)
+        for average in mean:
+            dx = dx - average.to(dy.dtype)
         return dx * scale, None

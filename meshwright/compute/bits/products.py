@@ -59,19 +59,19 @@ class ExactProducts(Products):
 
         Each group gives a separate addend to the gradient, since columns may be shared by parts of different groups.
         """
-        kinds = dict.fromkeys(one.copy for one in self.columns)
-        return [[part for part, one in enumerate(self.columns) if one.copy == kind] for kind in kinds]
+        copies = dict.fromkeys(columns.copy for columns in self.columns)
+        return [[index for index, columns in enumerate(self.columns) if columns.copy == copy] for copy in copies]
 
     def outputs_of(self, held: int) -> int:
         return sum(those.num_of(held) for those in self.columns)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        owns = [self._by_input(those.of(weight)) for those in self.columns]
+        weights = [self._by_input(those.of(weight)) for those in self.columns]
         offsets = [None if bias is None else those.of(bias) for those in self.columns]
         runs = []
         for rows in self.blocks.rows(x):
             inputs = parts_of(rows, self.inputs, -1)
-            ys = [self._y(inputs, *part) for part in zip(owns, offsets, strict=True)]
+            ys = [self._y(inputs, *operands) for operands in zip(weights, offsets, strict=True)]
             if self.groups > 1 and len(ys) > 1:  # each part has a share of every group
                 ys = [torch.stack([y.unflatten(-1, (self.groups, -1)) for y in ys], 2).flatten(1)]
             runs.append(side_by_side(ys))
@@ -81,13 +81,15 @@ class ExactProducts(Products):
         """Split a part's columns of the weight by parts of x's width, as kernels get them."""
         return parts_of(self.blocks.own(weight), self.inputs, 0)
 
-    def _y(self, inputs: list[Tensor], owns: list[Tensor], bias: Tensor | None) -> Tensor:
+    def _y(self, inputs: list[Tensor], weights: list[Tensor], bias: Tensor | None) -> Tensor:
         if self.contracts:
-            total = self.blocks.total(self.products.multiply(part, own) for part, own in zip(inputs, owns, strict=True))
+            total = self.blocks.total(
+                self.products.multiply(x, weight) for x, weight in zip(inputs, weights, strict=True)
+            )
             return total if bias is None else total.to(inputs[0].dtype).add_(bias)
         if len(inputs) == 1:
-            return self.products.multiply(inputs[0], owns[0], bias)
-        y = self._rounded(inputs, owns)
+            return self.products.multiply(inputs[0], weights[0], bias)
+        y = self._rounded(inputs, weights)
         return y if bias is None else y.add_(bias)
 
     def read(self, dy: Tensor) -> Incoming:
@@ -96,13 +98,13 @@ class ExactProducts(Products):
             parts = [rows]
             if len(self.columns) > 1:
                 unbound = rows.unflatten(-1, (self.groups, len(self.columns), -1)).unbind(2)
-                parts = [apart(part).flatten(1) for part in unbound]
+                parts = [apart(block).flatten(1) for block in unbound]
             runs.append(parts)
         return Incoming(runs, dy.shape[0])
 
     def input_gradient(self, dy: Incoming, weight: Tensor) -> Tensor:
-        owns = [self._by_input(those.of(weight)) for those in self.columns]
-        by_input = [[own.t() for own in those] for those in zip(*owns, strict=True)]
+        weights = [self._by_input(those.of(weight)) for those in self.columns]
+        by_input = [[block.t() for block in those] for those in zip(*weights, strict=True)]
         sums = []
         for run in dy.runs:
             if self.contracts:
@@ -115,29 +117,29 @@ class ExactProducts(Products):
     def weight_gradients(self, x: Callable[[], Tensor], dy: Incoming) -> Iterator[WriteGradient]:
         entered = cache(lambda: [parts_of(rows, self.inputs, -1) for rows in self.blocks.rows(x())])
 
-        def write(number: int, run: list[Tensor], those: Sequence[int], out: Tensor, beta: int) -> None:
-            for part in those:
-                by_input = partial(self._write_by_input, entered()[number], run[part])
-                self.columns[part].write(by_input)(out, beta if part == those[0] else 1)
+        def write(run_index: int, run: list[Tensor], those: Sequence[int], out: Tensor, beta: int) -> None:
+            for index in those:
+                by_input = partial(self._write_by_input, entered()[run_index], run[index])
+                self.columns[index].write(by_input)(out, beta if index == those[0] else 1)
 
-        for number, run in enumerate(dy.runs):
+        for run_index, run in enumerate(dy.runs):
             for those in self.copies:
-                yield partial(write, number, run, those)
+                yield partial(write, run_index, run, those)
 
     def bias_gradients(self, dy: Incoming) -> Iterable[WriteGradient]:
         def write(run: list[Tensor], those: Sequence[int], out: Tensor, beta: int) -> None:
-            for part in those:
-                self.columns[part].write(partial(write_sum, run[part]))(out, beta if part == those[0] else 1)
+            for index in those:
+                self.columns[index].write(partial(write_sum, run[index]))(out, beta if index == those[0] else 1)
 
         return (partial(write, run, those) for run in dy.runs for those in self.copies)
 
     def _write_by_input(self, inputs: list[Tensor], dy: Tensor, out: Tensor, beta: int) -> None:
         """Write the gradient of a part's columns, by parts of x's width."""
-        for rows, own in zip(inputs, out.chunk(len(inputs)), strict=True):
-            self.products.write_product(rows.t(), dy, own, beta)
+        for rows, target in zip(inputs, out.chunk(len(inputs)), strict=True):
+            self.products.write_product(rows.t(), dy, target, beta)
 
-    def _rounded(self, rows: list[Tensor], owns: list[Tensor]) -> Tensor:
+    def _rounded(self, rows: list[Tensor], weights: list[Tensor]) -> Tensor:
         """Multiply [n, K] by [K, N] by parts of K; the sum is rounded once to the dtype of the rows."""
         if len(rows) == 1:
-            return self.products.multiply(rows[0], owns[0])
-        return sum_of_products(self.products, rows, owns).to(rows[0].dtype)
+            return self.products.multiply(rows[0], weights[0])
+        return sum_of_products(self.products, rows, weights).to(rows[0].dtype)

@@ -74,8 +74,8 @@ class RunsOfQueries(HeadParts):
         """
         count = len(runs)
         outs = [
-            self._attend_grain_runs(operands[0], operands[1 : count + 1], operands[count + 1 :], runs, own, seed)
-            for operands, own, seed in self.by_grain((query, *keys, *values), spec)
+            self._attend_grain_runs(operands[0], operands[1 : count + 1], operands[count + 1 :], runs, grain_spec, seed)
+            for operands, grain_spec, seed in self.by_grain((query, *keys, *values), spec)
         ]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
@@ -86,16 +86,16 @@ class RunsOfQueries(HeadParts):
         parts = self.blocks.head_parts
         length, total = query.shape[TOKENS] // len(runs), keys[0].shape[TOKENS]
         outs = []
-        for run, own, k, v in zip(runs, query.chunk(len(runs), TOKENS), keys, values, strict=True):
+        for run, queries, k, v in zip(runs, query.chunk(len(runs), TOKENS), keys, values, strict=True):
             by_head: list[Tensor] = []
             of_run = spec_of_run(spec, slice(run * length, (run + 1) * length), total, query)
             specs = specs_of(of_run, parts)
-            for part in range(parts):
-                q, part_k, part_v = (Apart.apply(x.chunk(parts, HEADS)[part]) for x in (own, k, v))
-                label = f"{seed}/{self.blocks.first_head_part + part}/{run}"
+            for index in range(parts):
+                q, part_k, part_v = (Apart.apply(x.chunk(parts, HEADS)[index]) for x in (queries, k, v))
+                label = f"{seed}/{self.blocks.first_head_part + index}/{run}"
                 with own_stream(label, query.device) if spec.dropout else nullcontext():
                     # One part of one run: the base class's attend, since HeadParts' would split again.
-                    out = Heads.attend(self, q, part_k, part_v, specs[part])
+                    out = Heads.attend(self, q, part_k, part_v, specs[index])
                 by_head.append(Apart.apply(out))
             outs.append(torch.cat(by_head, HEADS))
         return torch.cat(outs, TOKENS)
@@ -139,7 +139,7 @@ class _ForEachRun(torch.autograd.Function):
         ctx: Any, x: Tensor, ring: GatheredRing | None, runs: Sequence[int], count: int
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.ring, ctx.dtype = ring, x.dtype
-        ctx.order = sorted(range(len(runs)), key=lambda place: leaf_of(runs[place], count))
+        ctx.order = sorted(range(len(runs)), key=lambda index: leaf_of(runs[index], count))
         whole = x if ring is None else ring.gathered(x)
         return tuple(whole.view_as(whole) for _ in runs)
 
@@ -147,7 +147,7 @@ class _ForEachRun(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         wide = torch.promote_types(ctx.dtype, torch.float32)
-        total = tree_sum(gradients[place].to(wide, copy=True) for place in ctx.order)
+        total = tree_sum(gradients[index].to(wide, copy=True) for index in ctx.order)
         if ctx.ring is not None:  # sum over ranks; this rank's part is [B, K, T/c, E]
             dealt = total.index_select(TOKENS, ctx.ring.dealt(total))
             total = start_tree_reduce_scatter(dealt, ctx.ring.comm, TOKENS).wait()
@@ -168,9 +168,9 @@ class GatheredRing(RingAttention):
 
     def gathered(self, x: Tensor) -> Tensor:
         """Gather every rank's x [B, K, T/c, E], in the order of the sequence: [B, K, T, E]."""
-        own = x.contiguous()
-        every = own.new_empty(self.size, *own.shape)
-        self.comm.all_gather(every, own)
+        local = x.contiguous()
+        every = local.new_empty(self.size, *local.shape)
+        self.comm.all_gather(every, local)
         whole = torch.cat(list(every), TOKENS)
         return torch.empty_like(whole).index_copy_(TOKENS, self.dealt(whole), whole)
 

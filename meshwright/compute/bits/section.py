@@ -93,8 +93,8 @@ class Bits(Section):
         heads, so that Ulysses ranks receive whole groups.
         """
         _, heads, members, _ = model.branches
-        own, queries = max(heads // self.tensor, 1), members // max(self.tensor // heads, 1)
-        return self.tensor * max(size for size in divisors(self.sequence) if can_share(own, queries, size))
+        group_heads, queries = max(heads // self.tensor, 1), members // max(self.tensor // heads, 1)
+        return self.tensor * max(size for size in divisors(self.sequence) if can_share(group_heads, queries, size))
 
 
 def _under_layout_free(field: str, *reads: str) -> Callable[[Callable[[Config], Iterator[Problem]]], Rule]:
@@ -135,12 +135,12 @@ def scales_are_powers_of_two(config: Config) -> Iterator[Problem]:
         yield Problem("precision.loss_scale.initial", scale, rule_text, "1, 2, 4, ..., 65536, ...")
 
 
-def no_power_of_two(field: str, number: int, why: str, valid: str = "") -> Problem | None:
+def no_power_of_two(field: str, count: int, why: str, valid: str = "") -> Problem | None:
     """Return the problem of a number of addends that is no power of two: a balanced tree cannot sum it."""
-    lower = 2 ** (number.bit_length() - 1)
-    if number == lower:
+    lower = 2 ** (count.bit_length() - 1)
+    if count == lower:
         return None
-    return Problem(field, number, f"is no power of two, {why}", f"{lower}, {2 * lower}{valid}")
+    return Problem(field, count, f"is no power of two, {why}", f"{lower}, {2 * lower}{valid}")
 
 
 @_under_layout_free(TENSOR, "layout.tensor", "model")
@@ -156,8 +156,8 @@ def parts_are_equal(config: Config) -> Iterator[Problem]:
     size = tensor.inner_size
     if parts % size:
         rule_text = f"does not divide bits.tensor={parts}, the parts that kernels get"
-        other = "" if size & (size - 1) else f"; or {TENSOR}={size}"
-        yield Problem(tensor.inner_field, size, rule_text, listed(divisors(parts)) + other)
+        hint = "" if size & (size - 1) else f"; or {TENSOR}={size}"
+        yield Problem(tensor.inner_field, size, rule_text, listed(divisors(parts)) + hint)
 
 
 @_under_layout_free(HIDDEN, "layout.tensor", "model")
@@ -175,8 +175,8 @@ def parts_of_hidden_are_equal(config: Config) -> Iterator[Problem]:
         yield Problem(HIDDEN, parts, rule_text, listed(powers), (field,))
     elif parts % size:
         rule_text = f"does not divide bits.hidden={parts}, the parts of the hidden width that kernels get"
-        other = "" if size & (size - 1) else f"; or {HIDDEN}={size}"
-        yield Problem(tensor.inner_field, size, rule_text, listed(divisors(parts)) + other)
+        hint = "" if size & (size - 1) else f"; or {HIDDEN}={size}"
+        yield Problem(tensor.inner_field, size, rule_text, listed(divisors(parts)) + hint)
 
 
 @_under_layout_free(
@@ -404,10 +404,10 @@ def decided_bits(config: Config) -> Bits:
     for field, most in LARGEST.items():
         name = field.removeprefix("bits.")
         powers = [2**power for power in range(most.bit_length() - 1, 0, -1)]
-        wanted = [number for number in powers if number <= fewest[field] or sizes[field] // number >= LEAST]
+        wanted = [count for count in powers if count <= fewest[field] or sizes[field] // count >= LEAST]
         if name in free:
-            values[name] = next((number for number in wanted if fits({**values, name: number})), 1)
+            values[name] = next((count for count in wanted if fits({**values, name: count})), 1)
     if rings and values["sequence"] >= 4:
         values["attention"] = "runs"
-    kept = bits.model_fields_set - (ALONE.keys() - written.keys())
-    return Bits.model_construct(_fields_set=kept, kind=bits.kind, **values)
+    fields_set = bits.model_fields_set - (ALONE.keys() - written.keys())
+    return Bits.model_construct(_fields_set=fields_set, kind=bits.kind, **values)

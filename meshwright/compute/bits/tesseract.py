@@ -157,8 +157,8 @@ class ExactTesseract(TesseractKit):
         if role == "transform":
             return self._between(inputs, outputs, initial, bias=bias, parts=blocks.hidden)
         if role == "patches":  # every rank of a row has whole patches
-            own = outputs // self.mesh.size("col")
-            products = self.arithmetic.between(role, own)
+            width = outputs // self.mesh.size("col")
+            products = self.arithmetic.between(role, width)
             return SerialLinear(
                 self.mesh, inputs, (outputs,), initial, {"col": Shard(1)}, bias=False, products=products
             )  # fmt: skip

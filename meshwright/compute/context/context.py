@@ -107,9 +107,9 @@ class Context:
 
     def runs(self, length: int, index: int | None = None) -> tuple[range, ...]:
         """Return the tokens of a sequence that this rank, or the rank `index`, holds, in order."""
-        part = length // self.size
+        count = length // self.size
         at = self.index if index is None else index
-        return (range(at * part, (at + 1) * part),)
+        return (range(at * count, (at + 1) * count),)
 
     def positions(self, start: int, count: int, device: torch.device, index: int | None = None) -> Tensor:
         """Return the positions [count] of the tokens of this rank, or of the rank `index`; whole sequences begin at
@@ -137,16 +137,16 @@ class Context:
         """Cut a batch to this rank's tokens; entries in `inside`, which attention reads, stay whole."""
         if self.size == 1:
             return batch
-        own: Batch = {}
+        local_batch: Batch = {}
         for name, x in batch.items():
             if name in inside:
-                own[name] = x
+                local_batch[name] = x
             elif x.shape[1] == 1:
                 # A label [B, 1] belongs to the first token, so only that token's rank counts the label.
-                own[name] = x if self.index == 0 else torch.full_like(x, IGNORED)
+                local_batch[name] = x if self.index == 0 else torch.full_like(x, IGNORED)
             else:
-                own[name] = torch.cat([x[:, run.start : run.stop] for run in self.runs(x.shape[1])], 1)
-        return own
+                local_batch[name] = torch.cat([x[:, run.start : run.stop] for run in self.runs(x.shape[1])], 1)
+        return local_batch
 
     def total(self, x: Tensor) -> Tensor:
         """Sum numbers of each rank's tokens over the ranks that share sequences. Backward: identity."""
@@ -179,10 +179,10 @@ class CutContext(Context):
 
     def in_order(self, parts: Tensor, length: int) -> tuple[Tensor, list[int]]:
         begins = [run.start for rank in range(self.size) for run in self.runs(length, rank)]
-        order = sorted(range(len(begins)), key=lambda number: begins[number])
+        order = sorted(range(len(begins)), key=lambda index: begins[index])
         gathered, first = all_gather(parts, self.mesh, AXIS, 0), self.index * len(parts)
-        return torch.stack([gathered[number] for number in order]), [
-            order.index(first + number) for number in range(len(parts))
+        return torch.stack([gathered[index] for index in order]), [
+            order.index(first + index) for index in range(len(parts))
         ]
 
 

@@ -90,8 +90,8 @@ def attend_by_document(
     """Attend document by document; queries, keys, values and result [B, A, T, E]."""
     rows = []
     # The gradient of a split is one concatenation; each slice would have a gradient as large as the row.
-    for own, *operands in zip(lengths_of(starts), *(x.split(1) for x in (query, key, value)), strict=True):
-        blocks = blocks_of(own)
+    for lengths, *operands in zip(lengths_of(starts), *(x.split(1) for x in (query, key, value)), strict=True):
+        blocks = blocks_of(lengths)
         parts = zip(*(x.split([sum(block) for block in blocks], 2) for x in operands), strict=True)
         outs = []
         for block, (q, k, v) in zip(blocks, parts, strict=True):
@@ -117,15 +117,15 @@ def attend_by_window(attend: Attend, window: int | None, query: Tensor, key: Ten
     outs, masks = [], dict[tuple[int, int], Tensor]()
     before: list[Tensor] | None = None
     # Splits, as in `attend_by_document`.
-    for q, *own in zip(*(x.split(run, 2) for x in (query, key, value)), strict=True):
+    for q, *current in zip(*(x.split(run, 2) for x in (query, key, value)), strict=True):
         last = [] if before is None or window == 1 else [x[:, :, 1 - window :] for x in before]
-        k, v = own if not last else (torch.cat(both, 2) for both in zip(last, own, strict=True))
+        k, v = current if not last else (torch.cat(both, 2) for both in zip(last, current, strict=True))
         sizes = q.shape[2], k.shape[2]
         if sizes not in masks:
             hidden = outside(window, sizes[1] - sizes[0], *sizes, q.device)
             masks[sizes] = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
         outs.append(attend(q, k, v, masks[sizes], False) if k.shape[2] > window else attend(q, k, v, None, not last))
-        before = own
+        before = current
     return torch.cat(outs, 2)
 
 
@@ -177,19 +177,19 @@ def pieces_of(
 def _pieces_of_row(
     starts: np.ndarray, chunk: int, queries: Sequence[int], keys: Sequence[int], window: int | None
 ) -> Iterator[_Runs]:
-    for at, number in enumerate(queries):
-        own = starts[number * chunk : (number + 1) * chunk]
-        for key_at, key_number in enumerate(keys):
-            if key_number == number:
-                edges = [0, *(np.flatnonzero(own[1:] != own[:-1]) + 1).tolist(), chunk]
+    for at, query_chunk in enumerate(queries):
+        chunk_starts = starts[query_chunk * chunk : (query_chunk + 1) * chunk]
+        for key_at, key_chunk in enumerate(keys):
+            if key_chunk == query_chunk:
+                edges = [0, *(np.flatnonzero(chunk_starts[1:] != chunk_starts[:-1]) + 1).tolist(), chunk]
                 for begin, end in pairwise(edges):
                     run = at * chunk + begin, at * chunk + end
                     yield from _within(window, run, (key_at * chunk + begin, key_at * chunk + end), 0)
-            elif key_number < number and own[0] < (key_number + 1) * chunk:
-                begin = max(int(own[0]) - key_number * chunk, 0)
-                count = int(np.count_nonzero(own == own[0]))
+            elif key_chunk < query_chunk and chunk_starts[0] < (key_chunk + 1) * chunk:
+                begin = max(int(chunk_starts[0]) - key_chunk * chunk, 0)
+                count = int(np.count_nonzero(chunk_starts == chunk_starts[0]))
                 run, keys_seen = (at * chunk, at * chunk + count), (key_at * chunk + begin, (key_at + 1) * chunk)
-                yield from _within(window, run, keys_seen, (number - key_number) * chunk - begin)
+                yield from _within(window, run, keys_seen, (query_chunk - key_chunk) * chunk - begin)
 
 
 def _within(window: int | None, queries: tuple[int, int], keys: tuple[int, int], ahead: int) -> Iterator[_Runs]:
@@ -204,10 +204,10 @@ def _within(window: int | None, queries: tuple[int, int], keys: tuple[int, int],
     run = max(window, BLOCK)
     for start in range(first, end, run):
         stop = min(start + run, end)
-        place = ahead + start - first  # of the run's first query, counted from the first key
-        nearest = min(end_key, first_key + place + stop - start)
-        furthest = max(first_key, first_key + place - window + 1)
-        inner = place - (furthest - first_key)
+        position = ahead + start - first  # of the run's first query, counted from the first key
+        nearest = min(end_key, first_key + position + stop - start)
+        furthest = max(first_key, first_key + position - window + 1)
+        inner = position - (furthest - first_key)
         if inner + stop - start <= window:  # no query's window ends inside
             yield (start, stop), (furthest, nearest), inner == 0, None
         else:

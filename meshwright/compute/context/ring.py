@@ -54,23 +54,23 @@ class _AroundRing(torch.autograd.Function):
         sinks: Tensor | None, spec: AttentionSpec, ring: RingAttention,
     ) -> Tensor:  # fmt: skip
         """Compute the attention of this rank's queries. `spec` has a scale and no tensors."""
-        own, starts = torch.stack([key, value]), ring.starts(query, spec, documents)
+        local, starts = torch.stack([key, value]), ring.starts(query, spec, documents)
         ctx.spec, ctx.ring, scale = spec, ring, spec.scale
         masked = seen is not None or spec.window is not None
         ctx.kernel = ring.kernel_for(query, key, value, masked, spec.soft_cap)
         merged: Attended | None = None
-        for step, block in ring.blocks(own, spec, starts):
+        for step, block in ring.blocks(local, spec, starts):
             for piece in ring.pieces(step, query.shape[2], spec, starts):
                 q, (k, v) = query[piece.rows, :, piece.queries], block[:, piece.rows, :, piece.keys]
-                part = ctx.kernel.attend(q, k, v, ring.bias(piece, spec, seen, step, query), piece.causal, scale)
+                attended = ctx.kernel.attend(q, k, v, ring.bias(piece, spec, seen, step, query), piece.causal, scale)
                 if merged is not None:
-                    _merge(merged, part, piece)
-                elif part.sums.shape == query.shape[:3]:
-                    merged = Attended(part.out.to(part.sums.dtype), part.sums.clone(), part.seeds)
+                    _merge(merged, attended, piece)
+                elif attended.sums.shape == query.shape[:3]:
+                    merged = Attended(attended.out.to(attended.sums.dtype), attended.sums.clone(), attended.seeds)
                 else:  # some queries have no keys yet; each attends to at least its own token later
-                    nothing = part.sums.new_zeros(query.shape)
-                    merged = Attended(nothing, part.sums.new_full(query.shape[:3], -torch.inf), part.seeds)
-                    _merge(merged, part, piece)
+                    nothing = attended.sums.new_zeros(query.shape)
+                    merged = Attended(nothing, attended.sums.new_full(query.shape[:3], -torch.inf), attended.seeds)
+                    _merge(merged, attended, piece)
         assert merged is not None, "a rank's first block is its own"
         if sinks is not None:
             merged = sunk(merged, sinks)
@@ -86,10 +86,10 @@ class _AroundRing(torch.autograd.Function):
         spec, ring, kernel = ctx.spec, ctx.ring, ctx.kernel
         starts = ring.starts(query, spec, documents)
         gradient = gradient.contiguous()  # a sum's gradient is an expanded scalar, which kernels reject
-        own = torch.stack([key, value])
+        local = torch.stack([key, value])
         dq = torch.zeros_like(query, dtype=sums.dtype)
-        home = _Home(ring, own, sums.dtype, straight=starts is not None)
-        for step, block in ring.blocks(own, spec, starts):
+        home = _Home(ring, local, sums.dtype, straight=starts is not None)
+        for step, block in ring.blocks(local, spec, starts):
             dblock: Tensor | None = None
             for piece in ring.pieces(step, query.shape[2], spec, starts):
                 at = (piece.rows, slice(None), piece.queries)
@@ -109,12 +109,12 @@ class _AroundRing(torch.autograd.Function):
         return dq.to(query.dtype), dk, dv, None, None, dsinks, None, None
 
 
-def _merge(merged: Attended, part: Attended, piece: Piece) -> None:
+def _merge(merged: Attended, attended: Attended, piece: Piece) -> None:
     """Merge another piece's output and l into the merged output and l of earlier pieces."""
     out, sums = (x[piece.rows, :, piece.queries] for x in merged[:2])
-    both = torch.logaddexp(sums, part.sums)
+    both = torch.logaddexp(sums, attended.sums)
     out.mul_((sums - both).exp_().unsqueeze(-1))
-    out.addcmul_(part.out.to(out.dtype), (part.sums - both).exp_().unsqueeze(-1))
+    out.addcmul_(attended.out.to(out.dtype), (attended.sums - both).exp_().unsqueeze(-1))
     sums.copy_(both)
 
 
@@ -129,7 +129,7 @@ class RingAttention(CutContext):
         """Return the tokens of the two chunks of rank `index` (default: this rank) in a sequence of `length`."""
         chunk = length // (2 * self.size)
         numbers = self.chunks(self.index if index is None else index)
-        return tuple(range(number * chunk, (number + 1) * chunk) for number in numbers)
+        return tuple(range(chunk_index * chunk, (chunk_index + 1) * chunk) for chunk_index in numbers)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         spec.only("causal", "window", "scale", "documents", "seen", "soft_cap", "sinks", by="a ring")
@@ -186,15 +186,15 @@ class RingAttention(CutContext):
         return sorted(needed)
 
     def blocks(
-        self, own: Tensor, spec: AttentionSpec, starts: np.ndarray | None
+        self, local: Tensor, spec: AttentionSpec, starts: np.ndarray | None
     ) -> Iterator[tuple[int, Tensor]]:  # fmt: skip
         """Yield (step, block of keys and values) for each step; the next block is received while one is used."""
         steps = list(range(self.size)) if starts is None else self.steps(starts, spec.window)
-        block = own
+        block = local
         for step, after in zip(steps, [*steps[1:], None], strict=True):
             coming = None
             if after is not None:
-                coming = self.start(block) if starts is None else self.start(own, after)
+                coming = self.start(block) if starts is None else self.start(local, after)
             yield step, block
             if coming is not None:
                 block = coming.wait()
@@ -229,12 +229,12 @@ class _Home:
     """Sends of blocks' gradients to the blocks' owners.
 
     Around the ring: each rank adds its part and passes the sum on, until the owner receives the whole. `straight`: each
-    rank sends its part directly to the owner, which sums in step order. `own`: this rank's block. `dtype`: the dtype of
-    gradients.
+    rank sends its part directly to the owner, which sums in step order. `local`: this rank's block. `dtype`: the dtype
+    of gradients.
     """
 
     ring: RingAttention
-    own: Tensor
+    local: Tensor
     dtype: torch.dtype
     straight: bool
     _total: Tensor | None = None
@@ -243,7 +243,7 @@ class _Home:
     def block(self) -> Tensor:
         """Return the tensor for a step's gradients: zeros, or around the ring the sum received from other ranks."""
         if self.straight or self._coming is None:
-            return torch.zeros_like(self.own, dtype=self.dtype)
+            return torch.zeros_like(self.local, dtype=self.dtype)
         return self._coming.wait()
 
     def leave(self, step: int, dblock: Tensor) -> None:

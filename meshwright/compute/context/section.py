@@ -78,11 +78,11 @@ def heads_are_dealt_equally(config: Config) -> Iterator[Problem]:
     parts = {cut.field: cut.parts for cut in config.layout.tensor.cuts(config)}.get(field, 1)
     if context.size == 1 or not can_share(heads, members, parts):
         return
-    own, queries = max(heads // parts, 1), members // max(parts // heads, 1)
-    if not can_share(own, queries, context.size):
+    local_heads, queries = max(heads // parts, 1), members // max(parts // heads, 1)
+    if not can_share(local_heads, queries, context.size):
         share = f" / {parts} of a tensor rank" if parts > 1 else ""
         rule_text = f"does not divide {field}={heads}{share}, which kind={context.kind} deals out inside of attention"
-        valid = [size for size in divisors(own * queries) if can_share(own, queries, size)]
+        valid = [size for size in divisors(local_heads * queries) if can_share(local_heads, queries, size)]
         yield Problem(SIZE, context.size, rule_text, listed(valid))
 
 
@@ -91,7 +91,9 @@ def rings_drop_nothing(config: Config) -> Iterator[Problem]:
     context, dropout = config.layout.context, config.model.dropout
     if context.size > 1 and dropout:
         rule_text = f"draws no dropout inside of attention, as model.dropout={dropout} asks"
-        valid = ", ".join(name for name, kind in entries("contexts").items() if rings_drop_nothing not in kind.rules)
+        valid = ", ".join(
+            name for name, strategy in entries("contexts").items() if rings_drop_nothing not in strategy.rules
+        )
         yield Problem("layout.context.kind", context.kind, rule_text, f"{valid}, or model.dropout=0")
 
 

@@ -100,7 +100,7 @@ class AttentionSpec:
             return [self] * count
         biases: Sequence[Tensor | None] = bias.chunk(count, 1) if bias is not None and by_head else [bias] * count
         logits: Sequence[Tensor | None] = [None] * count if sinks is None else sinks.chunk(count)
-        return [replace(self, bias=own, sinks=some) for own, some in zip(biases, logits, strict=True)]
+        return [replace(self, bias=head_bias, sinks=some) for head_bias, some in zip(biases, logits, strict=True)]
 
     def by_rows(self, count: int) -> list[AttentionSpec]:
         """Split the tensors into `count` equal runs of rows; a tensor of one row is for all rows."""

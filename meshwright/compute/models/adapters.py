@@ -82,7 +82,7 @@ class Parts(nn.ModuleDict):
 
     def __init__(self, parts: Mapping[str, nn.Module | None], join: Callable[[Outputs], Tensor]) -> None:
         """`join(outputs)`: the outputs of parts in the order of the linear's columns."""
-        super().__init__({name: part for name, part in parts.items() if part is not None})
+        super().__init__({name: adapter for name, adapter in parts.items() if adapter is not None})
         self.order, self.join = tuple(parts), join
 
     def forward(self, x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def split_heads(x: Tensor, heads: int) -> tuple[Tensor, ...]:
 
     By `unbind`, since the gradient is then one stack; each `select` would have a gradient as large as x.
     """
-    return tuple(part.transpose(1, 2) for part in x.unflatten(-1, (heads, -1)).unbind(2))
+    return tuple(group.transpose(1, 2) for group in x.unflatten(-1, (heads, -1)).unbind(2))
 
 
 class AttentionCore(RunsInContext):
@@ -57,14 +57,14 @@ class AttentionCore(RunsInContext):
         Returns:
             [B, A, T, E].
         """
-        own, follows = self.spec, self.spec.causal and key.shape[2] > query.shape[2]
+        base, follows = self.spec, self.spec.causal and key.shape[2] > query.shape[2]
         # The kernels' causal mask has no offset for several queries after a cache. A single query attends to the whole
         # cache, which holds no keys outside of the window.
         assert not follows or query.shape[2] == 1, "only one token at a time can follow a cache"
-        assert not follows or own.window is None or key.shape[2] <= own.window, "a cache keeps a window's keys"
-        causal, window = own.causal and bias is None and not follows, None if follows else own.window
-        dropout = own.dropout if self.training else 0.0
-        spec = AttentionSpec(causal, window, own.scale, dropout, documents, seen, bias, own.soft_cap, sinks)
+        assert not follows or base.window is None or key.shape[2] <= base.window, "a cache keeps a window's keys"
+        causal, window = base.causal and bias is None and not follows, None if follows else base.window
+        dropout = base.dropout if self.training else 0.0
+        spec = AttentionSpec(causal, window, base.scale, dropout, documents, seen, bias, base.soft_cap, sinks)
         # With `recompute: selective`, `run` keeps only the arguments and recomputes the scores in the backward pass.
         attended: Tensor = self.run(self._attend, query, key, value, spec)
         return attended

@@ -40,7 +40,7 @@ PREFERRING = "meshwright.compute.models.preferences:preferring"
 """The entry that gives a class of chains a loss over pairs; runs on single texts do not import it."""
 
 
-def run_directly(part: int, function: Callable[..., Any], *arguments: Any) -> Any:
+def run_directly(layer: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """Run a part of the chain without gathering weights."""
     return function(*arguments)
 
@@ -145,18 +145,18 @@ class Chain(nn.Module, ABC):
         """Choose how parts run.
 
         Args:
-            run: `run(part, function, *arguments)` returns the function's result.
+            run: `run(layer, function, *arguments)` returns the function's result.
         """
         self.run_part = run
 
-    def wrap_runs(self, again: Callable[[Run], Run], part: Callable[[RunPart], RunPart]) -> None:
+    def wrap_runs(self, again: Callable[[Run], Run], wrap_part: Callable[[RunPart], RunPart]) -> None:
         """Wrap how the chain runs.
 
         Args:
             again: Wraps runs of groups and of attention cores, which a backward pass may repeat.
-            part: Wraps runs of parts.
+            wrap_part: Wraps runs of parts.
         """
-        self.run_group, self.run_part = again(self.run_group), part(self.run_part)
+        self.run_group, self.run_part = again(self.run_group), wrap_part(self.run_part)
         for core in self.attention_cores():
             core.run_by(again(core.run))
 
@@ -193,9 +193,9 @@ class Chain(nn.Module, ABC):
 
     def _through(self, batch: Batch, incoming: Hidden, chunk: Chunk | None) -> Hidden:
         """Return the output of the chunk's last layer."""
-        part = chunk or self.chunk
-        hidden = self.run_part(EMBEDDINGS, self.embed, batch) if part.first else incoming
-        return self.run_layers(hidden, batch, part)
+        current = chunk or self.chunk
+        hidden = self.run_part(EMBEDDINGS, self.embed, batch) if current.first else incoming
+        return self.run_layers(hidden, batch, current)
 
     def prepared(self, batch: Batch) -> Batch:
         """Add the model's own entries to a batch of whole sequences, before sequences are cut."""
@@ -335,5 +335,5 @@ def parameters_of(embedding: dict[str, ShardSpec], layers: dict[str, ShardSpec],
         layer, _ = split_name(name)
         assert layer is not None, f"{name} is no layer's"
         blocks.setdefault(layer, []).append(spec)
-    own = tuple(num_parameters(blocks[layer]) for layer in sorted(blocks))
-    return Costs(num_parameters(list(embedding.values())), own, num_parameters(list(head.values())))
+    counts = tuple(num_parameters(blocks[layer]) for layer in sorted(blocks))
+    return Costs(num_parameters(list(embedding.values())), counts, num_parameters(list(head.values())))

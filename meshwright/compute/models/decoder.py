@@ -41,25 +41,25 @@ class KeyValueCache:
             key, value = (torch.cat(both, 2) for both in zip(self.layers.pop(layer), (key, value), strict=True))
         # The next token attends to itself and the window - 1 tokens before. The copy lets older tokens be freed.
         hidden = 0 if window is None else max(0, key.shape[2] - window + 1)
-        kept = (key[:, :, hidden:].clone(), value[:, :, hidden:].clone()) if hidden else (key, value)
-        self.layers.insert(layer, kept)
+        stored = (key[:, :, hidden:].clone(), value[:, :, hidden:].clone()) if hidden else (key, value)
+        self.layers.insert(layer, stored)
         return key, value
 
     def past_of(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Return what a recurrent layer has kept (`replace`); None before the first token."""
         return self.layers[layer] if layer < len(self.layers) else None
 
-    def replace(self, layer: int, kept: tuple[Tensor, Tensor], num_tokens: int) -> None:
+    def replace(self, layer: int, stored: tuple[Tensor, Tensor], num_tokens: int) -> None:
         """Keep other tensors of a recurrent layer, each [B, ...].
 
         Args:
             layer: the layer's index; layer 0 counts the tokens.
-            kept: the tensors.
+            stored: the tensors.
             num_tokens: number of new tokens.
         """
         if layer == 0:
             self.num_tokens += num_tokens
-        self.layers[layer : layer + 1] = [kept]
+        self.layers[layer : layer + 1] = [stored]
 
     def select(self, rows: Tensor | Sequence[int]) -> None:
         """Continue with some rows of the batch.

@@ -94,12 +94,12 @@ def chunked_delta_rule(
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     new, read = solved.split((value.shape[-1], key.shape[-1]), -1)  # U = new - read S
     until = (key * among[..., -1, :].unsqueeze(-1)).mT  # [B, A, n, E, C]
-    kept = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device) * since[..., -1:, :] - until @ read
+    transfers = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device) * since[..., -1:, :] - until @ read
     added = until @ new
     # One product a chunk is in order; all others are of all chunks at once.
     states = [state]
-    for one, more in zip(kept.unbind(2), added.unbind(2), strict=True):
-        states.append(one @ states[-1] + more)
+    for transfer, more in zip(transfers.unbind(2), added.unbind(2), strict=True):
+        states.append(transfer @ states[-1] + more)
     before = torch.stack(states[:-1], 2)
     fresh = new - read @ before
     out = (query * since) @ before + (query @ key.mT * among) @ fresh
@@ -120,8 +120,8 @@ def transition(
     identity = torch.eye(width, dtype=key.dtype, device=key.device)
     state = F.pad(identity, (values, 0)).expand(*key.shape[:2], -1, -1)
     outputs, after = chunked_delta_rule(query, key, both, decay, rate, state, starts)
-    own, reads = outputs.split((values, width), -1)
-    return own, reads, after
+    stateless, reads = outputs.split((values, width), -1)
+    return stateless, reads, after
 
 
 def states_before(transitions: Tensor, values: int) -> Tensor:
@@ -135,8 +135,8 @@ def states_before(transitions: Tensor, values: int) -> Tensor:
         [parts, B, A, E, F].
     """
     states = [torch.zeros_like(transitions[0, ..., :values])]
-    for part in transitions[:-1]:
-        states.append(part[..., values:] @ states[-1] + part[..., :values])
+    for matrices in transitions[:-1]:
+        states.append(matrices[..., values:] @ states[-1] + matrices[..., :values])
     return torch.stack(states)
 
 

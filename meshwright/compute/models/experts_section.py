@@ -136,7 +136,7 @@ def ranks_have_whole_experts(config: Config) -> Iterator[Problem]:
 def kit_holds_experts(config: Config) -> Iterator[Problem]:
     experts, tensor = experts_of(config), config.layout.tensor
     if experts is not None and not tensor.holds_experts:
-        holding = ", ".join(kind for kind, section in entries("tensor").items() if section.holds_experts)
+        holding = ", ".join(name for name, section in entries("tensor").items() if section.holds_experts)
         rule_text = f"does not cut the experts of model.experts.count={experts.count}"
         yield Problem("layout.tensor.kind", tensor.kind, rule_text, holding)
 

@@ -33,7 +33,7 @@ def pairs_have_a_loss(config: Config) -> Iterator[Problem]:
         rule_text = f"is the loss of one text, and data.kind={data.kind} gives pairs of answers"
         yield Problem("loss", "null", rule_text, "loss={kind: dpo, beta: 0.1}")
     if data.rows == 1 and loss is not None:
-        kinds = ", ".join(kind for kind, section in entries("data").items() if section.rows > 1)
+        kinds = ", ".join(name for name, section in entries("data").items() if section.rows > 1)
         rule_text = f"is a loss over pairs of answers, and data.kind={data.kind} gives none"
         yield Problem("loss", loss.kind, rule_text, f"null, or data.kind={kinds}")
 

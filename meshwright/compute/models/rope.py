@@ -49,8 +49,8 @@ def inverse_frequencies(rope: PlainRope, width: int) -> tuple[Tensor, float]:
             # the number of turns within the original positions.
             low, high = rope.low_frequency, rope.high_frequency
             waves = 2 * math.pi / plain
-            kept = (rope.original / waves - low) / (high - low)
-            mixed = (1 - kept) * plain / rope.factor + kept * plain
+            share = (rope.original / waves - low) / (high - low)
+            mixed = (1 - share) * plain / rope.factor + share * plain
             scaled = torch.where(waves > rope.original / low, plain / rope.factor, mixed)
             return torch.where(waves < rope.original / high, plain, scaled), 1.0
         case YarnRope():
@@ -70,8 +70,8 @@ def _by_turns(rope: YarnRope, powers: Tensor) -> Tensor:
     if first == last:
         last += 0.001  # makes a step of the ramp, as in transformers
     divided = ((torch.arange(pairs, dtype=torch.float32, device="cpu") - first) / (last - first)).clamp(0, 1)
-    kept = 1 - divided
-    return 1.0 / (rope.factor * powers) * (1 - kept) + 1.0 / powers * kept
+    share = 1 - divided
+    return 1.0 / (rope.factor * powers) * (1 - share) + 1.0 / powers * share
 
 
 class _Rotate(torch.autograd.Function):

@@ -65,10 +65,10 @@ class RotaryBlock(nn.Module):
         h, normed = self._attended(h, rotation, cache, documents)
         if not self.has_experts:
             return (self._ended(h, self.feed_forward(normed)), *losses)
-        y, *own = self.feed_forward(normed, places)
+        y, *routed = self.feed_forward(normed, places)
         if self.shared_expert is not None:
             y = y + self.shared_expert(normed)
-        return self._ended(h, y), *(total + one for total, one in zip(losses, own, strict=True))
+        return self._ended(h, y), *(total + loss for total, loss in zip(losses, routed, strict=True))
 
     def _attended(
         self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None, documents: Tensor | None
@@ -92,9 +92,9 @@ class RotaryBlock(nn.Module):
         """
         h, *losses = hidden
         h, normed = self._attended(h, rotation, None, documents)
-        (rows, weights, own), plan = self.experts.dispatch(normed, places)
+        (rows, weights, routed), plan = self.experts.dispatch(normed, places)
         shared = () if self.shared_expert is None else (normed,)
-        return (rows, h, weights, *shared, *(total + one for total, one in zip(losses, own, strict=True))), plan
+        return (rows, h, weights, *shared, *(total + loss for total, loss in zip(losses, routed, strict=True))), plan
 
     def from_experts(self, y: Tensor, stayed: Hidden, plan: Dispatch) -> Hidden:
         """Run the rest of the block on the experts' outputs y [R, H]. `stayed`: the tuple of `to_experts` without
@@ -168,15 +168,15 @@ class RotaryDecoder(Decoder):
             given = experts.traded(crossing.rows, crossing.given, crossing.taken), *crossing.stays
 
     def in_pieces(self, batch: Batch, scales: Scales, incoming: Hidden = (), chunk: Chunk | None = None) -> Pieces:
-        part = chunk or self.chunk
-        hidden = self.run_part(EMBEDDINGS, self.embed, batch) if part.first else incoming
-        hidden = yield from self._layers_in_pieces(hidden, batch | self.turned(batch), part)
-        return self.ended(hidden, batch, scales) if part.last else hidden
+        current = chunk or self.chunk
+        hidden = self.run_part(EMBEDDINGS, self.embed, batch) if current.first else incoming
+        hidden = yield from self._layers_in_pieces(hidden, batch | self.turned(batch), current)
+        return self.ended(hidden, batch, scales) if current.last else hidden
 
-    def _layers_in_pieces(self, hidden: Hidden, batch: Batch, part: Chunk) -> Pieces:
+    def _layers_in_pieces(self, hidden: Hidden, batch: Batch, chunk: Chunk) -> Pieces:
         documents = batch.get("documents")
         groups = {layer: group for group in self.groups for layer in group.layers}
-        for layer in part.layers:
+        for layer in chunk.layers:
             run_group = self.run_of(groups[layer])
             block = cast(RotaryBlock, self.blocks[str(layer)])
             if not block.has_experts:
@@ -200,8 +200,8 @@ class RotaryDecoder(Decoder):
         places = self.context.positions(0, tokens.shape[1], tokens.device)
         turned: Batch = {"places": places}
         # Once a microbatch and not once a layer.
-        for number, rotation in enumerate(self._rotations(places, batch.get("documents"))):
-            turned |= {f"{name}{number or ''}": table for name, table in rotation._asdict().items()}
+        for index, rotation in enumerate(self._rotations(places, batch.get("documents"))):
+            turned |= {f"{name}{index or ''}": table for name, table in rotation._asdict().items()}
         return turned
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
@@ -231,9 +231,9 @@ class RotaryDecoder(Decoder):
         return [rotation_of(rope, self.rotary_width, positions) for rope in self.ropes]
 
 
-def rotation_in(batch: Batch, number: int) -> Rotation:
-    """Return the rotation of a batch's tokens by the rope of this number (`RotaryDecoder.turned`)."""
-    return Rotation(batch[f"cosines{number or ''}"], batch[f"sines{number or ''}"])
+def rotation_in(batch: Batch, index: int) -> Rotation:
+    """Return the rotation of a batch's tokens by the rope of this index (`RotaryDecoder.turned`)."""
+    return Rotation(batch[f"cosines{index or ''}"], batch[f"sines{index or ''}"])
 
 
 def feed_forward_products(model: RotaryTransformer) -> tuple[int, ...]:

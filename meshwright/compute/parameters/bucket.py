@@ -89,7 +89,7 @@ class Slot:
 
     @property
     def size(self) -> SlotSize:
-        matrices = tuple(place.shape for place in self.places) if self.rule.by == "matrices" else ()
+        matrices = tuple(region.shape for region in self.places) if self.rule.by == "matrices" else ()
         return SlotSize(self.parameter.numel(), self.parameter.dtype, self.rule, matrices)
 
     def state_slices(self, shape_of: Callable[[tuple[int, ...]], tuple[int, ...]] | None) -> Slices:
@@ -97,9 +97,9 @@ class Slot:
         if shape_of is None:
             return self.slices
         places, start = [], 0
-        for place in self.places:
-            whole = Box((0,) * len(shape := shape_of(place.shape)), shape)
-            places.append(Place(place.name, shape, whole, start, start + whole.num_elements))
+        for region in self.places:
+            whole = Box((0,) * len(shape := shape_of(region.shape)), shape)
+            places.append(Place(region.name, shape, whole, start, start + whole.num_elements))
             start = places[-1].stop
         return Slices(tuple(places))
 
@@ -138,7 +138,7 @@ class Bucket:
             # torch refuses a .grad of another dtype unless grad_dtype is set.
             parameter.grad_dtype = gradient.dtype
             parameter.grad = gradient
-        places = tuple(part for place in self.places for part in place.clip(start, stop))
+        places = tuple(clipped for region in self.places for clipped in region.clip(start, stop))
         # Whole matrices have one owner, and their memory is no slice of the other ranks'.
         slices = Slices(places) if self.segments else Slices(self.places, part_axes, stop - start)
         copies = tuple(axis for axis in self.copy_axes if axis not in part_axes)
@@ -203,18 +203,18 @@ def arranged(
     for name, num_elements, dtype in reversed(list(parameters)):
         spec = specs[name]
         users = parts[name] if parts is not None else ()
-        own = chunks[name] if chunks is not None else ()
+        chunk_users = chunks[name] if chunks is not None else ()
         # Computed once per spec object, shared by layers of one shape: the axes cost a walk over the grid.
         if id(spec) not in axes:
             axes[id(spec)] = spec.sum_axes(mesh), mesh.grid.ordered(spec.axes)
-        kind = BucketKey(dtype, rule_of(spec.role), *axes[id(spec)], users, own)
+        key = BucketKey(dtype, rule_of(spec.role), *axes[id(spec)], users, chunk_users)
         elements[name] = num_elements
-        open_groups.setdefault(kind, []).append(name)
-        sizes[kind] = sizes.get(kind, 0) + num_elements * dtype.itemsize
+        open_groups.setdefault(key, []).append(name)
+        sizes[key] = sizes.get(key, 0) + num_elements * dtype.itemsize
         # A part's weights are gathered and freed together, so they are one bucket of any size.
-        if sizes[kind] >= bucket_bytes and parts is None:
-            full.append((kind, open_groups.pop(kind)))
-            del sizes[kind]
+        if sizes[key] >= bucket_bytes and parts is None:
+            full.append((key, open_groups.pop(key)))
+            del sizes[key]
     # The last part's backward pass is first. Without parts the stable sort keeps the order.
     groups = sorted([*full, *open_groups.items()], key=lambda group: -min(group[0].parts, default=0))
     return groups if dealt_over is None else dealt(groups, elements, dealt_over)
@@ -255,21 +255,21 @@ def make_buckets(
     """
     members = dict(parameters)
     sizes = [(name, parameter.numel(), parameter.dtype) for name, parameter in members.items()]
-    for kind, names in arranged(sizes, specs, mesh, bucket_bytes, parts, chunks, rule_of, dealt_over):
-        group, dtype = [(name, members[name]) for name in names], gradient_dtype(kind.dtype, widens)
+    for key, names in arranged(sizes, specs, mesh, bucket_bytes, parts, chunks, rule_of, dealt_over):
+        group, dtype = [(name, members[name]) for name in names], gradient_dtype(key.dtype, widens)
         # Sums of integers do not depend on order and layout (parameters/fixed.py).
         dtype = torch.int64 if exact else dtype
         length = padded(
             sum(parameter.numel() for _, parameter in group),
-            len(mesh.grid.group(mesh.rank, *kind.sum_axes)),
+            len(mesh.grid.group(mesh.rank, *key.sum_axes)),
             exact=exact,
         )
         # Allocated in the window that ranks of a node share: a copy into the window would cancel the saving.
-        comm = mesh.comm(*(kind.sum_axes if shares else ()))
+        comm = mesh.comm(*(key.sum_axes if shares else ()))
         # Frozen parameters have no gradients and no gradient memory.
-        trained = kind.rule.trained
+        trained = key.rule.trained
         gradients = comm.zeros(length, dtype, mesh.device) if trained else torch.empty(0, device=mesh.device)
-        yield _make_bucket(kind, group, specs, mesh, length, gradients, fill)
+        yield _make_bucket(key, group, specs, mesh, length, gradients, fill)
 
 
 def gradient_dtype(stored: torch.dtype, widens: bool) -> torch.dtype:
@@ -281,7 +281,7 @@ def gradient_dtype(stored: torch.dtype, widens: bool) -> torch.dtype:
 
 
 def _make_bucket(
-    kind: BucketKey,
+    key: BucketKey,
     group: list[tuple[str, nn.Parameter]],
     specs: dict[str, ShardSpec],
     mesh: Mesh,
@@ -289,7 +289,7 @@ def _make_bucket(
     gradients: Tensor,
     fill: Fill | None,
 ) -> Bucket:
-    values = torch.zeros(length, dtype=kind.dtype, device=gradients.device)
+    values = torch.zeros(length, dtype=key.dtype, device=gradients.device)
     places, views, start = [], {}, 0
     for name, declared in group:
         stop = start + declared.numel()
@@ -302,27 +302,27 @@ def _make_bucket(
             view.copy_(parameter.detach())
             # Keep the parameter object: layers and hooks refer to it.
             parameter.data = view
-        if kind.rule.trained:
+        if key.rule.trained:
             views[parameter] = gradients[start:stop].view(declared.shape)
             parameter.grad_dtype = floats_in(gradients[:0]).dtype
         spec, box = specs[name], specs[name].box(mesh.grid, mesh.rank)
-        assert kind.rule.by != "matrices" or box.lengths == spec.shape, f"{name} is stepped whole, and cut into {box}"
+        assert key.rule.by != "matrices" or box.lengths == spec.shape, f"{name} is stepped whole, and cut into {box}"
         places.append(Place(name, spec.shape, box, start, stop))
         start = stop
-    axes = kind.sum_axes, kind.cut_axes
+    axes = key.sum_axes, key.cut_axes
     # Groups inside of an axis with equal parameters, not axes of the grid. Stages hold different parameters.
-    shared = tuple(axis for axis in kind.sum_axes if axis in (HEAD_COPIES, ENDS))
-    copies = tuple(axis for axis in (*mesh.grid.names, *shared) if axis != PIPE and axis not in kind.cut_axes)
+    shared = tuple(axis for axis in key.sum_axes if axis in (HEAD_COPIES, ENDS))
+    copies = tuple(axis for axis in (*mesh.grid.names, *shared) if axis != PIPE and axis not in key.cut_axes)
     return Bucket(
         values,
         gradients,
         views,
         tuple(places),
-        kind.rule,
+        key.rule,
         *axes,
-        kind.parts,
-        kind.chunks,
+        key.parts,
+        key.chunks,
         shared,
         copies,
-        kind.segments,
+        key.segments,
     )

@@ -56,9 +56,9 @@ def draw_values(out: Tensor, name: str, spec: ShardSpec, mesh: Mesh, seed: int) 
         return
     box = spec.box(mesh.grid, mesh.rank)
     for block, values in _blocks(spec.shape, initial, box, f"{seed}/{name}"):
-        part = block.intersection(box)
-        assert part is not None, f"{block} was drawn for {box}"
-        target, drawn = out[part.within(box).slices], values[part.within(block).slices]
+        overlap = block.intersection(box)
+        assert overlap is not None, f"{block} was drawn for {box}"
+        target, drawn = out[overlap.within(box).slices], values[overlap.within(block).slices]
         if out.is_cuda:
             # Rounded on the host: half of the bytes pass the link. torch reuses pinned memory once it was copied.
             pinned = torch.empty(drawn.shape, dtype=out.dtype, pin_memory=True)

@@ -30,18 +30,18 @@ def dealt(
     """
     loads: dict[tuple[str, ...], list[int]] = {}
     result = []
-    for kind, names in groups:
-        if kind.rule.by != "matrices":
-            result.append((kind, names))
+    for key, names in groups:
+        if key.rule.by != "matrices":
+            result.append((key, names))
             continue
-        load = loads.setdefault(kind.sum_axes, [0] * dealt_over(kind.sum_axes))
+        load = loads.setdefault(key.sum_axes, [0] * dealt_over(key.sum_axes))
         owned: list[list[str]] = [[] for _ in load]
         for name in sorted(names, key=lambda name: -elements[name]):
             owner = load.index(min(load))
             owned[owner].append(name)
             load[owner] += elements[name]
-        ends = accumulate((sum(elements[name] for name in own) for own in owned), initial=0)
-        result.append((replace(kind, segments=tuple(ends)), [name for own in owned for name in own]))
+        ends = accumulate((sum(elements[name] for name in matrices) for matrices in owned), initial=0)
+        result.append((replace(key, segments=tuple(ends)), [name for matrices in owned for name in matrices]))
     return result
 
 

@@ -40,7 +40,7 @@ CHUNK_WORDS = {"cpu": 2**17, "cuda": 2**22}
 """Words converted to float64 at a time, by type of device; on a CPU few enough for a core's cache."""
 GAPPED_ELEMENTS = 2**20
 """The most elements to hash at a time if the box has gaps in the tensor's rows."""
-FIRST, SECOND, STEP = (number - 2**64 for number in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0x9E3779B97F4A7C15))
+FIRST, SECOND, STEP = (constant - 2**64 for constant in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0x9E3779B97F4A7C15))
 UPPER = 2**31 - 1
 """Mask that makes an arithmetic shift by 33 a logical shift."""
 
@@ -110,8 +110,8 @@ def row_hashes(name: str, shape: tuple[int, ...], box: Box, values: Tensor) -> T
     for start, stop in pairwise(cuts):
         segments = torch.arange(start // SEGMENT, -(-stop // SEGMENT), device=device)
         weights = mixed((rows.unsqueeze(-1) * in_row + segments).add_(salt)) | 1
-        part = words[:, start - first : stop - first].unflatten(1, (-1, min(SEGMENT, stop - start)))
-        add_segments(total, part, weights, start % SEGMENT)
+        segment_words = words[:, start - first : stop - first].unflatten(1, (-1, min(SEGMENT, stop - start)))
+        add_segments(total, segment_words, weights, start % SEGMENT)
     return total
 
 
@@ -165,9 +165,9 @@ def elements_hashes(name: str, shape: tuple[int, ...], box: Box, start: int, val
     Returns: [R], int64, one hash for each row that has some of the elements.
     """
     hashes, position = [values.new_zeros(0, dtype=torch.int64)], 0
-    for part in box.flat_parts(start, start + values.numel()):
-        hashes.append(row_hashes(name, shape, part, values[position : position + part.num_elements]))
-        position += part.num_elements
+    for sub_box in box.flat_parts(start, start + values.numel()):
+        hashes.append(row_hashes(name, shape, sub_box, values[position : position + sub_box.num_elements]))
+        position += sub_box.num_elements
     return torch.cat(hashes)
 
 
@@ -200,8 +200,8 @@ def block_hashes(name: str, shape: tuple[int, ...], box: Box, start: int, values
             sums.append(torch.cat((upto[:1], upto.diff())))
         else:
             parts = (elements_hashes(name, shape, box, start + first, values[first:last]) for first, last in spans)
-            sums += (part.sum().view(1) for part in parts)
-    return [number % 2**64 for number in torch.cat(sums).tolist()]
+            sums += (hashed.sum().view(1) for hashed in parts)
+    return [digest % 2**64 for digest in torch.cat(sums).tolist()]
 
 
 def held_hashes(
@@ -210,19 +210,20 @@ def held_hashes(
     """Hash this rank's state. Of several copies, only the first rank's is hashed.
 
     Args:
-        tensors: (kind, values [n], places of parameters in the values, axes with copies on all ranks).
+        tensors: (`weight` or a state's name, values [n], places of parameters in the values, axes with copies on all
+            ranks).
         mesh: the ranks.
 
-    Returns: the hash for each "kind of parameter".
+    Returns: the hash for each "state of parameter".
     """
     found: dict[str, Tensor] = {}
-    for kind, values, places, copy_axes in tensors:
+    for state_name, values, places, copy_axes in tensors:
         if any(mesh.index(axis) for axis in copy_axes):
             continue
-        for place in places:
-            name = f"{kind} of {place.name}"
-            part = row_hashes(name, place.shape, place.box, values[place.start : place.stop]).sum()
-            found[name] = found[name] + part if name in found else part
+        for region in places:
+            name = f"{state_name} of {region.name}"
+            digest = row_hashes(name, region.shape, region.box, values[region.start : region.stop]).sum()
+            found[name] = found[name] + digest if name in found else digest
     return found
 
 

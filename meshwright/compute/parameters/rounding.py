@@ -68,29 +68,29 @@ class Draw:
     seed: int
     steps_taken: int
 
-    def noise(self, kind: str, place: Place, device: torch.device) -> Tensor:
-        """Draw 16 bits for each element of a place of a tensor of some kind, int32 [n]."""
-        key = seed_of(f"{self.seed}/{place.name}/{kind}/{self.steps_taken}")
-        bits = global_index(place.shape, place.box, device).add_(_signed(key))
+    def noise(self, state_name: str, region: Place, device: torch.device) -> Tensor:
+        """Draw 16 bits for each element of a region of the weights or of the state `state_name`, int32 [n]."""
+        key = seed_of(f"{self.seed}/{region.name}/{state_name}/{self.steps_taken}")
+        bits = global_index(region.shape, region.box, device).add_(_signed(key))
         # The second half of the key is between the rounds: without it the bits of two steps would be one row of
         # numbers, begun at two places.
         bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(FIRST).bitwise_xor_(_signed(key >> 32))
         bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).mul_(SECOND)
         return bits.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
 
-    def round(self, out: Tensor, values: Tensor, kind: str, places: Sequence[Place]) -> None:
+    def round(self, out: Tensor, values: Tensor, state_name: str, places: Sequence[Place]) -> None:
         """Round float32 values [n] to bf16 into out [n], at random. Infinities and NaN stay. `places`: in both; memory
         of no place is left as it is."""
-        for place in places:
-            own = values[place.start : place.stop]
-            noisy = self.noise(kind, place, values.device).add_(own.view(torch.int32)).bitwise_and_(-(2**16))
+        for region in places:
+            wide = values[region.start : region.stop]
+            noisy = self.noise(state_name, region, values.device).add_(wide.view(torch.int32)).bitwise_and_(-(2**16))
             # The addition keeps the bits of an infinity; the bits of a NaN may overflow.
-            out[place.start : place.stop] = noisy.view(torch.float32).where(own == own, own)
+            out[region.start : region.stop] = noisy.view(torch.float32).where(wide == wide, wide)
 
 
-def _signed(number: int) -> int:
-    """The number of an int32 that has the lowest 32 bits of another."""
-    return (number + 2**31) % 2**32 - 2**31
+def _signed(value: int) -> int:
+    """The number of an int32 with the lowest 32 bits of `value`."""
+    return (value + 2**31) % 2**32 - 2**31
 
 
 def global_index(shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
@@ -128,16 +128,18 @@ def step_rounded(
         draw: the random bits.
     """
     narrow = {spec.name for spec in specs if spec.dtype != "master"}  # the optimizer itself steps them as they are
-    for parts, own in _pieces(slot, start, tensors, gradient, specs):
+    for parts, piece_gradient in _pieces(slot, start, tensors, gradient, specs):
         wide = {
-            kind: part.values if part.values.dtype != torch.bfloat16 or kind in narrow else part.values.float()
-            for kind, part in parts.items()
+            name: elements.values
+            if elements.values.dtype != torch.bfloat16 or name in narrow
+            else elements.values.float()
+            for name, elements in parts.items()
         }
-        weight, *states = ([values.view(parts[kind].shape)] for kind, values in wide.items())
-        step(weight, [own.to(weight[0].dtype).view(parts[WEIGHT].shape)], states, slot.rule)
-        for kind, part in parts.items():
-            if wide[kind] is not part.values:
-                draw.round(part.values, wide[kind], kind, part.places)
+        weight, *states = ([values.view(parts[name].shape)] for name, values in wide.items())
+        step(weight, [piece_gradient.to(weight[0].dtype).view(parts[WEIGHT].shape)], states, slot.rule)
+        for name, elements in parts.items():
+            if wide[name] is not elements.values:
+                draw.round(elements.values, wide[name], name, elements.places)
 
 
 def _pieces(
@@ -146,21 +148,23 @@ def _pieces(
     """Yield the parts of the weights and of each state that are stepped at a time, and their gradient."""
     if slot.rule.by == "matrices":
         shapes = {WEIGHT: None} | {spec.name: spec.shape for spec in specs}
-        of_kinds = {kind: slot.state_slices(shape).places if shape else slot.places for kind, shape in shapes.items()}
+        places_by_name = {
+            name: slot.state_slices(shape).places if shape else slot.places for name, shape in shapes.items()
+        }
         for index, whole in enumerate(slot.places):
             parts = {}
-            for kind, places in of_kinds.items():
-                own = places[index]
-                shape = own.shape if shapes[kind] else (own.shape[0], -1)
-                clipped = tuple(own.clip(own.start, own.stop))
-                parts[kind] = Part(tensors[kind][own.start : own.stop], clipped, shape)
+            for name, places in places_by_name.items():
+                state_region = places[index]
+                shape = state_region.shape if shapes[name] else (state_region.shape[0], -1)
+                clipped = tuple(state_region.clip(state_region.start, state_region.stop))
+                parts[name] = Part(tensors[name][state_region.start : state_region.stop], clipped, shape)
             yield parts, gradient[whole.start : whole.stop]
         return
     length = PIECE[gradient.device.type]
     for first in range(0, gradient.numel(), length):
         stop = min(first + length, gradient.numel())
         reach = start + first, start + stop
-        near = (place for place in slot.places if place.start < reach[1] and reach[0] < place.stop)
-        reached = tuple(part for place in near for part in place.clip(*reach))
-        kinds = (WEIGHT, *(spec.name for spec in specs))
-        yield {kind: Part(tensors[kind][first:stop], reached, (-1,)) for kind in kinds}, gradient[first:stop]
+        near = (region for region in slot.places if region.start < reach[1] and reach[0] < region.stop)
+        reached = tuple(piece for region in near for piece in region.clip(*reach))
+        names = (WEIGHT, *(spec.name for spec in specs))
+        yield {name: Part(tensors[name][first:stop], reached, (-1,)) for name in names}, gradient[first:stop]

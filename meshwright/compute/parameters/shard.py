@@ -44,10 +44,10 @@ class Box:
         """Slices that index this box in the global tensor."""
         return tuple(slice(start, start + length) for start, length in zip(self.offsets, self.lengths, strict=True))
 
-    def intersection(self, other: Box) -> Box | None:
+    def intersection(self, box: Box) -> Box | None:
         """Return the box of the elements in both boxes, or None."""
-        starts = tuple(map(max, self.offsets, other.offsets))
-        stops = (min(a.stop, b.stop) for a, b in zip(self.slices, other.slices, strict=True))
+        starts = tuple(map(max, self.offsets, box.offsets))
+        stops = (min(a.stop, b.stop) for a, b in zip(self.slices, box.slices, strict=True))
         lengths = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         return Box(starts, lengths) if all(length > 0 for length in lengths) else None
 
@@ -72,8 +72,8 @@ class Box:
             (last, 1, row.flat_parts(0, stop - last * size) if first <= last else ()),
         ]
         for index, count, parts in rows:
-            for part in parts:
-                yield Box((self.offsets[0] + index, *part.offsets), (count, *part.lengths))
+            for inner in parts:
+                yield Box((self.offsets[0] + index, *inner.offsets), (count, *inner.lengths))
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class Branches(ShardedModule):
         # The first layer's input needs no gradient, but all ranks have to make the same backward steps.
         x = _reached(x)
         parts = self._sliced(x) if self.slices else [self.entrance.enter(x)] * len(self.mine)
-        results = [self.get_submodule(str(branch))(part) for branch, part in zip(self.mine, parts, strict=True)]
+        results = [self.get_submodule(str(branch))(inputs) for branch, inputs in zip(self.mine, parts, strict=True)]
         if self.concats:
             return self._joined(results)
         total = results[0]

@@ -60,9 +60,9 @@ class Subgraph(TensorSection):
     def cuts(self, config: Config) -> Iterator[Cut]:
         """Yield the cuts of branches. Hidden widths and tables are outside of branches, and are not cut."""
         branches, (_, *inner) = config.model.branches[:2], config.model.widths
-        for field, number in (branches, *(inner if self.branch == "block" else ())):
+        for field, size in (branches, *(inner if self.branch == "block" else ())):
             # Branches are not split: one rank computes a whole head or path.
-            yield Cut(field, number, "layout.tensor.size", self.size)
+            yield Cut(field, size, "layout.tensor.size", self.size)
 
     @classmethod
     def candidates(cls, devices: int) -> Iterator[Self]:

@@ -81,8 +81,8 @@ class Segment(Boundary):
         if self.num_rows is None:
             return start_all_to_all(x, comm, ROWS, dim)
         panels = x.unflatten(dim, (comm.size, -1)).movedim(dim % x.dim(), 0).contiguous()  # [g, B or 0, ..., N/g]
-        part = x.new_empty(self.num_rows, *panels.shape[2:])
-        return Moving(comm.scatter(part, panels, 0, wait=False), lambda: part)
+        panel = x.new_empty(self.num_rows, *panels.shape[2:])
+        return Moving(comm.scatter(panel, panels, 0, wait=False), lambda: panel)
 
     def start_concat(self, x: Tensor, dim: int) -> Moving:
         """Start to concatenate all ranks' x along `dim`, each row on its holder: [B, ..., N/g] -> [b, ..., N]."""

@@ -175,5 +175,5 @@ class Translated:
         # Shares are in any unit, and a slice and a concat may have different widths.
         widths = [share * unit for share in self.shares]
         rows = tuple(Box((*box.offsets, 0), (*box.lengths, sum(widths))) for box in self.outside)
-        parts = tuple(Box((0, part.start), (self.num_rows, len(part))) for part in intervals(widths))
+        parts = tuple(Box((0, interval.start), (self.num_rows, len(interval))) for interval in intervals(widths))
         return rows, parts

@@ -58,8 +58,8 @@ class Arithmetic:
             rank: this rank's index on the axis.
         """
         (columns,) = columns_of(outputs, heads, ranks, rank)
-        own = self.products
-        return (own if columns.held is None else ColumnProducts(columns, own)), columns.copies
+        products = self.products
+        return (products if columns.held is None else ColumnProducts(columns, products)), columns.copies
 
     def contract(self, outputs: int) -> Products:
         """Return the products of the second linear of a pair, with this number of outputs."""
@@ -75,7 +75,7 @@ class Arithmetic:
         return at_once
 
     def norm(
-        self, mesh: Mesh, width: int, epsilon: float, kind: OneWidth, *, bias: bool, placements: Placements,
+        self, mesh: Mesh, width: int, epsilon: float, norm_kind: OneWidth, *, bias: bool, placements: Placements,
         heads_over: tuple[str, ...] = (), inside: bool = False, over_heads: bool = False,
     ) -> ShardedModule:  # fmt: skip
         """Make a norm.
@@ -84,7 +84,7 @@ class Arithmetic:
             mesh: the ranks.
             width: the normed width.
             epsilon: the addend to the variance.
-            kind: the kind of norm.
+            norm_kind: the kind of norm.
             bias: whether a layer norm adds a bias.
             placements: of the width.
             heads_over: the axes that shard the heads, for a norm over a head's width.
@@ -93,8 +93,8 @@ class Arithmetic:
         """
         if over_heads and mesh.size(*placements) > 1:
             (axis,) = placements
-            return CutRmsNorm(mesh, width, epsilon, axis, kind)
-        return Norm(mesh, width, epsilon, kind, bias=bias, heads_over=heads_over)
+            return CutRmsNorm(mesh, width, epsilon, axis, norm_kind)
+        return Norm(mesh, width, epsilon, norm_kind, bias=bias, heads_over=heads_over)
 
     def head(
         self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary, make: type[TableHead]

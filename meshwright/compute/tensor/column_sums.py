@@ -47,7 +47,7 @@ if INSTALLED:
 
     @triton.jit
     def norm_backward_kernel(  # type: ignore[no-untyped-def]
-        dy, x, weight, other, dx, of_weight, of_bias, of_dx, rows, rows_each, width, epsilon,
+        dy, x, weight, addend, dx, of_weight, of_bias, of_dx, rows, rows_each, width, epsilon,
         OTHER: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     ):  # fmt: skip
         """Backward pass of a norm of `rows` rows, `rows_each` a program; partial sums [programs, width]."""
@@ -76,7 +76,7 @@ if INSTALLED:
                 sum_bias += tl.sum(gradient, 0)
             result *= scale
             if OTHER:
-                result += tl.load(other + at, mask, 0.0).to(tl.float32)
+                result += tl.load(addend + at, mask, 0.0).to(tl.float32)
             tl.store(dx + at, result.to(dx.dtype.element_ty), mask)
             sum_weight += tl.sum(gradient * normed, 0)
             sum_dx += tl.sum(tl.where(mask, result, 0.0), 0)
@@ -116,7 +116,7 @@ if INSTALLED:
 
     @triton.jit
     def join_heads_kernel(  # type: ignore[no-untyped-def]
-        part, dx, of_dx, rows, rows_each, width, offset, whole, tokens, head_width,
+        heads, dx, of_dx, rows, rows_each, width, offset, whole, tokens, head_width,
         batch_stride, head_stride, token_stride, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
         """Copy a part [B, A, T, E] into columns `offset` to `offset + width` of dx [B · T, whole], with their sums."""
@@ -130,7 +130,7 @@ if INSTALLED:
             row = (start + tl.arange(0, ROWS)).to(tl.int64)
             mask = (row < last)[:, None] & inside[None, :]
             begin = (row // tokens) * batch_stride + (row % tokens) * token_stride
-            value = tl.load(part + begin[:, None] + source[None, :], mask, 0.0)
+            value = tl.load(heads + begin[:, None] + source[None, :], mask, 0.0)
             tl.store(dx + row[:, None] * whole + offset + columns[None, :], value, mask)
             total += tl.sum(value.to(tl.float32), 0)
         tl.store(of_dx + program * whole + offset + columns, total, inside)
@@ -162,7 +162,7 @@ def by_kernel(*tensors: Tensor) -> bool:
 
 def partial_sums(x: Tensor, rows_each: int) -> Tensor:
     """Sum each `rows_each` rows of x [n, N] -> [programs, N]."""
-    return torch.stack([part.sum(0) for part in x.split(rows_each)]) if x.shape[0] else x.new_empty(0, x.shape[1])
+    return torch.stack([rows.sum(0) for rows in x.split(rows_each)]) if x.shape[0] else x.new_empty(0, x.shape[1])
 
 
 NormSums = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -171,7 +171,7 @@ rows."""
 
 
 def norm_backward_reference(
-    dy: Tensor, x: Tensor, weight: Tensor, other: Tensor | None, epsilon: float, centred: bool
+    dy: Tensor, x: Tensor, weight: Tensor, addend: Tensor | None, epsilon: float, centred: bool
 ) -> NormSums:
     """Compute the backward pass of a norm by torch's operations; arguments as of `norm_backward`."""
     wide, width = torch.promote_types(weight.dtype, torch.float32), x.shape[-1]
@@ -182,18 +182,18 @@ def norm_backward_reference(
     normed, weighted = h * scale, gradient * weight.to(wide)
     dx = weighted - normed * (weighted * normed).mean(1, keepdim=True)
     dx = (dx - weighted.mean(1, keepdim=True) if centred else dx) * scale
-    dx = dx if other is None else dx + other.reshape(-1, width).to(wide)
+    dx = dx if addend is None else dx + addend.reshape(-1, width).to(wide)
     of_bias = partial_sums(gradient, each) if centred else gradient.new_empty(0, width)
     sums = partial_sums(gradient * normed, each), of_bias, partial_sums(dx, each)
     return dx.to(x.dtype).view(x.shape), *sums
 
 
 def norm_backward_by_kernel(
-    dy: Tensor, x: Tensor, weight: Tensor, other: Tensor | None, epsilon: float, centred: bool
+    dy: Tensor, x: Tensor, weight: Tensor, addend: Tensor | None, epsilon: float, centred: bool
 ) -> NormSums:
     """Compute the backward pass of a norm by Triton; arguments as of `norm_backward`."""
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
-    other = None if other is None else other.contiguous()
+    addend = None if addend is None else addend.contiguous()
     programs, each, tile, columns = norm_shares(x)
     rows, width = x.shape[:-1].numel(), x.shape[-1]
     dx = torch.empty_like(x)
@@ -201,8 +201,8 @@ def norm_backward_by_kernel(
     of_bias = x.new_empty(programs if centred else 0, width, dtype=torch.float32)
     if programs:
         norm_backward_kernel[programs,](
-            dy, x, weight, dx if other is None else other, dx, of_weight, of_bias, of_dx, rows, each, width, epsilon,
-            OTHER=other is not None, CENTRED=centred, ROWS=tile, WIDTH=columns,
+            dy, x, weight, dx if addend is None else addend, dx, of_weight, of_bias, of_dx, rows, each, width, epsilon,
+            OTHER=addend is not None, CENTRED=centred, ROWS=tile, WIDTH=columns,
             num_warps=8 if columns <= ROW_ELEMENTS else 16,
         )  # fmt: skip
     return dx, of_weight, of_bias, of_dx
@@ -210,7 +210,7 @@ def norm_backward_by_kernel(
 
 @torch.library.custom_op("meshwright::norm_backward", mutates_args=())
 def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, other: Tensor | None, epsilon: float, centred: bool
+    dy: Tensor, x: Tensor, weight: Tensor, addend: Tensor | None, epsilon: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the backward pass of a norm over the last dim, and sums of columns.
 
@@ -218,20 +218,20 @@ def norm_backward(
         dy: [..., N], the gradient of the norm's output.
         x: [..., N], the norm's input.
         weight: [N].
-        other: [..., N], a further addend of x's gradient: that of the residual sum; None: no addend.
+        addend: [..., N], a further addend of x's gradient: that of the residual sum; None: no addend.
         epsilon: the addend to the variance.
         centred: a layer norm, not an RMS norm.
 
     Returns: NormSums.
     """
     return (norm_backward_by_kernel if by_kernel(dy, x, weight) else norm_backward_reference)(
-        dy, x, weight, other, epsilon, centred
+        dy, x, weight, addend, epsilon, centred
     )
 
 
 @norm_backward.register_fake
 def norm_backward_shapes(
-    dy: Tensor, x: Tensor, weight: Tensor, other: Tensor | None, epsilon: float, centred: bool
+    dy: Tensor, x: Tensor, weight: Tensor, addend: Tensor | None, epsilon: float, centred: bool
 ) -> NormSums:
     """Return empty results of `norm_backward`, for a compiler."""
     wide, programs = torch.promote_types(weight.dtype, torch.float32), norm_shares(x)[0]
@@ -286,7 +286,7 @@ def joined_shape(parts: list[Tensor]) -> tuple[int, int, int, int]:
 def join_heads_reference(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Join parts by torch's operations; arguments as of `join_heads`."""
     batch, tokens, count, width = joined_shape(parts)
-    dx = torch.stack([part.transpose(1, 2).flatten(2) for part in parts], 2)
+    dx = torch.stack([heads.transpose(1, 2).flatten(2) for heads in parts], 2)
     wide = dx.view(batch * tokens, count * width).to(torch.promote_types(dx.dtype, torch.float32))
     return dx, partial_sums(wide, column_shares(batch * tokens, width)[1])
 
@@ -298,10 +298,10 @@ def join_heads_by_kernel(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
     programs, each = column_shares(rows, width)
     dx = parts[0].new_empty(batch, tokens, count, width)
     of_dx = dx.new_empty(programs, whole, dtype=torch.float32)
-    for number, part in enumerate(parts if programs else ()):
+    for index, heads in enumerate(parts if programs else ()):
         join_heads_kernel[programs, -(-width // COLUMNS)](
-            part, dx, of_dx, rows, each, width, number * width, whole, tokens, part.shape[-1], *part.stride()[:3],
-            part.stride(3), ROWS=TILE // COLUMNS, COLUMNS=COLUMNS, num_warps=8,
+            heads, dx, of_dx, rows, each, width, index * width, whole, tokens, heads.shape[-1], *heads.stride()[:3],
+            heads.stride(3), ROWS=TILE // COLUMNS, COLUMNS=COLUMNS, num_warps=8,
         )  # fmt: skip
     return dx, of_dx
 
@@ -374,7 +374,7 @@ class FusedHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, heads: int) -> tuple[Tensor, ...]:
-        return tuple(part.transpose(1, 2) for part in x.unflatten(-1, (heads, -1)).unbind(2))
+        return tuple(group.transpose(1, 2) for group in x.unflatten(-1, (heads, -1)).unbind(2))
 
     @staticmethod
     def backward(ctx: Any, *parts: Tensor) -> tuple[Tensor, None]:

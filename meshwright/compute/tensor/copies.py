@@ -42,15 +42,15 @@ class HeadGroups:
         """Columns of the linear that makes queries, keys and values."""
         return self.count * (self.queries + 2) * self.width
 
-    def shared_by(self, ranks: int, rank: int, parts: int = 1, part: int = 0) -> Columns:
-        """The columns of part `part` (of `parts`) of rank `rank` (of `ranks`), among the columns that the rank holds.
-        ranks * parts is a multiple c of `count`."""
-        copies, width, index = ranks * parts // self.count, self.width, rank * parts + part
-        own, first = self.queries // copies * width, self.queries * width
+    def shared_by(self, ranks: int, rank: int, parts: int = 1, local_index: int = 0) -> Columns:
+        """The columns of part `local_index` (of `parts`) of rank `rank` (of `ranks`), among the columns that the rank
+        holds. ranks * parts is a multiple c of `count`."""
+        copies, width, index = ranks * parts // self.count, self.width, rank * parts + local_index
+        query_columns, first = self.queries // copies * width, self.queries * width
         held = max(self.count // ranks, 1)
         corner = (index // copies - rank * parts // copies) * (first + 2 * width)
-        start = corner + index % copies * own
-        runs = ((start, start + own), (corner + first, corner + first + 2 * width))
+        start = corner + index % copies * query_columns
+        runs = ((start, start + query_columns), (corner + first, corner + first + 2 * width))
         return Columns(runs, held * (first + 2 * width), max(ranks // self.count, 1), index % copies)
 
 
@@ -58,13 +58,13 @@ def part_columns(groups: int, width: int, parts: int) -> tuple[Columns, ...]:
     """The columns of each of `parts` equal parts of a rank's columns, which are `groups` groups of `width`."""
     if parts == 1:
         return (ALL_COLUMNS,)
-    own = width // parts
+    size = width // parts
     return tuple(
         Columns(
-            tuple((group * width + part * own, group * width + (part + 1) * own) for group in range(groups)),
+            tuple((group * width + index * size, group * width + (index + 1) * size) for group in range(groups)),
             groups * width,
         )
-        for part in range(parts)
+        for index in range(parts)
     )
 
 
@@ -82,7 +82,7 @@ def columns_of(
         all_parts: number of parts of all ranks.
     """
     if heads is not None and heads.count < max(ranks, all_parts):
-        return tuple(heads.shared_by(ranks, rank, parts, part) for part in range(parts))
+        return tuple(heads.shared_by(ranks, rank, parts, index) for index in range(parts))
     return part_columns(1 if len(outputs) == 1 else outputs[0], outputs[-1] // ranks, parts)
 
 
@@ -114,13 +114,13 @@ class Columns:
         sizes = [stop - start for start, stop in self.runs]
 
         def write_held(out: Tensor, beta: int) -> None:
-            own = out.new_empty(*out.shape[:-1], sum(sizes))
-            write(own, 0)
+            used = out.new_empty(*out.shape[:-1], sum(sizes))
+            write(used, 0)
             if not beta:
                 out.zero_()
-            parts = own.split(sizes, -1)
-            for (start, stop), part in zip(self.runs, parts, strict=True):
-                out[..., start:stop].add_(part)
+            parts = used.split(sizes, -1)
+            for (start, stop), run in zip(self.runs, parts, strict=True):
+                out[..., start:stop].add_(run)
 
         return write_held
 

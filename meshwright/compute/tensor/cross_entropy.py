@@ -223,7 +223,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for chunk in classes.alike(classes.chunks(h, weight, h.dtype), h):
             logits = products.multiply(h[chunk], weight.t(), bias)  # [C, V/p]
             slopes = classes.capped(logits)
-            rows_of_h, own, at_once = h[chunk], factors[chunk], classes.at_once(logits)
+            rows_of_h, chunk_factors, at_once = h[chunk], factors[chunk], classes.at_once(logits)
             if at_once:
                 losses[chunk] = losses_at_once(logits, rows_of_h, weight, bias, labels[chunk], classes)
             for rows in () if at_once else classes.exchanges(chunk, h, weight):
@@ -235,12 +235,12 @@ class _ChunkedLoss(torch.autograd.Function):
             if differentiates:
                 products.multiply(logits, weight, out=dh[chunk])
                 if at_once:
-                    dh[chunk] *= own
-                    rows_of_h = rows_of_h * own
+                    dh[chunk] *= chunk_factors
+                    rows_of_h = rows_of_h * chunk_factors
                 if learns:
                     products.write_product(logits.t(), rows_of_h, dweight, beta=0 if chunk.start == 0 else 1)
                 if dbias is not None:
-                    dbias += torch.mv(logits.t(), own.squeeze(1)) if at_once else logits.sum(0, dtype=adds)
+                    dbias += torch.mv(logits.t(), chunk_factors.squeeze(1)) if at_once else logits.sum(0, dtype=adds)
             del logits  # else two chunks' logits would exist at the same time, and none would stay in the cache
         ctx.save_for_backward(dh, dweight, dbias)
         ctx.give = give
@@ -348,12 +348,12 @@ def shares_of(logits: Tensor, columns: Tensor, certain: Tensor, classes: Classes
     top, sums, picked = statistics.split(1, 1)
     logits[:, held:] = -torch.inf
     for rows in classes.alike(classes.slices(logits), logits):
-        part = logits[rows]
-        picked[rows] = part.gather(1, columns[rows]) * certain[rows]
+        block = logits[rows]
+        picked[rows] = block.gather(1, columns[rows]) * certain[rows]
         if equal:
-            picked[rows] += part[:, :held].sum(1, keepdim=True, dtype=wide).mul_(equal)
-        top[rows] = part.amax(1, keepdim=True)
-        torch.softmax(part, 1, dtype=wide, out=shares[rows])
+            picked[rows] += block[:, :held].sum(1, keepdim=True, dtype=wide).mul_(equal)
+        top[rows] = block.amax(1, keepdim=True)
+        torch.softmax(block, 1, dtype=wide, out=shares[rows])
         sums[rows] = shares[rows].amax(1, keepdim=True).reciprocal_()  # the greatest logit's share is 1 / sum
     return shares, statistics
 
@@ -366,13 +366,13 @@ def scale_shares(
     equal = classes.smoothing / classes.vocabulary
     targeted = (certain + equal).mul_(factors)  # the target at `columns`
     for rows in classes.alike(classes.slices(logits), logits):
-        part = shares[rows]
-        labelled = part.gather(1, columns[rows]).mul_(scales[rows]).sub_(targeted[rows])
+        block = shares[rows]
+        labelled = block.gather(1, columns[rows]).mul_(scales[rows]).sub_(targeted[rows])
         if equal:
-            part.mul_(scales[rows])[:, :held].sub_(factors[rows], alpha=equal)
-            logits[rows] = part
+            block.mul_(scales[rows])[:, :held].sub_(factors[rows], alpha=equal)
+            logits[rows] = block
         else:
-            torch.mul(part, scales[rows], out=logits[rows])
+            torch.mul(block, scales[rows], out=logits[rows])
         logits[rows].scatter_(1, columns[rows], labelled.to(logits.dtype))
 
 
@@ -459,14 +459,14 @@ def chosen_rows(labels: Tensor, classes: Classes) -> Tensor | None:
         if 2 * classes.labelled >= 1:
             return None
         samples, length = labels.numel() // labels.shape[-1], labels.shape[-1]
-        number = samples * max(1, round(classes.labelled * length))
-        return flat.new_empty(-(-number // VECTOR) * VECTOR)
+        count = samples * max(1, round(classes.labelled * length))
+        return flat.new_empty(-(-count // VECTOR) * VECTOR)
     selects = 2 * classes.labelled < 1 or classes.device_type == "cpu"  # on a GPU the host would wait for the count
-    if not selects or 2 * (number := int(counted.sum())) >= flat.numel():
+    if not selects or 2 * (count := int(counted.sum())) >= flat.numel():
         return None
     # Uncounted tokens fill up whole vectors: threads would split other numbers of rows unevenly, and the bits of a
     # product would depend on the number of threads.
-    return torch.sort(~counted, stable=True).indices[: -(-number // VECTOR) * VECTOR]
+    return torch.sort(~counted, stable=True).indices[: -(-count // VECTOR) * VECTOR]
 
 
 @torch.no_grad()

@@ -117,8 +117,8 @@ class GroupedLinear(ShardedModule):
         self.weight = self.declare("weight", ShardSpec(shape, placements, initial, partial_over=partial_over))
         summed = tuple(axis for axis, shard in placements.items() if shard.dim == 1)
         self.adds_bias = not any(mesh.index(axis) for axis in summed)
-        own = {axis: Shard(max(0, shard.dim - 1)) for axis, shard in placements.items() if axis not in summed}
-        spec = ShardSpec((shape[0], *shape[2:]), own, ZEROS, BIAS, partial_over=summed)
+        bias_cuts = {axis: Shard(max(0, shard.dim - 1)) for axis, shard in placements.items() if axis not in summed}
+        spec = ShardSpec((shape[0], *shape[2:]), bias_cuts, ZEROS, BIAS, partial_over=summed)
         self.bias = self.declare("bias", spec) if biased else None
 
     def forward(self, x: Tensor, runs: Runs) -> Tensor:
@@ -132,8 +132,8 @@ class GroupedLinear(ShardedModule):
         if isinstance(runs, Tensor):
             y.add_(bias[torch.searchsorted(runs, torch.arange(len(y), device=y.device), right=True)])
             return
-        for rows, own in zip(y.split([*chain(*runs)]), chain(*repeat(bias, len(runs))), strict=True):
-            rows.add_(own)
+        for rows, expert_bias in zip(y.split([*chain(*runs)]), chain(*repeat(bias, len(runs))), strict=True):
+            rows.add_(expert_bias)
 
     def bias_addends(self, dy: Tensor, bias: Tensor, runs: Runs) -> Iterable[WriteGradient]:
         """Yield functions that each write an addend of the gradient of a bias [n, N]: sums of dy [R, N] by expert, or
@@ -150,8 +150,8 @@ class GroupedLinear(ShardedModule):
 
     def write_sums(self, rows: Sequence[int], dy: Tensor, out: Tensor, beta: int) -> None:
         """Write a run's sums of dy by expert + beta · out to `out`."""
-        for gradient, own in zip(dy.split(rows), out, strict=True):
-            write_sum(gradient, own, beta)
+        for gradient, target in zip(dy.split(rows), out, strict=True):
+            write_sum(gradient, target, beta)
 
     def operand(self, x: Tensor) -> Tensor:
         """Return x, a part of a larger tensor, as a product reads it."""
@@ -161,12 +161,12 @@ class GroupedLinear(ShardedModule):
         """Multiply each expert's rows of x [R, K] by the expert's weight of [n, K, N]; `turned`: the weights are
         [n, N, K], and each is transposed."""
         if isinstance(runs, Tensor):
-            own = weight.transpose(1, 2) if turned else weight
+            factor = weight.transpose(1, 2) if turned else weight
             # A rank may receive no rows.
-            return torch._grouped_mm(x, own, offs=runs) if len(x) else x.new_empty(0, own.shape[2])
+            return torch._grouped_mm(x, factor, offs=runs) if len(x) else x.new_empty(0, factor.shape[2])
         parts = zip(x.split([*chain(*runs)]), chain(*repeat(weight, len(runs))), strict=True)
-        operands = ((self.operand(part), self.operand(own)) for part, own in parts)
-        return torch.cat([self.products.multiply(part, own.t() if turned else own) for part, own in operands])
+        operands = ((self.operand(rows), self.operand(factor)) for rows, factor in parts)
+        return torch.cat([self.products.multiply(rows, factor.t() if turned else factor) for rows, factor in operands])
 
     def addends(self, x: Tensor, dy: Tensor, runs: Runs) -> Iterable[WriteGradient]:
         """Yield functions that each write an addend of the weight's gradient."""
@@ -183,8 +183,8 @@ class GroupedLinear(ShardedModule):
 
     def write_run(self, rows: Sequence[int], x: Tensor, dy: Tensor, out: Tensor, beta: int) -> None:
         """Write a run's xᵀ dy + beta · out by expert to `out`."""
-        for part, gradient, own in zip(x.split(rows), dy.split(rows), out, strict=True):
-            self.products.write_product(part.t(), gradient, own, beta)
+        for inputs, gradient, target in zip(x.split(rows), dy.split(rows), out, strict=True):
+            self.products.write_product(inputs.t(), gradient, target, beta)
 
 
 @dataclass(frozen=True)
@@ -263,16 +263,16 @@ class _CountDropped(torch.autograd.Function):
     """Identity. Dropped pairs are counted in the backward pass, so once even if the forward pass is recomputed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Tensor, layer: Experts) -> Tensor:
-        ctx.save_for_backward(kept)
+    def forward(ctx: Any, x: Tensor, fits: Tensor, layer: Experts) -> Tensor:
+        ctx.save_for_backward(fits)
         ctx.layer = layer
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (kept,) = ctx.saved_tensors
-        ctx.layer.count_dropped((~kept).sum())
+        (fits,) = ctx.saved_tensors
+        ctx.layer.count_dropped((~fits).sum())
         return dy, None, None
 
 
@@ -387,13 +387,13 @@ class Experts(nn.Module):
         earlier = before if cut == 1 else self._earlier_of_all(ids, places, tokens * cut)
         most = self.shape.most_tokens(tokens * cut)
         room = min(most, tokens)
-        kept = earlier < most
+        fits = earlier < most
         sequence = torch.arange(rows, device=ids.device).view(-1, 1, 1)
         total = count * rows * room
-        slots = torch.where(kept, (ids * rows + sequence) * room + before, total).flatten()
+        slots = torch.where(fits, (ids * rows + sequence) * room + before, total).flatten()
         pairs = slots.new_full((total + 1,), slots.numel())
         pairs[slots] = torch.arange(slots.numel(), device=ids.device)
-        return Dispatch(pairs[:-1], slots, copies, None), _CountDropped.apply(h, kept, self)
+        return Dispatch(pairs[:-1], slots, copies, None), _CountDropped.apply(h, fits, self)
 
     def _earlier_of_all(self, ids: Tensor, places: Tensor | None, length: int) -> Tensor:
         """Compute `earlier_tokens` if the context axis cuts sequences; `places`: positions of this rank's tokens."""
@@ -410,8 +410,8 @@ class Experts(nn.Module):
             return False
         weights = [linear.weight for linear in self.modules() if isinstance(linear, GroupedLinear)]
         widths = {size for weight in weights for size in (weight.shape[1], weight.shape[2:].numel())}
-        places = (weight.storage_offset() * weight.element_size() for weight in weights)
-        aligned = not any(place % ALIGNED_BYTES for place in (*places, *(2 * width for width in widths)))
+        offsets = (weight.storage_offset() * weight.element_size() for weight in weights)
+        aligned = not any(offset % ALIGNED_BYTES for offset in (*offsets, *(2 * width for width in widths)))
         return aligned and (autocast_dtype(x) or x.dtype) == torch.bfloat16
 
     def runs_of(self, x: Tensor, counts: Tensor | None) -> Runs:
@@ -455,15 +455,15 @@ class Experts(nn.Module):
         size, here = coming.shape
         if trade.evenly:
             rows = len(x) // (size * here)
-            own = x.view(size, here, rows, -1).transpose(0, 1).flatten(0, 2)
-            y = self.outputs(own, self.runs_of(own, None))
+            ordered = x.view(size, here, rows, -1).transpose(0, 1).flatten(0, 2)
+            y = self.outputs(ordered, self.runs_of(ordered, None))
             return y.view(here, size, rows, -1).transpose(0, 1).flatten(0, 2)
         # Reorder from (rank, expert) to (expert, rank).
         experts = torch.arange(here, device=coming.device).repeat(size)
         order = experts.repeat_interleave(coming.flatten(), output_size=len(x)).argsort(stable=True)
         order, inverse = order.to(x.device), order.argsort().to(x.device)
-        own = gather_rows(x, order, inverse.unsqueeze(1))
-        return gather_rows(self.outputs(own, self.runs_of(own, coming)), inverse, order.unsqueeze(1))
+        ordered = gather_rows(x, order, inverse.unsqueeze(1))
+        return gather_rows(self.outputs(ordered, self.runs_of(ordered, coming)), inverse, order.unsqueeze(1))
 
 
 def rows_of_experts(experts: Tensor, count: int) -> Tensor:

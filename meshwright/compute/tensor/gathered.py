@@ -24,16 +24,16 @@ from meshwright.ranks.mesh import Mesh
 class Weights:
     """The weights of a rank's 2-D layers, gathered on demand and kept as `form` says."""
 
-    def __init__(self, mesh: Mesh, policy: str, kept: dict[Any, Tensor], products: Products = PLAIN) -> None:
+    def __init__(self, mesh: Mesh, policy: str, gathered: dict[Any, Tensor], products: Products = PLAIN) -> None:
         """Make the store.
 
         Args:
             mesh: the ranks.
             policy: `memory.summa`.
-            kept: the kit's dict of gathered weights, by layer, stationary matrix and dtype.
+            gathered: the kit's dict of gathered weights, by layer, stationary matrix and dtype.
             products: multiplies two panels.
         """
-        self.kept = kept
+        self.gathered = gathered
         # auto, in a config that is not resolved, keeps and streams nothing.
         self.form = Form(streams=policy == "stream", keeps=policy == "gather")
         self.blocks: list[Tensor] = []
@@ -45,6 +45,6 @@ class Weights:
         if not self.form.keeps:
             return self.summa.panels("W", stays, block)
         key = (layer, stays, block.dtype)
-        if key not in self.kept:
-            self.kept[key] = self.summa.gather("W", stays, block)
-        return self.kept[key]
+        if key not in self.gathered:
+            self.gathered[key] = self.summa.gather("W", stays, block)
+        return self.gathered[key]

@@ -32,16 +32,16 @@ class _Gelu(torch.autograd.Function):
             ctx.save_for_backward(derivative)
             return y
         y, derivative = torch.empty_like(x), torch.empty_like(x)
-        linear, one = x.new_tensor((LINEAR, 1.0)).unbind()
+        linear, unit = x.new_tensor((LINEAR, 1.0)).unbind()
         room = x.new_empty(2, min(SLICE_ELEMENTS, x.numel()))
-        for part, value, slope in zip(*(t.view(-1).split(SLICE_ELEMENTS) for t in (x, y, derivative)), strict=True):
-            factor, gate = room[:, : part.numel()].unbind()
-            torch.addcmul(linear, part, part, value=CUBIC, out=factor)  # u / x
-            torch.mul(factor, part, out=gate).sigmoid_()  # σ(u)
-            torch.mul(part, gate, out=value)
+        for chunk, value, slope in zip(*(t.view(-1).split(SLICE_ELEMENTS) for t in (x, y, derivative)), strict=True):
+            factor, gate = room[:, : chunk.numel()].unbind()
+            torch.addcmul(linear, chunk, chunk, value=CUBIC, out=factor)  # u / x
+            torch.mul(factor, chunk, out=gate).sigmoid_()  # σ(u)
+            torch.mul(chunk, gate, out=value)
             # gelu(x) du/dx, of du/dx = 3 u/x - 2 LINEAR
             rest = torch.mul(value, -2 * LINEAR, out=slope).addcmul_(factor, value, value=3)
-            torch.lerp(rest, one, gate, out=slope)  # rest + (1 - rest) σ(u)
+            torch.lerp(rest, unit, gate, out=slope)  # rest + (1 - rest) σ(u)
         ctx.save_for_backward(derivative)
         return y
 

@@ -7,7 +7,7 @@
 |          |                                          | in the buckets (gradients.py), at once or as deferred work    |
 
 The compiler fuses norms, residual sums, GELU and the sums of biases. Buckets, deferred gradients and hooks are the same
-as in a run without graphs. The operation finds the layer by a number. The number is a tensor on the host and an input
+as in a run without graphs. The operation finds the layer by an index. The index is a tensor on the host and an input
 of the graph, so that equal layers share one graph. The operation returns the gradient of a tensor without elements, the
 anchor of the layer, so that a compiler does not drop the operation.
 
@@ -46,23 +46,23 @@ SHAPES = 64
 """The most graphs of a function (for different shapes and kinds of layers); torch runs further ones uncompiled."""
 
 _layers: WeakValueDictionary[int, SerialLinear] = WeakValueDictionary()
-"""The layers of this process by number, of all ranks that are threads."""
+"""The layers of this process by index, of all ranks that are threads."""
 _numbers = count()
 _hidden: set[type[nn.Module]] = set()
 """Classes with a `forward` that is outside of graphs."""
 
 
 @torch.library.custom_op("meshwright::add_gradients", mutates_args=())
-def _add_gradients(x: Tensor | None, dy: Tensor, dbias: Tensor | None, number: Tensor) -> Tensor:
+def _add_gradients(x: Tensor | None, dy: Tensor, dbias: Tensor | None, layer_index: Tensor) -> Tensor:
     """Add to the gradients of a layer's weight and bias. Returns the gradient [0] of the layer's anchor.
 
     Args:
         x: [n, I]; None if the weight is frozen.
         dy: [n, N].
         dbias: [N], at least float32; None if the bias is frozen, or there is none.
-        number: the layer's.
+        layer_index: index of the layer in the process.
     """
-    layer = _layers[int(number)]
+    layer = _layers[int(layer_index)]
     left: list[Tensor | None] = []
     if x is not None:
         if layer.gradients.defers:  # the compiled graph reuses the memory of both after the graph's end
@@ -79,7 +79,7 @@ def _add_gradients(x: Tensor | None, dy: Tensor, dbias: Tensor | None, number: T
 
 
 @_add_gradients.register_fake
-def _(x: Tensor | None, dy: Tensor, dbias: Tensor | None, number: Tensor) -> Tensor:
+def _(x: Tensor | None, dy: Tensor, dbias: Tensor | None, layer_index: Tensor) -> Tensor:
     return dy.new_empty(0, dtype=torch.float32)
 
 
@@ -88,10 +88,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, number: Tensor, products: Products,
-        trained: tuple[bool, bool],
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, layer_index: Tensor,
+        products: Products, trained: tuple[bool, bool],
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x if trained[0] else None, weight, number)
+        ctx.save_for_backward(x if trained[0] else None, weight, layer_index)
         ctx.products, ctx.trained, ctx.form = products, trained, (x.shape, x.dtype)
         y = products.forward(x, weight, bias)
         # torch 2.11 hands zeros to `backward` if a graph's function returns a `to` that changes nothing.
@@ -99,22 +99,22 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, number = ctx.saved_tensors
+        x, weight, layer_index = ctx.saved_tensors
         wide = torch.promote_types(dy.dtype, torch.float32)
         dbias = dy.sum(0, dtype=wide) if ctx.trained[1] else None
-        danchor = torch.ops.meshwright.add_gradients(x, dy, dbias, number) if any(ctx.trained) else None
+        danchor = torch.ops.meshwright.add_gradients(x, dy, dbias, layer_index) if any(ctx.trained) else None
         shape, dtype = ctx.form
         dx = ctx.products.input_gradient(ctx.products.read(dy), weight).view(shape).to(dtype)
         return dx, None, None, danchor, None, None, None
 
 
 def linear_in_graph(
-    x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, number: Tensor, products: Products
+    x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, layer_index: Tensor, products: Products
 ) -> Tensor:
-    """Compute x W + b in a graph; [B, ..., I] x [I, N] + [N] -> [B, ..., N]. `anchor`, `number`: the layer's."""
+    """Compute x W + b in a graph; [B, ..., I] x [I, N] + [N] -> [B, ..., N]. `anchor`, `layer_index`: the layer's."""
     trained = weight.requires_grad, bias is not None and bias.requires_grad
     x, weight, bias = cast(x, weight, bias)
-    y: Tensor = _Linear.apply(x.flatten(0, -2), weight, bias, anchor, number, products, trained)
+    y: Tensor = _Linear.apply(x.flatten(0, -2), weight, bias, anchor, layer_index, products, trained)
     return y.view(*x.shape[:-1], weight.shape[1])
 
 
@@ -130,15 +130,15 @@ def compile_block(config: Config, block: nn.Module) -> None:
     torch._dynamo.config.recompile_limit = SHAPES
     collectives.hide_from_compilers(outside)
     for module in block.modules():
-        kind = type(module)
+        module_type = type(module)
         if isinstance(module, SerialLinear):
-            number = next(_numbers)
-            _layers[number] = module
-            module.join_graph(number, linear_in_graph)
-        elif isinstance(module, ShardedModule | Experts) and not module.in_graphs and kind not in _hidden:
+            layer_index = next(_numbers)
+            _layers[layer_index] = module
+            module.join_graph(layer_index, linear_in_graph)
+        elif isinstance(module, ShardedModule | Experts) and not module.in_graphs and module_type not in _hidden:
             # On the class: a graph belongs to a function, so a function per layer would be a graph per layer.
-            kind.forward = outside(kind.forward)
-            _hidden.add(kind)
+            module_type.forward = outside(module_type.forward)
+            _hidden.add(module_type)
     options: dict[str, Any] = {"fallback_random": True}
     if config.compile == "kernels":
         from meshwright.compute.tensor.column_sums import FUSED, WIDEST

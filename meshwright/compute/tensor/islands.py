@@ -55,15 +55,15 @@ def label_gradients(
 ) -> None:  # fmt: skip
     """Run the second pass: overwrite logits with gradients; padding gets 0."""
     shares = (logits.to(top.dtype) - top).exp() * scale
-    place = torch.arange(logits.shape[1], device=logits.device)
-    targets = torch.where(place == columns, certain + equal, equal) * factor
-    logits.copy_(torch.where(place < held, shares - targets, 0))
+    indices = torch.arange(logits.shape[1], device=logits.device)
+    targets = torch.where(indices == columns, certain + equal, equal) * factor
+    logits.copy_(torch.where(indices < held, shares - targets, 0))
 
 
 def label_losses(logits: Tensor, columns: Tensor, certain: Tensor, equal: Tensor, factor: Tensor, held: int) -> Tensor:
     """Run both passes for all classes: losses [C, 1] in the dtype of `certain`; gradients overwrite the logits."""
-    place = torch.arange(logits.shape[1], device=logits.device)
-    wide, real, labelled = logits.to(certain.dtype), place < held, place == columns
+    indices = torch.arange(logits.shape[1], device=logits.device)
+    wide, real, labelled = logits.to(certain.dtype), indices < held, indices == columns
     # Padding is masked, not sliced off: sums over fewer columns than are written would need a separate kernel.
     masked = torch.where(real, wide, -torch.inf)
     top = masked.amax(1, keepdim=True)

@@ -149,7 +149,7 @@ class _Lookup(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         layer: ShardedModule = ctx.layer
         device = layer.mesh.device_type
-        writes = (partial(write_rows, own, rows, device) for own, rows in ctx.addends(ids, dy))
+        writes = (partial(write_rows, row_ids, rows, device) for row_ids, rows in ctx.addends(ids, dy))
         return None, add_gradients(layer, "weight", layer.get_parameter("weight"), writes), None, None
 
 

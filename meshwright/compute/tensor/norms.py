@@ -59,12 +59,12 @@ class Norm(ShardedModule, UsesFused):
     in_graphs = True
 
     def __init__(
-        self, mesh: Mesh, width: int, epsilon: float, kind: OneWidth = "layer", *, bias: bool = True,
+        self, mesh: Mesh, width: int, epsilon: float, norm_kind: OneWidth = "layer", *, bias: bool = True,
         heads_over: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         """Make the norm. `heads_over`: the axes that shard the heads, for a norm over a head's width."""
         super().__init__(mesh)
-        self.kind, self.epsilon, self.around_one = kind, epsilon, kind == "rms-around-one"
+        self.kind, self.epsilon, self.around_one = norm_kind, epsilon, norm_kind == "rms-around-one"
         initial = ZEROS if self.around_one else ONES
         spec = ShardSpec((width,), initial=initial, role=NORM, partial_over=heads_over)
         self.weight = self.declare("weight", spec)
@@ -99,10 +99,10 @@ class CutRmsNorm(ShardedModule):
     Sent over the axis, forward and backward: [B, T, 1].
     """
 
-    def __init__(self, mesh: Mesh, width: int, epsilon: float, axis: str, kind: OneWidth) -> None:
-        """Make the norm. `kind`: rms, or rms-around-one."""
+    def __init__(self, mesh: Mesh, width: int, epsilon: float, axis: str, norm_kind: OneWidth) -> None:
+        """Make the norm. `norm_kind`: rms, or rms-around-one."""
         super().__init__(mesh)
-        self.width, self.epsilon, self.axis, self.around_one = width, epsilon, axis, kind == "rms-around-one"
+        self.width, self.epsilon, self.axis, self.around_one = width, epsilon, axis, norm_kind == "rms-around-one"
         initial = ZEROS if self.around_one else ONES
         self.weight = self.declare("weight", ShardSpec((width,), {axis: Shard(0)}, initial, NORM))
 

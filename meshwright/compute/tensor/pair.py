@@ -42,8 +42,8 @@ class _Expand(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: CutExpand) -> Tensor:
         boundary = layer.boundary
         whole = boundary.start_enter(x).wait()  # [B, T, H]
-        kept = whole if boundary.keeps else x
-        ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, weight)
+        saved = whole if boundary.keeps else x
+        ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, weight)
         ctx.layer, ctx.bias = layer, bias
         return layer.products.forward(whole, layer.held(weight), bias).view(*whole.shape[:-1], -1)
 

@@ -150,12 +150,12 @@ def added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
     return more if total is None or more is None else total + more
 
 
-def write_part(part: Tensor, out: Tensor, beta: int) -> None:
+def write_part(addend: Tensor, out: Tensor, beta: int) -> None:
     """Write part + beta · out to `out`, which may be wider: sums of rounded parts, not rounded sums."""
     if beta:
-        out.add_(part)
+        out.add_(addend)
     else:
-        out.copy_(part)
+        out.copy_(addend)
 
 
 def write_sum(rows: Tensor, out: Tensor, beta: int) -> None:

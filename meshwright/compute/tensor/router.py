@@ -264,8 +264,8 @@ def counted_loads(model: nn.Module, mesh: Mesh, sequences: int) -> Iterator[None
     if loads:  # a stage may have no router, and then none of the stage's ranks has one
         total = torch.stack(loads).double()  # whole numbers, whose sum is exact in any order of ranks
         mesh.comm(*mesh.token_axes).all_reduce(total)
-        for router, own in zip(routers, (total / sequences).to(loads[0].dtype), strict=True):
-            router.balance_by(own)
+        for router, load in zip(routers, (total / sequences).to(loads[0].dtype), strict=True):
+            router.balance_by(load)
 
 
 class _CountLoads(torch.autograd.Function):

@@ -215,8 +215,8 @@ def whole_layers(config: Config, by: str, parts: int) -> Iterator[Cut]:
     model = config.model
     heads = model.branches
     yield HeadsCut(heads.field, heads.number, by, parts, members=heads.members)
-    for field, number in model.widths:
-        yield Cut(field, number, by, parts)
+    for field, width in model.widths:
+        yield Cut(field, width, by, parts)
     padded = ("model.vocabulary_multiple", model.padded_rows, by, parts)
     yield PaddedCut(*padded, reads=tuple(field for field, _ in model.tables), multiple=model.vocabulary_multiple)
 
@@ -317,8 +317,8 @@ class Tesseract(TensorSection):
     def cuts(self, config: Config) -> Iterator[Cut]:
         yield from whole_layers(config, "layout.tensor.q", self.q)
         for field in config.model.latent_fields:
-            if (number := getattr(config.model, field)) is not None:
-                yield Cut(f"model.{field}", number, "layout.tensor.q", self.q)
+            if (width := getattr(config.model, field)) is not None:
+                yield Cut(f"model.{field}", width, "layout.tensor.q", self.q)
         if config.model.adapter is not None:
             yield Cut("model.adapter.rank", config.model.adapter.rank, "layout.tensor.q", self.q)
 

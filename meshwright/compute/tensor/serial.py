@@ -41,7 +41,7 @@ TensorFunction = Callable[[Tensor], Tensor]
 """A kit's function on a layer's input or output."""
 
 LinearInGraph = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Products], Tensor]
-"""in_graph(x, weight, bias, anchor, number, products): x W + b of a layer (graphs.py)."""
+"""in_graph(x, weight, bias, anchor, layer_index, products): x W + b of a layer (graphs.py)."""
 
 
 class Embedding(ShardedModule):
@@ -75,7 +75,7 @@ class SerialLinear(LinearLayer):
     in_graphs = True
     in_graph: LinearInGraph | None = None
     """Computes the product in a compiled graph."""
-    number: Tensor
+    layer_index: Tensor
     anchor: Tensor
 
     def __init__(
@@ -88,14 +88,14 @@ class SerialLinear(LinearLayer):
         self.weight = self.declare("weight", ShardSpec((inputs, *outputs), placements, initial))
         self.bias = self.declare("bias", ShardSpec(outputs, initial=ZEROS, role=BIAS)) if bias else None
 
-    def join_graph(self, number: int, in_graph: LinearInGraph) -> None:
+    def join_graph(self, layer_index: int, in_graph: LinearInGraph) -> None:
         """Use `in_graph` for the product in compiled graphs.
 
         Args:
-            number: number of the layer in the process; stored as a tensor, since graphs hold numbers as constants.
+            layer_index: index of the layer in the process; stored as a tensor, since graphs hold numbers as constants.
             in_graph: computes the product in a graph.
         """
-        self.register_buffer("number", torch.tensor(number), persistent=False)
+        self.register_buffer("layer_index", torch.tensor(layer_index), persistent=False)
         anchor = torch.empty(0, device=self.mesh.device, requires_grad=True)
         self.register_buffer("anchor", anchor, persistent=False)
         self.in_graph = in_graph
@@ -103,7 +103,7 @@ class SerialLinear(LinearLayer):
     def forward(self, x: Tensor) -> Tensor:
         bias, weight = None if self.bias is None else self.bias.flatten(), self.weight.flatten(1)
         if self.in_graph is not None and torch.compiler.is_compiling():
-            y = self.in_graph(self.before(x), weight, bias, self.anchor, self.number, self.products)
+            y = self.in_graph(self.before(x), weight, bias, self.anchor, self.layer_index, self.products)
         else:
             y = linear(self.before(x), weight, bias, self, self.products)
         return self.after(y.unflatten(-1, self.weight.shape[1:]) if self.weight.dim() > 2 else y)
@@ -195,14 +195,14 @@ class KitBase:
         return self.expand(inner, hidden, initial, bias=bias)  # no axis cuts pairs here, so both are the same
 
     def enter(self, x: Tensor, heads: int) -> Tensor:
-        boundary, own, start_sum = self.boundary, self.local_heads(heads), self.arithmetic.start_sum_of_heads
+        boundary, local_heads, start_sum = self.boundary, self.local_heads(heads), self.arithmetic.start_sum_of_heads
         if boundary is UNCUT and torch.compiler.is_compiling():
-            return x.unsqueeze(2).expand(-1, -1, own, -1)
-        return cross(x, lambda x: start_copies(x, own, boundary), lambda dy: start_sum(dy, boundary))
+            return x.unsqueeze(2).expand(-1, -1, local_heads, -1)
+        return cross(x, lambda x: start_copies(x, local_heads, boundary), lambda dy: start_sum(dy, boundary))
 
     def leave(self, x: Tensor) -> Tensor:
-        boundary, own, start_sum = self.boundary, x.shape[2], self.arithmetic.start_sum_of_heads
-        return cross(x, lambda x: start_sum(x, boundary), lambda dy: start_copies(dy, own, boundary))
+        boundary, local_heads, start_sum = self.boundary, x.shape[2], self.arithmetic.start_sum_of_heads
+        return cross(x, lambda x: start_sum(x, boundary), lambda dy: start_copies(dy, local_heads, boundary))
 
     def local(self, shape: tuple[int, ...], dim: int, initial: Initial, role: Role) -> nn.Module:
         return Local(self.mesh, ShardSpec(shape, self.boundary.inner(dim), initial, role))

@@ -143,9 +143,9 @@ class Summa:
         if self._mirror == self._plane.index:
             return x
         mine = x.contiguous()
-        other = torch.empty_like(mine)
-        self._plane.exchange(mine, self._mirror, other, self._mirror)
-        return other
+        mirrored = torch.empty_like(mine)
+        self._plane.exchange(mine, self._mirror, mirrored, self._mirror)
+        return mirrored
 
     def gather(self, who: str, stays: str, block: Tensor) -> Tensor:
         """Gather all panels of an input, [q, ...]. Panels are not joined, since that would copy every operand."""
@@ -200,9 +200,9 @@ class Summa:
     def scatter(self, who: str, stays: str, panels: Tensor, out: Tensor | None = None) -> Moving:
         """Begin to reduce-scatter the panels [q, ...] of an output to this rank's block; into `out`, if given."""
         route = ROUTES[stays][who]
-        part = torch.empty_like(panels[0]) if out is None or route.transposed else out
-        work = self._comms[route.axis].reduce_scatter(part, panels, wait=False)
-        return Moving(work, lambda: self._home(part, route, out))
+        reduced = torch.empty_like(panels[0]) if out is None or route.transposed else out
+        work = self._comms[route.axis].reduce_scatter(reduced, panels, wait=False)
+        return Moving(work, lambda: self._home(reduced, route, out))
 
     def _reduce_panels(self, pairs: Iterable[tuple[Tensor, Tensor]], route: Route, out: Tensor | None) -> Moving:
         """Multiply each panel while the previous panel is reduced."""
@@ -218,12 +218,12 @@ class Summa:
                 mine = x
         assert mine is not None, f"{self.q} panels, and none of them ours"
         assert last is not None
-        part = mine
-        return Moving(last, lambda: self._home(part, route, out))
+        reduced = mine
+        return Moving(last, lambda: self._home(reduced, route, out))
 
-    def _home(self, part: Tensor, route: Route, out: Tensor | None) -> Tensor:
+    def _home(self, reduced: Tensor, route: Route, out: Tensor | None) -> Tensor:
         """Return the block on the rank that holds it, in `out` if given."""
-        block = self.transpose(part) if route.transposed else part
+        block = self.transpose(reduced) if route.transposed else reduced
         if out is None or block is out:
             return block
         return out.copy_(block)

@@ -61,15 +61,20 @@ def addends(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, fx.Node, fx.Nod
     """Yield (sum, norm_backward, dx, addend) for each sum of an addend and a dx that nothing else reads."""
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         left, right = node.args[:2]
-        for dx, other in ((left, right), (right, left)):
-            if not (isinstance(dx, fx.Node) and isinstance(other, fx.Node) and dx.target is getitem):
+        for dx, addend in ((left, right), (right, left)):
+            if not (isinstance(dx, fx.Node) and isinstance(addend, fx.Node) and dx.target is getitem):
                 continue
-            norm, (one, two) = sums_of(dx), (each.meta["val"] for each in (dx, other))
-            alone = len(dx.users) == 1 and one.shape == two.shape and one.dtype == two.dtype and not node.kwargs
+            norm, (dx_value, addend_value) = sums_of(dx), (each.meta["val"] for each in (dx, addend))
+            alone = (
+                len(dx.users) == 1
+                and dx_value.shape == addend_value.shape
+                and dx_value.dtype == addend_value.dtype
+                and not node.kwargs
+            )
             if norm is None or norm.target is not OPERATIONS[0] or norm.args[OTHER] is not None or not alone:
                 continue
-            if not depends(other, norm):
-                yield node, norm, dx, other
+            if not depends(addend, norm):
+                yield node, norm, dx, addend
                 break
 
 
@@ -78,8 +83,8 @@ class SumsInGraphs(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         while (found := next(addends(graph), None)) is not None:  # an addend may be a sum that was replaced
-            node, norm, dx, other = found
-            norm.update_arg(OTHER, other)
+            node, norm, dx, addend = found
+            norm.update_arg(OTHER, addend)
             node.replace_all_uses_with(dx)
             graph.erase_node(node)
         for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):

@@ -27,8 +27,8 @@ class _Swiglu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         y = torch.empty(x.shape[0], x.shape[2], dtype=x.dtype, device=x.device)
-        for part, value in _slices(x, y):
-            torch.mul(F.silu(part[:, 0]), part[:, 1], out=value)
+        for gate_up, value in _slices(x, y):
+            torch.mul(F.silu(gate_up[:, 0]), gate_up[:, 1], out=value)
         return y
 
     @staticmethod
@@ -36,8 +36,8 @@ class _Swiglu(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor]:
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x)
-        for part, slope, gradient in _slices(x, dx, dy):
-            gate, up = part.unbind(1)
+        for gate_up, slope, gradient in _slices(x, dx, dy):
+            gate, up = gate_up.unbind(1)
             slope[:, 0] = torch.ops.aten.silu_backward(gradient * up, gate)
             torch.mul(gradient, F.silu(gate), out=slope[:, 1])
         return (dx,)
@@ -49,9 +49,9 @@ class _Clamped(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.slope, ctx.limit = slope, limit
         y = torch.empty(x.shape[0], x.shape[2], dtype=x.dtype, device=x.device)
-        for part, value in _slices(x, y):
-            gate = part[:, 0].clamp(max=limit)
-            torch.mul(gate * torch.sigmoid(gate * slope), part[:, 1].clamp(-limit, limit) + 1, out=value)
+        for gate_up, value in _slices(x, y):
+            gate = gate_up[:, 0].clamp(max=limit)
+            torch.mul(gate * torch.sigmoid(gate * slope), gate_up[:, 1].clamp(-limit, limit) + 1, out=value)
         return y
 
     @staticmethod
@@ -60,12 +60,12 @@ class _Clamped(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         slope, limit = ctx.slope, ctx.limit
         dx = torch.empty_like(x)
-        for part, out, gradient in _slices(x, dx, dy):
-            gate, up = part[:, 0].clamp(max=limit), part[:, 1].clamp(-limit, limit)
+        for gate_up, out, gradient in _slices(x, dx, dy):
+            gate, up = gate_up[:, 0].clamp(max=limit), gate_up[:, 1].clamp(-limit, limit)
             share = torch.sigmoid(gate * slope)
             of_gate = gradient * (up + 1) * (share + slope * gate * share * (1 - share))
-            torch.mul(of_gate, part[:, 0] <= limit, out=out[:, 0])
-            torch.mul(gradient * gate * share, part[:, 1].abs() <= limit, out=out[:, 1])
+            torch.mul(of_gate, gate_up[:, 0] <= limit, out=out[:, 0])
+            torch.mul(gradient * gate * share, gate_up[:, 1].abs() <= limit, out=out[:, 1])
         return dx, None, None
 
 

@@ -114,8 +114,8 @@ class TesseractLinear(LinearLayer):
 
     def change_products(self, change: ChangeProducts) -> None:
         super().change_products(change)
-        own = self.weights.summa  # still used for weight gradients
-        self.of_activations = Summa(self.mesh, streams=own.streams, products=change(own.products))
+        summa = self.weights.summa  # still used for weight gradients
+        self.of_activations = Summa(self.mesh, streams=summa.streams, products=change(summa.products))
 
     def sizes(self, rows: int) -> Sizes:
         """Return the sizes of the product with `rows` rows of x, from the weight's shape.

@@ -26,7 +26,7 @@ def in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor, groups: in
     """
     parts = x.unbind(-2) if groups > 1 else (x,)
     size = parts[0].numel()
-    rows = [F.pad(part.reshape(-1), (0, -size % ROW)).view(-1, ROW) for part in parts]
+    rows = [F.pad(operand.reshape(-1), (0, -size % ROW)).view(-1, ROW) for operand in parts]
     y = function(torch.stack(rows, 1) if groups > 1 else rows[0])
     return y.reshape(-1)[:size].view(parts[0].shape)
 

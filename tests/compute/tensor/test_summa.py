@@ -170,7 +170,7 @@ def gathers(mesh: Mesh) -> tuple[int, int, int]:
             for _ in range(2):
                 x = torch.ones(ROWS // 2, H // 2, dtype=torch.float64, device=mesh.device, requires_grad=True)
                 layer(x).sum().backward()
-            layer.weights.kept.clear()
+            layer.weights.gathered.clear()
             counts.append(mesh.ledger.traffic["row", "all_gather"].calls)
     return counts[0], counts[1], counts[2]
 
