@@ -43,8 +43,8 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
         for core in model.attention_cores():
             core.run_by(core.shaped)
         # A name of an earlier stage again: a tied table, or the head's table cut over stages.
-        own = shard_specs(model).items()
-        specs |= {name: replace(spec, tied=name in specs and PIPE not in spec.axes) for name, spec in own}
+        chain_specs = shard_specs(model).items()
+        specs |= {name: replace(spec, tied=name in specs and PIPE not in spec.axes) for name, spec in chain_specs}
         models.append((kit, model))
     passing: list[tuple[TensorMeta, ...]] = []
     hidden: Hidden = ()

@@ -150,10 +150,10 @@ def _differing_parameters(parts: Parts, difference: Difference) -> str:
         comm, known = mesh.comm(*difference.axes), set[str]().union(*copy_sets(mesh.grid))
         for flat in parts.strategy.weights:
             if mesh.grid.ordered(known.intersection(flat.copy_axes)) == difference.axes:
-                hashes = [hash_bits(flat.values[place.start : place.stop]) for place in flat.places]
+                hashes = [hash_bits(flat.values[region.start : region.stop]) for region in flat.places]
                 everyone = all_rows(torch.stack(hashes).cpu(), comm)
                 unequal = (everyone != everyone[:1]).any(0).tolist()
-                names |= {place.name for place, bad in zip(flat.places, unequal, strict=True) if bad}
+                names |= {region.name for region, bad in zip(flat.places, unequal, strict=True) if bad}
     first, count = _first_named(parts, names)[difference.group[0]]
     return "" if count == 0 else list(parts.specs)[first] + (f" and {count - 1} more" if count > 1 else "")
 
@@ -207,11 +207,11 @@ def first_bad(parts: Parts, memory: Iterable[FlatWeights], limit: float = math.i
     """Name the model's first parameter that reaches `limit` or is NaN on a rank, that rank, and the most such
     parameters found by a rank; '' if there is none. Collective: all ranks call."""
     bad = {
-        place.name
+        region.name
         for flat in memory
         if not _largest(flat.values) < limit
-        for place in flat.places
-        if not _largest(flat.values[place.start : place.stop]) < limit
+        for region in flat.places
+        if not _largest(flat.values[region.start : region.stop]) < limit
     }
     rows, names = _first_named(parts, bad), list(parts.specs)
     first, rank = min((first, rank) for rank, (first, _) in enumerate(rows))

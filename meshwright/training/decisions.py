@@ -219,8 +219,8 @@ def _gpus_needed(config: Config, local: int) -> int:
     return 1 if transport != "auto" and TRANSPORTS[transport].in_process else local
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" + "s" * (number != 1)
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + "s" * (count != 1)
 
 
 def _check_ranks(config: Config, machine: Machine, device: str, enough_gpus: bool) -> None:
@@ -285,7 +285,9 @@ def resolve_layout(config: Config, machine: Machine, sizes: StageSizes | None = 
         if decides_products(config):
             # All ranks run the same program, so the fullest stage decides for all stages.
             q, blocks = dict(resolved.config.layout.axes)["row"], sizes.block_bytes(resolved.config)
-            ways = [affordable_products(own, q, bytes_left) for own, bytes_left in zip(blocks, free, strict=True)]
+            ways = [
+                affordable_products(weights, q, bytes_left) for weights, bytes_left in zip(blocks, free, strict=True)
+            ]
             if config.bits.layout_free:  # equal bits need products of whole weights
                 ways = [min(way, "whole", key=PRODUCTS.index) for way in ways]
             stage = max(range(len(ways)), key=lambda stage: (PRODUCTS.index(ways[stage]), -free[stage]))
@@ -355,14 +357,14 @@ def as_before(config: Config, dump: Mapping[str, Any], resolved: Mapping[str, An
     """Return a resumed run's config with the decisions in `resolved`, unless a section of SECTIONS differs from `dump`,
     the earlier config. Raises CheckpointError if a decision is not a legal value.
     """
-    own = config.model_dump(mode="json", by_alias=True)
-    if any(own[section] != dump.get(section) for section in SECTIONS):
+    dumped = config.model_dump(mode="json", by_alias=True)
+    if any(dumped[section] != dump.get(section) for section in SECTIONS):
         return config
     for field in FIELDS:
         if field in resolved:
-            own = with_field(own, field, resolved[field])
+            dumped = with_field(dumped, field, resolved[field])
     try:
-        before = Config.model_validate(own)
+        before = Config.model_validate(dumped)
     except ValidationError as error:
         raise CheckpointError(f"the checkpoint's decisions {dict(resolved)} cannot be read: {error}") from error
     if problems := [problem for rule in PARTITION_RULES for problem in rule.check(before)]:

@@ -121,12 +121,14 @@ def read_history(metrics_file: Path) -> list[dict[str, Any]]:
         cause = error.strerror if isinstance(error, OSError) else error
         raise DataError(f"{metrics_file} cannot be read: {cause}") from error
     steps: dict[int, dict[str, Any]] = {}
-    for number, line in enumerate(lines, 1):
+    for line_number, line in enumerate(lines, 1):
         try:
             record = {key: _NOT_FINITE.get(str(value), value) for key, value in named_as_now(parse_json(line)).items()}
             steps[int(record["step"])] = record | {"loss": float(record["loss"])}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if number == len(lines) and not line.endswith("\n"):
+            if line_number == len(lines) and not line.endswith("\n"):
                 break  # still being written, or cut off when the writer was killed
-            raise DataError(f"{metrics_file}, line {number} is not a step with a loss: {line.strip()[:80]}") from error
+            raise DataError(
+                f"{metrics_file}, line {line_number} is not a step with a loss: {line.strip()[:80]}"
+            ) from error
     return [steps[step] for step in sorted(steps)]

@@ -52,7 +52,7 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
     def add(h: Tensor, batch: Batch) -> None:
         for portion, (rows,) in parts.portions.of(batch, (h,)) if parts.portions is not None else [(batch, (h,))]:
             with head.autocast():
-                losses = [model.loss(rows, portion, {other: float(other == name) for other in names}) for name in names]
+                losses = [model.loss(rows, portion, {label: float(label == name) for label in names}) for name in names]
                 right = model.num_correct(rows, portion)
             if parts.portions is not None:
                 losses = [rounded_loss(loss, SUMMED_LOSS) for loss in losses]

@@ -125,7 +125,7 @@ def run_on_rank(rank: Rank, config: Config, data: Path, folder: Path, steps: int
 def resident_bytes(parts: Parts) -> dict[str, int]:
     """Count bytes of weights, gradients and states on a rank that has made a step."""
     slots = parts.strategy.slots  # views of whole buckets, even if the rank steps only a part of one
-    frozen = [one.slot for one in parts.strategy.frozen]
+    frozen = [bucket_sum.slot for bucket_sum in parts.strategy.frozen]
     weights = storages(slot.parameter.detach() for slot in (*slots, *frozen))
     gradients = storages(slot.parameter.grad for slot in slots if slot.parameter.grad is not None)
     if isinstance(parts.optimizer.held, Offloaded):

@@ -65,7 +65,7 @@ def meet(mesh: Mesh, facts: Mapping[str, str]) -> None:
     if same_everywhere(torch.tensor(list(text.encode()), dtype=torch.uint8), mesh.world):
         return
     stated = all_texts(json.dumps({**facts, _HOST: socket.gethostname()}), mesh.world)
-    every = [json.loads(one) for one in stated]
+    every = [json.loads(encoded) for encoded in stated]
     first = every[0]
     differing = (
         (rank, theirs, keys) for rank, theirs in enumerate(every)

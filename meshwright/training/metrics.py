@@ -133,7 +133,7 @@ def metrics_line(step_seconds: float, work: StepWork, reports: StepReports, grid
         ],
         **({"dropped_share": reports.reduced("dropped_pairs") / pairs} if pairs else {}),
         **reward_metrics(reports.reduced("rewards")),
-        **({"root": root_text(part for parts in roots for part in parts)} if any(roots) else {}),
+        **({"root": root_text(word for parts in roots for word in parts)} if any(roots) else {}),
         **{name: reports.reduced(name) for name, metric in reports.table.items() if metric.shown},
     }
 
@@ -225,10 +225,10 @@ def _drop_after(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    kept = []
+    lines = []
     with open_plain(path) as file:
         content = file.read()
-    for number, line in enumerate(content.decode(errors="replace").splitlines(keepends=True), start=1):
+    for line_number, line in enumerate(content.decode(errors="replace").splitlines(keepends=True), start=1):
         if not line.endswith("\n"):
             break
         try:
@@ -236,7 +236,7 @@ def _drop_after(path: Path, step: int) -> None:
                 break
         except (ValueError, KeyError, TypeError) as error:
             raise MeshwrightError(
-                f"{path} line {number} is no step's metrics: mend the line, or move the file aside"
+                f"{path} line {line_number} is no step's metrics: mend the line, or move the file aside"
             ) from error
-        kept.append(line)
-    write_whole(path.parent, path.name, "".join(kept))  # a kill in between must not cost the lines of earlier steps
+        lines.append(line)
+    write_whole(path.parent, path.name, "".join(lines))  # a kill in between must not cost the lines of earlier steps

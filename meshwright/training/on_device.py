@@ -228,18 +228,18 @@ class _SharedKeys(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None
     ) -> Tensor:
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-        kept = kernel(query, key, value, None, True, dropout, causal, scale=scale)
-        ctx.save_for_backward(query, key, value, *kept)
+        outs = kernel(query, key, value, None, True, dropout, causal, scale=scale)
+        ctx.save_for_backward(query, key, value, *outs)
         ctx.settings = dropout, causal, scale
-        out: Tensor = kept[0]
+        out: Tensor = outs[0]
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *kept = ctx.saved_tensors
+        query, key, value, *outs = ctx.saved_tensors
         dropout, causal, scale = ctx.settings
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-        each = kernel(gradient, query, key, value, None, *kept, dropout, [True, True, True, False], causal, scale=scale)
+        each = kernel(gradient, query, key, value, None, *outs, dropout, [True, True, True, False], causal, scale=scale)
         dk, dv = (x.unflatten(1, (key.shape[1], -1)).sum(2) for x in each[1:3])
         return each[0], dk, dv, None, None, None
 

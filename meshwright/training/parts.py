@@ -94,7 +94,7 @@ class Parts:
         """Yield each slot with its weights and states, as stored in checkpoints; then frozen weights."""
         for index, slot in enumerate(self.strategy.slots):
             yield slot, list(self.optimizer.stored(index))
-        for slot in (one.slot for one in self.strategy.frozen):
+        for slot in (bucket_sum.slot for bucket_sum in self.strategy.frozen):
             yield slot, [StoredState("weight", slot.parameter.detach(), slot.places, slot.slices)]
 
     def microbatches(self, batch: Batch) -> list[Batch]:

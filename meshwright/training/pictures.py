@@ -132,11 +132,11 @@ def smoothed(losses: Sequence[float]) -> np.ndarray:
         return sums[after] - sums[first]
 
     # Least squares by running sums: a window of any length costs two look-ups.
-    number = np.maximum(window_sum(np.ones_like(values)), 1e-300)
-    middle, mean = window_sum(steps) / number, window_sum(values) / number
-    spread = window_sum(steps**2) - number * middle**2
-    slope = (window_sum(steps * values) - number * middle * mean) / np.maximum(spread, 1.0)
-    return np.where(number >= 1, mean + slope * (steps - middle), np.nan)
+    count = np.maximum(window_sum(np.ones_like(values)), 1e-300)
+    middle, mean = window_sum(steps) / count, window_sum(values) / count
+    spread = window_sum(steps**2) - count * middle**2
+    slope = (window_sum(steps * values) - count * middle * mean) / np.maximum(spread, 1.0)
+    return np.where(count >= 1, mean + slope * (steps - middle), np.nan)
 
 
 def _set_limits(axes: Axes, curve: LossCurve) -> None:
@@ -163,11 +163,11 @@ def _annotate(axes: Axes, ends: Sequence[tuple[float, float, str]]) -> None:
     for step, value, colour in sorted(ends, key=lambda end: end[1]):
         if not math.isfinite(value):
             continue
-        place = previous = max(min(value, high), previous + gap)
+        height = previous = max(min(value, high), previous + gap)
         axes.annotate(
             f"{value:.3f}",
             xy=(step, value),
-            xytext=(1.01, (place - low) / (high - low)),
+            xytext=(1.01, (height - low) / (high - low)),
             textcoords="axes fraction",
             color=colour,
             fontweight="bold",
@@ -242,9 +242,9 @@ def _panel(axes: Axes, title: str, timeline: Timeline, end: float) -> None:
         spans = [x for x in timeline.spans if (x.stage, x.category, x.chunk) == (stage, name, chunk)]
         boxes = [(span.start_seconds - begin, span.seconds) for span in spans]
         height, layer = (0.84, 2) if name in _TASKS else (0.5, 1)
-        place = (stage - height / 2, height)
+        y_range = (stage - height / 2, height)
         shade = colour if chunk == 0 else to_rgba(colour, _LATER_CHUNKS)
-        axes.broken_barh(boxes, place, facecolor=shade, edgecolor="white", linewidth=0.4, zorder=layer)
+        axes.broken_barh(boxes, y_range, facecolor=shade, edgecolor="white", linewidth=0.4, zorder=layer)
     digit = _DIGIT_INCHES * end / (_WIDTH_INCHES - 1.0)  # the seconds that a digit covers
     for span in timeline.spans:
         text = "" if span.microbatch is None else str(span.microbatch)

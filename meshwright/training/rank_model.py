@@ -80,9 +80,9 @@ def parts_using(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str, tuple[int
     runs += [(layer, Chunk(range(layer, layer + 1), False, False)) for layer in chunk.layers]
     runs += [(HEAD, Chunk(range(0), False, chunk.last, chunk.head_over))] if chunk.has_head else []
     using: dict[str, tuple[int, ...]] = {}
-    for part, alone in runs:
+    for position, alone in runs:
         for name, _ in make_chain(config, kit, alone).named_parameters():
-            using[name] = (*using.get(name, ()), part)
+            using[name] = (*using.get(name, ()), position)
     return using
 
 

@@ -85,8 +85,8 @@ def log_probabilities(parts: Parts, pairs: PreferencePairs, numbers: np.ndarray)
         with last.autocast():
             found = model.log_probabilities(h, batch)
         if model.chunk.last:  # other stages have at most a part of the head, and the same numbers
-            own = batch[PAIRS].flatten()
-            table[own[own != IGNORED]] = found[own != IGNORED]
+            indices = batch[PAIRS].flatten()
+            table[indices[indices != IGNORED]] = found[indices != IGNORED]
 
     padded = np.concatenate([numbers, np.full(-len(numbers) % config.batch.global_, -1, dtype=np.int64)])
     with parts.strategy.whole_weights():
@@ -112,8 +112,8 @@ def weights_root(parts: Parts) -> str:
         for state in states
         if state.kind == "weight"
     )
-    own = sum(int(part) for part in held_hashes(held, parts.mesh).values()) % 2**64
-    mine = torch.tensor([own - 2**64 if own >= 2**63 else own])
+    total = sum(int(digest) for digest in held_hashes(held, parts.mesh).values()) % 2**64
+    mine = torch.tensor([total - 2**64 if total >= 2**63 else total])
     return root_text(all_rows(mine, parts.mesh.world).flatten().tolist())
 
 

@@ -72,13 +72,13 @@ def go_on(out: Path, config: Config, data: str, step: int | None, *, accept_chan
     write_identity(out, run, config.steps)
     # A config.yaml with other content is kept under the last step of that config.
     path, text, until = out / CONFIG, run_text(config), checkpoint.manifest.progress.step
-    kept = out / f"config-{until}.yaml"
+    earlier = out / f"config-{until}.yaml"
     said = read_text(path) if path.is_file() else text
     # Comments are ignored: one holds the schema's path, which differs between installations.
     old, new = ([line for line in each.splitlines() if not line.startswith("#")] for each in (said, text))
-    if old != new and not kept.exists():
-        path.rename(kept)
-        notes.append(f"config.yaml is new, the one until step {until} is {kept.name}")
+    if old != new and not earlier.exists():
+        path.rename(earlier)
+        notes.append(f"config.yaml is new, the one until step {until} is {earlier.name}")
     write_whole(out, CONFIG, text)
     return notes
 

@@ -110,20 +110,20 @@ def open_mlflow(run: TrackedRun) -> Tracker:
 
     client = MlflowClient(f"sqlite:///{run.folder}/mlflow.db" if run.offline else None)
     experiment = client.get_experiment_by_name(run.project)
-    number = client.create_experiment(run.project) if experiment is None else experiment.experiment_id
+    experiment_id = client.create_experiment(run.project) if experiment is None else experiment.experiment_id
     tag = "meshwright.run"
-    if before := client.search_runs([number], f"tags.`{tag}` = '{run.name}'", max_results=1):
-        own = before[0].info.run_id
+    if before := client.search_runs([experiment_id], f"tags.`{tag}` = '{run.name}'", max_results=1):
+        run_id = before[0].info.run_id
     else:
-        own = client.create_run(number, tags={tag: run.name}, run_name=run.folder.name).info.run_id
+        run_id = client.create_run(experiment_id, tags={tag: run.name}, run_name=run.folder.name).info.run_id
         for field, value in leaves_of(run.settings).items():
-            client.log_param(own, field, value)
+            client.log_param(run_id, field, value)
 
     def write(step: int, scalars: Mapping[str, float]) -> None:
         for key, value in scalars.items():
-            client.log_metric(own, key, value, step=step)
+            client.log_metric(run_id, key, value, step=step)
 
-    return Tracker(write, lambda: client.set_terminated(own))
+    return Tracker(write, lambda: client.set_terminated(run_id))
 
 
 def open_trackio(run: TrackedRun) -> Tracker:
@@ -147,8 +147,8 @@ def open_prometheus(run: TrackedRun) -> Tracker:
     try:
         server, thread = start_http_server(run.port, addr=run.address, registry=registry)
     except OSError as error:  # a taken port, an unknown host name
-        place = f"{run.address}:{run.port}"
-        rule = f"cannot be listened at for prometheus, as {place}: {error.strerror or error}"
+        address = f"{run.address}:{run.port}"
+        rule = f"cannot be listened at for prometheus, as {address}: {error.strerror or error}"
         raise ConfigError.of("metrics.port", run.port, rule, "a free port, or metrics.address of this host") from error
 
     def write(step: int, scalars: Mapping[str, float]) -> None:

@@ -174,9 +174,9 @@ def _check_adapter(model: Network, linears: Mapping[str, tuple[str, ...]]) -> No
     """Raise ConfigError for a pattern of `model.adapter.on` that names none of the linears and parts."""
     known: dict[str, None] = {}
     names: list[str] = []
-    for path, own in linears.items():
-        names += (path, *(f"{path}.{name}" for name in own))
-        known |= dict.fromkeys((*own, path.split(".", 2)[2]))
+    for path, part_names in linears.items():
+        names += (path, *(f"{path}.{name}" for name in part_names))
+        known |= dict.fromkeys((*part_names, path.split(".", 2)[2]))
     for pattern in () if model.adapter is None else model.adapter.on:
         if not any(matches(each, names) for each in PEFT.get(pattern, (pattern,))):
             near = get_close_matches(pattern, [*known, *PEFT], n=4, cutoff=0.4)
@@ -203,7 +203,7 @@ def shared_work(config: Config, parameters: Costs, device: str) -> Costs:
     return Costs(
         samples * products.embedding + weight * parameters.embedding,
         tuple(
-            samples * product + weight * own for product, own in zip(products.layers, parameters.layers, strict=True)
+            samples * product + weight * size for product, size in zip(products.layers, parameters.layers, strict=True)
         ),
         samples * products.head + weight * parameters.head,
     )

@@ -64,9 +64,9 @@ def train_step(
     Raises:
         DivergedError: the gradient is not finite and no smaller loss scale can help.
     """
-    number = parts.optimizer.steps_taken if step is None else step
+    step_index = parts.optimizer.steps_taken if step is None else step
     record = begin_step(
-        parts, replica_batch(parts, batch, number), number,
+        parts, replica_batch(parts, batch, step_index), step_index,
         lambda record: parts.mesh.world.all_reduce(record.loss, wait=False).wait,
         observe=observe, wait=wait,
     )  # fmt: skip
@@ -77,14 +77,14 @@ def train_step(
 def begin_step(
     parts: Parts,
     batch: ReplicaBatch,
-    number: int,
+    step_index: int,
     beside: Beside,
     *,
     observe: Callable[[], None] | None = None,
     late: bool = False,
     wait: bool = False,
 ) -> StepRecord:
-    """Start the step `number`, from 0: passes, gradient sums, the optimizer, publishing. Returns the step's record.
+    """Start the step `step_index`, from 0: passes, gradient sums, the optimizer, publishing. Returns the step's record.
 
     `late`: the host does not wait for the device's numbers; the next step settles this one. Otherwise the step is
     settled when this function returns. `observe`, `wait`: as in train_step. Raises as StepRecord.settle.
@@ -94,7 +94,7 @@ def begin_step(
     phases.begin(PASSES)
     # A bucket's reduction starts during the last microbatch's backward pass, when the bucket's gradients are complete.
     loss = replica_backward(parts, batch.rows, batch.counts, batch.samples)
-    record = StepRecord(parts, number, loss, optimizer.scaler.scale, started, phases, late)
+    record = StepRecord(parts, step_index, loss, optimizer.scaler.scale, started, phases, late)
     phases.begin(DATA_PARALLEL)
     arriving = strategy.arrivals()  # starts the last reductions: on every rank, sends of `beside` follow
     phases.begin(None)
@@ -111,7 +111,7 @@ def begin_step(
         whole = list(whole)  # else streamed slots would be updated before the last gradient is reduced
         observe()
     phases.begin(OPTIMIZER)
-    record.pending = optimizer.begin(number, whole, late=late)
+    record.pending = optimizer.begin(step_index, whole, late=late)
     if late:
         record.fetch()
     else:
@@ -123,12 +123,12 @@ def begin_step(
     return record
 
 
-def replica_batch(parts: Parts, batch: Batch, number: int) -> ReplicaBatch:
-    """Select this rank's rows of a global batch, which is equal on every rank, as the batch of the step `number`."""
+def replica_batch(parts: Parts, batch: Batch, step_index: int) -> ReplicaBatch:
+    """Select this rank's rows of a global batch, which is equal on every rank; `step_index`: the step, from 0."""
     config = parts.config
     share = parts.strategy.share(lambda first, count: rows_of(batch, slice(first, first + count)), config.replica_batch)
     rows = to_device(share, parts.mesh.device)
-    return ReplicaBatch(rows, counts_of(batch, parts.model.labels), number * config.batch.global_)
+    return ReplicaBatch(rows, counts_of(batch, parts.model.labels), step_index * config.batch.global_)
 
 
 def backward(parts: Parts, batch: Batch, step: int = 0) -> Tensor:
@@ -150,15 +150,15 @@ def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int)
     scales = scales_of(parts.model.labels, counts, scale, config.batch.global_)
     # In every layout, ranks that compute equal values draw equal dropout, and ranks with other parts draw other masks.
     split = (DATA_AXES, (PIPE,), *((axis,) for axis in (*config.layout.context.token_axes, *parts.kit.split_axes)))
-    place = "/".join(str(mesh.index(*axes)) for axes in split)
+    coordinates = "/".join(str(mesh.index(*axes)) for axes in split)
 
     if parts.portions is not None and parts.optimizer.fixed is not None:
         parts.optimizer.fixed.begin(scale)
         parts.portions.begin_step(samples + mesh.index(*DATA_AXES) * config.replica_batch, scale)
 
     def seed(index: int, chunk: int) -> None:
-        own = f"/{chunk}" if chunk else ""
-        seed_generators(seed_of(f"{config.seed}/dropout/{samples}/{index}/{place}{own}"), mesh.device)
+        suffix = f"/{chunk}" if chunk else ""
+        seed_generators(seed_of(f"{config.seed}/dropout/{samples}/{index}/{coordinates}{suffix}"), mesh.device)
 
     microbatches = parts.microbatches(rows)
     if config.model.routing.counts_first:

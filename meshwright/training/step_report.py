@@ -241,7 +241,7 @@ class StragglerWatch:
             ordered = sorted(own_seconds[rank] for rank in ranks)
             lower, upper = (len(ranks) - 2) // 2, (len(ranks) - 1) // 2  # the middle without one rank
             for rank in ranks if len(ranks) > 1 else ():
-                place = bisect_left(ordered, own_seconds[rank])
-                middle = ordered[lower + (lower >= place)], ordered[upper + (upper >= place)]
+                position = bisect_left(ordered, own_seconds[rank])
+                middle = ordered[lower + (lower >= position)], ordered[upper + (upper >= position)]
                 pairs[rank] = own_seconds[rank], sum(middle) / 2
         return pairs

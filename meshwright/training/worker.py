@@ -192,18 +192,18 @@ class _Run:
     ) -> tuple[list[StepLine], bool]:  # fmt: skip
         """Make a step; trace and validate if due. `saves`: a checkpoint may follow. Returns the lines of the known
         steps, and whether to stop. If validation, a checkpoint or the end follows, the last line is this step's."""
-        parts, config, number = self.parts, self.parts.config, trainer.step + 1
-        if held_out is not None and number % config.validation.every and number < config.steps:
+        parts, config, step = self.parts, self.parts.config, trainer.step + 1
+        if held_out is not None and step % config.validation.every and step < config.steps:
             held_out = None  # validation is not due
         try:
-            before = trainer.flush() if number in self.traced else []  # a trace begins on an idle device
+            before = trainer.flush() if step in self.traced else []  # a trace begins on an idle device
             lines, stopping = trainer.turn(stop)
-            if saves or stopping or held_out is not None or number == config.steps:
+            if saves or stopping or held_out is not None or step == config.steps:
                 lines += trainer.flush()
         except Exception as error:
-            error.add_note(f"in step {number}")  # lets the launcher recognise an error that recurs
+            error.add_note(f"in step {step}")  # lets the launcher recognise an error that recurs
             raise
-        if number in self.traced:
+        if step in self.traced:
             from meshwright.training.pictures import write_step  # matplotlib: only a traced step needs it
 
             write_step(trainer.spans, parts.mesh, trainer.step, self.out)

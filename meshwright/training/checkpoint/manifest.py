@@ -82,9 +82,9 @@ class StoredRun:
         dtype: torch.dtype = vars(torch)[self.dtype]
         return dtype
 
-    def bounds(self, part: int) -> tuple[int, int]:
+    def bounds(self, slice_index: int) -> tuple[int, int]:
         """Return the number of the box's first element in a file, and the number after the last."""
-        first, last = part * self.length, (part + 1) * self.length
+        first, last = slice_index * self.length, (slice_index + 1) * self.length
         return max(first, self.start) - self.start, min(last, self.stop) - self.start
 
 
@@ -274,10 +274,10 @@ def _of_format_2(body: dict[str, Any]) -> dict[str, Any]:
         if entry.file not in group:
             raise ValueError(f"{entry.parameter} ({entry.kind}) lies in {entry.file}, which is not among its files")
         fields = asdict(entry)
-        number = group[fields.pop("file")]
+        file_index = group[fields.pop("file")]
         # Empty boxes were listed as well; a run has at least one element.
         if length := math.prod(entry.lengths):
-            runs.append(fields | {"group": number, "start": 0, "length": length})
+            runs.append(fields | {"group": file_index, "start": 0, "length": length})
     return {**rest, "groups": [[index] for index in range(len(files))], "runs": runs}
 
 
@@ -293,14 +293,14 @@ def _check(manifest: Manifest) -> None:
     for index, taken in _bytes_in_files(manifest).items():
         if taken > left[index]:
             raise ValueError(f"{manifest.files[index].file} is smaller than the parts that lie in it")
-    for (parameter, kind), runs in manifest.parts.items():
+    for (parameter, state_name), runs in manifest.parts.items():
         shape = runs[0].shape  # shapes of an optimizer's states may differ from the weight's
         if any(run.shape != shape for run in runs):
-            raise ValueError(f"the parts of {parameter} ({kind}) disagree on its shape")
+            raise ValueError(f"the parts of {parameter} ({state_name}) disagree on its shape")
         if any(run.dtype != runs[0].dtype for run in runs):
-            raise ValueError(f"the parts of {parameter} ({kind}) disagree on its dtype")
+            raise ValueError(f"the parts of {parameter} ({state_name}) disagree on its dtype")
         if (wrong := _uncovered([run.box for run in runs], shape)) is not None:
-            raise ValueError(f"the parts of {parameter} ({kind}) {wrong}")
+            raise ValueError(f"the parts of {parameter} ({state_name}) {wrong}")
 
 
 def _bytes_in_files(manifest: Manifest) -> dict[int, int]:
@@ -349,8 +349,8 @@ def _uncovered(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
     dim = max(range(len(shape)), key=lambda dim: len({box.offsets[dim] for box in filled}))
     begun: list[Box] = []
     for box in sorted(filled, key=lambda box: box.offsets[dim]):
-        begun = [other for other in begun if other.offsets[dim] + other.lengths[dim] > box.offsets[dim]]
-        if any(box.intersection(other) for other in begun):
+        begun = [earlier for earlier in begun if earlier.offsets[dim] + earlier.lengths[dim] > box.offsets[dim]]
+        if any(box.intersection(earlier) for earlier in begun):
             return "overlap"
         begun.append(box)
     return None

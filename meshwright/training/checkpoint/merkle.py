@@ -93,9 +93,9 @@ def state_leaves(
         sample: The first sample after the checkpoint, read from the data.
     """
     manifest = checkpoint.manifest
-    for (parameter, kind), runs in manifest.parts.items():
+    for (parameter, state_name), runs in manifest.parts.items():
         whole = Box((0,) * len(runs[0].shape), runs[0].shape)
-        yield tensor_leaf(f"{kind} of {parameter}", checkpoint.read(parameter, kind, whole))
+        yield tensor_leaf(f"{state_name} of {parameter}", checkpoint.read(parameter, state_name, whole))
     for damage in checkpoint.damage_besides():
         raise damage
     for field in CARRIED:

@@ -56,9 +56,9 @@ class Checkpoint:
             self._runs[run.group].append(run)
         self._places: dict[str, list[tuple[int, int]]] = defaultdict(list)
         """By file: (group, position of the file in the group)."""
-        for number, group in enumerate(self.manifest.groups):
-            for part, index in enumerate(group):
-                self._places[self.manifest.files[index].file].append((number, part))
+        for group_index, group in enumerate(self.manifest.groups):
+            for slice_index, index in enumerate(group):
+                self._places[self.manifest.files[index].file].append((group_index, slice_index))
         for file in self.manifest.files:
             path = folder / file.file
             try:
@@ -72,8 +72,8 @@ class Checkpoint:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The global shape of every parameter."""
-        own = {run.parameter: run.shape for run in self.manifest.runs if run.kind == "weight"}
-        return own if self.base is None else self.base.shapes | own
+        stored = {run.parameter: run.shape for run in self.manifest.runs if run.kind == "weight"}
+        return stored if self.base is None else self.base.shapes | stored
 
     @cached_property
     def base(self) -> Checkpoint | None:
@@ -106,9 +106,9 @@ class Checkpoint:
         hashes = sorted(file.sha256 for file in files if file.header_bytes is not None)
         return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
 
-    def holder(self, parameter: str, kind: str) -> Checkpoint:
+    def holder(self, parameter: str, state_name: str) -> Checkpoint:
         """Return the checkpoint that has a tensor: this one, or the base of adapters."""
-        if kind != "weight" or (parameter, kind) in self.manifest.parts or self.base is None:
+        if state_name != "weight" or (parameter, state_name) in self.manifest.parts or self.base is None:
             return self
         return self.base
 
@@ -132,17 +132,17 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder} has no weight of {parameter}")
         return runs[0].dtype
 
-    def read(self, parameter: str, kind: str, box: Box) -> Tensor:
+    def read(self, parameter: str, state_name: str, box: Box) -> Tensor:
         """Read a box of a parameter's tensor in the stored dtype, from all parts that overlap the box."""
-        if (holder := self.holder(parameter, kind)) is not self:
-            return holder.read(parameter, kind, box)
-        runs = self.manifest.parts.get((parameter, kind))
+        if (holder := self.holder(parameter, state_name)) is not self:
+            return holder.read(parameter, state_name, box)
+        runs = self.manifest.parts.get((parameter, state_name))
         if runs is None:
-            known = sorted({kind for name, kind in self.manifest.parts if name == parameter})
+            known = sorted({state_name for name, state_name in self.manifest.parts if name == parameter})
             holds = f"holds only {', '.join(known)} of it" if known else "does not have this parameter"
-            raise CheckpointError(f"{self.folder} has no {kind} of {parameter}: it {holds}")
+            raise CheckpointError(f"{self.folder} has no {state_name} of {parameter}: it {holds}")
         shape = runs[0].shape
-        assert all(part.stop <= size for part, size in zip(box.slices, shape, strict=True)), f"{box} of {shape}"
+        assert all(extent.stop <= size for extent, size in zip(box.slices, shape, strict=True)), f"{box} of {shape}"
         result = torch.empty(box.lengths, dtype=runs[0].torch_dtype)
         for run in runs:  # disjoint boxes that cover the tensor: the manifest was checked
             if (common := run.box.intersection(box)) is not None:
@@ -175,10 +175,10 @@ class Checkpoint:
             except DamagedError as error:
                 yield error
 
-    def check_frames(self, part: int, of: int) -> None:
-        """Check the parts that `read` may skip of every `of`-th file from `part` on: a shard's header, all of another
+    def check_frames(self, first: int, of: int) -> None:
+        """Check the parts that `read` may skip of every `of`-th file from `first` on: a shard's header, all of another
         file. (Replicas' shards hold no tensor, and no rank reads one.) Raises DamagedError."""
-        for file in self.manifest.files[part::of]:
+        for file in self.manifest.files[first::of]:
             if file.header_bytes is None:
                 self._check(file)
             else:
@@ -194,12 +194,12 @@ class Checkpoint:
         # Elements without gaps are read directly into `out`.
         flat = out.view(-1) if out.is_contiguous() and last + 1 - begin == out.numel() else None
         # The group's files that hold these elements, by position.
-        for part in range((run.start + begin) // run.length, (run.start + last) // run.length + 1):
-            start, stop = run.bounds(part)
-            shard = self._shard(self.manifest.files[self.manifest.groups[run.group][part]])
+        for slice_index in range((run.start + begin) // run.length, (run.start + last) // run.length + 1):
+            start, stop = run.bounds(slice_index)
+            shard = self._shard(self.manifest.files[self.manifest.groups[run.group][slice_index]])
             first, end = max(begin, start), min(last + 1, stop)
             into = None if flat is None else flat[first - begin : end - begin]
-            for offset, values in shard.elements(run, part, first - start, end - start, into):
+            for offset, values in shard.elements(run, slice_index, first - start, end - start, into):
                 if into is not None and 0 <= values.data_ptr() - into.data_ptr() < into.nbytes:
                     continue  # already read into `out`
                 position = 0
@@ -217,8 +217,8 @@ class Checkpoint:
 
     def _parts_in(self, file: StoredFile) -> Iterator[tuple[StoredRun, int]]:
         """Yield the runs with a part in a file, and the part's number."""
-        for group, part in self._places[file.file]:
-            yield from ((run, part) for run in self._runs[group])
+        for group, slice_index in self._places[file.file]:
+            yield from ((run, slice_index) for run in self._runs[group])
 
     def _check(self, file: StoredFile) -> None:
         if file.header_bytes is not None:

@@ -44,15 +44,15 @@ def pieces_of(parts: Parts, *, adapters: bool = False) -> Iterator[Piece]:
     for slot, states in parts.stored():
         for state in states if parts.mesh.index(*slot.copy_axes) == 0 else ():
             slices, values = state.slices, state.values
-            number = parts.mesh.index(*slices.axes)
-            start = number * slices.length
-            for place in slices.places:
-                if adapters and INSIDE not in place.name:
+            index = parts.mesh.index(*slices.axes)
+            start = index * slices.length
+            for region in slices.places:
+                if adapters and INSIDE not in region.name:
                     continue
-                begin, end = max(place.start, start), min(place.stop, start + values.numel())
-                if place.start < place.stop and (begin < end or number == 0):
+                begin, end = max(region.start, start), min(region.stop, start + values.numel())
+                if region.start < region.stop and (begin < end or index == 0):
                     held = values[begin - start : end - start] if begin < end else values[:0]
-                    yield Piece(state.kind, place, held, slices, begin - place.start)
+                    yield Piece(state.kind, region, held, slices, begin - region.start)
 
 
 def progress_of(parts: Parts, step: int, samples: int, best: Best | None = None) -> Progress:
@@ -72,8 +72,8 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
     checkpoint.check_frames(parts.mesh.rank, parts.mesh.grid.world_size)  # tensors are checked when read
     _check_shapes(parts.specs, checkpoint, parts.config.model)
     stored, wanted = checkpoint.config.optimizer.name, parts.config.optimizer.name
-    kinds = {kind for _, kind in checkpoint.manifest.parts}
-    if stored != wanted and kinds != {"weight"}:  # a checkpoint of weights only suits every optimizer
+    state_names = {state_name for _, state_name in checkpoint.manifest.parts}
+    if stored != wanted and state_names != {"weight"}:  # a checkpoint of weights only suits every optimizer
         raise CheckpointError(
             f"{checkpoint.folder} holds the states of another optimizer: optimizer.name={wanted} cannot go on from "
             f"those of {stored}; keep optimizer.name={stored}, or begin a new run"
@@ -83,16 +83,16 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
     optimizer.prepare_states(progress.steps_taken)
     for state in (state for _, states in parts.stored() for state in states):
         # If every step so far overflowed, there are no stored states: states are zero.
-        for place in state.places if state.kind in kinds else ():
-            if (place.name, state.kind) not in checkpoint.holder(place.name, state.kind).manifest.parts:
-                name = place.name
+        for region in state.places if state.kind in state_names else ():
+            if (region.name, state.kind) not in checkpoint.holder(region.name, state.kind).manifest.parts:
+                name = region.name
                 raise CheckpointError(
                     f"{checkpoint.folder} has no {state.kind} of {name}, which its run did not train: zeros would make "
                     f"the first steps several times too long; keep {name} in model.frozen, or begin a new run from "
                     "its weights (meshwright convert export, and weights=FOLDER)"
                 )
-            values = _read(checkpoint, place.name, state.kind, place.box)
-            state.values[place.start : place.stop] = values.flatten().to(state.values)
+            values = _read(checkpoint, region.name, state.kind, region.box)
+            state.values[region.start : region.stop] = values.flatten().to(state.values)
     if optimizer.scaler.dynamic and checkpoint.config.precision.dtype == "fp16":
         optimizer.scaler.resume(progress.loss_scale, progress.good_steps)
     # Half-precision weights are cast from the loaded master weights, then sent to the ranks that step other slices.
@@ -111,14 +111,14 @@ def load_weights(model: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, chec
         parameter.copy_(stored.to(parameter))
 
 
-def _read(checkpoint: Checkpoint, name: str, kind: str, box: Box) -> Tensor:
+def _read(checkpoint: Checkpoint, name: str, state_name: str, box: Box) -> Tensor:
     """Read the box of a parameter's tensor, with zeros in padding rows that are not in the checkpoint."""
-    runs = checkpoint.holder(name, kind).manifest.parts.get((name, kind))
+    runs = checkpoint.holder(name, state_name).manifest.parts.get((name, state_name))
     shape = runs[0].shape if runs else checkpoint.shapes[name]
     if not shape or box.offsets[0] + box.lengths[0] <= shape[0]:
-        return checkpoint.read(name, kind, box)
+        return checkpoint.read(name, state_name, box)
     rows = max(0, shape[0] - box.offsets[0])
-    there = checkpoint.read(name, kind, Box((shape[0] - rows, *box.offsets[1:]), (rows, *box.lengths[1:])))
+    there = checkpoint.read(name, state_name, Box((shape[0] - rows, *box.offsets[1:]), (rows, *box.lengths[1:])))
     return torch.cat([there, there.new_zeros(box.lengths[0] - rows, *box.lengths[1:])])
 
 
@@ -131,11 +131,11 @@ def misfit_of(config: Config, checkpoint: Checkpoint) -> str:
 def stateless_of(config: Config, checkpoint: Checkpoint) -> str:
     """Name the first parameter that the run trains and a trained run's checkpoint has no states for; '' if there is
     none."""
-    kinds, parts = {kind for _, kind in checkpoint.manifest.parts}, checkpoint.manifest.parts
+    state_names, parts = {state_name for _, state_name in checkpoint.manifest.parts}, checkpoint.manifest.parts
     update = config.optimizer.update
     whole = make_chain(config, SerialKit(solo_mesh(torch.device("meta"))))
     for name, spec in shard_specs(whole).items():
-        states = {state.name for state in update.states_of(update.rule_of(spec.role))} & kinds
+        states = {state.name for state in update.states_of(update.rule_of(spec.role))} & state_names
         if any((name, state) not in parts for state in states):
             return name
     return ""
@@ -158,7 +158,7 @@ def _misfit(specs: dict[str, ShardSpec], checkpoint: Checkpoint, model: Model) -
         other_rows = there and there[1:] == spec.shape[1:]
         if other_rows and checkpoint.config.model.model_copy(update=free) == model.model_copy(update=free):
             continue
-        other = f"it has {list(there)}" if there is not None else "it has no such parameter"
-        return f"{name} should be {list(spec.shape)}, and {other}"
+        stored = f"it has {list(there)}" if there is not None else "it has no such parameter"
+        return f"{name} should be {list(spec.shape)}, and {stored}"
     extra = sorted(set(shapes) - set(specs))
     return f"it has {extra[0]}, which this one has not" if extra else ""

@@ -72,13 +72,13 @@ def write_shard(path: Path, parts: Sequence[Stored]) -> tuple[StoredFile, int]:
 
     The header is first written with zeros. The hashes are computed meanwhile, and then written over the zeros.
     """
-    zeros = {part.key: "0" * _DIGITS * (len(part.bounds) - 1) for part in parts}
+    zeros = {stored.key: "0" * _DIGITS * (len(stored.bounds) - 1) for stored in parts}
     assert len(zeros) == len(parts), f"{path} would hold a tensor twice"
     # One metadata key, since safetensors orders several at random.
     metadata = {_HASHES: json.dumps(zeros)}
     with ThreadPoolExecutor(1) as pool:
-        written = pool.submit(save_file, {part.key: part.tensor for part in parts}, path, metadata=metadata)
-        hashes = {part.key: part.hashes() for part in parts}
+        written = pool.submit(save_file, {stored.key: stored.tensor for stored in parts}, path, metadata=metadata)
+        hashes = {stored.key: stored.hashes() for stored in parts}
         written.result()
     found = {key: "".join(map(_HEXADECIMAL.format, numbers)) for key, numbers in hashes.items()}
     with path.open("r+b") as stream:
@@ -129,7 +129,7 @@ class StoredShard:
         bad: list[BadBlock] | None = None,
     ) -> None:
         self.path = path
-        self._held = {run.key: (run, part) for run, part in held}
+        self._held = {run.key: (run, slice_index) for run, slice_index in held}
         self._bad = bad
         self._whole = file.header_bytes is None
         """Whether the whole file was hashed (formats 1 and 2)."""
@@ -162,23 +162,23 @@ class StoredShard:
                 pass
 
     def elements(
-        self, run: StoredRun, part: int, begin: int, end: int, out: Tensor | None = None
+        self, run: StoredRun, slice_index: int, begin: int, end: int, out: Tensor | None = None
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield (first element, values) of each block with elements begin..end of this file's part of a run.
 
         Values are valid until the next block is requested. `out` [end - begin]: blocks inside of begin..end are read
         directly into `out`.
         """
-        blocks, size = self._blocks(run.key, run, part), run.torch_dtype.itemsize
+        blocks, size = self._blocks(run.key, run, slice_index), run.torch_dtype.itemsize
         first, _, _ = self._place(run.key)
         into = None if out is None else memoryview(out.view(torch.uint8).numpy().data)
         for start, content in self._read(run.key, first, begin * size, end * size, blocks, into):
             yield start // size, torch.frombuffer(content, dtype=run.torch_dtype)
 
-    def _blocks(self, key: str, run: StoredRun | None = None, part: int = 0) -> _Checks:
-        """Return the blocks of a tensor, which is the `part` of a run."""
+    def _blocks(self, key: str, run: StoredRun | None = None, slice_index: int = 0) -> _Checks:
+        """Return the blocks of a tensor, which is the slice `slice_index` of a run."""
         begin, end, dtype = self._place(key)
-        size, wanted = end - begin, range(0) if run is None else range(*run.bounds(part))
+        size, wanted = end - begin, range(0) if run is None else range(*run.bounds(slice_index))
         if run and (dtype != run.torch_dtype or size != len(wanted) * run.torch_dtype.itemsize):
             holds = f"{size} bytes of {str(dtype).removeprefix('torch.')}"
             needs = f"{len(wanted) * run.torch_dtype.itemsize} of {run.dtype}"
@@ -196,14 +196,14 @@ class StoredShard:
             )
         if run is None:
             raise DamagedError(f"{self.path} holds {key}, which no run in {MANIFEST} names; {GET_ANOTHER}")
-        place, element = (f"{run.kind} of {run.parameter}", run.shape, run.box), run.torch_dtype
+        location, element = (f"{run.kind} of {run.parameter}", run.shape, run.box), run.torch_dtype
         bounds = block_bounds(run.shape, run.box, wanted.start, len(wanted), element.itemsize)
         return _Checks(
             [element.itemsize * bound for bound in bounds],
             lambda first, content: [
-                _HEXADECIMAL.format(number)
-                for number in block_hashes(
-                    *place, wanted.start + bounds[first], torch.frombuffer(content, dtype=element)
+                _HEXADECIMAL.format(digest)
+                for digest in block_hashes(
+                    *location, wanted.start + bounds[first], torch.frombuffer(content, dtype=element)
                 )
             ],
             re.findall(f".{{1,{_DIGITS}}}", str(self._hashes.get(key))),
@@ -240,15 +240,15 @@ class StoredShard:
             for (start, stop), within, size in zip(spans, inside, sizes, strict=True)
         ]
         parts = read_parts(self.path, key, [self._data + first + bounds[start] for start, _ in spans], memory)
-        for (number, _), content in zip(spans, parts if len(spans) < 2 else ahead(parts), strict=True):
-            for block, found in enumerate(blocks.hashes(number, content), number):
+        for (first_block, _), content in zip(spans, parts if len(spans) < 2 else ahead(parts), strict=True):
+            for block, found in enumerate(blocks.hashes(first_block, content), first_block):
                 if blocks.written[block : block + 1] != [found]:
                     start, stop = bounds[block], bounds[block + 1]
                     if self._bad is None:
-                        place = f"bytes {start:,} to {stop - 1:,} of {key} are not those that were written"
-                        raise DamagedError(f"{self.path} is damaged: {place}; {GET_ANOTHER}")
+                        damage = f"bytes {start:,} to {stop - 1:,} of {key} are not those that were written"
+                        raise DamagedError(f"{self.path} is damaged: {damage}; {GET_ANOTHER}")
                     self._bad.append(BadBlock(self.path, key, start, stop - 1))
-            yield bounds[number], content
+            yield bounds[first_block], content
 
 
 def read_parts(path: Path, key: str, starts: Sequence[int], memory: Sequence[memoryview]) -> Iterator[memoryview]:

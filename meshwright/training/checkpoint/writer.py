@@ -176,8 +176,8 @@ class CheckpointWriter:
 
     def _prune(self, keep: int) -> None:
         """Remove this run's checkpoints except the newest `keep` and the best."""
-        own = [(step, path) for step, path in steps_in(self.folder) if step in self._own]
-        for step, path in own[:-keep]:
+        checkpoints = [(step, path) for step, path in steps_in(self.folder) if step in self._own]
+        for step, path in checkpoints[:-keep]:
             if self._best is None or step != self._best.step:
                 self._remove(path)
 
@@ -202,7 +202,7 @@ class CheckpointWriter:
             await_path(partial, VISIBLE_SECONDS)
             await_copies()
             groups, runs = runs_of((piece for piece, _ in copies), self.mesh)
-            path, held = partial / f"rank-{self.mesh.rank}.safetensors", [part for part in copies if part[1].numel()]
+            path, held = partial / f"rank-{self.mesh.rank}.safetensors", [copy for copy in copies if copy[1].numel()]
             file, root = write_shard(path, [stored_of(piece, tensor) for piece, tensor in held])
             sync(path)
             listing = Listing(file, groups, runs, root)
@@ -268,9 +268,9 @@ def key_of(piece: Piece) -> str:
 def stored_of(piece: Piece, values: Tensor) -> Stored:
     """Convert a piece, with values on the host, for a shard: in the box's shape if the piece is the whole box, else
     flat."""
-    place, whole = piece.place, values.numel() == piece.place.box.num_elements
-    held = values.view(place.box.lengths) if whole else values
-    return Stored(key_of(piece), f"{piece.kind} of {place.name}", place.shape, place.box, held, piece.first)
+    region, whole = piece.place, values.numel() == piece.place.box.num_elements
+    held = values.view(region.box.lengths) if whole else values
+    return Stored(key_of(piece), f"{piece.kind} of {region.name}", region.shape, region.box, held, piece.first)
 
 
 def runs_of(pieces: Iterable[Piece], mesh: Mesh) -> tuple[Groups, tuple[StoredRun, ...]]:
@@ -281,11 +281,11 @@ def runs_of(pieces: Iterable[Piece], mesh: Mesh) -> tuple[Groups, tuple[StoredRu
     groups: dict[tuple[int, ...], int] = {}
     runs = []
     for piece in pieces:
-        place, axes = piece.place, piece.slices.axes
+        region, axes = piece.place, piece.slices.axes
         if mesh.index(*axes) == 0:
             group = groups.setdefault(mesh.grid.group(mesh.rank, *axes), len(groups))
-            start, length = (place.start, piece.slices.length) if axes else (0, place.box.num_elements)
-            box = (place.shape, place.box.offsets, place.box.lengths)
+            start, length = (region.start, piece.slices.length) if axes else (0, region.box.num_elements)
+            box = (region.shape, region.box.offsets, region.box.lengths)
             dtype = str(piece.tensor.dtype).removeprefix("torch.")
-            runs.append(StoredRun(place.name, piece.kind, *box, dtype, key_of(piece), group, start, length))
+            runs.append(StoredRun(region.name, piece.kind, *box, dtype, key_of(piece), group, start, length))
     return tuple(groups), tuple(runs)

@@ -118,23 +118,23 @@ def factors_of(family: Family, model: Any) -> list[Factor]:
     factors = []
     for name, spec in specs.items():
         layer, _, inner = name.partition(INSIDE)
-        *part, factor, _ = inner.split(".")
-        module, (block, kind) = names[layer], layer.rpartition(".")[::2]
+        *prefix, factor, _ = inner.split(".")
+        module, (block, linear) = names[layer], layer.rpartition(".")[::2]
         if family.expert_module and layer.startswith("blocks.") and inner in ("a.weight", "b.weight"):
             of_all = len(specs[f"{layer}{INSIDE}a.weight"].shape) > 2
             if of_all:
                 experts = f"model.layers.{layer.split('.')[1]}.{family.expert_module}"
-                both = kind == "expand" and f"{block}.contract{INSIDE}a.weight" in specs
+                both = linear == "expand" and f"{block}.contract{INSIDE}a.weight" in specs
                 there = f"{_PREFIX}{experts}{'.base_layer' if both else ''}.{_FACTORS[factor]}"
-                factors.append(Factor(name, spec, there, f"{experts}.{_EXPERTS[kind]}", family.alternates))
+                factors.append(Factor(name, spec, there, f"{experts}.{_EXPERTS[linear]}", family.alternates))
                 continue
         if not isinstance(module, str):
             parts = model.adapter_parts.get(layer.rpartition(".")[2], ())
-            if not part or len(parts) != len(module):
+            if not prefix or len(parts) != len(module):
                 there = f"{len(module)} linears" if len(module) > 1 else "one parameter of all experts"
                 what = f"{layer} is one adapter here, and {there} of transformers"
                 raise CheckpointError(f"{what}: peft has no form of it; export the merged weights (--merged)")
-            module = module[parts.index(part[0])]
+            module = module[parts.index(prefix[0])]
         factors.append(Factor(name, spec, f"{_PREFIX}{module}.{_FACTORS[factor]}"))
     return factors
 
@@ -251,7 +251,7 @@ def base_magnitudes(checkpoint: Checkpoint, family: Family, model: Any, factor: 
     whole = checkpoint.read(pair.name, "weight", Box((0,) * len(pair.shape), pair.shape)).double()
     module = factor.theirs.removeprefix(_PREFIX).rpartition(".")[0]
     named = zip(pair.theirs.items(), pair.to_theirs(whole), strict=True)
-    return magnitudes_of(family, {name: part.reshape(shape) for (name, shape), part in named}[f"{module}.weight"])
+    return magnitudes_of(family, {name: tensor.reshape(shape) for (name, shape), tensor in named}[f"{module}.weight"])
 
 
 def _settings(family: Family, model: Any, factors: list[Factor], base: str | None) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def target_modules(family: Family, model: Any, tensors: list[str]) -> list[str]:
     """Return the last names of the adapted modules, or the full names if another module has such a last name."""
     adapted = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors}
     every = {
-        one for theirs in family.names(model).values() for one in ([theirs] if isinstance(theirs, str) else theirs)
+        name for theirs in family.names(model).values() for name in ([theirs] if isinstance(theirs, str) else theirs)
     }
     if family.expert_module:  # whose experts are one parameter in memory
         every = {name for name in every if ".experts." not in name}
@@ -301,8 +301,8 @@ class Merge:
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """Return a weight [I, ..., N] or [n, I, ..., N], by our name, with the adapter if there is one."""
-        layer, _, kind = name.rpartition(".")
-        if kind != "weight" or layer not in self.layers:
+        layer, _, suffix = name.rpartition(".")
+        if suffix != "weight" or layer not in self.layers:
             return weight
         adapter = self.chain.get_submodule(f"{layer}{INSIDE}"[:-1]).to_empty(device="cpu").double().eval()
         with torch.no_grad():

@@ -24,9 +24,9 @@ def read_evaluations(file: Path) -> list[dict[str, Any]]:
         lines = [parse_json(line) for line in read_named(file).splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read: {error}") from error
-    for number, line in enumerate(lines, 1):
+    for line_number, line in enumerate(lines, 1):
         if not isinstance(line, dict) or not {"task", "data"} <= line.keys():
-            raise DataError(f"{file}:{number} is no line of `meshwright eval --json`, which has task and data")
+            raise DataError(f"{file}:{line_number} is no line of `meshwright eval --json`, which has task and data")
     return lines
 
 

@@ -97,11 +97,11 @@ class Piece:
     start: int
     size: int
 
-    def overlaps(self, other: Piece) -> bool:
+    def overlaps(self, piece: Piece) -> bool:
         """Return whether the pieces have a common element."""
         return all(
             max(a, b) < min(a + n, b + m)
-            for a, n, b, m in zip(self.offsets, self.lengths, other.offsets, other.lengths, strict=True)
+            for a, n, b, m in zip(self.offsets, self.lengths, piece.offsets, piece.lengths, strict=True)
         )
 
     def read(self) -> Tensor:
@@ -119,14 +119,14 @@ class Piece:
         if not isinstance(made, Made) or made.name != "torch._utils._rebuild_tensor_v2":
             raise ValueError(f"holds {getattr(made, 'name', type(made).__name__)}, which is no plain tensor")
         storage, first, lengths, strides = made.arguments[:4]
-        kind = storage.arguments[0][1].text
-        if kind not in _STORAGES:
-            raise ValueError(f"holds {kind}; valid: {', '.join(_STORAGES)}")
+        storage_type = storage.arguments[0][1].text
+        if storage_type not in _STORAGES:
+            raise ValueError(f"holds {storage_type}; valid: {', '.join(_STORAGES)}")
         if lengths != self.lengths:
             raise ValueError(f"is {list(lengths)}, and {TABLE} says {list(self.lengths)}")
         if not prod(lengths):
-            return torch.empty(lengths, dtype=_STORAGES[kind])
-        values = torch.frombuffer(bytearray(archive.read(files["0"])), dtype=_STORAGES[kind])
+            return torch.empty(lengths, dtype=_STORAGES[storage_type])
+        values = torch.frombuffer(bytearray(archive.read(files["0"])), dtype=_STORAGES[storage_type])
         return values.as_strided(lengths, strides, first)
 
 
@@ -247,10 +247,10 @@ def tensors_of(folder: Path, family: Family, settings: Settings) -> Source:
         name = (from_torchtitan(name) if titan else family.full_name(name)).replace(".mlp.", f".{module}.")
         if pairs and name.rpartition(".")[0].endswith(PAIRED):
             read = partial(halves_of, read, head_size(settings))
-        for one, place in single_experts(name, tensor, Place(folder, read), module, linears).items():
-            if one in places:
-                raise CheckpointError(f"{folder} holds {one} twice, under an old and a new name")
-            places[one] = place
+        for key, location in single_experts(name, tensor, Place(folder, read), module, linears).items():
+            if key in places:
+                raise CheckpointError(f"{folder} holds {key} twice, under an old and a new name")
+            places[key] = location
     return Source(folder, places)
 
 
@@ -267,22 +267,22 @@ class AllExperts:
         """Return rows of an expert, [rows, ...]."""
         if self.whole is None:
             self.whole, self.left = self.read(), self.parts
-        part = self.whole[expert, rows].clone()
+        expert_rows = self.whole[expert, rows].clone()
         self.left -= 1
         if not self.left:
             self.whole = None
-        return part
+        return expert_rows
 
 
 def single_experts(
-    name: str, tensor: StoredTensor, place: Place, module: str, linears: tuple[str, ...]
+    name: str, tensor: StoredTensor, location: Place, module: str, linears: tuple[str, ...]
 ) -> dict[str, Place]:
     """Return the places of an expert's linears by the names of folders; another tensor's own place by its name.
 
     Args:
         name: The tensor's name, `.mlp.` as in folders.
         tensor: The tensor, of all experts [n, rows, columns].
-        place: The tensor's place.
+        location: The tensor's place.
         module: The module of router and experts in folders.
         linears: Names of an expert's gate, up and down in folders; empty: folders have tensors of all experts.
 
@@ -291,22 +291,22 @@ def single_experts(
     """
     found, lengths = _ALL_EXPERTS.fullmatch(name), tensor.lengths
     if found is None or not linears or len(lengths) != 3 or not prod(lengths):
-        return {name: place}
+        return {name: location}
     try:
         tensor.check()
     except ValueError as error:
-        raise CheckpointError(f"{place.path}: {name} cannot be read: {error}") from error
-    ours = [number for number, (fused, grouped) in enumerate(zip(FUSED, GROUPED, strict=True))
+        raise CheckpointError(f"{location.path}: {name} cannot be read: {error}") from error
+    ours = [index for index, (fused, grouped) in enumerate(zip(FUSED, GROUPED, strict=True))
             if found[2] in (fused.rpartition(".")[2], grouped.rpartition(".")[2])]  # fmt: skip
     if lengths[1] % len(ours):
-        return {name: place}  # the converter refuses the name
-    rows, whole = lengths[1] // len(ours), AllExperts(place.read, lengths[0] * len(ours))
+        return {name: location}  # the converter refuses the name
+    rows, whole = lengths[1] // len(ours), AllExperts(location.read, lengths[0] * len(ours))
     return {
         f"{found[1]}.{module}.experts.{expert}.{linears[linear]}.weight": Place(
-            place.path, partial(whole.part, expert, slice(rows * part, rows * (part + 1)))
+            location.path, partial(whole.part, expert, slice(rows * block, rows * (block + 1)))
         )
         for expert in range(lengths[0])
-        for part, linear in enumerate(ours)
+        for block, linear in enumerate(ours)
     }
 
 
@@ -323,7 +323,9 @@ def wrapper_of(names: Iterable[str], layers: Iterable[str]) -> str:
     ends = tuple(f"{layer}.weight" for layer in layers)
     found = {name.removesuffix(end) for name in names for end in ends if name == end or name.endswith("." + end)}
     # A layer's name may end with another's, such as model.norm and norm: the longest layer, so the shortest words.
-    shortest = sorted(one for one in found if not any(one != other and one.startswith(other) for other in found))
+    shortest = sorted(
+        wrapper for wrapper in found if not any(wrapper != shorter and wrapper.startswith(shorter) for shorter in found)
+    )
     if len(shortest) > 1:
         raise CheckpointError(f"the checkpoint holds several models: {', '.join(map(repr, shortest))}")
     return shortest[0] if shortest else ""
@@ -335,15 +337,15 @@ def from_torchtitan(name: str) -> str:
         name = newer.join(name.rsplit(older, 1)) if name.endswith(older) else name
     if name.endswith(GROUPED):
         return f"model.{name}"
-    layer, _, kind = name.rpartition(".")
+    layer, _, suffix = name.rpartition(".")
     for older, newer in _OLDER.items():
         if layer == older or layer.endswith("." + older):
             layer = layer.removesuffix(older) + newer
-    number = re.match(r"layers\.(\d+)\.", layer)
-    general = layer if number is None else layer.replace(f"layers.{number[1]}.", "layers.N.", 1)
+    found = re.match(r"layers\.(\d+)\.", layer)
+    general = layer if found is None else layer.replace(f"layers.{found[1]}.", "layers.N.", 1)
     if general not in TORCHTITAN:
         return name
-    return f"{TORCHTITAN[general].replace('.N.', f'.{number[1]}.' if number else '.N.')}.{kind}"
+    return f"{TORCHTITAN[general].replace('.N.', f'.{found[1]}.' if found else '.N.')}.{suffix}"
 
 
 def head_size(settings: Settings) -> int:

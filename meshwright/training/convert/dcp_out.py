@@ -42,27 +42,27 @@ class JoinedExperts:
             if (found := _EXPERT.fullmatch(name)) is None:
                 self.shapes[name] = shape, dtype
                 continue
-            block, number, linear = found[1], int(found[2]), _LINEARS[found[3]]
+            block, expert, linear = found[1], int(found[2]), _LINEARS[found[3]]
             both = names[0] == names[1] and linear < 2
-            self.places[name] = ExpertPlace(f"{block}.{names[linear]}", number, shape[0] * (both and linear == 1))
+            self.places[name] = ExpertPlace(f"{block}.{names[linear]}", expert, shape[0] * (both and linear == 1))
             count, *_ = self.shapes.get(self.places[name].whole, ((0,), dtype))[0]
             rows = shape[0] * (1 + both)
-            self.shapes[self.places[name].whole] = (max(count, number + 1), rows, *shape[1:]), dtype
+            self.shapes[self.places[name].whole] = (max(count, expert + 1), rows, *shape[1:]), dtype
 
     def joined(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors, each of all experts after its last part; single experts' tensors follow one another."""
-        parts = Counter(place.whole for place in self.places.values())
+        parts = Counter(location.whole for location in self.places.values())
         wholes: dict[str, Tensor] = {}
         for name, tensor in tensors:
-            if (place := self.places.get(name)) is None:
+            if (location := self.places.get(name)) is None:
                 yield name, tensor
                 continue
-            shape, dtype = self.shapes[place.whole]
-            whole = wholes.setdefault(place.whole, torch.empty(shape, dtype=dtype))
-            whole[place.expert, place.row : place.row + tensor.shape[0]] = tensor
-            parts[place.whole] -= 1
-            if not parts[place.whole]:
-                yield place.whole, wholes.pop(place.whole)
+            shape, dtype = self.shapes[location.whole]
+            whole = wholes.setdefault(location.whole, torch.empty(shape, dtype=dtype))
+            whole[location.expert, location.row : location.row + tensor.shape[0]] = tensor
+            parts[location.whole] -= 1
+            if not parts[location.whole]:
+                yield location.whole, wholes.pop(location.whole)
 
 
 def write_dcp(
@@ -88,16 +88,16 @@ def write_torchtitan(
     """
     experts, paired = JoinedExperts(shapes, GROUPED), not any(".q_norm." in name for name in shapes)
     theirs = {hf: titan for titan, hf in TORCHTITAN.items()}
-    grouped = {place.whole for place in experts.places.values()}
+    grouped = {location.whole for location in experts.places.values()}
     names: dict[str, str] = {}
     for name in (*experts.shapes, *copies):
-        layer, _, kind = name.rpartition(".")
-        number = next((part for part in layer.split(".") if part.isdigit()), "N")
-        general = layer.replace(f".{number}.", ".N.")
+        layer, _, suffix = name.rpartition(".")
+        block_index = next((word for word in layer.split(".") if word.isdigit()), "N")
+        general = layer.replace(f".{block_index}.", ".N.")
         if name in grouped and not paired:
             names[name] = name.removeprefix("model.")
-        elif general in theirs and kind == "weight":
-            names[name] = f"{theirs[general].replace('.N.', f'.{number}.')}.{kind}"
+        elif general in theirs and suffix == "weight":
+            names[name] = f"{theirs[general].replace('.N.', f'.{block_index}.')}.{suffix}"
         else:
             raise settings.refused(f"{name} has no counterpart in torchtitan's Llama 3 and Qwen3")
     width = head_size(settings)

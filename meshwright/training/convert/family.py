@@ -66,8 +66,8 @@ def grouped(name: str, shape: TensorShape, theirs: Sequence[str]) -> TensorPair:
     assert shape[groups] == len(theirs), f"{name} {shape} is not {theirs}"
     return TensorPair(
         name, shape, dict.fromkeys(theirs, each),
-        lambda *parts: torch.stack([part.t() for part in parts], groups),
-        lambda whole: [part.t() for part in whole.unbind(groups)],
+        lambda *parts: torch.stack([linear.t() for linear in parts], groups),
+        lambda whole: [linear.t() for linear in whole.unbind(groups)],
     )  # fmt: skip
 
 
@@ -84,12 +84,12 @@ def in_blocks(
         ours: our name of the list of blocks.
     """
     names: dict[str, str | Sequence[str]] = {}
-    for number in range(count):
-        block = theirs.replace("N", str(number))
+    for index in range(count):
+        block = theirs.replace("N", str(index))
         for layer, inside in table.items():
-            one = isinstance(inside, str)
-            names[f"{ours}.{first + number}.{layer}"] = (
-                f"{block}.{inside}" if one else [f"{block}.{part}" for part in inside]
+            is_single = isinstance(inside, str)
+            names[f"{ours}.{first + index}.{layer}"] = (
+                f"{block}.{inside}" if is_single else [f"{block}.{linear}" for linear in inside]
             )
     return names
 
@@ -264,20 +264,20 @@ class Family(ABC):
             names: result of the method `names`.
             rows: number of rows that Hugging Face stores, by layer.
         """
-        layer, _, kind = name.rpartition(".")
+        layer, _, suffix = name.rpartition(".")
         assert layer in names, f"{name} has no counterpart in Hugging Face's {self.title}"
         theirs = names[layer]
         if not isinstance(theirs, str):
-            return grouped(name, shape, [f"{one}.{kind}" for one in theirs])
+            return grouped(name, shape, [f"{linear}.{suffix}" for linear in theirs])
         # Tables and vectors have equal layouts on both sides; only linears are transposed.
         if layer in rows or layer in self.tables or len(shape) == 1:
             unpadded = rows.get(layer, shape[0])
             # An import fills the padding rows with zeros, and an export leaves them out.
-            return TensorPair(name, shape, {f"{theirs}.{kind}": (unpadded, *shape[1:])}, padding=shape[0] - unpadded)
+            return TensorPair(name, shape, {f"{theirs}.{suffix}": (unpadded, *shape[1:])}, padding=shape[0] - unpadded)
         if self.stores_out_in:
             return TensorPair(
-                name, shape, {f"{theirs}.{kind}": (shape[1], shape[0])}, lambda x: x.t(), lambda x: [x.t()]
+                name, shape, {f"{theirs}.{suffix}": (shape[1], shape[0])}, lambda x: x.t(), lambda x: [x.t()]
             )
         # GPT-2's [in, 3H] and our [in, 3, H] are the same memory.
-        flat = (prod(shape),) if kind == "bias" else (shape[0], prod(shape[1:]))
-        return TensorPair(name, shape, {f"{theirs}.{kind}": flat})
+        flat = (prod(shape),) if suffix == "bias" else (shape[0], prod(shape[1:]))
+        return TensorPair(name, shape, {f"{theirs}.{suffix}": flat})

@@ -97,20 +97,20 @@ class Settings:
             raise self.refused(f"{listed} differ, and ours is one number: make them equal in the file")
         return values[keys[0]]
 
-    def section(self, kind: type[AnyTransformer], names: Mapping[str, str], **fields: object) -> AnyTransformer:
+    def section(self, section_type: type[AnyTransformer], names: Mapping[str, str], **fields: object) -> AnyTransformer:
         """Build a model section from the settings. Raises CheckpointError.
 
         Args:
-            kind: the section's class.
+            section_type: the section's class.
             names: keys by field; a missing key leaves the field's default. The key of `inner` must equal the section's
                 property, 4 x hidden.
             fields: further fields.
         """
         read = {field: self.values[key] for field, key in names.items() if key in self.values and field != "inner"}
         try:
-            model = kind.model_validate(read | fields, strict=True)  # JSON has types: "2" is no number
+            model = section_type.model_validate(read | fields, strict=True)  # JSON has types: "2" is no number
         except ValidationError as error:
-            first = problems_of(error, [], kind)[0]
+            first = problems_of(error, [], section_type)[0]
             raise self.refused(str(replace(first, field=names.get(first.field, first.field)))) from error
         if "inner" in names:
             heads, hidden = names["heads"], names["hidden"]

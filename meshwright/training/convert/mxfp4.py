@@ -51,8 +51,9 @@ class PackedSource(Source):
                 has = f"{name}{end} is {list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
                 raise CheckpointError(f"{self.folder}: {has}, and config.json makes it {list(sizes)} of uint8")
         whole = torch.empty(shape, dtype=torch.bfloat16)
-        for own, block, scale in zip(whole, blocks, scales, strict=True):  # one expert's numbers at a time in float32
-            own.copy_(unpacked(block, scale).t())
+        # The numbers of one expert at a time are in float32.
+        for expert, block, scale in zip(whole, blocks, scales, strict=True):
+            expert.copy_(unpacked(block, scale).t())
         return self.checked(name, whole)
 
 

@@ -77,9 +77,9 @@ def names_of_experts(
     contract: Sequence[str] = ("down_proj",),
 ) -> dict[str, str | Sequence[str]]:  # fmt: skip
     """Return the names of experts' linears in a block, each expert with the linears `expand` and `contract`."""
-    each = [f"{module}.experts.{number}" for number in range(count)]
+    each = [f"{module}.experts.{index}" for index in range(count)]
     return {
-        f"feed_forward.{ours}": [f"{one}.{linear}" for one in each for linear in linears]
+        f"feed_forward.{ours}": [f"{expert}.{linear}" for expert in each for linear in linears]
         for ours, linears in (("expand", expand), ("contract", contract))
     }
 
@@ -106,9 +106,9 @@ def joined(parts: Sequence[Tensor], linears: Sequence[Sequence[int]], heads: int
         heads: number of heads.
     """
     split = [
-        one.unflatten(0, (heads, size))
+        rows.unflatten(0, (heads, size))
         for whole, sizes in zip(parts, linears, strict=True)
-        for one, size in zip(whole.split([heads * size for size in sizes]), sizes, strict=True)
+        for rows, size in zip(whole.split([heads * size for size in sizes]), sizes, strict=True)
     ]
     return torch.cat(split, 1).flatten(0, 1)
 
@@ -153,7 +153,7 @@ def ropes_by_type(
     del others
     full = {"rope_parameters": both.get(types[0]), "rope_scaling": values.get("rope_scaling")}
     plain = {"rope_parameters": {**sliding, **(both.get(types[1]) or {})}, "rope_scaling": None}
-    of_full, of_sliding = (rope_fields(Settings(settings.path, values | own), base) for own in (full, plain))
+    of_full, of_sliding = (rope_fields(Settings(settings.path, values | section), base) for section in (full, plain))
     return of_full, of_sliding
 
 
@@ -171,21 +171,21 @@ def rope_fields(settings: Settings, base: float = PlainRope().theta) -> dict[str
         raise settings.refused(f"{where}={shown(written)} is no section")
     theta = values.get("rope_theta", base)
     theirs = {"rope_theta": theta} | {key: value for key, value in written.items() if value is not None}
-    kind = theirs.pop("rope_type", theirs.pop("type", "default"))
+    rope_type = theirs.pop("rope_type", theirs.pop("type", "default"))
     theirs.pop("type", None)
-    if kind not in _SAME:
-        raise settings.refused(f"{where}: rope_type={shown(kind)} is not supported; valid: {', '.join(_SAME)}")
-    if kind in ("llama3", "yarn"):
+    if rope_type not in _SAME:
+        raise settings.refused(f"{where}: rope_type={shown(rope_type)} is not supported; valid: {', '.join(_SAME)}")
+    if rope_type in ("llama3", "yarn"):
         # Without either key the original positions are max_position_embeddings.
         inside = theirs.get(_ORIGINAL, values.get("max_position_embeddings"))
         theirs[_ORIGINAL] = values.get(_ORIGINAL, inside)
-    if lacking := [key for key in _NEEDED.get(kind, ()) if key not in theirs]:
-        raise settings.refused(f"{where}: rope_type={kind} lacks {', '.join(lacking)}")
+    if lacking := [key for key in _NEEDED.get(rope_type, ()) if key not in theirs]:
+        raise settings.refused(f"{where}: rope_type={rope_type} lacks {', '.join(lacking)}")
     # Some folders have this key with the value that changes nothing.
     if theirs.get("partial_rotary_factor") == 1.0:
         del theirs["partial_rotary_factor"]
-    known = {key: ours for key, ours in _ROPE_KEYS.items() if ours in ROPES[_SAME[kind]].model_fields}
+    known = {key: ours for key, ours in _ROPE_KEYS.items() if ours in ROPES[_SAME[rope_type]].model_fields}
     for key, value in theirs.items():
         if key not in known:
             raise settings.refused(f"{where}: {key}={shown(value)} is not supported; valid: {', '.join(known)}")
-    return {"kind": _SAME[kind]} | {known[key]: value for key, value in theirs.items()}
+    return {"kind": _SAME[rope_type]} | {known[key]: value for key, value in theirs.items()}

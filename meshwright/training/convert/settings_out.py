@@ -53,15 +53,15 @@ def settings_texts(
         same_family: whether the published files are of a model of this family.
         names: the exported tensors.
     """
-    kept = parse_json(published[MODEL]) if MODEL in published else None
+    original = parse_json(published[MODEL]) if MODEL in published else None
     settings = family.settings(model)
-    if kept is not None:
+    if original is not None:
         # Our form of the settings is compared for the published model and for the run's. Keys with equal values keep
         # the published value, and so do all keys that we do not write.
-        before = family.settings(family.read(Settings(Path("the published config.json"), dict(kept)), names))
+        before = family.settings(family.read(Settings(Path("the published config.json"), dict(original)), names))
         changed = {key: value for key, value in settings.items() if key not in before or before[key] != value}
         other_class = {} if same_family else {key: settings[key] for key in _OF_A_CLASS if key in settings}
-        settings = {**kept, **changed, **other_class}
+        settings = {**original, **changed, **other_class}
         settings = {key: value for key, value in settings.items() if key not in family.of_storage}
     # A new file has the older key, which every version of transformers reads.
     key = next((name for name in DTYPE_KEYS if name in settings), DTYPE_KEYS[1])
@@ -71,14 +71,14 @@ def settings_texts(
         text, ids, tokens = family.with_tokenizer(model, tokenizer.text, tokenizer.tokenizer)
         # Published ids stay; only missing ones are added, and in a new file also the absence of a token.
         missing = {key: token for key, token in ids.items() if key not in settings}
-        settings |= {key: token for key, token in missing.items() if token is not None or kept is None}
+        settings |= {key: token for key, token in missing.items() if token is not None or original is None}
         if _EOS in ids:
             settings, texts = _with_ends(settings, texts, tokenizer)
         texts["tokenizer.json"] = text
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.positions, **tokens}
         if SETTINGS not in published:
             texts[SETTINGS] = as_text(about)
-        elif kept is None or text != tokenizer.text:  # the model's special tokens were appended
+        elif original is None or text != tokenizer.text:  # the model's special tokens were appended
             texts[SETTINGS] = as_text(about | parse_json(published[SETTINGS]))
     return texts | {MODEL: as_text(settings)}
 
@@ -109,6 +109,6 @@ def _ended(settings: Mapping[str, Any], tokenizer: TokenizerOut, wanted: Sequenc
     special = tokenizer.tokenizer.special_tokens
     # transformers writes the class's default (LlamaConfig: 2) into every config.json: a stored id is kept only if the
     # tokenizer has a special token with that id.
-    kept = [token for token in stored if tokenizer.tokenizer.name_of(token) in special]
-    ids = list(dict.fromkeys([*kept, *wanted]))
+    special_ids = [token for token in stored if tokenizer.tokenizer.name_of(token) in special]
+    ids = list(dict.fromkeys([*special_ids, *wanted]))
     return {_EOS: ids[0] if len(ids) == 1 else ids}

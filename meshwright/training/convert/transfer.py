@@ -77,22 +77,22 @@ def family_of(settings: Settings, wanted: str | None = None) -> Family:
         CheckpointError: there is no such family; the error lists the valid names.
     """
     every = families().values()
-    known = list(dict.fromkeys(kind for family in every for kind in family.model_types))
+    known = list(dict.fromkeys(model_type for family in every for model_type in family.model_types))
     # OpenAI's GPT-2 folders have no model_type; a key that only one family writes identifies it.
     untyped = (family.model_types[0] for family in every if family.told_by in settings.values)
-    kind = settings.values.get("model_type", next(untyped, None))
+    model_type = settings.values.get("model_type", next(untyped, None))
     named = settings.values.get("architectures") or [""]
-    suitable = [family for family in every if kind in family.model_types]
-    if kind is None:
+    suitable = [family for family in every if model_type in family.model_types]
+    if model_type is None:
         raise settings.refused(f"lacks model_type, the name of its architecture; valid: {', '.join(known)}")
     if not suitable:
-        raise settings.refused(f"model_type={kind} is not supported; valid: {', '.join(known)}")
+        raise settings.refused(f"model_type={model_type} is not supported; valid: {', '.join(known)}")
     if wanted is not None:
         for family in suitable:
             if family.name == wanted:
                 return family
         names = ", ".join(family.name for family in suitable)
-        raise settings.refused(f"model_type={kind} is no model.family={wanted}; valid: {names}")
+        raise settings.refused(f"model_type={model_type} is no model.family={wanted}; valid: {names}")
     ends = str(named[0]) if isinstance(named, list) else ""
     # Families with an equal model_type (BERT's tasks) differ by the class's name; the first is pretraining.
     of_class = (family for family in suitable if family.architecture and ends.endswith(family.architecture))
@@ -250,8 +250,8 @@ def _refuse_other(source: Path, model: Model, wanted: Model, stored: Set[str]) -
     for fields in (theirs, ours):
         if isinstance(experts := fields.get("experts"), dict):
             # The folder decides whether routers have biases, and the run decides the biases' rate.
-            kept = {field: value for field, value in experts.items() if field not in _OF_TRAINING}
-            fields["experts"] = kept | {"bias_rate": experts.get("bias_rate") is not None}
+            fixed = {field: value for field, value in experts.items() if field not in _OF_TRAINING}
+            fields["experts"] = fixed | {"bias_rate": experts.get("bias_rate") is not None}
     # A head that the folder lacks is initialised at random, so the run chooses the head's size.
     if not any(name.startswith("classifier.") for name in stored):
         theirs |= {field: ours[field] for field in _HEAD_FIELDS if field in theirs}
@@ -327,10 +327,10 @@ def _write(folder: Path, shards: Iterator[dict[str, Tensor]], model: Model) -> N
             Stored(f"weight/{name}", f"weight of {name}", tensor.shape, Box((0,) * tensor.dim(), tensor.shape), tensor)
             for name, tensor in tensors.items()
         ]
-        for name, part in zip(tensors, parts, strict=True):
-            dtype, box = str(part.tensor.dtype).removeprefix("torch."), part.box
-            place = (part.shape, box.offsets, box.lengths, dtype, part.key, group, 0, box.num_elements)
-            runs.append(StoredRun(name, "weight", *place))
+        for name, entry in zip(tensors, parts, strict=True):
+            dtype, box = str(entry.tensor.dtype).removeprefix("torch."), entry.box
+            fields = (entry.shape, box.offsets, box.lengths, dtype, entry.key, group, 0, box.num_elements)
+            runs.append(StoredRun(name, "weight", *fields))
         file, root = write_shard(folder / f"rank-{group}.safetensors", parts)
         # The hashes' sum equals the root of these weights that a run with any layout computes (parameters/root.py).
         hashes.append(root)
@@ -403,14 +403,14 @@ def _write_whole(
     pairs, merge = family.pairs(model), Merge(checkpoint, model)
     found = {name: checkpoint.file(name) for name in FILES}
     published = {name: read_text(file) for name, file in found.items() if file is not None}
-    kept = Settings(checkpoint.folder / MODEL) if MODEL in published else None
+    original = Settings(checkpoint.folder / MODEL) if MODEL in published else None
     template: ChatTemplate | None = None
     # The template's file may be missing on this machine: the export goes on without it, and the command says so.
     with suppress(DataError):
         template = checkpoint.config.data.chat_template(checkpoint.folder)
     if template is not None:
         published = with_template(published, template.text)
-    wanted = DTYPES[dtype] if dtype is not None else _dtype_of(checkpoint, kept, pairs[0].name)
+    wanted = DTYPES[dtype] if dtype is not None else _dtype_of(checkpoint, original, pairs[0].name)
     file, data, tokenizer = checkpoint.file(TOKENIZER_FILE), checkpoint.config.data, None
     if file is not None:
         read_tokenizer = load_tokenizer(file, AskedMarks() if data.begins else NO_BEGIN)
@@ -419,7 +419,7 @@ def _write_whole(
         tokenizer = TokenizerOut(text, read_tokenizer, () if closing is None else (closing,))
     texts = settings_texts(
         family, model, published, tokenizer, str(wanted).removeprefix("torch."),
-        kept is None or family_of(kept).name == family.name, {name for pair in pairs for name in pair.theirs},
+        original is None or family_of(original).name == family.name, {name for pair in pairs for name in pair.theirs},
     )  # fmt: skip
 
     def dtype_of(pair: TensorPair) -> torch.dtype:
@@ -450,9 +450,9 @@ def _write_whole(
             (folder / name).write_text(text, encoding="utf-8")
 
 
-def _dtype_of(checkpoint: Checkpoint, kept: Settings | None, parameter: str) -> torch.dtype:
+def _dtype_of(checkpoint: Checkpoint, original: Settings | None, parameter: str) -> torch.dtype:
     """Return the dtype in the published settings; else the stored weights' dtype if the step is 0; else the run's."""
-    named = [] if kept is None else [kept.values.get(key) for key in DTYPE_KEYS]
+    named = [] if original is None else [original.values.get(key) for key in DTYPE_KEYS]
     for dtype in DTYPES.values():
         if str(dtype).removeprefix("torch.") in named:
             return dtype
@@ -467,9 +467,9 @@ def _write_safetensors(folder: Path, shards: Iterator[dict[str, Tensor]]) -> Non
     """Write model.safetensors, or, for several shards, numbered files and an index."""
     held: list[list[str]] = []
     total = 0
-    for number, tensors in enumerate(shards):
+    for shard_index, tensors in enumerate(shards):
         # The final names contain the number of files, which is known at the end.
-        save_file(tensors, folder / f"part-{number}", metadata={"format": "pt"})
+        save_file(tensors, folder / f"part-{shard_index}", metadata={"format": "pt"})
         held.append(list(tensors))
         total += sum(tensor.nbytes for tensor in tensors.values())
         tensors.clear()  # frees the shard before the next is read
@@ -477,9 +477,9 @@ def _write_safetensors(folder: Path, shards: Iterator[dict[str, Tensor]]) -> Non
         (folder / "part-0").rename(folder / SINGLE)
         return
     weights: dict[str, str] = {}
-    for number, names in enumerate(held):
-        file = f"model-{number + 1:05}-of-{len(held):05}.safetensors"
-        (folder / f"part-{number}").rename(folder / file)
+    for shard_index, names in enumerate(held):
+        file = f"model-{shard_index + 1:05}-of-{len(held):05}.safetensors"
+        (folder / f"part-{shard_index}").rename(folder / file)
         weights |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": weights}
     (folder / INDEX).write_text(as_text(index), encoding="utf-8")
@@ -495,5 +495,6 @@ def _exported(checkpoint: Checkpoint, pair: TensorPair, merge: Merge) -> dict[st
     parts = pair.to_theirs(merge.merged(pair.name, checkpoint.read(pair.name, "weight", box)))
     named = zip(pair.theirs.items(), parts, strict=True)
     return {
-        name: (part if pair.part is not None else part.reshape(shape)).contiguous() for (name, shape), part in named
+        name: (tensor if pair.part is not None else tensor.reshape(shape)).contiguous()
+        for (name, shape), tensor in named
     }

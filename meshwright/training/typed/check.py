@@ -78,16 +78,16 @@ def step(config: Config, grid: Grid, rank: int, watch: Watch) -> None:
     named = dict(parts.model.named_parameters())
     for name, parameter in named.items():
         watch.declare(name, parameter, invariant_kind(parts.specs[name], parameter, grid))
-    for one in strategy.sums:
-        for place, view in zip(one.bucket.places, one.bucket.views.values(), strict=True):
-            watch.declare(place.name, view, Kind(uncut(view.shape), constant=True))
+    for bucket_sum in strategy.sums:
+        for region, view in zip(bucket_sum.bucket.places, bucket_sum.bucket.views.values(), strict=True):
+            watch.declare(region.name, view, Kind(uncut(view.shape), constant=True))
     shapes = chain_of(config).sample_shapes(config)
     whole = {name: torch.zeros(config.micro, *shape, dtype=torch.long, device="meta") for name, shape in shapes.items()}
     for x in whole.values():
-        kind = Kind(uncut(x.shape))
+        sharding = Kind(uncut(x.shape))
         for axis in DATA_AXES:
-            kind = cut_at(kind, 0, axis) if axis in grid.names and grid.size(axis) > 1 else kind
-        watch.say(x, kind)
+            sharding = cut_at(sharding, 0, axis) if axis in grid.names and grid.size(axis) > 1 else sharding
+        watch.say(x, sharding)
     with refused(), watch, watch.modules(parts.model), AsOnDevice("cpu", "fused"):
         batches: list[Batch] = [
             rank_part(whole, parts.kit, parts.model) for _ in range(min(2, config.num_microbatches))
@@ -101,12 +101,12 @@ def step(config: Config, grid: Grid, rank: int, watch: Watch) -> None:
 
 def invariant_kind(spec: ShardSpec, parameter: nn.Parameter, grid: Grid) -> Kind:
     """Return the kind declared by a parameter's spec: cut by the spec's axes, whole over all others."""
-    kind = Kind(uncut(parameter.shape))
+    sharding = Kind(uncut(parameter.shape))
     cuts = {axis: shard.dim for axis, shard in spec.placements.items()}
     cuts |= {spec.owner[0]: 0} if spec.owner else {}
     for axis, dim in cuts.items():
-        kind = cut_at(kind, dim, axis) if grid.size(axis) > 1 else kind
-    return kind
+        sharding = cut_at(sharding, dim, axis) if grid.size(axis) > 1 else sharding
+    return sharding
 
 
 @contextmanager
@@ -115,27 +115,27 @@ def refused() -> Iterator[None]:
     try:
         yield
     except WrongSum as wrong:
-        place = f"what {', '.join(wrong.names)} gets" if wrong.names else wrong.place or "the model"
+        subject = f"what {', '.join(wrong.names)} gets" if wrong.names else wrong.place or "the model"
         since = f" made in {wrong.since}" if wrong.since not in ("", wrong.place) else ""
         shown = wrong.shown.replace("a partial sum", f"a partial sum{since}")
-        raise SumError(f"{place}: {shown} (axis {wrong.axis}): {wrong.remedy}") from None
+        raise SumError(f"{subject}: {shown} (axis {wrong.axis}): {wrong.remedy}") from None
 
 
 def check_gradients(parts: Parts, strategy: Synchroniser, watch: Watch) -> None:
     """Raise SumError unless every gradient read by the optimizer is whole over axes that do not cut the parameter."""
-    for one in strategy.sums:
-        for place in one.slot.places:
-            kind, axes = watch.kind(one.total[place.start : place.stop]), parts.specs[place.name].axes
-            check_kind(place.name, axes, kind, parts.mesh.grid, one.slot.part_axes)
+    for bucket_sum in strategy.sums:
+        for region in bucket_sum.slot.places:
+            sharding, axes = watch.kind(bucket_sum.total[region.start : region.stop]), parts.specs[region.name].axes
+            check_kind(region.name, axes, sharding, parts.mesh.grid, bucket_sum.slot.part_axes)
 
 
-def check_kind(name: str, cut: Collection[str], kind: Kind, grid: Grid, sliced: Collection[str] = ()) -> None:
+def check_kind(name: str, cut: Collection[str], sharding: Kind, grid: Grid, sliced: Collection[str] = ()) -> None:
     """Raise SumError if ranks with the same parameter read different gradients. `cut`: the axes that cut the parameter;
     `sliced`: the axes that shard the optimizer's step."""
     for axis in grid.names:
-        word = kind.word(axis)
+        word = sharding.word(axis)
         wrong = ("partial",) if axis in sliced else ("partial", "own", "cut")
-        if axis in cut or kind.constant or word not in wrong:
+        if axis in cut or sharding.constant or word not in wrong:
             continue
         held = "each rank's own addend" if word == "partial" else "another on each rank"
         raise SumError(

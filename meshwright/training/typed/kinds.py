@@ -87,34 +87,34 @@ def length(dim: Dim) -> int:
     return math.prod(size for size, _ in dim)
 
 
-def cut_at(kind: Kind, position: int, axis: str) -> Kind:
+def cut_at(sharding: Kind, position: int, axis: str) -> Kind:
     """Return the kind with the dim at `position` cut by `axis` as well."""
-    (size, axes), *inner = kind.dims[position]
-    dims = [*kind.dims]
+    (size, axes), *inner = sharding.dims[position]
+    dims = [*sharding.dims]
     dims[position] = ((size, axes | {axis}), *inner)
-    return replace(kind, dims=tuple(dims), constant=False)
+    return replace(sharding, dims=tuple(dims), constant=False)
 
 
-def aligned(one: Dim, other: Dim) -> Dim | None:
+def aligned(left: Dim, right: Dim) -> Dim | None:
     """Return a dim cut by the axes of both of two dims of equal length; None if the factors do not match."""
-    if not axes_of(one):
-        return other
-    if not axes_of(other) or one == other:
-        return one
-    if axes_of(one) == axes_of(other) and 1 in (len(one), len(other)):
-        return max(one, other, key=len)  # the unfactored dim does not show which factor is cut
-    if [size for size, _ in one] != [size for size, _ in other]:
+    if not axes_of(left):
+        return right
+    if not axes_of(right) or left == right:
+        return left
+    if axes_of(left) == axes_of(right) and 1 in (len(left), len(right)):
+        return max(left, right, key=len)  # the unfactored dim does not show which factor is cut
+    if [size for size, _ in left] != [size for size, _ in right]:
         return None
-    return tuple((size, axes | more) for (size, axes), (_, more) in zip(one, other, strict=True))
+    return tuple((size, axes | more) for (size, axes), (_, more) in zip(left, right, strict=True))
 
 
-def reshaped(kind: Kind, shape: Sequence[int]) -> Kind:
+def reshaped(sharding: Kind, shape: Sequence[int]) -> Kind:
     """Return the kind of the same elements in another shape.
 
     Splitting a factor leaves the cut at the outermost part: a rank holds a run of heads, each head whole. A new dim of
     length 1 before a cut factor may be such a run of one head; the axes of that factor become `own`.
     """
-    waiting = [factor for dim in kind.dims for factor in dim]
+    waiting = [factor for dim in sharding.dims for factor in dim]
     dims: list[Dim] = []
     lost = NONE
     for size in shape:
@@ -125,7 +125,7 @@ def reshaped(kind: Kind, shape: Sequence[int]) -> Kind:
         while waiting and (left > 1 or (waiting[0][0] == 1 and not taken)):
             length, axes = waiting.pop(0)
             if left % length and length % left:
-                return kind.shaped(shape)
+                return sharding.shaped(shape)
             if length > left:  # the next dims take the rest
                 waiting.insert(0, (length // left, NONE))
                 length = left
@@ -133,19 +133,19 @@ def reshaped(kind: Kind, shape: Sequence[int]) -> Kind:
                 taken.append((length, axes))
             left //= length
         if left != 1:
-            return kind.shaped(shape)
+            return sharding.shaped(shape)
         dims.append(tuple(taken) or ((size, NONE),))
     # Dims of length 1 that the shape does not have.
-    return replace(kind, dims=tuple(dims)).loosened(lost | axes_of(tuple(waiting)))
+    return replace(sharding, dims=tuple(dims)).loosened(lost | axes_of(tuple(waiting)))
 
 
-def broadcast(kinds: Sequence[Kind], shape: Sequence[int]) -> tuple[tuple[Dim, ...], Axes]:
+def broadcast(shardings: Sequence[Kind], shape: Sequence[int]) -> tuple[tuple[Dim, ...], Axes]:
     """Return the dims of an element-wise operator's result, and the axes that cut the inputs differently."""
     dims, lost = [], NONE
     for back in range(len(shape), 0, -1):
         result: Dim = ((shape[-back], NONE),)
-        for kind in kinds:
-            dim = kind.dims[-back] if back <= len(kind.dims) else ((1, NONE),)
+        for sharding in shardings:
+            dim = sharding.dims[-back] if back <= len(sharding.dims) else ((1, NONE),)
             if length(dim) != shape[-back]:
                 lost |= axes_of(dim) if shape[-back] else NONE
                 continue
@@ -161,11 +161,11 @@ def broadcast(kinds: Sequence[Kind], shape: Sequence[int]) -> tuple[tuple[Dim, .
     return tuple(dims), lost
 
 
-def joined(kinds: Sequence[Kind], dims: tuple[Dim, ...], lost: Axes = NONE, partial: Axes = NONE) -> Kind:
+def joined(shardings: Sequence[Kind], dims: tuple[Dim, ...], lost: Axes = NONE, partial: Axes = NONE) -> Kind:
     """Return the kind of an operator's result with these dims. `partial`: axes with addends on the ranks; `lost`: axes
-    that become `own`. Axes that are `own` or `unknown` in an input are so in the result."""
-    own = NONE.union(lost, *(kind.own for kind in kinds))
-    unknown = NONE.union(*(kind.unknown for kind in kinds))
-    loose = own | unknown
+    that become `varying`. Axes that are `varying` or `unknown` in an input are so in the result."""
+    varying = NONE.union(lost, *(sharding.own for sharding in shardings))
+    unknown = NONE.union(*(sharding.unknown for sharding in shardings))
+    loose = varying | unknown
     dims = tuple(tuple((size, axes - loose) for size, axes in dim) for dim in dims)
-    return Kind(dims, partial - loose, own - unknown, unknown, all(kind.constant for kind in kinds))
+    return Kind(dims, partial - loose, varying - unknown, unknown, all(sharding.constant for sharding in shardings))

@@ -73,10 +73,10 @@ class Call:
     def number(self, name: str, default: int = 0) -> int:
         return int(self.given.get(name, default))
 
-    def refuse_partial(self, kinds: Iterable[Kind]) -> None:
+    def refuse_partial(self, shardings: Iterable[Kind]) -> None:
         """Raise WrongSum if an input of this non-linear operator is partial; integers and masks are exempt."""
         if self.results[0].is_floating_point():
-            refuse_partial(kinds, self.name)
+            refuse_partial(shardings, self.name)
 
 
 Rule = Callable[[Call], Kind | list[Kind]]
@@ -87,7 +87,7 @@ def kinds_of_results(call: Call) -> list[Kind]:
     if rule := RULES.get(call.name) or (function if call.elementwise else None):
         made = rule(call)
         return made if isinstance(made, list) else [made] * len(call.results)
-    if all(kind.constant for kind in call.kinds):
+    if all(sharding.constant for sharding in call.kinds):
         return of_numbers(call)
     return [_loose(call.kinds, x.shape) for x in call.results]
 
@@ -96,50 +96,50 @@ def of_numbers(call: Call) -> list[Kind]:
     return [Kind(uncut(x.shape), constant=True) for x in call.results]
 
 
-def _loose(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
+def _loose(shardings: Sequence[Kind], shape: Sequence[int]) -> Kind:
     """Return the kind of a result without a known rule: axes with cut or partial inputs become `own`."""
-    return joined(kinds, uncut(shape), NONE.union(*(kind.cut | kind.partial for kind in kinds)))
+    return joined(shardings, uncut(shape), NONE.union(*(sharding.cut | sharding.partial for sharding in shardings)))
 
 
-def add(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
-    partial = NONE.union(*(kind.partial for kind in kinds))
-    loose = NONE.union(*(kind.own | kind.unknown for kind in kinds))
+def add(shardings: Sequence[Kind], shape: Sequence[int]) -> Kind:
+    partial = NONE.union(*(sharding.partial for sharding in shardings))
+    loose = NONE.union(*(sharding.own | sharding.unknown for sharding in shardings))
     for axis in sorted(partial - loose):
-        for kind in kinds:
-            if not kind.constant and axis not in kind.partial:
-                word = kind.word(axis)
+        for sharding in shardings:
+            if not sharding.constant and axis not in sharding.partial:
+                word = sharding.word(axis)
                 else_ = "a later sum counts the whole one once a rank" if word == "whole" else "parts meet addends"
                 raise WrongSum(axis, f"a partial sum is added to what is {word}", f"{SUM_FIRST}; else {else_}")
-    dims, lost = broadcast(kinds, shape)
-    return joined(kinds, dims, lost, partial)
+    dims, lost = broadcast(shardings, shape)
+    return joined(shardings, dims, lost, partial)
 
 
-def multiply(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
+def multiply(shardings: Sequence[Kind], shape: Sequence[int]) -> Kind:
     """Type a product, which is linear in each factor."""
     partial: Axes = NONE
-    loose = NONE.union(*(kind.own | kind.unknown for kind in kinds))
-    for kind in kinds:
-        for axis in sorted(partial & kind.partial - loose):
+    loose = NONE.union(*(sharding.own | sharding.unknown for sharding in shardings))
+    for sharding in shardings:
+        for axis in sorted(partial & sharding.partial - loose):
             raise WrongSum(axis, "two partial sums are multiplied", SUM_FIRST)
-        partial |= kind.partial
-    dims, lost = broadcast(kinds, shape)
-    cut = NONE.union(*(kind.cut for kind in kinds))
-    return joined(kinds, dims, lost | (partial & cut), partial)
+        partial |= sharding.partial
+    dims, lost = broadcast(shardings, shape)
+    cut = NONE.union(*(sharding.cut for sharding in shardings))
+    return joined(shardings, dims, lost | (partial & cut), partial)
 
 
-def refuse_partial(kinds: Iterable[Kind], name: str) -> None:
-    kinds = list(kinds)
-    loose = NONE.union(*(kind.own | kind.unknown for kind in kinds))
-    for axis in sorted(NONE.union(*(kind.partial for kind in kinds)) - loose):
+def refuse_partial(shardings: Iterable[Kind], name: str) -> None:
+    shardings = list(shardings)
+    loose = NONE.union(*(sharding.own | sharding.unknown for sharding in shardings))
+    for axis in sorted(NONE.union(*(sharding.partial for sharding in shardings)) - loose):
         raise WrongSum(axis, f"{name.strip('_')}, which is not linear, is taken of a partial sum", SUM_FIRST)
 
 
 def function(call: Call) -> Kind:
     """Type a non-linear function of elements."""
-    kinds = call.kinds
-    call.refuse_partial(kinds)
-    dims, lost = broadcast(kinds, call.shape)
-    return joined(kinds, dims, lost.union(*(kind.partial for kind in kinds)))
+    shardings = call.kinds
+    call.refuse_partial(shardings)
+    dims, lost = broadcast(shardings, call.shape)
+    return joined(shardings, dims, lost.union(*(sharding.partial for sharding in shardings)))
 
 
 def sums(call: Call) -> Kind:
@@ -150,11 +150,11 @@ def sums(call: Call) -> Kind:
 
 
 def filled(call: Call) -> Kind:
-    kind, mask = call.kinds[:2]
+    sharding, mask = call.kinds[:2]
     value = call.given["value"]
     if not isinstance(value, Tensor) and value != 0:
-        refuse_partial([kind], "a mask's value")
-    return multiply([kind, mask], call.shape)
+        refuse_partial([sharding], "a mask's value")
+    return multiply([sharding, mask], call.shape)
 
 
 def copied(call: Call) -> Kind:
@@ -203,76 +203,76 @@ def matrices(call: Call) -> Kind:
     return add([*addend, made], call.shape) if addend and call.given.get("beta", 1) != 0 else made
 
 
-def without(kind: Kind, reduced: Sequence[int], shape: Sequence[int], partial: Axes, lost: Axes) -> Kind:
+def without(sharding: Kind, reduced: Sequence[int], shape: Sequence[int], partial: Axes, lost: Axes) -> Kind:
     """Return the kind without the `reduced` dims; with keepdim (dims as in `shape`) they stay with length 1."""
-    kept = [dim for position, dim in enumerate(kind.dims) if position not in reduced]
-    if len(shape) == len(kind.dims):
-        kept = [((1, NONE),) if at in reduced else dim for at, dim in enumerate(kind.dims)]
-    return joined([kind], tuple(kept), lost, kind.partial | partial)
+    dims = [dim for position, dim in enumerate(sharding.dims) if position not in reduced]
+    if len(shape) == len(sharding.dims):
+        dims = [((1, NONE),) if at in reduced else dim for at, dim in enumerate(sharding.dims)]
+    return joined([sharding], tuple(dims), lost, sharding.partial | partial)
 
 
 def reduced(call: Call) -> list[Kind]:
     """Type a reduction: linear (a sum, a mean) or non-linear (a maximum, a norm, a variance)."""
-    kind, dim, linear = call.kinds[0], call.given.get("dim"), call.name in ("sum", "mean")
+    sharding, dim, linear = call.kinds[0], call.given.get("dim"), call.name in ("sum", "mean")
     if not linear:
-        call.refuse_partial([kind])
-    every = range(len(kind.dims))
+        call.refuse_partial([sharding])
+    every = range(len(sharding.dims))
     dims = list(dim) if isinstance(dim, list | tuple) else [] if dim is None else [dim]
     gone = [every[at] for at in dims] or list(every)  # without a dim all of them
-    over = axes_of(*(kind.dims[at] for at in gone))
-    partial, lost = (over, kind.partial & over) if linear else (NONE, over | kind.partial)
-    return [without(kind, gone, x.shape, partial, lost) for x in call.results]
+    over = axes_of(*(sharding.dims[at] for at in gone))
+    partial, lost = (over, sharding.partial & over) if linear else (NONE, over | sharding.partial)
+    return [without(sharding, gone, x.shape, partial, lost) for x in call.results]
 
 
 def along(call: Call) -> list[Kind]:
     """Type a function of rows along `dim`: softmax, sorting."""
-    kind = call.kinds[0]
-    call.refuse_partial([kind])
-    at = call.number("dim", -1) % len(kind.dims)
-    loose = kind.loosened(axes_of(kind.dims[at]) | kind.partial)
+    sharding = call.kinds[0]
+    call.refuse_partial([sharding])
+    at = call.number("dim", -1) % len(sharding.dims)
+    loose = sharding.loosened(axes_of(sharding.dims[at]) | sharding.partial)
     # topk shortens the row.
     return [_resized(loose, at, x.shape[at]) for x in call.results]
 
 
-def _resized(kind: Kind, at: int, size: int) -> Kind:
+def _resized(sharding: Kind, at: int, size: int) -> Kind:
     """Return the kind with another length of the dim `at`; the dim's factors become one."""
-    dims = [*kind.dims]
+    dims = [*sharding.dims]
     dims[at] = ((size, axes_of(dims[at])),)
-    return replace(kind, dims=tuple(dims))
+    return replace(sharding, dims=tuple(dims))
 
 
 def transposed(call: Call) -> Kind:
-    kind = call.kinds[0]
-    order = list(range(len(kind.dims)))
+    sharding = call.kinds[0]
+    order = list(range(len(sharding.dims)))
     if call.name == "permute":
         order = [at % len(order) for at in call.given["dims"]]
     elif len(order) > 1:
-        one, other = (call.number("dim0", 0) % len(order), call.number("dim1", 1) % len(order))
-        order[one], order[other] = order[other], order[one]
-    return replace(kind, dims=tuple(kind.dims[at] for at in order))
+        first, second = (call.number("dim0", 0) % len(order), call.number("dim1", 1) % len(order))
+        order[first], order[second] = order[second], order[first]
+    return replace(sharding, dims=tuple(sharding.dims[at] for at in order))
 
 
 def expanded(call: Call) -> Kind:
-    kind, shape = call.kinds[0], call.shape
-    dims: list[Dim] = [((size, NONE),) for size in shape[: len(shape) - len(kind.dims)]]
+    sharding, shape = call.kinds[0], call.shape
+    dims: list[Dim] = [((size, NONE),) for size in shape[: len(shape) - len(sharding.dims)]]
     before = call.inputs[0].shape
-    for dim, old, new in zip(kind.dims, before, shape[len(dims) :], strict=True):
+    for dim, old, new in zip(sharding.dims, before, shape[len(dims) :], strict=True):
         dims.append(dim if old == new else ((old, axes_of(dim)), (new, NONE)) if axes_of(dim) else ((new, NONE),))
-    return replace(kind, dims=tuple(dims))
+    return replace(sharding, dims=tuple(dims))
 
 
 def inserted(call: Call) -> Kind:
     """Type a new dim: unsqueeze, or the gradient of select, which is zero except at the selected index."""
-    kind = call.kinds[0]
+    sharding = call.kinds[0]
     at = call.number("dim") % len(call.shape)
-    return replace(kind, dims=(*kind.dims[:at], ((call.shape[at], NONE),), *kind.dims[at:]))
+    return replace(sharding, dims=(*sharding.dims[:at], ((call.shape[at], NONE),), *sharding.dims[at:]))
 
 
 def selected(call: Call) -> Kind:
     """Type one index of a dim (select), or each (unbind). If the dim is cut, every rank has another index."""
-    kind = call.kinds[0]
-    at = call.number("dim") % len(kind.dims)
-    loose = kind.loosened(axes_of(kind.dims[at]))
+    sharding = call.kinds[0]
+    at = call.number("dim") % len(sharding.dims)
+    loose = sharding.loosened(axes_of(sharding.dims[at]))
     return replace(loose, dims=loose.dims[:at] + loose.dims[at + 1 :])
 
 
@@ -280,31 +280,33 @@ def resized(call: Call) -> list[Kind]:
     """Type dims shortened (slice, split) or padded with zeros."""
     made, given = [], call.kinds[0]
     for x in call.results:
-        kind = given
+        sharding = given
         for at, (old, new) in enumerate(zip(call.inputs[0].shape, x.shape, strict=True)):
-            kind = kind if old == new else _resized(kind, at, new)
-        made.append(kind)
+            sharding = sharding if old == new else _resized(sharding, at, new)
+        made.append(sharding)
     return made
 
 
 def concatenated(call: Call) -> Kind:
     """Type a concatenation; an axis with addends in some tensors and whole values in others becomes `own`."""
     tensors = [x for x in call.inputs if x.dim() == call.inputs[-1].dim()]
-    kinds = [call.kind_of(x) for x in tensors]
+    shardings = [call.kind_of(x) for x in tensors]
     if call.name == "stack":
-        at = call.number("dim") % (len(kinds[0].dims) + 1)
-        kinds = [replace(kind, dims=(*kind.dims[:at], ((1, NONE),), *kind.dims[at:])) for kind in kinds]
+        at = call.number("dim") % (len(shardings[0].dims) + 1)
+        shardings = [
+            replace(sharding, dims=(*sharding.dims[:at], ((1, NONE),), *sharding.dims[at:])) for sharding in shardings
+        ]
     else:
-        at = call.number("dim") % len(kinds[0].dims)
-    solid = [kind for kind in kinds if not kind.constant] or kinds
-    partial = NONE.union(*(kind.partial for kind in kinds))
-    lost = NONE.union(*(partial - kind.partial for kind in solid))
+        at = call.number("dim") % len(shardings[0].dims)
+    solid = [sharding for sharding in shardings if not sharding.constant] or shardings
+    partial = NONE.union(*(sharding.partial for sharding in shardings))
+    lost = NONE.union(*(partial - sharding.partial for sharding in solid))
     dims: list[Dim] = []
-    for place in range(len(kinds[0].dims)):
-        cuts = {axes_of(kind.dims[place]) for kind in solid}
+    for position in range(len(shardings[0].dims)):
+        cuts = {axes_of(sharding.dims[position]) for sharding in solid}
         lost |= NONE.union(*cuts) if len(cuts) > 1 else NONE
-        dims.append(((call.shape[place], NONE.union(*cuts)),) if place == at else solid[0].dims[place])
-    return joined(kinds, tuple(dims), lost, partial)
+        dims.append(((call.shape[position], NONE.union(*cuts)),) if position == at else solid[0].dims[position])
+    return joined(shardings, tuple(dims), lost, partial)
 
 
 def looked_up(call: Call) -> Kind:
@@ -319,16 +321,16 @@ def looked_up(call: Call) -> Kind:
 
 
 def gathered(call: Call) -> Kind:
-    kind, ids = call.kind("self"), call.kind("index")
-    at = call.number("dim") % len(kind.dims)
-    over = axes_of(kind.dims[at])
+    sharding, ids = call.kind("self"), call.kind("index")
+    at = call.number("dim") % len(sharding.dims)
+    over = axes_of(sharding.dims[at])
     dims, lost = broadcast([ids], call.shape)
-    others = axes_of(*kind.dims[:at], *kind.dims[at + 1 :])
+    others = axes_of(*sharding.dims[:at], *sharding.dims[at + 1 :])
     return joined(
-        [kind, ids],
+        [sharding, ids],
         dims,
         lost | (others - ids.cut) | (over & (ids.cut | ids.partial | ids.own | ids.unknown)),
-        kind.partial | over,
+        sharding.partial | over,
     )
 
 
@@ -356,31 +358,31 @@ def put(call: Call) -> Kind:
 def scattered(call: Call) -> Kind:
     """Type values written over indices of each row along `dim`."""
     at = call.number("dim") % len(call.shape)
-    lost = NONE.union(*(axes_of(kind.dims[at]) | kind.partial for kind in call.kinds))
-    kinds = [_resized(kind, at, call.shape[at]) for kind in call.kinds]
-    dims, apart = broadcast(kinds, call.shape)
-    return joined(kinds, dims, lost | apart)
+    lost = NONE.union(*(axes_of(sharding.dims[at]) | sharding.partial for sharding in call.kinds))
+    shardings = [_resized(sharding, at, call.shape[at]) for sharding in call.kinds]
+    dims, apart = broadcast(shardings, call.shape)
+    return joined(shardings, dims, lost | apart)
 
 
 def norm_forward(call: Call) -> list[Kind]:
     """Type a layer or group norm, and the statistics."""
-    kind = call.kinds[0]
+    sharding = call.kinds[0]
     refuse_partial(call.kinds, call.name)
-    cut = axes_of(kind.dims[-1]) if call.name == "native_layer_norm" else axes_of(*kind.dims[2:])
-    dims, lost = broadcast([kind], call.shape)
-    made = joined([kind], dims, lost | kind.partial).loosened(cut)
+    cut = axes_of(sharding.dims[-1]) if call.name == "native_layer_norm" else axes_of(*sharding.dims[2:])
+    dims, lost = broadcast([sharding], call.shape)
+    made = joined([sharding], dims, lost | sharding.partial).loosened(cut)
     made = joined([made, *call.kinds[1:]], made.dims)
-    kinds = [made]
+    shardings = [made]
     for x in call.results[1:]:  # statistics: the dims with another length and the same cuts; a length of 1 has none
         pairs = zip(made.dims, x.shape, strict=False)
         short = (dim if length(dim) == n else ((n, axes_of(dim) if n > 1 else NONE),) for dim, n in pairs)
-        kinds.append(replace(made, dims=tuple(short)))
-    return kinds
+        shardings.append(replace(made, dims=tuple(short)))
+    return shardings
 
 
 def norm_backward(call: Call) -> list[Kind]:
     """Type the gradients of a norm's input, weight and bias."""
-    gradient, x, *others = call.kinds[:2] + [kind for kind in call.kinds[2:] if len(kind.dims) == 1]
+    gradient, x, *others = call.kinds[:2] + [sharding for sharding in call.kinds[2:] if len(sharding.dims) == 1]
     refuse_partial([x, *others], call.name)
     dx = multiply([gradient, x], call.inputs[1].shape)
     last = len(dx.dims) - 1 if call.name == "native_layer_norm_backward" else 1
@@ -403,8 +405,8 @@ def attended(call: Call) -> list[Kind]:
 def _keys_apart(query: Kind, key: Kind, value: Kind) -> Axes:
     """Return the axes that cut keys differently from queries, or inside a head."""
     apart = axes_of(query.dims[3], key.dims[3], key.dims[2], value.dims[2])
-    for place in (0, 1):
-        held = {axes_of(kind.dims[place]) for kind in (query, key, value)}
+    for position in (0, 1):
+        held = {axes_of(sharding.dims[position]) for sharding in (query, key, value)}
         apart |= NONE.union(*held) if len(held) > 1 else NONE
     return apart
 
@@ -413,10 +415,10 @@ def attended_backward(call: Call) -> list[Kind]:
     gradient, query, key, value = call.kinds[:4]
     refuse_partial([query, key, value], "attention's softmax")
     lost, over = _keys_apart(query, key, value), axes_of(query.dims[2])
-    kinds, partial = [gradient, query, key, value], gradient.partial
-    dq = joined(kinds, query.dims, lost, partial)
+    shardings, partial = [gradient, query, key, value], gradient.partial
+    dq = joined(shardings, query.dims, lost, partial)
     # Every query position adds to the gradients of all keys.
-    return [dq, *(joined(kinds, kind.dims, lost, partial | over) for kind in (key, value))]
+    return [dq, *(joined(shardings, sharding.dims, lost, partial | over) for sharding in (key, value))]
 
 
 def convolved(call: Call) -> Kind:
@@ -440,7 +442,7 @@ def convolved_backward(call: Call) -> list[Kind]:
     dx = product(gradient, weight, channels, x.dims).loosened(space)
     dw = product(gradient, x, [gradient.dims[0]], [gradient.dims[1], *weight.dims[1:]]).loosened(space)
     db = product(gradient, gradient.settled(gradient.partial), [gradient.dims[0]], [gradient.dims[1]]).loosened(space)
-    return [kind for kind, asked in zip((dx, dw, db), call.given["output_mask"], strict=True) if asked]
+    return [sharding for sharding, asked in zip((dx, dw, db), call.given["output_mask"], strict=True) if asked]
 
 
 def dropped(call: Call) -> list[Kind]:
@@ -450,12 +452,12 @@ def dropped(call: Call) -> list[Kind]:
 
 def losses(call: Call) -> list[Kind]:
     """Type nll_loss of log-probabilities [N, V], or the gradient."""
-    kind, labels = call.kind("self"), call.kind("target")
+    sharding, labels = call.kind("self"), call.kind("target")
     if call.name == "nll_loss_backward":
         gradient = call.kind("grad_output")
-        return [joined([gradient, kind, labels], kind.dims, axes_of(kind.dims[-1]), gradient.partial)]
-    dims, over = ((kind.dims[0],), NONE) if call.results[0].dim() else ((), axes_of(kind.dims[0]))
-    made = joined([kind, labels], dims, axes_of(kind.dims[-1]), kind.partial | over)
+        return [joined([gradient, sharding, labels], sharding.dims, axes_of(sharding.dims[-1]), gradient.partial)]
+    dims, over = ((sharding.dims[0],), NONE) if call.results[0].dim() else ((), axes_of(sharding.dims[0]))
+    made = joined([sharding, labels], dims, axes_of(sharding.dims[-1]), sharding.partial | over)
     return [made, replace(made, dims=())]
 
 

@@ -43,17 +43,17 @@ class TypedComm(SoloComm):
         if not self.axes:  # groups that are no mesh axis (a pipeline's ends, copies of heads): addends differ
             return
 
-        def look(kind: Kind, names: list[str]) -> Kind:
+        def look(sharding: Kind, names: list[str]) -> Kind:
             for axis in sorted(self.axes):
-                word = "whole" if kind.constant else kind.word(axis)
-                if word == "whole" and not kind.constant:
+                word = "whole" if sharding.constant else sharding.word(axis)
+                if word == "whole" and not sharding.constant:
                     shown = "what every rank holds whole is summed, so that it is counted once a rank"
                     raise WrongSum(axis, shown, "leave the sum out: it was made before, or nothing was split", names)
                 if word == "cut":
                     shown = "different parts are summed, which are no addends of one value"
                     remedy = "gather them (all_gather), or sum over the axis that splits the tokens"
                     raise WrongSum(axis, shown, remedy, names)
-            return kind
+            return sharding
 
         with self.watch.placing([self.watch.kind(x)]):
             self.watch.change(x, look)
@@ -61,28 +61,28 @@ class TypedComm(SoloComm):
     def _sum(self, x: Tensor, root: int | None) -> Work:
         self._meet("all_reduce" if root is None else "reduce", x)
         self._addends(x)
-        self.watch.change(x, lambda kind, _: (kind.settled if root is None else kind.loosened)(self.axes))
+        self.watch.change(x, lambda sharding, _: (sharding.settled if root is None else sharding.loosened)(self.axes))
         return DONE
 
-    def _reduce_scatter(self, part: Tensor, x: Tensor, _: object = None, /) -> Done:
-        self._meet("reduce_scatter", part, x)
+    def _reduce_scatter(self, out: Tensor, x: Tensor, _: object = None, /) -> Done:
+        self._meet("reduce_scatter", out, x)
         self._addends(x)
-        kind = self.watch.kind(x)
-        self.watch.say(part, _flat(kind, part).loosened(self.axes))
+        sharding = self.watch.kind(x)
+        self.watch.say(out, _flat(sharding, out).loosened(self.axes))
         return DONE
 
-    def _collect(self, x: Tensor, part: Tensor, root: object = None, /) -> Done:
+    def _collect(self, x: Tensor, shard: Tensor, root: object = None, /) -> Done:
         if root is not None:
-            return self._give("gather", x, part)
-        self._meet("all_gather", x, part)
-        kind = self.watch.kind(part)
-        row = kind.settled(self.axes)
+            return self._give("gather", x, shard)
+        self._meet("all_gather", x, shard)
+        sharding = self.watch.kind(shard)
+        row = sharding.settled(self.axes)
         if list(x.shape[1:]) == list(map(length, row.dims)):  # x: [n, *shape], each row of this kind
             dims = ((x.shape[0], frozenset[str]()),), *row.dims
             self.watch.say(x, Kind(dims, row.partial, row.own, row.unknown, row.constant))
         else:
             self.watch.say(x, row.shaped(x.shape))
-        if kind.constant:
+        if sharding.constant:
             # Parameters with gathered slices have the declared kinds again.
             for _, parameter, declared in self.watch.memory(x).declared:
                 self.watch.say(parameter, declared)
@@ -91,18 +91,18 @@ class TypedComm(SoloComm):
     def _broadcast(self, x: Tensor, root: int | None, /) -> Work:
         self._meet("broadcast", x)
         if root == self.index:
-            self.watch.change(x, lambda kind, _: kind.settled(self.axes))
+            self.watch.change(x, lambda sharding, _: sharding.settled(self.axes))
             self._given[x.shape] = self.watch.kind(x)
         elif self.size > 1:
             # The root's tensor is not on this rank. Its kind is assumed equal to a tensor of the same shape that this
             # rank has broadcast as root. Without such a tensor, an untouched buffer may receive any kind.
-            kind = self._given.get(x.shape, self.watch.kind(x))
+            sharding = self._given.get(x.shape, self.watch.kind(x))
             unseen = Kind(uncut(x.shape), unknown=self.others)
-            self.watch.say(x, unseen if kind.constant else kind.settled(self.axes))
+            self.watch.say(x, unseen if sharding.constant else sharding.settled(self.axes))
         return DONE
 
-    def _scatter(self, part: Tensor, x: Tensor, _: object = None, /) -> Done:
-        return self._give("scatter", part, x)
+    def _scatter(self, out: Tensor, x: Tensor, _: object = None, /) -> Done:
+        return self._give("scatter", out, x)
 
     def _all_to_all(self, out: Tensor, x: Tensor, _: object = None, /) -> Done:
         return self._give("all_to_all", out, x)
@@ -116,16 +116,16 @@ class TypedComm(SoloComm):
         into = received[0][0]
         x = sent[0][0] if sent else into
         self._meet("exchange", into, x)
-        kind = _flat(self.watch.kind(x), into).settled(self.axes)
-        self.watch.say(into, Kind(kind.dims, kind.partial, kind.own, kind.unknown | self.axes))
+        sharding = _flat(self.watch.kind(x), into).settled(self.axes)
+        self.watch.say(into, Kind(sharding.dims, sharding.partial, sharding.own, sharding.unknown | self.axes))
         return DONE
 
     def _give(self, verb: str, out: Tensor, x: Tensor) -> Done:
         """Type a verb that leaves different values on the ranks of the group."""
         self._meet(verb, out, x)
         # A rank without a part, such as a worker's side of a gather, may pass an empty tensor.
-        kind = self.watch.kind(x) if x.numel() else Kind(uncut(out.shape), constant=True)
-        self.watch.say(out, _flat(kind, out).loosened(self.axes))
+        sharding = self.watch.kind(x) if x.numel() else Kind(uncut(out.shape), constant=True)
+        self.watch.say(out, _flat(sharding, out).loosened(self.axes))
         return DONE
 
     def _meet(self, verb: str, *tensors: Tensor) -> None:
@@ -133,9 +133,9 @@ class TypedComm(SoloComm):
             self.watch.meet(f"{verb} over {self.axis}", *tensors)
 
 
-def _flat(kind: Kind, like: Tensor) -> Kind:
+def _flat(sharding: Kind, like: Tensor) -> Kind:
     """Return the kind in the shape of `like`; if the shapes differ, axes that cut a dim become `own`."""
-    return kind if list(map(length, kind.dims)) == list(like.shape) else kind.shaped(like.shape)
+    return sharding if list(map(length, sharding.dims)) == list(like.shape) else sharding.shaped(like.shape)
 
 
 @dataclass(frozen=True)

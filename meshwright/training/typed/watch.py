@@ -82,46 +82,46 @@ class Memory:
         """List the parameters in a region."""
         return [name for name, x, _ in self.declared if region_of(x)[0] < stop and region_of(x)[1] > start]
 
-    def write(self, x: Tensor, kind: Kind, time: int) -> None:
+    def write(self, x: Tensor, sharding: Kind, time: int) -> None:
         start, stop = region_of(x)
         if start == stop:  # padding of no rows
             return
         # Writes covered by this one are dead.
         self.writes = [w for w in self.writes if w[0] < start or w[1] > stop]
-        self.writes.append((start, stop, kind, time))
-        self.known[shape_of(x)] = kind, time
+        self.writes.append((start, stop, sharding, time))
+        self.known[shape_of(x)] = sharding, time
 
     def read(self, x: Tensor) -> Kind:
         start, stop = region_of(x)
-        kind, time = self.known.get(shape_of(x), (None, -1))
+        sharding, time = self.known.get(shape_of(x), (None, -1))
         later = [w for w in self.writes if w[3] > time and w[0] < stop and w[1] > start]
-        if not later and kind is not None:
-            return kind
+        if not later and sharding is not None:
+            return sharding
         return together(list(self.held(start, stop)), x.shape)
 
     def held(self, start: int, stop: int) -> Iterator[Kind]:
         """Yield the kinds of a region's writes that later writes do not cover."""
         open_runs = [(start, stop)]
-        for first, last, kind, _ in reversed(self.writes):
+        for first, last, sharding, _ in reversed(self.writes):
             touched = [(a, b) for a, b in open_runs if first < b and last > a]
             if touched:
-                yield kind
+                yield sharding
                 pieces = [piece for a, b in touched for piece in ((a, first), (last, b)) if piece[0] < piece[1]]
                 open_runs = [run for run in open_runs if run not in touched] + pieces
 
 
-def together(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
+def together(shardings: Sequence[Kind], shape: Sequence[int]) -> Kind:
     """Return the kind of a tensor read across several writes: partial over an axis if all writes are, `own` if some
     are."""
-    solid = [kind for kind in kinds if not kind.constant]
+    solid = [sharding for sharding in shardings if not sharding.constant]
     if not solid:
         return Kind(uncut(shape), constant=True)
-    if len(kinds) == 1 and math.prod(size for dim in kinds[0].dims for size, _ in dim) == math.prod(shape):
-        return reshaped(kinds[0], shape)
-    partial = NONE.union(*(kind.partial for kind in solid))
-    mixed = NONE.union(*(partial - kind.partial for kind in solid))
-    cuts = {tuple(map(axes_of, kind.dims)) for kind in solid}
-    dims, lost = uncut(shape), NONE.union(*(kind.cut for kind in solid))
+    if len(shardings) == 1 and math.prod(size for dim in shardings[0].dims for size, _ in dim) == math.prod(shape):
+        return reshaped(shardings[0], shape)
+    partial = NONE.union(*(sharding.partial for sharding in solid))
+    mixed = NONE.union(*(partial - sharding.partial for sharding in solid))
+    cuts = {tuple(map(axes_of, sharding.dims)) for sharding in solid}
+    dims, lost = uncut(shape), NONE.union(*(sharding.cut for sharding in solid))
     if len(cuts) == 1 and len(solid[0].dims) == len(shape):
         # Runs of rows, written one after the other.
         dims, lost = tuple(((size, axes),) for size, axes in zip(shape, *cuts, strict=True)), NONE
@@ -158,8 +158,8 @@ class Neighbour:
         """Advance both programs to a collective, called here with `storages`; return the neighbour's tensors."""
         self.stretch, self.at = self.stretch + 1, 0
         theirs = self.next(name, ())
-        for mine, part in zip(storages, theirs or (), strict=False):
-            self.twins.setdefault(mine, part.storage)
+        for mine, view in zip(storages, theirs or (), strict=False):
+            self.twins.setdefault(mine, view.storage)
         return theirs
 
 
@@ -198,20 +198,20 @@ class Watch(TorchDispatchMode):
         """Return a tensor's kind; a tensor made before the watch began is constant."""
         return self.memory(x).read(x)
 
-    def say(self, x: Tensor, kind: Kind, *, view: bool = False) -> None:
+    def say(self, x: Tensor, sharding: Kind, *, view: bool = False) -> None:
         """Record the kind written into a tensor, or, with `view`, the kind of memory seen in a new shape."""
         if self.records:
             return
         self._time += 1
         if view:
-            self.memory(x).known[shape_of(x)] = kind, self._time
+            self.memory(x).known[shape_of(x)] = sharding, self._time
         else:
-            self.memory(x).write(x, kind, self._time)
+            self.memory(x).write(x, sharding, self._time)
 
-    def declare(self, name: str, x: Tensor, kind: Kind) -> None:
+    def declare(self, name: str, x: Tensor, sharding: Kind) -> None:
         """Set the kind of a parameter, or of a gradient's memory, at the program's start."""
-        self.memory(x).declared.append((name, x, kind))
-        self.say(x, kind)
+        self.memory(x).declared.append((name, x, sharding))
+        self.say(x, sharding)
 
     def change(self, x: Tensor, rule: Callable[[Kind, list[str]], Kind]) -> None:
         """Give each written region of a tensor's memory the kind `rule(kind, names of parameters)`."""
@@ -228,14 +228,14 @@ class Watch(TorchDispatchMode):
     def meet(self, verb: str, *tensors: Tensor) -> None:
         """Record that the rank calls a collective with these tensors, and compare with the neighbours' tensors."""
         told = tuple(self._told(x) for x in tensors)
-        storages = tuple(part.storage for part in told)
+        storages = tuple(view.storage for view in told)
         self.stretches.append([(verb, told, storages)])
         for neighbour in self.neighbours:
             theirs = neighbour.meet(verb, storages) or ()
-            for x, one, other in zip(tensors, told, theirs, strict=False):
-                twin = neighbour.twins[one.storage] == other.storage
-                if twin and one.sizes == other.sizes and one.offset != other.offset:
-                    self.say(x, self._part(x, neighbour.axis, other.offset - one.offset))
+            for x, local, peer in zip(tensors, told, theirs, strict=False):
+                twin = neighbour.twins[local.storage] == peer.storage
+                if twin and local.sizes == peer.sizes and local.offset != peer.offset:
+                    self.say(x, self._part(x, neighbour.axis, peer.offset - local.offset))
 
     @property
     def place(self) -> str:
@@ -247,15 +247,15 @@ class Watch(TorchDispatchMode):
         return self._forward[-1] if self._forward else self._backward
 
     @contextmanager
-    def placing(self, kinds: Sequence[Kind], written: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Add context to a WrongSum raised inside: the running module, the module that made one of `kinds` partial, and
-        the parameters in the memory of `written` tensors."""
+    def placing(self, shardings: Sequence[Kind], written: Sequence[Tensor] = ()) -> Iterator[None]:
+        """Add context to a WrongSum raised inside: the running module, the module that made one of `shardings` partial,
+        and the parameters in the memory of `written` tensors."""
         try:
             yield
         except WrongSum as wrong:
             wrong.place = self.place
             wrong.names = wrong.names or [name for x in written for name in self.memory(x).names(*region_of(x))]
-            wrong.since = next((kind.since for kind in kinds if wrong.axis in kind.partial), "")
+            wrong.since = next((sharding.since for sharding in shardings if wrong.axis in sharding.partial), "")
             raise
 
     def __torch_dispatch__(
@@ -278,28 +278,28 @@ class Watch(TorchDispatchMode):
             call = Call(name, given, results, lambda x: self.kind_given(x, selected), elementwise)
             before = call.kinds
             with self.placing(before, results if full.endswith("_") else ()):
-                kinds = kinds_of_results(call)
-            for x, kind in zip(results, kinds, strict=True):
-                self.say(x, self.made(name, x, kind, before, selected), view=views)
+                shardings = kinds_of_results(call)
+            for x, sharding in zip(results, shardings, strict=True):
+                self.say(x, self.made(name, x, sharding, before, selected), view=views)
         return result
 
-    def made(self, name: str, x: Tensor, kind: Kind, before: Sequence[Kind], selected: Selected) -> Kind:
+    def made(self, name: str, x: Tensor, sharding: Kind, before: Sequence[Kind], selected: Selected) -> Kind:
         """Return a result's kind, adjusted for differences from the neighbours' calls, with the module that made it
         partial."""
-        if kind.partial and not kind.since:
-            since = (one.since for one in before if one.partial & kind.partial)
-            kind = replace(kind, since=next(since, self.place))
+        if sharding.partial and not sharding.since:
+            since = (given.since for given in before if given.partial & sharding.partial)
+            sharding = replace(sharding, since=next(since, self.place))
         if name not in EMPTY:
-            kind = kind.loosened(selected.own)
+            sharding = sharding.loosened(selected.own)
         for axis, dim in selected.cuts:
-            kind = kind.loosened([axis]) if dim >= x.dim() else cut_at(kind, dim, axis)
-        return kind
+            sharding = sharding.loosened([axis]) if dim >= x.dim() else cut_at(sharding, dim, axis)
+        return sharding
 
     def _told(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return Part(self.memory(value).number, int(value.storage_offset()), tuple(value.shape))
         if isinstance(value, list | tuple):
-            return tuple(self._told(one) for one in value)
+            return tuple(self._told(element) for element in value)
         # Objects such as generators are compared by type only: objects of two ranks are never equal.
         return value if isinstance(value, int | float | str | None) else type(value).__name__
 
@@ -311,45 +311,50 @@ class Watch(TorchDispatchMode):
             if theirs is None or len(theirs) != len(mine):
                 selected.own |= {neighbour.axis}
                 continue
-            for (argument, value), one, other in zip(given.items(), mine, theirs, strict=True):
-                self._compare_argument(name, argument, value, (one, other), neighbour, given, selected)
+            for (argument, value), local, peer in zip(given.items(), mine, theirs, strict=True):
+                self._compare_argument(name, argument, value, (local, peer), neighbour, given, selected)
         return selected
 
     def _compare_argument(
         self, name: str, argument: str, value: Any, told: tuple[Any, Any], neighbour: Neighbour,
         given: Mapping[str, Any], selected: Selected,
     ) -> None:  # fmt: skip
-        one, other = told
-        if isinstance(one, tuple) and not isinstance(one, Part) and isinstance(other, tuple) and len(one) == len(other):
-            for inner in zip(value, one, other, strict=True):
+        local, peer = told
+        if (
+            isinstance(local, tuple)
+            and not isinstance(local, Part)
+            and isinstance(peer, tuple)
+            and len(local) == len(peer)
+        ):
+            for inner in zip(value, local, peer, strict=True):
                 self._compare_argument(name, argument, inner[0], inner[1:], neighbour, given, selected)
-        elif isinstance(one, Part) and isinstance(other, Part):
+        elif isinstance(local, Part) and isinstance(peer, Part):
             # Storages first seen here existed before the program, and are twins. Storages made separately are `own`.
-            if neighbour.twins.setdefault(one.storage, other.storage) != other.storage or one.sizes != other.sizes:
+            if neighbour.twins.setdefault(local.storage, peer.storage) != peer.storage or local.sizes != peer.sizes:
                 selected.own |= {neighbour.axis}
-            elif one.offset != other.offset:
+            elif local.offset != peer.offset:
                 # A view with another offset in the same memory is this rank's part.
-                selected.parts.append((value, neighbour.axis, other.offset - one.offset))
-        elif one != other and name == "slice" and argument in ("start", "end"):
+                selected.parts.append((value, neighbour.axis, peer.offset - local.offset))
+        elif local != peer and name == "slice" and argument in ("start", "end"):
             selected.cuts |= {(neighbour.axis, int(given.get("dim", 0)) % given["self"].dim())}
-        elif one != other and name == "arange":
+        elif local != peer and name == "arange":
             selected.cuts |= {(neighbour.axis, 0)}
-        elif one != other:
+        elif local != peer:
             selected.own |= {neighbour.axis}
 
     def kind_given(self, x: Tensor, selected: Selected) -> Kind:
         """Return the kind of an argument, cut if neighbours pass other parts of the same memory."""
-        kind = self.kind(x)
+        sharding = self.kind(x)
         for tensor, axis, distance in selected.parts:
-            kind = self._part(x, axis, distance, kind) if tensor is x else kind
-        return kind
+            sharding = self._part(x, axis, distance, sharding) if tensor is x else sharding
+        return sharding
 
-    def _part(self, x: Tensor, axis: str, distance: int, kind: Kind | None = None) -> Kind:
+    def _part(self, x: Tensor, axis: str, distance: int, sharding: Kind | None = None) -> Kind:
         """Return the kind of a view; the view of the axis's next rank begins `distance` elements later."""
-        kind, dim = kind or self.kind(x), part_dim(x, distance)
-        if axis in kind.cut | kind.own | kind.unknown:  # the memory is this rank's part already
-            return kind
-        return kind.loosened([axis]) if dim is None or axis in kind.partial else cut_at(kind, dim, axis)
+        sharding, dim = sharding or self.kind(x), part_dim(x, distance)
+        if axis in sharding.cut | sharding.own | sharding.unknown:  # the memory is this rank's part already
+            return sharding
+        return sharding.loosened([axis]) if dim is None or axis in sharding.partial else cut_at(sharding, dim, axis)
 
     @contextmanager
     def modules(self, model: nn.Module) -> Iterator[None]:
