@@ -96,7 +96,7 @@ def manifests(model: str, ranks: int, folder: Path) -> None:
 def boxes(parts: Parts, pieces: list[Piece], ranks: int) -> Iterator[Row]:
     """The entries of format 2: the boxes of each rank's slice of each place."""
     for piece in pieces:
-        place, length = piece.place, piece.slices.length
+        place, length = piece.region, piece.slices.length
         for rank in range(place.start // length, min(ranks, -(-place.stop // length))):
             for number, part in enumerate(place.clip(rank * length, (rank + 1) * length)):
                 box = {"shape": part.shape, "offsets": part.box.offsets, "lengths": part.box.lengths}

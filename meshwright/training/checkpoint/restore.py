@@ -23,14 +23,15 @@ from meshwright.training.parts import Parts
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's elements, flat, of a `kind` (weight, exp_avg, ...) of a parameter's box, which `place` names.
+    """This rank's elements, flat, of a `kind` (weight, exp_avg, ...) of a parameter's box.
 
-    `first`: the number in the box, row by row, of the first element. `slices`: how ranks share the place's flat memory.
-    The first of these ranks also has pieces without elements, so that this rank can list all pieces.
+    `region`: name, shape and box of the parameter, and the box's range in flat memory. `first`: the number in the box,
+    row by row, of the first element. `slices`: how ranks share the region's flat memory. The first of these ranks also
+    has pieces without elements, so that this rank can list all pieces.
     """
 
     kind: str
-    place: Place
+    region: Place
     tensor: Tensor
     slices: Slices = field(default_factory=Slices)
     first: int = 0

@@ -262,26 +262,26 @@ class CheckpointWriter:
 
 def key_of(piece: Piece) -> str:
     """Return a piece's key in a shard, unique since a rank has at most one box of a parameter."""
-    return f"{piece.kind}/{piece.place.name}"
+    return f"{piece.kind}/{piece.region.name}"
 
 
 def stored_of(piece: Piece, values: Tensor) -> Stored:
     """Convert a piece, with values on the host, for a shard: in the box's shape if the piece is the whole box, else
     flat."""
-    region, whole = piece.place, values.numel() == piece.place.box.num_elements
+    region, whole = piece.region, values.numel() == piece.region.box.num_elements
     held = values.view(region.box.lengths) if whole else values
     return Stored(key_of(piece), f"{piece.kind} of {region.name}", region.shape, region.box, held, piece.first)
 
 
 def runs_of(pieces: Iterable[Piece], mesh: Mesh) -> tuple[Groups, tuple[StoredRun, ...]]:
-    """List this rank's groups and runs. Of the ranks that share a place only the first lists the run.
+    """List this rank's groups and runs. Of the ranks that share a region only the first lists the run.
 
     So a thousand ranks list no more runs than one rank would, and rank 0 reads no more.
     """
     groups: dict[tuple[int, ...], int] = {}
     runs = []
     for piece in pieces:
-        region, axes = piece.place, piece.slices.axes
+        region, axes = piece.region, piece.slices.axes
         if mesh.index(*axes) == 0:
             group = groups.setdefault(mesh.grid.group(mesh.rank, *axes), len(groups))
             start, length = (region.start, piece.slices.length) if axes else (0, region.box.num_elements)
