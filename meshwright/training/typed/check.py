@@ -31,8 +31,8 @@ from meshwright.strategies.data_parallel.strategy import Synchroniser
 from meshwright.training.on_device import AsOnDevice
 from meshwright.training.parts import Parts, build
 from meshwright.training.rank_model import rank_part
-from meshwright.training.typed.kinds import Kind, cut_at, uncut
 from meshwright.training.typed.operators import WrongSum
+from meshwright.training.typed.sharding import Sharding, cut_at, uncut
 from meshwright.training.typed.verbs import typed_mesh
 from meshwright.training.typed.watch import Neighbour, Watch
 
@@ -77,14 +77,14 @@ def step(config: Config, grid: Grid, rank: int, watch: Watch) -> None:
     strategy = parts.strategy
     named = dict(parts.model.named_parameters())
     for name, parameter in named.items():
-        watch.declare(name, parameter, invariant_kind(parts.specs[name], parameter, grid))
+        watch.declare(name, parameter, invariant_sharding(parts.specs[name], parameter, grid))
     for bucket_sum in strategy.sums:
         for region, view in zip(bucket_sum.bucket.places, bucket_sum.bucket.views.values(), strict=True):
-            watch.declare(region.name, view, Kind(uncut(view.shape), constant=True))
+            watch.declare(region.name, view, Sharding(uncut(view.shape), constant=True))
     shapes = chain_of(config).sample_shapes(config)
     whole = {name: torch.zeros(config.micro, *shape, dtype=torch.long, device="meta") for name, shape in shapes.items()}
     for x in whole.values():
-        sharding = Kind(uncut(x.shape))
+        sharding = Sharding(uncut(x.shape))
         for axis in DATA_AXES:
             sharding = cut_at(sharding, 0, axis) if axis in grid.names and grid.size(axis) > 1 else sharding
         watch.say(x, sharding)
@@ -99,9 +99,9 @@ def step(config: Config, grid: Grid, rank: int, watch: Watch) -> None:
         check_gradients(parts, strategy, watch)
 
 
-def invariant_kind(spec: ShardSpec, parameter: nn.Parameter, grid: Grid) -> Kind:
-    """Return the kind declared by a parameter's spec: cut by the spec's axes, whole over all others."""
-    sharding = Kind(uncut(parameter.shape))
+def invariant_sharding(spec: ShardSpec, parameter: nn.Parameter, grid: Grid) -> Sharding:
+    """Return the sharding declared by a parameter's spec: cut by the spec's axes, whole over all others."""
+    sharding = Sharding(uncut(parameter.shape))
     cuts = {axis: shard.dim for axis, shard in spec.placements.items()}
     cuts |= {spec.owner[0]: 0} if spec.owner else {}
     for axis, dim in cuts.items():
@@ -115,8 +115,8 @@ def refused() -> Iterator[None]:
     try:
         yield
     except WrongSum as wrong:
-        subject = f"what {', '.join(wrong.names)} gets" if wrong.names else wrong.place or "the model"
-        since = f" made in {wrong.since}" if wrong.since not in ("", wrong.place) else ""
+        subject = f"what {', '.join(wrong.names)} gets" if wrong.names else wrong.module or "the model"
+        since = f" made in {wrong.since}" if wrong.since not in ("", wrong.module) else ""
         shown = wrong.shown.replace("a partial sum", f"a partial sum{since}")
         raise SumError(f"{subject}: {shown} (axis {wrong.axis}): {wrong.remedy}") from None
 
@@ -125,16 +125,18 @@ def check_gradients(parts: Parts, strategy: Synchroniser, watch: Watch) -> None:
     """Raise SumError unless every gradient read by the optimizer is whole over axes that do not cut the parameter."""
     for bucket_sum in strategy.sums:
         for region in bucket_sum.slot.places:
-            sharding, axes = watch.kind(bucket_sum.total[region.start : region.stop]), parts.specs[region.name].axes
-            check_kind(region.name, axes, sharding, parts.mesh.grid, bucket_sum.slot.part_axes)
+            sharding, axes = watch.sharding(bucket_sum.total[region.start : region.stop]), parts.specs[region.name].axes
+            check_sharding(region.name, axes, sharding, parts.mesh.grid, bucket_sum.slot.part_axes)
 
 
-def check_kind(name: str, cut: Collection[str], sharding: Kind, grid: Grid, sliced: Collection[str] = ()) -> None:
+def check_sharding(
+    name: str, cut: Collection[str], sharding: Sharding, grid: Grid, sliced: Collection[str] = ()
+) -> None:
     """Raise SumError if ranks with the same parameter read different gradients. `cut`: the axes that cut the parameter;
     `sliced`: the axes that shard the optimizer's step."""
     for axis in grid.names:
         word = sharding.word(axis)
-        wrong = ("partial",) if axis in sliced else ("partial", "own", "cut")
+        wrong = ("partial",) if axis in sliced else ("partial", "varying", "cut")
         if axis in cut or sharding.constant or word not in wrong:
             continue
         held = "each rank's own addend" if word == "partial" else "another on each rank"

@@ -1,4 +1,4 @@
-"""Typing rules of torch's operators: the kinds of results from the kinds of inputs.
+"""Typing rules of torch's operators: the shardings of results from the shardings of inputs.
 
 | operators                   | partial inputs                            | a cut dim that is                  |
 |-----------------------------|-------------------------------------------|------------------------------------|
@@ -6,10 +6,10 @@
 | products by elements        | one may be partial, two: refused          | kept                               |
 | other functions of elements | refused: f(a + b) is not f(a) + f(b)      | kept                               |
 | products of matrices, sums  | one may be partial, two: refused          | summed over: the result is partial |
-| maxima, softmax, norms      | refused                                   | reduced over: the result is own    |
+| maxima, softmax, norms      | refused                                   | reduced over: the result varies    |
 | a function's backward pass  | the incoming gradient may be partial      | as forward                         |
 | look-ups with whole indices | stay partial                              | looked up in: the result is partial|
-| unlisted operators          | the result is own                         | the result is own                  |
+| unlisted operators          | the result varies                         | the result varies                  |
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.strategies.memory.recompute import tensors_in
-from meshwright.training.typed.kinds import (
+from meshwright.training.typed.sharding import (
     NONE,
     Axes,
     Dim,
-    Kind,
+    Sharding,
     aligned,
     axes_of,
     broadcast,
@@ -38,12 +38,12 @@ from meshwright.training.typed.kinds import (
 
 class WrongSum(Exception):
     """A missing or repeated sum over `axis`: the symptom (`shown`) and the remedy. `names`: the parameters of the
-    summed gradients; `place`, `since`: the modules of the symptom and of the operator that made the sum partial."""
+    summed gradients; `module`, `since`: the modules of the symptom and of the operator that made the sum partial."""
 
     def __init__(self, axis: str, shown: str, remedy: str, names: Sequence[str] = ()) -> None:
         super().__init__(f"{shown} ({axis})")
         self.axis, self.shown, self.remedy, self.names = axis, shown, remedy, names
-        self.place = self.since = ""
+        self.module = self.since = ""
 
 
 SUM_FIRST = "sum it over the axis first (all_reduce, or reduce_scatter where a part is enough)"
@@ -51,59 +51,59 @@ SUM_FIRST = "sum it over the axis first (all_reduce, or reduce_scatter where a p
 
 @dataclass
 class Call:
-    """An operator's call: arguments by name in torch's schema, results, and a look-up of tensors' kinds.
+    """An operator's call: arguments by name in torch's schema, results, and a look-up of tensors' shardings.
 
-    `inputs`: the tensors among the arguments; `kinds`: the inputs' kinds; `shape`: of the first result.
+    `inputs`: the tensors among the arguments; `shardings`: the inputs' shardings; `shape`: of the first result.
     """
 
     name: str
     given: dict[str, Any]
     results: Sequence[Tensor]
-    kind_of: Callable[[Tensor], Kind]
+    sharding_of: Callable[[Tensor], Sharding]
     elementwise: bool = False
 
     def __post_init__(self) -> None:
         self.shape = self.results[0].shape
         self.inputs = list(tensors_in(value for name, value in self.given.items() if name != "out"))
-        self.kinds = [self.kind_of(x) for x in self.inputs]
+        self.shardings = [self.sharding_of(x) for x in self.inputs]
 
-    def kind(self, name: str) -> Kind:
-        return self.kind_of(self.given[name])
+    def sharding(self, name: str) -> Sharding:
+        return self.sharding_of(self.given[name])
 
-    def number(self, name: str, default: int = 0) -> int:
+    def integer(self, name: str, default: int = 0) -> int:
         return int(self.given.get(name, default))
 
-    def refuse_partial(self, shardings: Iterable[Kind]) -> None:
+    def refuse_partial(self, shardings: Iterable[Sharding]) -> None:
         """Raise WrongSum if an input of this non-linear operator is partial; integers and masks are exempt."""
         if self.results[0].is_floating_point():
             refuse_partial(shardings, self.name)
 
 
-Rule = Callable[[Call], Kind | list[Kind]]
+Rule = Callable[[Call], Sharding | list[Sharding]]
 
 
-def kinds_of_results(call: Call) -> list[Kind]:
-    """Return the kind of every result. Raises WrongSum."""
+def shardings_of_results(call: Call) -> list[Sharding]:
+    """Return the sharding of every result. Raises WrongSum."""
     if rule := RULES.get(call.name) or (function if call.elementwise else None):
         made = rule(call)
         return made if isinstance(made, list) else [made] * len(call.results)
-    if all(sharding.constant for sharding in call.kinds):
+    if all(sharding.constant for sharding in call.shardings):
         return of_numbers(call)
-    return [_loose(call.kinds, x.shape) for x in call.results]
+    return [_loose(call.shardings, x.shape) for x in call.results]
 
 
-def of_numbers(call: Call) -> list[Kind]:
-    return [Kind(uncut(x.shape), constant=True) for x in call.results]
+def of_numbers(call: Call) -> list[Sharding]:
+    return [Sharding(uncut(x.shape), constant=True) for x in call.results]
 
 
-def _loose(shardings: Sequence[Kind], shape: Sequence[int]) -> Kind:
-    """Return the kind of a result without a known rule: axes with cut or partial inputs become `own`."""
+def _loose(shardings: Sequence[Sharding], shape: Sequence[int]) -> Sharding:
+    """Return the sharding of a result without a known rule: axes with cut or partial inputs become `varying`."""
     return joined(shardings, uncut(shape), NONE.union(*(sharding.cut | sharding.partial for sharding in shardings)))
 
 
-def add(shardings: Sequence[Kind], shape: Sequence[int]) -> Kind:
+def add(shardings: Sequence[Sharding], shape: Sequence[int]) -> Sharding:
     partial = NONE.union(*(sharding.partial for sharding in shardings))
-    loose = NONE.union(*(sharding.own | sharding.unknown for sharding in shardings))
+    loose = NONE.union(*(sharding.varying | sharding.unknown for sharding in shardings))
     for axis in sorted(partial - loose):
         for sharding in shardings:
             if not sharding.constant and axis not in sharding.partial:
@@ -114,10 +114,10 @@ def add(shardings: Sequence[Kind], shape: Sequence[int]) -> Kind:
     return joined(shardings, dims, lost, partial)
 
 
-def multiply(shardings: Sequence[Kind], shape: Sequence[int]) -> Kind:
+def multiply(shardings: Sequence[Sharding], shape: Sequence[int]) -> Sharding:
     """Type a product, which is linear in each factor."""
     partial: Axes = NONE
-    loose = NONE.union(*(sharding.own | sharding.unknown for sharding in shardings))
+    loose = NONE.union(*(sharding.varying | sharding.unknown for sharding in shardings))
     for sharding in shardings:
         for axis in sorted(partial & sharding.partial - loose):
             raise WrongSum(axis, "two partial sums are multiplied", SUM_FIRST)
@@ -127,60 +127,60 @@ def multiply(shardings: Sequence[Kind], shape: Sequence[int]) -> Kind:
     return joined(shardings, dims, lost | (partial & cut), partial)
 
 
-def refuse_partial(shardings: Iterable[Kind], name: str) -> None:
+def refuse_partial(shardings: Iterable[Sharding], name: str) -> None:
     shardings = list(shardings)
-    loose = NONE.union(*(sharding.own | sharding.unknown for sharding in shardings))
+    loose = NONE.union(*(sharding.varying | sharding.unknown for sharding in shardings))
     for axis in sorted(NONE.union(*(sharding.partial for sharding in shardings)) - loose):
         raise WrongSum(axis, f"{name.strip('_')}, which is not linear, is taken of a partial sum", SUM_FIRST)
 
 
-def function(call: Call) -> Kind:
+def function(call: Call) -> Sharding:
     """Type a non-linear function of elements."""
-    shardings = call.kinds
+    shardings = call.shardings
     call.refuse_partial(shardings)
     dims, lost = broadcast(shardings, call.shape)
     return joined(shardings, dims, lost.union(*(sharding.partial for sharding in shardings)))
 
 
-def sums(call: Call) -> Kind:
+def sums(call: Call) -> Sharding:
     if len(call.inputs) == 1 and call.given.get("other"):
-        for axis in sorted(call.kinds[0].partial):
+        for axis in sorted(call.shardings[0].partial):
             raise WrongSum(axis, "a number is added to a partial sum, once on every rank", SUM_FIRST)
-    return add(call.kinds, call.shape)
+    return add(call.shardings, call.shape)
 
 
-def filled(call: Call) -> Kind:
-    sharding, mask = call.kinds[:2]
+def filled(call: Call) -> Sharding:
+    sharding, mask = call.shardings[:2]
     value = call.given["value"]
     if not isinstance(value, Tensor) and value != 0:
         refuse_partial([sharding], "a mask's value")
     return multiply([sharding, mask], call.shape)
 
 
-def copied(call: Call) -> Kind:
+def copied(call: Call) -> Sharding:
     """Type a copy: the last input, or a number (fill), is written over the first input."""
     if len(call.inputs) == 1:
-        return Kind(uncut(call.shape), constant=True)
-    source = call.kind_of(call.inputs[-1])
+        return Sharding(uncut(call.shape), constant=True)
+    source = call.sharding_of(call.inputs[-1])
     dims, lost = broadcast([source], call.shape)
     return joined([source], dims, lost, source.partial)
 
 
-def linear_in_first(call: Call) -> Kind:
+def linear_in_first(call: Call) -> Sharding:
     """Type a division, or a backward pass of a function of elements or of a softmax along `dim`: both are linear in
     the first input."""
-    first, *others = call.kinds
+    first, *others = call.shardings
     refuse_partial(others, "division" if call.name == "div" else call.name)
     made = multiply([first, *others], call.shape)
     if "softmax" not in call.name:
         return made
-    return made.loosened(axes_of(others[0].dims[call.number("dim", -1) % len(others[0].dims)]))
+    return made.loosened(axes_of(others[0].dims[call.integer("dim", -1) % len(others[0].dims)]))
 
 
-def product(a: Kind, b: Kind, summed: Sequence[Dim], dims: Sequence[Dim]) -> Kind:
+def product(a: Sharding, b: Sharding, summed: Sequence[Dim], dims: Sequence[Dim]) -> Sharding:
     """Type a sum of products over the dims `summed`; `dims`: the result's."""
     over = axes_of(*summed)
-    loose = a.own | b.own | a.unknown | b.unknown
+    loose = a.varying | b.varying | a.unknown | b.unknown
     for axis in sorted(a.partial & b.partial - loose):
         raise WrongSum(axis, "two partial sums are multiplied", SUM_FIRST)
     partial = a.partial | b.partial
@@ -191,9 +191,9 @@ def product(a: Kind, b: Kind, summed: Sequence[Dim], dims: Sequence[Dim]) -> Kin
     return joined([a, b], tuple(dims), lost, partial | over)
 
 
-def matrices(call: Call) -> Kind:
+def matrices(call: Call) -> Sharding:
     """Type a @ b; for addmm, addmv and baddbmm: beta * self + a @ b."""
-    *addend, a, b = call.kinds
+    *addend, a, b = call.shardings
     if len(a.dims) == 2:
         made = product(a, b, [a.dims[1], b.dims[0]], [a.dims[0], *b.dims[1:]])
     elif batch := aligned(a.dims[0], b.dims[0]):
@@ -203,17 +203,17 @@ def matrices(call: Call) -> Kind:
     return add([*addend, made], call.shape) if addend and call.given.get("beta", 1) != 0 else made
 
 
-def without(sharding: Kind, reduced: Sequence[int], shape: Sequence[int], partial: Axes, lost: Axes) -> Kind:
-    """Return the kind without the `reduced` dims; with keepdim (dims as in `shape`) they stay with length 1."""
+def without(sharding: Sharding, reduced: Sequence[int], shape: Sequence[int], partial: Axes, lost: Axes) -> Sharding:
+    """Return the sharding without the `reduced` dims; with keepdim (dims as in `shape`) they stay with length 1."""
     dims = [dim for position, dim in enumerate(sharding.dims) if position not in reduced]
     if len(shape) == len(sharding.dims):
         dims = [((1, NONE),) if at in reduced else dim for at, dim in enumerate(sharding.dims)]
     return joined([sharding], tuple(dims), lost, sharding.partial | partial)
 
 
-def reduced(call: Call) -> list[Kind]:
+def reduced(call: Call) -> list[Sharding]:
     """Type a reduction: linear (a sum, a mean) or non-linear (a maximum, a norm, a variance)."""
-    sharding, dim, linear = call.kinds[0], call.given.get("dim"), call.name in ("sum", "mean")
+    sharding, dim, linear = call.shardings[0], call.given.get("dim"), call.name in ("sum", "mean")
     if not linear:
         call.refuse_partial([sharding])
     every = range(len(sharding.dims))
@@ -224,36 +224,36 @@ def reduced(call: Call) -> list[Kind]:
     return [without(sharding, gone, x.shape, partial, lost) for x in call.results]
 
 
-def along(call: Call) -> list[Kind]:
+def along(call: Call) -> list[Sharding]:
     """Type a function of rows along `dim`: softmax, sorting."""
-    sharding = call.kinds[0]
+    sharding = call.shardings[0]
     call.refuse_partial([sharding])
-    at = call.number("dim", -1) % len(sharding.dims)
+    at = call.integer("dim", -1) % len(sharding.dims)
     loose = sharding.loosened(axes_of(sharding.dims[at]) | sharding.partial)
     # topk shortens the row.
     return [_resized(loose, at, x.shape[at]) for x in call.results]
 
 
-def _resized(sharding: Kind, at: int, size: int) -> Kind:
-    """Return the kind with another length of the dim `at`; the dim's factors become one."""
+def _resized(sharding: Sharding, at: int, size: int) -> Sharding:
+    """Return the sharding with another length of the dim `at`; the dim's factors become one."""
     dims = [*sharding.dims]
     dims[at] = ((size, axes_of(dims[at])),)
     return replace(sharding, dims=tuple(dims))
 
 
-def transposed(call: Call) -> Kind:
-    sharding = call.kinds[0]
+def transposed(call: Call) -> Sharding:
+    sharding = call.shardings[0]
     order = list(range(len(sharding.dims)))
     if call.name == "permute":
         order = [at % len(order) for at in call.given["dims"]]
     elif len(order) > 1:
-        first, second = (call.number("dim0", 0) % len(order), call.number("dim1", 1) % len(order))
+        first, second = (call.integer("dim0", 0) % len(order), call.integer("dim1", 1) % len(order))
         order[first], order[second] = order[second], order[first]
     return replace(sharding, dims=tuple(sharding.dims[at] for at in order))
 
 
-def expanded(call: Call) -> Kind:
-    sharding, shape = call.kinds[0], call.shape
+def expanded(call: Call) -> Sharding:
+    sharding, shape = call.shardings[0], call.shape
     dims: list[Dim] = [((size, NONE),) for size in shape[: len(shape) - len(sharding.dims)]]
     before = call.inputs[0].shape
     for dim, old, new in zip(sharding.dims, before, shape[len(dims) :], strict=True):
@@ -261,24 +261,24 @@ def expanded(call: Call) -> Kind:
     return replace(sharding, dims=tuple(dims))
 
 
-def inserted(call: Call) -> Kind:
+def inserted(call: Call) -> Sharding:
     """Type a new dim: unsqueeze, or the gradient of select, which is zero except at the selected index."""
-    sharding = call.kinds[0]
-    at = call.number("dim") % len(call.shape)
+    sharding = call.shardings[0]
+    at = call.integer("dim") % len(call.shape)
     return replace(sharding, dims=(*sharding.dims[:at], ((call.shape[at], NONE),), *sharding.dims[at:]))
 
 
-def selected(call: Call) -> Kind:
+def selected(call: Call) -> Sharding:
     """Type one index of a dim (select), or each (unbind). If the dim is cut, every rank has another index."""
-    sharding = call.kinds[0]
-    at = call.number("dim") % len(sharding.dims)
+    sharding = call.shardings[0]
+    at = call.integer("dim") % len(sharding.dims)
     loose = sharding.loosened(axes_of(sharding.dims[at]))
     return replace(loose, dims=loose.dims[:at] + loose.dims[at + 1 :])
 
 
-def resized(call: Call) -> list[Kind]:
+def resized(call: Call) -> list[Sharding]:
     """Type dims shortened (slice, split) or padded with zeros."""
-    made, given = [], call.kinds[0]
+    made, given = [], call.shardings[0]
     for x in call.results:
         sharding = given
         for at, (old, new) in enumerate(zip(call.inputs[0].shape, x.shape, strict=True)):
@@ -287,17 +287,17 @@ def resized(call: Call) -> list[Kind]:
     return made
 
 
-def concatenated(call: Call) -> Kind:
-    """Type a concatenation; an axis with addends in some tensors and whole values in others becomes `own`."""
+def concatenated(call: Call) -> Sharding:
+    """Type a concatenation; an axis with addends in some tensors and whole values in others becomes `varying`."""
     tensors = [x for x in call.inputs if x.dim() == call.inputs[-1].dim()]
-    shardings = [call.kind_of(x) for x in tensors]
+    shardings = [call.sharding_of(x) for x in tensors]
     if call.name == "stack":
-        at = call.number("dim") % (len(shardings[0].dims) + 1)
+        at = call.integer("dim") % (len(shardings[0].dims) + 1)
         shardings = [
             replace(sharding, dims=(*sharding.dims[:at], ((1, NONE),), *sharding.dims[at:])) for sharding in shardings
         ]
     else:
-        at = call.number("dim") % len(shardings[0].dims)
+        at = call.integer("dim") % len(shardings[0].dims)
     solid = [sharding for sharding in shardings if not sharding.constant] or shardings
     partial = NONE.union(*(sharding.partial for sharding in shardings))
     lost = NONE.union(*(partial - sharding.partial for sharding in solid))
@@ -309,69 +309,69 @@ def concatenated(call: Call) -> Kind:
     return joined(shardings, tuple(dims), lost, partial)
 
 
-def looked_up(call: Call) -> Kind:
+def looked_up(call: Call) -> Sharding:
     """Type rows of a table, or the table's gradient. If an axis cuts the table, each rank looks up local rows and masks
     the others."""
-    ids = call.kind("indices")
+    ids = call.sharding("indices")
     if call.name == "embedding":
-        table = call.kind("weight")
+        table = call.sharding("weight")
         return product(table, ids, [table.dims[0]], [*ids.dims, table.dims[1]])
-    gradient = call.kind("grad_output")
+    gradient = call.sharding("grad_output")
     return product(gradient, ids, [*gradient.dims[:-1], *ids.dims], [((call.shape[0], NONE),), gradient.dims[-1]])
 
 
-def gathered(call: Call) -> Kind:
-    sharding, ids = call.kind("self"), call.kind("index")
-    at = call.number("dim") % len(sharding.dims)
+def gathered(call: Call) -> Sharding:
+    sharding, ids = call.sharding("self"), call.sharding("index")
+    at = call.integer("dim") % len(sharding.dims)
     over = axes_of(sharding.dims[at])
     dims, lost = broadcast([ids], call.shape)
     others = axes_of(*sharding.dims[:at], *sharding.dims[at + 1 :])
     return joined(
         [sharding, ids],
         dims,
-        lost | (others - ids.cut) | (over & (ids.cut | ids.partial | ids.own | ids.unknown)),
+        lost | (others - ids.cut) | (over & (ids.cut | ids.partial | ids.varying | ids.unknown)),
         sharding.partial | over,
     )
 
 
-def rows_added(call: Call) -> Kind:
+def rows_added(call: Call) -> Sharding:
     """Type self[index] += source along `dim`: source's rows are summed."""
-    source, ids = call.kind("source"), call.kind("index")
-    at = call.number("dim") % len(source.dims)
+    source, ids = call.sharding("source"), call.sharding("index")
+    at = call.integer("dim") % len(source.dims)
     dims = [*source.dims]
     over = axes_of(dims[at]) | ids.cut
     dims[at] = ((call.shape[at], NONE),)
-    return add([call.kind("self"), joined([source, ids], tuple(dims), NONE, source.partial | over)], call.shape)
+    return add([call.sharding("self"), joined([source, ids], tuple(dims), NONE, source.partial | over)], call.shape)
 
 
-def put(call: Call) -> Kind:
+def put(call: Call) -> Sharding:
     """Type self[indices] = values, or += with `accumulate`."""
-    values = call.kind("values")
-    indices = [call.kind_of(x) for x in tensors_in(call.given["indices"])]
+    values = call.sharding("values")
+    indices = [call.sharding_of(x) for x in tensors_in(call.given["indices"])]
     if not call.given.get("accumulate"):
-        return _loose([call.kind("self"), values, *indices], call.shape)
+        return _loose([call.sharding("self"), values, *indices], call.shape)
     over = values.cut.union(*(ids.cut for ids in indices))
     rows = joined([values, *indices], uncut(call.shape), NONE, values.partial | over)
-    return add([call.kind("self"), rows], call.shape)
+    return add([call.sharding("self"), rows], call.shape)
 
 
-def scattered(call: Call) -> Kind:
+def scattered(call: Call) -> Sharding:
     """Type values written over indices of each row along `dim`."""
-    at = call.number("dim") % len(call.shape)
-    lost = NONE.union(*(axes_of(sharding.dims[at]) | sharding.partial for sharding in call.kinds))
-    shardings = [_resized(sharding, at, call.shape[at]) for sharding in call.kinds]
+    at = call.integer("dim") % len(call.shape)
+    lost = NONE.union(*(axes_of(sharding.dims[at]) | sharding.partial for sharding in call.shardings))
+    shardings = [_resized(sharding, at, call.shape[at]) for sharding in call.shardings]
     dims, apart = broadcast(shardings, call.shape)
     return joined(shardings, dims, lost | apart)
 
 
-def norm_forward(call: Call) -> list[Kind]:
+def norm_forward(call: Call) -> list[Sharding]:
     """Type a layer or group norm, and the statistics."""
-    sharding = call.kinds[0]
-    refuse_partial(call.kinds, call.name)
+    sharding = call.shardings[0]
+    refuse_partial(call.shardings, call.name)
     cut = axes_of(sharding.dims[-1]) if call.name == "native_layer_norm" else axes_of(*sharding.dims[2:])
     dims, lost = broadcast([sharding], call.shape)
     made = joined([sharding], dims, lost | sharding.partial).loosened(cut)
-    made = joined([made, *call.kinds[1:]], made.dims)
+    made = joined([made, *call.shardings[1:]], made.dims)
     shardings = [made]
     for x in call.results[1:]:  # statistics: the dims with another length and the same cuts; a length of 1 has none
         pairs = zip(made.dims, x.shape, strict=False)
@@ -380,9 +380,9 @@ def norm_forward(call: Call) -> list[Kind]:
     return shardings
 
 
-def norm_backward(call: Call) -> list[Kind]:
+def norm_backward(call: Call) -> list[Sharding]:
     """Type the gradients of a norm's input, weight and bias."""
-    gradient, x, *others = call.kinds[:2] + [sharding for sharding in call.kinds[2:] if len(sharding.dims) == 1]
+    gradient, x, *others = call.shardings[:2] + [sharding for sharding in call.shardings[2:] if len(sharding.dims) == 1]
     refuse_partial([x, *others], call.name)
     dx = multiply([gradient, x], call.inputs[1].shape)
     last = len(dx.dims) - 1 if call.name == "native_layer_norm_backward" else 1
@@ -392,9 +392,9 @@ def norm_backward(call: Call) -> list[Kind]:
     return [dx, dweight, dweight][: len(call.results)]
 
 
-def attended(call: Call) -> list[Kind]:
+def attended(call: Call) -> list[Sharding]:
     """Type softmax(q kᵀ) v, [B, A, T, E]. Under context parallelism keys and values are gathered before."""
-    query, key, value = call.kinds[:3]
+    query, key, value = call.shardings[:3]
     refuse_partial([query, key], "attention's softmax")
     lost = _keys_apart(query, key, value)
     dims = [*query.dims[:3], value.dims[3]]
@@ -402,7 +402,7 @@ def attended(call: Call) -> list[Kind]:
     return [made, *(replace(made, dims=made.dims[: x.dim()]) for x in call.results[1:])]
 
 
-def _keys_apart(query: Kind, key: Kind, value: Kind) -> Axes:
+def _keys_apart(query: Sharding, key: Sharding, value: Sharding) -> Axes:
     """Return the axes that cut keys differently from queries, or inside a head."""
     apart = axes_of(query.dims[3], key.dims[3], key.dims[2], value.dims[2])
     for position in (0, 1):
@@ -411,8 +411,8 @@ def _keys_apart(query: Kind, key: Kind, value: Kind) -> Axes:
     return apart
 
 
-def attended_backward(call: Call) -> list[Kind]:
-    gradient, query, key, value = call.kinds[:4]
+def attended_backward(call: Call) -> list[Sharding]:
+    gradient, query, key, value = call.shardings[:4]
     refuse_partial([query, key, value], "attention's softmax")
     lost, over = _keys_apart(query, key, value), axes_of(query.dims[2])
     shardings, partial = [gradient, query, key, value], gradient.partial
@@ -421,11 +421,11 @@ def attended_backward(call: Call) -> list[Kind]:
     return [dq, *(joined(shardings, sharding.dims, lost, partial | over) for sharding in (key, value))]
 
 
-def convolved(call: Call) -> Kind:
+def convolved(call: Call) -> Sharding:
     """Type a convolution of [B, C, ...] by [O, C/groups, ...]."""
-    x, weight, *bias = call.kinds
+    x, weight, *bias = call.shardings
     space = axes_of(*x.dims[2:], *weight.dims[2:])
-    grouped = call.number("groups", 1) > 1
+    grouped = call.integer("groups", 1) > 1
     summed_dims = [weight.dims[1], *([] if grouped else [x.dims[1]])]
     out = uncut(call.shape)
     made = product(x, weight, summed_dims, [x.dims[0], weight.dims[0], *out[2:]]).loosened(space)
@@ -434,9 +434,9 @@ def convolved(call: Call) -> Kind:
     return add([made, replace(bias[0], dims=(bias[0].dims[0], *(((1, NONE),) for _ in out[2:])))], call.shape)
 
 
-def convolved_backward(call: Call) -> list[Kind]:
-    gradient, x, weight = call.kinds[:3]
-    grouped = call.number("groups", 1) > 1
+def convolved_backward(call: Call) -> list[Sharding]:
+    gradient, x, weight = call.shardings[:3]
+    grouped = call.integer("groups", 1) > 1
     space = axes_of(*x.dims[2:], *weight.dims[2:], *gradient.dims[2:])
     channels = [] if grouped else [gradient.dims[1]]
     dx = product(gradient, weight, channels, x.dims).loosened(space)
@@ -445,16 +445,16 @@ def convolved_backward(call: Call) -> list[Kind]:
     return [sharding for sharding, asked in zip((dx, dw, db), call.given["output_mask"], strict=True) if asked]
 
 
-def dropped(call: Call) -> list[Kind]:
+def dropped(call: Call) -> list[Sharding]:
     """Type dropout: ranks with equal values draw equal masks, since the step seeds the generators."""
-    return [call.kinds[0], Kind(uncut(call.results[-1].shape), constant=True)][: len(call.results)]
+    return [call.shardings[0], Sharding(uncut(call.results[-1].shape), constant=True)][: len(call.results)]
 
 
-def losses(call: Call) -> list[Kind]:
+def losses(call: Call) -> list[Sharding]:
     """Type nll_loss of log-probabilities [N, V], or the gradient."""
-    sharding, labels = call.kind("self"), call.kind("target")
+    sharding, labels = call.sharding("self"), call.sharding("target")
     if call.name == "nll_loss_backward":
-        gradient = call.kind("grad_output")
+        gradient = call.sharding("grad_output")
         return [joined([gradient, sharding, labels], sharding.dims, axes_of(sharding.dims[-1]), gradient.partial)]
     dims, over = ((sharding.dims[0],), NONE) if call.results[0].dim() else ((), axes_of(sharding.dims[0]))
     made = joined([sharding, labels], dims, axes_of(sharding.dims[-1]), sharding.partial | over)
@@ -468,22 +468,22 @@ _ROWS: dict[str, Rule] = {
         rand_like randn_like linspace eye
     """: of_numbers,
     "add sub rsub": sums,
-    "neg clone _to_copy positive detach alias lift_fresh": lambda call: call.kinds[0],
+    "neg clone _to_copy positive detach alias lift_fresh": lambda call: call.shardings[0],
     "copy fill": copied,
-    "mul": lambda call: multiply(call.kinds, call.shape),
+    "mul": lambda call: multiply(call.shardings, call.shape),
     "div": linear_in_first, "masked_fill": filled,
-    "where": lambda call: multiply([call.kinds[0], add(call.kinds[1:], call.shape)], call.shape),
+    "where": lambda call: multiply([call.shardings[0], add(call.shardings[1:], call.shape)], call.shape),
     # self + value * tensor1 * tensor2
     "addcmul": lambda call: add(
-        [call.kind("self"), multiply([call.kind("tensor1"), call.kind("tensor2")], call.shape)], call.shape
+        [call.sharding("self"), multiply([call.sharding("tensor1"), call.sharding("tensor2")], call.shape)], call.shape
     ),
     "mm mv bmm addmm addmv baddbmm": matrices,
     """
         sum mean amax amin max min argmax argmin logsumexp var std var_mean linalg_vector_norm norm prod any all
     """: reduced,
     "softmax _softmax _log_softmax log_softmax _safe_softmax sort topk": along,
-    "cumsum": lambda call: call.kinds[0].loosened(axes_of(call.kinds[0].dims[call.number("dim")])),
-    "view _unsafe_view squeeze": lambda call: reshaped(call.kinds[0], call.shape),
+    "cumsum": lambda call: call.shardings[0].loosened(axes_of(call.shardings[0].dims[call.integer("dim")])),
+    "view _unsafe_view squeeze": lambda call: reshaped(call.shardings[0], call.shape),
     "t transpose permute": transposed,
     "expand": expanded,
     "unsqueeze select_backward": inserted,

@@ -2,10 +2,10 @@
 
 | verb                             | takes                       | gives                                               |
 |----------------------------------|-----------------------------|-----------------------------------------------------|
-| all_reduce                       | partial, own, unknown       | whole                                               |
-| reduce_scatter, reduce           | partial, own, unknown       | own: each rank's part; the root's sum               |
+| all_reduce                       | partial, varying, unknown   | whole                                               |
+| reduce_scatter, reduce           | partial, varying, unknown   | varying: each rank's part; the root's sum           |
 | all_gather, broadcast            | anything                    | whole                                               |
-| scatter, gather, all_to_all      | anything                    | own                                                 |
+| scatter, gather, all_to_all      | anything                    | varying                                             |
 | exchange, receive                | anything                    | unknown: a ring's turns are not followed            |
 
 A sum of whole tensors counts the value once a rank, and a sum of cut tensors adds different parts: both are refused.
@@ -23,27 +23,27 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import Mailbox
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.transport import Transport
-from meshwright.training.typed.kinds import Axes, Kind, length, uncut
 from meshwright.training.typed.operators import WrongSum
+from meshwright.training.typed.sharding import Axes, Sharding, length, uncut
 from meshwright.training.typed.watch import Watch
 
 
 class TypedComm(SoloComm):
-    """A group with verbs that send nothing and set the kinds of results. `axes`: the mesh axes of the group; `others`:
-    the other axes."""
+    """A group with verbs that send nothing and set the shardings of results. `axes`: the mesh axes of the group;
+    `others`: the other axes."""
 
     def __init__(self, group: RankGroup, watch: Watch, axes: Axes, others: Axes) -> None:
         super().__init__(group)
         self.watch, self.axes, self.others = watch, axes, others
-        self._given: dict[torch.Size, Kind] = {}
-        """Kinds of the tensors that this rank has broadcast, by shape."""
+        self._given: dict[torch.Size, Sharding] = {}
+        """Shardings of the tensors that this rank has broadcast, by shape."""
 
     def _addends(self, x: Tensor) -> None:
         """Raise WrongSum if the tensor is whole or cut over an axis of the group."""
         if not self.axes:  # groups that are no mesh axis (a pipeline's ends, copies of heads): addends differ
             return
 
-        def look(sharding: Kind, names: list[str]) -> Kind:
+        def look(sharding: Sharding, names: list[str]) -> Sharding:
             for axis in sorted(self.axes):
                 word = "whole" if sharding.constant else sharding.word(axis)
                 if word == "whole" and not sharding.constant:
@@ -55,7 +55,7 @@ class TypedComm(SoloComm):
                     raise WrongSum(axis, shown, remedy, names)
             return sharding
 
-        with self.watch.placing([self.watch.kind(x)]):
+        with self.watch.placing([self.watch.sharding(x)]):
             self.watch.change(x, look)
 
     def _sum(self, x: Tensor, root: int | None) -> Work:
@@ -67,7 +67,7 @@ class TypedComm(SoloComm):
     def _reduce_scatter(self, out: Tensor, x: Tensor, _: object = None, /) -> Done:
         self._meet("reduce_scatter", out, x)
         self._addends(x)
-        sharding = self.watch.kind(x)
+        sharding = self.watch.sharding(x)
         self.watch.say(out, _flat(sharding, out).loosened(self.axes))
         return DONE
 
@@ -75,15 +75,15 @@ class TypedComm(SoloComm):
         if root is not None:
             return self._give("gather", x, shard)
         self._meet("all_gather", x, shard)
-        sharding = self.watch.kind(shard)
+        sharding = self.watch.sharding(shard)
         row = sharding.settled(self.axes)
-        if list(x.shape[1:]) == list(map(length, row.dims)):  # x: [n, *shape], each row of this kind
+        if list(x.shape[1:]) == list(map(length, row.dims)):  # x: [n, *shape], each row of this sharding
             dims = ((x.shape[0], frozenset[str]()),), *row.dims
-            self.watch.say(x, Kind(dims, row.partial, row.own, row.unknown, row.constant))
+            self.watch.say(x, Sharding(dims, row.partial, row.varying, row.unknown, row.constant))
         else:
             self.watch.say(x, row.shaped(x.shape))
         if sharding.constant:
-            # Parameters with gathered slices have the declared kinds again.
+            # Parameters with gathered slices have the declared shardings again.
             for _, parameter, declared in self.watch.memory(x).declared:
                 self.watch.say(parameter, declared)
         return DONE
@@ -92,12 +92,12 @@ class TypedComm(SoloComm):
         self._meet("broadcast", x)
         if root == self.index:
             self.watch.change(x, lambda sharding, _: sharding.settled(self.axes))
-            self._given[x.shape] = self.watch.kind(x)
+            self._given[x.shape] = self.watch.sharding(x)
         elif self.size > 1:
-            # The root's tensor is not on this rank. Its kind is assumed equal to a tensor of the same shape that this
-            # rank has broadcast as root. Without such a tensor, an untouched buffer may receive any kind.
-            sharding = self._given.get(x.shape, self.watch.kind(x))
-            unseen = Kind(uncut(x.shape), unknown=self.others)
+            # The root's tensor is not on this rank. Its sharding is assumed equal to a tensor of the same shape that
+            # this rank has broadcast as root. Without such a tensor, an untouched buffer may receive any sharding.
+            sharding = self._given.get(x.shape, self.watch.sharding(x))
+            unseen = Sharding(uncut(x.shape), unknown=self.others)
             self.watch.say(x, unseen if sharding.constant else sharding.settled(self.axes))
         return DONE
 
@@ -116,15 +116,15 @@ class TypedComm(SoloComm):
         into = received[0][0]
         x = sent[0][0] if sent else into
         self._meet("exchange", into, x)
-        sharding = _flat(self.watch.kind(x), into).settled(self.axes)
-        self.watch.say(into, Kind(sharding.dims, sharding.partial, sharding.own, sharding.unknown | self.axes))
+        sharding = _flat(self.watch.sharding(x), into).settled(self.axes)
+        self.watch.say(into, Sharding(sharding.dims, sharding.partial, sharding.varying, sharding.unknown | self.axes))
         return DONE
 
     def _give(self, verb: str, out: Tensor, x: Tensor) -> Done:
         """Type a verb that leaves different values on the ranks of the group."""
         self._meet(verb, out, x)
         # A rank without a part, such as a worker's side of a gather, may pass an empty tensor.
-        sharding = self.watch.kind(x) if x.numel() else Kind(uncut(out.shape), constant=True)
+        sharding = self.watch.sharding(x) if x.numel() else Sharding(uncut(out.shape), constant=True)
         self.watch.say(out, _flat(sharding, out).loosened(self.axes))
         return DONE
 
@@ -133,8 +133,8 @@ class TypedComm(SoloComm):
             self.watch.meet(f"{verb} over {self.axis}", *tensors)
 
 
-def _flat(sharding: Kind, like: Tensor) -> Kind:
-    """Return the kind in the shape of `like`; if the shapes differ, axes that cut a dim become `own`."""
+def _flat(sharding: Sharding, like: Tensor) -> Sharding:
+    """Return the sharding in the shape of `like`; if the shapes differ, axes that cut a dim become `varying`."""
     return sharding if list(map(length, sharding.dims)) == list(like.shape) else sharding.shaped(like.shape)
 
 
@@ -155,6 +155,6 @@ class TypedTransport(Transport):
 
 
 def typed_mesh(grid: Grid, rank: int, token_axes: tuple[str, ...], watch: Watch) -> Mesh:
-    """Build a rank's mesh of a job that does not run. Verbs on the mesh record kinds of results in `watch`."""
+    """Build a rank's mesh of a job that does not run. Verbs on the mesh record shardings of results in `watch`."""
     transport = TypedTransport(watch, grid)
     return Mesh(grid, rank, torch.device("meta"), transport, token_axes, grid.world_size)

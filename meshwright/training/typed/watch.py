@@ -1,11 +1,12 @@
-"""A watch of the tensors in a rank's program on the meta device: the kind of each, from operator to operator.
+"""A watch of the tensors in a rank's program on the meta device: the sharding of each, from operator to operator.
 
-A kind is stored by a tensor's place in memory (storage, offset, sizes, strides), not by the tensor object: autograd
-returns new objects for saved tensors, and a bucket is read through many views. A region has the kind of its last write.
+A sharding is stored by a tensor's place in memory (storage, offset, sizes, strides), not by the tensor object: autograd
+returns new objects for saved tensors, and a bucket is read through many views. A region has the sharding of its last
+write.
 
 Python's numbers are not followed: a rank slices a batch by the rank index, which operators do not show. So the program
 of a neighbour on each axis is recorded first, and compared while this rank's program runs. A slice with another start
-is a cut; a different number makes the result `own`.
+is a cut; a different number makes the result `varying`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.strategies.memory.recompute import tensors_in
-from meshwright.training.typed.kinds import NONE, Axes, Kind, axes_of, cut_at, joined, reshaped, uncut
-from meshwright.training.typed.operators import Call, WrongSum, kinds_of_results
+from meshwright.training.typed.operators import Call, WrongSum, shardings_of_results
+from meshwright.training.typed.sharding import NONE, Axes, Sharding, axes_of, cut_at, joined, reshaped, uncut
 
 Shape = tuple[int, tuple[int, ...], tuple[int, ...]]
 """A tensor's place in the storage: offset, sizes, strides."""
@@ -32,18 +33,18 @@ Told = tuple[Any, ...]
 """Arguments: numbers as they are, tensors as Parts."""
 
 Seen = tuple[str, Told, tuple[int, ...]]
-"""An operator or a collective: name, arguments, and the numbers of the results' storages."""
+"""An operator or a collective: name, arguments, and the indices of the results' storages."""
 
 
 class Part(NamedTuple):
-    """A tensor: number of the storage, offset in the storage, and sizes."""
+    """A tensor: index of the storage, offset in the storage, and sizes."""
 
     storage: int
     offset: int
     sizes: tuple[int, ...]
 
 
-PLACE = "meshwright_module"
+MODULE = "meshwright_module"
 """The key, in an autograd node's metadata, of the module that made the node."""
 
 
@@ -68,21 +69,21 @@ def region_of(x: Tensor) -> tuple[int, int]:
 
 @dataclass
 class Memory:
-    """The kinds in one storage. `writes`: (start, stop, kind, time), the newest last. `known`: (kind, time) by
-    shape."""
+    """The shardings in one storage. `writes`: (start, stop, sharding, time), the newest last. `known`: (sharding,
+    time) by shape."""
 
-    number: int
+    index: int
     storage: Any
-    writes: list[tuple[int, int, Kind, int]] = field(default_factory=list)
-    known: dict[Shape, tuple[Kind, int]] = field(default_factory=dict)
-    declared: list[tuple[str, Tensor, Kind]] = field(default_factory=list)
-    """Parameters, or their gradients, in this storage: name, view, and the kind from the spec."""
+    writes: list[tuple[int, int, Sharding, int]] = field(default_factory=list)
+    known: dict[Shape, tuple[Sharding, int]] = field(default_factory=dict)
+    declared: list[tuple[str, Tensor, Sharding]] = field(default_factory=list)
+    """Parameters, or their gradients, in this storage: name, view, and the sharding from the spec."""
 
     def names(self, start: int, stop: int) -> list[str]:
         """List the parameters in a region."""
         return [name for name, x, _ in self.declared if region_of(x)[0] < stop and region_of(x)[1] > start]
 
-    def write(self, x: Tensor, sharding: Kind, time: int) -> None:
+    def write(self, x: Tensor, sharding: Sharding, time: int) -> None:
         start, stop = region_of(x)
         if start == stop:  # padding of no rows
             return
@@ -91,7 +92,7 @@ class Memory:
         self.writes.append((start, stop, sharding, time))
         self.known[shape_of(x)] = sharding, time
 
-    def read(self, x: Tensor) -> Kind:
+    def read(self, x: Tensor) -> Sharding:
         start, stop = region_of(x)
         sharding, time = self.known.get(shape_of(x), (None, -1))
         later = [w for w in self.writes if w[3] > time and w[0] < stop and w[1] > start]
@@ -99,8 +100,8 @@ class Memory:
             return sharding
         return together(list(self.held(start, stop)), x.shape)
 
-    def held(self, start: int, stop: int) -> Iterator[Kind]:
-        """Yield the kinds of a region's writes that later writes do not cover."""
+    def held(self, start: int, stop: int) -> Iterator[Sharding]:
+        """Yield the shardings of a region's writes that later writes do not cover."""
         open_runs = [(start, stop)]
         for first, last, sharding, _ in reversed(self.writes):
             touched = [(a, b) for a, b in open_runs if first < b and last > a]
@@ -110,12 +111,12 @@ class Memory:
                 open_runs = [run for run in open_runs if run not in touched] + pieces
 
 
-def together(shardings: Sequence[Kind], shape: Sequence[int]) -> Kind:
-    """Return the kind of a tensor read across several writes: partial over an axis if all writes are, `own` if some
-    are."""
+def together(shardings: Sequence[Sharding], shape: Sequence[int]) -> Sharding:
+    """Return the sharding of a tensor read across several writes: partial over an axis if all writes are, `varying` if
+    some are."""
     solid = [sharding for sharding in shardings if not sharding.constant]
     if not solid:
-        return Kind(uncut(shape), constant=True)
+        return Sharding(uncut(shape), constant=True)
     if len(shardings) == 1 and math.prod(size for dim in shardings[0].dims for size, _ in dim) == math.prod(shape):
         return reshaped(shardings[0], shape)
     partial = NONE.union(*(sharding.partial for sharding in solid))
@@ -133,7 +134,7 @@ class Neighbour:
     """The recorded program of the next rank on an axis, and this rank's position in that program.
 
     `stretches`: the operators between two collectives, which both ranks call. `twins`: the neighbour's storage for each
-    storage of this rank, by number.
+    storage of this rank, by index.
     """
 
     axis: str
@@ -194,12 +195,12 @@ class Watch(TorchDispatchMode):
             self._memories[address] = Memory(len(self._memories), storage)
         return self._memories[address]
 
-    def kind(self, x: Tensor) -> Kind:
-        """Return a tensor's kind; a tensor made before the watch began is constant."""
+    def sharding(self, x: Tensor) -> Sharding:
+        """Return a tensor's sharding; a tensor made before the watch began is constant."""
         return self.memory(x).read(x)
 
-    def say(self, x: Tensor, sharding: Kind, *, view: bool = False) -> None:
-        """Record the kind written into a tensor, or, with `view`, the kind of memory seen in a new shape."""
+    def say(self, x: Tensor, sharding: Sharding, *, view: bool = False) -> None:
+        """Record the sharding written into a tensor, or, with `view`, the sharding of memory seen in a new shape."""
         if self.records:
             return
         self._time += 1
@@ -208,18 +209,18 @@ class Watch(TorchDispatchMode):
         else:
             self.memory(x).write(x, sharding, self._time)
 
-    def declare(self, name: str, x: Tensor, sharding: Kind) -> None:
-        """Set the kind of a parameter, or of a gradient's memory, at the program's start."""
+    def declare(self, name: str, x: Tensor, sharding: Sharding) -> None:
+        """Set the sharding of a parameter, or of a gradient's memory, at the program's start."""
         self.memory(x).declared.append((name, x, sharding))
         self.say(x, sharding)
 
-    def change(self, x: Tensor, rule: Callable[[Kind, list[str]], Kind]) -> None:
-        """Give each written region of a tensor's memory the kind `rule(kind, names of parameters)`."""
+    def change(self, x: Tensor, rule: Callable[[Sharding, list[str]], Sharding]) -> None:
+        """Give each written region of a tensor's memory the sharding `rule(sharding, names of parameters)`."""
         memory, (start, stop) = self.memory(x), region_of(x)
         inside = [w for w in memory.writes if w[0] >= start and w[1] <= stop]
-        # A bucket holds several gradients of different kinds.
+        # A bucket holds several gradients of different shardings.
         if len(inside) < 2 or len(inside) < sum(w[0] < stop and w[1] > start for w in memory.writes):
-            self.say(x, rule(self.kind(x), memory.names(start, stop)))
+            self.say(x, rule(self.sharding(x), memory.names(start, stop)))
             return
         self._time += 1
         fresh = [(w[0], w[1], rule(w[2], memory.names(w[0], w[1])), self._time) for w in inside]
@@ -238,22 +239,22 @@ class Watch(TorchDispatchMode):
                     self.say(x, self._part(x, neighbour.axis, peer.offset - local.offset))
 
     @property
-    def place(self) -> str:
+    def module(self) -> str:
         """Return the module that runs a forward or backward pass now."""
         node: Any = torch._C._current_autograd_node()  # torch's stubs take `metadata` for a method
-        if node is not None and (name := node.metadata.get(PLACE)) is not None:
+        if node is not None and (name := node.metadata.get(MODULE)) is not None:
             self._backward = f"the backward pass of {name}"
-        # Without a current node autograd accumulates gradients: the last node's module is the place.
+        # Without a current node autograd accumulates gradients: the last node's module runs.
         return self._forward[-1] if self._forward else self._backward
 
     @contextmanager
-    def placing(self, shardings: Sequence[Kind], written: Sequence[Tensor] = ()) -> Iterator[None]:
+    def placing(self, shardings: Sequence[Sharding], written: Sequence[Tensor] = ()) -> Iterator[None]:
         """Add context to a WrongSum raised inside: the running module, the module that made one of `shardings` partial,
         and the parameters in the memory of `written` tensors."""
         try:
             yield
         except WrongSum as wrong:
-            wrong.place = self.place
+            wrong.module = self.module
             wrong.names = wrong.names or [name for x in written for name in self.memory(x).names(*region_of(x))]
             wrong.since = next((sharding.since for sharding in shardings if wrong.axis in sharding.partial), "")
             raise
@@ -269,35 +270,37 @@ class Watch(TorchDispatchMode):
         given = dict(zip(names, args, strict=False)) | dict(kwargs or {})
         results = list(tensors_in((result,)))
         told = tuple(self._told(value) for value in given.values())
-        storages = tuple(self.memory(x).number for x in results)
+        storages = tuple(self.memory(x).index for x in results)
         if self.records:
             self.stretches[-1].append((full, told, storages))
             return result
         selected = self.compared(full, told, storages, given)
         if results:
-            call = Call(name, given, results, lambda x: self.kind_given(x, selected), elementwise)
-            before = call.kinds
+            call = Call(name, given, results, lambda x: self.sharding_given(x, selected), elementwise)
+            before = call.shardings
             with self.placing(before, results if full.endswith("_") else ()):
-                shardings = kinds_of_results(call)
+                shardings = shardings_of_results(call)
             for x, sharding in zip(results, shardings, strict=True):
                 self.say(x, self.made(name, x, sharding, before, selected), view=views)
         return result
 
-    def made(self, name: str, x: Tensor, sharding: Kind, before: Sequence[Kind], selected: Selected) -> Kind:
-        """Return a result's kind, adjusted for differences from the neighbours' calls, with the module that made it
+    def made(
+        self, name: str, x: Tensor, sharding: Sharding, before: Sequence[Sharding], selected: Selected
+    ) -> Sharding:
+        """Return a result's sharding, adjusted for differences from the neighbours' calls, with the module that made it
         partial."""
         if sharding.partial and not sharding.since:
             since = (given.since for given in before if given.partial & sharding.partial)
-            sharding = replace(sharding, since=next(since, self.place))
+            sharding = replace(sharding, since=next(since, self.module))
         if name not in EMPTY:
-            sharding = sharding.loosened(selected.own)
+            sharding = sharding.loosened(selected.varying)
         for axis, dim in selected.cuts:
             sharding = sharding.loosened([axis]) if dim >= x.dim() else cut_at(sharding, dim, axis)
         return sharding
 
     def _told(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return Part(self.memory(value).number, int(value.storage_offset()), tuple(value.shape))
+            return Part(self.memory(value).index, int(value.storage_offset()), tuple(value.shape))
         if isinstance(value, list | tuple):
             return tuple(self._told(element) for element in value)
         # Objects such as generators are compared by type only: objects of two ranks are never equal.
@@ -309,7 +312,7 @@ class Watch(TorchDispatchMode):
         for neighbour in self.neighbours:
             theirs = neighbour.next(name, results)
             if theirs is None or len(theirs) != len(mine):
-                selected.own |= {neighbour.axis}
+                selected.varying |= {neighbour.axis}
                 continue
             for (argument, value), local, peer in zip(given.items(), mine, theirs, strict=True):
                 self._compare_argument(name, argument, value, (local, peer), neighbour, given, selected)
@@ -329,9 +332,9 @@ class Watch(TorchDispatchMode):
             for inner in zip(value, local, peer, strict=True):
                 self._compare_argument(name, argument, inner[0], inner[1:], neighbour, given, selected)
         elif isinstance(local, Part) and isinstance(peer, Part):
-            # Storages first seen here existed before the program, and are twins. Storages made separately are `own`.
+            # Storages first seen here existed before the program, and are twins. Storages made separately vary.
             if neighbour.twins.setdefault(local.storage, peer.storage) != peer.storage or local.sizes != peer.sizes:
-                selected.own |= {neighbour.axis}
+                selected.varying |= {neighbour.axis}
             elif local.offset != peer.offset:
                 # A view with another offset in the same memory is this rank's part.
                 selected.parts.append((value, neighbour.axis, peer.offset - local.offset))
@@ -340,19 +343,19 @@ class Watch(TorchDispatchMode):
         elif local != peer and name == "arange":
             selected.cuts |= {(neighbour.axis, 0)}
         elif local != peer:
-            selected.own |= {neighbour.axis}
+            selected.varying |= {neighbour.axis}
 
-    def kind_given(self, x: Tensor, selected: Selected) -> Kind:
-        """Return the kind of an argument, cut if neighbours pass other parts of the same memory."""
-        sharding = self.kind(x)
+    def sharding_given(self, x: Tensor, selected: Selected) -> Sharding:
+        """Return the sharding of an argument, cut if neighbours pass other parts of the same memory."""
+        sharding = self.sharding(x)
         for tensor, axis, distance in selected.parts:
             sharding = self._part(x, axis, distance, sharding) if tensor is x else sharding
         return sharding
 
-    def _part(self, x: Tensor, axis: str, distance: int, sharding: Kind | None = None) -> Kind:
-        """Return the kind of a view; the view of the axis's next rank begins `distance` elements later."""
-        sharding, dim = sharding or self.kind(x), part_dim(x, distance)
-        if axis in sharding.cut | sharding.own | sharding.unknown:  # the memory is this rank's part already
+    def _part(self, x: Tensor, axis: str, distance: int, sharding: Sharding | None = None) -> Sharding:
+        """Return the sharding of a view; the view of the axis's next rank begins `distance` elements later."""
+        sharding, dim = sharding or self.sharding(x), part_dim(x, distance)
+        if axis in sharding.cut | sharding.varying | sharding.unknown:  # the memory is this rank's part already
             return sharding
         return sharding.loosened([axis]) if dim is None or axis in sharding.partial else cut_at(sharding, dim, axis)
 
@@ -376,17 +379,17 @@ class Watch(TorchDispatchMode):
         while waiting:
             node = waiting.pop()
             # Inner modules have ended earlier, and marked their nodes.
-            if PLACE not in node.metadata:
-                node.metadata[PLACE] = name
+            if MODULE not in node.metadata:
+                node.metadata[MODULE] = name
                 waiting += [before for before, _ in node.next_functions if before is not None]
 
 
 @dataclass
 class Selected:
-    """Differences between a call and the neighbours' calls: numbers (`own`: axes), starts of slices (`cuts`: axis,
+    """Differences between a call and the neighbours' calls: numbers (`varying`: axes), starts of slices (`cuts`: axis,
     dim), and arguments that are other parts of a tensor (`parts`: tensor, axis, distance in elements)."""
 
-    own: Axes = NONE
+    varying: Axes = NONE
     cuts: frozenset[tuple[str, int]] = frozenset()
     parts: list[tuple[Tensor, str, int]] = field(default_factory=list)
 

@@ -20,8 +20,8 @@ from meshwright.ranks.comm import Comm
 from meshwright.ranks.errors import SumError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.training.typed.check import check_kind, refused
-from meshwright.training.typed.kinds import Kind, cut_at, uncut
+from meshwright.training.typed.check import check_sharding, refused
+from meshwright.training.typed.sharding import Sharding, cut_at, uncut
 from meshwright.training.typed.verbs import typed_mesh
 from meshwright.training.typed.watch import Neighbour, Watch
 from tests.parity import programs
@@ -120,16 +120,16 @@ def run_rank(setting: Setting, wrong: str, rank: int, watch: Watch) -> None:
             program.model.norm.register_forward_hook(lambda module, _, y: setattr(module, "output", y))
         for name, parameter in program.model.named_parameters():
             dim = cut_dim(name, setting)
-            kind = Kind(uncut(parameter.shape))
-            watch.declare(name, parameter, kind if dim is None else cut_at(kind, dim, "tp"))
+            sharding = Sharding(uncut(parameter.shape))
+            watch.declare(name, parameter, sharding if dim is None else cut_at(sharding, dim, "tp"))
         batch = {name: torch.zeros(ROWS, TOKENS, dtype=torch.long, device="meta") for name in ("tokens", "labels")}
         for x in batch.values():
-            watch.say(x, Kind(uncut(x.shape)))
+            watch.say(x, Sharding(uncut(x.shape)))
         with refused(), torch.device("meta"), watch, watch.modules(program.model):
             program.step(program.model, program.share(batch))
         for name, parameter in program.model.named_parameters():
             cut = ("tp",) if cut_dim(name, setting) is not None else ()
-            check_kind(name, cut, watch.kind(parameter.grad), mesh.grid)
+            check_sharding(name, cut, watch.sharding(parameter.grad), mesh.grid)
 
 
 def refusal(setting: Setting, wrong: str = "") -> str:

@@ -6,52 +6,52 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.training.typed.kinds import NONE, Kind, cut_at, reshaped, uncut
 from meshwright.training.typed.operators import WrongSum
+from meshwright.training.typed.sharding import NONE, Sharding, cut_at, reshaped, uncut
 from meshwright.training.typed.watch import Watch, part_dim
 
 
-def kind(*shape: int, partial: str = "", **cuts: int) -> Kind:
+def sharding(*shape: int, partial: str = "", **cuts: int) -> Sharding:
     """Of a shape, partial over an axis, cut by axes along dims."""
-    made = Kind(uncut(shape), frozenset([partial]) if partial else NONE)
+    made = Sharding(uncut(shape), frozenset([partial]) if partial else NONE)
     for axis, dim in cuts.items():
         made = cut_at(made, dim, axis)
     return made
 
 
-def followed(*kinds: Kind) -> tuple[Watch, list[Tensor]]:
+def followed(*shardings: Sharding) -> tuple[Watch, list[Tensor]]:
     watch = Watch()
-    tensors = [torch.empty([sum(s for s, _ in dim) for dim in one.dims], device="meta") for one in kinds]
-    for x, one in zip(tensors, kinds, strict=True):
+    tensors = [torch.empty([sum(s for s, _ in dim) for dim in one.dims], device="meta") for one in shardings]
+    for x, one in zip(tensors, shardings, strict=True):
         watch.say(x, one)
     return watch, tensors
 
 
 def test_dims_that_are_flattened_come_apart_again() -> None:
-    both = kind(2, 3, 8, data=0, tensor=1)
+    both = sharding(2, 3, 8, data=0, tensor=1)
     flat = reshaped(both, (6, 8))
     assert flat.dims[0] == ((2, frozenset(["data"])), (3, frozenset(["tensor"])))
     assert reshaped(flat, (2, 3, 8)) == both
 
 
 def test_heads_are_cut_and_each_is_whole() -> None:
-    heads = reshaped(kind(4, 12, tensor=1), (4, 3, 4))
+    heads = reshaped(sharding(4, 12, tensor=1), (4, 3, 4))
     assert [heads.dims[at][0][1] for at in range(3)] == [NONE, frozenset(["tensor"]), NONE]
 
 
 def test_one_head_or_a_new_dim_is_not_told_apart() -> None:
-    assert reshaped(kind(4, 12, tensor=1), (4, 1, 12)).own == {"tensor"}
+    assert reshaped(sharding(4, 12, tensor=1), (4, 1, 12)).varying == {"tensor"}
 
 
 def test_a_product_over_a_cut_dim_is_partial() -> None:
-    watch, (x, w) = followed(kind(4, 6, tensor=1, data=0), kind(6, 8, tensor=0))
+    watch, (x, w) = followed(sharding(4, 6, tensor=1, data=0), sharding(6, 8, tensor=0))
     with watch:
         y = x @ w
         gradient = x.t() @ y.new_zeros(4, 8)
-    assert watch.kind(y).word("tensor") == "partial"
-    assert watch.kind(y).word("data") == "cut"
-    assert watch.kind(gradient).word("tensor") == "cut"
-    assert watch.kind(gradient).word("data") == "partial"
+    assert watch.sharding(y).word("tensor") == "partial"
+    assert watch.sharding(y).word("data") == "cut"
+    assert watch.sharding(gradient).word("tensor") == "cut"
+    assert watch.sharding(gradient).word("data") == "partial"
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def test_a_product_over_a_cut_dim_is_partial() -> None:
     ],
 )
 def test_what_is_linear_keeps_a_partial_sum(made) -> None:
-    watch, tensors = followed(kind(4, 4, partial="tensor"), kind(4, 4), kind(4, 4, tensor=0))
+    watch, tensors = followed(sharding(4, 4, partial="tensor"), sharding(4, 4), sharding(4, 4, tensor=0))
     with watch:
         result = made(*tensors)
-    assert watch.kind(result).word("tensor") == "partial"
+    assert watch.sharding(result).word("tensor") == "partial"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_what_is_linear_keeps_a_partial_sum(made) -> None:
     ],
 )
 def test_what_is_not_linear_refuses_a_partial_sum(made, shown: str) -> None:
-    watch, tensors = followed(kind(4, 4, partial="tensor"), kind(4, 4), kind(4, 4, tensor=0))
+    watch, tensors = followed(sharding(4, 4, partial="tensor"), sharding(4, 4), sharding(4, 4, tensor=0))
     with watch, pytest.raises(WrongSum, match=shown) as raised:
         made(*tensors)
     assert raised.value.axis == "tensor"
@@ -101,14 +101,14 @@ def test_what_is_not_linear_refuses_a_partial_sum(made, shown: str) -> None:
 
 def test_a_region_holds_what_was_written_last() -> None:
     """A bucket's gradients are written through views, and read whole."""
-    watch, (flat,) = followed(kind(10))
-    watch.say(flat[:4].view(2, 2), kind(2, 2, partial="data"))
-    assert watch.kind(flat[:4]).word("data") == "partial"
-    assert watch.kind(flat).word("data") == "own"
-    watch.say(flat[4:], kind(6, partial="data"))
-    assert watch.kind(flat).word("data") == "partial"
+    watch, (flat,) = followed(sharding(10))
+    watch.say(flat[:4].view(2, 2), sharding(2, 2, partial="data"))
+    assert watch.sharding(flat[:4]).word("data") == "partial"
+    assert watch.sharding(flat).word("data") == "varying"
+    watch.say(flat[4:], sharding(6, partial="data"))
+    assert watch.sharding(flat).word("data") == "partial"
     watch.change(flat, lambda one, names: one.settled(["data"]))
-    assert watch.kind(flat[:4].view(2, 2)).word("data") == "whole"
+    assert watch.sharding(flat[:4].view(2, 2)).word("data") == "whole"
 
 
 def test_the_part_that_a_rank_takes_is_a_cut_of_the_dim() -> None:

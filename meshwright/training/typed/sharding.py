@@ -1,11 +1,11 @@
-"""Kinds: the relation of a rank's tensor to the value that all ranks of an axis hold together.
+"""Shardings: the relation of a rank's tensor to the value that all ranks of an axis hold together.
 
 | word     | ranks of the axis hold                                     | a sum over the axis gives             |
 |----------|------------------------------------------------------------|---------------------------------------|
 | whole    | equal values                                               | n times the value: refused            |
 | cut      | parts along a dim, one after the other                     | a sum of different parts: refused     |
 | partial  | addends: their sum is the value                            | the value, whole                      |
-| own      | different values without a known relation                  | taken for the value                   |
+| varying  | different values without a known relation                  | taken for the value                   |
 | unknown  | values received point to point                             | taken for the value                   |
 
 A tensor filled with numbers (zeros, a mask) is `constant` and fits every word. A parameter that an axis does not cut is
@@ -31,12 +31,12 @@ Dim = tuple[Factor, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class Sharding:
     """A tensor's relation to each axis; over an axis in none of the fields the tensor is whole."""
 
     dims: tuple[Dim, ...]
     partial: Axes = NONE
-    own: Axes = NONE
+    varying: Axes = NONE
     unknown: Axes = NONE
     constant: bool = False
     since: str = field(default="", compare=False)
@@ -48,29 +48,29 @@ class Kind:
 
     def word(self, axis: str) -> str:
         """Return the table's word for an axis."""
-        sets = {"partial": self.partial, "own": self.own, "unknown": self.unknown, "cut": self.cut}
+        sets = {"partial": self.partial, "varying": self.varying, "unknown": self.unknown, "cut": self.cut}
         return next((word for word, axes in sets.items() if axis in axes), "whole")
 
-    def loosened(self, axes: Iterable[str]) -> Kind:
-        """Return the kind with these axes `own`; axes that are `unknown` stay so."""
+    def loosened(self, axes: Iterable[str]) -> Sharding:
+        """Return the sharding with these axes `varying`; axes that are `unknown` stay so."""
         gone = frozenset(axes)
         if not gone:
             return self
         dims = tuple(tuple((size, held - gone) for size, held in dim) for dim in self.dims)
         return replace(
-            self, dims=dims, partial=self.partial - gone, own=self.own | (gone - self.unknown), constant=False
+            self, dims=dims, partial=self.partial - gone, varying=self.varying | (gone - self.unknown), constant=False
         )
 
-    def settled(self, axes: Iterable[str]) -> Kind:
-        """Return the kind with these axes whole."""
+    def settled(self, axes: Iterable[str]) -> Sharding:
+        """Return the sharding with these axes whole."""
         if self.constant:
             return self
         gone = frozenset(axes)
         loose = self.loosened(gone)
-        return replace(loose, own=loose.own - gone, unknown=loose.unknown - gone)
+        return replace(loose, varying=loose.varying - gone, unknown=loose.unknown - gone)
 
-    def shaped(self, shape: Sequence[int]) -> Kind:
-        """Return the kind with another shape; axes that cut a dim become `own`."""
+    def shaped(self, shape: Sequence[int]) -> Sharding:
+        """Return the sharding with another shape; axes that cut a dim become `varying`."""
         return replace(self.loosened(self.cut), dims=uncut(shape))
 
 
@@ -87,8 +87,8 @@ def length(dim: Dim) -> int:
     return math.prod(size for size, _ in dim)
 
 
-def cut_at(sharding: Kind, position: int, axis: str) -> Kind:
-    """Return the kind with the dim at `position` cut by `axis` as well."""
+def cut_at(sharding: Sharding, position: int, axis: str) -> Sharding:
+    """Return the sharding with the dim at `position` cut by `axis` as well."""
     (size, axes), *inner = sharding.dims[position]
     dims = [*sharding.dims]
     dims[position] = ((size, axes | {axis}), *inner)
@@ -108,11 +108,11 @@ def aligned(left: Dim, right: Dim) -> Dim | None:
     return tuple((size, axes | more) for (size, axes), (_, more) in zip(left, right, strict=True))
 
 
-def reshaped(sharding: Kind, shape: Sequence[int]) -> Kind:
-    """Return the kind of the same elements in another shape.
+def reshaped(sharding: Sharding, shape: Sequence[int]) -> Sharding:
+    """Return the sharding of the same elements in another shape.
 
     Splitting a factor leaves the cut at the outermost part: a rank holds a run of heads, each head whole. A new dim of
-    length 1 before a cut factor may be such a run of one head; the axes of that factor become `own`.
+    length 1 before a cut factor may be such a run of one head; the axes of that factor become `varying`.
     """
     waiting = [factor for dim in sharding.dims for factor in dim]
     dims: list[Dim] = []
@@ -139,7 +139,7 @@ def reshaped(sharding: Kind, shape: Sequence[int]) -> Kind:
     return replace(sharding, dims=tuple(dims)).loosened(lost | axes_of(tuple(waiting)))
 
 
-def broadcast(shardings: Sequence[Kind], shape: Sequence[int]) -> tuple[tuple[Dim, ...], Axes]:
+def broadcast(shardings: Sequence[Sharding], shape: Sequence[int]) -> tuple[tuple[Dim, ...], Axes]:
     """Return the dims of an element-wise operator's result, and the axes that cut the inputs differently."""
     dims, lost = [], NONE
     for back in range(len(shape), 0, -1):
@@ -161,11 +161,11 @@ def broadcast(shardings: Sequence[Kind], shape: Sequence[int]) -> tuple[tuple[Di
     return tuple(dims), lost
 
 
-def joined(shardings: Sequence[Kind], dims: tuple[Dim, ...], lost: Axes = NONE, partial: Axes = NONE) -> Kind:
-    """Return the kind of an operator's result with these dims. `partial`: axes with addends on the ranks; `lost`: axes
-    that become `varying`. Axes that are `varying` or `unknown` in an input are so in the result."""
-    varying = NONE.union(lost, *(sharding.own for sharding in shardings))
+def joined(shardings: Sequence[Sharding], dims: tuple[Dim, ...], lost: Axes = NONE, partial: Axes = NONE) -> Sharding:
+    """Return the sharding of an operator's result with these dims. `partial`: axes with addends on the ranks; `lost`:
+    axes that become `varying`. Axes that are `varying` or `unknown` in an input are so in the result."""
+    varying = NONE.union(lost, *(sharding.varying for sharding in shardings))
     unknown = NONE.union(*(sharding.unknown for sharding in shardings))
     loose = varying | unknown
     dims = tuple(tuple((size, axes - loose) for size, axes in dim) for dim in dims)
-    return Kind(dims, partial - loose, varying - unknown, unknown, all(sharding.constant for sharding in shardings))
+    return Sharding(dims, partial - loose, varying - unknown, unknown, all(sharding.constant for sharding in shardings))
