@@ -115,8 +115,8 @@ def refused() -> Iterator[None]:
     try:
         yield
     except WrongSum as wrong:
-        subject = f"what {', '.join(wrong.names)} gets" if wrong.names else wrong.module or "the model"
-        since = f" made in {wrong.since}" if wrong.since not in ("", wrong.module) else ""
+        subject = f"what {', '.join(wrong.names)} gets" if wrong.names else wrong.module_path or "the model"
+        since = f" made in {wrong.since}" if wrong.since not in ("", wrong.module_path) else ""
         shown = wrong.shown.replace("a partial sum", f"a partial sum{since}")
         raise SumError(f"{subject}: {shown} (axis {wrong.axis}): {wrong.remedy}") from None
 

@@ -37,13 +37,16 @@ from meshwright.training.typed.sharding import (
 
 
 class WrongSum(Exception):
-    """A missing or repeated sum over `axis`: the symptom (`shown`) and the remedy. `names`: the parameters of the
-    summed gradients; `module`, `since`: the modules of the symptom and of the operator that made the sum partial."""
+    """A missing or repeated sum over `axis`: the symptom (`shown`) and the remedy.
+
+    `names`: the parameters of the summed gradients. `module_path`, `since`: the modules of the symptom and of the
+    operator that made the sum partial.
+    """
 
     def __init__(self, axis: str, shown: str, remedy: str, names: Sequence[str] = ()) -> None:
         super().__init__(f"{shown} ({axis})")
         self.axis, self.shown, self.remedy, self.names = axis, shown, remedy, names
-        self.module = self.since = ""
+        self.module_path = self.since = ""
 
 
 SUM_FIRST = "sum it over the axis first (all_reduce, or reduce_scatter where a part is enough)"

@@ -254,7 +254,7 @@ class Watch(TorchDispatchMode):
         try:
             yield
         except WrongSum as wrong:
-            wrong.module = self.module
+            wrong.module_path = self.module
             wrong.names = wrong.names or [name for x in written for name in self.memory(x).names(*region_of(x))]
             wrong.since = next((sharding.since for sharding in shardings if wrong.axis in sharding.partial), "")
             raise
