@@ -48,7 +48,7 @@ if INSTALLED:
     @triton.jit
     def norm_backward_kernel(  # type: ignore[no-untyped-def]
         dy, x, weight, addend, dx, of_weight, of_bias, of_dx, rows, rows_each, width, epsilon,
-        OTHER: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+        HAS_ADDEND: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     ):  # fmt: skip
         """Backward pass of a norm of `rows` rows, `rows_each` a program; partial sums [programs, width]."""
         program = tl.program_id(0)
@@ -75,7 +75,7 @@ if INSTALLED:
                 result -= (tl.sum(weighted, 1) / width)[:, None]
                 sum_bias += tl.sum(gradient, 0)
             result *= scale
-            if OTHER:
+            if HAS_ADDEND:
                 result += tl.load(addend + at, mask, 0.0).to(tl.float32)
             tl.store(dx + at, result.to(dx.dtype.element_ty), mask)
             sum_weight += tl.sum(gradient * normed, 0)
@@ -202,7 +202,7 @@ def norm_backward_by_kernel(
     if programs:
         norm_backward_kernel[programs,](
             dy, x, weight, dx if addend is None else addend, dx, of_weight, of_bias, of_dx, rows, each, width, epsilon,
-            OTHER=addend is not None, CENTRED=centred, ROWS=tile, WIDTH=columns,
+            HAS_ADDEND=addend is not None, CENTRED=centred, ROWS=tile, WIDTH=columns,
             num_warps=8 if columns <= ROW_ELEMENTS else 16,
         )  # fmt: skip
     return dx, of_weight, of_bias, of_dx

@@ -30,8 +30,8 @@ SAME_ROWS = (
     torch.ops.prims.convert_element_type.default,
 )
 """Operations that keep the elements of contiguous rows in order."""
-OTHER = 3
-"""The place of `other` in norm_backward's arguments."""
+ADDEND = 3
+"""Index of `addend` in norm_backward's arguments."""
 
 
 def sums_of(node: fx.Node) -> fx.Node | None:
@@ -71,7 +71,7 @@ def addends(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, fx.Node, fx.Nod
                 and dx_value.dtype == addend_value.dtype
                 and not node.kwargs
             )
-            if norm is None or norm.target is not OPERATIONS[0] or norm.args[OTHER] is not None or not alone:
+            if norm is None or norm.target is not OPERATIONS[0] or norm.args[ADDEND] is not None or not alone:
                 continue
             if not depends(addend, norm):
                 yield node, norm, dx, addend
@@ -84,7 +84,7 @@ class SumsInGraphs(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         while (found := next(addends(graph), None)) is not None:  # an addend may be a sum that was replaced
             node, norm, dx, addend = found
-            norm.update_arg(OTHER, addend)
+            norm.update_arg(ADDEND, addend)
             node.replace_all_uses_with(dx)
             graph.erase_node(node)
         for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):

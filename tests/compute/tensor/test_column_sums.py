@@ -89,7 +89,7 @@ def test_kernels_are_their_references() -> None:
 KERNELS: dict[str, tuple[dict[str, Any], int]] = {
     **{
         f"norm_backward {width}": (
-            {"OTHER": True, "CENTRED": True, "ROWS": 2048 // min(width, 2048), "WIDTH": width},
+            {"HAS_ADDEND": True, "CENTRED": True, "ROWS": 2048 // min(width, 2048), "WIDTH": width},
             warps,
         )
         for width, warps in ((1024, 8), (4096, 16))
