@@ -28,9 +28,8 @@ class Rotation(NamedTuple):
     sines: Tensor
 
 
-def rotation_of(rope: PlainRope, width: int, positions: Tensor) -> Rotation:
-    """Return the rotation of tokens at `positions` [T] or [B, T], for heads of `width` elements."""
-    frequencies, scale = inverse_frequencies(rope, width)
+def rotation_of(frequencies: Tensor, scale: float, positions: Tensor) -> Rotation:
+    """Return the rotation of tokens at `positions` [T] or [B, T]. `frequencies`, `scale`: of inverse_frequencies."""
     there = to_device({"frequencies": frequencies}, positions.device)  # the host does not wait for a GPU
     angles = positions.unsqueeze(-1).float() * there["frequencies"]
     return Rotation(angles.cos() * scale, angles.sin() * scale)

@@ -17,7 +17,7 @@ from meshwright.compute.model import EMBEDDINGS, SAMPLES, Batch, Chunk, Crossing
 from meshwright.compute.models.chain import blocks_of
 from meshwright.compute.models.decoder import Decoder, KeyValueCache
 from meshwright.compute.models.feed_forward import FeedForward, experts_of
-from meshwright.compute.models.rope import Rotation, rotation_of
+from meshwright.compute.models.rope import Rotation, inverse_frequencies, rotation_of
 from meshwright.compute.models.rotary_section import NormPlaces, RotaryTransformer
 from meshwright.compute.parameters.shard import Initial
 from meshwright.compute.tensor.experts import Dispatch, Experts
@@ -120,7 +120,9 @@ class RotaryDecoder(Decoder):
     ) -> None:  # fmt: skip
         """`rotary_width`: number of elements of a head that are rotated. `make_block(layer)` makes a layer's block."""
         super().__init__(chunk or Chunk.whole(model.layers))
-        self.ropes, self.rotary_width, self.embedding_scale = model.ropes, rotary_width, model.embedding_scale
+        self.embedding_scale = model.embedding_scale
+        self.frequencies = [inverse_frequencies(rope, rotary_width) for rope in model.ropes]
+        """Angles of each of the model's `ropes`, computed once."""
         # The loss has the mean over layers; layers pass on the sum.
         self.loss_share = 1 / model.expert_layers if model.router_losses else 0.0
         """The factor of the sum of the routers' losses in the loss."""
@@ -222,13 +224,13 @@ class RotaryDecoder(Decoder):
         return self.final_states(hidden)
 
     def _rotations(self, positions: Tensor, documents: Tensor | None = None) -> list[Rotation]:
-        """Return the rotations, one for each of `ropes`, of tokens at `positions` of every sequence.
+        """Return the rotations, one for each rope of the model, of tokens at `positions` of every sequence.
 
         documents [B, T]: index in the whole sequence of the first token of each token's document (position 0).
         """
         if documents is not None:
             positions = positions - to_device({"starts": documents}, positions.device)["starts"][:, positions]
-        return [rotation_of(rope, self.rotary_width, positions) for rope in self.ropes]
+        return [rotation_of(*each, positions) for each in self.frequencies]
 
 
 def rotation_in(batch: Batch, index: int) -> Rotation:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from meshwright.planner.plan.estimate import Estimates
 
 _Held = dict[Tail, tuple[float, float]]
-_Bounds = dict[tuple[str | int, int, TransportName], float]
+_Bounds = dict[tuple[str | int, int, TransportName, bool], float]
 _Phases = dict[tuple[Tail, TransportName], float]
 _Alone = dict[tuple[str, int, str, bool], tuple[Memory, int]]
 """Memory without activations, by (name of the changed field, chunks, placement, are gradients widened)."""
@@ -64,10 +64,10 @@ class Judge:
         *PARTS, "batch", "memory.recompute", "layout.data.size", "layout.data.shard", "layout.pipeline.size",
         "layout.ranks_per_node",
     )  # fmt: skip
-    def bound(self, config: Config, chunks: int, transport: TransportName) -> float:
-        """Return the lower bound of a layout's seconds, over all orders of the axes."""
+    def bound(self, config: Config, chunks: int, transport: TransportName, layers: bool) -> float:
+        """Return the lower bound of a layout's seconds, or of its layers' seconds, over all orders of the axes."""
         config = with_field(with_field(config, "layout.pipeline.chunks", chunks), "layout.transport", transport)
-        return min(map(self.models.least_seconds, self.ordered(config)))
+        return min(self.models.least_seconds(each, layers=layers) for each in self.ordered(config))
 
     def ordered(self, config: Config) -> list[Config]:
         """Return the layout in each order of the axes that gives a layer's ranks other links."""
@@ -87,7 +87,8 @@ class Judge:
         *PARTS, "batch", "layout.data.size", "layout.data.shard", "layout.pipeline.size", "layout.ranks_per_node",
     )  # fmt: skip
     def bounds(self, config: Config) -> _Bounds:
-        """Return a table to fill: bounds by recomputation, chunks and transport, equal for all syncs and offloads."""
+        """Return a table to fill: bounds by recomputation, chunks, transport and whether of layers alone,
+        equal for all syncs and offloads."""
         return {}
 
     @remembered(
@@ -165,13 +166,13 @@ class Cell:
         that does step on arrival may be faster than an optimizer on the device."""
         return self.config.memory.offload.to != SAVINGS[OFFLOAD] and not streams(self.config)
 
-    def bound(self, tail: Tail) -> float:
-        """Return a lower bound of the layout's seconds in any order of axes."""
+    def bound(self, tail: Tail, *, layers: bool = False) -> float:
+        """Return a lower bound of the layout's seconds in any order of axes. `layers`: a lower one, of the layers."""
         chunks = max(CHUNKS, tail.pipeline.chunks)
-        key = tail.recompute, chunks, self.transport
+        key = tail.recompute, chunks, self.transport, layers
         if key not in self.bounds:
             config = with_field(self.config, RECOMPUTE, tail.recompute)
-            self.bounds[key] = self.judge.bound(config, chunks, self.transport)
+            self.bounds[key] = self.judge.bound(config, *key[1:])
         return self.bounds[key]
 
     def phase(self, tail: Tail) -> float:

@@ -123,7 +123,7 @@ class ChunkPlan:
         if kind is TaskKind.BACKWARD:
             freed[0] -= bytes_of(self.outgoing) * leaves  # received by a message, counted there
             freed[-1] += bytes_of(self.incoming) * comes  # made here, and sent
-        return [replace(cost, kept_bytes=cost.kept_bytes - own) for cost, own in zip(costs, freed, strict=True)]
+        return [cost._replace(kept_bytes=cost.kept_bytes - own) for cost, own in zip(costs, freed, strict=True)]
 
 
 COUNTING = "the pass that counts experts' loads"

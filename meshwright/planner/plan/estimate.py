@@ -127,12 +127,14 @@ class Estimates:
         lower bound of estimated_seconds in all orders of axes with these links inside of a layer."""
         return SURE * self._quickest_passes(config, self.planner.site.links(config), False).seconds
 
-    def least_seconds(self, config: Config) -> float:
+    def least_seconds(self, config: Config, *, layers: bool = False) -> float:
         """Return a lower bound of the estimated seconds of all layouts that differ in schedule, limit or sync only:
-        the chain's work, shared equally among stages."""
+        the chain's work, shared equally among stages. `layers`: the work of layers alone, which records no head."""
         count, layout = config.num_microbatches, config.layout
         # The whole model as one stage; an equal share of this work is at most the slowest stage's work.
         shape = self.parts.shapes(config, (config.model.num_blocks,))[0]
+        if layers:
+            shape = tuple(each for each in shape if 0 <= each[0] < config.model.num_blocks)
         one, stages = self._work(config, shape, self.planner.site.links(config), split=False), layout.pipeline.size
         # The last stage begins when the first microbatch has passed one chunk of each other stage.
         filled = (stages - 1) * one.forward / max(CHUNKS, layout.pipeline.chunks)

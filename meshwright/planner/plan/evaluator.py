@@ -204,7 +204,9 @@ class Evaluator:
     def _may_be_fast(self, cell: Cell, tail: Tail, found: SearchState, cutoff: float, *, phase: bool = False) -> bool:
         """Return True if the lower bound of a layout's seconds, over all orders of its axes, is below `cutoff`.
         `phase`: the bound under the layout's own schedule must be below `cutoff`, too."""
-        seconds = cell.bound(tail)
+        seconds = cell.bound(tail, layers=True)
+        if seconds < cutoff:
+            seconds = cell.bound(tail)
         if seconds < cell.lowest:
             cell.lowest, layer = seconds, cell.config.layout.layer
             found.least[layer] = min(seconds, found.least.get(layer, seconds))

@@ -183,7 +183,7 @@ def encoded(recording: Recording) -> dict[str, Any]:
     ]  # fmt: skip
     names = {kind: name for name, kind in _EVENTS.items()}
     return {
-        "events": [[names[type(event)], *(getattr(event, name) for name in type(event).__slots__)] for event in events],
+        "events": [[names[type(event)], *event] for event in events],
         "programs": rows,
         "places": {kind: [numbers[id(each)] for each in own] for kind, own in recording.programs.items()},
         "specs": [

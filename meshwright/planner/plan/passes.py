@@ -139,7 +139,7 @@ class PipelinePhase:
         self.tasks_of_one = tasks * len(rule.kinds)
         self.is_long = count * self.tasks_of_one > WHOLE_TASKS
         self.pieces = None if pieces is None else cache(pieces)
-        self.costs = cache(lambda *key: replace(cost := costs(*key), seconds=_ticks(cost.seconds)))
+        self.costs = cache(lambda *key: (cost := costs(*key))._replace(seconds=_ticks(cost.seconds)))
         self.latency = cache(lambda start, end: _ticks(latency(start, end)))
         self.fills = rule.limit_at(0, placement, count) == count * placement.num_chunks
 
@@ -246,7 +246,7 @@ class PipelinePhase:
         if self.pieces is None:
             return self.costs(position, task.kind, which)
         own = self.pieces(position, task.kind, which).costs[at]
-        return replace(own, seconds=_ticks(own.seconds))
+        return own._replace(seconds=_ticks(own.seconds))
 
     @cached_property
     def slowest(self) -> float:

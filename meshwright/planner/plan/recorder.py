@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -45,8 +45,7 @@ SOFTMAXES = frozenset(["softmax", "_softmax", "log_softmax", "_log_softmax"])
 LowProducts = Literal["fp8", "mxfp8"]
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(NamedTuple):
     """An operation on the device."""
 
     kind: KernelKind
@@ -65,8 +64,7 @@ class Kernel:
     """torch's name, or COMPILED for several operations in one kernel."""
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     """The begin of a collective."""
 
     number: int
@@ -81,8 +79,7 @@ class Start:
     """The number of equal consecutive collectives."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostCopy:
+class HostCopy(NamedTuple):
     """The begin of a copy between the device and host memory, on a separate lane."""
 
     number: int
@@ -91,8 +88,7 @@ class HostCopy:
     times: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class WaitFor:
+class WaitFor(NamedTuple):
     """The rank waits for the end of the collective or of the copy `number`."""
 
     number: int
@@ -135,8 +131,7 @@ class Program:
 Seconds = Callable[[Program], float]
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Seconds, bytes and flops of a task or of a part; bytes as in Program."""
 
     seconds: float = 0.0
@@ -391,12 +386,12 @@ class Recorder(LiveBytes):
                 ):
                     known.kernel = kernel
             if self._ledger.times != 1:
-                kernel = replace(kernel, times=self._ledger.times)
+                kernel = kernel._replace(times=self._ledger.times)
             if self._fast_norms and kernel.kind in NORMS.values():
-                kernel = replace(kernel, kind="element")
+                kernel = kernel._replace(kind="element")
             if self._products and name in _FLAT and kernel.dtype in ("bf16", "fp16"):
                 self._cast(args[_PRODUCTS[name] :][:2])
-                kernel = replace(kernel, dtype=self._products, touched_bytes=kernel.touched_bytes // 2)
+                kernel = kernel._replace(dtype=self._products, touched_bytes=kernel.touched_bytes // 2)
             if kernel.kind == "cast" and given[0].stride() != results[0].stride():
                 self._end_row()  # a transposing cast is a separate kernel, after the sums of columns
             if self._fuses_elements and kernel.kind in _FUSED and name not in LOOKUPS | UPDATES:
@@ -417,11 +412,11 @@ class Recorder(LiveBytes):
                 dropout = self._events.pop()
                 assert isinstance(dropout, Kernel)
                 touched = dropout.touched_bytes + kernel.touched_bytes - 2 * _size_bytes(results[0])
-                kernel = replace(dropout, touched_bytes=touched)
+                kernel = dropout._replace(touched_bytes=touched)
             if name == "softmax" and kernel.touched_bytes != 2 * _size_bytes(results[0]):
                 # torch casts a softmax's input of another dtype by a separate kernel.
-                self._events.append(replace(kernel, kind="mixed", operation="_to_copy"))
-                kernel = replace(kernel, touched_bytes=2 * _size_bytes(results[0]))
+                self._events.append(kernel._replace(kind="mixed", operation="_to_copy"))
+                kernel = kernel._replace(touched_bytes=2 * _size_bytes(results[0]))
             self._events.append(kernel)
             # native_dropout returns (output, mask); the residual's sum reads the output.
             drops = self._fuses_dropout and name == "native_dropout"
@@ -465,7 +460,7 @@ class Recorder(LiveBytes):
         """Record the pending element kernels as one kernel, of `kind` if given."""
         if self._row.kernels:
             kernel = self._row.fused({number for number, _ in self._storages.values()})
-            self._events.append(replace(kernel, kind=kind or kernel.kind))
+            self._events.append(kernel._replace(kind=kind or kernel.kind))
             self._row = _Row()
 
     def started(self, axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
@@ -702,8 +697,7 @@ def _interpolated_event(one: _Event, other: _Event, share: float) -> _Event | No
     if isinstance(one, Kernel) and isinstance(other, Kernel):
         if (one.kind, one.dtype, one.times) != (other.kind, other.dtype, other.times):
             return None
-        return replace(
-            one,
+        return one._replace(
             flops=between(one.flops, other.flops, share),
             touched_bytes=round(between(one.touched_bytes, other.touched_bytes, share)),
             elements=round(between(one.elements, other.elements, share)),
@@ -715,5 +709,5 @@ def _interpolated_event(one: _Event, other: _Event, share: float) -> _Event | No
         if (one.axes, one.verb, one.times) != (other.axes, other.verb, other.times):
             return None
         # Verb and comm depend on the layout; only payload bytes grow with samples.
-        return replace(one, payload_bytes=round(between(one.payload_bytes, other.payload_bytes, share)))
+        return one._replace(payload_bytes=round(between(one.payload_bytes, other.payload_bytes, share)))
     return one

@@ -195,6 +195,14 @@ class Recordings:
         recording = self._record(as_recorded(config, chunk), chunk, incoming, rule_of(config).splits, learns)
         return recording.moved(further)
 
+    def parameters(self, config: Config, chunk: Chunk) -> tuple[Parameter, ...]:
+        """Return a part's parameters, without facts found by a recording: the part is built, and does not run."""
+        config = as_recorded(config, chunk).model_copy(update={"seed": 0})
+        layout, recorder = config.layout, self.software.recorder(fuses=False, layers=False)
+        grid, capability = Grid(layout.axes, config.copies), self.capability
+        mesh = self.software.mesh(grid, layout.token_axes, kind=self.kind, capability=capability, recorder=recorder)
+        return parameters_in(build_model(config, build_kit(config, mesh), mesh, chunk))
+
     @remembered(
         "model", "data", "loss", "bits", "precision", "compile", "batch", "memory.recompute", "memory.summa",
         "memory.logits", "layout.data", "layout.context", "layout.tensor", "layout.order",

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeVar
 
 from meshwright.compute.model import Chunk
 from meshwright.compute.parameters.role import HIDDEN_MATRIX
@@ -22,7 +23,7 @@ from meshwright.config.layout import DataParallel, PipelineSection
 from meshwright.config.section import with_field
 from meshwright.planner.plan.memory import Parameter
 from meshwright.planner.plan.recorder import Kernel, Program, between, interpolated_program
-from meshwright.planner.plan.recordings import Forms, Recording, bytes_of
+from meshwright.planner.plan.recordings import Recording, bytes_of
 from meshwright.planner.plan.remembered import PARTS, remembered
 from meshwright.ranks.mailbox import AHEAD
 from meshwright.strategies.memory.offload import SINGLE
@@ -35,6 +36,8 @@ from meshwright.strategies.pipeline.task import TaskKind
 if TYPE_CHECKING:
     from meshwright.planner.plan.predict import Planner
     from meshwright.planner.plan.site import Links
+
+P = TypeVar("P")
 
 _SIZES = 2, 4
 """Samples of the two recordings, in multiples of the smallest microbatch that the tensor section can cut."""
@@ -68,6 +71,18 @@ class TimedPart:
     weights: float
 
 
+class Lazily(dict[int, P]):
+    """Parts by position, each made at the first read: a bound of the layers alone records no head."""
+
+    def __init__(self, make: Callable[[int], P]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, position: int) -> P:
+        self[position] = made = self._make(position)
+        return made
+
+
 StageShape = tuple[tuple[int, int], ...]
 """A stage as (position of the distinct part, number of such parts)."""
 
@@ -78,12 +93,14 @@ class TimedParts:
 
     planner: Planner
 
-    def distinct(self, config: Config) -> Iterator[tuple[int, Chunk]]:
-        """Yield the chain's distinct parts by position, in the order of the forward pass."""
-        yield -1, Chunk(range(0), True, False)
+    @remembered("model", "data", "loss", "precision.products")
+    def distinct(self, config: Config) -> dict[int, Chunk]:
+        """Return the chain's distinct parts by position, in the order of the forward pass."""
+        chunks = {-1: Chunk(range(0), True, False)}
         for first in dict.fromkeys(self.planner.recordings.outline(config).alike):
-            yield first, Chunk(range(first, first + 1), False, False)
-        yield config.model.num_blocks, Chunk(range(0), False, True)
+            chunks[first] = Chunk(range(first, first + 1), False, False)
+        chunks[config.model.num_blocks] = Chunk(range(0), False, True)
+        return chunks
 
     @remembered("model", "data", "loss", "precision.products")
     def shapes(self, config: Config, partition: tuple[int, ...]) -> list[StageShape]:
@@ -97,10 +114,11 @@ class TimedParts:
         return shapes
 
     @remembered(*PARTS, "micro", "widens_gradients")
-    def of(self, config: Config, links: Links) -> dict[int, TimedPart]:
+    def of(self, config: Config, links: Links) -> Lazily[TimedPart]:
         """Return timed parts by position: -1 the embeddings, i the first of each run of equal layers, num_blocks the
         head. `links`: of the axes that cut a layer."""
-        return {place: self._time(config, part, links) for place, part in self.untimed(config).items()}
+        untimed = self.untimed(config)
+        return Lazily(lambda position: self._time(config, untimed[position], links))
 
     def _time(self, config: Config, part: EstimatedPart, links: Links) -> TimedPart:
         """Time the part at the quickest place in the step. Half of a backward pass's kernels count for weights. The
@@ -136,47 +154,50 @@ class TimedParts:
         return TimedPart(part, *(timer.part + seconds for seconds in each))
 
     @remembered(*PARTS, "micro")
-    def untimed(self, config: Config) -> dict[int, EstimatedPart]:
+    def untimed(self, config: Config) -> Lazily[EstimatedPart]:
         """Return the parts without seconds, equal in every order of axes."""
         smallest, micro = smallest_micro(config), config.micro
         # Recorded at the microbatch's own size for two reasons. Tensor sections that choose by size send other tensors
         # at other sizes. One sample is copied less often than several: a gather along the sequence is in order.
-        own = config.layout.tensor.by_size or micro == smallest
-        sizes = (micro,) * 2 if own else tuple(size * smallest for size in _SIZES)
+        as_is = config.layout.tensor.by_size or micro == smallest
+        sizes = (micro,) * 2 if as_is else tuple(size * smallest for size in _SIZES)
         share = (micro / smallest - _SIZES[0]) / (_SIZES[1] - _SIZES[0])
-        ends, parts = (-1, config.model.num_blocks), {}
-        before: tuple[Forms, Forms] = (), ()
-        parameters = self.parameters(config)
-        small, large = (_alone(config, size) for size in sizes)
-        for place, chunk in self.distinct(config):
-            # A part's input is the output of the part before, at the same size of microbatch.
-            one, other = (
-                self.planner.recordings.of(alone, chunk, forms)
-                for alone, forms in zip((small, large), before, strict=True)
-            )
-            before = one.outgoing, other.outgoing
+        chunks, parameters = self.distinct(config), self.parameters(config)
+        before = {after: position for position, after in pairwise(chunks)}
+
+        def recorded(size: int) -> Lazily[Recording]:
+            alone = _alone(config, size)
+
+            def record(position: int) -> Recording:
+                # A part's input is the output of the part before, at the same size of microbatch.
+                forms = chain[before[position]].outgoing if position in before else ()
+                return self.planner.recordings.of(alone, chunks[position], forms)
+
+            chain = Lazily(record)
+            return chain
+
+        small, large = map(recorded, sizes)
+
+        def estimated(position: int) -> EstimatedPart:
+            one, other = small[position], large[position]
             programs = {
                 kind: tuple(_mixed(*both, share) for both in zip(one.programs[kind], other.programs[kind], strict=True))
                 for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
             }
             kept = between(_kept(one), _kept(other), share)
             sent = round(between(bytes_of(one.outgoing), bytes_of(other.outgoing), share))
-            parts[place] = EstimatedPart(programs, kept, sent, parameters[place], place not in ends)
-        return parts
+            return EstimatedPart(programs, kept, sent, parameters[position], bool(chunks[position].layers))
+
+        return Lazily(estimated)
 
     @remembered(*PARTS)
     def parameters(self, config: Config) -> dict[int, tuple[Parameter, ...]]:
         """Return the parameters of each part, equal for every size of microbatch."""
-        alone, parts = _alone(config, _SIZES[0] * smallest_micro(config)), {}
-        forms: Forms = ()
-        for place, chunk in self.distinct(config):
-            recording = self.planner.recordings.of(alone, chunk, forms)
-            forms = recording.outgoing
-            # Without facts of the recording's schedule.
-            parts[place] = tuple(
-                Parameter(each.name, each.shape, each.dtype, each.spec) for each in recording.parameters
-            )
-        return parts
+        alone = _alone(config, smallest_micro(config))
+        return {
+            position: self.planner.recordings.parameters(alone, chunk)
+            for position, chunk in self.distinct(config).items()
+        }
 
     @remembered(*PARTS, "memory.recompute")
     def kept_share(self, config: Config) -> float:

@@ -135,7 +135,7 @@ class TimedRun(Composition):
         )
         stage, chunk = self.placement.stage_of[position], position // self.placement.num_stages
         seconds = self.agreement + cost.seconds + self.moved_beside(stage, chunk, kind, which, cost.seconds)
-        return replace(cost, seconds=seconds)
+        return cost._replace(seconds=seconds)
 
     def moved_beside(self, stage: int, chunk: int, kind: TaskKind, which: int, seconds: float) -> float:
         """Return the seconds that transfers of slices add to a task of a stage's chunk.
