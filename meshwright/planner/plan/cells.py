@@ -240,5 +240,5 @@ class Cell:
         sync, cluster = ("layout.data.sync", self.judge.lone_sync), self.judge.job.cluster
         if not fits(self.without_activations(tail, *sync)[0], cluster):
             return False
-        # Estimates of memory may be 1 - SURE too low; the verdict "fits" leaves more than this free.
+        # Estimates of memory may be 1 - SURE_BYTES too low; the verdict "fits" leaves more than this free.
         return verdict(self.memory(tail, *sync), cluster) == "fits"

@@ -44,8 +44,11 @@ WEIGHTS = (
 
 WIDENS = "widens_gradients"
 
-SURE = 0.95
-"""Factor that makes an estimate a lower bound of the prediction."""
+SURE = 0.98
+"""Factor that makes estimated seconds a lower bound of predicted ones."""
+
+SURE_BYTES = 0.95
+"""Factor that makes estimated memory a lower bound of predicted memory."""
 
 MIN_RECOMPUTED_SHARE = 0.9
 """Lower bound of the share of a group's forward pass that is recomputed; the last layer's end is not."""
@@ -79,13 +82,14 @@ class _Passes:
 class _Ending:
     """Seconds after the pipeline phase on the stage with most parameters.
 
-    `gather`: least seconds to gather sliced weights in a pass through the model. `reduce`, `steps`, `publish`, `norm`:
-    seconds of gradients' sums, optimizer, publishing and norm. `overlaps`, `publishes`: the shares of sums and of
+    `gather`: least seconds to gather sliced weights in a pass through the model. `reduce`, `across`, `steps`,
+    `publish`, `norm`: seconds of gradients' sums in a group of shards and across groups, optimizer, publishing, norm. `overlaps`, `publishes`: the shares of sums and of
     publishing that run under computation. `tax`: the share by which hidden communication slows kernels.
     """
 
     gather: float
     reduce: float
+    across: float
     steps: float
     publish: float
     norm: float
@@ -106,15 +110,17 @@ class Estimates:
         """Return SURE times the estimated seconds of a step."""
         passes = self._quickest_passes(config, self.planner.site.links(config, PIPE))
         ending = self._ending(config, self._partition(config))
-        sums = config.num_microbatches if config.layout.data.strategy.slices else 1
-        # Slices are summed for every microbatch, whole gradients once, under the last task of the phase. Buckets of
-        # other chunks than the last task's have been sent before.
+        # Slices are summed among a shard's ranks for every microbatch. The rest, or whole gradients, are summed once,
+        # under the last task of the phase. Buckets of other chunks than the last task's have been sent before.
+        earlier = config.num_microbatches - 1 if config.layout.data.strategy.slices else 0
         reduce = ending.reduce / config.layout.pipeline.chunks
+        final = reduce + ending.across / config.layout.pipeline.chunks
         gather = 2 * config.num_microbatches * ending.gather
-        exposed = sums * max(0.0, reduce - ending.overlaps * passes.last)
+        exposed = earlier * max(0.0, reduce - ending.overlaps * passes.last)
+        exposed += max(0.0, final - ending.overlaps * passes.last)
         exposed += max(0.0, gather - ending.publishes * passes.seconds)
         exposed += max(0.0, ending.publish - ending.publishes * passes.forward)
-        hidden = slowed(sums * reduce + gather + ending.publish - exposed, ending.tax)
+        hidden = slowed(earlier * reduce + final + gather + ending.publish - exposed, ending.tax)
         steps = 0.0 if streams(config) else ending.steps
         return SURE * (passes.seconds + exposed + hidden + ending.norm + steps)
 
@@ -141,7 +147,7 @@ class Estimates:
         return SURE * (count * (one.forward + one.backward) + filled) / stages
 
     def estimated_memory(self, config: Config) -> Memory:
-        """Return SURE times the estimated memory of the fullest rank. Temporaries reuse the bytes of wider gradients.
+        """Return SURE_BYTES times the estimated memory of the fullest rank. Temporaries reuse the bytes of wider gradients.
         Independent of the order of axes."""
         return self.with_activations(*self.alone_memory(config), *self.held_activations(config))
 
@@ -160,8 +166,8 @@ class Estimates:
             kept: Bytes of activations that the fullest stage keeps.
             total: Peak bytes of all microbatches.
         """
-        activations = int(SURE * kept)
-        most = max(int(SURE * total) + passing, alone.temporaries)
+        activations = int(SURE_BYTES * kept)
+        most = max(int(SURE_BYTES * total) + passing, alone.temporaries)
         return replace(alone, activations=activations, temporaries=most - activations)
 
     def alone_memory(self, config: Config) -> tuple[Memory, int]:
@@ -255,21 +261,22 @@ class Estimates:
         batch = BatchSection().model_copy(update={"global_": config.batch.global_, "micro": config.replica_batch})
         one = replaced(replaced(config, "layout.pipeline", pipeline, WIDENS), "batch", batch, WIDENS)
         run = TimedRun(self.planner.site, self.planner.buckets, one, [stage], planned)
-        known: dict[Hashable, Sum] = {}
-        sums = []
+        known: dict[Hashable, tuple[Sum, float]] = {}
+        every = []
         for bucket in run.buckets[0]:
             # Buckets of equal layers are equal and share programs.
             alike = id(bucket.reduce), len(bucket.names), bucket.stepped
             if alike not in known:
-                known[alike] = run.sum(bucket, 0.0)
-            sums.append(known[alike])
+                known[alike] = run.sum(bucket, 0.0), run.seconds(bucket.across)
+            every.append(known[alike])
+        sums, across = [one for one, _ in every], sum(seconds for _, seconds in every)
         gathered = [bucket.gather for bucket in run.buckets[0]] if config.layout.data.strategy.gathers else []
         each = {id(gather): run.seconds(gather) for gather in {id(gather): gather for gather in gathered}.values()}
         gathers = sorted(each[id(gather)] for gather in gathered)
         return _Ending(
             # Weights of two parts stay gathered between passes: the largest two, for a lower bound.
             sum(gathers[:-2]),
-            sum(one.reduce for one in sums), sum(max(one.steps, one.lane) for one in sums),
+            sum(one.reduce for one in sums) - across, across, sum(max(one.steps, one.lane) for one in sums),
             sum(one.publish for one in sums), run.norm(), run.overlap("sums"), run.overlap("gathers"),
             run.network.tax,
         )  # fmt: skip
