@@ -53,6 +53,10 @@ class Subgraph(TensorSection):
         return Rows(self.size, at_once=self.size, by="layout.tensor.size=")
 
     @property
+    def ends(self) -> Self:
+        return self.model_copy(update={"branch": "attention"})
+
+    @property
     def words(self) -> str:
         common = "all ranks" if self.common == "all" else "the first sub-grid"
         return f"{self.kind} ({self.branch} in branches, other layers on {common})"

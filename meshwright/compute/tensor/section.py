@@ -172,6 +172,11 @@ class TensorSection(Section):
         return Rows()
 
     @property
+    def ends(self) -> Self:
+        """The section without settings of layers alone: equal sections have equal embeddings and heads."""
+        return self
+
+    @property
     def words(self) -> str:
         """The name of the kind in tables, with the settings that change a rank's work; empty if nothing is sharded."""
         cut = ", cut by sequence" if self.cuts_sequences else ""

@@ -45,7 +45,7 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.strategies.memory.activations import run_by_policy
-from meshwright.strategies.memory.section import EVERY, Group
+from meshwright.strategies.memory.section import EVERY, KEEPS_ALL, Group
 from meshwright.strategies.pipeline.stage import Stage
 from meshwright.strategies.pipeline.stages import rule_of
 from meshwright.strategies.pipeline.task import TaskKind
@@ -246,7 +246,10 @@ def as_recorded(config: Config, chunk: Chunk) -> Config:
         recompute = max(1, len(chunk.layers))  # a part is one group, of any size
     if not data.strategy.unplanned:
         data = _ONE_REPLICA.model_copy(update={"size": data.expert, "expert": data.expert, "exchange": exchange})
-    layout = layout.model_copy(update={"data": data, "pipeline": _ONE_STAGE})
+    tensor = layout.tensor
+    if not chunk.layers:  # embeddings and head are not recomputed, and not in branches
+        recompute, tensor = KEEPS_ALL, tensor.ends
+    layout = layout.model_copy(update={"data": data, "pipeline": _ONE_STAGE, "tensor": tensor})
     if layout.order != "auto":  # of an order, only a layer's axes matter: these name groups
         usual = tuple(name for name, _ in layout.layer_axes)
         own = tuple(name for name, _ in layout.axes if name in usual)
