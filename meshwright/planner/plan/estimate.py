@@ -44,7 +44,7 @@ WEIGHTS = (
 
 WIDENS = "widens_gradients"
 
-SURE = 0.98
+SURE = 0.99
 """Factor that makes estimated seconds a lower bound of predicted ones."""
 
 SURE_BYTES = 0.95

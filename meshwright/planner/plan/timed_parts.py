@@ -145,11 +145,13 @@ class TimedParts:
         blocking = (n * timer.seconds(program, links.collective, 0.0, facts.tax) for n, program in mix)
         inputs, widened = max(0.0, sum(blocking)) - weights, 0.0
         if config.widens_gradients and part.is_layer:
-            learning = [each for each in part.parameters if each.spec.role.rule.trained]
+            trainable = [each for each in part.parameters if each.spec.role.rule.trained]
+            # Products add gradients of float32 to the sum themselves.
+            learning = [each for each in trainable if each.dtype.itemsize < SINGLE]
             elements = sum(each.num_elements for each in learning)
             # Reads the gradient, reads and writes the sum.
             touched = sum(each.weight_bytes for each in learning) + 2 * SINGLE * elements
-            widened = timer.kernel_seconds(Kernel("element", 0.0, touched, elements, "float32"))
+            widened = timer.kernel_seconds(Kernel("element", 0.0, touched, elements, "float32")) if learning else 0.0
         each = forward[0], backward[0] + widened, inputs, weights + widened
         return TimedPart(part, *(timer.part + seconds for seconds in each))
 

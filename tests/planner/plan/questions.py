@@ -91,7 +91,7 @@ class MadeUp:
     def estimated_seconds(self, config: Config) -> float:
         return self.seconds(config) * (0.7 + 0.25 * self.drawn(config, "estimate"))
 
-    def least_seconds(self, config: Config) -> float:
+    def least_seconds(self, config: Config, *, layers: bool = False) -> float:
         return 0.7
 
     def phase_seconds(self, config: Config) -> float:
