@@ -70,23 +70,25 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Passes:
-    """The pipeline phase: its seconds, seconds until the end of the last stage's first forward pass, and seconds of the
-    longest last task of a stage."""
+    """The pipeline phase: its seconds, seconds until the end of the last stage's first forward pass, seconds of the
+    longest last task of a stage, and the least seconds until each stage is done."""
 
     seconds: float
     forward: float
     last: float
+    ends: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class _Ending:
-    """Seconds after the pipeline phase on the stage with most parameters.
+    """Seconds after the pipeline phase on `stage`, the one with most parameters.
 
     `gather`: least seconds to gather sliced weights in a pass through the model. `reduce`, `across`, `steps`,
     `publish`, `norm`: seconds of gradients' sums in a group of shards and across groups, optimizer, publishing, norm. `overlaps`, `publishes`: the shares of sums and of
     publishing that run under computation. `tax`: the share by which hidden communication slows kernels.
     """
 
+    stage: int
     gather: float
     reduce: float
     across: float
@@ -117,7 +119,9 @@ class Estimates:
         final = reduce + ending.across / config.layout.pipeline.chunks
         gather = 2 * config.num_microbatches * ending.gather
         exposed = earlier * max(0.0, reduce - ending.overlaps * passes.last)
-        exposed += max(0.0, final - ending.overlaps * passes.last)
+        # A stage that is done before the others sums meanwhile.
+        begin = passes.ends[ending.stage] - passes.seconds
+        exposed += max(0.0, begin + max(0.0, final - ending.overlaps * passes.last))
         exposed += max(0.0, gather - ending.publishes * passes.seconds)
         exposed += max(0.0, ending.publish - ending.publishes * passes.forward)
         hidden = slowed(earlier * reduce + final + gather + ending.publish - exposed, ending.tax)
@@ -189,7 +193,7 @@ class Estimates:
     def _alone_memory(self, config: Config, partition: tuple[int, ...]) -> tuple[Memory, int]:
         check(config)
         data, placement, device = config.layout.data, placement_of(config), self.planner.cluster.device
-        held, context = self._fullest(config, partition, placement), self.planner.site.context(config)
+        (_, held), context = self._fullest(config, partition, placement), self.planner.site.context(config)
         weights = 0 if data.strategy.gathers else held.weight_bytes
         gradients = 0 if data.strategy.slices else held.gradient_bytes(config)
         memory = Memory(weights, gradients, 0, 0, 0, context)
@@ -232,8 +236,8 @@ class Estimates:
             if sends and start != end else 0.0
             for (start, end), chunk in zip(pairwise(placement.stage_of), chunks[:-1], strict=True)
         ]  # fmt: skip
-        seconds = pipeline_seconds(forward, backward, weights, hops, limits, count, placement)
-        return _Passes(seconds, sum(forward) + sum(hops), max(weights if rule.splits else backward))
+        seconds, ends = pipeline_seconds(forward, backward, weights, hops, limits, count, placement)
+        return _Passes(seconds, sum(forward) + sum(hops), max(weights if rule.splits else backward), ends)
 
     def _work(self, config: Config, shape: StageShape, links: Links, *, split: bool) -> _Work:
         parts = self.parts.of(config, links)
@@ -254,7 +258,8 @@ class Estimates:
 
     @remembered(*WEIGHTS, WIDENS, "layout.transport", "layout.order", "batch.global_")
     def _ending(self, config: Config, partition: tuple[int, ...]) -> _Ending:
-        stage = StagePlan((), self._fullest(config, partition, placement_of(config)).parameters)
+        fullest, held = self._fullest(config, partition, placement_of(config))
+        stage = StagePlan((), held.parameters)
         planned = {0: self._buckets_of_fullest(config, partition)}
         # A step of one microbatch has the same ending under any schedule.
         pipeline = PipelineSection().model_copy(update={"size": config.layout.pipeline.size})
@@ -274,6 +279,7 @@ class Estimates:
         each = {id(gather): run.seconds(gather) for gather in {id(gather): gather for gather in gathered}.values()}
         gathers = sorted(each[id(gather)] for gather in gathered)
         return _Ending(
+            fullest,
             # Weights of two parts stay gathered between passes: the largest two, for a lower bound.
             sum(gathers[:-2]),
             sum(one.reduce for one in sums) - across, across, sum(max(one.steps, one.lane) for one in sums),
@@ -282,8 +288,8 @@ class Estimates:
         )  # fmt: skip
 
     @remembered(*PARTS)
-    def _fullest(self, config: Config, partition: tuple[int, ...], placement: ChunkPlacement) -> HeldParameters:
-        """Return the parameters of the stage with most elements."""
+    def _fullest(self, config: Config, partition: tuple[int, ...], placement: ChunkPlacement) -> tuple[int, HeldParameters]:
+        """Return the stage with most elements, and its parameters."""
         parts, runs = self.parts.parameters(config), ranges_of(partition)
         alike = self.planner.recordings.outline(config).alike
         elements = {place: sum(each.num_elements for each in own) for place, own in parts.items()}
@@ -303,12 +309,12 @@ class Estimates:
         if stage == placement.last_stage:
             for each in parts[len(alike)]:
                 own[each.name] = replace(each, parts=(*(own[each.name].parts if each.name in own else ()), HEAD))
-        return HeldParameters(tuple(own.values()))
+        return stage, HeldParameters(tuple(own.values()))
 
     @remembered(*WEIGHTS, WIDENS)
     def _buckets_of_fullest(self, config: Config, partition: tuple[int, ...]) -> list[PlannedBucket]:
         """Return the buckets of the stage with most elements, equal in every order of axes."""
-        held = self._fullest(config, partition, placement_of(config))
+        _, held = self._fullest(config, partition, placement_of(config))
         return self.planner.buckets.of(replaced(config, "layout.order", "auto", WIDENS), 0, held)
 
     @remembered(
@@ -330,8 +336,8 @@ class Estimates:
 def pipeline_seconds(
     forward: Sequence[float], backward: Sequence[float], weights: Sequence[float], hops: Sequence[float],
     limits: Sequence[int], count: int, placement: ChunkPlacement,
-) -> float:  # fmt: skip
-    """Estimate the seconds of a pipeline for `count` = m microbatches. A position of the chain takes f, b, w for tasks
+) -> tuple[float, tuple[float, ...]]:  # fmt: skip
+    """Estimate (seconds, least seconds until each stage is done) of a pipeline for `count` = m microbatches. A position of the chain takes f, b, w for tasks
     F, B, W, and h for a message to the next position; w = 0 if B includes W. Stage s has its first chunk at position s
     and at most k microbatches in flight, counted once for each chunk.
 
@@ -347,7 +353,7 @@ def pipeline_seconds(
         for seconds in (forward, backward)
     )  # seconds until a message has reached each stage, with one task in each stage before
     there_and_back = ahead[-1] + forward[-1] + backward[-1] + behind[-1]
-    longest = 0.0
+    longest, ends = 0.0, []
     for s, limit in enumerate(limits):
         own = placement.positions[s]
         turned = count * sum(forward[at] + backward[at] for at in own)
@@ -355,4 +361,5 @@ def pipeline_seconds(
         back = ahead[s] + turned + behind[s] + weights[0]
         passed = count / limit * sum(there_and_back - ahead[at] - behind[at] for at in own)
         longest = max(longest, busy, back, passed)
-    return longest
+        ends.append(busy)
+    return longest, tuple(ends)

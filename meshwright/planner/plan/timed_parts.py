@@ -152,6 +152,14 @@ class TimedParts:
             # Reads the gradient, reads and writes the sum.
             touched = sum(each.weight_bytes for each in learning) + 2 * SINGLE * elements
             widened = timer.kernel_seconds(Kernel("element", 0.0, touched, elements, "float32")) if learning else 0.0
+            if config.model.routing.num_experts:
+                # A recording of one microbatch copies the gradients of grouped products; others add them up.
+                widened -= sum(
+                    times * event.times * timer.kernel_seconds(event)
+                    for times, program in mix
+                    for event in program.events
+                    if isinstance(event, Kernel) and event.operation == "copy_" and event.dtype != "float32"
+                )
         each = forward[0], backward[0] + widened, inputs, weights + widened
         return TimedPart(part, *(timer.part + seconds for seconds in each))
 
