@@ -77,7 +77,9 @@ class View:
     def __getattr__(self, name: str) -> Any:
         how, member = _member(self._kind, name)
         if how == "property":
-            return member(self)
+            # Kept as an attribute of the view, which never changes.
+            self.__dict__[name] = value = member(self)
+            return value
         if how == "section":
             return View(member, {}, self._reader, f"{self._above}{name}.")
         if how == "field":
