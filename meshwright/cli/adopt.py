@@ -26,8 +26,9 @@ def adopt(
     prove: Annotated[
         int | None, Option(min=2, metavar="N", help="Run the check: N processes here against one.")
     ] = None,
-    one: Annotated[
-        str | None, Option(metavar="WORDS", help="With one process: the script's words. Default: N times the batch.")
+    single_words: Annotated[
+        str | None,
+        Option("--one", metavar="WORDS", help="With one process: the script's words. Default: N times the batch."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -48,7 +49,7 @@ def adopt(
 
     out = out or new_path(Path("adopted"))
     question = Question(script, tuple(words or ()), load_cluster(cluster), ranks, checked_device(device), out)
-    alone = None if one is None else one.split()
+    alone = None if single_words is None else single_words.split()
     with progress() as show:
         answer = run(question, edits, show)
     written = [out / "adopted.json", out / "program.json", write_page(answer, out / "adopted.html")]

@@ -48,14 +48,14 @@ class _Commands(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = {name: self.commands[name] for name in self.list_commands(ctx)}
-        for part in (RUN, PROVE, PREDICT, OPERATE, None):
+        for panel in (RUN, PROVE, PREDICT, OPERATE, None):
             rows = [
                 (f"{name:<9}", command.get_short_help_str(formatter.width))
                 for name, command in commands.items()
-                if cast(TyperCommand, command).rich_help_panel == part
+                if cast(TyperCommand, command).rich_help_panel == panel
             ]
             if rows:
-                with formatter.section(part or "Commands"):
+                with formatter.section(panel or "Commands"):
                     formatter.write_dl(rows, col_max=12)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -81,11 +81,13 @@ def refuse_foreign(words: Sequence[str]) -> None:
     problems = []
     for before, word in pairwise(["", *words]):
         option, _, value = word.partition("=")
-        place = option if value else before if before.startswith("--") else "argument"
+        option_name = option if value else before if before.startswith("--") else "argument"
         if option.startswith("--") and option not in FOLDERS and (topic := topic_of_key(option)):
             problems.append(Problem(option, value or "true", f"is no option: {topic.sentence} ({PAGE})", topic.remedy))
-        elif place in (*FOLDERS, "argument") and (topic := topic_of_address(value or word)):
-            problems.append(Problem(place, value or word, f"is no folder: {topic.sentence} ({PAGE})", topic.remedy))
+        elif option_name in (*FOLDERS, "argument") and (topic := topic_of_address(value or word)):
+            problems.append(
+                Problem(option_name, value or word, f"is no folder: {topic.sentence} ({PAGE})", topic.remedy)
+            )
     if problems:
         raise ConfigError(problems)
 

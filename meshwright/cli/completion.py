@@ -18,12 +18,12 @@ from meshwright.configs import SCHEMA, shipped
 Schema = Mapping[str, Any]
 
 
-def complete_shipped(kind: str) -> Callable[[str], list[str]]:
+def complete_shipped(folder: str) -> Callable[[str], list[str]]:
     """Return a completer of the shipped names of a kind: runs, clusters or software.
 
     The argument may also be a file; the shell itself completes files.
     """
-    return lambda incomplete: [name for name in shipped(kind) if name.startswith(incomplete)]
+    return lambda incomplete: [name for name in shipped(folder) if name.startswith(incomplete)]
 
 
 def complete_field(incomplete: str) -> list[str]:
@@ -77,8 +77,8 @@ def _names(schema: Schema, incomplete: str) -> Iterator[str]:
 def _values(schema: Schema, field: str, beginning: str) -> Iterator[str]:
     """Yield a field's listed values and the default value that begin with `beginning`."""
     nodes = [schema]
-    for part in field.split("."):
-        nodes = [inner for node in nodes for key, inner in _keys(schema, node) if key == part]
+    for name in field.split("."):
+        nodes = [inner for node in nodes for key, inner in _keys(schema, node) if key == name]
     found: dict[str, None] = {}
     for node in nodes:
         for branch in _branches(schema, node):

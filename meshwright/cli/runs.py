@@ -126,8 +126,8 @@ def train(
     with progress() as show:
         data = config.data.prepare(config, show)  # prepared here, with a bar, and reused by the job
     traced = traced_steps(trace or (), in_steps(config, data).config)
-    place = out or Path("out") / run.stem
-    run_training(config, place, resume=resume, resume_from=resume_from, accept_changes=accept_changes, trace=traced)
+    folder = out or Path("out") / run.stem
+    run_training(config, folder, resume=resume, resume_from=resume_from, accept_changes=accept_changes, trace=traced)
 
 
 def traced_steps(words: Sequence[str], config: Config) -> tuple[int, ...]:
@@ -248,8 +248,8 @@ def verify(
 
 @app.command(rich_help_panel=PROVE)
 def diff(
-    one: Annotated[Path, Argument(metavar="OUT", help="A run's folder.")],
-    other: Annotated[Path, Argument(metavar="OUT", help="Another run's folder.")],
+    first_run: Annotated[Path, Argument(metavar="OUT", help="A run's folder.")],
+    second_run: Annotated[Path, Argument(metavar="OUT", help="Another run's folder.")],
     roots: Annotated[
         bool, Option("--roots", help="The quick way: compare recorded roots alone, and read no shard.")
     ] = False,
@@ -265,7 +265,7 @@ def diff(
     """
     from meshwright.tools import diff as tool
 
-    found = tool.difference(one, other, roots=roots)
+    found = tool.difference(first_run, second_run, roots=roots)
     print_result(tool, found, as_json)
     found.check()
 
@@ -457,8 +457,8 @@ def plan(
     with progress() as show, stopped_by_signals(show) as tell:
         plans = search(config, models.planner.cluster, devices, top, program=program, improved=report.BestSoFar(),
                        fixed=fixed_fields(words), models=models, report=tell, partial=True)  # fmt: skip
-        plans, own = answered(plans, models, fixed_fields(words)), as_written(job, words, models, devices)
-    plans = replace(plans, training=training, foreign=job, written=own)
+        plans, foreign_answer = answered(plans, models, fixed_fields(words)), as_written(job, words, models, devices)
+    plans = replace(plans, training=training, foreign=job, written=foreign_answer)
     report.write_run(plans.predictions[0], out)
     written = [out] if trace is None else [out, trace, report.write_timeline(plans.predictions[0], trace)]
     if page is not None:

@@ -87,11 +87,11 @@ def data_prepare(
         print(json.dumps(corpus.header.model_dump()))
         return
     say("\n".join(read_lines(corpus)))
-    for part in ("train", "validation"):
-        facts = corpus.header.facts(part)
+    for subset in ("train", "validation"):
+        facts = corpus.header.facts(subset)
         paired = corpus.header.kind == "pairs"
         count = f"{facts.documents // 2:,} pairs" if paired else f"{facts.documents:,} documents"
-        say(f"{part}: {facts.tokens:,} tokens, {count}, {facts.words:,} words")
+        say(f"{subset}: {facts.tokens:,} tokens, {count}, {facts.words:,} words")
     say(f"{out}: vocabulary {corpus.tokenizer.vocabulary_size}; train on it with data.source={out}")
 
 
@@ -106,13 +106,13 @@ def _asked_texts(
     section: TokenSection = TextData.model_validate(given)
     if pairs or target is not None or languages is not None:
         # The registry is asked, since the kind of data that packs pairs belongs to a family and may be missing.
-        kinds = (kind for kind, section in entries("data").items() if section.packs == "pairs")
-        if (kind := next(kinds, None)) is None:
+        kinds = (data_kind for data_kind, section in entries("data").items() if section.packs == "pairs")
+        if (data_kind := next(kinds, None)) is None:
             raise ConfigError.of("--pairs", True, "are records of no kind of data that is here", "texts")
         if "column" in given:
             raise ConfigError.of("--column", given["column"], "has no effect on pairs", "--languages FROM TO")
-        section = entries("data")[kind].model_validate(
-            {"kind": kind, **given, "target": target, "languages": languages}
+        section = entries("data")[data_kind].model_validate(
+            {"kind": data_kind, **given, "target": target, "languages": languages}
         )
     for name in given.keys() - {"source"} if section.source in section.source_names else ():
         raise ConfigError.of(f"--{name}", given[name], f"has no effect on {section.source}", "with a file or a folder")
@@ -169,10 +169,10 @@ def doctor(
 
     if cluster is not None and out is not None and out.resolve() == cluster.resolve():
         raise ConfigError.of("--out", out, "is the file of --cluster", str(free_path(out)))
-    place = out or free_path(Path("nodes.yaml"))
-    report = nodes_tool.examine_nodes(folder or (), cluster, place)
+    path = out or free_path(Path("nodes.yaml"))
+    report = nodes_tool.examine_nodes(folder or (), cluster, path)
     if report is not None:  # on the first rank alone
-        print_result(nodes_tool, report, as_json, [] if cluster is None else [place])
+        print_result(nodes_tool, report, as_json, [] if cluster is None else [path])
 
 
 @app.command("eval", rich_help_panel=RUN)
@@ -247,8 +247,8 @@ def generate(
     # Each part is flushed: a pipe would buffer the text.
     # A terminal obeys control characters in a model's text, so it gets visible ones; files and pipes get the raw text.
     show = visible if sys.stdout.isatty() else str
-    for part in chain([generated.begun], generated.parts, ["\n"]):
-        print(show(part), file=PatientStream(sys.stdout), end="", flush=True)
+    for text in chain([generated.begun], generated.parts, ["\n"]):
+        print(show(text), file=PatientStream(sys.stdout), end="", flush=True)
 
 
 @convert_app.command("import")

@@ -207,7 +207,9 @@ EFFECTS = (
         lambda config: "memory.summa" in config.layout.tensor.gives_effect_to,
         lambda config: f"with layout.tensor.kind={config.layout.tensor.kind}",
         "layout.tensor.kind="
-        + ", ".join(kind for kind, section in entries("tensor").items() if "memory.summa" in section.gives_effect_to),
+        + ", ".join(
+            strategy for strategy, section in entries("tensor").items() if "memory.summa" in section.gives_effect_to
+        ),
     ),
     Effect(
         ("memory.logits",),

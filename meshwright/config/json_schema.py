@@ -51,11 +51,13 @@ def run_schema() -> Schema:
     for section in (schema, *definitions.values()):
         for name, inner in section["properties"].items():
             # The default of a section is omitted: long, and a repetition of the fields' defaults.
-            own = {key: value for key, value in inner.items() if key != "default" or not isinstance(value, dict)}
+            field_schema = {
+                key: value for key, value in inner.items() if key != "default" or not isinstance(value, dict)
+            }
             # Sizes may be written as 16M. Only an example in pydantic's schema, of the field or a branch, marks a size.
             size = {"type": "string", "pattern": "^[0-9]+[kKmMgG]$"}
-            sized = any("examples" in branch for branch in (own, *own.get("anyOf", ())))
-            section["properties"][name] = _either(own, size) if sized else own
+            sized = any("examples" in branch for branch in (field_schema, *field_schema.get("anyOf", ())))
+            section["properties"][name] = _either(field_schema, size) if sized else field_schema
     _open_data(definitions, fields["data"])
     _open_models(definitions, fields["model"])
     for branch in definitions["Layout"]["properties"]["tensor"]["oneOf"]:
@@ -109,15 +111,24 @@ def _open_data(definitions: Schema, field: Schema) -> None:
     field["anyOf"] = field.pop("oneOf")
     everything = {key: None for section in sections for key in section["properties"]}
     for section in sections:
-        own = section["properties"]
-        if "mixture" in own:
-            weights = {"type": "object", "additionalProperties": own["mixture"]["items"]["prefixItems"][1]}
-            own["mixture"] = _either(own["mixture"], weights)
-        if "template_arguments" in own:
-            values = {"type": "object", "additionalProperties": own["template_arguments"]["items"]["prefixItems"][1]}
-            own["template_arguments"] = _either(own["template_arguments"], values)
-        old = {"enum": ["auto", own["kind"]["const"]], "deprecated": True, "description": "Version 0.1.0's kind."}
-        section["properties"] = own | {key: UNDECIDED for key in everything if key not in own} | {"objective": old}
+        properties = section["properties"]
+        if "mixture" in properties:
+            weights = {"type": "object", "additionalProperties": properties["mixture"]["items"]["prefixItems"][1]}
+            properties["mixture"] = _either(properties["mixture"], weights)
+        if "template_arguments" in properties:
+            values = {
+                "type": "object",
+                "additionalProperties": properties["template_arguments"]["items"]["prefixItems"][1],
+            }
+            properties["template_arguments"] = _either(properties["template_arguments"], values)
+        old = {
+            "enum": ["auto", properties["kind"]["const"]],
+            "deprecated": True,
+            "description": "Version 0.1.0's kind.",
+        }
+        section["properties"] = (
+            properties | {key: UNDECIDED for key in everything if key not in properties} | {"objective": old}
+        )
         section["required"] = [key for key in section.get("required", ()) if key != "kind"]
 
 
@@ -128,10 +139,12 @@ def _open_models(definitions: Schema, field: Schema) -> None:
         section = definitions[_name(branch)]
         properties = section["properties"]
         by_default = "family" not in section.get("required", ())
-        own = [name for name, tree in trees.items() if tree.get("family", family if by_default else None) == family]
+        model_names = [
+            name for name, tree in trees.items() if tree.get("family", family if by_default else None) == family
+        ]
         fitting = [name for name, tree in trees.items() if tree.keys() <= properties.keys()]
         said: list[Schema] = [{"required": ["family"]}, {"required": ["from"]}]
-        said += [{"required": ["base"], "properties": {"base": {"enum": own}}}] if own else []
+        said += [{"required": ["base"], "properties": {"base": {"enum": model_names}}}] if model_names else []
         if by_default:
             said.append({"not": {"anyOf": [{"required": ["base"]}, {"required": ["from"]}]}})
         section["required"] = [key for key in section.get("required", ()) if key != "family"]

@@ -67,16 +67,16 @@ def foreign_fields(tree: Mapping[str, Any], words: Collection[str]) -> Iterator[
     kinded = with_kind(data, tree.get("model"))
     if not isinstance(data, Mapping) or not isinstance(kinded, Mapping) or network is None:
         return
-    kind, section = kinded["kind"], _section(kinded["kind"])
+    data_kind, section = kinded["kind"], _section(kinded["kind"])
     for key, value in data.items() if section is not None else ():
         excused = fields_meet(DECISIVE, words) and not fields_meet([f"data.{key}"], words)
         if section is None or not _foreign(key, section) or decides_nothing(value) or excused:
             continue
-        others = {name: other for name, other in entries("data").items() if key in other.model_fields}
-        forms = {other.gives for other in others.values()}
+        others = {name: candidate for name, candidate in entries("data").items() if key in candidate.model_fields}
+        forms = {candidate.gives for candidate in others.values()}
         families = [name for name, family in entries("models").items() if family.reads in forms]
         valid = f"leave it out, or data.kind={', '.join(others)} of a model.family={', '.join(families)}"
-        yield Problem(f"data.{key}", shown(value), f"has no effect on data.kind={kind}", valid)
+        yield Problem(f"data.{key}", shown(value), f"has no effect on data.kind={data_kind}", valid)
 
 
 def _network(model: object) -> type[Network] | None:
@@ -88,18 +88,18 @@ def _network(model: object) -> type[Network] | None:
     return entries("models").get(family) if isinstance(family, str) else None
 
 
-def _section(kind: object) -> type[DataSection] | None:
-    return entries("data").get(kind) if isinstance(kind, str) else None
+def _section(data_kind: object) -> type[DataSection] | None:
+    return entries("data").get(data_kind) if isinstance(data_kind, str) else None
 
 
 def _chosen(fields: Mapping[str, Any], network: type[Network] | None) -> str:
     if network is None:
         return Network.data_kind
-    suitable = {kind: section for kind, section in entries("data").items() if section.gives == network.reads}
-    return next((kind for kind, section in suitable.items() if section.claims(fields)), network.data_kind)
+    suitable = {data_kind: section for data_kind, section in entries("data").items() if section.gives == network.reads}
+    return next((data_kind for data_kind, section in suitable.items() if section.claims(fields)), network.data_kind)
 
 
 def _foreign(key: str, section: type[DataSection]) -> bool:
     """True if a key is a field of another kind of data, but not of this one."""
-    known = any(key in other.model_fields for other in entries("data").values())
+    known = any(key in candidate.model_fields for candidate in entries("data").values())
     return known and key not in section.model_fields

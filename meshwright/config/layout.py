@@ -210,7 +210,7 @@ class Layout(Section):
         With an `order` in the run: `branch 2, data 2 (allreduce), in this order`.
         """
         kinds = {"data": self.data.sync, "pipe": self.pipeline.words, "context": self.context.kind}
-        notes = {name: f" ({kind})" for name, kind in kinds.items()}
+        notes = {name: f" ({strategy})" for name, strategy in kinds.items()}
         shown = [(name, size) for name, size in self.nesting if name != "pipe" or size > 1]
         listed = ", ".join(f"{name} {size}{notes.get(name, '')}" for name, size in shown)
         return listed if self.order == "auto" else f"{listed}, in this order"

@@ -80,8 +80,8 @@ def run_tree(tree: dict[str, Any], overrides: Iterable[str] = ()) -> RunTree:
     plan = {"plan": deepcopy(tree.get("plan", {}))}
     if problems := [problem for problem in (_override(plan, word, ()) for word in asked) if problem]:
         raise ConfigError(problems)
-    kept = {key: value for key, value in tree.items() if key not in ("layout", "plan")}
-    return RunTree(kept, True, plan["plan"], tuple(word for word in words if word not in (*auto, *asked)))
+    fields = {key: value for key, value in tree.items() if key not in ("layout", "plan")}
+    return RunTree(fields, True, plan["plan"], tuple(word for word in words if word not in (*auto, *asked)))
 
 
 def load_undecided(path: Path, overrides: Iterable[str] = (), *, elsewhere: bool = False) -> Config:

@@ -120,23 +120,23 @@ def _located(location: Sequence[int | str], root: Schema) -> tuple[list[str], Se
     path: list[str] = []
     known: Sequence[str] = ()
     field: Schema | None = root
-    for part in map(str, location):
+    for key in map(str, location):
         assert field is not None
         sections = sections_in(field)
         if len(sections) > 1:  # a tagged union: this part names the branch
-            field = sections[part]
+            field = sections[key]
             continue
-        path.append(part)
+        path.append(key)
         parent = next(iter(sections.values()), field)
         if "items" in parent:
             known, field = (), parent["items"]
         elif "properties" in parent:
-            known, field = list(parent["properties"]), parent["properties"].get(part)
+            known, field = list(parent["properties"]), parent["properties"].get(key)
             if "layout" in root.get("properties", ()):  # a run file may also have these keys, which are no fields
                 known += {"": ["plan"], "model": ["base", "from"]}.get(".".join(path[:-1]), [])
         else:
             known = choices_of(parent["propertyNames"])
-            field = parent["additionalProperties"] if part in known else None
+            field = parent["additionalProperties"] if key in known else None
         if field is None or not ("propertyNames" in field or sections_in(field) or sections_in(field.get("items", {}))):
             break  # an unknown key, a plain value or a list of plain values, all without keys inside
     return path, known, field
@@ -164,7 +164,7 @@ def _problem(name: str, field: Schema, detail: ErrorDetails, models: Sequence[st
         words = ("none", short.off), (f"its {short.number}, a number", short.number), (f"its {short.word}", short.word)
         forms = [text for text, stands in (*words, ("auto", name == "layout")) if stands]
         return Problem(name, value, "is not a section", ", or ".join((described(field), *forms)))
-    indices = list(takewhile(lambda part: isinstance(part, int), reversed(detail["loc"])))[::-1]
+    indices = list(takewhile(lambda key: isinstance(key, int), reversed(detail["loc"])))[::-1]
     item = f"at index {', '.join(map(str, indices))} " if indices and detail["type"] != "missing" else ""
     return Problem(name, value, item + _rule(name, field, detail), described(field))
 
@@ -221,12 +221,12 @@ def described(field: Schema, brief: bool = False) -> str:
         if not brief:
             return f"a list{size}, each {described(item)}"
         return f"a list{size or ' of'} {'names' if item.get('type') == 'string' else 'numbers'}"
-    kind = ", ".join(choices) or _TYPES[field["type"]]
+    type_text = ", ".join(choices) or _TYPES[field["type"]]
     if brief:
-        return kind
+        return type_text
     bounds = [f"{sign} {field[key]}" for key, sign in _BOUNDS.items() if field.get(key, LARGEST) != LARGEST]
     sizes = "".join(f", or a size such as {example}" for example in field.get("examples", ()))
-    return " ".join([kind, " and ".join(bounds)]).strip() + sizes
+    return " ".join([type_text, " and ".join(bounds)]).strip() + sizes
 
 
 def _branches(field: Schema) -> list[Schema]:

@@ -78,34 +78,34 @@ def topic_of(name: str) -> Topic:
     if name == PLAN.name:
         return Topic(name, (PLAN,), ())
     nodes, path, is_field = [("", _root())], list[str](), False
-    for part in filter(None, name.split(".")):
+    for word in filter(None, name.split(".")):
         kinds = [
-            (part, sections[part]) for _, node in nodes if len(sections := sections_in(node)) > 1 and part in sections
+            (word, sections[word]) for _, node in nodes if len(sections := sections_in(node)) > 1 and word in sections
         ]
         fields = [
-            (kind or outer, section["properties"][part])
+            (tag or outer, section["properties"][word])
             for outer, node in (() if kinds else nodes)
-            for kind, section in sections_in(node).items()
-            if part in section["properties"]
+            for tag, section in sections_in(node).items()
+            if word in section["properties"]
         ]
         if not kinds and not fields:
-            own = ".".join(path)
-            strategies = dict(_strategies(own, nodes[0][1]))
-            if part in strategies and not sections_in(nodes[0][1]):
-                return Topic(f"{own}={part}", (FieldFacts(own, strategies[part], "", part),), ())
-            raise _no_such_field(name, part, [node for _, node in nodes])
+            field_name = ".".join(path)
+            strategies = dict(_strategies(field_name, nodes[0][1]))
+            if word in strategies and not sections_in(nodes[0][1]):
+                return Topic(f"{field_name}={word}", (FieldFacts(field_name, strategies[word], "", word),), ())
+            raise _no_such_field(name, word, [node for _, node in nodes])
         nodes, is_field = kinds or fields, not kinds
-        path += [part] * is_field
-    own = ".".join(path)
+        path += [word] * is_field
+    field_name = ".".join(path)
     tags = [node for _, node in nodes if "const" in node]
     if tags:
         choices = {"enum": [node["const"] for node in tags], "type": "string"}
         nodes = [
             ("", {key: value for node in reversed(tags) for key, value in node.items() if key != "const"} | choices)
         ]
-    held = dict.fromkeys(section for _, node in nodes for section in _sections(own, node))
-    facts = _merged([(kind, _field(own, node)) for kind, node in nodes]) if is_field else ()
-    return Topic(own, facts, tuple(held), short_form(own) if is_field else "")
+    held = dict.fromkeys(section for _, node in nodes for section in _sections(field_name, node))
+    facts = _merged([(tag, _field(field_name, node)) for tag, node in nodes]) if is_field else ()
+    return Topic(field_name, facts, tuple(held), short_form(field_name) if is_field else "")
 
 
 def all_sections() -> list[Topic]:
@@ -161,7 +161,7 @@ def _strategies(name: str, node: Schema) -> tuple[tuple[str, str], ...]:
 
 def _sections(name: str, node: Schema) -> Iterator[SectionFacts]:
     """Yield the sections that a field may hold, without the field that names the kind."""
-    for kind, section in sections_in(node).items():
+    for tag, section in sections_in(node).items():
         fields = [
             _field(f"{name}.{key}".removeprefix("."), inner)
             for key, inner in section["properties"].items()
@@ -169,14 +169,14 @@ def _sections(name: str, node: Schema) -> Iterator[SectionFacts]:
         ]
         fields += [] if name else [PLAN]
         about = " ".join(str(section.get("about", section.get("description", ""))).split())
-        yield SectionFacts(name, kind, about, tuple(fields))
+        yield SectionFacts(name, tag, about, tuple(fields))
 
 
 def _merged(fields: Sequence[tuple[str, FieldFacts]]) -> tuple[FieldFacts, ...]:
     """Merge a field's facts over the kinds of a section: kinds with equal facts share one entry."""
     alike: dict[FieldFacts, list[str]] = defaultdict(list)
-    for kind, facts in fields:
-        alike[facts].append(kind)
+    for tag, facts in fields:
+        alike[facts].append(tag)
     if len(alike) == 1:
         return tuple(alike)
     return tuple(
@@ -185,16 +185,16 @@ def _merged(fields: Sequence[tuple[str, FieldFacts]]) -> tuple[FieldFacts, ...]:
     )
 
 
-def _no_such_field(name: str, part: str, nodes: Sequence[Schema]) -> ConfigError:
+def _no_such_field(name: str, word: str, nodes: Sequence[Schema]) -> ConfigError:
     """Return the error for an unknown field, with our word for it, a similar name, or the same name elsewhere."""
     if ours := ours_for_key(name, "N"):
         return ConfigError.of("FIELD", name, "is another tool's word", ours)
     here = [sections_in(node) for node in nodes]
     known = dict.fromkeys(key for each in here for section in each.values() for key in section["properties"])
-    known |= dict.fromkeys(kind for each in here for kind in each if kind)
+    known |= dict.fromkeys(tag for each in here for tag in each if tag)
     paths = [*paths_in(_root()), PLAN.name]
     names = {path.rpartition(".")[2]: path for path in reversed(paths)}
-    meant = [path for path in paths if path.rpartition(".")[2] == part]
-    meant = meant or [names.get(close) or close for close in get_close_matches(part, [*known, *names], n=1)]
+    meant = [path for path in paths if path.rpartition(".")[2] == word]
+    meant = meant or [names.get(close) or close for close in get_close_matches(word, [*known, *names], n=1)]
     hint = f" (did you mean {' or '.join(meant)}?)" if meant else ""
     return ConfigError.of("FIELD", name, "is no field" + hint, ", ".join(known) or "a field that has none in it")

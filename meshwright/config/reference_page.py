@@ -38,8 +38,8 @@ def topic_text(topic: Topic, width: int) -> str:
     for section in topic.sections if few or len(topic.sections) == 1 else ():
         lines += [*([""] if lines else []), *_section(section, width)]
     if topic.sections and len(topic.sections) > 1:
-        kind = topic.sections[-1].kind
-        lines += ["", f"meshwright config {topic.name}.{kind} has the fields of that kind"]
+        tag = topic.sections[-1].kind
+        lines += ["", f"meshwright config {topic.name}.{tag} has the fields of that kind"]
     return "\n".join(lines)
 
 

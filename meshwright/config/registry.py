@@ -231,7 +231,7 @@ def register(group: str, name: str, entry: Any) -> None:
     known = registered()
     if (group, name, value, folder) in known:
         return
-    if name in OURS[group] or any(other[:2] == (group, name) for other in known):
+    if name in OURS[group] or any(known_entry[:2] == (group, name) for known_entry in known):
         raise ConfigError.of("name", name, f"is the name of another {group} entry", "another name")
     base = load_entry(BASES[group])
     if not _suits(loaded, base):

@@ -53,7 +53,7 @@ _SIZES = ("layout.data.size", "layout.pipeline.size", "layout.context.size", "la
 def family_reads_data(config: Config) -> Iterator[Problem]:
     data, model = config.data, config.model
     if data.gives != model.reads:
-        kinds = [kind for kind, section in entries("data").items() if section.gives == model.reads]
+        kinds = [data_kind for data_kind, section in entries("data").items() if section.gives == model.reads]
         yield Problem("data.kind", data.kind, f"is not what a {model.family} reads", ", ".join(kinds))
 
 
@@ -68,8 +68,10 @@ def replicas_divide_batch(config: Config) -> Iterator[Problem]:
 def microbatches_divide_replica(config: Config) -> Iterator[Problem]:
     batch, size = config.batch.global_, config.layout.data.size
     if batch % size == 0 and config.replica_batch % config.micro:
-        part = f"a replica's {config.replica_batch} sequences (batch.global={batch} / layout.data.size={size})"
-        yield Problem("batch.micro", config.micro, f"does not divide {part}", listed(divisors(config.replica_batch)))
+        quantity = f"a replica's {config.replica_batch} sequences (batch.global={batch} / layout.data.size={size})"
+        yield Problem(
+            "batch.micro", config.micro, f"does not divide {quantity}", listed(divisors(config.replica_batch))
+        )
 
 
 @rule("layout.tensor", "model", "data")
@@ -218,14 +220,14 @@ def chunks_go_with_schedule(config: Config) -> Iterator[Problem]:
     pipeline = config.layout.pipeline
     if pipeline.chunks == 1 or pipeline.placement in pipeline.rule.shapes:
         return
-    name, kinds = pipeline.schedule, [kind for kind, rule in entries("schedules").items() if rule.shapes]
+    name, kinds = pipeline.schedule, [schedule for schedule, rule in entries("schedules").items() if rule.shapes]
     if not pipeline.rule.shapes:
         rule_text = f"does not go with layout.pipeline.schedule={name}, which knows one chunk a stage"
         yield Problem(
             "layout.pipeline.chunks", pipeline.chunks, rule_text, f"1, or layout.pipeline.schedule={', '.join(kinds)}"
         )
     else:
-        others = [kind for kind in kinds if pipeline.placement in entries("schedules")[kind].shapes]
+        others = [schedule for schedule in kinds if pipeline.placement in entries("schedules")[schedule].shapes]
         rule_text = f"does not go with layout.pipeline.schedule={name}, whose order is another"
         valid = f"{', '.join(pipeline.rule.shapes)}, or layout.pipeline.schedule={', '.join(others)}"
         yield Problem("layout.pipeline.placement", pipeline.placement, rule_text, valid)
@@ -410,10 +412,10 @@ def _where_chosen(group: str, field: str, chosen: str = "") -> Iterator[Rule]:
     """
     rules_of = attrgetter(f"{chosen or field}.rules")
 
-    def bind(own: Rule) -> Rule:
-        return Rule((field, *own.reads), lambda config: own.check(config) if own in rules_of(config) else iter(()))
+    def bind(rule: Rule) -> Rule:
+        return Rule((field, *rule.reads), lambda config: rule.check(config) if rule in rules_of(config) else iter(()))
 
-    yield from map(bind, dict.fromkeys(own for entry in entries(group).values() for own in entry.rules))
+    yield from map(bind, dict.fromkeys(rule for entry in entries(group).values() for rule in entry.rules))
 
 
 PARTITION_RULES = (

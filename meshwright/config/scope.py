@@ -139,7 +139,7 @@ _STORAGE = TOPICS["remote storage"]
 def topic_of_key(key: str) -> Topic | None:
     """Find the topic of an unknown key or option, or of a part: `--push-to-hub`, `lora.rank`."""
     parts = key.lstrip("-").split(".")
-    return next((topic for part in parts for topic in TOPICS.values() if re.fullmatch(topic.words, _plain(part))), None)
+    return next((topic for word in parts for topic in TOPICS.values() if re.fullmatch(topic.words, _plain(word))), None)
 
 
 def topic_of_address(value: str) -> Topic | None:

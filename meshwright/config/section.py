@@ -66,11 +66,11 @@ def can_share(count: int, members: int, parts: int) -> bool:
     return count % parts == 0 or (parts % count == 0 and members % (parts // count) == 0)
 
 
-def divisors(number: int) -> list[int]:
+def divisors(count: int) -> list[int]:
     """Return all positive divisors, ascending."""
     # Candidates up to the square root: counting to 2^48 would hang after a typing error.
-    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
-    return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
+    small = [candidate for candidate in range(1, math.isqrt(count) + 1) if count % candidate == 0]
+    return small + [count // divisor for divisor in reversed(small) if divisor * divisor != count]
 
 
 def listed(values: list[int], most: int = 12) -> str:
@@ -130,8 +130,8 @@ def _leaves(annotation: Any) -> Iterator[Any]:
     elif get_origin(annotation) not in (Union, UnionType, tuple, list):
         parts = ()
         yield annotation
-    for part in parts:
-        yield from _leaves(part)
+    for argument in parts:
+        yield from _leaves(argument)
 
 
 class Section(BaseModel):
@@ -155,11 +155,11 @@ class Section(BaseModel):
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and annotation is not bool:
             raise ValueError("true and false are not numbers")
-        for part in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(part, str) and not _NUMBER.fullmatch(part):
+        for entry in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(entry, str) and not _NUMBER.fullmatch(entry):
                 kinds, reads = set(_leaves(annotation)), False
                 with suppress(ValueError):
-                    reads = math.isfinite(float(part))
+                    reads = math.isfinite(float(entry))
                 if reads and kinds & {int, float} and not kinds & {str, Path}:
                     raise ValueError("is a text, and no number as YAML 1.2 writes it")
         return value

@@ -209,6 +209,6 @@ def lost_by_braces(tree: dict[str, Any], words: tuple[str, ...]) -> Iterator[str
         if not isinstance(section, dict) or BEGIN_ANEW & given.keys():
             continue
         if lost := {name: value for name, value in section.items() if name not in given}:
-            kept = " ".join(f"{field}.{name}={shown(value).replace(', ', ',')}" for name, value in given.items())
+            changes = " ".join(f"{field}.{name}={shown(value).replace(', ', ',')}" for name, value in given.items())
             gone = ", ".join(f"{name}={shown(value)}" for name, value in lost.items())
-            yield f"{field}={{...}} replaces the run file's section, and {gone} are lost; {kept} change these alone"
+            yield f"{field}={{...}} replaces the run file's section, and {gone} are lost; {changes} change these alone"

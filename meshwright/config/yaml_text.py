@@ -67,8 +67,8 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple
         known[key] = None
         parts = list(node.value) if isinstance(node, yaml.CollectionNode) else []
         if isinstance(node, yaml.MappingNode):
-            parts = [part for pair in node.value for part in pair]
-        inner = [_measure(part, known) for part in parts]
+            parts = [child for pair in node.value for child in pair]
+        inner = [_measure(child, known) for child in parts]
         values, levels = 1 + sum(size for size, _ in inner), 1 + max((height for _, height in inner), default=0)
         if levels > MAX_LEVELS:
             raise _Refused(_TOO_DEEP, node.start_mark)
@@ -122,8 +122,8 @@ def readings(text: str) -> str:
     sign = "-" if text.startswith("-") else ""
     if ":" in text:
         seconds = 0.0
-        for part in digits.split(":"):
-            seconds = seconds * 60 + float(part)
+        for group in digits.split(":"):
+            seconds = seconds * 60 + float(group)
         return f"which YAML 1.1 reads to the base 60: write {sign}{seconds:.15g}, or {text!r} in quotes for a text"
     if digits.lower().startswith("0b"):
         return f"which YAML 1.2 does not know: write {sign}{int(digits, 2)}, or {text!r} in quotes for a text"
@@ -151,7 +151,7 @@ def yaml_text(tree: object, flow: bool = False) -> str:
     return text
 
 
-_INT, _FLOAT, _BOOL = (f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool"))
+_INT, _FLOAT, _BOOL = (f"tag:yaml.org,2002:{tag}" for tag in ("int", "float", "bool"))
 _NUMBERS = (_INT, _FLOAT)
 _GIVEN_UP = (_BOOL, "tag:yaml.org,2002:timestamp")
 """YAML 1.1's yes, no, on, off and dates: a date is a text, and a field of true and false takes such a text as well."""

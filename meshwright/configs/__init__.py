@@ -8,8 +8,8 @@ SCHEMA = Path(__file__).resolve().with_name("run.schema.json")
 """The JSON schema of run files, written by `python -m meshwright config --schema` and checked by a test."""
 
 
-def shipped(kind: str) -> dict[str, Path]:
+def shipped(folder: str) -> dict[str, Path]:
     """Return the files of `models`, `runs`, `clusters` or `software` by name, sorted by name."""
     package = Path(__file__).resolve().parent.parent
-    files = (*package.glob(f"configs/{kind}/*.yaml"), *package.glob(f"families/*/configs/{kind}/*.yaml"))
+    files = (*package.glob(f"configs/{folder}/*.yaml"), *package.glob(f"families/*/configs/{folder}/*.yaml"))
     return {path.stem: path for path in sorted(files, key=lambda path: path.stem)}

@@ -13,7 +13,7 @@ from meshwright.ranks.streams import say
 
 def free_path(path: Path) -> Path:
     """Return the path, or the first of `plan-2.yaml`, `plan-3.yaml`, ... that no file, folder or link has."""
-    numbered = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
+    numbered = (path.with_name(f"{path.stem}-{index}{path.suffix}") for index in count(2))
     return next(each for each in chain([path], numbered) if not os.path.lexists(each))
 
 

@@ -140,14 +140,14 @@ def with_links(base: Cluster, report: NodesReport) -> Cluster:
     Raises:
         ConfigError: All ranks are on one host.
     """
-    own = base.links.get(report.transport, base.links["torch"])
+    base_links = base.links.get(report.transport, base.links["torch"])
     between = [level for level in report.levels(base.devices_per_node) if level.joins is None]
     if not between:
         host = report.ranks[0].host
         raise ConfigError.of("--cluster", base.name, f"gets no links between nodes: all ranks are on {host}", "2 hosts")
-    inner = own.levels[0].model_copy(update={"joins": base.devices_per_node})
-    measured = tuple(row for row in own.measured if row.ranks <= base.devices_per_node)
-    links = own.model_copy(update={"levels": (inner, *between), "measured": measured})
+    inner = base_links.levels[0].model_copy(update={"joins": base.devices_per_node})
+    measured = tuple(row for row in base_links.measured if row.ranks <= base.devices_per_node)
+    links = base_links.model_copy(update={"levels": (inner, *between), "measured": measured})
     hosts = sorted({rank.host for rank in report.ranks})
     source = f"{base.source}; links between {', '.join(hosts)}: meshwright doctor --nodes"
     return base.model_copy(update={"links": {**base.links, report.transport: links}, "source": source})
@@ -158,20 +158,22 @@ def measure_nodes(rank: Rank, folders: Sequence[str]) -> dict[str, Any]:
     mesh = rank.mesh
     address = mesh.transport.peers.address if isinstance(mesh.transport, TorchTransport) else ""
     mesh.world.barrier()  # all ranks leave the barrier at about one moment, so clocks can be compared
-    own = NodeRank(mesh.rank, socket.gethostname(), chosen_interface(), address, time.time())
-    ranks = [NodeRank(**json.loads(text)) for text in all_texts(json.dumps(asdict(own)), mesh.world)]
-    hosts = [one.host for one in ranks]
+    local_rank = NodeRank(mesh.rank, socket.gethostname(), chosen_interface(), address, time.time())
+    ranks = [NodeRank(**json.loads(text)) for text in all_texts(json.dumps(asdict(local_rank)), mesh.world)]
+    hosts = [node_rank.host for node_rank in ranks]
     first = ranks[0].clock_seconds
     places: dict[str, list[int]] = {}
-    for number, host in enumerate(hosts):
-        places.setdefault(host, []).append(number)
+    for position, host in enumerate(hosts):
+        places.setdefault(host, []).append(position)
     # The first two ranks of each host, then the first ranks of each two hosts: one pair at a time, in one order.
     measured = [(here[0], here[1]) for here in places.values() if len(here) > 1]
     measured += combinations([here[0] for here in places.values()], 2)
     pairs = [_measured(mesh, pair, hosts) for pair in measured]
     told = [json.loads(text) for text in all_texts(json.dumps(pairs), mesh.world)]
     return {
-        "ranks": [asdict(one) | {"clock_seconds": round(one.clock_seconds - first, 3)} for one in ranks],
+        "ranks": [
+            asdict(node_rank) | {"clock_seconds": round(node_rank.clock_seconds - first, 3)} for node_rank in ranks
+        ],
         "pairs": [told[pair["ranks"][0]][index] for index, pair in enumerate(pairs)],
         "folders": {folder: ranks_without(mesh, Path(folder)) for folder in folders},
     }
@@ -181,15 +183,15 @@ def _measured(mesh: Mesh, pair: tuple[int, int], hosts: Sequence[str]) -> dict[s
     """Measure a pair on its two ranks; other ranks wait and return zeros."""
     latency = bandwidth = 0.0
     if mesh.rank in pair:
-        other = pair[1 - pair.index(mesh.rank)]
-        latency = _exchange_seconds(mesh.world, other, _SMALL_BYTES, _WARM_UPS, _ROUNDS)
+        peer = pair[1 - pair.index(mesh.rank)]
+        latency = _exchange_seconds(mesh.world, peer, _SMALL_BYTES, _WARM_UPS, _ROUNDS)
         # Both ranks use the smaller rate of the two.
-        once = torch.tensor([_exchange_seconds(mesh.world, other, _FIRST_BYTES, 1, 1)], dtype=torch.float64)
+        once = torch.tensor([_exchange_seconds(mesh.world, peer, _FIRST_BYTES, 1, 1)], dtype=torch.float64)
         theirs = torch.empty_like(once)
-        mesh.world.exchange(once, other, theirs, other)
+        mesh.world.exchange(once, peer, theirs, peer)
         rate = _FIRST_BYTES / max(once.item(), theirs.item())
         size = min(_MOST_BYTES, max(_FIRST_BYTES, int(rate * _PAIR_SECONDS / (_ROUNDS + 1))))
-        seconds = _exchange_seconds(mesh.world, other, size, 1, _ROUNDS)
+        seconds = _exchange_seconds(mesh.world, peer, size, 1, _ROUNDS)
         # The latency is subtracted, at most nine tenths: small messages on a fast link take little longer than the
         # latency.
         bandwidth = size / max(seconds - latency, seconds / 10)
@@ -197,13 +199,13 @@ def _measured(mesh: Mesh, pair: tuple[int, int], hosts: Sequence[str]) -> dict[s
     return asdict(NodePair(pair, (hosts[pair[0]], hosts[pair[1]]), latency, bandwidth))
 
 
-def _exchange_seconds(world: Comm, other: int, num_bytes: int, warm_ups: int, rounds: int) -> float:
+def _exchange_seconds(world: Comm, peer: int, num_bytes: int, warm_ups: int, rounds: int) -> float:
     """Return the median seconds of an exchange with the other rank."""
     sent, received = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
     times = []
     for _ in range(warm_ups + rounds):
         start = time.perf_counter()
-        world.exchange(sent, other, received, other)
+        world.exchange(sent, peer, received, peer)
         times.append(time.perf_counter() - start)
     return median(times[warm_ups:])
 
@@ -218,10 +220,10 @@ def render(report: NodesReport) -> None:
     console = table_console()
     hosts = Table("host", "ranks", "interface", "address", "clock, s")
     for host in dict.fromkeys(rank.host for rank in report.ranks):
-        own = [rank for rank in report.ranks if rank.host == host]
-        numbers = ", ".join(str(rank.rank) for rank in own)
-        address, clock = own[0].address or "its name's", f"{own[0].clock_seconds:+.2f}"
-        hosts.add_row(host, numbers, own[0].interface or "its name's", address, clock)
+        host_ranks = [rank for rank in report.ranks if rank.host == host]
+        numbers = ", ".join(str(rank.rank) for rank in host_ranks)
+        address, clock = host_ranks[0].address or "its name's", f"{host_ranks[0].clock_seconds:+.2f}"
+        hosts.add_row(host, numbers, host_ranks[0].interface or "its name's", address, clock)
     pairs = Table("pair", "latency, us", "bandwidth, MB/s", title=f"over {report.transport}, one pair at a time")
     for pair in report.pairs:
         name = f"within {pair.hosts[0]}" if pair.within else " - ".join(pair.hosts)

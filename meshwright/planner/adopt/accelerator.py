@@ -47,8 +47,8 @@ class Watcher(Protocol):
     live: int
     peak: int
 
-    def use_stream(self, number: int) -> None: ...
-    def event(self, kind: str, number: int) -> None: ...
+    def use_stream(self, stream: int) -> None: ...
+    def event(self, action: str, event: int) -> None: ...
 
 
 class Streams:
@@ -96,17 +96,17 @@ class Streams:
             self._watcher.event("record", self._events)
         return self._events
 
-    def wait(self, stream: Stream, number: int) -> None:
+    def wait(self, stream: Stream, event: int) -> None:
         with self.using(stream):
-            self._watcher.event("await", number)
+            self._watcher.event("await", event)
 
 
 class Stream:
     """A stream of the believed accelerator."""
 
-    def __init__(self, streams: Streams, number: int) -> None:
-        self._streams, self.number = streams, number
-        self.device, self.cuda_stream, self.stream_id, self.priority = torch.device("cuda", 0), number, number, 0
+    def __init__(self, streams: Streams, index: int) -> None:
+        self._streams, self.number = streams, index
+        self.device, self.cuda_stream, self.stream_id, self.priority = torch.device("cuda", 0), index, index, 0
         self.device_index, self.device_type = 0, 1  # as `torch.Stream`: FSDP asks for the index from torch 2.15 on
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -157,7 +157,7 @@ class Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, other: Event) -> float:
+    def elapsed_time(self, end_event: Event) -> float:
         """Return a millisecond: no time passes."""
         return 1.0
 
@@ -172,10 +172,10 @@ class Pretended(AsOnDevice):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        own, places = getattr(function, "__self__", None), self._places
-        if own in _GETTERS and (inner := _inner(args[0])) is not None:
-            return places.device(inner) if own is _DEVICE else places.of(inner) == _GETTERS[own]
-        if own is not None and type(own).__name__ == "getset_descriptor":
+        descriptor, places = getattr(function, "__self__", None), self._places
+        if descriptor in _GETTERS and (inner := _inner(args[0])) is not None:
+            return places.device(inner) if descriptor is _DEVICE else places.of(inner) == _GETTERS[descriptor]
+        if descriptor is not None and type(descriptor).__name__ == "getset_descriptor":
             return function(*args, **(kwargs or {}))
         keywords = dict(kwargs or {})
         if function in _UNCHANGED:
@@ -224,11 +224,11 @@ class Pretended(AsOnDevice):
         if inner is None:  # a tensor of DTensor's search for shapes
             return function(*args, **dict(kwargs))
         if device is not None:
-            place: Place = torch.device(device if not isinstance(device, int) else "cuda").type  # type: ignore[assignment]
-            if place != self._places.of(inner):
-                with self._places.placing(place):
+            target: Place = torch.device(device if not isinstance(device, int) else "cuda").type  # type: ignore[assignment]
+            if target != self._places.of(inner):
+                with self._places.placing(target):
                     # A DTensor's clone is a clone of its part.
-                    x = x.clone() if inner.is_meta else x.to("meta") if place != "cpu" else x
+                    x = x.clone() if inner.is_meta else x.to("meta") if target != "cpu" else x
         keywords.pop("non_blocking", None)
         rest = [value for value in rest if isinstance(value, torch.dtype)]
         dtype = keywords.pop("dtype", None) or (rest[0] if rest else None)

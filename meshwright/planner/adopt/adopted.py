@@ -151,8 +151,11 @@ def repeated_classes(session: Session) -> list[str]:
     most = max((len(m) for m in lists), default=0)
     # FSDP2 makes a class of each class that it cuts: FSDPModule, then the class itself.
     kinds = (type(m[0]) for m in lists if len(m) == most)
-    bases = (kind.__bases__[1] if kind.__bases__[0].__name__ == "FSDPModule" else kind for kind in kinds)
-    return list(dict.fromkeys(kind.__name__ for kind in bases))
+    bases = (
+        layer_class.__bases__[1] if layer_class.__bases__[0].__name__ == "FSDPModule" else layer_class
+        for layer_class in kinds
+    )
+    return list(dict.fromkeys(layer_class.__name__ for layer_class in bases))
 
 
 def modules_of(session: Session, facts: StepFacts) -> list[ModuleFacts]:
@@ -174,8 +177,8 @@ def modules_of(session: Session, facts: StepFacts) -> list[ModuleFacts]:
                 row.forward_flops += flops
         elif isinstance(event, Collective):
             row.sent_bytes += sent_by(event.sending, session.order.rank)
-    for number, (phase, module, size) in facts.kept.items():
-        if phase == "forward" and number not in facts.parts:
+    for storage_id, (phase, module, size) in facts.kept.items():
+        if phase == "forward" and storage_id not in facts.parts:
             rows[module].kept_bytes += size
     return [row for row in rows.values() if row.kernels or row.sent_bytes or row.kept_bytes]
 
@@ -234,19 +237,19 @@ def hidden_flops(entries: Sequence[Entry]) -> dict[int, float]:
             else:
                 known = begun if event.kind == "wait" else events
                 streams[stream] = max(behind, known.get(event.number, 0.0))
-            for number, (reached, marked) in list(waiting.items()):
-                if event.kind == "wait" and event.number == number:
+            for collective, (reached, marked) in list(waiting.items()):
+                if event.kind == "wait" and event.number == collective:
                     reached.add(stream)
                 elif event.kind == "record" and stream in reached:
                     marked.add(event.number)
                 elif event.kind == "await" and event.number in marked:
                     reached.add(stream)
                 if 0 in reached:
-                    under[number] = total - begun[number]
-                    del waiting[number]
+                    under[collective] = total - begun[collective]
+                    del waiting[collective]
         elif isinstance(event, Kernel) and stream == 0:
             total += event.flops * event.times
-    return under | {number: total - begun[number] for number in waiting}
+    return under | {collective: total - begun[collective] for collective in waiting}
 
 
 def memory_of(facts: StepFacts, host: int) -> MemoryFacts:
@@ -254,22 +257,22 @@ def memory_of(facts: StepFacts, host: int) -> MemoryFacts:
     sizes: dict[int, int] = {}
     allocator, blocks, peak = CachingAllocator(), dict[int, Any](), 0
     at_peak = dict(sizes)
-    for place, (number, change) in enumerate(facts.changes):
+    for index, (storage_id, change) in enumerate(facts.changes):
         if change > 0:
-            blocks[number] = allocator.allocate(change)
+            blocks[storage_id] = allocator.allocate(change)
         else:
-            allocator.free(blocks.pop(number))
-        sizes[number] = sizes.get(number, 0) + change
-        if not sizes[number]:
-            del sizes[number]
-        if place + 1 == facts.peak_at:
+            allocator.free(blocks.pop(storage_id))
+        sizes[storage_id] = sizes.get(storage_id, 0) + change
+        if not sizes[storage_id]:
+            del sizes[storage_id]
+        if index + 1 == facts.peak_at:
             at_peak, peak = dict(sizes), sum(sizes.values())
     parts = dict.fromkeys(PARTS, 0)
-    inside = {number for number, _ in facts.changes[facts.begun :]}
-    for number, size in at_peak.items():
-        phase = facts.born.get(number, ("other", -1))[0]
-        born = "other" if number not in inside else "activations" if phase == "forward" else "temporaries"
-        parts[facts.parts.get(number, born)] += size
+    inside = {storage_id for storage_id, _ in facts.changes[facts.begun :]}
+    for storage_id, size in at_peak.items():
+        phase = facts.born.get(storage_id, ("other", -1))[0]
+        born = "other" if storage_id not in inside else "activations" if phase == "forward" else "temporaries"
+        parts[facts.parts.get(storage_id, born)] += size
     return MemoryFacts(parts, peak, allocator.peak_reserved, host)
 
 
@@ -307,13 +310,13 @@ def read(folder: Path) -> Adopted:
     """Read both files of a folder."""
     tree, program = read_json(folder / "adopted.json"), read_json(folder / "program.json")
     made = []
-    for kind, fields in program["events"]:
-        if kind == "collective":
+    for event_type, fields in program["events"]:
+        if event_type == "collective":
             sending = fields["sending"]
             made.append(Collective(Sending(**{**sending, "ranks": tuple(sending["ranks"])}), fields["number"]))
         else:
-            made.append(_KINDS[kind](**fields))
-    entries = [Entry(made[number], phase, module, stream) for number, phase, module, stream in program["rows"]]
+            made.append(_KINDS[event_type](**fields))
+    entries = [Entry(made[index], phase, module, stream) for index, phase, module, stream in program["rows"]]
     memory = program["memory"]
     unseen = [(Note(row["kind"], row["where"], row["text"]), row["times"]) for row in tree.pop("unseen")]
     for name in ("form", "flops", "sent_bytes"):

@@ -24,9 +24,9 @@ FAILED = "failed.json"
 def error_of(error: BaseException, script: Path) -> dict[str, Any]:
     """Return an exception with the script's innermost line, and the traceback from the script on."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [n for n, frame in enumerate(frames) if Path(frame.filename).parent == script.resolve().parent]
-    last = frames[own[-1]] if own else None
-    lines = traceback.format_list(frames[own[0] :]) if own else []
+    script_frames = [n for n, frame in enumerate(frames) if Path(frame.filename).parent == script.resolve().parent]
+    last = frames[script_frames[-1]] if script_frames else None
+    lines = traceback.format_list(frames[script_frames[0] :]) if script_frames else []
     return {
         "where": f"{Path(last.filename).name}:{last.lineno}" if last is not None else script.name,
         "line": last.line if last is not None else "",

@@ -90,7 +90,7 @@ def batch_times(text: str, words: Sequence[str], factor: float) -> tuple[str | N
         the new one would not be whole.
     """
     spaced, joined = re.compile(r"--([\w-]+)"), re.compile(r"((?:--)?([\w.-]+)=)(\d+)")
-    for place, (option, value) in enumerate(pairwise([*words, ""])):
+    for position, (option, value) in enumerate(pairwise([*words, ""])):
         pair = joined.fullmatch(option)
         name = pair[2] if pair else option[2:] if spaced.fullmatch(option) and value.isdigit() else ""
         if not _BATCH.fullmatch(name.rpartition(".")[2].replace("-", "_")):
@@ -99,7 +99,7 @@ def batch_times(text: str, words: Sequence[str], factor: float) -> tuple[str | N
         if size < 1 or size % 1:
             return None
         new = [f"{pair[1]}{int(size)}"] if pair else [option, str(int(size))]
-        return None, (*words[:place], *new, *words[place + len(new) :]), " ".join(new)
+        return None, (*words[:position], *new, *words[position + len(new) :]), " ".join(new)
     tree = ast.parse(text)
     if "TrainingArguments" in text and "HfArgumentParser" in text:
         # Trainer's own default is 8 rows.
@@ -155,9 +155,9 @@ def with_tensor_plan(text: str, ranks: int) -> str | None:
     Returns:
         The new text; None if the script makes no model of transformers.
     """
-    kind, value = r"(\w+\.)*\w*(Model|For[A-Z]|LMHead)\w*", f"DistributedConfig(tp_size={ranks})"
+    pattern, value = r"(\w+\.)*\w*(Model|For[A-Z]|LMHead)\w*", f"DistributedConfig(tp_size={ranks})"
     tree, source = ast.parse(text), "transformers.distributed"
-    if made := _with_keyword(tree, text, rf"{kind}\.from_pretrained", "distributed_config", value, source):
+    if made := _with_keyword(tree, text, rf"{pattern}\.from_pretrained", "distributed_config", value, source):
         return made
     known = {name.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in node.names
              if (node.module or "").startswith("transformers")} | {"transformers"}  # fmt: skip
@@ -167,7 +167,7 @@ def with_tensor_plan(text: str, ranks: int) -> str | None:
         for call in ast.walk(node):
             if not isinstance(call, ast.Call) or ast.unparse(call.func).partition(".")[0] not in known:
                 continue
-            if re.fullmatch(rf"{kind}(\._?from_config)?", ast.unparse(call.func)):
+            if re.fullmatch(rf"{pattern}(\._?from_config)?", ast.unparse(call.func)):
                 whole = ast.unparse(call)
                 rows = text.encode().splitlines(keepends=True)
                 first, last = call.lineno - 1, (call.end_lineno or 1) - 1
@@ -191,10 +191,13 @@ def _insertions(adopted: Adopted, text: str, site: dict[str, Any], lines: Callab
     ):
         made = with_tensor_plan(text, ranks)
         # Lists of an optimizer's tensors cannot hold cut ones next to whole ones.
-        kind = rf"(.*\.)?{site['kind']}"
-        lines("tensor-parallel plan", made and (_with_keyword(ast.parse(made), made, kind, "foreach", "False") or made))
+        class_name = rf"(.*\.)?{site['kind']}"
+        lines(
+            "tensor-parallel plan",
+            made and (_with_keyword(ast.parse(made), made, class_name, "foreach", "False") or made),
+        )
     model = site["models"][0]
-    kinds = ", ".join(f'"{kind}"' for kind in adopted.repeated)
+    kinds = ", ".join(f'"{class_name}"' for class_name in adopted.repeated)
     layer = f'type(module).__name__.removeprefix("FSDP") in ({kinds},)'
     checkpointed = any(entry.phase == "recompute" for entry in adopted.entries)
     if kinds and not checkpointed:
@@ -237,7 +240,7 @@ def _before(text: str, line: int, new: Sequence[str]) -> str:
     rows = text.splitlines(keepends=True)
     indent = re.match(r"\s*", rows[first - 1])
     assert indent is not None
-    return "".join([*rows[: first - 1], *(f"{indent[0]}{one}\n" for one in new), *rows[first - 1 :]])
+    return "".join([*rows[: first - 1], *(f"{indent[0]}{row}\n" for row in new), *rows[first - 1 :]])
 
 
 def _numbers(tree: ast.Module, named: re.Pattern[str]) -> Iterator[ast.Constant]:

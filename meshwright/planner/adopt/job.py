@@ -111,7 +111,7 @@ def failure_text(question: Question, folder: Path, code: int) -> str:
     if not (folder / FAILED).is_file():
         return f"{question.script} ended its process with code {code}: {shown}"
     failed = read_json(folder / FAILED)
-    notes = [f"\n  {where}: {text}" for kind, where, text in failed["notes"] if kind == "network"]
+    notes = [f"\n  {where}: {text}" for subject, where, text in failed["notes"] if subject == "network"]
     if failed["kind"]:
         first = failed["text"].strip().splitlines() or [""]
         line = f"\n  {failed['line']}" if failed["line"] else ""
@@ -152,14 +152,14 @@ def adopt(question: Question, tries: int, report: Callable[[str, float | None], 
     planned = plan(ranks, question.cluster, question.ranks)
     tried: list[Tried] = []
     edits = edits_of(question.script, question.words, ranks[0], question.ranks)[:tries]
-    for number, edit in enumerate(edits):
-        report(f"trying: {edit.title}", number / len(edits))
+    for index, edit in enumerate(edits):
+        report(f"trying: {edit.title}", index / len(edits))
         folder = question.folder / "edits" / re.sub(r"\W+", "-", edit.title).strip("-")
         try:
             tried.append(Tried(edit, plan(run_ranks(question, folder, edit), question.cluster, question.ranks)))
         except MeshwrightError as error:
             tried.append(Tried(edit, None, str(error).splitlines()[0]))
-    tried.sort(key=lambda one: one.planned.rank if one.planned else (2, 0.0))
+    tried.sort(key=lambda candidate: candidate.planned.rank if candidate.planned else (2, 0.0))
     return Answer(question, ranks, planned, tuple(tried))
 
 
@@ -168,12 +168,12 @@ def as_dict(answer: Answer) -> dict[str, object]:
     from meshwright.planner.adopt.adopted import as_dict as facts_of
 
     return {
-        "adopted": {str(rank): facts_of(one) for rank, one in answer.ranks.items()},
+        "adopted": {str(rank): facts_of(result) for rank, result in answer.ranks.items()},
         "planned": planned_as_dict(answer.planned),
         "edits": [
-            {"title": one.edit.title, "diff": one.edit.diff, "words": list(one.edit.words),
-             "planned": one.planned and planned_as_dict(one.planned), "failure": one.failure}
-            for one in answer.tried
+            {"title": result.edit.title, "diff": result.edit.diff, "words": list(result.edit.words),
+             "planned": result.planned and planned_as_dict(result.planned), "failure": result.failure}
+            for result in answer.tried
         ],
     }  # fmt: skip
 
@@ -188,4 +188,6 @@ def planned_as_dict(planned: Planned) -> dict[str, object]:
 def chosen(tried: Sequence[Tried], planned: Planned, most: int = 5) -> list[Tried]:
     """Return the best edits that could be run: those that fit and are faster, or that fit at all if the script does
     not."""
-    return [one for one in tried if one.planned is not None and one.planned.rank < planned.rank][:most]
+    return [
+        candidate for candidate in tried if candidate.planned is not None and candidate.planned.rank < planned.rank
+    ][:most]

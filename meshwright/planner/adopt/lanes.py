@@ -43,9 +43,9 @@ def grid_of(ranks: Sequence[int], world: int) -> tuple[Grid, str]:
         rest = rest[::count]
     axes: list[tuple[str, int]] = []
     inner, names = 1, []
-    for number, (step, count) in enumerate(strides):
-        axes += [(f"between{number}", step // inner), (f"group{number}", count)]
-        names.append(f"group{number}")
+    for axis, (step, count) in enumerate(strides):
+        axes += [(f"between{axis}", step // inner), (f"group{axis}", count)]
+        names.append(f"group{axis}")
         inner = step * count
     axes.append(("outer", max(1, world // inner)))
     return Grid(tuple(reversed(axes))), "+".join(reversed(names))
@@ -135,16 +135,16 @@ def step_times(
         rank: _walk(entries, _Lanes(rank), results[rank], messages, set(programs), names, timer, network, cluster)
         for rank, entries in programs.items()
     }
-    places: dict[int, int] = {}
+    positions: dict[int, int] = {}
     while walks:
-        before = dict(places)
+        before = dict(positions)
         for rank, walk in list(walks.items()):
-            if (place := next(walk, None)) is None:
+            if (position := next(walk, None)) is None:
                 del walks[rank]
-                places.pop(rank, None)
+                positions.pop(rank, None)
             else:
-                places[rank] = place
-        if walks and places == before:
+                positions[rank] = position
+        if walks and positions == before:
             raise ConfigError.of("ranks", sorted(walks), "wait for messages that no recorded rank sends", "all stages")
     return results
 
@@ -153,10 +153,10 @@ def _walk(
     entries: Sequence[Entry], lanes: _Lanes, time: StepTime, messages: Messages, recorded: set[int],
     names: Mapping[int, str], timer: Timer, network: GroupNetwork, cluster: Cluster,
 ) -> Iterator[int]:  # fmt: skip
-    """Play a rank's entries. Yields the place of an entry whose message has not been sent yet."""
+    """Play a rank's entries. Yields the position of an entry whose message has not been sent yet."""
     device = cluster.device
     issue = device.issue_seconds
-    for place, entry in enumerate(entries):
+    for position, entry in enumerate(entries):
         event, stream = entry.event, entry.stream
         if isinstance(event, Kernel | Copy):
             lanes.host += issue
@@ -192,7 +192,7 @@ def _walk(
             if event.number in lanes.expected and event.kind == "wait":
                 queue = messages[lanes.expected.pop(event.number), lanes.rank]
                 while not queue:
-                    yield place
+                    yield position
                 lanes.done[event.number] = queue.popleft()
             known = lanes.done if event.kind == "wait" else lanes.events
             until = max(lanes.streams[stream], known.get(event.number, 0.0))

@@ -23,28 +23,35 @@ def write_page(answer: Answer, path: Path) -> Path:
     loader = FileSystemLoader(Path(__file__).parent)
     templates = Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
     planned, first = answer.planned, answer.first
-    parts = list(dict.fromkeys(part for own in planned.memory.values() for part in own))
+    parts = list(dict.fromkeys(category for sizes in planned.memory.values() for category in sizes))
     text = templates.get_template("page.html").render(
         title=f"{first.script} {' '.join(first.words)}".strip(), facts=facts_line(first),
         unseen=[*((n.where, n.text, times) for n, times in first.unseen), *(("plan", x, "") for x in planned.assumed)],
         cluster=answer.question.cluster.name, devices=answer.question.ranks,
         seconds=f"{planned.seconds:.4g}", utilisation=f"{100 * planned.utilisation:.1f}", fits=planned.fits,
         room=bytes_text(planned.device_bytes),
-        memory=[(n, bytes_text(own["total"]), bar(own, planned.device_bytes)) for n, own in planned.memory.items()],
+        memory=[
+            (n, bytes_text(sizes["total"]), bar(sizes, planned.device_bytes)) for n, sizes in planned.memory.items()
+        ],
         timelines=[(rank, *timeline(step)) for rank, step in planned.steps.items()],
         collectives=[
             (c.verb, " ".join(map(str, c.ranks[:16])) + (" ..." if len(c.ranks) > 16 else ""), c.phase, c.calls,
              bytes_text(c.payload_bytes), bytes_text(c.sent_bytes), ", ".join(filter(None, c.modules)))
             for c in first.collectives
         ],
-        held=[(part, [bytes_text(own.get(part, 0)) for own in planned.memory.values()]) for part in parts],
+        held=[
+            (category, [bytes_text(sizes.get(category, 0)) for sizes in planned.memory.values()]) for category in parts
+        ],
         modules=[
             (m.path or m.kind, m.kind, m.kernels, *(f"{flops / 1e9:.4g}" for flops in
              (m.forward_flops, m.backward_flops, m.recomputed_flops)), bytes_text(m.kept_bytes),
              bytes_text(m.sent_bytes))
             for m in first.modules[:MOST_MODULES]
         ],
-        edits=[(one.edit.title, edit_text(one.planned, one.failure), one.edit.diff) for one in answer.tried],
+        edits=[
+            (candidate.edit.title, edit_text(candidate.planned, candidate.failure), candidate.edit.diff)
+            for candidate in answer.tried
+        ],
     )  # fmt: skip
     path.write_text(text, encoding="utf-8")
     return path
@@ -54,18 +61,18 @@ def edit_text(planned: Any, failure: str) -> str:
     """Return an edit's figures, or the reason for none."""
     if planned is None:
         return f"not run: {failure}"
-    fullest = max(own["total"] for own in planned.memory.values())
+    fullest = max(sizes["total"] for sizes in planned.memory.values())
     fits = "fits" if planned.fits else "does not fit"
     return f"{planned.seconds:.4g} s a step of {planned.samples} rows, {bytes_text(fullest)}, {fits}"
 
 
-def bar(own: dict[str, int], room: int) -> list[tuple[str, str, float, str]]:
+def bar(sizes: dict[str, int], room: int) -> list[tuple[str, str, float, str]]:
     """Return (part, bytes, share in percent, colour) of each part."""
-    whole = max(room, own["total"])
-    parts = [(part, size) for part, size in own.items() if part != "total" and size]
+    whole = max(room, sizes["total"])
+    parts = [(category, size) for category, size in sizes.items() if category != "total" and size]
     return [
-        (part, bytes_text(size), round(100 * size / whole, 2), COLOURS[n % len(COLOURS)])
-        for n, (part, size) in enumerate(parts)
+        (category, bytes_text(size), round(100 * size / whole, 2), COLOURS[n % len(COLOURS)])
+        for n, (category, size) in enumerate(parts)
     ]
 
 

@@ -45,8 +45,8 @@ class Notes:
         self.notes: dict[Note, int] = {}
         """The number of times of each note."""
 
-    def add(self, kind: NoteKind, text: str) -> None:
-        note = Note(kind, self.where(), text)
+    def add(self, subject: NoteKind, text: str) -> None:
+        note = Note(subject, self.where(), text)
         self.notes[note] = self.notes.get(note, 0) + 1
 
     def where(self) -> str:
@@ -106,26 +106,26 @@ class Places:
         known = self._marked.get(x.untyped_storage()._cdata)
         return self.home if known is None else known[0]
 
-    def mark(self, x: Tensor, place: Place) -> None:
+    def mark(self, x: Tensor, device_type: Place) -> None:
         storage = x.untyped_storage()
         address = storage._cdata
-        if place == self.home:
+        if device_type == self.home:
             self._marked.pop(address, None)
             return
 
         def gone(_: object) -> None:
             self._marked.pop(address, None)
 
-        self._marked[address] = place, weakref.ref(storage, gone)
+        self._marked[address] = device_type, weakref.ref(storage, gone)
 
     def device(self, x: Tensor) -> torch.device:
-        place = self.of(x)
-        return torch.device("cuda", self.index) if place == "cuda" else torch.device(place)
+        device_type = self.of(x)
+        return torch.device("cuda", self.index) if device_type == "cuda" else torch.device(device_type)
 
     @contextmanager
-    def placing(self, place: Place) -> Iterator[None]:
-        """Place new tensors here in a context."""
-        before, self.asked = self.asked, place
+    def placing(self, device_type: Place) -> Iterator[None]:
+        """Place new tensors on `device_type` in a context."""
+        before, self.asked = self.asked, device_type
         try:
             yield
         finally:

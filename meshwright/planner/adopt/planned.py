@@ -36,7 +36,7 @@ class Planned:
 
     @property
     def fits(self) -> bool:
-        return all(own["total"] <= self.device_bytes for own in self.memory.values())
+        return all(sizes["total"] <= self.device_bytes for sizes in self.memory.values())
 
     @property
     def rank(self) -> tuple[int, float]:
@@ -59,16 +59,16 @@ def plan(
     timer = Timer(cluster, min(world, cluster.devices_per_node), tf32=first.tf32, attention=attention)
     names = dict(enumerate(first.paths))
     steps = step_times(
-        {r: one.entries for r, one in ranks.items()}, names, timer, GroupNetwork(cluster, world), cluster
+        {r: adopted.entries for r, adopted in ranks.items()}, names, timer, GroupNetwork(cluster, world), cluster
     )
     seconds = max(step.seconds for step in steps.values())
-    flops = sum(one.flops for one in ranks.values())
+    flops = sum(adopted.flops for adopted in ranks.values())
     peak = cluster.device.peak_of("bf16", tf32=False)
     rows = first.inputs[0][1][0] if first.inputs and first.inputs[0][1] else 1
     return Planned(
         steps, seconds, rows * first.microbatches, flops,
         0.0 if peak is None else flops / len(ranks) / seconds / peak,
-        {rank: memory_of(one, cluster) for rank, one in ranks.items()}, cluster.device.memory_bytes,
+        {rank: memory_of(adopted, cluster) for rank, adopted in ranks.items()}, cluster.device.memory_bytes,
         tuple(assumptions(ranks, cluster, world)),
     )  # fmt: skip
 
@@ -99,7 +99,7 @@ def channel_bytes(adopted: Adopted) -> int:
 def assumptions(ranks: Mapping[int, Adopted], cluster: Cluster, world: int) -> list[str]:
     """Return what no number of a plan includes, or assumes."""
     lines = []
-    sent = any(isinstance(e.event, Collective) for one in ranks.values() for e in one.entries)
+    sent = any(isinstance(e.event, Collective) for adopted in ranks.values() for e in adopted.entries)
     if world > 1 and not sent:
         lines.append(f"the script sends nothing: {world} devices would run {world} equal copies")
     if world > len(ranks):

@@ -103,10 +103,12 @@ class Proof:
         return f"FAIL: {self.ranks} processes differ from one, {first.check.name}: {first.error or first.verdict}"
 
 
-def write_check(script: Path, words: Sequence[str], one: Sequence[str] | None, ranks: int, folder: Path) -> Path:
+def write_check(
+    script: Path, words: Sequence[str], single_words: Sequence[str] | None, ranks: int, folder: Path
+) -> Path:
     """Write test_adopted.py for pytest and CI, and return its path."""
     path = folder / "test_adopted.py"
-    alone = None if one is None else list(one)
+    alone = None if single_words is None else list(single_words)
     path.write_text(
         _CHECK.format(ranks=ranks, script=script.name, path=str(script.resolve()), words=list(words), one=alone)
     )
@@ -114,7 +116,7 @@ def write_check(script: Path, words: Sequence[str], one: Sequence[str] | None, r
 
 
 def prove_script(
-    script: Path, words: Sequence[str], one: Sequence[str] | None, ranks: int, folder: Path,
+    script: Path, words: Sequence[str], single_words: Sequence[str] | None, ranks: int, folder: Path,
     report: Report = lambda text, share: None,
 ) -> Proof:  # fmt: skip
     """Run a script with N processes, with one, and with one and a rounding added; compare the records.
@@ -122,7 +124,7 @@ def prove_script(
     Args:
         script: The script.
         words: Its words with N processes.
-        one: Its words with one process; None: the same words, with a batch of all processes' rows.
+        single_words: Its words with one process; None: the same words, with a batch of all processes' rows.
         ranks: N.
         folder: A folder for the records and the outputs.
         report: Called with the running part.
@@ -139,8 +141,8 @@ def prove_script(
     record_processes(script, words, ranks, folder / "many", folder / "many.txt")
     times, copies = shares_of(RecordedRun.read(folder / "many"))
     notes: list[str] = []
-    alone, alone_words, edited = script, tuple(words if one is None else one), ""
-    if one is None and times > 1:
+    alone, alone_words, edited = script, tuple(words if single_words is None else single_words), ""
+    if single_words is None and times > 1:
         made = batch_times(script.read_text(encoding="utf-8"), words, times)
         if made is None:
             notes.append(f"each of {times} processes reads its own rows, and no batch size was found: give --one WORDS")
@@ -231,8 +233,8 @@ def record_processes(
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # the whole group: also the script's loader workers
                 process.wait()
-    place = record / f"perturbed-{seed}" if seed else record
-    complete = all((place / f"rank-{rank}" / f"step-{STEPS}.json").is_file() for rank in range(ranks))
+    folder = record / f"perturbed-{seed}" if seed else record
+    complete = all((folder / f"rank-{rank}" / f"step-{STEPS}.json").is_file() for rank in range(ranks))
     if not complete and any(codes):
         rank = next(rank for rank, code in enumerate(codes) if code)
         raise LaunchError(
@@ -255,10 +257,10 @@ def variables_of(rank: int, ranks: int, port: int, beside: Path | str) -> dict[s
         port: A free port, at which rank 0 opens torch's store.
         beside: A further folder with modules that the script imports; empty without.
     """
-    own: dict[str, str] = {}
-    enter_local_rank(rank, ranks, 0, port, own)
-    go_offline(own)
-    variables = rank_variables(own | {"TORCHELASTIC_USE_AGENT_STORE": "False", "OMP_NUM_THREADS": "1"})
+    environment: dict[str, str] = {}
+    enter_local_rank(rank, ranks, 0, port, environment)
+    go_offline(environment)
+    variables = rank_variables(environment | {"TORCHELASTIC_USE_AGENT_STORE": "False", "OMP_NUM_THREADS": "1"})
     return variables | {"PYTHONPATH": os.pathsep.join(filter(None, [str(beside), variables["PYTHONPATH"]]))}
 
 
@@ -275,9 +277,9 @@ def first_error(output: Path, script: Path) -> str:
 
 def as_dict(proof: Proof) -> dict[str, object]:
     """Return the proof for JSON."""
-    own = {"verdict": proof.verdict, "holds": proof.holds, "ranks": proof.ranks, "words": list(proof.words)}
-    own |= {"one": list(proof.one), "times": proof.times, "edited": proof.edited, "copies": proof.copies}
-    return {**own, "notes": list(proof.notes), "comparison": results_as_dict(proof.results)}
+    facts = {"verdict": proof.verdict, "holds": proof.holds, "ranks": proof.ranks, "words": list(proof.words)}
+    facts |= {"one": list(proof.one), "times": proof.times, "edited": proof.edited, "copies": proof.copies}
+    return {**facts, "notes": list(proof.notes), "comparison": results_as_dict(proof.results)}
 
 
 def render(proof: Proof) -> None:

@@ -106,7 +106,10 @@ class StepRecorder(Recorder):
     ) -> Any:
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return op(*args, **(kwargs or {}))  # DTensor asks for shapes
-        if any(not issubclass(kind, nn.Parameter | nn.Buffer) and kind is not Tensor for kind in types):
+        if any(
+            not issubclass(tensor_class, nn.Parameter | nn.Buffer) and tensor_class is not Tensor
+            for tensor_class in types
+        ):
             return NotImplemented  # a DTensor: its local operations are seen
         with torch._C.DisableTorchFunction():
             keywords = dict(kwargs or {})
@@ -118,10 +121,10 @@ class StepRecorder(Recorder):
             if name in ("_local_scalar_dense", "is_nonzero", "equal"):
                 return self._guess(name, given[0])
             places = {self._places.of(x) for x in given if x.is_meta}
-            place: Place = "cuda" if "cuda" in places else min(places, default=self._places.home)
+            device_type: Place = "cuda" if "cuda" in places else min(places, default=self._places.home)
             # A copy to another place is a clone whose result is placed by the caller.
             names_place = not places or asked is not None or name in ("clone", "_to_copy")
-            target = self._places.asked if names_place and self._places.asked else place
+            target = self._places.asked if names_place and self._places.asked else device_type
             if name == "copy_":
                 target = self._places.of(given[0])
             if op._schema.is_mutable and given and not given[0].is_meta and (given[0].dim() or name == "copy_"):
@@ -158,7 +161,9 @@ class StepRecorder(Recorder):
                     x.fill_(1)
         return result
 
-    def _without_values(self, op: Any, name: str, args: tuple[Any, ...], keywords: dict[str, Any], place: Place) -> Any:
+    def _without_values(
+        self, op: Any, name: str, args: tuple[Any, ...], keywords: dict[str, Any], device_type: Place
+    ) -> Any:
         args, keywords = tree_map(self._bare, self._indexed(name, args)), tree_map(self._bare, keywords)
         given = [*tensors_in(args), *tensors_in(keywords.values())]
         known = None
@@ -170,18 +175,18 @@ class StepRecorder(Recorder):
         if not name.endswith("::_wrap_tensor_autograd"):
             for x in given if self._pending else ():
                 self.waited(self._pending.pop(x.untyped_storage()._cdata, 0))  # the first use of a sum waits for it
-        moves = name in ("clone", "_to_copy", "copy_") and len({self._places.of(x) for x in given} | {place}) > 1
+        moves = name in ("clone", "_to_copy", "copy_") and len({self._places.of(x) for x in given} | {device_type}) > 1
         here = {x.untyped_storage()._cdata for x in given}
         for x in tensors_in((result,)):
             if x.is_meta and x.untyped_storage()._cdata not in here:
-                self._places.mark(x, place)
+                self._places.mark(x, device_type)
         sending = collective_of(op, args, result)
-        if place == "meta":
+        if device_type == "meta":
             return result
-        if place == "cpu" and not self.on_host and not moves:
+        if device_type == "cpu" and not self.on_host and not moves:
             self.host.follow(given, result)
             return result
-        results, new = (self.host.follow if place == "cpu" and not self.on_host else self.follow)(given, result)
+        results, new = (self.host.follow if device_type == "cpu" and not self.on_host else self.follow)(given, result)
         if name in ("all", "any") and results:
             self._verdicts[results[0].untyped_storage()._cdata] = name
         if sending is not None:
@@ -195,7 +200,7 @@ class StepRecorder(Recorder):
             self._pending[results[0].untyped_storage()._cdata] = self._pending.pop(given[0].untyped_storage()._cdata, 0)
         elif moves:
             size = sum(x.numel() * x.element_size() for x in results)
-            self._enter(Copy(place == "cpu", size))
+            self._enter(Copy(device_type == "cpu", size))
         elif op._schema.name.partition("::")[0] not in ("c10d", "_c10d_functional"):
             self.add_kernels(op, name, args, keywords, known, given, results, new)
         return result
@@ -302,8 +307,12 @@ class StepRecorder(Recorder):
             self._makers[torch._C._autograd._get_sequence_nr() - 1] = module
             return ("forward" if self._stack else "other"), module
         if not self.kept and self.live:
-            alive = {number for number, _ in self._storages.values()}
-            self.kept = {number: (*self.born[number], self._sizes[number]) for number in alive if number in self.born}
+            alive = {storage_id for storage_id, _ in self._storages.values()}
+            self.kept = {
+                storage_id: (*self.born[storage_id], self._sizes[storage_id])
+                for storage_id in alive
+                if storage_id in self.born
+            }
         if self._stack:
             return "recompute", self._stack[-1]
         node = torch._C._current_autograd_node()
@@ -315,23 +324,23 @@ class StepRecorder(Recorder):
         if address in self._storages:
             return
         self._number += 1
-        number = self._number
-        self.born[number] = self.now()
-        self._resize(number, size)
+        storage_id = self._number
+        self.born[storage_id] = self.now()
+        self._resize(storage_id, size)
 
         def gone(_: object) -> None:
             del self._storages[address]
-            self._resize(number, 0)
-            del self._sizes[number]
+            self._resize(storage_id, 0)
+            del self._sizes[storage_id]
 
-        self._storages[address] = number, weakref.ref(storage, gone)
+        self._storages[address] = storage_id, weakref.ref(storage, gone)
 
-    def _resize(self, number: int, size: int) -> None:
-        before = self._sizes.get(number, 0)
-        self._sizes[number] = size
+    def _resize(self, storage_id: int, size: int) -> None:
+        before = self._sizes.get(storage_id, 0)
+        self._sizes[storage_id] = size
         for change in (-before, size):
             if change:
-                self.changes.append((number, change))
+                self.changes.append((storage_id, change))
         self.live += size - before
         if self.live > self.peak:
             self.peak, self.peak_at = self.live, len(self.changes)
@@ -354,18 +363,18 @@ class StepRecorder(Recorder):
 
     def enter_module(self, module: nn.Module) -> None:
         """Assign following kernels to a module, numbered by its first call."""
-        number = self._numbers.get(id(module))
-        if number is None:
-            number = self._numbers[id(module)] = len(self.modules)
+        module_index = self._numbers.get(id(module))
+        if module_index is None:
+            module_index = self._numbers[id(module)] = len(self.modules)
             self.modules.append(module)
-        self._stack.append(number)
+        self._stack.append(module_index)
 
     def leave_module(self, module: nn.Module) -> None:
         """Assign following kernels to the module that called this one."""
-        number = self._numbers.get(id(module))
+        module_index = self._numbers.get(id(module))
         # An exception may have left inner modules without their hooks.
-        while self._stack and number in self._stack:
-            if self._stack.pop() == number:
+        while self._stack and module_index in self._stack:
+            if self._stack.pop() == module_index:
                 break
 
     @property
@@ -373,18 +382,18 @@ class StepRecorder(Recorder):
         """The number of modules that are running."""
         return len(self._stack)
 
-    def use_stream(self, number: int) -> None:
+    def use_stream(self, stream: int) -> None:
         """Issue following events on a stream."""
-        self._stream = number
+        self._stream = stream
 
-    def event(self, kind: Any, number: int) -> None:
+    def event(self, action: Any, event: int) -> None:
         """Record an event of a stream, or a wait for one."""
-        self._enter(Sync(kind, number))
+        self._enter(Sync(action, event))
 
-    def waited(self, number: int) -> None:
+    def waited(self, collective: int) -> None:
         """Record a wait for a collective."""
-        if number:
-            self._enter(Sync("wait", number))
+        if collective:
+            self._enter(Sync("wait", collective))
 
     def next_step(self) -> int:
         """Return the place of the first entry of the next step: a stage receives before it calls its model."""
@@ -397,7 +406,7 @@ class StepRecorder(Recorder):
     def restart(self) -> None:
         """Begin a step: forget the entries of the step before, and set the peak to the live bytes."""
         self.entries, self.kept, self._makers = self.entries[self.next_step() :], {}, {}
-        self.born = {number: self.born[number] for number in self._sizes}
+        self.born = {storage_id: self.born[storage_id] for storage_id in self._sizes}
         self.peak, self.base = self.live, self.live
         self.begun = self.peak_at = len(self.changes)
 

@@ -25,18 +25,18 @@ def render(answer: Answer) -> None:
     say(f"\nOn {answer.question.cluster.name}, {answer.question.ranks} devices:")
     say("\n".join(plan_lines(planned)))
     best = chosen(answer.tried, planned)
-    for one in best:
-        assert one.planned is not None
-        change = 1 - one.planned.rank[1] / planned.rank[1]
+    for candidate in best:
+        assert candidate.planned is not None
+        change = 1 - candidate.planned.rank[1] / planned.rank[1]
         speed = f"{100 * abs(change):.0f} % {'less' if change >= 0 else 'more'} time a sample"
-        fullest = max(own["total"] for own in one.planned.memory.values())
-        say(f"\nEdit: {one.edit.title}: {speed}, {bytes_text(fullest)}")
-        say(one.edit.diff.rstrip())
+        fullest = max(sizes["total"] for sizes in candidate.planned.memory.values())
+        say(f"\nEdit: {candidate.edit.title}: {speed}, {bytes_text(fullest)}")
+        say(candidate.edit.diff.rstrip())
     if answer.tried and not best:
         say(f"\nNone of {len(answer.tried)} edits is faster and fits.")
-    for one in answer.tried:
-        if one.failure:
-            say(f"\nEdit not run: {one.edit.title}: {one.failure}")
+    for candidate in answer.tried:
+        if candidate.failure:
+            say(f"\nEdit not run: {candidate.edit.title}: {candidate.failure}")
     say("\nNot seen, or assumed, in every number above:")
     say("\n".join(unseen_lines(first, planned)))
 
@@ -57,16 +57,17 @@ def module_lines(adopted: Adopted) -> list[str]:
     """Return operations by class of module, and by phase."""
     sums: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
     for row in adopted.modules:
-        own = sums[row.kind]
-        own[0] += 1
-        own[1] += row.forward_flops
-        own[2] += row.backward_flops + row.recomputed_flops
-        own[3] += row.kept_bytes
+        totals = sums[row.kind]
+        totals[0] += 1
+        totals[1] += row.forward_flops
+        totals[2] += row.backward_flops + row.recomputed_flops
+        totals[3] += row.kept_bytes
     rows = sorted(sums.items(), key=lambda item: -(item[1][1] + item[1][2] + item[1][3] / 1e3))[:8]
     lines = ["modules                        number  forward Tflop  backward Tflop     kept"]
     lines += [
-        f"{kind[:30]:<30} {int(n):>6} {forward / 1e12:>14.4g} {backward / 1e12:>15.4g} {bytes_text(kept):>9}"
-        for kind, (n, forward, backward, kept) in rows
+        f"{class_name[:30]:<30} {int(n):>6} {forward / 1e12:>14.4g} {backward / 1e12:>15.4g} "
+        f"{bytes_text(kept_bytes):>9}"
+        for class_name, (n, forward, backward, kept_bytes) in rows
     ]
     phases = ", ".join(f"{name} {flops / 1e12:.4g}" for name, flops in by_phase(adopted).items() if flops)
     return [*lines, f"Tflop by phase: {phases}"]
@@ -88,12 +89,14 @@ def plan_lines(planned: Planned) -> list[str]:
     """Return the seconds and the memory of each recorded rank."""
     lines = [f"  {planned.seconds:.4g} s a step, {100 * planned.utilisation:.1f} % of the peak in bf16"]
     for rank, step in planned.steps.items():
-        own = planned.memory[rank]
-        parts = ", ".join(f"{part} {bytes_text(size)}" for part, size in own.items() if size and part != "total")
+        sizes = planned.memory[rank]
+        parts = ", ".join(
+            f"{category} {bytes_text(size)}" for category, size in sizes.items() if size and category != "total"
+        )
         lines.append(
             f"  rank {rank}: kernels {step.kernels:.4g} s, sends {step.sending:.4g} s (waited for {step.exposed:.4g} s)"
         )
-        lines.append(f"    {bytes_text(own['total'])} of {bytes_text(planned.device_bytes)}: {parts}")
+        lines.append(f"    {bytes_text(sizes['total'])} of {bytes_text(planned.device_bytes)}: {parts}")
     return [*lines, "  fits" if planned.fits else "  does not fit"]
 
 

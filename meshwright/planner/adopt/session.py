@@ -166,8 +166,10 @@ class Session:
             if not self.step and kinds == {"cpu"}:
                 self.recorder.compute_on_host([*parameters, *model.buffers()])
                 self.pretended.device_type = "cpu"
-        made = [one for ref in self.optimizers if (one := ref()) is not None]
-        done = self.stepped and (all(id(one) in self.stepped for one in made) or max(self.stepped.values()) > 1)
+        made = [optimizer for ref in self.optimizers if (optimizer := ref()) is not None]
+        done = self.stepped and (
+            all(id(optimizer) in self.stepped for optimizer in made) or max(self.stepped.values()) > 1
+        )
         if done or not self.step:
             self.end_step()
             self.step += 1
@@ -184,12 +186,14 @@ class Session:
         """
         self.recorder.leave_module(module)
         if self.sharded:
-            own = [p for p in module.parameters(recurse=False) if not is_cut(p)]
-            self.gathered |= {n for n in self._numbers(own) if self.recorder.born.get(n, ("other", -1))[0] != "other"}
+            parameters = [p for p in module.parameters(recurse=False) if not is_cut(p)]
+            self.gathered |= {
+                n for n in self._numbers(parameters) if self.recorder.born.get(n, ("other", -1))[0] != "other"
+            }
         if self.passes == 1 and any(module is model for model in self.models):
             self.inputs = [
-                (str(place), tuple(x.shape), str(x.dtype).removeprefix("torch."))
-                for place, x in enumerate(all_tensors((arguments, keywords)))
+                (str(position), tuple(x.shape), str(x.dtype).removeprefix("torch."))
+                for position, x in enumerate(all_tensors((arguments, keywords)))
             ]
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -226,7 +230,7 @@ class Session:
             parts |= dict.fromkeys(self._numbers(list(model.buffers())), "buffers")
             parts |= dict.fromkeys(self._numbers(list(model.parameters())), "weights")
         for ref in self.optimizers:
-            for state in one.state.values() if (one := ref()) is not None else ():
+            for state in optimizer.state.values() if (optimizer := ref()) is not None else ():
                 tensors = [x for x in state.values() if isinstance(x, Tensor)]
                 parts |= dict.fromkeys(self._numbers(tensors), "states")
         parts |= self.marked
@@ -241,9 +245,9 @@ class Session:
         with torch._C.DisableTorchFunction():
             return [n for x in local_tensors(values) if (n := self.recorder.number_of(x)) > 0]
 
-    def mark(self, tensors: Sequence[Any], part: str) -> None:
-        """Count tensors as a part of memory."""
-        self.marked |= dict.fromkeys(self._numbers(tensors), part)
+    def mark(self, tensors: Sequence[Any], category: str) -> None:
+        """Count tensors as a category of memory."""
+        self.marked |= dict.fromkeys(self._numbers(tensors), category)
 
     @contextmanager
     def read_files(self) -> Iterator[None]:
@@ -276,9 +280,9 @@ class Session:
         sys.path.insert(0, str(order.script.resolve().parent))
 
         def begun(event: str, start: Callable[[Any], None]) -> Callable[[Any], None]:
-            def begin(own: Any) -> None:
+            def begin(instance: Any) -> None:
                 notes.started(event, ())
-                start(own)
+                start(instance)
 
             return begin
 
@@ -286,8 +290,8 @@ class Session:
         said: Callable[[str], Any] = lambda text: notes.add("process", text)  # noqa: E731
         with ExitStack() as stack:
             stack.enter_context(_refused_network(notes))
-            for kind, event in ((BaseProcess, PROCESS), (Thread, THREAD)):
-                stack.enter_context(patch.object(kind, "start", begun(event, kind.start)))
+            for base_class, event in ((BaseProcess, PROCESS), (Thread, THREAD)):
+                stack.enter_context(patch.object(base_class, "start", begun(event, base_class.start)))
             if order.device == "cuda":
                 stack.enter_context(pretended_accelerator(order.gpu, recorder))
             stack.enter_context(fake_world(order.rank, order.ranks, recorder.waited, said))
@@ -305,9 +309,9 @@ class Session:
             stack.enter_context(recorder)
             stack.enter_context(self.read_files())
             if "deepspeed" in f"{order.source or order.script.read_text(encoding='utf-8')} {order.words}".lower():
-                place = torch.device("cuda", order.gpu.index) if order.device == "cuda" else torch.device("cpu")
+                device = torch.device("cuda", order.gpu.index) if order.device == "cuda" else torch.device("cpu")
                 engine = lambda text: notes.add("program", text)  # noqa: E731
-                stack.enter_context(pretended_deepspeed(place, self.mark, engine))
+                stack.enter_context(pretended_deepspeed(device, self.mark, engine))
             with suppress(Stopped):
                 self.run_script()
 
@@ -329,7 +333,7 @@ class Session:
         """Return the path of each module that was called, by number."""
         raw = {id(module): name for model in self.models for name, module in model.named_modules()}
         clean = clean_names(list(raw.values()))
-        return {number: clean.get(raw.get(id(module), ""), "") for number, module in enumerate(self.recorder.modules)}
+        return {index: clean.get(raw.get(id(module), ""), "") for index, module in enumerate(self.recorder.modules)}
 
 
 @contextmanager

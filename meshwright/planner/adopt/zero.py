@@ -75,8 +75,8 @@ class ZeroWords:
         """Read DeepSpeed's JSON. Raises ConfigError for a stage that DeepSpeed has not."""
         zero: Mapping[str, Any] = tree.get("zero_optimization") or {}
 
-        def number(name: str, default: float, own: Mapping[str, Any] = zero) -> int:
-            value = own.get(name, default)
+        def number(name: str, default: float, section: Mapping[str, Any] = zero) -> int:
+            value = section.get(name, default)
             return int(default if value in ("auto", None) else value)
 
         def on_host(name: str) -> bool:
@@ -126,12 +126,12 @@ def changed_configs(text: str) -> list[tuple[str, str]]:
     tree = parse_json(text)
     words, zero = ZeroWords.of(tree), tree.get("zero_optimization") or {}
     indents: tuple[int | str, ...] = (2, 4, "\t", 1)
-    indent = next((one for one in indents if json.dumps(tree, indent=one) == text.strip()), 2)
+    indent = next((width for width in indents if json.dumps(tree, indent=width) == text.strip()), 2)
     found: list[tuple[str, str]] = []
 
-    def change(title: str, own: Mapping[str, Any], **zeros: Any) -> None:
+    def change(title: str, fields: Mapping[str, Any], **zeros: Any) -> None:
         new = {name: value for name, value in (zero | zeros).items() if value is not None}
-        made = {**tree, **({"zero_optimization": new} if zeros else {}), **own}
+        made = {**tree, **({"zero_optimization": new} if zeros else {}), **fields}
         found.append((title, json.dumps(made, indent=indent) + "\n"))
 
     for stage in sorted({0, 1, 2, 3} - {words.stage}, reverse=True):
@@ -202,9 +202,9 @@ class Engine(nn.Module):
         self._share = -(-total // parts)
         if words.stage == 3:
             whole = [p for p in self.module.parameters() if p.numel() > 0]
-            own = sum(-(-p.numel() // self.ranks) for p in whole)
-            place = torch.device("cpu") if words.weights_on_host else self.device
-            self._flat = self.device_empty(own, words.dtype).to(place)
+            num_elements = sum(-(-p.numel() // self.ranks) for p in whole)
+            device = torch.device("cpu") if words.weights_on_host else self.device
+            self._flat = self.device_empty(num_elements, words.dtype).to(device)
             self._mark([self._flat], "weights")
             at = 0
             for p in whole:
@@ -303,9 +303,9 @@ class Engine(nn.Module):
         """Sum a flat tensor of gradients over ranks, and add this rank's share to the step's gradients."""
         words = self.words
         if self._summed is None:
-            own = self._share if words.stage else sum(p.numel() for p in self._trained)
+            num_elements = self._share if words.stage else sum(p.numel() for p in self._trained)
             dtype = torch.float32 if not words.stage and words.dtype == torch.bfloat16 else words.dtype
-            self._summed = self.device_empty(own, dtype)
+            self._summed = self.device_empty(num_elements, dtype)
             if words.states_on_host:
                 self._summed = self._summed.to("cpu")
             self._mark([self._summed], "gradients")
@@ -318,15 +318,15 @@ class Engine(nn.Module):
             if words.stage == 3:
                 padded = self.device_empty(share * self.ranks, bucket.dtype)
                 padded.narrow(0, 0, min(bucket.numel(), padded.numel())).copy_(bucket[: padded.numel()])
-                part = padded.narrow(0, self.rank * share, share)
-                dist.reduce_scatter_tensor(part, padded)
+                shard = padded.narrow(0, self.rank * share, share)
+                dist.reduce_scatter_tensor(shard, padded)
             else:
                 dist.all_reduce(bucket)
-                part = bucket.narrow(0, 0, share)
+                shard = bucket.narrow(0, 0, share)
             target = self._summed.narrow(0, 0, share)
             if words.states_on_host:
-                part = part.to("cpu")
-            target.copy_(part) if not self._micro % words.accumulated else target.add_(part)
+                shard = shard.to("cpu")
+            target.copy_(shard) if not self._micro % words.accumulated else target.add_(shard)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the running microbatch is the last of its step."""
@@ -351,11 +351,11 @@ class Engine(nn.Module):
             dist.all_reduce(norms)
         self._norm = norms
         at = 0
-        for number, master in enumerate(self.masters):
+        for index, master in enumerate(self.masters):
             size = min(master.numel(), summed.numel() - at)
             gradient = summed.narrow(0, at, size).to(torch.float32, copy=True)
             at += size
-            if number + 1 == len(self.masters):
+            if index + 1 == len(self.masters):
                 self._summed = summed = self.device_empty(0, words.dtype)
             if words.clip:
                 gradient.mul_(1.0)  # by a factor of the norm, which has no value here
@@ -367,26 +367,26 @@ class Engine(nn.Module):
         if self.masters[0].untyped_storage()._cdata == self._flat.untyped_storage()._cdata:
             return
         start = self.rank * self._share if words.stage < 3 and self._flat.numel() > self._share else 0
-        own = self._flat.narrow(0, start, min(self._share, self._flat.numel()))
-        for place, master in zip(range(0, self._share, self.masters[0].numel()), self.masters, strict=False):
-            own.narrow(0, place, min(master.numel(), own.numel() - place)).copy_(master)
-        self.publish(own)
+        shard = self._flat.narrow(0, start, min(self._share, self._flat.numel()))
+        for offset, master in zip(range(0, self._share, self.masters[0].numel()), self.masters, strict=False):
+            shard.narrow(0, offset, min(master.numel(), shard.numel() - offset)).copy_(master)
+        self.publish(shard)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
 
-    def publish(self, own: Tensor) -> None:
+    def publish(self, shard: Tensor) -> None:
         """Gather stepped weights: all of them in buckets, or stage 3's small ones that stay whole."""
         words = self.words
         if words.stage == 3:
             small = [p for p in self._shards if p.numel() <= words.persistent]
             for p in small:
                 dist.all_gather_into_tensor(self._wholes[p], self._shards[p].to(self.device))
-        elif self._flat.numel() > own.numel():
+        elif self._flat.numel() > shard.numel():
             size = max(1, words.gather_bucket // self.ranks)
-            for at in range(0, own.numel(), size):
-                part = own.narrow(0, at, min(size, own.numel() - at))
-                whole = self._flat.narrow(0, at * self.ranks, part.numel() * self.ranks)
-                dist.all_gather_into_tensor(whole, part)
+            for at in range(0, shard.numel(), size):
+                slice_ = shard.narrow(0, at, min(size, shard.numel() - at))
+                whole = self._flat.narrow(0, at * self.ranks, slice_.numel() * self.ranks)
+                dist.all_gather_into_tensor(whole, slice_)
 
     def follow_modules(self) -> None:
         """Gather a module's parameters before the module computes, and free them afterwards, as stage 3 does."""
@@ -398,8 +398,8 @@ class Engine(nn.Module):
         self._trace: list[nn.Module] = []
         self._known: list[nn.Module] = []
         self._ahead, self._wanted = 0, dict[nn.Parameter, int]()
-        for module, own in self._own.items():
-            if own:
+        for module, parameters in self._own.items():
+            if parameters:
                 module.register_forward_pre_hook(lambda m, _: self.fetch(m))
                 module.register_forward_hook(lambda m, *_: self.release(m))
                 module.register_full_backward_pre_hook(lambda m, _: self.fetch(m))
@@ -445,9 +445,9 @@ class Engine(nn.Module):
     @torch.no_grad()
     def release(self, module: nn.Module) -> None:
         """Free a module's parameters that no module uses soon."""
-        place, passed = len(self._trace), 0
-        freed = {p for p in self._own[module] if p in self._whole and self._wanted.get(p, -1) < place}
-        for later in self._known[place:]:
+        position, passed = len(self._trace), 0
+        freed = {p for p in self._own[module] if p in self._whole and self._wanted.get(p, -1) < position}
+        for later in self._known[position:]:
             if passed >= self.words.reuse:
                 break
             freed -= set(self._own[later])
@@ -478,14 +478,14 @@ def initialize(
     if words.states_on_host:
         note("the optimizer steps on the host: the host's seconds are not counted, the copies are")
     optimizer = options.get("optimizer")
-    own = list(options.get("model_parameters") or (p for p in model.parameters() if p.requires_grad))
+    parameters = list(options.get("model_parameters") or (p for p in model.parameters() if p.requires_grad))
     if optimizer is None:
         asked = tree.get("optimizer") or {}
         if "adam" not in asked.get("type", "Adam").lower():
             note(f"DeepSpeed's optimizer {asked['type']}: torch's AdamW is recorded in its place")
-        optimizer = torch.optim.AdamW(own, lr=1e-3, fused=device.type == "cuda" and not words.states_on_host)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=device.type == "cuda" and not words.states_on_host)
     elif not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer(own)
+        optimizer = optimizer(parameters)
     engine = Engine(model, optimizer, words, device, mark)
     schedule = options.get("lr_scheduler")
     if callable(schedule) and not hasattr(schedule, "step"):

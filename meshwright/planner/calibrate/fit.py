@@ -36,19 +36,21 @@ def merged(ranks: Sequence[Mapping[str, Points]]) -> dict[str, Points]:
     }
 
 
-def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, Points]) -> Device:
+def fit_device(device_type: Literal["cpu", "cuda"], memory: int, points: Mapping[str, Points]) -> Device:
     """Fit a device to the points of measure_device.
 
     The efficiency curve is fitted to the dtype with the most points. Other dtypes share this curve, with peaks that
     yield the measured rates.
     """
     # A GPU's host issues kernels while the device runs others, so the time to issue is no part of a kernel's time.
-    issue, launch = (points["launch"][0][1], points["graph"][0][1]) if kind == "cuda" else (0.0, points["launch"][0][1])
+    issue, launch = (
+        (points["launch"][0][1], points["graph"][0][1]) if device_type == "cuda" else (0.0, points["launch"][0][1])
+    )
     bandwidth = tuple(
         (size, rounded(size / max(seconds - launch, seconds * LEAST_PART))) for size, seconds in points["stream"]
     )
     names = [name.removeprefix("product ") for name in points if name.startswith("product ")]
-    products = {name: _rates(kind, name, points[f"product {name}"], bandwidth) for name in names}
+    products = {name: _rates(device_type, name, points[f"product {name}"], bandwidth) for name in names}
     curve = max(products, key=lambda name: len(products[name]))
     peak = max(rate for _, rate in products[curve])
     efficiency = tuple((side, rounded(rate / peak)) for side, rate in products[curve])
@@ -77,8 +79,8 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
         elements[name] = rounded(statistics.mean(beyond))
     return Device.model_validate(
         {
-            "kind": kind,
-            "capability": tuple(map(int, points["capability"][0])) if kind == "cuda" else None,
+            "kind": device_type,
+            "capability": tuple(map(int, points["capability"][0])) if device_type == "cuda" else None,
             "memory": memory,
             "reserved": int(points["reserved"][0][0]),
             "staged": int(points["staged"][0][0]),
@@ -96,12 +98,12 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
     )
 
 
-def _rates(kind: Literal["cpu", "cuda"], dtype: str, points: Points, bandwidth: Curve) -> Points:
+def _rates(device_type: Literal["cpu", "cuda"], dtype: str, points: Points, bandwidth: Curve) -> Points:
     """Return (side, flops per second) of products; for a CPU without the time that memory takes."""
     rates = []
     for side, seconds in points:
         computing = seconds
-        if kind == "cpu":
+        if device_type == "cpu":
             # A core either loads operands or multiplies, so memory time is subtracted here and added again by
             # plan/timing.py. A GPU loads the next tiles during the product, so the longer of both times counts.
             batch, shapes = max(1, CPU_BATCH_FLOPS // (2 * int(side) ** 3)), product_shapes(int(side))
@@ -128,12 +130,12 @@ def fit_level(points: Points) -> Level:
     # With absolute errors the largest payload alone would decide the line.
     weights = [1 / seconds**2 for _, seconds in points]
     sums = [
-        sum(w * size**power * seconds**other for w, (size, seconds) in zip(weights, points, strict=True))
-        for power, other in ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1))
+        sum(w * size**power * seconds**degree for w, (size, seconds) in zip(weights, points, strict=True))
+        for power, degree in ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1))
     ]
-    one, x, xx, y, xy = sums
-    divisor = one * xx - x * x
-    latency, slope = ((y * xx - x * xy) / divisor, (one * xy - x * y) / divisor) if divisor > 0 else (0.0, 0.0)
+    weight, x, xx, y, xy = sums
+    divisor = weight * xx - x * x
+    latency, slope = ((y * xx - x * xy) / divisor, (weight * xy - x * y) / divisor) if divisor > 0 else (0.0, 0.0)
     if latency < 0 or slope <= 0:
         # A negative latency or slope is noise: then a line through the origin, with bandwidth only.
         latency, slope = 0.0, xy / xx

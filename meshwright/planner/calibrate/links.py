@@ -161,13 +161,13 @@ def measure_turns(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
         comm.all_reduce(x)
 
     comm.barrier()
-    own = 1.0  # only the first ranks, one a core, time themselves; no result of another rank is read
+    rank_seconds = 1.0  # only the first ranks, one a core, time themselves; no result of another rank is read
     if mesh.index(PIPE) < usable_cores():
-        own = lower_quartile([work(products) for _ in range(TURNS_ROUNDS)])
+        rank_seconds = lower_quartile([work(products) for _ in range(TURNS_ROUNDS)])
     comm.barrier()
     # The all-reduce's own time is no part of the work.
     meeting = conversation.seconds(lambda _: comm.all_reduce(x))
-    return max(1.0, (conversation.seconds(work_and_meet) - meeting) / (products * own))
+    return max(1.0, (conversation.seconds(work_and_meet) - meeting) / (products * rank_seconds))
 
 
 def _verbs(
@@ -179,7 +179,7 @@ def _verbs(
     payload = size * elements * _ELEMENT_BYTES
     pool = torch.zeros(2, payloads_in_turn(payload, cold_bytes), size, elements, device=device)
     wholes, others = (list(half) for half in pool)
-    parts, aparts = [whole[index] for whole in wholes], [other[index] for other in others]
+    parts, aparts = [whole[index] for whole in wholes], [buffer[index] for buffer in others]
     after, before = (index + 1) % size, (index - 1) % size
     verbs: dict[str, Callable[[int, int], object]] = {
         "all_reduce": lambda at, _: comm.all_reduce(wholes[at]),
@@ -193,7 +193,7 @@ def _verbs(
         "send": lambda at, _: comm.exchange(wholes[at], after, others[at], before),
     }
     for verb, call in verbs.items():
-        yield verb, payload, lambda number, call=call: call(number % len(wholes), number % size)  # type: ignore[misc]
+        yield verb, payload, lambda turn, call=call: call(turn % len(wholes), turn % size)  # type: ignore[misc]
 
 
 def payloads_in_turn(payload: int, cold_bytes: int) -> int:

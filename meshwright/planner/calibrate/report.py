@@ -67,10 +67,12 @@ def render(cluster: Cluster, out: Path) -> None:
     console = table_console()
     device = cluster.device
     peaks = ", ".join(f"{dtype} {rate / 1e9:,.1f}" for dtype, rate in device.peak_flops_per_second.items())
-    curve = ", ".join(f"{side:.0f}: {part:.0%}" for side, part in device.efficiency)
+    curve = ", ".join(f"{side:.0f}: {share:.0%}" for side, share in device.efficiency)
     host, disk = device.host_link_bytes_per_second, device.disk_bytes_per_second
     streams = ", ".join(f"{_size(size)}: {rate / 1e9:.1f}" for size, rate in device.bandwidth_bytes_per_second)
-    elements = ", ".join(f"{kind} {seconds * 1e9:.2f}" for kind, seconds in device.seconds_per_element.items())
+    elements = ", ".join(
+        f"{kernel_kind} {seconds * 1e9:.2f}" for kernel_kind, seconds in device.seconds_per_element.items()
+    )
     shares = device.attention_efficiency or ()
     attention = ", ".join(f"{share:.0%}" for _, share in shares) or "none fused"
     for line in (

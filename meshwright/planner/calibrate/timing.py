@@ -63,8 +63,8 @@ class Effort:
     """Elements of a kernel of exponentials."""
 
 
-def effort_of(kind: str, *, quick: bool) -> Effort:
-    """Return the effort for a `kind` of device, cpu or cuda."""
+def effort_of(device_type: str, *, quick: bool) -> Effort:
+    """Return the effort for a device of `device_type`, cpu or cuda."""
     if quick:
         effort = Effort(
             point_seconds=0.02,
@@ -87,7 +87,7 @@ def effort_of(kind: str, *, quick: bool) -> Effort:
             payloads=tuple(2**power for power in range(10, 25, 2)),
             overlap_bytes=2**22,
         )
-    if kind == "cpu":
+    if device_type == "cpu":
         return effort
     # A GPU's host takes some 10 us to issue a kernel, so kernels must be much longer, and larger than caches of 50 MB
     # and more. With a CPU's sizes an H200 was measured at twice the peak in float64, and at 0.7 % in attention.

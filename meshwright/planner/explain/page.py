@@ -116,8 +116,8 @@ def drawn_grid(grid: Grid) -> dict[str, Any]:
     ranks: list[dict[str, Any]] = []
     boxes: list[dict[str, Any]] = []
 
-    def place(level: int, x: float, y: float) -> None:
-        """Place the ranks of the axes from `level` inwards at (x, y), in order."""
+    def draw(level: int, x: float, y: float) -> None:
+        """Draw the ranks of the axes from `level` inwards at (x, y), in order."""
         if level == len(levels):
             ranks.append({"x": x, "y": y, "at": grid.coordinates(len(ranks))})
             return
@@ -125,12 +125,12 @@ def drawn_grid(grid: Grid) -> dict[str, Any]:
         for index in range(size):
             left, top = x + index % columns * (width + GAP), y + index // columns * (height + GAP)
             if level == len(levels) - 1:
-                place(level + 1, left, top)
+                draw(level + 1, left, top)
             else:
                 boxes.append({"title": f"{name} {index}", "x": left, "y": top, "width": width, "height": height})
-                place(level + 1, left + GAP, top + TITLE)
+                draw(level + 1, left + GAP, top + TITLE)
 
-    place(0, 0, 0)
+    draw(0, 0, 0)
     return {
         "axes": [{"name": name, "size": size} for name, size in grid.axes],
         "inner": levels[-1][0], "cell": [CELL_WIDTH, CELL_HEIGHT], "ranks": ranks, "boxes": boxes,
@@ -143,9 +143,9 @@ def _columns_and_sizes(sizes: Sequence[int]) -> list[tuple[int, float, float]]:
     """Return for each axis, outermost first: the number of columns of blocks, and a block's width and height."""
     shapes: list[tuple[int, float, float]] = []
     width, height = float(CELL_WIDTH), float(CELL_HEIGHT)
-    for number, size in enumerate(reversed(sizes)):
+    for index, size in enumerate(reversed(sizes)):
         columns = min(size, ROW)
-        if number:  # the number of columns closest to the wanted ratio
+        if index:  # the number of columns closest to the wanted ratio
             shape = {n: n * (width + GAP) / (-(-size // n) * (height + GAP)) for n in range(1, size + 1)}
             columns = min(shape, key=lambda n: abs(math.log(shape[n] / WIDE)))
         shapes.append((columns, width, height))
@@ -211,13 +211,13 @@ def sent_rows(run: Composition, stage: int) -> Iterator[dict[str, Any]]:
                 others[key] += sending.times * event.times * sent_bytes
         for (axes, verb), traffic in sending.program.traffic.items():
             rows[sending.task, sending.part, axes, verb].include(traffic.scaled(sending.times))
-    for (task, part, axes, verb), traffic in rows.items():
+    for (task, segment, axes, verb), traffic in rows.items():
         if traffic.calls:
             peers = {peer: entry.sent_bytes for peer, entry in traffic.by_peer.items() if entry.calls}
             yield {
-                "stage": stage, "task": task, "part": part, "axes": axes, "verb": verb, "calls": traffic.calls,
+                "stage": stage, "task": task, "part": segment, "axes": axes, "verb": verb, "calls": traffic.calls,
                 "bytes": traffic.sent_bytes, "direction": VERBS[verb].direction, "peers": peers,
-                "others": others[task, part, axes, verb],
+                "others": others[task, segment, axes, verb],
             }  # fmt: skip
 
 
@@ -232,13 +232,15 @@ def passes_in_order(run: Composition) -> Iterator[dict[str, Any]]:
             layers = unit_layers(unit)
             ends = "embeddings" if stage == 0 and unit is plan.chunks[0].units[0] else "head"
             # A longer group of layers is extrapolated from recordings of two layers and of one.
-            part = "layers {}-{}".format(*layers[:2]) if len(layers) > 1 else f"layer {layers[0]}" if layers else ends
-            for kind in run.kinds:
-                key = id(unit.recording.programs), kind
+            segment = (
+                "layers {}-{}".format(*layers[:2]) if len(layers) > 1 else f"layer {layers[0]}" if layers else ends
+            )
+            for task_kind in run.kinds:
+                key = id(unit.recording.programs), task_kind
                 if key not in seen:
                     seen.add(key)
-                    steps = steps_of(unit.recording.programs[kind][0])
-                    yield {"stage": stage, "part": part, "task": str(kind), "steps": steps}
+                    steps = steps_of(unit.recording.programs[task_kind][0])
+                    yield {"stage": stage, "part": segment, "task": str(task_kind), "steps": steps}
 
 
 def steps_of(program: Program) -> list[dict[str, Any]]:

@@ -159,23 +159,23 @@ def forecast(explained: Explained) -> Forecast:
         backward = 1 if rule.splits else 2
 
         def seconds(stage: int, task: Task) -> float:
-            own = work[placement.positions[stage][task.chunk]]
+            forward = work[placement.positions[stage][task.chunk]]
             # One second of the clock is thus a forward pass of the whole model, under every schedule.
-            return own * (backward if task.kind is TaskKind.BACKWARD else 1)
+            return forward * (backward if task.kind is TaskKind.BACKWARD else 1)
 
         return simulate(len(stages), count, rule, seconds, lambda start, end, message: 0.0, placement=placement)
 
-    own, chunked = rule_of(config), placement.num_chunks > 1
+    chosen, chunked = rule_of(config), placement.num_chunks > 1
     # A run of one stage has a schedule although the config names none.
-    name = next((known for known, rule in entries("schedules").items() if rule is own), name)
-    rules = {name: own} | {
-        other: rule
-        for other, rule in entries("schedules").items()
+    name = next((known for known, rule in entries("schedules").items() if rule is chosen), name)
+    rules = {name: chosen} | {
+        schedule: rule
+        for schedule, rule in entries("schedules").items()
         # A schedule without chunks cannot run this layout.
-        if other != name and (not chunked or placement.shape in rule.shapes)
+        if schedule != name and (not chunked or placement.shape in rule.shapes)
     }
-    limits = tuple(own.limit_at(stage, placement, count) for stage in stages)
-    return Forecast(name, tuple(work), shares, limits, {other: timeline(rule) for other, rule in rules.items()})
+    limits = tuple(chosen.limit_at(stage, placement, count) for stage in stages)
+    return Forecast(name, tuple(work), shares, limits, {schedule: timeline(rule) for schedule, rule in rules.items()})
 
 
 def render(explained: Explained) -> None:
@@ -189,8 +189,8 @@ def render(explained: Explained) -> None:
         console.print(f"{nodes} nodes of {explained.ranks_per_node} ranks, neighbours together")
     console.print(config.batch_summary)
     whole = sum(math.prod(spec.shape) for spec in specs.values())  # by name: a tied table on two stages counts once
-    own = sum(parameter.num_elements for parameter in run.stages[0].parameters)
-    console.print(f"{whole:,} parameters, {own:,} on a rank")
+    elements = sum(parameter.num_elements for parameter in run.stages[0].parameters)
+    console.print(f"{whole:,} parameters, {elements:,} on a rank")
     console.print(
         f"a step: {config.batch.global_} samples, {config.num_microbatches} microbatches of {config.micro} a replica, "
         f"{_rows(run):,} tokens of each on a rank"
@@ -214,9 +214,9 @@ def render_stages(explained: Explained, predicted: Forecast) -> None:
     idle_shares = predicted.chosen.idle_shares
     for stage, (plan, idle) in enumerate(zip(stages, idle_shares, strict=True)):
         sent = explained.volumes(stage).get((PIPE, MESSAGE), Volume())
-        own = sum(parameter.num_elements for parameter in plan.parameters)
+        elements = sum(parameter.num_elements for parameter in plan.parameters)
         table.add_row(
-            str(stage), explained.held(stage), f"{own:,}", f"{predicted.shares[stage]:.1%}",
+            str(stage), explained.held(stage), f"{elements:,}", f"{predicted.shares[stage]:.1%}",
             str(predicted.limits[stage]), *_cells(sent)[:2], f"{idle:.1%}",
         )  # fmt: skip
     print_table(console, table)
@@ -269,9 +269,9 @@ def _products(explained: Explained) -> Table:
     table = Table(Column("linear, Y = X W", overflow="fold"), "forward", "dX = dY W'", "dW = X' dY", "elements sent")
     for name, linear in linears.items():
         form, choice = linear.weights.form, linear.choice(rows)
-        kept = ", weights kept over the step" if form.keeps else ""
+        note = ", weights kept over the step" if form.keeps else ""
         # All linears of a run have the same form, decided once by the fullest rank.
-        table.title = f"What stays ({'streamed in panels' if form.streams else 'gathered whole'}{kept})"
+        table.title = f"What stays ({'streamed in panels' if form.streams else 'gathered whole'}{note})"
         dy, dw = choice.dx.replace("Y", "dY"), choice.dw.replace("Y", "dY")
         sent = linear.sizes(rows).sent(choice, form)
         table.add_row(name, choice.forward, dy.replace("X", "dX"), dw.replace("W", "dW"), f"{sent:,}")

@@ -102,22 +102,22 @@ class Account:
         """List a value that no field of the file gives."""
         self.assumed[name] = (value, why)
 
-    def merge(self, other: Account, prefix: str) -> None:
+    def merge(self, account: Account, prefix: str) -> None:
         """Add the account of a second file, with a prefix before each name."""
-        self.read |= {f"{prefix}{name}": value for name, value in other.read.items()}
-        self.assumed |= {f"{prefix}{name}": value for name, value in other.assumed.items()}
-        self._others |= {f"{prefix}{name}": value for name, value in other.left_out.items()}
+        self.read |= {f"{prefix}{name}": value for name, value in account.read.items()}
+        self.assumed |= {f"{prefix}{name}": value for name, value in account.assumed.items()}
+        self._others |= {f"{prefix}{name}": value for name, value in account.left_out.items()}
 
     @property
     def left_out(self) -> dict[str, Any]:
         """Fields that are set, may change a step, and are not read."""
-        own = {
+        unread = {
             name: value
             for name, value in self._fields.items()
             if value not in NOTHING and name not in self.read
             and not any(fnmatchcase(name, pattern) for pattern in self._harmless)
         }  # fmt: skip
-        return own | self._others
+        return unread | self._others
 
 
 def fields_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -109,9 +109,9 @@ def told_model(account: Account) -> str | Mapping[str, Any] | None:
     name = account.get("model.pretrained_model_name_or_path", f"{SIZES}pretrained_model_name_or_path")
     if name is not None:
         return str(name)
-    kind = str(account.get(f"{SIZES}_target_", default="")).rpartition(".")[2].removesuffix("Config").lower()
+    model_type = str(account.get(f"{SIZES}_target_", default="")).rpartition(".")[2].removesuffix("Config").lower()
     sizes = account.section(SIZES.rstrip("."))
-    return sizes | {"model_type": sizes.get("model_type", kind)} if kind else None
+    return sizes | {"model_type": sizes.get("model_type", model_type)} if model_type else None
 
 
 def sync_of(account: Account, shard: int, stages: int) -> str:

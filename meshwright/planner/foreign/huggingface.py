@@ -145,18 +145,18 @@ def json_beside(path: Path, name: str) -> dict[str, Any]:
 
 
 def read_deepspeed(
-    path: Path, asked: Asked, own: Mapping[str, Any], outer: Account, flags: Mapping[str, str] | None = None
+    path: Path, asked: Asked, fields: Mapping[str, Any], outer: Account, flags: Mapping[str, str] | None = None
 ) -> ForeignJob:
     """Read the job of DeepSpeed's fields.
 
     Args:
         path: The file, for errors.
         asked: The options.
-        own: DeepSpeed's JSON, or the section of Accelerate's file with the same fields.
+        fields: DeepSpeed's JSON, or the section of Accelerate's file with the same fields.
         outer: The account of the file that names the JSON.
         flags: The flags of the launcher's line that names the JSON.
     """
-    inner, line = Account(own, DEEPSPEED_HARMLESS), Account(dict(flags or {}), TRAINER_HARMLESS)
+    inner, line = Account(fields, DEEPSPEED_HARMLESS), Account(dict(flags or {}), TRAINER_HARMLESS)
     model = model_of(asked, outer, line.get("model_name_or_path", "model") or outer.get("base_model"), path)
     passes = automatic(inner, "gradient_accumulation_steps") or line.number(
         "gradient_accumulation_steps", default=outer.number("gradient_accumulation_steps")

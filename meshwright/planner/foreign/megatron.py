@@ -216,7 +216,7 @@ def gated(given: Arguments) -> bool:
 def vocabulary_of(given: Arguments) -> int:
     """Return the number of tokens of the tokenizer named by --tokenizer-type; else of GPT-2's."""
     told = str(given.get("tokenizer-type", "")).lower()
-    return next((tokens for part, tokens in VOCABULARIES if part in told), VOCABULARIES[0][1])
+    return next((tokens for word, tokens in VOCABULARIES if word in told), VOCABULARIES[0][1])
 
 
 def chunks_of(given: Arguments, stages: int, model: str | Tree) -> int:
@@ -277,7 +277,7 @@ def partition_of(given: Arguments, stages: int, chunks: int, layers: int) -> lis
 
 def counted_parts(given: Arguments) -> list[int]:
     """Return the layers that embedding and loss count as in the division of layers, 0 or 1 each."""
-    return [int(given.on(f"account-for-{part}-in-pipeline-split")) for part in ("embedding", "loss")]
+    return [int(given.on(f"account-for-{end}-in-pipeline-split")) for end in ("embedding", "loss")]
 
 
 def layout_of(text: str) -> list[list[str]]:
@@ -289,9 +289,9 @@ def layout_of(text: str) -> list[list[str]]:
     flat = text.replace(",", "").replace(" ", "").strip("'\"")
     repeat = re.compile(r"(?:\(([^()]*)\)|([Etm]))\*(\d{1,4})(?!\d)")
     while (found := repeat.search(flat)) and len(flat) <= MOST_PARTS:
-        part = found[2] or found[1]
-        times = min(int(found[3]), MOST_PARTS // max(1, len(part)) + 1)
-        flat = flat[: found.start()] + part * times + flat[found.end() :]
+        pattern = found[2] or found[1]
+        times = min(int(found[3]), MOST_PARTS // max(1, len(pattern)) + 1)
+        flat = flat[: found.start()] + pattern * times + flat[found.end() :]
     if len(flat) > MOST_PARTS or not re.fullmatch(r"E[tm|]*L", flat):
         raise ConfigError.of(
             "--pipeline-model-parallel-layout", text, "is no layout", "E, t, m, L, | and repeats: Et|t*3|tL"
@@ -355,19 +355,19 @@ def dispatched(given: Arguments, bridge: bool) -> tuple[str, ...]:
     """Return the software's facts on how rows are sent to experts and multiplied. Without grouped products the experts
     share a stream with all other kernels. Raises ConfigError for an unknown dispatcher."""
     told = given.word("moe-flex-dispatcher-backend", BACKENDS, None)
-    kind = given.word("moe-token-dispatcher-type", KINDS, "flex" if told else None)
-    if kind is None:
-        kind = "allgather"
-        given.account.assume("moe-token-dispatcher-type", kind, DEFAULT)
+    dispatcher = given.word("moe-token-dispatcher-type", KINDS, "flex" if told else None)
+    if dispatcher is None:
+        dispatcher = "allgather"
+        given.account.assume("moe-token-dispatcher-type", dispatcher, DEFAULT)
     if given.on("moe-enable-deepep"):
         told = "deepep"
     if not given.on("moe-permute-fusion"):
         given.account.assume("moe-permute-fusion", True, "each permutation of rows is one kernel in a plan")
-    kind = (told or "deepep") if kind == "flex" else kind
-    names = ("moe-flex-dispatcher-num-sms", f"moe-{kind}-num-sms")
+    dispatcher = (told or "deepep") if dispatcher == "flex" else dispatcher
+    names = ("moe-flex-dispatcher-num-sms", f"moe-{dispatcher}-num-sms")
     sms = next((given.number(name) for name in names if given.get(name) not in NOTHING), None)
-    told_sms = [f"dispatch_sms={sms}"] if sms and kind in SENT_ONCE else []
-    return (f"dispatch={kind}", *told_sms, *(() if bridge or given.on("moe-grouped-gemm") else (ONE_STREAM,)))
+    told_sms = [f"dispatch_sms={sms}"] if sms and dispatcher in SENT_ONCE else []
+    return (f"dispatch={dispatcher}", *told_sms, *(() if bridge or given.on("moe-grouped-gemm") else (ONE_STREAM,)))
 
 
 ONE_STREAM = "streams_bytes=[0, 0]"

@@ -105,8 +105,8 @@ def read_words(path: Path, asked: Asked, text: str) -> ForeignJob:
     elif megatron.is_megatron(flags):
         job = megatron.read_arguments(path, asked, flags)
     elif str(flags.get("deepspeed", flags.get("deepspeed_config", ""))).endswith(".json"):
-        own = huggingface.json_beside(path, flags.get("deepspeed") or flags["deepspeed_config"])
-        job = huggingface.read_deepspeed(path, asked, own, Account({}), flags)
+        fields = huggingface.json_beside(path, flags.get("deepspeed") or flags["deepspeed_config"])
+        job = huggingface.read_deepspeed(path, asked, fields, Account({}), flags)
     elif (named := flags.get("config_file")) and (path.parent / named).is_file():
         given = {name: value for name, value in flags.items() if name in huggingface.OF_THE_LINE}
         job = huggingface.read_accelerate(path, asked, read_yaml(path.parent / named) | given)

@@ -71,7 +71,7 @@ def statements(text: str) -> Iterator[str]:
         held = f"{held} {words}".strip()
         if depth <= 0:
             if held:
-                yield from (part.strip() for part in split_commands(held))
+                yield from (command.strip() for command in split_commands(held))
             held, depth = "", 0
     if held:
         yield held
@@ -98,8 +98,8 @@ def split_commands(line: str) -> Iterator[str]:
         if rest.strip():
             yield from split_commands(rest.strip("; "))
         return
-    for part in re.split(r";(?![^()]*\))(?=(?:[^\"]*\"[^\"]*\")*[^\"]*$)", line):
-        yield from (word for word in re.split(r"^\s*(else|do)\s+", part) if word.strip())
+    for command in re.split(r";(?![^()]*\))(?=(?:[^\"]*\"[^\"]*\")*[^\"]*$)", line):
+        yield from (word for word in re.split(r"^\s*(else|do)\s+", command) if word.strip())
 
 
 def take(line: str, script: Script, variables: dict[str, list[str]]) -> None:
@@ -128,7 +128,7 @@ def decided(condition: str, variables: dict[str, list[str]]) -> bool | None:
         return together(bool(side) for side in sides) if None not in sides else None
     inner = re.fullmatch(r"\[{1,2}\s*(.*?)\s*\]{1,2}", condition)
     parts = expanded_words(inner[1], variables) if inner else []
-    if len(parts) == 3 and not any("$" in part for part in parts):
+    if len(parts) == 3 and not any("$" in word for word in parts):
         left, sign, right = parts
         if sign in ("==", "=", "-eq"):
             return left == right
@@ -149,7 +149,9 @@ def expanded_words(text: str, variables: dict[str, list[str]]) -> list[str]:
         whole = re.fullmatch(r"\$\{?(\w+)(\[[@*]\])?\}?", word)
         if whole and whole[1] in variables:
             values = variables[whole[1]]
-            found += [part for value in values for part in (split_words(value) if " " in value else [value])]
+            found += [
+                inner_word for value in values for inner_word in (split_words(value) if " " in value else [value])
+            ]
         else:
             told = expanded(word, variables)
             found += split_words(told) if re.match(r"--[^=\s]+\s", told) else [told]

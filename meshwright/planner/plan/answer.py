@@ -81,10 +81,10 @@ def sureness(cluster: Cluster, hidden: int) -> str:
             )
             lent = f"; curves that its file leaves out are of {lender.name}'s device ({error}), scaled to its peaks"
         return f"Nobody has compared predictions for {cluster.name} with measured steps{lent}; {memory}."
-    kind = "fitted to these rows" if known.fitted else "nothing fitted"
+    fitting = "fitted to these rows" if known.fitted else "nothing fitted"
     least, most = known.hidden
     wide = f"at hidden {least:,}" + (f" to {most:,}" if most > least else "")
-    compared = f"{known.rows} measured rows of {known.of} {wide} were met to {known.error:.0%} on average ({kind})"
+    compared = f"{known.rows} measured rows of {known.of} {wide} were met to {known.error:.0%} on average ({fitting})"
     if not least <= hidden <= most:
         compared += f", which says little of hidden {hidden:,}" + (
             ": small kernels are predicted too fast" if hidden < least and cluster.device.kind == "cuda" else ""
@@ -115,7 +115,7 @@ def alike_sentence(predictions: Sequence[Prediction]) -> str | None:
     best = predictions[0]
     if best.cluster.checked is None:
         return f"How small a difference between layouts is real on {best.cluster.name} nobody has measured."
-    alike = sum(not is_difference(one.seconds / best.seconds - 1, best.cluster) for one in predictions)
+    alike = sum(not is_difference(prediction.seconds / best.seconds - 1, best.cluster) for prediction in predictions)
     # A count of one is the first layout itself.
     if alike < 2:
         return None
@@ -131,12 +131,12 @@ def seconds_text(seconds: float) -> str:
 def duration_text(seconds: float) -> str:
     """`3 days and 2 hours`, `4 hours and 10 minutes`, `50 minutes`."""
     counts = [(max(1, round(seconds / _MINUTE)), "minute")]
-    for size, unit, part, smaller in ((_HOUR, "hour", _MINUTE, "minute"), (_DAY, "day", _HOUR, "hour")):
+    for size, unit, step, smaller in ((_HOUR, "hour", _MINUTE, "minute"), (_DAY, "day", _HOUR, "hour")):
         # Rounding precedes the comparison, so 23.99 hours are one day and not 24 hours.
-        if round(seconds / part) * part >= size:
-            whole, rest = divmod(round(seconds / part), size // part)
+        if round(seconds / step) * step >= size:
+            whole, rest = divmod(round(seconds / step), size // step)
             counts = [(whole, unit), (rest, smaller)] if rest and whole < 100 else [(whole, unit)]
-    return " and ".join(f"{number:,} {unit}{'s' * (number != 1)}" for number, unit in counts)
+    return " and ".join(f"{count:,} {unit}{'s' * (count != 1)}" for count, unit in counts)
 
 
 def tokens_text(tokens: float) -> str:
@@ -170,8 +170,8 @@ def changes(best: Prediction, models: Estimates) -> tuple[Change, ...]:
     for what, variant in variants.items():
         found.append(Change(what, models.planner.on(variant).predict(best.config).seconds))
     planner = models.planner.on(cluster)
-    if planner.software.products == "stored" and (other := in_other_format(best.config, cluster)) is not None:
-        found.append(Change(other[0], planner.predict(other[1]).seconds))
+    if planner.software.products == "stored" and (reformatted := in_other_format(best.config, cluster)) is not None:
+        found.append(Change(reformatted[0], planner.predict(reformatted[1]).seconds))
     return tuple(found)
 
 

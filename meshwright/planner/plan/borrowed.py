@@ -51,7 +51,7 @@ def completed(tree: dict[str, Any], path: Path, lender: Callable[[str], dict[str
     if not ("like" in device or "efficiency" not in device or _is_number(device.get("bandwidth"))):
         return tree
     peak = {key: rate for key, rate in _mapping(device.get("peak")).items() if _is_number(rate)}
-    of_kind = [(dtype, name) for kind, dtype, name in LENDERS if kind == device.get("kind", "cuda")]
+    of_kind = [(dtype, name) for device_type, dtype, name in LENDERS if device_type == device.get("kind", "cuda")]
     like = device.get("like") or next((name for dtype, name in of_kind if not dtype or dtype in peak), None)
     if like is None:
         return tree  # an unknown kind: refused by the check of the fields
@@ -68,9 +68,9 @@ def completed(tree: dict[str, Any], path: Path, lender: Callable[[str], dict[str
         pace = COPIED * full["bandwidth"] / lent["bandwidth"][-1][1]
         full["bandwidth"] = [(size * pace, rate * pace) for size, rate in lent["bandwidth"]]
     for links in _mapping(tree.get("links")).values():
-        for number, level in enumerate(_mapping(links).get("levels") or ()):
+        for level_index, level in enumerate(_mapping(links).get("levels") or ()):
             if isinstance(level, dict):
-                level.setdefault("latency", LATENCIES[min(number, 1)])
+                level.setdefault("latency", LATENCIES[min(level_index, 1)])
     source = f"{tree.get('source', path.name)}; curves and figures that it leaves out: {like}"
     return {"name": path.stem, **tree, "device": full, "source": source}
 

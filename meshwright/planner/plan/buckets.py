@@ -79,11 +79,11 @@ class PlannedBucket:
 
     @cached_property
     def sizes(self) -> BucketBytes:
-        kind, value, gradient = self.kind, self.kind.dtype.itemsize, self.summed_in.itemsize * self.kind.rule.trained
+        key, value, gradient = self.kind, self.kind.dtype.itemsize, self.summed_in.itemsize * self.kind.rule.trained
         # A float32 slice of the weights is the optimizer's master, which its states count.
         own_value, own_gradient = (0, SINGLE) if self.casts else (value, gradient)
         return BucketBytes(
-            (kind.dtype, kind.rule.decays, kind.sum_axes, kind.cut_axes), kind.parts, self.num_elements * value,
+            (key.dtype, key.rule.decays, key.sum_axes, key.cut_axes), key.parts, self.num_elements * value,
             self.num_elements * gradient, self.stepped_elements * own_value, self.stepped_elements * own_gradient,
             self.waits,
         )  # fmt: skip
@@ -168,20 +168,20 @@ class HeldParameters:
     def groups(self, rule: _Arrangement) -> list[_Group]:
         """Return the parameters of each bucket, in the order in which buckets are sent."""
         mesh = planned_mesh(rule.grid, 0, rule.token_axes)
-        known, own = self.by_name, self.parameters
+        known, parameters = self.by_name, self.parameters
         using = {name: each.parts for name, each in known.items()} if rule.by_part else None
         chunks = {name: each.chunks for name, each in known.items()} if rule.by_chunk else None
         groups = arranged(
-            [(each.name, each.num_elements, each.dtype) for each in own], self.specs, mesh, rule.bucket_bytes, using,
-            chunks, rule.update.rule_of, load_entry(rule.policy)().dealt_over(mesh) if rule.policy else None,
+            [(each.name, each.num_elements, each.dtype) for each in parameters], self.specs, mesh, rule.bucket_bytes,
+            using, chunks, rule.update.rule_of, load_entry(rule.policy)().dealt_over(mesh) if rule.policy else None,
         )  # fmt: skip
         made = []
-        for kind, names in groups:
+        for key, names in groups:
             members = [known[name] for name in names]
             made.append(_Group(
-                kind, tuple(names), tuple([each.shape for each in members]),
+                key, tuple(names), tuple([each.shape for each in members]),
                 sum([each.num_elements for each in members]),
-                frozenset([part for each in members for part in each.parts_back]),
+                frozenset([segment for each in members for segment in each.parts_back]),
                 # Gradients computed by B, or by two chunks, are complete only after the step's last microbatch.
                 any(each.comes_with_b or len(each.chunks) > 1 for each in members),
             ))  # fmt: skip
@@ -229,32 +229,32 @@ class Buckets:
             0 if sync.gathers else bucket_bytes(config), grid,
             mesh.token_axes, update, sync.policy if update.matrix_step else "",
         )  # fmt: skip
-        for kind, names, shapes, elements, parts_back, waits in held.groups(arrangement):
+        for key, names, shapes, elements, parts_back, waits in held.groups(arrangement):
             # Buckets of layers are equal except for names and parts.
-            alike = kind.dtype, kind.rule, kind.sum_axes, kind.segments, elements, shapes if update.matrix_step else ()
+            alike = key.dtype, key.rule, key.sum_axes, key.segments, elements, shapes if update.matrix_step else ()
             if alike not in known:
-                if kind.sum_axes not in comms:
-                    each = tuple(mesh.comm(axis).size for axis in kind.sum_axes)
-                    comms[kind.sum_axes] = mesh.comm(*kind.sum_axes), each
-                comm, sizes = comms[kind.sum_axes]
+                if key.sum_axes not in comms:
+                    each = tuple(mesh.comm(axis).size for axis in key.sum_axes)
+                    comms[key.sum_axes] = mesh.comm(*key.sum_axes), each
+                comm, sizes = comms[key.sum_axes]
                 num_elements = padded(elements, comm.size)
-                summed_in = gradient_dtype(kind.dtype, widens)
-                ranks = tuple(zip(kind.sum_axes, sizes, strict=True))
+                summed_in = gradient_dtype(key.dtype, widens)
+                ranks = tuple(zip(key.sum_axes, sizes, strict=True))
                 stepped, *programs = self._programs(
-                    sync.policy, kind.dtype, summed_in, num_elements, ranks, comm.index, kind.segments
+                    sync.policy, key.dtype, summed_in, num_elements, ranks, comm.index, key.segments
                 )
-                if not kind.rule.trained:  # gathered, and neither summed nor published
+                if not key.rule.trained:  # gathered, and neither summed nor published
                     programs[:3] = [Program()] * 3
-                summing = mesh.comm(*(axis for axis in kind.sum_axes if axis not in policy.apart))
-                matrices = _stepped_matrices(kind, shapes, summing.index if stepped else None)
+                summing = mesh.comm(*(axis for axis in key.sum_axes if axis not in policy.apart))
+                matrices = _stepped_matrices(key, shapes, summing.index if stepped else None)
                 known[alike] = summed_in, num_elements, stepped, math.prod(sizes), matrices, programs
             summed_in, num_elements, stepped, num_ranks, matrices, programs = known[alike]
             casts = (
-                self.casts and sync.slices and kind.rule.trained and config.memory.offload.to == "none"
-                and master_bytes(config.optimizer, kind.dtype) > 0
+                self.casts and sync.slices and key.rule.trained and config.memory.offload.to == "none"
+                and master_bytes(config.optimizer, key.dtype) > 0
             )  # fmt: skip
             buckets.append(PlannedBucket(
-                kind, summed_in, names, num_elements, stepped, num_ranks, matrices, policy.blocks, parts_back,
+                key, summed_in, names, num_elements, stepped, num_ranks, matrices, policy.blocks, parts_back,
                 waits, sync.slices, casts, *programs,
             ))  # fmt: skip
         return buckets
@@ -286,8 +286,8 @@ class Buckets:
         sync = config.layout.data.strategy
         shapes = chain_of(config).sample_shapes(config).items()
         with recorder.program(mesh.ledger) as recorded:
-            own = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
-            own.share(
+            synchroniser = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
+            synchroniser.share(
                 lambda _, count: {
                     name: torch.empty(count, *shape, dtype=torch.long, device="meta") for name, shape in shapes
                 },
@@ -297,16 +297,16 @@ class Buckets:
 
 
 def _stepped_matrices(
-    kind: BucketKey, shapes: Sequence[tuple[int, ...]], rank: int | None
+    key: BucketKey, shapes: Sequence[tuple[int, ...]], rank: int | None
 ) -> tuple[tuple[int, ...], ...]:  # fmt: skip
     """Return the shapes of the matrices that a rank steps. `rank`: its index among the ranks that sum the bucket; None:
     it steps no part of the bucket."""
-    if kind.rule.by != "matrices" or rank is None:
+    if key.rule.by != "matrices" or rank is None:
         return ()
-    if not kind.segments:
+    if not key.segments:
         return tuple(shapes)
     begins = accumulate((math.prod(shape) for shape in shapes), initial=0)
-    first, last = kind.segments[rank : rank + 2]
+    first, last = key.segments[rank : rank + 2]
     return tuple(shape for shape, begin in zip(shapes, begins, strict=False) if first <= begin < last)
 
 
@@ -418,10 +418,10 @@ def widened_together(config: Config, buckets: Sequence[PlannedBucket], software:
     if config.optimizer.rounds or config.memory.offload.to != "none":
         return
     for members in by_rule([bucket.kind.rule for bucket in buckets]).values():
-        own = [buckets[index] for index in members]
+        rule_buckets = [buckets[index] for index in members]
         sizes = [
             0 if bucket.casts or bucket.summed_in.itemsize >= SINGLE else bucket.stepped_elements * SINGLE
-            for bucket in own
+            for bucket in rule_buckets
         ]
         for some in [range(len(sizes))] if software.widening == "whole" else stepped_together(sizes):
             yield [sizes[index] for index in some]

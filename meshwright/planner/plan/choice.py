@@ -52,14 +52,14 @@ def simplest_first(result: SearchResult) -> SearchResult:
         return result
     others = [each.prediction for each in result.runner_ups if each.prediction is not None]
     alike = [
-        one
-        for one in (*result.predictions, *others)
-        if verdict(one.fullest, one.cluster) in ("fits", verdict(fastest.fullest, fastest.cluster))
-        and one.seconds <= (1 + WORTH) * fastest.seconds
-        and not is_difference(one.seconds / fastest.seconds - 1, one.cluster)
+        prediction
+        for prediction in (*result.predictions, *others)
+        if verdict(prediction.fullest, prediction.cluster) in ("fits", verdict(fastest.fullest, fastest.cluster))
+        and prediction.seconds <= (1 + WORTH) * fastest.seconds
+        and not is_difference(prediction.seconds / fastest.seconds - 1, prediction.cluster)
     ]
-    first = min(alike, key=lambda one: (*complexity(one.config), one.seconds))
-    rest = tuple(one for one in result.predictions if one is not first)
+    first = min(alike, key=lambda prediction: (*complexity(prediction.config), prediction.seconds))
+    rest = tuple(prediction for prediction in result.predictions if prediction is not first)
     ups = tuple(each for each in result.runner_ups if each.prediction is not first)
     if len(ups) < len(result.runner_ups):
         ups = (RunnerUp(strategy_of(fastest.config), fastest.config, fastest.fullest, True, fastest), *ups)
@@ -97,13 +97,13 @@ def nearest_sizes(result: SearchResult, models: Estimates, fixed: Collection[str
     fewer = max(size for size in divisors(batch) if size <= devices)
     found.append((f"{fewer} devices" if fewer > 1 else "one device", batch, fewer))
     others = []
-    for what, size, number in found:
+    for what, size, num_devices in found:
         run = with_field(job.run, "batch.global_", size)
         try:
-            other = search(
-                run, job.cluster, number, 1, fixed={*fixed, *REPLICAS_ALONE}, models=models, program=result.program
+            answer = search(
+                run, job.cluster, num_devices, 1, fixed={*fixed, *REPLICAS_ALONE}, models=models, program=result.program
             )
         except ConfigError:
             continue
-        others.append(Change(what, other.predictions[0].seconds))
+        others.append(Change(what, answer.predictions[0].seconds))
     return tuple(others)

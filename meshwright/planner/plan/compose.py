@@ -54,22 +54,22 @@ class Unit:
     smaller: Recording | None = None
     layers: int = 1
 
-    def cost(self, kind: TaskKind, which: int, seconds: Seconds) -> Cost:
+    def cost(self, task_kind: TaskKind, which: int, seconds: Seconds) -> Cost:
         costs = [
             Cost(seconds(program), program.kept_bytes, program.peak_bytes, program.flops, program.host_bytes)
-            for program, _ in self.passes(kind, which)
+            for program, _ in self.passes(task_kind, which)
         ]
         return costs[0] if self.smaller is None else costs[0].extended(costs[1], self.layers - 2)
 
-    def passes(self, kind: TaskKind, which: int) -> list[tuple[Program, int]]:
+    def passes(self, task_kind: TaskKind, which: int) -> list[tuple[Program, int]]:
         """Return the recorded programs that add up to the unit's task, each with its count. In an extrapolated group
         two layers count layers - 1 times, and one layer 2 - layers times (negative)."""
-        passes = [(self.recording.programs[kind][which], max(1, self.layers - 1))]
+        passes = [(self.recording.programs[task_kind][which], max(1, self.layers - 1))]
         if self.smaller is not None:
-            passes.append((self.smaller.programs[kind][which], 2 - self.layers))
+            passes.append((self.smaller.programs[task_kind][which], 2 - self.layers))
         return passes
 
-    def freed(self, kind: TaskKind, read_bytes: int) -> int:
+    def freed(self, task_kind: TaskKind, read_bytes: int) -> int:
         """Return the bytes that a task frees: the unit's input of `read_bytes`, and the gradient received from the next
         part. B frees both, except for bytes that W needs."""
         gradient_bytes = bytes_of(self.recording.outgoing)
@@ -78,7 +78,7 @@ class Unit:
             min(gradient_bytes, self.recording.kept_gradient_bytes),
         )
         # If W is no task of its own, a recording keeps nothing for W, and B frees all.
-        return sum(waits) if kind is TaskKind.WEIGHT else read_bytes + gradient_bytes - sum(waits)
+        return sum(waits) if task_kind is TaskKind.WEIGHT else read_bytes + gradient_bytes - sum(waits)
 
 
 @dataclass(frozen=True)
@@ -96,21 +96,23 @@ class ChunkPlan:
     hands_on: bool = False
     """Whether this stage also holds the position after."""
 
-    def cost(self, kind: TaskKind, which: int, seconds: Seconds = lambda program: 0.0) -> Cost:
+    def cost(self, task_kind: TaskKind, which: int, seconds: Seconds = lambda program: 0.0) -> Cost:
         """Return the cost of a task at a place of the step (recordings.place); without `seconds` only bytes and
         operations."""
-        return reduce(Cost.then, self.costs(kind, which, seconds), Cost())
+        return reduce(Cost.then, self.costs(task_kind, which, seconds), Cost())
 
-    def costs(self, kind: TaskKind, which: int, seconds: Seconds) -> list[Cost]:
+    def costs(self, task_kind: TaskKind, which: int, seconds: Seconds) -> list[Cost]:
         """Return the cost of each unit in the order of execution. Bytes of messages count in the first and the last
         unit."""
-        order = self.units if kind is TaskKind.FORWARD else self.units[::-1]
-        costs = [unit.cost(kind, which, seconds) for unit in order]
+        order = self.units if task_kind is TaskKind.FORWARD else self.units[::-1]
+        costs = [unit.cost(task_kind, which, seconds) for unit in order]
         comes, leaves = self.handed_bytes is None, not self.hands_on
-        if kind is TaskKind.FORWARD:
+        if task_kind is TaskKind.FORWARD:
             pairs = pairwise(order)
-            kept = (0 if unit.recording.holds_input else before.recording.output_bytes for before, unit in pairs)
-            freed = [0, *kept]
+            output_bytes = (
+                0 if unit.recording.holds_input else before.recording.output_bytes for before, unit in pairs
+            )
+            freed = [0, *output_bytes]
             # The mailbox allocates a received activation before the task, and frees a sent one. Between chunks of one
             # stage there is no message.
             freed[-1] += order[-1].recording.output_bytes * leaves - bytes_of(self.incoming) * comes
@@ -119,11 +121,13 @@ class ChunkPlan:
             pairs = pairwise(order)
             given = [before.recording.output_bytes if unit.recording.holds_input else 0 for unit, before in pairs]
             given.append(bytes_of(self.incoming) if self.handed_bytes is None else self.handed_bytes)
-            freed = [unit.freed(kind, own) for unit, own in zip(order, given, strict=True)]
-        if kind is TaskKind.BACKWARD:
+            freed = [unit.freed(task_kind, num_bytes) for unit, num_bytes in zip(order, given, strict=True)]
+        if task_kind is TaskKind.BACKWARD:
             freed[0] -= bytes_of(self.outgoing) * leaves  # received by a message, counted there
             freed[-1] += bytes_of(self.incoming) * comes  # made here, and sent
-        return [cost._replace(kept_bytes=cost.kept_bytes - own) for cost, own in zip(costs, freed, strict=True)]
+        return [
+            cost._replace(kept_bytes=cost.kept_bytes - num_bytes) for cost, num_bytes in zip(costs, freed, strict=True)
+        ]
 
 
 COUNTING = "the pass that counts experts' loads"
@@ -174,16 +178,18 @@ def compose_stages(config: Config, recordings: Recordings, partition: Sequence[i
         stage, incoming = placement.stage_of[position], forms
         units: list[Unit] = []
         parts = [(config, Chunk(range(0), True, False))] if whole.first else []
-        parts += [(own, Chunk(group, False, False)) for own, group in _groups(config, whole.layers)]
+        parts += [
+            (segment_config, Chunk(group, False, False)) for segment_config, group in _groups(config, whole.layers)
+        ]
         parts += [(config, Chunk(range(0), False, True))] if whole.last else []
-        for own, chunk in parts:
-            unit = _unit(own, recordings, chunk, forms)
+        for segment_config, chunk in parts:
+            unit = _unit(segment_config, recordings, chunk, forms)
             forms = unit.recording.outgoing
             units.append(unit)
-            number = position // placement.num_stages
+            chunk_index = position // placement.num_stages
             for parameter in unit.parameters:
                 before = parameters[stage].get(parameter.name)
-                parameters[stage][parameter.name] = used(parameter, before, chunk, number)
+                parameters[stage][parameter.name] = used(parameter, before, chunk, chunk_index)
         plan = ChunkPlan(tuple(units), incoming, () if whole.last else forms)
         if plans and placement.stage_of[position - 1] == stage:
             # In a V placement one stage holds both middle positions: no message is sent.
@@ -194,9 +200,9 @@ def compose_stages(config: Config, recordings: Recordings, partition: Sequence[i
         StagePlan(
             tuple(plans[position] for position in placement.positions[stage]),
             # Buckets are filled in the model's order, whatever the order of a stage's chunks.
-            tuple(sorted(own.values(), key=lambda parameter: outline.order[parameter.name])),
+            tuple(sorted(held.values(), key=lambda parameter: outline.order[parameter.name])),
         )
-        for stage, own in enumerate(parameters)
+        for stage, held in enumerate(parameters)
     ]
 
 
@@ -208,24 +214,24 @@ def _groups(config: Config, layers: Sequence[int]) -> Iterator[tuple[Config, Seq
         if group.wrapped:
             yield config, group.layers
         else:
-            yield from ((alone, group.layers[place : place + 1]) for place in range(len(group.layers)))
+            yield from ((alone, group.layers[index : index + 1]) for index in range(len(group.layers)))
 
 
-def used(parameter: Parameter, before: Parameter | None, chunk: Chunk, number: int) -> Parameter:
+def used(parameter: Parameter, before: Parameter | None, chunk: Chunk, chunk_index: int) -> Parameter:
     """Return the parameter with one more part of the stage in its list of users.
 
     Args:
         parameter: The parameter.
         before: The same parameter with its earlier users; None: this is the first.
         chunk: The part that uses the parameter.
-        number: The index of the stage's chunk with this part.
+        chunk_index: The index of the stage's chunk with this part.
     """
     layer, _ = split_name(parameter.name)
-    part = layer if layer is not None else EMBEDDINGS if chunk.first else HEAD
+    segment = layer if layer is not None else EMBEDDINGS if chunk.first else HEAD
     parts, parts_back = (before.parts, before.parts_back) if before else ((), ())
-    back = (part,) if parameter.read_back else ()
-    chunks = tuple(sorted({*(before.chunks if before else ()), number}))
-    return replace(parameter, parts=(*parts, part), parts_back=(*parts_back, *back), chunks=chunks)
+    back = (segment,) if parameter.read_back else ()
+    chunks = tuple(sorted({*(before.chunks if before else ()), chunk_index}))
+    return replace(parameter, parts=(*parts, segment), parts_back=(*parts_back, *back), chunks=chunks)
 
 
 def _unit(config: Config, recordings: Recordings, chunk: Chunk, incoming: Forms) -> Unit:
@@ -240,7 +246,7 @@ def _unit(config: Config, recordings: Recordings, chunk: Chunk, incoming: Forms)
     # Each layer is recorded once, since names of parameters differ; equal layers share one program.
     ones = [recordings.of(config, Chunk(range(layer, layer + 1), False, False), incoming) for layer in layers]
     two = recordings.of(config, Chunk(layers[:2], False, False), incoming)
-    parameters = tuple(parameter for one in ones for parameter in one.parameters)
+    parameters = tuple(parameter for recording in ones for parameter in recording.parameters)
     return Unit(two, parameters, partial(whole, incoming), ones[0], count)
 
 
@@ -291,11 +297,11 @@ class Composition:
         # Costs, buckets and memory are computed once for them, since most stages of a long pipeline are equal.
         first: dict[Hashable, int] = {}
         self.like = []
-        for stage, own in enumerate(stages):
+        for stage, plan in enumerate(stages):
             work = tuple(
-                tuple((id(unit.recording.programs), unit.layers) for unit in chunk.units) for chunk in own.chunks
+                tuple((id(unit.recording.programs), unit.layers) for unit in chunk.units) for chunk in plan.chunks
             )
-            shared = any(parameter.name in tied for parameter in own.parameters)
+            shared = any(parameter.name in tied for parameter in plan.parameters)
             self.like.append(first.setdefault((work, shared), stage))
         positions_of = self.placement.positions
         self.alike = {
@@ -333,9 +339,9 @@ class Composition:
         yield from self._passes(stage, CATEGORIES, self.kinds, self.tasks)
         buckets = self.buckets[self.like[stage]]
         for places_gathered, times in zip(self.gathers(self.like[stage]), self.counts, strict=True):
-            for (kind, _), gathered in places_gathered.items():
+            for (task_kind, _), gathered in places_gathered.items():
                 for index in gathered:
-                    yield Sending(f"gather for {CATEGORIES[kind]}", BUCKETS, buckets[index].gather, times)
+                    yield Sending(f"gather for {CATEGORIES[task_kind]}", BUCKETS, buckets[index].gather, times)
         if self.config.model.routing.counts_first:
             yield from self._passes(stage, {TaskKind.FORWARD: COUNTING}, (TaskKind.FORWARD,), self.placement)
             for index, times in self.counting_gathers(stage).items():
@@ -354,18 +360,18 @@ class Composition:
         """Yield the sendings of all microbatches' tasks of these kinds. `tasks`: the placement that numbers them."""
         chunks, count = self.stages[stage].chunks, self.config.num_microbatches
         for which, times in enumerate(self.counts):
-            for kind, chunk in product(kinds, chunks):
+            for task_kind, chunk in product(kinds, chunks):
                 for unit in chunk.units:
                     begins = stage == 0 and unit is chunks[0].units[0]
-                    part = "layers" if unit_layers(unit) else "embeddings" if begins else "head"
-                    for program, passes in unit.passes(kind, which):
-                        yield Sending(names[kind], part, program, times * passes)
+                    segment = "layers" if unit_layers(unit) else "embeddings" if begins else "head"
+                    for program, passes in unit.passes(task_kind, which):
+                        yield Sending(names[task_kind], segment, program, times * passes)
         ledger, messages = Ledger(), self.messages(stage, back=TaskKind.BACKWARD in kinds)
         # Messages are equal in all microbatches: one is recorded, and counted `count` times.
         with ledger.repeated(count):
-            for other, side in sides_of(stage, self.placement).items():
+            for neighbour, side in sides_of(stage, self.placement).items():
                 for size in messages[side]:
-                    ledger.record(PIPE, MESSAGE, size, other - stage)
+                    ledger.record(PIPE, MESSAGE, size, neighbour - stage)
         yield Sending("between stages", "activations and their gradients", Program(traffic=ledger.traffic))
         if self.agrees:
             ledger = Ledger()
@@ -392,7 +398,9 @@ class Composition:
         for _ in range(self.config.num_microbatches):
             for chunk in chunks:
                 walk.begin()
-                gathered.update(index for part in chunk.parts for index in walk.forward(part).sent if index not in head)
+                gathered.update(
+                    index for segment in chunk.parts for index in walk.forward(segment).sent if index not in head
+                )
         return gathered
 
     def messages(self, stage: int, *, back: bool = True) -> dict[Side, list[int]]:
@@ -412,7 +420,7 @@ class Composition:
             return [{} for _ in self.counts]
         groups = self.groups(stage)
         chunks = [[layer for unit in chunk for layer in unit] for chunk in groups]
-        every = (group for own in chunks for group in self.config.memory.policy.groups(self.config, own))
+        every = (group for layers in chunks for group in self.config.memory.policy.groups(self.config, layers))
         again = {layer for group in every if group.wrapped for layer in group.layers}
         # A part finds the weights that the part before has gathered, so the walk depends on the order of parts.
         return gathered_buckets(self.buckets[stage], groups, len(self.counts), again)
@@ -427,9 +435,9 @@ class Composition:
         # The busiest stage sets the pace; equal stages are computed once.
         again = [TaskKind.FORWARD] * self.config.model.routing.counts_first
         return max(
-            sum(times * chunk.cost(kind, which).flops
+            sum(times * chunk.cost(task_kind, which).flops
                 for which, times in enumerate(self.counts)
-                for kind, chunk in product((*self.kinds, *again), self.stages[stage].chunks))
+                for task_kind, chunk in product((*self.kinds, *again), self.stages[stage].chunks))
             for stage in dict.fromkeys(self.like)
         )  # fmt: skip
 
@@ -455,21 +463,23 @@ def gathered_buckets(
     places_gathered: list[Gathered] = []
     for _ in range(places):
         gathered: dict[tuple[TaskKind, int], list[int]] = {}
-        for number, chunk in enumerate(chunks):
+        for chunk_index, chunk in enumerate(chunks):
             walk.begin()
-            gathered[TaskKind.FORWARD, number] = [index for part in chunk.parts for index in walk.forward(part).sent]
-        for number, chunk in reversed(list(enumerate(chunks))):
-            backward = gathered[TaskKind.BACKWARD, number] = []
-            units = [list(group) for group in groups[number] if group]
+            gathered[TaskKind.FORWARD, chunk_index] = [
+                index for segment in chunk.parts for index in walk.forward(segment).sent
+            ]
+        for chunk_index, chunk in reversed(list(enumerate(chunks))):
+            backward = gathered[TaskKind.BACKWARD, chunk_index] = []
+            units = [list(group) for group in groups[chunk_index] if group]
             ends = [EMBEDDINGS] * chunk.first, [HEAD] * chunk.last
             for group in filter(None, (ends[1], *reversed(units), ends[0])):
                 # The backward pass starts at a group's last layer; a recomputed group then reads its weights forward
                 # once more.
                 backward += walk.backward(group[-1]).sent
                 if group in units and group[0] in again:
-                    backward += [index for part in group for index in walk.forward(part).sent]
-                for part in reversed(group[:-1]):
-                    backward += walk.backward(part).sent
+                    backward += [index for segment in group for index in walk.forward(segment).sent]
+                for segment in reversed(group[:-1]):
+                    backward += walk.backward(segment).sent
         places_gathered.append(gathered)
     return places_gathered
 
@@ -478,17 +488,18 @@ def walk_through(
     buckets: Sequence[PlannedBucket], groups: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[Walk, list[Chunk]]:
     """Return the run's own bookkeeping of gathered weights at a step's beginning, and a stage's chunks."""
-    parts = sorted({part for bucket in buckets for part in bucket.kind.parts})
-    of = {part: [index for index, bucket in enumerate(buckets) if part in bucket.kind.parts] for part in parts}
-    kept = {
-        part: {index for index in of[part] if part in buckets[index].parts_back}
-        for part in (EMBEDDINGS, HEAD)
-        if part in of
+    parts = sorted({segment for bucket in buckets for segment in bucket.kind.parts})
+    of = {segment: [index for index, bucket in enumerate(buckets) if segment in bucket.kind.parts] for segment in parts}
+    reread = {
+        segment: {index for index in of[segment] if segment in buckets[index].parts_back}
+        for segment in (EMBEDDINGS, HEAD)
+        if segment in of
     }
     layers = [tuple(layer for group in chunk for layer in group) for chunk in groups]
     last = len(groups) - 1
     chunks = [
-        Chunk(own, number == 0 and EMBEDDINGS in of, number == last and HEAD in of) for number, own in enumerate(layers)
+        Chunk(chunk_layers, chunk_index == 0 and EMBEDDINGS in of, chunk_index == last and HEAD in of)
+        for chunk_index, chunk_layers in enumerate(layers)
     ]
     # The run's own class (data_parallel/gathering.py), so planned and real gathers cannot differ.
-    return Walk(of, kept, chunks), chunks
+    return Walk(of, reread, chunks), chunks

@@ -47,8 +47,10 @@ class OwnLinear(GroupedLinear):
             return super().multiply(x, weight, runs, turned=turned)
         lengths = [*chain(*runs)]
         y = x.new_empty(len(x), weight.shape[1 if turned else 2])
-        for part, own, out in zip(x.split(lengths), chain(*repeat(weight, len(runs))), y.split(lengths), strict=True):
-            torch.mm(part, own.t() if turned else own, out=out)
+        for rows, matrix, out in zip(
+            x.split(lengths), chain(*repeat(weight, len(runs))), y.split(lengths), strict=True
+        ):
+            torch.mm(rows, matrix.t() if turned else matrix, out=out)
         return y
 
 
@@ -65,8 +67,8 @@ class DispatchedExperts(Experts):
         if shape.count * parts % ranks or shape.inner % parts or ranks % parts:
             rule = f"does not deal {shape.count} experts of {parts} parts over {ranks} ranks"
             raise ConfigError.of("expert_tensor", parts, rule, "parts and ranks that divide each other and the experts")
-        own = replace(shape, count=shape.count * parts, inner=shape.inner // parts, chosen=shape.chosen * parts)
-        super().__init__(mesh, own, UNCUT, products, over=axes)
+        split_shape = replace(shape, count=shape.count * parts, inner=shape.inner // parts, chosen=shape.chosen * parts)
+        super().__init__(mesh, split_shape, UNCUT, products, over=axes)
         self.router = Router(mesh, shape, boundary, products)
         self.how, self.axes, self.parts, self.ranks = how, axes, parts, ranks
         self.imbalance = mesh.imbalance
@@ -94,7 +96,7 @@ class DispatchedExperts(Experts):
                 x = copied(x, received)
         weights = copied(routed.weights.to(h.dtype).view(-1, 1), received)
         each, more = divmod(received, shape.count // ranks)
-        lengths = [each + (number < more) for number in range(shape.count // ranks)]
+        lengths = [each + (index < more) for index in range(shape.count // ranks)]
         runs: Runs = [lengths]
         if self.grouped(x):
             runs = torch.empty(len(lengths), dtype=torch.int32, device=x.device)

@@ -81,23 +81,25 @@ class _Passes:
 
 @dataclass(frozen=True)
 class _Ending:
-    """Seconds after the pipeline phase on `stage`, the one with most parameters.
-
-    `gather`: least seconds to gather sliced weights in a pass through the model. `reduce`, `across`, `steps`,
-    `publish`, `norm`: seconds of gradients' sums in a group of shards and across groups, optimizer, publishing, norm. `overlaps`, `publishes`: the shares of sums and of
-    publishing that run under computation. `tax`: the share by which hidden communication slows kernels.
-    """
+    """Seconds after the pipeline phase on the stage with most parameters."""
 
     stage: int
     gather: float
+    """Least seconds to gather sliced weights in a pass through the model."""
     reduce: float
+    """Of sums of gradients in a group of shards."""
     across: float
+    """Of sums of gradients across groups of shards."""
     steps: float
+    """Of the optimizer."""
     publish: float
     norm: float
     overlaps: float
+    """The share of sums that runs under computation."""
     publishes: float
+    """The share of publishing that runs under computation."""
     tax: float
+    """The share by which hidden communication slows kernels."""
 
 
 class Estimates:
@@ -145,14 +147,14 @@ class Estimates:
         shape = self.parts.shapes(config, (config.model.num_blocks,))[0]
         if layers:
             shape = tuple(each for each in shape if 0 <= each[0] < config.model.num_blocks)
-        one, stages = self._work(config, shape, self.planner.site.links(config), split=False), layout.pipeline.size
+        whole, stages = self._work(config, shape, self.planner.site.links(config), split=False), layout.pipeline.size
         # The last stage begins when the first microbatch has passed one chunk of each other stage.
-        filled = (stages - 1) * one.forward / max(CHUNKS, layout.pipeline.chunks)
-        return SURE * (count * (one.forward + one.backward) + filled) / stages
+        filled = (stages - 1) * whole.forward / max(CHUNKS, layout.pipeline.chunks)
+        return SURE * (count * (whole.forward + whole.backward) + filled) / stages
 
     def estimated_memory(self, config: Config) -> Memory:
-        """Return SURE_BYTES times the estimated memory of the fullest rank. Temporaries reuse the bytes of wider gradients.
-        Independent of the order of axes."""
+        """Return SURE_BYTES times the estimated memory of the fullest rank, equal in every order of axes. Temporaries
+        reuse the bytes of wider gradients."""
         return self.with_activations(*self.alone_memory(config), *self.held_activations(config))
 
     def held_activations(self, config: Config) -> tuple[float, float]:
@@ -161,16 +163,16 @@ class Estimates:
         return self._held.of(config, self._partition(config))
 
     @staticmethod
-    def with_activations(alone: Memory, passing: int, kept: float, total: float) -> Memory:
+    def with_activations(alone: Memory, passing: int, kept_bytes: float, total: float) -> Memory:
         """Return a rank's estimated memory.
 
         Args:
             alone: Memory without activations (alone_memory).
             passing: Bytes of `alone` that are not alive at the activations' peak.
-            kept: Bytes of activations that the fullest stage keeps.
+            kept_bytes: Bytes of activations that the fullest stage keeps.
             total: Peak bytes of all microbatches.
         """
-        activations = int(SURE_BYTES * kept)
+        activations = int(SURE_BYTES * kept_bytes)
         most = max(int(SURE_BYTES * total) + passing, alone.temporaries)
         return replace(alone, activations=activations, temporaries=most - activations)
 
@@ -212,7 +214,9 @@ class Estimates:
         even = (each + 1,) * rest + (each,) * (len(partition) - rest)
         # A position inside of the chain has at least one layer.
         both = {partition, even} if each and config.layout.pipeline.partition == "auto" else {partition}
-        return min((self._passes(config, own, links, sends) for own in both), key=lambda passes: passes.seconds)
+        return min(
+            (self._passes(config, candidate, links, sends) for candidate in both), key=lambda passes: passes.seconds
+        )
 
     @remembered(*PARTS, "micro", "num_microbatches", WIDENS, "memory.recompute", "layout.pipeline")
     def _passes(self, config: Config, partition: tuple[int, ...], links: Links, sends: bool = True) -> _Passes:
@@ -220,10 +224,10 @@ class Estimates:
         shapes, works, placement = self.parts.shapes(config, partition), {}, placement_of(config)
         rule, count = rule_of(config), config.num_microbatches
         # A layer's seconds depend on the strides of the layer's own axes only.
-        own = replace(links, strides=tuple(each for each in links.strides if each[0] != PIPE))
+        layer_links = replace(links, strides=tuple(each for each in links.strides if each[0] != PIPE))
         for shape in shapes:
             if shape not in works:
-                works[shape] = self._work(config, shape, own, split=rule.splits)
+                works[shape] = self._work(config, shape, layer_links, split=rule.splits)
         chunks = [works[shape] for shape in shapes]
         forward = [chunk.forward for chunk in chunks]
         backward = [chunk.backward for chunk in chunks]
@@ -241,7 +245,7 @@ class Estimates:
 
     def _work(self, config: Config, shape: StageShape, links: Links, *, split: bool) -> _Work:
         parts = self.parts.of(config, links)
-        stage = [(parts[place], times) for place, times in shape]
+        stage = [(parts[layer], times) for layer, times in shape]
         policy, again = config.memory.policy, 0.0
         layers = sum(times for timed, times in stage if timed.part.is_layer)
         if policy.attention:
@@ -264,8 +268,8 @@ class Estimates:
         # A step of one microbatch has the same ending under any schedule.
         pipeline = PipelineSection().model_copy(update={"size": config.layout.pipeline.size})
         batch = BatchSection().model_copy(update={"global_": config.batch.global_, "micro": config.replica_batch})
-        one = replaced(replaced(config, "layout.pipeline", pipeline, WIDENS), "batch", batch, WIDENS)
-        run = TimedRun(self.planner.site, self.planner.buckets, one, [stage], planned)
+        single_step = replaced(replaced(config, "layout.pipeline", pipeline, WIDENS), "batch", batch, WIDENS)
+        run = TimedRun(self.planner.site, self.planner.buckets, single_step, [stage], planned)
         known: dict[Hashable, tuple[Sum, float]] = {}
         every = []
         for bucket in run.buckets[0]:
@@ -274,7 +278,7 @@ class Estimates:
             if alike not in known:
                 known[alike] = run.sum(bucket, 0.0), run.seconds(bucket.across)
             every.append(known[alike])
-        sums, across = [one for one, _ in every], sum(seconds for _, seconds in every)
+        sums, across = [bucket for bucket, _ in every], sum(seconds for _, seconds in every)
         gathered = [bucket.gather for bucket in run.buckets[0]] if config.layout.data.strategy.gathers else []
         each = {id(gather): run.seconds(gather) for gather in {id(gather): gather for gather in gathered}.values()}
         gathers = sorted(each[id(gather)] for gather in gathered)
@@ -282,17 +286,19 @@ class Estimates:
             fullest,
             # Weights of two parts stay gathered between passes: the largest two, for a lower bound.
             sum(gathers[:-2]),
-            sum(one.reduce for one in sums) - across, across, sum(max(one.steps, one.lane) for one in sums),
-            sum(one.publish for one in sums), run.norm(), run.overlap("sums"), run.overlap("gathers"),
-            run.network.tax,
+            sum(bucket.reduce for bucket in sums) - across, across,
+            sum(max(bucket.steps, bucket.lane) for bucket in sums), sum(bucket.publish for bucket in sums), run.norm(),
+            run.overlap("sums"), run.overlap("gathers"), run.network.tax,
         )  # fmt: skip
 
     @remembered(*PARTS)
-    def _fullest(self, config: Config, partition: tuple[int, ...], placement: ChunkPlacement) -> tuple[int, HeldParameters]:
+    def _fullest(
+        self, config: Config, partition: tuple[int, ...], placement: ChunkPlacement
+    ) -> tuple[int, HeldParameters]:
         """Return the stage with most elements, and its parameters."""
         parts, runs = self.parts.parameters(config), ranges_of(partition)
         alike = self.planner.recordings.outline(config).alike
-        elements = {place: sum(each.num_elements for each in own) for place, own in parts.items()}
+        elements = {layer: sum(each.num_elements for each in parameters) for layer, parameters in parts.items()}
         held = [
             [layer for at in placement.positions[stage] for layer in runs[at]] for stage in range(placement.num_stages)
         ]
@@ -300,16 +306,18 @@ class Estimates:
         sizes[0] += elements[-1]
         sizes[placement.last_stage] += elements[len(alike)]  # a tied table of one stage is counted twice, and held once
         stage = sizes.index(max(sizes))
-        own = {each.name: replace(each, parts=(EMBEDDINGS,)) for each in parts[-1]} if stage == 0 else {}
+        parameters = {each.name: replace(each, parts=(EMBEDDINGS,)) for each in parts[-1]} if stage == 0 else {}
         for layer in held[stage]:
-            own |= {
+            parameters |= {
                 f"{layer} {each.name}": replace(each, name=f"{layer} {each.name}", parts=(layer,))
                 for each in parts[alike[layer]]
             }
         if stage == placement.last_stage:
             for each in parts[len(alike)]:
-                own[each.name] = replace(each, parts=(*(own[each.name].parts if each.name in own else ()), HEAD))
-        return stage, HeldParameters(tuple(own.values()))
+                parameters[each.name] = replace(
+                    each, parts=(*(parameters[each.name].parts if each.name in parameters else ()), HEAD)
+                )
+        return stage, HeldParameters(tuple(parameters.values()))
 
     @remembered(*WEIGHTS, WIDENS)
     def _buckets_of_fullest(self, config: Config, partition: tuple[int, ...]) -> list[PlannedBucket]:
@@ -329,17 +337,19 @@ class Estimates:
             return pipeline.partition
         # The work's proportions are the same for any microbatch of a step with equally many samples.
         batch = BatchSection().model_copy(update={"global_": samples, "micro": samples})
-        one = with_field(config.model_copy(update={"batch": batch}), "layout.data.size", 1)
-        return balanced(self.planner.work(one), pipeline.size * pipeline.chunks)
+        replica = with_field(config.model_copy(update={"batch": batch}), "layout.data.size", 1)
+        return balanced(self.planner.work(replica), pipeline.size * pipeline.chunks)
 
 
 def pipeline_seconds(
     forward: Sequence[float], backward: Sequence[float], weights: Sequence[float], hops: Sequence[float],
     limits: Sequence[int], count: int, placement: ChunkPlacement,
 ) -> tuple[float, tuple[float, ...]]:  # fmt: skip
-    """Estimate (seconds, least seconds until each stage is done) of a pipeline for `count` = m microbatches. A position of the chain takes f, b, w for tasks
-    F, B, W, and h for a message to the next position; w = 0 if B includes W. Stage s has its first chunk at position s
-    and at most k microbatches in flight, counted once for each chunk.
+    """Estimate (seconds, least seconds until each stage is done) of a pipeline for `count` = m microbatches.
+
+    A position of the chain takes f, b, w for tasks F, B, W, and h for a message to the next position; w = 0 if B
+    includes W. Stage s has its first chunk at position s and at most k microbatches in flight, counted once for each
+    chunk.
 
     | the maximum over s of the seconds until                | seconds                                            |
     |--------------------------------------------------------|----------------------------------------------------|
@@ -349,17 +359,17 @@ def pipeline_seconds(
     |                                                        | back: sum of f + b + 2h                            |
     """
     ahead, behind = (
-        list(accumulate((own + hop for own, hop in zip(seconds, hops, strict=False)), initial=0.0))
+        list(accumulate((task_seconds + hop for task_seconds, hop in zip(seconds, hops, strict=False)), initial=0.0))
         for seconds in (forward, backward)
     )  # seconds until a message has reached each stage, with one task in each stage before
     there_and_back = ahead[-1] + forward[-1] + backward[-1] + behind[-1]
     longest, ends = 0.0, []
     for s, limit in enumerate(limits):
-        own = placement.positions[s]
-        turned = count * sum(forward[at] + backward[at] for at in own)
-        busy = ahead[s] + turned + count * sum(weights[at] for at in own)
+        positions = placement.positions[s]
+        turned = count * sum(forward[at] + backward[at] for at in positions)
+        busy = ahead[s] + turned + count * sum(weights[at] for at in positions)
         back = ahead[s] + turned + behind[s] + weights[0]
-        passed = count / limit * sum(there_and_back - ahead[at] - behind[at] for at in own)
+        passed = count / limit * sum(there_and_back - ahead[at] - behind[at] for at in positions)
         longest = max(longest, busy, back, passed)
         ends.append(busy)
     return longest, tuple(ends)

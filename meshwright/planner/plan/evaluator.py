@@ -95,7 +95,7 @@ class SearchState:
         for runner_up in later.closest.values():
             self.include_runner_up(runner_up)
         both = filter(None, (self.nearly_fits, later.nearly_fits))
-        self.nearly_fits = min(both, key=lambda one: one[0], default=None)
+        self.nearly_fits = min(both, key=lambda pair: pair[0], default=None)
 
     def count(self, config: Config, *, slow: bool = False) -> None:
         """Count one layout. `slow`: count one layout, or a whole group, as above the cutoff."""
@@ -107,7 +107,7 @@ class SearchState:
     def include_runner_up(self, runner_up: RunnerUp) -> None:
         """Keep the layout that lacks the least memory; of two equal ones, the earlier."""
         known = self.closest.get(runner_up.strategy, runner_up)
-        self.closest[runner_up.strategy] = min(known, runner_up, key=lambda one: one.excess)
+        self.closest[runner_up.strategy] = min(known, runner_up, key=lambda candidate: candidate.excess)
 
 
 @dataclass
@@ -185,9 +185,9 @@ class Evaluator:
     def least_full(self, config: Config) -> Config:
         """Return the layout of least estimated memory, among `config` and all layouts that save more memory."""
         every = [config]
-        for one in every:  # the list grows during the loop
-            every += [saving for saving in savings(one, self.job) if saving not in every]
-        return min(every, key=lambda one: self.models.estimated_memory(one).total)
+        for candidate in every:  # the list grows during the loop
+            every += [saving for saving in savings(candidate, self.job) if saving not in every]
+        return min(every, key=lambda candidate: self.models.estimated_memory(candidate).total)
 
     def predict_or_memory(self, config: Config, cutoff: float = math.inf) -> Prediction | Memory | None:
         """Return the prediction if the layout fits, else the memory that exceeds the device's; None if the step takes

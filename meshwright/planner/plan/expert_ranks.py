@@ -39,7 +39,7 @@ def units_of(choice: Choice, units: int) -> float:
     for first in range(0, choice.experts, each):
         common = [max(0, min(first + each, (g + 1) * size) - max(first, g * size)) for g in range(choice.groups)]
         owns = Counter(sum(common[group] for group in groups) for groups in chosen)
-        total += sum(times * (1 - math.comb(candidates - own, choice.chosen) / every) for own, times in owns.items())
+        total += sum(times * (1 - math.comb(candidates - held, choice.chosen) / every) for held, times in owns.items())
     return total / len(chosen)
 
 

@@ -30,8 +30,8 @@ def in_other_format(config: Config, cluster: Cluster) -> tuple[str, Config] | No
     if cluster.device.peak_of(FP8, tf32=False) is None or config.precision.dtype != "bf16":
         return None
     products = BF16 if config.precision.in_fp8 else FP8
-    other = with_field(config, FIELD, products)
-    return None if broken_rules(other) else (f"{FIELD}={products}", other)
+    variant = with_field(config, FIELD, products)
+    return None if broken_rules(variant) else (f"{FIELD}={products}", variant)
 
 
 def width_sentence(timer: Timer, tokens: int, *, fused: bool) -> str:

@@ -43,12 +43,12 @@ def gate_of(config: Config, cluster: Cluster) -> Gate:
     devices = config.layout.world_size
     placed = with_field(config, "layout.ranks_per_node", ranks_per_node(cluster, devices))
     models = Estimates(Planner(cluster, kept=KeptRecordings.here()))
-    own = models.planner.predict(placed)
+    prediction = models.planner.predict(placed)
     models.planner.keep()
-    if own.fits:
-        return Gate(True, answer(own, layout_text(own.config), Training()))
-    memory, device = own.fullest, bytes_text(cluster.device.memory_bytes)
-    text = f"{layout_text(own.config)}: {bytes_text(memory.total)} of {device}: {missing(memory, cluster)}"
+    if prediction.fits:
+        return Gate(True, answer(prediction, layout_text(prediction.config), Training()))
+    memory, device = prediction.fullest, bytes_text(cluster.device.memory_bytes)
+    text = f"{layout_text(prediction.config)}: {bytes_text(memory.total)} of {device}: {missing(memory, cluster)}"
     try:
         found = simplest_first(search(config, cluster, devices, 1, models=models)).predictions[0]
     except ConfigError as error:

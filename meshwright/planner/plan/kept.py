@@ -131,11 +131,11 @@ class KeptRecordings:
         # cached.
         known = self._whose.get(ids := tuple(map(id, whose)))
         if known is None:
-            kind, software, *sections = whose
+            device_type, software, *sections = whose
             assert isinstance(software, Software)
             # The order of a set differs between processes.
             facts = {name: sorted(x) if isinstance(x, frozenset) else x for name, x in software}
-            about = f"{torch.__version__} {code_digest()} {kind} {facts} {sections}"
+            about = f"{torch.__version__} {code_digest()} {device_type} {facts} {sections}"
             known = self._whose[ids] = whose, about
             if about not in self.files:
                 self.files[about] = self._read(about)
@@ -163,7 +163,7 @@ def encoded(recording: Recording) -> dict[str, Any]:
     specs: dict[int, tuple[int, ShardSpec]] = {}
     numbers: dict[int, int] = {}
     programs: list[Program] = []
-    for program in (each for own in recording.programs.values() for each in own):
+    for program in (each for passes in recording.programs.values() for each in passes):
         if id(program) not in numbers:
             numbers[id(program)] = len(programs)
             programs.append(program)
@@ -171,21 +171,25 @@ def encoded(recording: Recording) -> dict[str, Any]:
         specs.setdefault(id(each.spec), (len(specs), each.spec))
 
     def traffic(sent: Traffic) -> list[Any]:
-        return [sent.calls, sent.sent_bytes, [[peer, traffic(part)] for peer, part in sent.by_peer.items()]]
+        return [
+            sent.calls,
+            sent.sent_bytes,
+            [[peer, traffic(peer_traffic)] for peer, peer_traffic in sent.by_peer.items()],
+        ]
 
     rows = [
         [
             [events.setdefault(event, len(events)) for event in program.events], program.kept_bytes,
             program.peak_bytes, [[*key, traffic(sent)] for key, sent in program.traffic.items()], program.leads,
-            [number for change in program.memory for number in change],
+            [value for change in program.memory for value in change],
         ]
         for program in programs
     ]  # fmt: skip
-    names = {kind: name for name, kind in _EVENTS.items()}
+    names = {event_class: name for name, event_class in _EVENTS.items()}
     return {
         "events": [[names[type(event)], *event] for event in events],
         "programs": rows,
-        "places": {kind: [numbers[id(each)] for each in own] for kind, own in recording.programs.items()},
+        "places": {task: [numbers[id(each)] for each in passes] for task, passes in recording.programs.items()},
         "specs": [
             [
                 spec.shape, {axis: [shard.dim, shard.copies] for axis, shard in spec.placements.items()},
@@ -206,7 +210,7 @@ def encoded(recording: Recording) -> dict[str, Any]:
         "numbers": [
             recording.output_bytes, recording.holds_input, recording.kept_input_bytes, recording.kept_gradient_bytes,
         ],
-        "leaving": {kind: [sorted(each) for each in own] for kind, own in recording.leaving.items()},
+        "leaving": {task: [sorted(each) for each in passes] for task, passes in recording.leaving.items()},
     }  # fmt: skip
 
 
@@ -233,8 +237,8 @@ def decoded(tree: Any) -> Recording:
     def traffic(row: Any) -> Traffic:
         calls, sent_bytes, peers = row
         made = Traffic(int(calls), int(sent_bytes))
-        for peer, part in peers:
-            made.by_peer[int(peer)] = traffic(part)
+        for peer, peer_row in peers:
+            made.by_peer[int(peer)] = traffic(peer_row)
         return made
 
     def spec(row: Any) -> ShardSpec:
@@ -248,25 +252,25 @@ def decoded(tree: Any) -> Recording:
     events, specs = [event(row) for row in tree["events"]], [spec(row) for row in tree["specs"]]
     programs = [
         Program(
-            tuple([events[number] for number in numbers]), int(kept), int(peak),
+            tuple([events[index] for index in numbers]), int(kept_bytes), int(peak),
             {(str(axes), str(verb)): traffic(sent) for axes, verb, sent in moved}, int(leads),
             tuple(zip(memory[::2], memory[1::2], strict=True)),
         )
-        for numbers, kept, peak, moved, leads, memory in tree["programs"]
+        for numbers, kept_bytes, peak, moved, leads, memory in tree["programs"]
     ]  # fmt: skip
-    if not all(isinstance(number, int) for program in programs for change in program.memory for number in change):
+    if not all(isinstance(value, int) for program in programs for change in program.memory for value in change):
         raise ValueError("memory is no list of numbers")
     output_bytes, holds_input, kept_input, kept_gradient = tree["numbers"]
     return Recording(
-        {TaskKind(kind): tuple(programs[number] for number in own) for kind, own in tree["places"].items()},
+        {TaskKind(task): tuple(programs[index] for index in rows) for task, rows in tree["places"].items()},
         tuple(
             Parameter(
-                str(name), whole(shape), _DTYPES[dtype], specs[number], bool(with_b), bool(back), whole(parts),
+                str(name), whole(shape), _DTYPES[dtype], specs[index], bool(with_b), bool(back), whole(parts),
                 whole(parts_back), whole(chunks),
             )
-            for name, shape, dtype, number, with_b, back, parts, parts_back, chunks in tree["parameters"]
+            for name, shape, dtype, index, with_b, back, parts, parts_back, chunks in tree["parameters"]
         ),
         tuple(TensorMeta(whole(shape), _DTYPES[dtype]) for shape, dtype in tree["outgoing"]),
         int(output_bytes), bool(holds_input), int(kept_input), int(kept_gradient),
-        {TaskKind(kind): tuple(frozenset(map(int, each)) for each in own) for kind, own in tree["leaving"].items()},
+        {TaskKind(task): tuple(frozenset(map(int, each)) for each in rows) for task, rows in tree["leaving"].items()},
     )  # fmt: skip

@@ -128,17 +128,17 @@ class Memory:
     def parts(self) -> dict[str, int]:
         """Bytes by part; the sum is `total`."""
         return {
-            part: size
-            for part, size in asdict(self).items()
-            if part not in ("host", "host_of_node", "read", "unpredicted")
+            category: size
+            for category, size in asdict(self).items()
+            if category not in ("host", "host_of_node", "read", "unpredicted")
         }
 
     @property
     def text(self) -> str:
         """`weights 1.20 GB, gradients 1.20 GB, ...`: the parts above zero."""
-        sizes = {CONTEXT if part == "context" else part: size for part, size in self.parts.items()}
+        sizes = {CONTEXT if category == "context" else category: size for category, size in self.parts.items()}
         sizes |= {"in host memory": self.host}
-        return ", ".join(f"{part} {bytes_text(size)}" for part, size in sizes.items() if size)
+        return ", ".join(f"{category} {bytes_text(size)}" for category, size in sizes.items() if size)
 
 
 @dataclass(frozen=True)

@@ -142,9 +142,9 @@ class Tiers:
         """Return the number of the level's unit that holds the rank. After the last level one unit holds all ranks."""
         return rank // self.sizes[level] if level < len(self.sizes) else 0
 
-    def meeting(self, rank: int, other: int) -> int:
+    def meeting(self, rank: int, peer: int) -> int:
         """Return the level whose links connect two ranks."""
-        return next(n for n in range(len(self.levels)) if self.unit(rank, n + 1) == self.unit(other, n + 1))
+        return next(n for n in range(len(self.levels)) if self.unit(rank, n + 1) == self.unit(peer, n + 1))
 
     @remembered()
     def shapes(self, joined: str) -> list[_Shape]:
@@ -161,15 +161,15 @@ class Tiers:
             sharing = [size // most for size, most in zip(self.sizes, groups[0].members, strict=False)]
             return [groups[0].shape(lambda level, unit: sharing[level])]
         # Stand-ins: ENDS is the first and the last stage; HEAD_COPIES a run of neighbours on the copied axis.
-        kept = {*axes, PIPE} if ENDS in axes else set(axes)
+        group_axes = {*axes, PIPE} if ENDS in axes else set(axes)
         runs = [0]  # for an axis whose groups are runs of neighbours
         if grid.copies and HEAD_COPIES in axes and grid.copies[0] not in axes:
-            kept.add(grid.copies[0])
+            group_axes.add(grid.copies[0])
             runs = list(grid.group(0, grid.copies[0])[:: grid.copies[1]])
-        others = grid.group(0, *(name for name in grid.names if name not in kept))
+        others = grid.group(0, *(name for name in grid.names if name not in group_axes))
         firsts = tuple(sorted(first + run for first in others for run in runs))
         # The pattern repeats at multiples of a block of whole groups and the outermost unit.
-        inward = dropwhile(lambda axis: axis[0] not in kept, grid.nesting)
+        inward = dropwhile(lambda axis: axis[0] not in group_axes, grid.nesting)
         window = math.lcm(math.prod(size for _, size in inward), self.sizes[-1])
         firsts = tuple(first for first in firsts if first < window)
         groups = [_Group(self, [first + offset for offset in offsets]) for first in firsts]
@@ -181,19 +181,19 @@ class Tiers:
         """Return two ranks as a group, while every rank in the sender's unit sends equally far along the pipe."""
         grid = self.grid
         # The innermost level with both stages connects them, so a neighbour on the same node needs no network.
-        number = self.meeting(sender, receiver)
-        level, size = self.levels[number], self.sizes[number]
+        level_index = self.meeting(sender, receiver)
+        level, size = self.levels[level_index], self.sizes[level_index]
         far = grid.coordinates(receiver)[PIPE] - grid.coordinates(sender)[PIPE]
         first = sender // size * size
         unit = range(first, min(first + size, grid.world_size))
         places = [(rank, grid.coordinates(rank)) for rank in unit]
         # All senders of the unit share its links while the pipeline is full.
-        sends = [(rank, place | {PIPE: place[PIPE] + far}) for rank, place in places]
+        sends = [(rank, coordinates | {PIPE: coordinates[PIPE] + far}) for rank, coordinates in places]
         crossing = sum(
-            self.meeting(rank, grid.rank(to)) == number for rank, to in sends if 0 <= to[PIPE] < grid.size(PIPE)
+            self.meeting(rank, grid.rank(to)) == level_index for rank, to in sends if 0 <= to[PIPE] < grid.size(PIPE)
         )
         span = _Span(2, 1, 1, 2, level.latency_seconds, level.share(crossing, 2, 1), level.kind == "ring")
-        return _Shape(2, (span,), close=number == 0 or abs(receiver - sender) == 1)
+        return _Shape(2, (span,), close=level_index == 0 or abs(receiver - sender) == 1)
 
     def _is_even(self) -> bool:
         """Return whether units and the grid's inner axes divide each other at every level, so all groups have equal
@@ -244,20 +244,22 @@ class _Group:
         # Steps of a ring that leave a unit, by level.
         rings = [len(count) if len(count) > 1 else 0 for count in self.counts]
         crossed: defaultdict[int, list[int]] = defaultdict(list)
-        for number, unit in self.crossed:
-            crossed[number].append(unit)
+        for level_index, unit in self.crossed:
+            crossed[level_index].append(unit)
         spans = tuple(
             _Span(
-                units=(num_units := max(map(len, self._inner[number].values()))),
-                members=self.members[number],
-                peers=self.members[number + 1] - min(self.counts[number][unit] for unit in units),
-                hops=rings[number] - rings[number + 1],
+                units=(num_units := max(map(len, self._inner[level_index].values()))),
+                members=self.members[level_index],
+                peers=self.members[level_index + 1] - min(self.counts[level_index][unit] for unit in units),
+                hops=rings[level_index] - rings[level_index + 1],
                 latency=level.latency_seconds,
-                bandwidth=level.share(max(sharing(number, unit) for unit in units), num_units, self.members[number]),
+                bandwidth=level.share(
+                    max(sharing(level_index, unit) for unit in units), num_units, self.members[level_index]
+                ),
                 ring=level.kind == "ring",
             )
-            for number, level in enumerate(self._tiers.levels)
-            if (units := crossed[number])
+            for level_index, level in enumerate(self._tiers.levels)
+            if (units := crossed[level_index])
         )
         consecutive = self._ranks[-1] - self._ranks[0] == len(self._ranks) - 1
         return _Shape(len(self._ranks), spans, close=consecutive or len(self._inner[0]) == 1)
@@ -317,8 +319,8 @@ class ClusterNetwork:
         if shape.size == 1:
             return 0.0
         numbers = sorted(ranks for name, ranks in self._measured if name == verb and shape.close)
-        fewer = [number for number in numbers if number <= shape.size]
-        more = [number for number in numbers if number >= shape.size]
+        fewer = [ranks for ranks in numbers if ranks <= shape.size]
+        more = [ranks for ranks in numbers if ranks >= shape.size]
         # No extrapolation over ranks: algorithms change with the number of ranks, and the model has these.
         if not fewer or not more:
             return self._slowdown * _modelled(shape, verb, payload_bytes)
@@ -326,10 +328,10 @@ class ClusterNetwork:
         cores = self._cluster.oversubscription
         points = [
             (
-                number,
-                interpolated(self._measured[verb, number], payload_bytes, power=True) * self._slowdown / cores(number),
+                ranks,
+                interpolated(self._measured[verb, ranks], payload_bytes, power=True) * self._slowdown / cores(ranks),
             )
-            for number in sorted({fewer[-1], more[0]})
+            for ranks in sorted({fewer[-1], more[0]})
         ]
         # Beyond the largest payload the bandwidth is constant.
         return interpolated(points, shape.size, power=True)
@@ -394,12 +396,12 @@ class Volume:
     bytes_inside: int = 0
     bytes_between: int = 0
 
-    def __add__(self, other: Volume) -> Volume:
+    def __add__(self, volume: Volume) -> Volume:
         return Volume(
-            self.messages_inside + other.messages_inside,
-            self.messages_between + other.messages_between,
-            self.bytes_inside + other.bytes_inside,
-            self.bytes_between + other.bytes_between,
+            self.messages_inside + volume.messages_inside,
+            self.messages_between + volume.messages_between,
+            self.bytes_inside + volume.bytes_inside,
+            self.bytes_between + volume.bytes_between,
         )
 
 
@@ -424,10 +426,10 @@ def volumes(
                     (ranks if peer == index else ())
                     if direction == "from root"
                     else (ranks[peer if direction == "to root" else (index + peer) % len(ranks)],),
-                    part.calls,
-                    part.sent_bytes,
+                    peer_traffic.calls,
+                    peer_traffic.sent_bytes,
                 )
-                for peer, part in entry.by_peer.items()
+                for peer, peer_traffic in entry.by_peer.items()
             ]
         volume = Volume()
         for receivers, messages, sent_bytes in sends:

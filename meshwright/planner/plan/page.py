@@ -105,7 +105,10 @@ def write_plan_page(result: SearchResult, path: Path, name: str = "") -> None:
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     best, job, run = result.predictions[0], result.job, result.job.run
     model = run.model
-    losers = [(strategy_text(one.strategy), layout_text(one.config), why(one, best)) for one in result.runner_ups]
+    losers = [
+        (strategy_text(runner_up.strategy), layout_text(runner_up.config), why(runner_up, best))
+        for runner_up in result.runner_ups
+    ]
     shown = (*result.predictions, *result.tight)
     page = templates.get_template("page.html").render(
         title=f"{name}: " * bool(name) + f"layouts for {job.devices:,} devices of {job.cluster.name}",
@@ -120,10 +123,10 @@ def write_plan_page(result: SearchResult, path: Path, name: str = "") -> None:
         },
         stopped=STOPPED if result.stopped else "",
         said=[line for line in plan_sentences(result) if line != STOPPED],
-        rows=[_row(one, result) for one in shown],
+        rows=[_row(prediction, result) for prediction in shown],
         charts=(_seconds(shown), _memory(shown)),
         scatter=_scatter(result),
-        losers=[*losers, *((strategy_text(one), "", NOT_LOOKED_AT) for one in result.not_reached)],
+        losers=[*losers, *((strategy_text(strategy), "", NOT_LOOKED_AT) for strategy in result.not_reached)],
         paste=words_to_paste(best.config, run),
         run=dump_config(best.config),
         looked_at=looked_at(result),
@@ -136,13 +139,13 @@ def write_plan_page(result: SearchResult, path: Path, name: str = "") -> None:
         raise ConfigError.of("--page", path, f"cannot be written ({error.strerror})", "a path that can") from error
 
 
-def _row(one: Prediction, result: SearchResult) -> tuple[str, ...]:
+def _row(prediction: Prediction, result: SearchResult) -> tuple[str, ...]:
     """Return the cells of a layout: step, tokens a second, MFU, memory, days and dollars."""
-    figures, training = figures_of(one), result.training
-    seconds, dollars = training.seconds(one), training.dollars(one)
+    figures, training = figures_of(prediction), result.training
+    seconds, dollars = training.seconds(prediction), training.dollars(prediction)
     return (
-        layout_text(one.config), seconds_text(one.seconds), f"{figures['tokens_per_second']:,.0f}",
-        f"{figures['peak_share']:.1%}", bytes_text(one.worst_memory), figures["verdict"],
+        layout_text(prediction.config), seconds_text(prediction.seconds), f"{figures['tokens_per_second']:,.0f}",
+        f"{figures['peak_share']:.1%}", bytes_text(prediction.worst_memory), figures["verdict"],
         "" if seconds is None else duration_text(seconds), "" if dollars is None else f"${dollars:,.0f}",
     )  # fmt: skip
 
@@ -150,53 +153,59 @@ def _row(one: Prediction, result: SearchResult) -> tuple[str, ...]:
 def _scatter(result: SearchResult) -> Scatter:
     """Place all predicted layouts: seconds from left to right, memory from bottom to top."""
     device, width, height = result.job.cluster.device.memory_bytes, Scatter.width, Scatter.height
-    slowest = max(one.seconds for one in result.predicted)
-    fastest = min(one.seconds for one in result.predicted)
+    slowest = max(prediction.seconds for prediction in result.predicted)
+    fastest = min(prediction.seconds for prediction in result.predicted)
     # The axis has at least a twentieth of the slowest, so nearly equal layouts do not look far apart.
     span, room = max(slowest - fastest, 0.05 * slowest), device * 1.05
 
-    def place(seconds: float, size: float) -> tuple[float, float]:
+    def point(seconds: float, size: float) -> tuple[float, float]:
         return 80 + (width - 120) * (seconds - fastest) / span, 15 + (height - 55) * (1 - size / room)
 
     dots = []
-    for one in result.predicted:
-        x, y = place(one.seconds, one.worst_memory)
-        told = f"{layout_text(one.config)}: {seconds_text(one.seconds)}, {bytes_text(one.worst_memory)}"
-        dots.append(Dot(x, y, verdict(one.fullest, one.cluster), told))
+    for prediction in result.predicted:
+        x, y = point(prediction.seconds, prediction.worst_memory)
+        figures = f"{seconds_text(prediction.seconds)}, {bytes_text(prediction.worst_memory)}"
+        told = f"{layout_text(prediction.config)}: {figures}"
+        dots.append(Dot(x, y, verdict(prediction.fullest, prediction.cluster), told))
     across = [fastest + share * span for share in (0, 0.25, 0.5, 0.75, 1)]
     up = [share * device for share in (0, 0.25, 0.5, 0.75, 1)]
     return Scatter(
         tuple(dots),
-        tuple((place(seconds, 0)[0], seconds_text(seconds)) for seconds in across),
-        tuple((place(fastest, size)[1], bytes_text(size)) for size in up),
-        place(fastest, device)[1],
+        tuple((point(seconds, 0)[0], seconds_text(seconds)) for seconds in across),
+        tuple((point(fastest, size)[1], bytes_text(size)) for size in up),
+        point(fastest, device)[1],
     )
 
 
 def _seconds(predictions: tuple[Prediction, ...]) -> StackedBars:
-    most, bars = max(one.seconds for one in predictions), []
-    for one in predictions:
-        idle = one.idle_share * one.phases[PASSES]
-        parts = {_TASKS: one.phases[PASSES] - idle, _IDLE: idle}
-        parts |= {_SUMS: one.phases[DATA_PARALLEL], OPTIMIZER: one.phases[OPTIMIZER]}
-        bars.append(_bar(one, parts, most, {name: seconds_text(part) for name, part in parts.items()}))
+    most, bars = max(prediction.seconds for prediction in predictions), []
+    for prediction in predictions:
+        idle = prediction.idle_share * prediction.phases[PASSES]
+        parts = {_TASKS: prediction.phases[PASSES] - idle, _IDLE: idle}
+        parts |= {_SUMS: prediction.phases[DATA_PARALLEL], OPTIMIZER: prediction.phases[OPTIMIZER]}
+        bars.append(_bar(prediction, parts, most, {name: seconds_text(seconds) for name, seconds in parts.items()}))
     return StackedBars("A step's seconds, by part", _PHASES, tuple(bars))
 
 
 def _memory(predictions: tuple[Prediction, ...]) -> StackedBars:
     device = predictions[0].cluster.device.memory_bytes
     bars = []
-    for one in predictions:
-        parts = one.fullest.parts
+    for prediction in predictions:
+        parts = prediction.fullest.parts
         told = {name: bytes_text(size) for name, size in parts.items()}
-        total, fullness = bytes_text(one.worst_memory), verdict(one.fullest, one.cluster)
+        total, fullness = bytes_text(prediction.worst_memory), verdict(prediction.fullest, prediction.cluster)
         # The device's edge is inside the picture, so a tight bar visibly ends before the edge.
-        bars.append(_bar(one, parts, device / 0.97, told, total, fullness))
+        bars.append(_bar(prediction, parts, device / 0.97, told, total, fullness))
     return StackedBars("The fullest device's memory, by part", _PARTS, tuple(bars), 97.0)
 
 
 def _bar(
-    one: Prediction, parts: Mapping[str, float], whole: float, told: Mapping[str, str], total: str = "", note: str = ""
+    prediction: Prediction,
+    parts: Mapping[str, float],
+    whole: float,
+    told: Mapping[str, str],
+    total: str = "",
+    note: str = "",
 ) -> StackedBar:
-    widths = {name: 100 * part / whole for name, part in parts.items() if part}
-    return StackedBar(layout_text(one.config), widths, told, total or seconds_text(one.seconds), note)
+    widths = {name: 100 * size / whole for name, size in parts.items() if size}
+    return StackedBar(layout_text(prediction.config), widths, told, total or seconds_text(prediction.seconds), note)

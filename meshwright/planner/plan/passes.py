@@ -97,7 +97,7 @@ class Passes:
             span._replace(start_seconds=span.start_seconds + seconds, end_seconds=span.end_seconds + seconds)
             for span, seconds in zip(self.last, delays, strict=True)
         )
-        more = tuple(own + added for own, added in zip(self.busy, busy, strict=True))
+        more = tuple(busy_seconds + added for busy_seconds, added in zip(self.busy, busy, strict=True))
         return Passes(self.seconds + max(delays), self.timeline, last, peaks, more, self.chunk_ends)
 
 
@@ -135,7 +135,7 @@ class PipelinePhase:
     ) -> None:
         self.rule, self.placement, self.stages = rule, placement, placement.num_stages
         self.count, self.pace = count, pace
-        tasks = sum(len(own) for stage in range(self.stages) for own in placement.numbers[stage])
+        tasks = sum(len(numbers) for stage in range(self.stages) for numbers in placement.numbers[stage])
         self.tasks_of_one = tasks * len(rule.kinds)
         self.is_long = count * self.tasks_of_one > WHOLE_TASKS
         self.pieces = None if pieces is None else cache(pieces)
@@ -212,17 +212,17 @@ class PipelinePhase:
             busy[span.stage] += span.seconds
         peaks = []
         for costs in begun:
-            live = kept = most = host = most_host = 0
+            live = most_kept = most = host = most_host = 0
             for cost in costs:
                 most = max(most, live + cost.peak_bytes)  # a task's peak is added to the bytes kept by earlier tasks
                 live += cost.kept_bytes
-                kept = max(kept, live)
+                most_kept = max(most_kept, live)
                 host += cost.host_bytes
                 most_host = max(most_host, host)
-            peaks.append(Peak(kept, most, most_host))
+            peaks.append(Peak(most_kept, most, most_host))
         chunk_ends = tuple(
-            {chunk: end - span.start_seconds for chunk, end in own.items()}
-            for own, span in zip(ends, last, strict=True)
+            {chunk: end - span.start_seconds for chunk, end in stage_ends.items()}
+            for stage_ends, span in zip(ends, last, strict=True)
         )
         return Passes(timeline.total_seconds, timeline, tuple(last), tuple(peaks), tuple(busy), chunk_ends)
 
@@ -245,8 +245,8 @@ class PipelinePhase:
         position = self.placement.positions[stage][chunk]
         if self.pieces is None:
             return self.costs(position, task.kind, which)
-        own = self.pieces(position, task.kind, which).costs[at]
-        return own._replace(seconds=_ticks(own.seconds))
+        cost = self.pieces(position, task.kind, which).costs[at]
+        return cost._replace(seconds=_ticks(cost.seconds))
 
     @cached_property
     def slowest(self) -> float:
@@ -254,11 +254,11 @@ class PipelinePhase:
         middle = [
             [
                 sum(
-                    self.cost(stage, Task(kind, 0, at), 1).seconds
-                    for own in self.placement.numbers[stage]
-                    for at in own
+                    self.cost(stage, Task(task_kind, 0, at), 1).seconds
+                    for numbers in self.placement.numbers[stage]
+                    for at in numbers
                 )
-                for kind in self.rule.kinds
+                for task_kind in self.rule.kinds
             ]
             for stage in range(self.stages)
         ]
@@ -316,10 +316,10 @@ def _period(timeline: Timeline, *, exact: bool) -> tuple[int, float, list[float]
         same = all(
             bisect_left(times, now - seconds - slack) == begun[key] - microbatches for key, times in starts.items()
         ) and all(
-            abs(one.start_seconds - before.start_seconds - seconds) <= slack
-            and abs(one.end_seconds - before.end_seconds - seconds) <= slack
+            abs(span.start_seconds - before.start_seconds - seconds) <= slack
+            and abs(span.end_seconds - before.end_seconds - seconds) <= slack
             for key, spans in tasks.items()
-            for one, before in zip(
+            for span, before in zip(
                 spans[oldest : begun[key]], spans[oldest - microbatches : begun[key] - microbatches], strict=True
             )
         )
@@ -364,15 +364,9 @@ class PlannedStep:
 
 
 def finish(
-    passes: Passes,
-    sums: Sequence[Sequence[Sum]],
-    norm_seconds: float,
-    *,
-    streams: bool,
-    overlaps: float,
-    publishes: float,
-    tax: float = 0.0,
-) -> PlannedStep:
+    passes: Passes, sums: Sequence[Sequence[Sum]], norm_seconds: float, *, streams: bool, overlaps: float,
+    publishes: float, tax: float = 0.0,
+) -> PlannedStep:  # fmt: skip
     """Time the step's end. `sums`: each stage's buckets in the order of sending.
 
     Args:
@@ -380,15 +374,15 @@ def finish(
         streams: Whether the optimizer steps each bucket on arrival.
         overlaps, publishes: The pace of a sum and of publishing during computation, 0 to 1.
         tax: The share by which kernels take longer during a collective."""
-    arrived = [_arrivals(span, own, overlaps) for span, own in zip(passes.last, sums, strict=True)]
-    ends = [_end(span, own, times, tax) for span, own, times in zip(passes.last, sums, arrived, strict=True)]
+    arrived = [_arrivals(span, buckets, overlaps) for span, buckets in zip(passes.last, sums, strict=True)]
+    ends = [_end(span, buckets, times, tax) for span, buckets, times in zip(passes.last, sums, arrived, strict=True)]
     all_summed = max(passes.seconds, *ends)
     if streams:
         stepped = []
-        for times, own, span in zip(arrived, sums, passes.last, strict=True):
+        for times, buckets, span in zip(arrived, sums, passes.last, strict=True):
             now = span.end_seconds
-            for summed, one in zip(times, own, strict=True):
-                now = max(now, summed) + max(one.steps, one.lane)
+            for summed, bucket in zip(times, buckets, strict=True):
+                now = max(now, summed) + max(bucket.steps, bucket.lane)
             stepped.append(now)
         starts = [min([*times, end]) for times, end in zip(arrived, ends, strict=True)]
         over = max(stepped) + norm_seconds
@@ -396,16 +390,17 @@ def finish(
         begin = all_summed + norm_seconds
         starts = [begin] * len(sums)
         # Fetching bucket i + 1 overlaps stepping bucket i; nothing hides the first fetch, half of its lane.
-        first = [own[0].lane / 2 if own else 0.0 for own in sums]
+        first = [buckets[0].lane / 2 if buckets else 0.0 for buckets in sums]
         stepped = [
-            begin + fetch + sum(max(one.steps, one.lane) for one in own) for fetch, own in zip(first, sums, strict=True)
+            begin + fetch + sum(max(bucket.steps, bucket.lane) for bucket in buckets)
+            for fetch, buckets in zip(first, sums, strict=True)
         ]
         over = max(stepped)
     begins = [
         min((span.start_seconds for span in passes.timeline.spans if span.stage == stage), default=0.0)
         for stage in range(len(sums))
     ]
-    late = [_wait_for_published(own, begin, publishes, tax) for own, begin in zip(sums, begins, strict=True)]
+    late = [_wait_for_published(buckets, begin, publishes, tax) for buckets, begin in zip(sums, begins, strict=True)]
     seconds = max(over, *(done + waits for done, waits in zip(stepped, late, strict=True)))
     spans = [
         Span(stage, name, name, start, end)
@@ -430,20 +425,20 @@ def _wait_for_published(sums: Sequence[Sum], begins: float, overlaps: float, tax
     `begins`: seconds until the stage's first task."""
     # The last buckets hold the first layers, which are read first and therefore sent first.
     wait = sent = 0.0
-    for one in reversed(sums):
-        sent += one.publish
-        wait = max(wait, sent - overlaps * (begins + one.read))
+    for bucket in reversed(sums):
+        sent += bucket.publish
+        wait = max(wait, sent - overlaps * (begins + bucket.read))
     return wait + slowed(sent - wait if overlaps else 0.0, tax)
 
 
 def _arrivals(last: Span, sums: Sequence[Sum], overlaps: float) -> list[float]:
     """Return the ends of the buckets' sums, in seconds. During a task a collective runs at the pace `overlaps`."""
     times, free = [], 0.0
-    for one in sums:
-        begin = max(free, last.start_seconds + one.ready)
-        beside = min(one.reduce, overlaps * max(0.0, last.end_seconds - begin))
+    for bucket in sums:
+        begin = max(free, last.start_seconds + bucket.ready)
+        beside = min(bucket.reduce, overlaps * max(0.0, last.end_seconds - begin))
         ended = begin + beside / overlaps if overlaps else begin
-        free = ended if beside == one.reduce else max(begin, last.end_seconds) + one.reduce - beside
+        free = ended if beside == bucket.reduce else max(begin, last.end_seconds) + bucket.reduce - beside
         times.append(free)
     return times
 
@@ -458,5 +453,5 @@ def _end(last: Span, sums: Sequence[Sum], times: Sequence[float], tax: float) ->
         tax: The share by which kernels take longer during a sum.
     """
     end = times[-1] if times else last.end_seconds
-    hidden = sum(one.reduce for one in sums) - max(0.0, end - last.end_seconds)
+    hidden = sum(bucket.reduce for bucket in sums) - max(0.0, end - last.end_seconds)
     return end + slowed(max(0.0, hidden), tax)

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def piece_costs(
-    chunk: ChunkPlan, kind: TaskKind, which: int, whole: Cost, seconds: Seconds, sent: Callable[[Start], float]
+    chunk: ChunkPlan, task_kind: TaskKind, which: int, whole: Cost, seconds: Seconds, sent: Callable[[Start], float]
 ) -> PieceCosts:
     """Divide a task's cost into pieces and exchanges.
 
     Args:
         chunk: The chunk that the task computes.
-        kind: F, B or W.
+        task_kind: F, B or W.
         which: The microbatch's place in the step (recorder.place).
         whole: The task's cost as a whole, with its exchanges.
         seconds: Seconds of a program.
@@ -36,14 +36,14 @@ def piece_costs(
     pieces: list[float] = [0.0]
     trades: list[float] = []
     for unit in chunk.units:
-        program, forward = unit.recording.programs[kind][which], unit.recording.programs[TaskKind.FORWARD][0]
+        program, forward = unit.recording.programs[task_kind][which], unit.recording.programs[TaskKind.FORWARD][0]
         exchanges, cut = _cut(program)
         computed = sum(map(seconds, cut))
-        parts = [seconds(part) for part in _cut(forward)[1]]
-        shares = [part / sum(parts) for part in parts] if sum(parts) else [1 / len(parts)] * len(parts)
-        own = [sent(start) for start in exchanges] or [0.0] * (len(parts) - 1)
+        parts = [seconds(segment) for segment in _cut(forward)[1]]
+        shares = [segment / sum(parts) for segment in parts] if sum(parts) else [1 / len(parts)] * len(parts)
+        exchange_times = [sent(start) for start in exchanges] or [0.0] * (len(parts) - 1)
         # In the backward pass the gradients of the layer's output are sent first.
-        trades += own if kind is TaskKind.FORWARD else own[::-1]
+        trades += exchange_times if task_kind is TaskKind.FORWARD else exchange_times[::-1]
         pieces[-1] += shares[0] * computed
         pieces += [share * computed for share in shares[1:]]
     # Each piece is a task, so each pays the fixed cost of a task: the whole cost minus all pieces and exchanges.
@@ -68,5 +68,5 @@ def _cut(program: Program) -> tuple[list[Start], list[Program]]:
     numbers = {start.number for start in trades}
     cuts = [0, *map(program.events.index, trades), len(program.events)]
     events = (program.events[start:stop] for start, stop in pairwise(cuts))
-    kept = (tuple(e for e in own if isinstance(e, Kernel) or e.number not in numbers) for own in events)
-    return trades, [replace(program, events=own) for own in kept]
+    segments = (tuple(e for e in segment if isinstance(e, Kernel) or e.number not in numbers) for segment in events)
+    return trades, [replace(program, events=segment) for segment in segments]

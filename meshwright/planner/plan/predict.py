@@ -114,9 +114,9 @@ class Planner:
     def on(self, cluster: Cluster) -> Planner:
         """Return a planner for a cluster with the same kind of devices and other speeds of links or devices."""
         # Programs and buckets do not depend on speeds, so nothing is recorded again.
-        other = Planner(cluster, self.software)
-        other.recordings, other.buckets = self.recordings, self.buckets
-        return other
+        planner = Planner(cluster, self.software)
+        planner.recordings, planner.buckets = self.recordings, self.buckets
+        return planner
 
     def keep(self) -> None:
         """Write new recordings to disk, if recordings are kept."""
@@ -228,12 +228,12 @@ class Planner:
 
     def fixed_bytes(self, config: Config) -> list[int]:
         """Return the bytes of weights, gradients and optimizer states of each stage's first rank."""
-        run, kind = Composition(config, self.stages(config), self.buckets), self.cluster.device.kind
+        run, device_type = Composition(config, self.stages(config), self.buckets), self.cluster.device.kind
         each = [run.buckets[like] for like in run.like]
         return [
             sum(held_of(config, buckets))
             + stage.apart_bytes(config)
-            + state_bytes(config, slots_of(buckets), on_cpu=kind == "cpu")
+            + state_bytes(config, slots_of(buckets), on_cpu=device_type == "cpu")
             for stage, buckets in zip(run.stages, each, strict=True)
         ]
 
@@ -254,8 +254,8 @@ class Planner:
         by some percent."""
         # Replicas hold microbatches of equal shapes, and meta tensors have no values.
         data = config.layout.data
-        one = DataParallel(size=data.expert, expert=data.expert, exchange=data.exchange)
-        for field_name, value in (("layout.data", one), ("batch.micro", config.micro), ("seed", 0)):
+        replica = DataParallel(size=data.expert, expert=data.expert, exchange=data.exchange)
+        for field_name, value in (("layout.data", replica), ("batch.micro", config.micro), ("seed", 0)):
             config = with_field(config, field_name, value)
         return microbatch_bytes(config, self.cluster.device.kind, self.software.attention or "torch")
 

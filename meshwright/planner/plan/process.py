@@ -82,11 +82,11 @@ class StageReplay:
         """
         self._build()
         for step in range(REPLAYED_STEPS):
-            for name, kind in (("activation", TaskKind.FORWARD), ("gradient", TaskKind.BACKWARD)):
-                own = [(task, self._message_bytes(task)) for task in tasks if task.kind is kind]
+            for name, task_kind in (("activation", TaskKind.FORWARD), ("gradient", TaskKind.BACKWARD)):
+                messages = [(task, self._message_bytes(task)) for task in tasks if task.kind is task_kind]
                 # Receives are posted before the sizes are known: each has room for the largest message (mailbox.py).
-                most = max((size for _, size in own), default=0)
-                keys = [((name, task.chunk, task.microbatch), most) for task, size in own if size]
+                most = max((size for _, size in messages), default=0)
+                keys = [((name, task.chunk, task.microbatch), most) for task, size in messages if size]
                 self._messages[name] = iter(keys)
                 for _ in range(self._ahead):
                     self._take(*next(self._messages[name], _NOTHING))
@@ -105,10 +105,10 @@ class StageReplay:
         for parameter in self._plan.parameters:
             self._take(("parameter", parameter.name), parameter.weight_bytes)
         for index, bucket in enumerate(self._buckets):
-            kept = held_of(config, [bucket])
-            self._take(("values", index), kept.weights)
-            self._take(("gradients", index), kept.gradients)
-            self._take(("half gradients", index), self._software.apart_bytes(config, kept))
+            held = held_of(config, [bucket])
+            self._take(("values", index), held.weights)
+            self._take(("gradients", index), held.gradients)
+            self._take(("half gradients", index), self._software.apart_bytes(config, held))
             # As in the run's own assembly, only one bucket at a time exists twice: in its parameters and in flat
             # memory.
             self._drop(("parameter", name) for name in bucket.names)
@@ -178,20 +178,20 @@ class StageReplay:
         return self._given(after[0], TaskKind.BACKWARD, task.chunk + 1, 0, task.microbatch, which)
 
     def _given(
-        self, unit: _Unit, kind: TaskKind, chunk: int, index: int, microbatch: int, which: int
+        self, unit: _Unit, task_kind: TaskKind, chunk: int, index: int, microbatch: int, which: int
     ) -> list[Hashable]:
         """Return the storages that a unit passes to its neighbour and does not keep."""
         return [
-            (chunk, index, number) if number in unit.crossing else (chunk, index, number, microbatch)
-            for number in unit.recording.leaving[kind][which]
+            (chunk, index, storage_id) if storage_id in unit.crossing else (chunk, index, storage_id, microbatch)
+            for storage_id in unit.recording.leaving[task_kind][which]
         ]
 
     def _replay(self, task: Task, index: int, unit: _Unit, which: int) -> None:
         # A third of a search's seconds: eight million events for 110,000 layouts, so attribute look-ups are hoisted.
         live, allocate, free = self._live, self._allocator.allocate, self._allocator.free
-        own, crossing = (task.chunk, index), unit.crossing
-        for number, size in unit.recording.programs[task.kind][which].memory:
-            key = (*own, number) if number in crossing else (*own, number, task.microbatch)
+        unit_key, crossing = (task.chunk, index), unit.crossing
+        for storage_id, size in unit.recording.programs[task.kind][which].memory:
+            key = (*unit_key, storage_id) if storage_id in crossing else (*unit_key, storage_id, task.microbatch)
             left = live.pop(key, None)  # left by the microbatch before, if the event allocates
             if left is not None:
                 free(left)
@@ -206,22 +206,22 @@ class StageReplay:
             self._transient(bucket.across.memory)
         if config.memory.offload.to == "none":
             for index, bucket in enumerate(self._buckets) if first else ():
-                for number, size in enumerate(moment_bytes(config.optimizer, bucket.stepped)):
-                    self._take(("state", number, index), size)
+                for tensor_index, size in enumerate(moment_bytes(config.optimizer, bucket.stepped)):
+                    self._take(("state", tensor_index, index), size)
         for sizes in widened_together(config, self._buckets, self._software):
-            for number, size in enumerate(sizes):
-                self._take(("widened", number), size)
-            self._drop(("widened", number) for number in range(len(sizes)))
+            for tensor_index, size in enumerate(sizes):
+                self._take(("widened", tensor_index), size)
+            self._drop(("widened", tensor_index) for tensor_index in range(len(sizes)))
         for bucket in self._buckets:
             self._transient(bucket.publish.memory)
 
     def _transient(self, events: MemoryEvents) -> None:
-        for number, size in events:
+        for storage_id, size in events:
             if size > 0:
-                self._take(("transient", number), size)
+                self._take(("transient", storage_id), size)
             else:
-                self._drop([("transient", number)])
-        self._drop(("transient", number) for number, _ in events)
+                self._drop([("transient", storage_id)])
+        self._drop(("transient", storage_id) for storage_id, _ in events)
 
     def _take(self, key: Hashable, size: int) -> None:
         if size:
@@ -242,13 +242,13 @@ class _Unit:
         # For example a layer's gathered weights: gathered in the step's first microbatch, freed in the last one.
         came: dict[int, int] = {}
         went: dict[int, int] = {}
-        for kind, programs in recording.programs.items():
+        for task_kind, programs in recording.programs.items():
             for which, program in enumerate(programs):
-                for number, size in program.memory:
-                    (came if size > 0 else went)[number] = which
-                for number in recording.leaving.get(kind, [()] * len(programs))[which]:
-                    went[number] = which
-        self.crossing = frozenset(number for number, which in came.items() if went.get(number) != which)
+                for storage_id, size in program.memory:
+                    (came if size > 0 else went)[storage_id] = which
+                for storage_id in recording.leaving.get(task_kind, [()] * len(programs))[which]:
+                    went[storage_id] = which
+        self.crossing = frozenset(storage_id for storage_id, which in came.items() if went.get(storage_id) != which)
 
 
 MIB = 2**20
@@ -274,13 +274,13 @@ def held_by_processes(
     channels, device = run.network.channels, run.cluster.device
     memory = [
         replace(
-            own,
+            stage_memory,
             # Only ranks of a pipeline plan stages, and planning loads torch's compiler.
-            context=own.context + device.staged_bytes * (len(memory) > 1),
+            context=stage_memory.context + device.staged_bytes * (len(memory) > 1),
             communicators=channels and channels * channel_bytes(run, stage, sent[stage]),
             read=read_bytes(run, stage),
         )
-        for stage, own in enumerate(memory)
+        for stage, stage_memory in enumerate(memory)
     ]
     fullest = max(range(len(memory)), key=lambda stage: memory[stage].total)
     room = device.memory_bytes - memory[fullest].context - memory[fullest].communicators
@@ -300,7 +300,7 @@ def held_by_processes(
     # One replay for all stages, since each takes 0.04 to 0.1 s and the fullest stage alone decides whether the run
     # fits.
     share = footprint.reserved / footprint.allocated - 1
-    return tuple(replace(own, cached=round(share * own.allocated)) for own in memory)
+    return tuple(replace(stage_memory, cached=round(share * stage_memory.allocated)) for stage_memory in memory)
 
 
 def read_bytes(run: TimedRun, stage: int) -> int:

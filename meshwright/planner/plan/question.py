@@ -154,8 +154,8 @@ def stopped_by_signals(report: ShowProgress) -> Iterator[ShowProgress]:
     background and ignores Ctrl-C. If Python drops the exception, the next report raises again."""
     asked: list[int] = []
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+    def stop(signum: int, frame: FrameType | None) -> None:
+        asked.append(signum)
         raise KeyboardInterrupt
 
     def tell(text: str, share: float | None) -> None:
@@ -163,12 +163,12 @@ def stopped_by_signals(report: ShowProgress) -> Iterator[ShowProgress]:
             raise KeyboardInterrupt
         report(text, share)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield tell
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 _KEYS = ("cluster", "devices")

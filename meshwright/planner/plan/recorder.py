@@ -26,7 +26,7 @@ import re
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial, wraps
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -140,15 +140,15 @@ class Cost(NamedTuple):
     flops: float = 0.0
     host_bytes: int = 0
 
-    def then(self, other: Cost) -> Cost:
+    def then(self, later: Cost) -> Cost:
         """Return the cost of this task followed by the other."""
         return Cost(
-            self.seconds + other.seconds,
-            self.kept_bytes + other.kept_bytes,
+            self.seconds + later.seconds,
+            self.kept_bytes + later.kept_bytes,
             # The second task's peak is added to the bytes kept by the first.
-            max(self.peak_bytes, self.kept_bytes + other.peak_bytes),
-            self.flops + other.flops,
-            self.host_bytes + other.host_bytes,
+            max(self.peak_bytes, self.kept_bytes + later.peak_bytes),
+            self.flops + later.flops,
+            self.host_bytes + later.host_bytes,
         )
 
     def extended(self, step: Cost, times: int) -> Cost:
@@ -290,21 +290,21 @@ def _known_of(result: Any, given: list[Tensor], before: list[_Form]) -> _Known:
         return _Known()
     addresses = {x.untyped_storage()._cdata for x in given}
     made: list[_Form | int | None] = []
-    for one in result if several else (result,):
-        if one is None:
+    for output in result if several else (result,):
+        if output is None:
             made.append(None)
             continue
         # An input may be given twice, for example as operand and as destination.
-        number = next((number for number, x in enumerate(given) if x is one), None)
-        if number is not None and before[number] == _form_of(one):
-            made.append(number)
+        index = next((index for index, x in enumerate(given) if x is output), None)
+        if index is not None and before[index] == _form_of(output):
+            made.append(index)
             continue
-        storage = one.untyped_storage() if isinstance(one, Tensor) and one.is_meta else None
-        whole = storage is not None and storage.nbytes() == one.numel() * one.element_size()
+        storage = output.untyped_storage() if isinstance(output, Tensor) and output.is_meta else None
+        whole = storage is not None and storage.nbytes() == output.numel() * output.element_size()
         if storage is None or not whole or storage._cdata in addresses:
             return _Known()
         addresses.add(storage._cdata)
-        made.append(_form_of(one))
+        made.append(_form_of(output))
     return _Known(tuple(made), type(result) if several else None)
 
 
@@ -361,9 +361,9 @@ class Recorder(LiveBytes):
         if not known.results:
             return op(*args, **kwargs), known
         made = [
-            given[one] if isinstance(one, int)
-            else one and torch.empty_strided(one[0], one[1], dtype=one[2], device=_META)
-            for one in known.results
+            given[form] if isinstance(form, int)
+            else form and torch.empty_strided(form[0], form[1], dtype=form[2], device=_META)
+            for form in known.results
         ]  # fmt: skip
         return made[0] if known.kind is None else known.kind(made), known
 
@@ -402,7 +402,7 @@ class Recorder(LiveBytes):
                 if kernel.kind == "cast" or name == MAGNITUDES:
                     # The kernel that makes a tensor also casts this tensor, although a product is issued before the
                     # cast.
-                    read = {place: size for place, size in read.items() if place[0] not in self._fused}
+                    read = {region: size for region, size in read.items() if region[0] not in self._fused}
                 self._fused.update(written)
                 self._row.add(kernel, read, written)
                 return
@@ -426,9 +426,9 @@ class Recorder(LiveBytes):
         """End a fusion of element kernels: the next ones belong to another compiled function."""
         self._end_row()
 
-    def as_one(self, kind: KernelKind | None, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function as if compiled: consecutive element kernels are one, of `kind` if given, and only results
-        exist."""
+    def as_one(self, kernel_kind: KernelKind | None, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function as if compiled: consecutive element kernels are one, of `kernel_kind` if given, and only
+        results exist."""
 
         @wraps(function)
         def run(*args: Any) -> Any:
@@ -436,10 +436,12 @@ class Recorder(LiveBytes):
             fuses, peak, first = self._fuses_elements, self.peak, len(self.changes)
             self._fuses_elements = True
             result = function(*args)
-            self._end_row(kind)
+            self._end_row(kernel_kind)
             self._fuses_elements, self.peak = fuses, max(peak, self.live)
             inside = self.changes[first:]
-            freed = {number for number, size in inside if size < 0} & {number for number, size in inside if size > 0}
+            freed = {storage_id for storage_id, size in inside if size < 0} & {
+                storage_id for storage_id, size in inside if size > 0
+            }
             self.changes[first:] = [change for change in inside if change[0] not in freed]
             return result
 
@@ -456,11 +458,11 @@ class Recorder(LiveBytes):
                 size = x.numel() * (x.element_size() + 2)
                 self._write(Kernel("cast", 0.0, size, x.numel(), "bf16", times=self._ledger.times))
 
-    def _end_row(self, kind: KernelKind | None = None) -> None:
-        """Record the pending element kernels as one kernel, of `kind` if given."""
+    def _end_row(self, kernel_kind: KernelKind | None = None) -> None:
+        """Record the pending element kernels as one kernel, of `kernel_kind` if given."""
         if self._row.kernels:
-            kernel = self._row.fused({number for number, _ in self._storages.values()})
-            self._events.append(kernel._replace(kind=kind or kernel.kind))
+            kernel = self._row.fused({storage_id for storage_id, _ in self._storages.values()})
+            self._events.append(kernel._replace(kind=kernel_kind or kernel.kind))
             self._row = _Row()
 
     def started(self, axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
@@ -498,8 +500,8 @@ class Recorder(LiveBytes):
         def make() -> Program:
             self._end_row()
             traffic = {key: entry.scaled(1) for key, entry in ledger.traffic.items()}
-            kept, peak = self.live - before, self.peak - before
-            return Program(tuple(self._events), kept, peak, traffic, memory=self.taken_memory())
+            kept_bytes, peak = self.live - before, self.peak - before
+            return Program(tuple(self._events), kept_bytes, peak, traffic, memory=self.taken_memory())
 
         with self:
             yield make
@@ -518,24 +520,24 @@ class _Row:
     def add(self, kernel: Kernel, read: dict[tuple[int, int], int], written: dict[int, int]) -> None:
         """Add a kernel. `read`: bytes by storage and offset; `written`: by storage."""
         self.kernels.append(kernel)
-        for place, size in read.items():
-            if place[0] not in self._made:
-                self._read[place] = max(size, self._read.get(place, 0))
-        reads = {number for number, _ in read}
-        for number, size in written.items():
+        for region, size in read.items():
+            if region[0] not in self._made:
+                self._read[region] = max(size, self._read.get(region, 0))
+        reads = {storage_id for storage_id, _ in read}
+        for storage_id, size in written.items():
             # A storage from before the fusion is changed in place: its bytes are written even if it is freed.
-            target = self._changed if number in reads and number not in self._made else self._made
-            target[number] = size
+            target = self._changed if storage_id in reads and storage_id not in self._made else self._made
+            target[storage_id] = size
 
     def fused(self, alive: Collection[int]) -> Kernel:
         """Return all kernels as one. `alive`: the storages not yet freed."""
-        written = sum(size for number, size in self._made.items() if number in alive)
+        written = sum(size for storage_id, size in self._made.items() if storage_id in alive)
         touched = sum(self._read.values()) + sum(self._changed.values()) + written
         special = any(kernel.kind in ("special", "random") for kernel in self.kernels)
         most = max(self.kernels, key=lambda kernel: kernel.elements)
-        kind: KernelKind = "special" if special else "element"
+        kernel_kind: KernelKind = "special" if special else "element"
         name = COMPILED if len(self.kernels) > 1 else most.operation
-        return Kernel(kind, 0.0, touched, most.elements, most.dtype, times=most.times, operation=name)
+        return Kernel(kernel_kind, 0.0, touched, most.elements, most.dtype, times=most.times, operation=name)
 
 
 _FACTS: dict[int, tuple[str, bool, bool]] = {}
@@ -584,20 +586,20 @@ def _kernel(
         if causal < len(args) and args[causal]:  # trailing defaults are absent; is_causal's is False
             flops /= 2
     fresh = name.removesuffix("_")  # the same function in place has the same kernel
-    kind: KernelKind = "cast" if results and results[0].dtype == torch.float8_e4m3fn else "element"
+    kernel_kind: KernelKind = "cast" if results and results[0].dtype == torch.float8_e4m3fn else "element"
     if name in _PRODUCTS or name in CONVOLUTIONS:
-        kind = "product"
+        kernel_kind = "product"
     elif name in ATTENTIONS or name in WINDOWED:
-        kind = "attention"
+        kernel_kind = "attention"
     elif name in NORMS:
-        kind = NORMS[name]
+        kernel_kind = NORMS[name]
     elif fresh in SPECIAL:
-        kind = "special"
+        kernel_kind = "special"
     elif fresh in RANDOM:
-        kind = "random"
-    elif kind == "element" and results and name not in LOOKUPS | UPDATES | JOINS:
-        kind = _element_kind(given, results[0])
-    return Kernel(kind, flops, touched, largest, dtype, side, members=members, operation=name)
+        kernel_kind = "random"
+    elif kernel_kind == "element" and results and name not in LOOKUPS | UPDATES | JOINS:
+        kernel_kind = _element_kind(given, results[0])
+    return Kernel(kernel_kind, flops, touched, largest, dtype, side, members=members, operation=name)
 
 
 def _element_kind(given: Sequence[Tensor], result: Tensor) -> ElementKind:
@@ -681,33 +683,33 @@ def interpolated_program(small: Program, large: Program, share: float) -> Progra
     if len(small.events) != len(large.events):
         return Program()
     events = []
-    for one, other in zip(small.events, large.events, strict=True):
-        event = _interpolated_event(one, other, share)
+    for small_event, large_event in zip(small.events, large.events, strict=True):
+        event = _interpolated_event(small_event, large_event, share)
         if event is None:
             return Program()
         events.append(event)
     return Program(tuple(events))
 
 
-def _interpolated_event(one: _Event, other: _Event, share: float) -> _Event | None:
+def _interpolated_event(small: _Event, large: _Event, share: float) -> _Event | None:
     """Interpolate an event; None for events of two kinds."""
 
-    if type(one) is not type(other):
+    if type(small) is not type(large):
         return None
-    if isinstance(one, Kernel) and isinstance(other, Kernel):
-        if (one.kind, one.dtype, one.times) != (other.kind, other.dtype, other.times):
+    if isinstance(small, Kernel) and isinstance(large, Kernel):
+        if (small.kind, small.dtype, small.times) != (large.kind, large.dtype, large.times):
             return None
-        return one._replace(
-            flops=between(one.flops, other.flops, share),
-            touched_bytes=round(between(one.touched_bytes, other.touched_bytes, share)),
-            elements=round(between(one.elements, other.elements, share)),
+        return small._replace(
+            flops=between(small.flops, large.flops, share),
+            touched_bytes=round(between(small.touched_bytes, large.touched_bytes, share)),
+            elements=round(between(small.elements, large.elements, share)),
             # mnk grows in proportion to samples, its cube root does not.
-            side=between(one.side**3, other.side**3, share) ** (1 / 3),
-            members=round(between(one.members, other.members, share)),
+            side=between(small.side**3, large.side**3, share) ** (1 / 3),
+            members=round(between(small.members, large.members, share)),
         )
-    if isinstance(one, Start) and isinstance(other, Start):
-        if (one.axes, one.verb, one.times) != (other.axes, other.verb, other.times):
+    if isinstance(small, Start) and isinstance(large, Start):
+        if (small.axes, small.verb, small.times) != (large.axes, large.verb, large.times):
             return None
         # Verb and comm depend on the layout; only payload bytes grow with samples.
-        return one._replace(payload_bytes=round(between(one.payload_bytes, other.payload_bytes, share)))
-    return one
+        return small._replace(payload_bytes=round(between(small.payload_bytes, large.payload_bytes, share)))
+    return small

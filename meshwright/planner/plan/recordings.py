@@ -166,10 +166,10 @@ class Recordings:
             if layer is not None:
                 parts[layer].append((inner, tuple(parameter.shape), parameter.requires_grad))
         if config.precision.in_fp8:
-            for layer, part in parts.items():
-                part.append(layer in inner_layers(len(parts)))
+            for layer, facts in parts.items():
+                facts.append(layer in inner_layers(len(parts)))
         firsts: dict[Hashable, int] = {}
-        alike = [firsts.setdefault(tuple(part), layer) for layer, part in parts.items()]
+        alike = [firsts.setdefault(tuple(facts), layer) for layer, facts in parts.items()]
         check_patterns(config.model.frozen, shard_specs(model))
         specs = [shard_specs(make_chain(config, kit, link)) for link in links(config.model.num_blocks)]
         return Outline(tuple(alike), order, parameters_of(*specs), learns)
@@ -200,7 +200,7 @@ class Recordings:
         config = as_recorded(config, chunk).model_copy(update={"seed": 0})
         layout, recorder = config.layout, self.software.recorder(fuses=False, layers=False)
         grid, capability = Grid(layout.axes, config.copies), self.capability
-        mesh = self.software.mesh(grid, layout.token_axes, kind=self.kind, capability=capability, recorder=recorder)
+        mesh = self.software.mesh(grid, layout.token_axes, device_type=self.kind, capability=capability, recorder=recorder)
         return parameters_in(build_model(config, build_kit(config, mesh), mesh, chunk))
 
     @remembered(
@@ -228,7 +228,7 @@ class Recordings:
         recorder = software.recorder(fuses=layers and software.fuses(config, self.kind), layers=layers)
         compiles = compiled_on(config, self.kind) if software.compiles else "none"
         config = config.model_copy(update={"compile": compiles})
-        mesh = partial(software.mesh, kind=self.kind, capability=self.capability, recorder=recorder)
+        mesh = partial(software.mesh, device_type=self.kind, capability=self.capability, recorder=recorder)
         self.recorded.append(_record(config, recorder, on_device, chunk, incoming, mesh, splits, learns))
         if self.kept is not None:
             self.kept.keep(whose, key, self.recorded[-1])
@@ -252,13 +252,13 @@ def as_recorded(config: Config, chunk: Chunk) -> Config:
     layout = layout.model_copy(update={"data": data, "pipeline": _ONE_STAGE, "tensor": tensor})
     if layout.order != "auto":  # of an order, only a layer's axes matter: these name groups
         usual = tuple(name for name, _ in layout.layer_axes)
-        own = tuple(name for name, _ in layout.axes if name in usual)
-        layout = layout.model_copy(update={"order": "auto" if own == usual else own})
+        order = tuple(name for name, _ in layout.axes if name in usual)
+        layout = layout.model_copy(update={"order": "auto" if order == usual else order})
     batch = _BATCH.model_copy(update={"global_": count * config.micro * data.size, "micro": config.micro})
     memory = config.memory.model_copy(update={"recompute": recompute})
     # Parts are not planned: on several ranks, a layout-free run is recorded in the usual mode.
-    kind = config.bits.kind if layout.world_size == 1 else "usual"
-    bits = config.bits.model_copy(update={"kind": kind, **ALONE})
+    mode = config.bits.kind if layout.world_size == 1 else "usual"
+    bits = config.bits.model_copy(update={"kind": mode, **ALONE})
     return config.model_copy(update={"layout": layout, "batch": batch, "memory": memory, "bits": bits})
 
 
@@ -289,12 +289,12 @@ def _record(
         block.register_forward_pre_hook(lambda *_: recorder.cut())
     if config.compile != "none":
         # Passes over rows of logits: a GPU's reached 0.46 of the memory's pace (an H200), a core takes exponentials.
-        kind: KernelKind | None = "norm" if on_device.device_type == "cuda" else None
-        islands = islands_of(partial(recorder.as_one, kind))
+        kernel_kind: KernelKind | None = "norm" if on_device.device_type == "cuda" else None
+        islands = islands_of(partial(recorder.as_one, kernel_kind))
         for head in (module for module in model.modules() if isinstance(module, TableHead)):
             head.use_islands(islands)
-    own = model.named_parameters(), shard_specs(model)
-    buckets = list(make_buckets(*own, mesh, _ALL, widens=config.widens_gradients))
+    parameters = model.named_parameters(), shard_specs(model)
+    buckets = list(make_buckets(*parameters, mesh, _ALL, widens=config.widens_gradients))
     names = {parameter: name for name, parameter in model.named_parameters()}
     with_b: set[str] = set()
 
@@ -327,21 +327,21 @@ def _record(
         alive = recorder.live
         del outgoing  # freed now: storages for the reader that autograd does not keep
         output_bytes = alive - recorder.live
-        leaving[TaskKind.FORWARD].append(frozenset(number for number, _ in recorder.taken_memory()))
+        leaving[TaskKind.FORWARD].append(frozenset(storage_id for storage_id, _ in recorder.taken_memory()))
         coming = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in forms)
         with on_device, recorder.program(mesh.ledger) as recorded:
             returned = stage.backward(index, coming, defers=splits)
         programs[TaskKind.BACKWARD].append(replace(recorded(), leads=leads))
         watched = [[weakref.ref(x.untyped_storage()) for x in tensors] for tensors in (given, coming)]
         del returned, coming, given  # weak references still alive belong to pending weight gradients
-        leaving[TaskKind.BACKWARD].append(frozenset(number for number, _ in recorder.taken_memory()))
+        leaving[TaskKind.BACKWARD].append(frozenset(storage_id for storage_id, _ in recorder.taken_memory()))
         kept_input, kept_gradient = (sum(x.nbytes() for ref in refs if (x := ref()) is not None) for refs in watched)
         if splits:
             with recorder.program(mesh.ledger) as recorded:
                 stage.weights(index, final=index == places[-1])
             programs.setdefault(TaskKind.WEIGHT, []).append(replace(recorded(), leads=leads))
-    by_kind = {kind: tuple(each[index] for index in places) for kind, each in programs.items()}
-    left = {kind: tuple(each[index] for index in places) for kind, each in leaving.items()}
+    by_kind = {task_kind: tuple(each[index] for index in places) for task_kind, each in programs.items()}
+    left = {task_kind: tuple(each[index] for index in places) for task_kind, each in leaving.items()}
     held = _with_facts(model, chunk, buckets, saved, with_b)
     return Recording(by_kind, held, forms, output_bytes, holds_input, kept_input, kept_gradient, left)
 
@@ -359,10 +359,10 @@ def _with_facts(
         with_b: Names of parameters with gradients computed by B.
     """
     read = {
-        place.name
+        span.name
         for bucket in buckets
-        for place in bucket.places
-        if any(place.start <= at < place.stop for at in saved.get(bucket.values.untyped_storage()._cdata, ()))
+        for span in bucket.places
+        if any(span.start <= at < span.stop for at in saved.get(bucket.values.untyped_storage()._cdata, ()))
     }
     return tuple(
         replace(each, comes_with_b=each.name in with_b, read_back=bool(chunk.layers) or each.name in read)

@@ -70,9 +70,11 @@ class View:
     _reader: _Reader
     _above: str
 
-    def __init__(self, kind: type[Section], values: Mapping[str, Any], reader: _Reader, above: str = "") -> None:
+    def __init__(
+        self, section_class: type[Section], values: Mapping[str, Any], reader: _Reader, above: str = ""
+    ) -> None:
         # Values are attributes, as a section's fields are: __getattr__ is for other names only, and ten times slower.
-        self.__dict__ = {**values, "_kind": kind, "_reader": reader, "_above": above}
+        self.__dict__ = {**values, "_kind": section_class, "_reader": reader, "_above": above}
 
     def __getattr__(self, name: str) -> Any:
         how, member = _member(self._kind, name)
@@ -105,20 +107,20 @@ class View:
 
 
 @cache
-def _member(kind: type[Section], name: str) -> tuple[str, Any]:
+def _member(section_class: type[Section], name: str) -> tuple[str, Any]:
     """(`section`, a field that is a section of one class, `field`, `property`, `method`, `value`; class, function or
     value)."""
-    if name in kind.model_fields:
-        annotation = kind.model_fields[name].annotation
+    if name in section_class.model_fields:
+        annotation = section_class.model_fields[name].annotation
         of_one_class = isinstance(annotation, type) and issubclass(annotation, Section)
         return ("section", annotation) if of_one_class else ("field", None)
-    for base in kind.__mro__[: kind.__mro__.index(Section)]:
+    for base in section_class.__mro__[: section_class.__mro__.index(Section)]:
         if name in vars(base):
             found = vars(base)[name]
             if isinstance(found, property):
                 return "property", found.fget
             return ("method" if isfunction(found) else "value"), found
-    raise AttributeError(f"{kind.__name__} has no {name}")
+    raise AttributeError(f"{section_class.__name__} has no {name}")
 
 
 def viewer(fields: tuple[str, ...], reader: str) -> Callable[[Config], Config]:
@@ -130,17 +132,17 @@ def viewer(fields: tuple[str, ...], reader: str) -> Callable[[Config], Config]:
     """
     about = _Reader(reader, fields)
 
-    def of_section(kind: type[Section], above: str) -> Callable[[Any], View]:
-        own: list[str] = []
+    def of_section(section_class: type[Section], above: str) -> Callable[[Any], View]:
+        names: list[str] = []
         inner: list[tuple[str, Callable[[Any], View]]] = []
         for name in dict.fromkeys(
             each.removeprefix(above).partition(".")[0] for each in fields if each.startswith(above)
         ):
-            how, member = _member(kind, name)
+            how, member = _member(section_class, name)
             if above + name in fields:
                 if how not in ("field", "section", "property"):
                     raise TypeError(f"{reader} is remembered by {above}{name}, which is neither a field nor a property")
-                own.append(name)
+                names.append(name)
             elif how == "section":
                 inner.append((name, of_section(member, f"{above}{name}.")))
             else:
@@ -148,22 +150,22 @@ def viewer(fields: tuple[str, ...], reader: str) -> Callable[[Config], Config]:
                 raise TypeError(f"{reader} is remembered by a field of {above}{name}, but {rule}")
 
         def view(section: Any) -> View:
-            known = {name: getattr(section, name) for name in own}
+            known = {name: getattr(section, name) for name in names}
             for name, view_of in inner:
                 known[name] = view_of(getattr(section, name))
-            return View(kind, known, about, above)
+            return View(section_class, known, about, above)
 
         return view
 
     return cast("Callable[[Config], Config]", of_section(Config, ""))
 
 
-def replaced(config: Config, field: str, value: object, *kept: str) -> Config:
-    """Return a config or a view with another value of a field. `kept`: properties that do not depend on the field,
+def replaced(config: Config, field: str, value: object, *names: str) -> Config:
+    """Return a config or a view with another value of a field. `names`: properties that do not depend on the field,
     which a view keeps."""
     if not isinstance(config, View):
         return with_field(config, field, value)
-    return with_field(config, field, value).model_copy(update={name: attrgetter(name)(config) for name in kept})
+    return with_field(config, field, value).model_copy(update={name: attrgetter(name)(config) for name in names})
 
 
 _MISSING = object()
@@ -201,10 +203,10 @@ def remembered(*fields: str, last: bool = False) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         slot, view = f"_remembered_{function.__name__}", viewer(fields, function.__qualname__)
-        whole = {each for each in fields if not any(each.startswith(f"{other}.") for other in fields)}
+        whole = {each for each in fields if not any(each.startswith(f"{section}.") for section in fields)}
         shared = tuple(each for each in dict.fromkeys(fields) if each in SHARED)
-        own = tuple(each for each in dict.fromkeys(fields) if each in whole - SHARED)
-        read_shared, read_own = (attrgetter(*names) if names else lambda config: None for names in (shared, own))
+        varied = tuple(each for each in dict.fromkeys(fields) if each in whole - SHARED)
+        read_shared, read_own = (attrgetter(*names) if names else lambda config: None for names in (shared, varied))
 
         # A key is hashed once, since the hash of a section takes microseconds; and not at all if the last config is
         # asked for again, as a search does.

@@ -142,11 +142,13 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
         "stopped": result.stopped,
         "left_share": result.left_share,
         "counts": asdict(result.counts),
-        "layouts": [figures_of(one) | {"config": _decided(one.config)} for one in result.predictions],
-        "tight": [figures_of(one) | {"config": _decided(one.config)} for one in result.tight],
+        "layouts": [
+            figures_of(prediction) | {"config": _decided(prediction.config)} for prediction in result.predictions
+        ],
+        "tight": [figures_of(prediction) | {"config": _decided(prediction.config)} for prediction in result.tight],
         "losers": runner_ups,
         "not_looked_at": list(result.not_reached),
-        "absent": {kind: str(problem) for kind, problem in result.illegal.items()},
+        "absent": {tensor_kind: str(problem) for tensor_kind, problem in result.illegal.items()},
     }
 
 
@@ -170,8 +172,8 @@ def render(result: SearchResult) -> None:
     print_table(console, _memory(result))
     if result.runner_ups or result.not_reached:
         print_table(console, _runner_ups(result))
-    for kind, problem in result.illegal.items():
-        console.print(f"no legal layout of kind {kind}: {problem}")
+    for tensor_kind, problem in result.illegal.items():
+        console.print(f"no legal layout of kind {tensor_kind}: {problem}")
     console.print(looked_at(result))
     if result.program and (theirs := words_of(result)):
         console.print(f"the first, in the words of {result.program.title}:")
@@ -207,8 +209,8 @@ def plan_sentences(result: SearchResult) -> list[str]:
     if result.program is not None and result.program.name != OWN:
         said.append(f"As {result.program.title} runs it: {len(result.program.sources)} facts that are not ours.")
     if isinstance(result.written, Prediction):
-        own = result.written
-        said.append(f"As the file has it: {answer(own, layout_text(own.config), result.training)}")
+        written = result.written
+        said.append(f"As the file has it: {answer(written, layout_text(written.config), result.training)}")
     elif result.written is not None:
         said.append(f"As the file has it: no prediction: {result.written}")
     if result.stopped:
@@ -259,27 +261,27 @@ def looked_at(result: SearchResult) -> str:
     )
 
 
-def figures_of(one: Prediction) -> dict[str, Any]:
+def figures_of(prediction: Prediction) -> dict[str, Any]:
     """Return a layout's figures. Operations are the model's products; recomputation does not count."""
-    config, family = one.config, chain_of(one.config)
-    samples_per_second = config.batch.global_ / one.seconds
+    config, family = prediction.config, chain_of(prediction.config)
+    samples_per_second = config.batch.global_ / prediction.seconds
     # Recomputation is left out, as in the MFU of papers.
     flops = family.flops_per_sample(config) * samples_per_second / config.layout.world_size
-    peak = one.cluster.device.peak_of(config.precision.dtype, tf32=config.precision.tf32)
+    peak = prediction.cluster.device.peak_of(config.precision.dtype, tf32=config.precision.tf32)
     assert peak is not None, f"{config.precision.dtype} was predicted without a peak"
     return {
         "layout": layout_text(config),
-        "seconds": one.seconds,
+        "seconds": prediction.seconds,
         "tokens_per_second": family.tokens_per_sample(config) * samples_per_second,
         "flops_per_device": flops,
         "peak_share": flops / peak,
-        "idle_share": one.idle_share,
-        "phases": one.phases,
-        "reference_seconds": one.reference_seconds,
-        "memory": one.fullest.parts,
-        "held": one.fullest.held,
-        "host_memory": one.fullest.host,
-        "verdict": verdict(one.fullest, one.cluster),
+        "idle_share": prediction.idle_share,
+        "phases": prediction.phases,
+        "reference_seconds": prediction.reference_seconds,
+        "memory": prediction.fullest.parts,
+        "held": prediction.fullest.held,
+        "host_memory": prediction.fullest.host,
+        "verdict": verdict(prediction.fullest, prediction.cluster),
     }
 
 
@@ -290,12 +292,12 @@ def _fastest(result: SearchResult) -> Table:
         Column("memory", justify="right"), "",
         title="The fastest that fit, and faster ones that are tight (predicted)",
     )  # fmt: skip
-    for place, one in (*enumerate(result.predictions, 1), *(("", one) for one in result.tight)):
-        figures, memory = figures_of(one), one.fullest
+    for position, prediction in (*enumerate(result.predictions, 1), *(("", prediction) for prediction in result.tight)):
+        figures, memory = figures_of(prediction), prediction.fullest
         table.add_row(
-            str(place), figures["layout"], seconds_text(one.seconds), f"{figures['tokens_per_second']:,.0f}",
+            str(position), figures["layout"], seconds_text(prediction.seconds), f"{figures['tokens_per_second']:,.0f}",
             f"{figures['peak_share']:.1%}",
-            f"{one.idle_share:.1%}" if one.config.layout.pipeline.size > 1 else "-",
+            f"{prediction.idle_share:.1%}" if prediction.config.layout.pipeline.size > 1 else "-",
             bytes_text(memory.total), figures["verdict"],
         )  # fmt: skip
     return table
@@ -306,24 +308,31 @@ def _memory(result: SearchResult) -> Table:
     of the process."""
     shown = (*result.predictions, *result.tight)
     table = Table(
-        "bytes of the fullest rank", *(Column(str(place), justify="right") for place in range(1, len(shown) + 1)),
+        "bytes of the fullest rank", *(Column(str(position), justify="right") for position in range(1, len(shown) + 1)),
         title="What the memory of these layouts is made of",
     )  # fmt: skip
-    parts = [one.fullest.parts for one in shown]
+    parts = [prediction.fullest.parts for prediction in shown]
     sums = {
-        "cached": ("allocated (torch.cuda.max_memory_allocated)", [one.fullest.allocated for one in shown]),
-        "context": ("reserved (torch.cuda.max_memory_reserved)", [one.fullest.reserved for one in shown]),
+        "cached": (
+            "allocated (torch.cuda.max_memory_allocated)",
+            [prediction.fullest.allocated for prediction in shown],
+        ),
+        "context": ("reserved (torch.cuda.max_memory_reserved)", [prediction.fullest.reserved for prediction in shown]),
     }
     # A sum follows its parts: torch's allocations, then the allocator's cache, then the rest of the process.
-    order = [part for part in parts[0] if part not in ("cached", "context", "communicators")]
-    for part in (*order, "cached", "context", "communicators"):
-        if part in sums:
-            name, sizes = sums[part]
+    order = [category for category in parts[0] if category not in ("cached", "context", "communicators")]
+    for category in (*order, "cached", "context", "communicators"):
+        if category in sums:
+            name, sizes = sums[category]
             table.add_row(name, *map(bytes_text, sizes), style="bold")
-        table.add_row(f"  {CONTEXT if part == 'context' else part}", *(bytes_text(each[part]) for each in parts))
-    table.add_row("what its process holds", *(bytes_text(one.worst_memory) for one in shown), style="bold")
-    if any(one.fullest.host for one in shown):
-        table.add_row("in host memory, beside it", *(bytes_text(one.fullest.host) for one in shown))
+        table.add_row(
+            f"  {CONTEXT if category == 'context' else category}", *(bytes_text(each[category]) for each in parts)
+        )
+    table.add_row(
+        "what its process holds", *(bytes_text(prediction.worst_memory) for prediction in shown), style="bold"
+    )
+    if any(prediction.fullest.host for prediction in shown):
+        table.add_row("in host memory, beside it", *(bytes_text(prediction.fullest.host) for prediction in shown))
     return table
 
 
@@ -359,27 +368,27 @@ def why(runner_up: RunnerUp, best: Prediction) -> str:
     if runner_up.prediction is None:
         parts = runner_up.memory.parts
         # The largest part is named, since a change of it helps most.
-        most = max(parts, key=lambda part: parts[part])
+        most = max(parts, key=lambda category: parts[category])
         alone = "" if runner_up.whole else " before it computes anything"
         if runner_up.memory.total <= best.cluster.device.memory_bytes:
             return f"does not fit: {missing(runner_up.memory, best.cluster)}"
         device = bytes_text(best.cluster.device.memory_bytes)
         needs = f"{bytes_text(runner_up.memory.total)} of {device}{alone}"
         return f"does not fit: {needs}, most for {most} ({bytes_text(parts[most])})"
-    own = runner_up.prediction
-    share = own.seconds / best.seconds
+    prediction = runner_up.prediction
+    share = prediction.seconds / best.seconds
     told = f"{share:.2f} x as long"
-    if verdict(own.fullest, own.cluster) != verdict(best.fullest, best.cluster):
-        told = f"{verdict(own.fullest, own.cluster)} ({bytes_text(own.worst_memory)}); {told}"
+    if verdict(prediction.fullest, prediction.cluster) != verdict(best.fullest, best.cluster):
+        told = f"{verdict(prediction.fullest, prediction.cluster)} ({bytes_text(prediction.worst_memory)}); {told}"
     if not is_difference(share - 1, best.cluster):
         return f"{told}, {NO_DIFFERENCE}"
     # The reason is the phase whose seconds differ most between the two steps.
-    later = {phase: own.phases.get(phase, 0.0) - best.phases.get(phase, 0.0) for phase in PHASES}
+    later = {phase: prediction.phases.get(phase, 0.0) - best.phases.get(phase, 0.0) for phase in PHASES}
     phase = max(later, key=lambda name: later[name])
     stages = runner_up.config.layout.pipeline.size > 1
-    place = "forward and backward through stages" if stages and phase == PASSES else _PHASE_WORDS[phase]
-    idle = f", idle {own.idle_share:.1%} of it" if stages else ""
-    return f"{told}: most in {place}, {seconds_text(later[phase])} more{idle}" if later[phase] > 0 else told
+    activity = "forward and backward through stages" if stages and phase == PASSES else _PHASE_WORDS[phase]
+    idle = f", idle {prediction.idle_share:.1%} of it" if stages else ""
+    return f"{told}: most in {activity}, {seconds_text(later[phase])} more{idle}" if later[phase] > 0 else told
 
 
 def _decided(config: Config) -> dict[str, Any]:

@@ -67,8 +67,8 @@ class ScaledStrategy:
     @property
     def fixed(self) -> dict[str, object]:
         """The fixed fields, with their values."""
-        kind = None if self.tensor is None else self.tensor.kind
-        values = {KIND: kind, STAGES: self.stages, SYNC: self.sync}
+        tensor_kind = None if self.tensor is None else self.tensor.kind
+        values = {KIND: tensor_kind, STAGES: self.stages, SYNC: self.sync}
         return {name: value for name, value in values.items() if value is not None}
 
     def keeps(self, layout: Layout) -> bool:
@@ -285,7 +285,11 @@ def write(scaling: Scaling, folder: Path) -> list[Path]:
     lines = {}
     for curve in scaling.curves:  # points without a layout are not drawn
         figures = ((point.devices, point.samples_per_second, point.efficiency) for point in curve)
-        present = [(devices, rate, part) for devices, rate, part in figures if rate is not None and part is not None]
+        present = [
+            (devices, rate, efficiency)
+            for devices, rate, efficiency in figures
+            if rate is not None and efficiency is not None
+        ]
         lines[curve[0].strategy] = Line(*zip(*present, strict=True)) if present else Line((), (), ())
     if not any(line.devices for line in lines.values()):
         return [table, values]

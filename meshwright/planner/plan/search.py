@@ -136,14 +136,14 @@ class SearchResult:
     @property
     def fastest(self) -> Prediction:
         """The fastest prediction; `predictions` may begin with a simpler layout."""
-        return min(self.predictions, key=lambda one: one.seconds)
+        return min(self.predictions, key=lambda prediction: prediction.seconds)
 
 
 def layout_text(config: Config) -> str:
     """Write a layout as `megatron, cut by sequence: data 4 (zero1), pipe 2 (1f1b), tensor 2; micro 4, recompute auto,
     offload host`. A `data` of one replica is left out."""
     memory, layout = config.memory, config.layout
-    limit, kind, data = layout.pipeline.limit, layout.tensor.words, layout.data
+    limit, tensor_words, data = layout.pipeline.limit, layout.tensor.words, layout.data
     words = [f"micro {config.micro}"]
     words += [f"limit {limit}"] * (limit != "auto")
     words += ["rows to experts as messages"] * data.in_pieces
@@ -155,8 +155,8 @@ def layout_text(config: Config) -> str:
     if layout.world_size == 1:
         axes = "one device"
     elif math.prod(size for name, size in layout.axes if name in layout.token_axes) == 1:
-        axes = ", ".join(part for part in axes.split(", ") if not part.startswith("data "))
-    return f"{f'{kind}: ' if kind else ''}{axes}; {', '.join(words)}"
+        axes = ", ".join(axis for axis in axes.split(", ") if not axis.startswith("data "))
+    return f"{f'{tensor_words}: ' if tensor_words else ''}{axes}; {', '.join(words)}"
 
 
 def search(
@@ -285,19 +285,19 @@ class _Search:
         every = families(self.evaluator.job, self.found.refused)
         self.families = [family for family in every if self.evaluator.keep(family.layout)]
         self.strategies = list(dict.fromkeys(map(strategy_of, self.families)))
-        own = own_layout(self.evaluator.job)
+        config = own_layout(self.evaluator.job)
         # Predicted regardless of the estimate, so that the user can compare.
-        if own is None or own.layout.data.strategy.unplanned or not self.evaluator.keep(own.layout):
+        if config is None or config.layout.data.strategy.unplanned or not self.evaluator.keep(config.layout):
             return
-        self.found.count(own)
-        self._predict(own)
+        self.found.count(config)
+        self._predict(config)
 
     def run(self) -> None:
         """Predict the fastest layouts, and one layout of each strategy."""
         rounds = _in_rounds(self.families)
-        for place, own in enumerate(rounds):
-            self._gather(own)
-            self._predict_fastest(complete=place > 0 or len(rounds) == 1)
+        for index, group in enumerate(rounds):
+            self._gather(group)
+            self._predict_fastest(complete=index > 0 or len(rounds) == 1)
         self._try_messages()
         # If fewer than K layouts fit, layouts with unneeded savings of memory fill the answer.
         for config in [*self.fitting] if len(self.best) < self.top else ():
@@ -305,7 +305,7 @@ class _Search:
             self.evaluator.evaluate_savings(config, {*self.full, *self.fitting}, found, math.inf)
             self.dominated |= {queued.config: queued for queued in found.queue if queued.config not in self.seen}
             self.found.include(found)
-        for queued in sorted(self.dominated.values(), key=lambda one: one.seconds):
+        for queued in sorted(self.dominated.values(), key=lambda candidate: candidate.seconds):
             if len(self.best) < self.top and not queued.tight:
                 self._predict(queued.config)
         for strategy in self.strategies:
@@ -316,19 +316,23 @@ class _Search:
         """Return the answer so far. Strategies that a stopped search has not predicted are `not_reached`."""
         best, found = tuple(self.best) or tuple(self.tight), self.found
         first = best[0]
-        tight = tuple(one for one in self.tight if self.best and one.seconds < first.seconds)
+        tight = tuple(prediction for prediction in self.tight if self.best and prediction.seconds < first.seconds)
         others = [strategy for strategy in self.strategies if strategy != strategy_of(first.config)]
         not_reached = tuple(strategy for strategy in others if stopped and strategy not in self.fastest)
         runner_ups = []
         for strategy in others:
             if strategy in self.fastest:
-                one = self.fastest[strategy]
-                runner_ups.append(RunnerUp(strategy, one.config, one.fullest, whole=True, prediction=one))
+                prediction = self.fastest[strategy]
+                runner_ups.append(
+                    RunnerUp(strategy, prediction.config, prediction.fullest, whole=True, prediction=prediction)
+                )
             elif strategy in found.closest and strategy not in not_reached:
                 runner_ups.append(found.closest[strategy])
-        illegal = {kind: problem for kind, problem in found.refused.items() if kind not in found.kinds}
+        illegal = {
+            tensor_kind: problem for tensor_kind, problem in found.refused.items() if tensor_kind not in found.kinds
+        }
         nearly_fits = found.nearly_fits if found.nearly_fits and found.nearly_fits[0] < first.seconds else None
-        predicted = tuple(sorted(self.known, key=lambda one: one.seconds))
+        predicted = tuple(sorted(self.known, key=lambda prediction: prediction.seconds))
         # `too_slow` is the rest, so that the numbers add up to `legal`.
         out = found.too_full + found.unfit + len(self.dominated) + len(predicted)
         counts = Counts(
@@ -341,7 +345,7 @@ class _Search:
 
     def nothing_fits(self) -> ConfigError:
         """Make the error that names the layout that lacks the least memory, and the missing bytes."""
-        job, closest = self.evaluator.job, min(self.found.closest.values(), key=lambda one: one.excess)
+        job, closest = self.evaluator.job, min(self.found.closest.values(), key=lambda runner_up: runner_up.excess)
         device = job.cluster.device.memory_bytes
         needs = f"{closest.memory.text}; {missing(closest.memory, job.cluster)}"
         alone = "" if closest.whole else " before it computes anything"
@@ -353,11 +357,11 @@ class _Search:
         elsewhere = " memory.offload.to=none or disk," * lacks_host(closest.memory, job.cluster)
         return ConfigError.of("--cluster", job.cluster.name, rule, f"more --devices,{elsewhere} or a smaller model")
 
-    def _gather(self, own: Sequence[Config]) -> None:
+    def _gather(self, group: Sequence[Config]) -> None:
         """Queue the layouts of one round whose estimates fit and are below the cutoff."""
         cutoff, found = self.cutoff, SearchState()
         try:
-            for family in own:
+            for family in group:
                 # Two cuts together make no layer cheaper than one of the cuts alone.
                 if any(self.found.least.get(cut, 0.0) >= cutoff for cut in cuts_within(family.layout)):
                     self.found.count(family, slow=True)
@@ -411,7 +415,7 @@ class _Search:
         found = SearchState()
         self.evaluator.evaluate_savings(config, self.full, found, self.cutoff)
         for queued in found.queue:
-            insort(self.queue, queued, lo=self.passed, key=lambda one: one.seconds)
+            insort(self.queue, queued, lo=self.passed, key=lambda candidate: candidate.seconds)
         self.found.include(found)
 
     def _try_messages(self) -> None:
@@ -419,9 +423,9 @@ class _Search:
         fits."""
         # Chosen by predictions: estimates do not model rows as messages. Layouts that differ only in schedule or slices
         # give one variant.
-        sharing = [one for one in self.known if one.config.layout.data.expert > 1]
-        sharing.sort(key=lambda one: (not self._fits(one), one.seconds))
-        variants = dict.fromkeys(tuple(as_messages(one.config, self.evaluator.job)) for one in sharing)
+        sharing = [prediction for prediction in self.known if prediction.config.layout.data.expert > 1]
+        sharing.sort(key=lambda prediction: (not self._fits(prediction), prediction.seconds))
+        variants = dict.fromkeys(tuple(as_messages(prediction.config, self.evaluator.job)) for prediction in sharing)
         for limits in [*filter(None, variants)][:AS_MESSAGES]:
             for config in limits:
                 self.found.count(config)
@@ -433,24 +437,28 @@ class _Search:
         """Predict a strategy's layouts in the order of estimates until one fits or TRIES do not; then the least full
         one. Returns True if a layout of the strategy has a prediction."""
         # The fastest by estimate use most memory.
-        for number in range(TRIES + 1):
+        for index in range(TRIES + 1):
             left = (*self.dominated.values(), *self.behind, *self.queue[self.passed :])
-            waiting = [one for one in left if strategy_of(one.config) == strategy and one.config not in self.seen]
+            waiting = [
+                candidate
+                for candidate in left
+                if strategy_of(candidate.config) == strategy and candidate.config not in self.seen
+            ]
             if strategy in self.fastest or not waiting:
                 break
-            if number < TRIES:
+            if index < TRIES:
                 # Layouts with a tight estimate mostly do not fit.
-                self._predict(min(waiting, key=lambda one: (one.tight, one.seconds)).config)
+                self._predict(min(waiting, key=lambda candidate: (candidate.tight, candidate.seconds)).config)
             else:
-                self._predict(self.evaluator.least_full(min(waiting, key=lambda one: one.memory).config))
+                self._predict(self.evaluator.least_full(min(waiting, key=lambda candidate: candidate.memory).config))
         return strategy in self.fastest
 
     def _try_slow(self, strategy: str) -> None:
         """Predict one layout of a strategy with all layouts above the cutoff: "why not this strategy?"."""
         # The first round with a layout that fits ends the loop.
-        for own in _in_rounds([family for family in self.families if strategy_of(family) == strategy]):
+        for group in _in_rounds([family for family in self.families if strategy_of(family) == strategy]):
             found = SearchState()
-            for family in own:
+            for family in group:
                 self._evaluate(family, math.inf, found)
             for runner_up in found.closest.values():
                 self.found.include_runner_up(runner_up)
@@ -483,12 +491,14 @@ class _Search:
         else:
             self._queue_savings(config)
         for fastest in (self.best,) if fits else (self.tight,):
-            insort(fastest, found, key=lambda one: one.seconds)
+            insort(fastest, found, key=lambda prediction: prediction.seconds)
             del fastest[self.top :]
         if fits and self.best[0] is found:
             self.improved(found)
         known = self.fastest.get(strategy, found)
-        self.fastest[strategy] = min(known, found, key=lambda one: (not self._fits(one), one.seconds))
+        self.fastest[strategy] = min(
+            known, found, key=lambda prediction: (not self._fits(prediction), prediction.seconds)
+        )
         return True
 
     def _fits(self, prediction: Prediction) -> bool:
@@ -514,14 +524,14 @@ def without_savings(config: Config) -> Iterator[Config]:
     if memory.policy.recomputes:
         yield keeping_all(config)
     if data.strategy.slices:
-        for other, sync in entries("syncs").items():
-            if other == data.sync:
+        for sync_name, sync in entries("syncs").items():
+            if sync_name == data.sync:
                 return
             if sync.candidate:
                 # Syncs are registered from the one that slices least. Without slices there is no axis `replicate`.
                 shard, order = data.shard if sync.slices else None, config.layout.order
                 if shard is None and order != "auto":
                     order = tuple(name for name in order if name != "replicate")
-                own = data.model_copy(update={"sync": other, "shard": shard})
-                layout = config.layout.model_copy(update={"data": own, "order": order})
+                section = data.model_copy(update={"sync": sync_name, "shard": shard})
+                layout = config.layout.model_copy(update={"data": section, "order": order})
                 yield config.model_copy(update={"layout": layout})

@@ -46,9 +46,9 @@ class PlanService:
     The estimates of one model's runs are shared: figures of a layout that was asked before take milliseconds.
     """
 
-    def __init__(self, cluster: Cluster, program: Program, kept: KeptRecordings | None = None) -> None:
+    def __init__(self, cluster: Cluster, program: Program, recordings: KeptRecordings | None = None) -> None:
         self.cluster, self.program = program.on(cluster), program
-        self.models = Estimates(Planner(self.cluster, program.software, kept))
+        self.models = Estimates(Planner(self.cluster, program.software, recordings))
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a question.
@@ -79,8 +79,8 @@ class PlanService:
 
     def layout(self, config: Config) -> dict[str, Any]:
         """Return the figures of a run's own layout."""
-        place = ranks_per_node(self.cluster, config.layout.world_size)
-        found = self.models.planner.predict(with_field(config, "layout.ranks_per_node", place))
+        node_ranks = ranks_per_node(self.cluster, config.layout.world_size)
+        found = self.models.planner.predict(with_field(config, "layout.ranks_per_node", node_ranks))
         return figures_of(found)
 
     def serve(self, lines: Iterable[str]) -> Iterator[str]:

@@ -121,10 +121,10 @@ class Software(Section):
         """`sums,gathers` -> both; `none` -> none."""
         return [word for word in value.split(",") if word not in ("", "none")] if isinstance(value, str) else value
 
-    def fuses(self, config: Config, kind: str) -> bool:
+    def fuses(self, config: Config, device_type: str) -> bool:
         """Return whether consecutive element kernels of layers are fused on a kind of device; the run's `compile` may
         determine this."""
-        return self.fuses_elements or (self.compiles and compiled_on(config, kind) in GRAPHS)
+        return self.fuses_elements or (self.compiles and compiled_on(config, device_type) in GRAPHS)
 
     def recorder(self, *, layers: bool = True, fuses: bool = False) -> Recorder:
         """Return the recorder of this software's layers, or of a part without layers, with products in the run's
@@ -136,10 +136,10 @@ class Software(Section):
             products=self.products if layers and self.products != "stored" else None,
         )
 
-    def on_device(self, kind: str) -> AsOnDevice:
+    def on_device(self, device_type: str) -> AsOnDevice:
         """Return a mode that makes meta tensors run the operations of this software's layers on a kind of device."""
         return AsOnDevice(
-            kind,
+            device_type,
             self.attention or "torch",
             gelu_in_steps=self.gelu == "steps",
             heads_apart=self.heads == "apart",
@@ -148,13 +148,18 @@ class Software(Section):
         )
 
     def mesh(
-        self, grid: Grid, token_axes: tuple[str, ...], kind: str, capability: tuple[int, int] | None, recorder: Recorder
+        self,
+        grid: Grid,
+        token_axes: tuple[str, ...],
+        device_type: str,
+        capability: tuple[int, int] | None,
+        recorder: Recorder,
     ) -> Mesh:
         """Return the first rank's mesh of a planned job, on a kind of device with a GPU's compute capability. The
         recorder records its collectives."""
         how = self.expert_ranks
         return planned_mesh(
-            grid, 0, token_axes, kind, recorder.started, self.imbalance, whole_logits=self.logits == "whole",
+            grid, 0, token_axes, device_type, recorder.started, self.imbalance, whole_logits=self.logits == "whole",
             capability=capability if self.experts == "together" else None,
             make_experts=None if how is None else partial(experts_of_program, how),
         )  # fmt: skip

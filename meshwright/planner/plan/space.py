@@ -137,11 +137,11 @@ def sizes_of(family: Config, job: SearchJob, refused: Refused) -> Iterator[Confi
 def tails_of(sized: Config, job: SearchJob) -> tuple[tuple[Tail, ...], Refused]:
     """Return a sized config's legal choices up to the order of axes, and the first broken rule by tensor kind."""
     refused: Refused = {}
-    kept: dict[PipelineSection, Tail] = {}
+    keepers: dict[PipelineSection, Tail] = {}
     tails = []
     for config in _chosen(sized, FAMILY + 1, len(CHOICES) - 1, job, refused):
         pipeline, memory = config.layout.pipeline, config.memory
-        keeper = kept.setdefault(pipeline, Tail(pipeline, KEEPS_ALL, None))
+        keeper = keepers.setdefault(pipeline, Tail(pipeline, KEEPS_ALL, None))
         tails.append(Tail(pipeline, memory.recompute, keeper) if memory.policy.recomputes else keeper)
     return tuple(tails), refused
 
@@ -322,8 +322,8 @@ def _contexts(config: Config, job: SearchJob) -> Iterator[ContextParallel]:
         yield config.layout.context
         return
     yield ContextParallel()
-    for kind, size in product(entries("contexts"), divisors(job.devices)[1:]):
-        yield ContextParallel(kind=kind, size=size)
+    for strategy, size in product(entries("contexts"), divisors(job.devices)[1:]):
+        yield ContextParallel(kind=strategy, size=size)
 
 
 def ranks_of_layer(layout: Layout) -> int:
@@ -362,8 +362,8 @@ def _together(axes: tuple[tuple[str, int], ...], unit: int) -> tuple[int, ...]:
     for name, size in reversed(axes):
         strides[name], stride = stride, stride * size
     steps = [range(0, size * strides[name], strides[name]) for name, size in sorted(axes)]
-    number: dict[int, int] = {}
-    return tuple(number.setdefault(sum(place) // unit, len(number)) for place in product(*steps))
+    indices: dict[int, int] = {}
+    return tuple(indices.setdefault(sum(coordinates) // unit, len(indices)) for coordinates in product(*steps))
 
 
 def _pipelines(field: str, config: Config, job: SearchJob) -> tuple[int | str, ...]:

@@ -120,7 +120,7 @@ class TimedParts:
         untimed = self.untimed(config)
         return Lazily(lambda position: self._time(config, untimed[position], links))
 
-    def _time(self, config: Config, part: EstimatedPart, links: Links) -> TimedPart:
+    def _time(self, config: Config, segment: EstimatedPart, links: Links) -> TimedPart:
         """Time the part at the quickest place in the step. Half of a backward pass's kernels count for weights. The
         widening of a layer's gradients is added, since a recording of one microbatch lacks this."""
         timer = self.planner.site.timer(links.world_size, config.precision.tf32)
@@ -132,20 +132,20 @@ class TimedParts:
 
         forward, backward = (
             # Most microbatches neither gather (the first) nor sum (the last): the quickest place.
-            min((seconds(mix), place) for place, mix in enumerate(part.programs[kind]))
-            for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
+            min((seconds(mix), index) for index, mix in enumerate(segment.programs[task_kind]))
+            for task_kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
         )
-        mix = part.programs[TaskKind.BACKWARD][backward[1]]
+        mix = segment.programs[TaskKind.BACKWARD][backward[1]]
         # A linear's backward pass has two products of equal flops: the input's gradient and the weight's, which is
         # left out for a frozen weight.
-        matrices = [each for each in part.parameters if each.spec.role.name == HIDDEN_MATRIX.name]
+        matrices = [each for each in segment.parameters if each.spec.role.name == HIDDEN_MATRIX.name]
         trained = sum(each.num_elements for each in matrices if each.spec.role.rule.trained)
         share = trained / whole if (whole := sum(each.num_elements for each in matrices)) else 1.0
         weights = sum(times * timer.computing(program) for times, program in mix) * share / (1 + share)
         blocking = (n * timer.seconds(program, links.collective, 0.0, facts.tax) for n, program in mix)
         inputs, widened = max(0.0, sum(blocking)) - weights, 0.0
-        if config.widens_gradients and part.is_layer:
-            trainable = [each for each in part.parameters if each.spec.role.rule.trained]
+        if config.widens_gradients and segment.is_layer:
+            trainable = [each for each in segment.parameters if each.spec.role.rule.trained]
             # Products add gradients of float32 to the sum themselves.
             learning = [each for each in trainable if each.dtype.itemsize < SINGLE]
             elements = sum(each.num_elements for each in learning)
@@ -161,7 +161,7 @@ class TimedParts:
                     if isinstance(event, Kernel) and event.operation == "copy_" and event.dtype != "float32"
                 )
         each = forward[0], backward[0] + widened, inputs, weights + widened
-        return TimedPart(part, *(timer.part + seconds for seconds in each))
+        return TimedPart(segment, *(timer.part + seconds for seconds in each))
 
     @remembered(*PARTS, "micro")
     def untimed(self, config: Config) -> Lazily[EstimatedPart]:
@@ -189,14 +189,17 @@ class TimedParts:
         small, large = map(recorded, sizes)
 
         def estimated(position: int) -> EstimatedPart:
-            one, other = small[position], large[position]
+            smaller, larger = small[position], large[position]
             programs = {
-                kind: tuple(_mixed(*both, share) for both in zip(one.programs[kind], other.programs[kind], strict=True))
-                for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
+                task_kind: tuple(
+                    _mixed(*both, share)
+                    for both in zip(smaller.programs[task_kind], larger.programs[task_kind], strict=True)
+                )
+                for task_kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
             }
-            kept = between(_kept(one), _kept(other), share)
-            sent = round(between(bytes_of(one.outgoing), bytes_of(other.outgoing), share))
-            return EstimatedPart(programs, kept, sent, parameters[position], bool(chunks[position].layers))
+            kept_bytes = between(_kept(smaller), _kept(larger), share)
+            sent = round(between(bytes_of(smaller.outgoing), bytes_of(larger.outgoing), share))
+            return EstimatedPart(programs, kept_bytes, sent, parameters[position], bool(chunks[position].layers))
 
         return Lazily(estimated)
 
@@ -212,9 +215,9 @@ class TimedParts:
     @remembered(*PARTS, "memory.recompute")
     def kept_share(self, config: Config) -> float:
         """Return the share of the first layer's kept bytes that remains if attention is recomputed."""
-        kept, still = (_kept(recording) for recording in self._with_attention_again(config))
+        kept_bytes, still = (_kept(recording) for recording in self._with_attention_again(config))
         # One layer is enough: all layers are cut in the same way.
-        return still / kept
+        return still / kept_bytes
 
     @remembered(*PARTS, "micro", "memory.recompute")
     def attention_again(self, config: Config, links: Links) -> float:
@@ -234,7 +237,7 @@ class TimedParts:
         again = with_field(alone, FIELD, config.memory.recompute)
         recordings = self.planner.recordings
         forms = recordings.of(alone, Chunk(range(0), True, False), ()).outgoing
-        once, twice = (recordings.of(one, Chunk(range(1), False, False), forms) for one in (alone, again))
+        once, twice = (recordings.of(variant, Chunk(range(1), False, False), forms) for variant in (alone, again))
         return once, twice
 
 
@@ -247,7 +250,7 @@ def smallest_micro(config: Config) -> int:
 def _alone(config: Config, micro: int) -> Config:
     """Return the config of one replica with one stage and one or two microbatches of `micro` samples a step."""
     data = config.layout.data
-    one = {
+    sections = {
         "data": DataParallel(expert=data.expert, exchange=data.exchange),
         "pipeline": PipelineSection(),
         "order": "auto",
@@ -258,7 +261,9 @@ def _alone(config: Config, micro: int) -> Config:
     # Recordings are made before memory.summa is decided.
     if memory.summa == "auto":
         memory = memory.model_copy(update={"summa": "gather"})
-    return config.model_copy(update={"layout": config.layout.model_copy(update=one), "batch": batch, "memory": memory})
+    return config.model_copy(
+        update={"layout": config.layout.model_copy(update=sections), "batch": batch, "memory": memory}
+    )
 
 
 def _kept(recording: Recording) -> int:
@@ -294,12 +299,12 @@ class HeldActivations:
         states."""
         shapes = self.parts.shapes(config, partition)
         parts, placement = self.parts.untimed(config), placement_of(config)
-        kept, total, deferring = 0.0, 0.0, self._deferring(config, partition, placement)
+        kept_bytes, total, deferring = 0.0, 0.0, self._deferring(config, partition, placement)
         rule, count = rule_of(config), config.num_microbatches
         # Candidates for the fullest: the first (most microbatches), the longest (most layers), deferring ones (most W).
         for stage in {0, placement.stage_of[partition.index(max(partition))], *deferring}:
-            own = placement.positions[stage]
-            works = [[(parts[place], times) for place, times in shapes[position]] for position in own]
+            positions = placement.positions[stage]
+            works = [[(parts[layer], times) for layer, times in shapes[position]] for position in positions]
             # Microbatches in flight at the first backward task, once for each chunk; message-driven: the likely number.
             most = min(rule.limit_at(stage, placement, count), count * placement.num_chunks)
             in_flight = most if rule.fixed else rule.held(stage, placement.num_stages, most)
@@ -307,7 +312,7 @@ class HeldActivations:
                 in_flight = 1  # the limit adapts to memory
             keeps = in_flight * sum(self._kept_bytes(config, work) for work in works) / placement.num_chunks
             if stage in deferring:
-                whole = sum(times * part.kept_bytes for work in works for part, times in work if part.is_layer)
+                whole = sum(times * segment.kept_bytes for work in works for segment, times in work if segment.is_layer)
                 deferred = max(0, most - in_flight) * deferring[stage] * whole / placement.num_chunks
                 keeps += MIN_DEFERRED_SHARE * deferred
             # Messages from both neighbours have memory before arrival (mailbox.py).
@@ -318,18 +323,18 @@ class HeldActivations:
                     (parts[shapes[at - 1][-1][0]].outgoing_bytes if at else 0)
                     + (parts[shapes[at][-1][0]].outgoing_bytes if at < len(shapes) - 1 else 0)
                 )
-                for at in own
+                for at in positions
             )
             # A recomputed group holds all its activations at the start of the group's backward pass.
             recomputed = 0.0
             for work in works if config.memory.policy.by_groups else ():
-                layers = [(part.kept_bytes, times) for part, times in work if part.is_layer]
+                layers = [(segment.kept_bytes, times) for segment, times in work if segment.is_layer]
                 if layers:
                     group = config.memory.policy.group_size(config, sum(times for _, times in layers))
                     recomputed = max(recomputed, group * min(size for size, _ in layers))
-            kept = max(kept, keeps)
+            kept_bytes = max(kept_bytes, keeps)
             total = max(total, keeps + beside + recomputed)
-        return kept, total
+        return kept_bytes, total
 
     @remembered(
         "model", "data", "loss", "precision.products", "micro", "num_microbatches", "memory.recompute",
@@ -349,11 +354,11 @@ class HeldActivations:
         ends = [0.0] * len(layers)
         ends[0] += costs.embedding
         ends[-1] += costs.head
-        own = [placement.positions[stage] for stage in range(placement.num_stages)]
+        stage_positions = [placement.positions[stage] for stage in range(placement.num_stages)]
         # A recomputed layer's F, second F, B and W take equal seconds; embeddings and head have no second F.
-        weights = [sum(layers[at] + ends[at] for at in positions) / 3 for positions in own]
-        passes = [sum(layers[at] + ends[at] * 2 / 3 for at in positions) for positions in own]
-        alike = {tuple(partition[at] for at in positions): stage for stage, positions in enumerate(own)}
+        weights = [sum(layers[at] + ends[at] for at in positions) / 3 for positions in stage_positions]
+        passes = [sum(layers[at] + ends[at] * 2 / 3 for at in positions) for positions in stage_positions]
+        alike = {tuple(partition[at] for at in positions): stage for stage, positions in enumerate(stage_positions)}
         return {
             stage: max(0.0, 1 - (max(passes) - passes[stage]) / weights[stage])
             for stage in alike.values()
@@ -364,14 +369,14 @@ class HeldActivations:
         """Return the bytes that a forward pass keeps on a stage; a recomputed group keeps its input."""
         policy = config.memory.policy
         if not policy.recomputes:
-            return sum(times * part.kept_bytes for part, times in stage)
-        layers = [(part, times) for part, times in stage if part.is_layer]
-        kept = sum(times * part.kept_bytes for part, times in layers)
+            return sum(times * segment.kept_bytes for segment, times in stage)
+        layers = [(segment, times) for segment, times in stage if segment.is_layer]
+        kept_bytes = sum(times * segment.kept_bytes for segment, times in layers)
         if policy.attention:
-            return self.parts.kept_share(config) * kept
+            return self.parts.kept_share(config) * kept_bytes
         num_layers = sum(times for _, times in layers)
         wrapped = policy.wrapped_layers(config, num_layers) / max(1, num_layers)
-        inputs = sum(times * part.outgoing_bytes for part, times in layers)
+        inputs = sum(times * segment.outgoing_bytes for segment, times in layers)
         # On a CPU, inputs offloaded to the host stay in the same memory.
         here = policy.keeps_inputs or self.parts.planner.cluster.device.kind == "cpu"
-        return (1 - wrapped) * kept + here * wrapped * inputs / max(1, policy.group_size(config, num_layers))
+        return (1 - wrapped) * kept_bytes + here * wrapped * inputs / max(1, policy.group_size(config, num_layers))

@@ -111,33 +111,33 @@ class TimedRun(Composition):
         return PipelinePhase(FORWARD_ONLY, self.placement, count, self.cost, self.latency, self.pace).whole.seconds
 
     @remembered()
-    def pieces(self, position: int, kind: TaskKind, which: int) -> PieceCosts:
+    def pieces(self, position: int, task_kind: TaskKind, which: int) -> PieceCosts:
         """Return the pieces of a task at a position of the chain, if rows are sent to experts as messages."""
         if self.alike[position] != position:
-            return self.pieces(self.alike[position], kind, which)
+            return self.pieces(self.alike[position], task_kind, which)
         return piece_costs(
-            self.chunk(position), kind, which, self.cost(position, kind, which), self.seconds,
+            self.chunk(position), task_kind, which, self.cost(position, task_kind, which), self.seconds,
             lambda start: start.times * self.network.collective(start.axes, start.verb, start.payload_bytes),
         )  # fmt: skip
 
     @remembered()
-    def cost(self, position: int, kind: TaskKind, which: int) -> Cost:
+    def cost(self, position: int, task_kind: TaskKind, which: int) -> Cost:
         """The cost of a task at a position of the chain, with the messages by which its ranks agree on it."""
         if self.alike[position] != position:
-            return self.cost(self.alike[position], kind, which)
-        timer = self.forward_timer if kind is TaskKind.FORWARD else self.timer
+            return self.cost(self.alike[position], task_kind, which)
+        timer = self.forward_timer if task_kind is TaskKind.FORWARD else self.timer
         # Nothing is computed beside the first forward and the last backward pass of a step.
-        alone = which == (0 if kind is TaskKind.FORWARD else len(self.counts) - 1)
+        alone = which == (0 if task_kind is TaskKind.FORWARD else len(self.counts) - 1)
         cost = self.chunk(position).cost(
-            kind,
+            task_kind,
             which,
             lambda program: timer.part + self._seconds(program, timer, alone=alone),
         )
         stage, chunk = self.placement.stage_of[position], position // self.placement.num_stages
-        seconds = self.agreement + cost.seconds + self.moved_beside(stage, chunk, kind, which, cost.seconds)
+        seconds = self.agreement + cost.seconds + self.moved_beside(stage, chunk, task_kind, which, cost.seconds)
         return cost._replace(seconds=seconds)
 
-    def moved_beside(self, stage: int, chunk: int, kind: TaskKind, which: int, seconds: float) -> float:
+    def moved_beside(self, stage: int, chunk: int, task_kind: TaskKind, which: int, seconds: float) -> float:
         """Return the seconds that transfers of slices add to a task of a stage's chunk.
 
         Weights are gathered, the first of them before the task begins. Gradients are summed in every microbatch except
@@ -146,15 +146,17 @@ class TimedRun(Composition):
         if not self.config.layout.data.strategy.slices:
             return 0.0
         buckets = self.buckets[stage]
-        gathered = [self.seconds(buckets[index].gather) for index in self.gathers(stage)[which].get((kind, chunk), ())]
+        gathered = [
+            self.seconds(buckets[index].gather) for index in self.gathers(stage)[which].get((task_kind, chunk), ())
+        ]
         copied = sum(
-            self.copied(buckets[index], back=False) for index in self.gathers(stage)[which].get((kind, chunk), ())
+            self.copied(buckets[index], back=False) for index in self.gathers(stage)[which].get((task_kind, chunk), ())
         )
         summed = 0.0
-        if kind is self.kinds[-1] and which < len(self.counts) - 1:
-            own = [bucket for bucket in buckets if bucket.kind.chunks in ((), (chunk,)) and not bucket.waits]
-            summed = sum(self.seconds(bucket.reduce) for bucket in own)
-            copied += sum(self.copied(bucket, back=True) for bucket in own)
+        if task_kind is self.kinds[-1] and which < len(self.counts) - 1:
+            chunk_buckets = [bucket for bucket in buckets if bucket.kind.chunks in ((), (chunk,)) and not bucket.waits]
+            summed = sum(self.seconds(bucket.reduce) for bucket in chunk_buckets)
+            copied += sum(self.copied(bucket, back=True) for bucket in chunk_buckets)
         # No kernels precede a task's first gather, so nothing hides it.
         before = sum(gathered) if not self.overlap("gathers") else max(gathered[:1], default=0.0)
         after = 0.0 if self.overlap("sums") else summed
@@ -233,7 +235,7 @@ class TimedRun(Composition):
             if bucket.kind.rule.trained
         ]
         # With several chunks, buckets that are full first are sent first, while other chunks compute.
-        return sorted(sums, key=lambda one: one.ready) if len(self.stages[stage].chunks) > 1 else sums
+        return sorted(sums, key=lambda bucket: bucket.ready) if len(self.stages[stage].chunks) > 1 else sums
 
     def sum(self, bucket: PlannedBucket, ready: float, read: float = 0.0) -> Sum:
         device, config = self.cluster.device, self.config
@@ -259,8 +261,11 @@ class TimedRun(Composition):
         if self.software.publishes == "gathers" or not starts:
             return self.seconds(bucket.publish)
         # A rank's slices of all buckets are one message, followed by the other ranks' messages.
-        (start,), own = starts, next(own for own in self.buckets.values() if bucket in own)
-        ranks, total = self.network.ranks(start.axes), sum(each.num_elements for each in own if each.kind.rule.trained)
+        (start,), buckets = starts, next(buckets for buckets in self.buckets.values() if bucket in buckets)
+        ranks, total = (
+            self.network.ranks(start.axes),
+            sum(each.num_elements for each in buckets if each.kind.rule.trained),
+        )
         every = start.payload_bytes * total // bucket.num_elements
         return bucket.num_elements / total * ranks * self.network.collective(start.axes, "broadcast", every // ranks)
 

@@ -66,13 +66,13 @@ class Kernels(NamedTuple):
     both: float = 0.0
     """Seconds until the last kernel is done, on an idle device."""
 
-    def then(self, other: Kernels) -> Kernels:
+    def then(self, later: Kernels) -> Kernels:
         return Kernels(
-            self.device + other.device,
-            self.host + other.host,
+            self.device + later.device,
+            self.host + later.host,
             # Max-plus: either the device is busy when the first row ends, or the device waited for the host in the
             # second row.
-            max(self.both + other.device, self.host + other.both),
+            max(self.both + later.device, self.host + later.both),
         )
 
 
@@ -131,10 +131,10 @@ class Timer:
                 # A GPU loads the next tiles during the product; a core does either.
                 work = products + memory if device.kind == "cpu" else max(products, memory)
             case "attention":
-                other = self._attention and device.attention_kernels.get(self._attention)
+                efficiency = self._attention and device.attention_kernels.get(self._attention)
                 if kernel.dtype == "float32":
-                    other = device.float32_attention_efficiency or other
-                attention = other or device.attention_efficiency
+                    efficiency = device.float32_attention_efficiency or efficiency
+                attention = efficiency or device.attention_efficiency
                 assert attention is not None, f"{self._cluster.name} has no fused attention: {kernel}"
                 # A fused attention of float32 does not use TF32.
                 peak = self._peak(kernel, tf32=False)
