@@ -77,7 +77,7 @@ class Streams:
     def use(self, stream: Stream | None) -> None:
         if stream is not None:
             self.current = stream
-            self._watcher.use_stream(stream.number)
+            self._watcher.use_stream(stream.index)
 
     @contextmanager
     def using(self, stream: Stream | None) -> Iterator[None]:
@@ -105,7 +105,7 @@ class Stream:
     """A stream of the believed accelerator."""
 
     def __init__(self, streams: Streams, index: int) -> None:
-        self._streams, self.number = streams, index
+        self._streams, self.index = streams, index
         self.device, self.cuda_stream, self.stream_id, self.priority = torch.device("cuda", 0), index, index, 0
         self.device_index, self.device_type = 0, 1  # as `torch.Stream`: FSDP asks for the index from torch 2.15 on
 
@@ -115,8 +115,8 @@ class Stream:
         return event
 
     def wait_event(self, event: Event) -> None:
-        if event.number:
-            self._streams.wait(self, event.number)
+        if event.index:
+            self._streams.wait(self, event.index)
 
     def wait_stream(self, stream: Stream) -> None:
         self.wait_event(stream.record_event())
@@ -143,10 +143,10 @@ class Event:
     """An event of the believed accelerator."""
 
     def __init__(self, streams: Streams) -> None:
-        self._streams, self.number = streams, 0
+        self._streams, self.index = streams, 0
 
     def record(self, stream: Stream | None = None) -> None:
-        self.number = self._streams.record(stream or self._streams.current)
+        self.index = self._streams.record(stream or self._streams.current)
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self._streams.current).wait_event(self)

@@ -177,7 +177,7 @@ def modules_of(session: Session, facts: StepFacts) -> list[ModuleFacts]:
                 row.forward_flops += flops
         elif isinstance(event, Collective):
             row.sent_bytes += sent_by(event.sending, session.order.rank)
-    for storage_id, (phase, module, size) in facts.kept.items():
+    for storage_id, (phase, module, size) in facts.saved_storages.items():
         if phase == "forward" and storage_id not in facts.parts:
             rows[module].kept_bytes += size
     return [row for row in rows.values() if row.kernels or row.sent_bytes or row.kept_bytes]

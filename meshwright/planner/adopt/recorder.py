@@ -81,7 +81,7 @@ class StepRecorder(Recorder):
         self.modules: list[nn.Module] = []
         self.born: dict[int, tuple[Phase, int]] = {}
         """By storage number, the phase and the module of the allocation."""
-        self.kept: dict[int, tuple[Phase, int, int]] = {}
+        self.saved_storages: dict[int, tuple[Phase, int, int]] = {}
         """The storages alive when the backward pass began, with phase, module and bytes."""
         self.buckets: set[int] = set()
         """Storages of tensors that are summed in the backward pass."""
@@ -306,9 +306,9 @@ class StepRecorder(Recorder):
             module = self._stack[-1] if self._stack else -1
             self._makers[torch._C._autograd._get_sequence_nr() - 1] = module
             return ("forward" if self._stack else "other"), module
-        if not self.kept and self.live:
+        if not self.saved_storages and self.live:
             alive = {storage_id for storage_id, _ in self._storages.values()}
-            self.kept = {
+            self.saved_storages = {
                 storage_id: (*self.born[storage_id], self._sizes[storage_id])
                 for storage_id in alive
                 if storage_id in self.born
@@ -405,7 +405,7 @@ class StepRecorder(Recorder):
 
     def restart(self) -> None:
         """Begin a step: forget the entries of the step before, and set the peak to the live bytes."""
-        self.entries, self.kept, self._makers = self.entries[self.next_step() :], {}, {}
+        self.entries, self.saved_storages, self._makers = self.entries[self.next_step() :], {}, {}
         self.born = {storage_id: self.born[storage_id] for storage_id in self._sizes}
         self.peak, self.base = self.live, self.live
         self.begun = self.peak_at = len(self.changes)

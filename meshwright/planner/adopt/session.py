@@ -97,7 +97,7 @@ class StepFacts:
     """Bytes of each storage alive at the step's end, by number."""
     born: Mapping[int, tuple[str, int]]
     """By storage number, the phase and the module of the allocation."""
-    kept: Mapping[int, tuple[str, int, int]]
+    saved_storages: Mapping[int, tuple[str, int, int]]
     """Storages alive when the backward pass began: phase, module and bytes."""
     steps: int
     """Number of the recorded step."""
@@ -237,7 +237,7 @@ class Session:
         recorder = self.recorder
         self.facts = StepFacts(
             recorder.entries[: recorder.next_step()], recorder.changes[:], recorder.begun, recorder.peak_at, parts,
-            recorder.sizes(), dict(recorder.born), recorder.kept, self.step, self.passes, self.inputs,
+            recorder.sizes(), dict(recorder.born), recorder.saved_storages, self.step, self.passes, self.inputs,
         )  # fmt: skip
         self.stepped = {}
 

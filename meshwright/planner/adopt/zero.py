@@ -75,14 +75,14 @@ class ZeroWords:
         """Read DeepSpeed's JSON. Raises ConfigError for a stage that DeepSpeed has not."""
         zero: Mapping[str, Any] = tree.get("zero_optimization") or {}
 
-        def number(name: str, default: float, section: Mapping[str, Any] = zero) -> int:
+        def integer(name: str, default: float, section: Mapping[str, Any] = zero) -> int:
             value = section.get(name, default)
             return int(default if value in ("auto", None) else value)
 
         def on_host(name: str) -> bool:
             return (zero.get(name) or {}).get("device", "none") != "none"
 
-        stage = number("stage", 0)
+        stage = integer("stage", 0)
         if stage not in range(4):
             raise ConfigError.of("zero_optimization.stage", stage, "is no stage of ZeRO", "0, 1, 2, 3")
         half = next((dtype for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16),
@@ -91,15 +91,15 @@ class ZeroWords:
         unread = [f"zero_optimization.{name}" for name in zero if name not in KNOWN_ZERO]
         overlap = zero.get("overlap_comm")
         return cls(
-            stage, half, number("gradient_accumulation_steps", 1, tree),
-            number("train_micro_batch_size_per_gpu", 1, tree), float(tree.get("gradient_clipping") or 0.0)
+            stage, half, integer("gradient_accumulation_steps", 1, tree),
+            integer("train_micro_batch_size_per_gpu", 1, tree), float(tree.get("gradient_clipping") or 0.0)
             if tree.get("gradient_clipping") != "auto" else 1.0,
-            number("reduce_bucket_size", 5e8), number("allgather_bucket_size", 5e8),
+            integer("reduce_bucket_size", 5e8), integer("allgather_bucket_size", 5e8),
             stage == 3 if overlap in (None, "auto") else bool(overlap),
             on_host("offload_optimizer"), on_host("offload_param") and stage == 3,
-            number("stage3_prefetch_bucket_size", 5e7), number("stage3_param_persistence_threshold", 1e5),
-            number("stage3_max_reuse_distance", 1e9), number("stage3_max_live_parameters", 1e9),
-            number("sub_group_size", 1e9),
+            integer("stage3_prefetch_bucket_size", 5e7), integer("stage3_param_persistence_threshold", 1e5),
+            integer("stage3_max_reuse_distance", 1e9), integer("stage3_max_live_parameters", 1e9),
+            integer("sub_group_size", 1e9),
             (*(name for name in tree if name not in KNOWN), *unread),
         )  # fmt: skip
 
