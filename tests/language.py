@@ -39,6 +39,10 @@ STRINGS_AND_COMMENTS = re.compile(
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
+NAMELESS = frozenset(["own", "one", "other", "kept", "number", "place", "part", "kind"])
+"""Names that say nothing of a variable: a noun says which thing it is (CONTRIBUTING.md)."""
+
+
 class Rates(NamedTuple):
     """Words per 1,000 words of prose."""
 
@@ -67,6 +71,23 @@ def counted(text: str) -> Prose:
     """Count a text's words, without code in backticks."""
     text = re.sub(r"`[^`]*`", "", text)
     return Prose(len(text.split()), len(LEANING.findall(text)), len(PRONOUNS.findall(text)))
+
+
+def nameless(source: str) -> set[str]:
+    """Return the parameters and variables of functions with a name of NAMELESS, as `function.name`."""
+    found: set[str] = set()
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        arguments = function.args
+        bound = {each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+        bound |= {each.arg for each in (arguments.vararg, arguments.kwarg) if each is not None}
+        bound |= {
+            node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
+        bound |= {node.name for node in ast.walk(function) if isinstance(node, ast.MatchAs) and node.name}
+        found |= {f"{getattr(function, 'name', 'lambda')}.{name}" for name in bound & NAMELESS}
+    return found
 
 
 def prose_of_page(text: str) -> str:

@@ -6,7 +6,20 @@ from functools import cache
 
 import pytest
 
-from tests.language import BOUNDS, Prose, Rates, counted, listed, lowered, measured, prose_of_page, prose_of_source
+from tests.language import (
+    BOUNDS,
+    NAMELESS,
+    ROOT,
+    Prose,
+    Rates,
+    counted,
+    listed,
+    lowered,
+    measured,
+    nameless,
+    prose_of_page,
+    prose_of_source,
+)
 
 rows = cache(measured)
 REMEDY = "python -m tests.language"
@@ -84,3 +97,36 @@ class Layer:
 
 def test_prose_of_a_page_has_no_code() -> None:
     assert prose_of_page("One.\n```sh\nwhat it is\n```\nTwo.").split() == ["One.", "Two."]
+
+
+PUBLIC_ARGUMENTS = {"norm.kind", "parallel.part"}
+"""Keywords of a kit's norm and of ParityJob, which programs of others pass."""
+
+
+def test_variables_have_nouns_for_names() -> None:
+    found = {
+        str(path.relative_to(ROOT)): names
+        for path in sorted((ROOT / "meshwright").rglob("*.py"))
+        if (names := nameless(path.read_text()) - PUBLIC_ARGUMENTS)
+    }
+    assert found == {}, f"a noun says which thing it is; these words do not: {', '.join(sorted(NAMELESS))}"
+
+
+def test_variables_of_all_forms_are_found() -> None:
+    source = """
+def f(own, /, one, *other, kept=1, **number):
+    for place in one:
+        with other as part:
+            return [kind for kind in part if (own := kind)]
+
+def g(x): return lambda kind: kind.part
+
+class C:
+    kind: str
+    def h(self):
+        match self.kind:
+            case kept: self.number, place = kept, 1
+"""
+    assert nameless(source) == {
+        *(f"f.{name}" for name in NAMELESS), "lambda.kind", "h.kept", "h.place",
+    }  # fmt: skip
