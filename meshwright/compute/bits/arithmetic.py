@@ -72,6 +72,10 @@ class ExactArithmetic(SeparateArithmetic):
         return self.blocks.parts
 
     @property
+    def grains(self) -> int:  # type: ignore[override]
+        return self.blocks.grains
+
+    @property
     def common(self) -> ExactArithmetic:
         return replace(self, blocks=self.blocks.uncut)
 

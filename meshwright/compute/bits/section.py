@@ -292,15 +292,6 @@ def layers_fall_into_blocks(config: Config) -> Iterator[Problem]:
             yield Problem(field, parts, said, "1")
 
 
-@_under_layout_free("layout.tensor", "bits.tensor", "model")
-def samples_share_no_addends(config: Config) -> Iterator[Problem]:
-    """Refuse a bias shared by samples: a kernel sums its gradient over the samples of one call."""
-    shared = config.model.shared_by_samples
-    if config.layout.tensor.rows.at_once > 1 and shared:
-        rule_text = f"brings the samples of several ranks together, and {shared} gives attention what they share"
-        yield Problem("layout.tensor.common", "all", rule_text, "one; or layout.tensor.kind=megatron")
-
-
 REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     (
         "layout.tensor.kind",

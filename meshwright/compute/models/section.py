@@ -75,8 +75,6 @@ class Network(Section):
     """Whether attention has sinks."""
     uncut_because: ClassVar[str] = ""
     """Why `bits: layout-free` cuts no layers, after "cuts layers of a FAMILY, "; empty if their sums have parts."""
-    shared_by_samples: ClassVar[str] = ""
-    """The field that adds a bias shared by all samples to attention's scores; empty if there is none."""
     reads: ClassVar[str] = "tokens"
     """The form of a batch that the model reads; each kind of data gives one (data/section.py)."""
     data_kind: ClassVar[str] = "text"

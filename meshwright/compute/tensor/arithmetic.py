@@ -35,6 +35,8 @@ class Arithmetic:
     """Whether sums over ranks have the order of a tree (ranks/trees.py)."""
     draws_masks: ClassVar[bool] = False
     """True: the arithmetic draws dropout masks, independent of the rank. False: the kit draws masks for each rank."""
+    grains: int = 1
+    """Equal runs of samples inside of pairs, each with a separate addend of what samples share."""
     parts: int = 1
     """Parts of a pair's inner width that are multiplied one by one, each with a separate key-value head."""
 

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.compute.parameters.shard import ShardedModule, ShardSpec
 from meshwright.compute.precision import DTYPES
-from meshwright.compute.tensor.products import PLAIN, Products, add_gradients
+from meshwright.compute.tensor.products import PLAIN, Products, add_gradients, write_part
 from meshwright.ranks.collectives import start_all_reduce
 
 if TYPE_CHECKING:
@@ -38,17 +38,37 @@ Addends = Callable[[Tensor, Tensor], Iterable[tuple[Tensor, Tensor]]]
 """addends(ids, dy): the ids and rows of dy of each addend of a table's gradient."""
 
 
+class _EachUse(torch.autograd.Function):
+    """A layer's parameter `weight`, copied for each use: [uses, ...]. Each copy's gradient is a separate addend."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, layer: Local) -> Tensor:
+        ctx.layer = layer
+        return weight.repeat(layer.uses, *[1] * weight.dim())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        addends = (partial(write_part, rows) for rows in gradient)
+        return add_gradients(ctx.layer, "weight", gradient[0], addends), None
+
+
 class Local(ShardedModule):
     """A parameter `weight`, sharded by a spec: a table of attention biases by head, or grouped convolution kernels."""
 
     in_graphs = True
 
-    def __init__(self, mesh: Mesh, spec: ShardSpec) -> None:
+    def __init__(self, mesh: Mesh, spec: ShardSpec, uses: int = 1) -> None:
+        """Make the parameter. `uses`: number of copies that `forward` returns, each with a separate addend."""
         super().__init__(mesh)
-        self.weight = self.declare("weight", spec)
+        self.weight, self.uses = self.declare("weight", spec), uses
 
     def forward(self) -> Tensor:
-        return self.weight
+        """Return the weight; [uses, ...] if there are several uses."""
+        if self.uses == 1:
+            return self.weight
+        copies: Tensor = _EachUse.apply(self.weight, self)
+        return copies
 
 
 class _Linear(torch.autograd.Function):

@@ -205,7 +205,8 @@ class KitBase:
         return cross(x, lambda x: start_sum(x, boundary), lambda dy: start_copies(dy, local_heads, boundary))
 
     def local(self, shape: tuple[int, ...], dim: int, initial: Initial, role: Role) -> nn.Module:
-        return Local(self.mesh, ShardSpec(shape, self.boundary.inner(dim), initial, role))
+        spec = ShardSpec(shape, self.boundary.inner(dim), initial, role)
+        return Local(self.mesh, spec, self.arithmetic.grains)
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         return self.outside(self.arithmetic.head(self.mesh, shape, tied, UNCUT, SerialHead))

@@ -80,7 +80,6 @@ class T5(EncoderDecoder):
 
     family: Literal["t5"]
     chain: ClassVar[str] = "meshwright.families.seq2seq.t5:T5Model"
-    shared_by_samples: ClassVar[str] = "model.distance_buckets"
     data_kind: ClassVar[str] = "spans"
     special_tokens: ClassVar[tuple[str, ...]] = ("<pad>",)
     layers: Layers = 6

@@ -56,7 +56,7 @@ class T5Model(EncoderDecoderChain):
         return h
 
     def source_bias(self, count: int) -> Hidden:
-        table = self.encoder_distances()  # [buckets, A]
+        table = self.encoder_distances()  # [buckets, A], or one for each grain
         places = torch.arange(count, device=table.device)
         ahead, half = places - places[:, None], self.model.distance_buckets // 2
         # The encoder sees both directions, so each direction has half of the buckets.
@@ -88,7 +88,9 @@ def distance_buckets(distances: Tensor, num_buckets: int, most: int) -> Tensor:
 
 
 def _biases(table: Tensor, buckets: Tensor) -> Tensor:
-    """Look up rows of the table [buckets, A] by buckets [T, S] -> [1, A, T, S]."""
+    """Look up rows of the table [buckets, A] by buckets [T, S] -> [1, A, T, S]; of n tables [n, buckets, A], n rows."""
+    if table.dim() == 3:
+        return torch.cat([_biases(rows, buckets) for rows in table])
     return F.embedding(buckets, table).permute(2, 0, 1).unsqueeze(0)
 
 

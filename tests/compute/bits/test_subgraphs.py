@@ -41,6 +41,10 @@ from tests.workers import run_ranks
         ),
         pytest.param("bert", "O2", subgraph(2, **ONE, **CORE), marks=pytest.mark.long),
         ("t5", "float32", (*subgraph(2, **ONE, **BLOCK), "layout.data=2")),
+        ("t5", "float32", subgraph(2)),
+        ("t5", "float32", (*subgraph(4, **CORE), "layout.pipeline=2", "batch.micro=4")),
+        pytest.param("t5", "O2", (*subgraph(2, **BLOCK), "layout.data=2", "layout.pipeline=2"), marks=pytest.mark.long),
+        pytest.param("t5", "O1", (*subgraph(4), "memory.recompute=selective", "batch.micro=4"), marks=pytest.mark.long),
         ("transformer", "float32", subgraph(2, **BLOCK)),
     ],
 )
@@ -111,7 +115,6 @@ def test_a_run_goes_on_on_sub_grids_and_blocks_with_the_same_bits(tensor: dict[s
     [
         ("gpt2", ("bits.tensor=2", *subgraph(4)), "layout.tensor.size"),
         ("gpt2", (*subgraph(2), "bits.samples=2"), "bits.samples"),
-        ("t5", subgraph(2), "layout.tensor.common"),
     ],
 )
 def test_what_parts_and_grains_do_not_allow_is_refused_by_name(model: str, words: tuple[str, ...], field: str) -> None:
