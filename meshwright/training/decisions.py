@@ -288,8 +288,6 @@ def resolve_layout(config: Config, machine: Machine, sizes: StageSizes | None = 
             ways = [
                 affordable_products(weights, q, bytes_left) for weights, bytes_left in zip(blocks, free, strict=True)
             ]
-            if config.bits.layout_free:  # equal bits need products of whole weights
-                ways = [min(way, "whole", key=PRODUCTS.index) for way in ways]
             stage = max(range(len(ways)), key=lambda stage: (PRODUCTS.index(ways[stage]), -free[stage]))
             gathered = f"gathered weights of {_size(q * sum(blocks[stage]))} in {_size(free[stage])} of free memory"
             resolved = resolved.decide(SUMMA, ways[stage], f"{ways[stage]}, for {gathered}")

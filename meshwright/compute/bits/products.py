@@ -72,10 +72,14 @@ class ExactProducts(Products):
         for rows in self.blocks.rows(x):
             inputs = parts_of(rows, self.inputs, -1)
             ys = [self._y(inputs, *operands) for operands in zip(weights, offsets, strict=True)]
-            if self.groups > 1 and len(ys) > 1:  # each part has a share of every group
-                ys = [torch.stack([y.unflatten(-1, (self.groups, -1)) for y in ys], 2).flatten(1)]
-            runs.append(side_by_side(ys))
+            runs.append(self.arranged(ys))
         return self.blocks.joined(runs, x.shape[0])
+
+    def arranged(self, ys: Sequence[Tensor]) -> Tensor:
+        """Join the parts of y's width. `ys`: [..., N/parts] each."""
+        if self.groups > 1 and len(ys) > 1:  # each part has a share of every group
+            return torch.stack([y.unflatten(-1, (self.groups, -1)) for y in ys], -2).flatten(-3)
+        return side_by_side(ys)
 
     def _by_input(self, weight: Tensor) -> list[Tensor]:
         """Split a part's columns of the weight by parts of x's width, as kernels get them."""

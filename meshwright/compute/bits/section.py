@@ -299,17 +299,6 @@ REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
         "none, megatron, subgraph, tesseract",
     ),
     (
-        "memory.summa",
-        lambda config: (
-            "stream"
-            if config.layout.tensor.cuts_hidden
-            and config.layout.tensor.inner_size > 1
-            and config.memory.summa == "stream"
-            else None
-        ),
-        "auto, gather, whole",
-    ),
-    (
         "layout.context.kind",
         lambda config: (
             None
@@ -334,9 +323,8 @@ REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
 
 
 @_under_layout_free(
-    KIND, "layout.tensor", "layout.context", "layout.data.sync", "optimizer.name", "precision", "compile",
-    "memory.summa",
-)  # fmt: skip
+    KIND, "layout.tensor", "layout.context", "layout.data.sync", "optimizer.name", "precision", "compile"
+)
 def what_is_summed_in_an_order(config: Config) -> Iterator[Problem]:
     for field, value_of, instead in REFUSED:
         if (value := value_of(config)) is not None:

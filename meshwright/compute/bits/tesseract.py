@@ -16,11 +16,15 @@ ranks.
 This is SUMMA with y stationary in the forward pass and dx in the backward pass (summa.py). Each rank computes dW
 [H, N/col] from its rows of the batch and sends one panel to each rank of its column, which adds all panels as integers.
 Blocks of the table are first exchanged with the transposed rank, and gradients of the table are sent back.
+
+With `memory.summa: stream` a linear's W is sent in q panels, each multiplied before the next is needed: a panel's rows
+have a subtree of the tree over parts. Each panel of dW is computed and sent alone. Activations enter whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -30,6 +34,7 @@ from torch import Tensor, nn
 from meshwright.compute.bits.arithmetic import ExactArithmetic
 from meshwright.compute.bits.blocks import Blocks
 from meshwright.compute.bits.head import PartHead
+from meshwright.compute.bits.products import ExactProducts, Incoming
 from meshwright.compute.parameters.shard import Initial, Shard, WriteGradient
 from meshwright.compute.tensor.boundary import Boundary, WholeActivations
 from meshwright.compute.tensor.copies import HeadGroups, part_columns
@@ -39,9 +44,10 @@ from meshwright.compute.tensor.kit import LinearRole
 from meshwright.compute.tensor.pair import CutContract, CutExpand
 from meshwright.compute.tensor.products import Products, add_gradients, added, write_part
 from meshwright.compute.tensor.serial import KitBase, SerialLinear, grouped
-from meshwright.compute.tensor.summa import X, Y
+from meshwright.compute.tensor.summa import W, X, Y
 from meshwright.compute.tensor.tesseract import TesseractKit
 from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.trees import tree_sum
 
 
 def dealt(mesh: Mesh, panels: Tensor) -> Tensor:
@@ -53,7 +59,13 @@ def dealt(mesh: Mesh, panels: Tensor) -> Tensor:
 
 
 class GatheredLinear(CutExpand):
-    """The layer x W + b. The weight [I/row, N/col] is gathered over row; the gradient is sent back to the owners."""
+    """The layer x W + b. The weight [I/row, N/col] is gathered over row; the gradient is sent back to the owners.
+
+    If weights stream, both are sent panel by panel, and no rank has [I, N/col]. Ranks of a panel's rows have a subtree
+    of the tree over parts of x's width.
+    """
+
+    products: ExactProducts
 
     def __init__(
         self, mesh: Mesh, inputs: int, outputs: tuple[int, ...], initial: Initial, boundary: Boundary, weights: Weights,
@@ -66,16 +78,56 @@ class GatheredLinear(CutExpand):
         self.weights = weights
         weights.blocks.append(self.weight)
 
-    def held(self, weight: Tensor) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         panels = self.weights.panels(self, Y, weight)
-        assert isinstance(panels, Tensor), "the config's rules let no weight stream here"
-        return panels.flatten(0, 1)
+        if isinstance(panels, Tensor):
+            return super().product(x, panels.flatten(0, 1), bias)
+        products = self.products_of_panel(sums=True)
+        total = tree_sum(map(products.forward, x.chunk(self.weights.summa.q, -1), panels)).to(x.dtype)
+        return total if bias is None else total.add_(products.arranged([those.of(bias) for those in products.columns]))
 
-    def add_weight_gradients(self, weight: Tensor, addends: Iterable[WriteGradient]) -> Tensor | None:
+    def input_gradient(self, dy: Incoming, weight: Tensor) -> Tensor:
+        panels = self.weights.panels(self, Y, weight)
+        if isinstance(panels, Tensor):
+            return super().input_gradient(dy, panels.flatten(0, 1))
+        products = self.products_of_panel()
+        return torch.cat([products.input_gradient(dy, panel) for panel in panels], -1)
+
+    def products_of_panel(self, *, sums: bool = False) -> ExactProducts:
+        """Return the products of one panel of W's rows. `sums`: y is an addend in float32."""
+        return replace(self.products, inputs=self.products.inputs // self.weights.summa.q, contracts=sums)
+
+    def add_weight_gradients(self, weight: Tensor, x: Callable[[], Tensor], dy: Incoming) -> Tensor | None:
         total = None
-        for write in addends:
-            total = added(total, self._add_rows(weight, write))
+        if not self.weights.form.streams:
+            for write in self.products.weight_gradients(x, dy):
+                total = added(total, self._add_rows(weight, write))
+            return total
+        comm, products = self.mesh.comm("row"), self.products_of_panel()
+        panels = cache(lambda: x().chunk(comm.size, -1))
+        for turn in range(comm.size):
+            to, source = (comm.index + turn) % comm.size, (comm.index - turn) % comm.size
+            writes = products.weight_gradients(lambda to=to: panels()[to], dy)  # type: ignore[misc]
+            exchanged = (partial(self.write_exchanged, write, to, source) for write in writes)
+            total = added(total, add_gradients(self, "weight", weight, exchanged))
         return total
+
+    def write_exchanged(self, write: WriteGradient, to: int, source: int, out: Tensor, beta: int) -> None:
+        """Write the gradient of this rank's rows from the rank `source`, plus beta · out.
+
+        Args:
+            write: gives this rank's gradient of the rows of the rank `to`, which is sent.
+            to: index of the receiving rank on the axis `row`.
+            source: index of the sending rank.
+            out: [I/q, N/col], as this rank's rows.
+            beta: 0 or 1.
+        """
+        panel, comm = torch.empty_like(out), self.mesh.comm("row")
+        write(panel, 0)
+        received = panel if source == comm.index else torch.empty_like(panel)
+        if received is not panel:
+            comm.exchange(panel, to, received, source)
+        write_part(received, out, beta)
 
     def _add_rows(self, weight: Tensor, write: WriteGradient) -> Tensor | None:
         """Add this rank's rows of every column rank's gradient of the whole weight."""
@@ -106,8 +158,10 @@ class GatheredHead(PartHead):
         weights.blocks.append(self.block)
 
     def own_classes(self, block: Tensor) -> Tensor:
-        panels = self.weights.panels(self, X, block)  # [q, V/q, H/q]: this column's rows, hidden block by hidden block
-        assert isinstance(panels, Tensor), "the config's rules let no weight stream here"
+        # A head's table does not stream in any mode.
+        streams = self.weights.form.streams
+        panels = self.weights.summa.gather(W, X, block) if streams else self.weights.panels(self, X, block)
+        assert isinstance(panels, Tensor), "panels [q, V/q, H/q]: this column's rows, hidden block by hidden block"
         return panels.transpose(0, 1).flatten(1)
 
     def give(self, like: Tensor, write: WriteGradient) -> Tensor | None:

@@ -11,7 +11,7 @@ p: the axis's size. A `Boundary` says how activations enter and leave the pair.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from meshwright.compute.parameters.shard import (
     Placements,
     Shard,
     ShardSpec,
-    WriteGradient,
 )
 from meshwright.compute.tensor.boundary import Boundary
 from meshwright.compute.tensor.linear import cast
@@ -45,7 +44,7 @@ class _Expand(torch.autograd.Function):
         saved = whole if boundary.keeps else x
         ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, weight)
         ctx.layer, ctx.bias = layer, bias
-        return layer.products.forward(whole, layer.held(weight), bias).view(*whole.shape[:-1], -1)
+        return layer.product(whole, weight, bias).view(*whole.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
@@ -59,11 +58,11 @@ class _Expand(torch.autograd.Function):
         incoming = products.read(dy)  # x enters under dx's products
         leaving: Moving | None = None
         if ctx.needs_input_grad[0]:  # patches of pictures need no gradient
-            dx = products.input_gradient(incoming, layer.held(weight)).view(*dy.shape[:-1], -1)
+            dx = layer.input_gradient(incoming, weight).view(*dy.shape[:-1], -1)
             leaving = boundary.start_leave(dx)  # under dW's product
         dbias = dweight = None
         if entering is not None:
-            dweight = layer.add_weight_gradients(weight, products.weight_gradients(entering.wait, incoming))
+            dweight = layer.add_weight_gradients(weight, entering.wait, incoming)
         if ctx.bias is not None:
             dbias = add_gradients(layer, "bias", ctx.bias, products.bias_gradients(incoming))
         return None if leaving is None else leaving.wait().to(dy.dtype), dweight, dbias, None
@@ -129,13 +128,17 @@ class CutExpand(LinearLayer):
         y: Tensor = _Expand.apply(*cast(x, self.weight.flatten(1), bias), self)
         return y.unflatten(-1, self.weight.shape[1:]) if self.weight.dim() > 2 else y
 
-    def held(self, weight: Tensor) -> Tensor:
-        """Return the whole rows of the weight, [H, N/p], for products."""
-        return weight
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x W + b of the whole x [B, T, H], as `Products.forward`. `weight`: this rank's, flattened."""
+        return self.products.forward(x, weight, bias)
 
-    def add_weight_gradients(self, weight: Tensor, addends: Iterable[WriteGradient]) -> Tensor | None:
-        """Add the addends to the gradient of the weight that `held` returned."""
-        return add_gradients(self, "weight", weight, addends)
+    def input_gradient(self, dy: Any, weight: Tensor) -> Tensor:
+        """Return dy Wᵀ, as `Products.input_gradient`. `dy`: the result of `Products.read`."""
+        return self.products.input_gradient(dy, weight)
+
+    def add_weight_gradients(self, weight: Tensor, x: Callable[[], Tensor], dy: Any) -> Tensor | None:
+        """Add xᵀ dy to the gradient of the weight. `x`: returns the whole x [B, T, H] when a gradient is due."""
+        return add_gradients(self, "weight", weight, self.products.weight_gradients(x, dy))
 
 
 class CutContract(LinearLayer):

@@ -20,6 +20,7 @@ from tests.compute.bits.runs import ended
 
 Q2 = ("layout.tensor=tesseract", "layout.tensor.q=2")
 DEEP = (*Q2, "layout.tensor.d=2", "batch.micro=4")
+STREAM = ("memory.summa=stream",)
 ZERO3 = ("layout.data=2", "layout.data.sync=zero3")
 
 
@@ -32,6 +33,11 @@ def halved(model: str, precision: str, words: tuple[str, ...] = ()) -> Config:
     "model, precision, words",
     [
         ("gpt2", "float32", Q2),
+        ("gpt2", "float32", (*Q2, *STREAM)),
+        ("llama", "O1", (*DEEP, *STREAM)),
+        pytest.param("llama", "float32", (*Q2, *STREAM, *ZERO3, "memory.recompute=1"), marks=pytest.mark.long),
+        pytest.param("bert", "O2", (*Q2, *STREAM, "layout.pipeline=2"), marks=pytest.mark.long),
+        pytest.param("t5", "float32", (*Q2, *STREAM), marks=pytest.mark.long),
         pytest.param("gpt2", "O2", DEEP, marks=pytest.mark.long),
         pytest.param("gpt2", "float32", (*Q2, *ZERO3, "memory.summa=whole"), marks=pytest.mark.long),
         pytest.param("llama", "O1", (*Q2, "layout.pipeline=2", "memory.recompute=selective"), marks=pytest.mark.long),
@@ -55,7 +61,8 @@ def test_layouts_end_with_the_bits_of_one_device(model: str, precision: str, wor
 def test_four_columns_end_with_the_bits_of_one_device() -> None:
     alone = on_one_device("gpt2", "float32", hidden=4)
     words = ("layout.tensor=tesseract", "layout.tensor.q=4", "batch.micro=4")
-    assert ended(config_of("gpt2", "float32", words, hidden=4)).differing(alone) == []
+    for operands in ((), STREAM):
+        assert ended(config_of("gpt2", "float32", (*words, *operands), hidden=4)).differing(alone) == []
 
 
 def test_two_dimensions_with_a_ring_and_over_gloo_end_with_the_same_bits() -> None:
@@ -106,7 +113,6 @@ def test_a_planted_mistake_is_seen(plant: Any) -> None:
         (("bits.hidden=8",), "bits.hidden"),
         (Q2, "layout.tensor.q"),
         ((*Q2, "bits.hidden=2", "bits.tensor=1"), "layout.tensor.q"),
-        ((*Q2, "bits.hidden=2", "memory.summa=stream"), "memory.summa"),
         ((*Q2, "bits.hidden=2", "bits.samples=2"), "bits.samples"),
     ],
 )
