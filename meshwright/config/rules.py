@@ -143,9 +143,6 @@ def adapters_are_next_to_frozen_linears(config: Config) -> Iterator[Problem]:
     if adapter.dora and adapter.dropout:
         rule_text = "drops inputs of adapters alone, and magnitudes scale the sum with the frozen linear"
         yield Problem("model.adapter.dropout", adapter.dropout, rule_text, "0; or model.adapter.dora=false")
-    if config.bits.layout_free and (config.bits.hidden > 1 or model.routing.num_experts):
-        rule_text = f"has adapters of rank {adapter.rank} in runs without experts and with bits.hidden=1 alone"
-        yield Problem("bits.kind", config.bits.kind, rule_text, "usual; or bits.hidden=1, or model.adapter=null")
     if adapter.dora and config.bits.layout_free:
         rule_text = "sums squares of columns over ranks, in no order (bits.kind=layout-free)"
         yield Problem("model.adapter.dora", True, rule_text, "false; or bits.kind=usual")

@@ -26,13 +26,13 @@ from itertools import chain
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.compute.bits.blocks import Blocks, apart
 from meshwright.compute.bits.products import ExactProducts
 from meshwright.compute.parameters.fixed import SUMMED_LOSS, rounded_loss
-from meshwright.compute.parameters.shard import WriteGradient
+from meshwright.compute.parameters.shard import Initial, WriteGradient
 from meshwright.compute.tensor.boundary import Boundary
 from meshwright.compute.tensor.experts import (
     Dispatch,
@@ -244,6 +244,14 @@ class ExpertsByParts(SeparateExperts):
         for layer, inner in ((self.expand, -1), (self.contract, 0)):
             assert isinstance(layer, LinearByParts)
             layer.cut(blocks.parts, inner, products.products)
+
+    def low_rank(self, name: str, rank: int, first: Initial, last: Initial) -> tuple[nn.Module, nn.Module]:
+        a, b = super().low_rank(name, rank, first, last)
+        # The whole factor has one addend for each part's rows.
+        layer, inner = (b, -1) if name == "expand" else (a, 0)
+        assert isinstance(layer, LinearByParts)
+        layer.cut(self.blocks.parts, inner, layer.products)
+        return a, b
 
     def dispatch(self, h: Tensor, places: Tensor | None) -> tuple[Dispatched, Dispatch]:
         routed = self.router.route(self.router(h))

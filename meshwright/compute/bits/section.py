@@ -173,6 +173,10 @@ def parts_of_hidden_are_equal(config: Config) -> Iterator[Problem]:
         rule_text = f"does not cut {field}={width} into parts of whole vectors of {VECTOR}"
         powers = [size for size in divisors(width // VECTOR) if not size & (size - 1)] if width % VECTOR == 0 else [1]
         yield Problem(HIDDEN, parts, rule_text, listed(powers), (field,))
+    elif config.model.adapter is not None and config.model.adapter.rank % parts:
+        rank = config.model.adapter.rank
+        rule_text = f"does not cut model.adapter.rank={rank} into equal parts"
+        yield Problem(HIDDEN, parts, rule_text, listed(divisors(math.gcd(rank, parts))), ("model.adapter.rank",))
     elif parts % size:
         rule_text = f"does not divide bits.hidden={parts}, the parts of the hidden width that kernels get"
         hint = "" if size & (size - 1) else f"; or {HIDDEN}={size}"

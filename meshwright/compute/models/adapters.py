@@ -158,7 +158,7 @@ class Recorder:
             lambda _: LowRank(
                 self.pair.contract(inner, rank, first_of_a(inner), bias=False),
                 self._transform(rank, hidden, self._first_of_b),
-                InnerDropout(self.kit, self.settings.dropout),
+                InnerDropout(self.kit, self.settings.dropout, self.pair),
                 self.settings.scale,
                 self._magnitudes(partial(self.kit.linear, "transform"), hidden),
             )

@@ -47,6 +47,7 @@ class CommonPair:
     segment: Segment
     arithmetic: Arithmetic
     core: bool
+    inner: Arithmetic
 
     def expand(
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
@@ -71,6 +72,10 @@ class BranchPair:
 
     segment: Segment
     arithmetic: Arithmetic
+
+    @property
+    def inner(self) -> Arithmetic:
+        return self.arithmetic
 
     def expand(
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
@@ -98,7 +103,10 @@ class SubgraphKit(KitBase):
         self.segment = Segment(mesh, num_rows=alone, in_order=arithmetic.in_order)
         super().__init__(mesh, self.segment, arithmetic)
         branches = BranchPair(self.segment, arithmetic)
-        core, common = (CommonPair(self.segment, arithmetic.common, core) for core in (True, False))
+        core, common = (
+            CommonPair(self.segment, arithmetic.common, core, arithmetic if core else arithmetic.common)
+            for core in (True, False)
+        )
         self._branches: LinearPair = core if settings.branch == "attention-core" else branches
         # Attention asks for `branches`, other pairs of linears for `expand` and `contract`, which only `block` cuts.
         self._slices: LinearPair = branches if settings.branch == "block" else common

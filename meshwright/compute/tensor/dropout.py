@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.compute.tensor.kit import Kit
+from meshwright.compute.tensor.kit import Kit, LinearPair
 
 
 class InnerDropout(nn.Module):
     """Dropout of [B, T, N/p] between the two linears of a pair; each rank draws a mask for one part of the width."""
 
-    def __init__(self, kit: Kit, rate: float) -> None:
+    def __init__(self, kit: Kit, rate: float, pair: LinearPair | None = None) -> None:
+        """Make the dropout. `pair`: the factory of the two linears; None: the kit."""
         super().__init__()
-        self.rate, self.own_randomness, self.inner = rate, kit.own_randomness, kit.inner
+        self.rate, self.own_randomness, self.inner = rate, kit.own_randomness, (pair or kit).inner
         self.by_block: nn.Module | None = None
         """Draws instead, if masks are free of the layout."""
 

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 class LinearPair(Protocol):
     """Factory of the first (`expand`) and second (`contract`) linear of a pair. `bias`: whether linears add biases."""
 
+    @property
+    def inner(self) -> Any:
+        """The arithmetic between the two linears; None: torch's."""
+
     def expand(
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
         heads: HeadGroups | None = None,
@@ -67,13 +71,11 @@ class Kit(LinearPair, Protocol):
     differ along these axes and be equal along all others.
 
     `parts`: number of parts of the inner width that a rank multiplies one by one, each with a separate key-value head.
-    `inner`: the arithmetic between the two linears of the kit's pairs; None: torch's. `kept`: tensors derived from
-    weights, to be cleared after a step has changed the weights.
+    `kept`: tensors derived from weights, to be cleared after a step has changed the weights.
     """
 
     split_axes: tuple[str, ...]
     parts: int
-    inner: Any
     kept: dict[Any, Tensor]
 
     @property

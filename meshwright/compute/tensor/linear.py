@@ -148,7 +148,7 @@ def linear(
     """
     x, weight, bias = cast(x, weight, bias)
     y: Tensor = _Linear.apply(x, weight, bias, layer, products)
-    return y.view(*x.shape[:-1], weight.shape[1])
+    return y.view(*x.shape[:-1], products.outputs_of(weight.shape[1]))
 
 
 def at_once(ids: Tensor, dy: Tensor) -> Iterable[tuple[Tensor, Tensor]]:

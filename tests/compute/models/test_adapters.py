@@ -97,25 +97,65 @@ LAYOUTS = {
     "cut": {"tensor": MEGATRON | {"sequence_parallel": True}},
     "stages": {"pipeline": {"size": 2}},
 }
+BLOCKS = {
+    "2-D": {"tensor": {"kind": "tesseract", "q": 2}},
+    "sub-graphs": {"tensor": {"kind": "subgraph", "size": 2}},
+    "cores": {"tensor": {"kind": "subgraph", "size": 2, "branch": "attention-core"}, "pipeline": 2},
+    "contexts x cut": {"context": 2, "tensor": MEGATRON | {"sequence_parallel": True}},
+}
+
+
+def layout_free(layout: dict[str, Any], bits: dict[str, int], adapter: dict[str, Any], **model: Any) -> Config:
+    tree = {
+        "model": {
+            "family": "llama", "layers": 2, "hidden": 32, "heads": 4, "key_value_heads": 2, "feed_forward": 128,
+            "positions": 16, "vocabulary": 300, "vocabulary_multiple": 8,
+            "adapter": {"rank": 4, "begin": "random"} | adapter,
+        } | model,
+        "data": {"sequence": 16}, "batch": {"global": 8, "micro": 2}, "steps": 2, "layout": layout,
+        "bits": {"kind": "layout-free"} | bits, "compile": "none", "threads": 1,
+    }  # fmt: skip
+    return parse_run(tree, [])
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_equal_bits_in_every_layout(dropout: float) -> None:
-    def run_of(layout: dict[str, Any]) -> Config:
-        adapter = {"rank": 4, "begin": "random", "dropout": dropout}
-        tree = {
-            "model": {
-                "family": "llama", "layers": 2, "hidden": 32, "heads": 4, "key_value_heads": 2, "feed_forward": 128,
-                "positions": 16, "vocabulary": 300, "vocabulary_multiple": 8, "adapter": adapter,
-            },
-            "data": {"sequence": 16}, "batch": {"global": 8, "micro": 2}, "steps": 2, "layout": layout,
-            "bits": {"kind": "layout-free", "tensor": 2, "sequence": 2}, "compile": "none", "threads": 1,
-        }  # fmt: skip
-        return parse_run(tree, [])
-
-    alone = ended(run_of({"transport": "torch"}))
+    bits, adapter = {"tensor": 2, "sequence": 2}, {"dropout": dropout}
+    alone = ended(layout_free({"transport": "torch"}, bits, adapter))
     for name, layout in LAYOUTS.items():
-        assert alone.differing(ended(run_of(layout))) == [], name
+        assert alone.differing(ended(layout_free(layout, bits, adapter))) == [], name
+
+
+def test_equal_bits_with_parts_of_the_hidden_width() -> None:
+    # Four parts of two key-value heads: parts share columns.
+    bits, adapter = {"tensor": 4, "hidden": 2, "sequence": 4}, {"dropout": 0.2}
+    alone = ended(layout_free({"transport": "torch"}, bits, adapter))
+    for name, layout in (LAYOUTS | BLOCKS).items():
+        assert alone.differing(ended(layout_free(layout, bits, adapter))) == [], name
+
+
+EXPERTS = {"experts": {"count": 4, "per_token": 2, "balance": 0.3}, "feed_forward": 64, "biases": []}
+OF_EXPERTS = {
+    "expert axis": {"data": {"size": 2, "expert": 2}},
+    "1-D": {"tensor": MEGATRON},
+    "cut x expert axis": {"tensor": MEGATRON | {"sequence_parallel": True}, "data": {"size": 2, "expert": 2}},
+    "contexts x stages": {"context": 2, "pipeline": 2},
+}
+
+
+@pytest.mark.parametrize("bits", [{"samples": 1}, {"tensor": 2, "sequence": 4}], ids=["grains", "parts"])
+def test_adapters_of_experts_have_equal_bits(bits: dict[str, int]) -> None:
+    alone = ended(layout_free({"transport": "torch"}, bits, {}, **EXPERTS))
+    assert any("feed_forward.expand.adapter.b" in name for name in alone.tensors)
+    for name, layout in OF_EXPERTS.items():
+        if "tensor" in bits or layout.keys() == {"data"}:
+            assert alone.differing(ended(layout_free(layout, bits, {}, **EXPERTS))) == [], name
+
+
+def test_the_parts_of_the_hidden_width_cut_the_rank() -> None:
+    with pytest.raises(ConfigError, match=r"bits.hidden=2 does not cut model.adapter.rank=3 "):
+        layout_free({}, {"hidden": 2}, {"rank": 3})
+    assert parse_run({"bits": "layout-free", "model": {"adapter": {"rank": 3}}}, []).bits.hidden == 1
 
 
 @pytest.mark.parametrize("sync", ["allreduce", "zero3"])
