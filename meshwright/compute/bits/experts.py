@@ -15,7 +15,8 @@ the rows of each run of tokens are a separate product too:
 | tokens, of a router's losses | none: each run's loss is rounded to a multiple of one power of two (fixed.py)     |
 
 Rows are sorted by (rank of the expert, run, part, expert, sequence, token). Sent over the expert axis: the rows of the
-usual mode, times the parts of a rank.
+usual mode, times the parts of a rank. With a capacity, pairs beyond the capacity have no rows; numbers of rows are sent
+as without one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -35,6 +37,7 @@ from meshwright.compute.parameters.fixed import SUMMED_LOSS, rounded_loss
 from meshwright.compute.parameters.shard import Initial, WriteGradient
 from meshwright.compute.tensor.boundary import Boundary
 from meshwright.compute.tensor.experts import (
+    CountDropped,
     Dispatch,
     Dispatched,
     Experts,
@@ -116,6 +119,8 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (slots,) = ctx.saved_tensors
+        if len(gradient) < slots.numel():
+            gradient = F.pad(gradient, (0, 0, 0, 1))  # the slot of pairs beyond a capacity
         first, *others = (gradient[rows].float() for rows in slots.unbind(-1))
         for addend in others:
             first += addend
@@ -261,16 +266,23 @@ class ExpertsByParts(SeparateExperts):
         runs = self.blocks.runs if length > 1 else 1
         run = torch.arange(length, device=ids.device).div(length // runs, rounding_mode="floor").view(1, -1, 1)
         first = (ids // here * runs + run) * parts * here + ids % here
-        keys = torch.stack([first + index * here for index in range(parts)])
+        keys, total = torch.stack([first + index * here for index in range(parts)]), self.shape.count * runs * parts
+        if bounded := self.shape.capacity is not None and self.training:
+            taken, _ = self.within_capacity(ids, places)
+            keys, h = keys.masked_fill(~taken, total), CountDropped.apply(h, taken, self)
         experts, order = keys.flatten().sort(stable=True)
         slots = order.argsort()
-        plan = Dispatch(order, slots, copies, rows_of_experts(experts, self.shape.count * runs * parts))
+        if bounded and not ids.is_meta:  # in a plan, experts take all pairs
+            order = order[: int(taken.sum()) * parts]
+            slots = slots.clamp(max=len(order))
+        plan = Dispatch(order, slots, copies, rows_of_experts(experts, total))
         rows: Tensor = _Rows.apply(h, order % ids.numel() // copies, slots.view(parts, *ids.shape), self.boundary)
         weights: Tensor = _Copies.apply(routed.weights.to(h.dtype), self.boundary, parts)
         return Dispatched(rows, weights, routed.losses), plan
 
     def combine(self, y: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
-        chosen = gather_rows(y, plan.slots, plan.pairs.unsqueeze(1)).view(*weights.shape, -1)
+        drops = len(plan.pairs) < len(plan.slots)
+        chosen = gather_rows(y, plan.slots, plan.pairs.unsqueeze(1), zeros=drops).view(*weights.shape, -1)
         first, *others = (chosen * weights.unsqueeze(-1)).unbind(-2)
         for addend in others:
             first = first + addend
@@ -278,7 +290,7 @@ class ExpertsByParts(SeparateExperts):
         return left
 
     def runs_of(self, x: Tensor, counts: Tensor | None) -> Runs:
-        assert counts is not None, "a rule refuses a capacity with parts"
+        assert counts is not None, "each number of rows is counted"
         return counts.view(-1, self.shape.count).tolist()
 
     def outputs_here(self, x: Tensor, trade: Trade) -> Tensor:

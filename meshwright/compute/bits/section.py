@@ -285,13 +285,11 @@ def layers_fall_into_blocks(config: Config) -> Iterator[Problem]:
     model, bits = config.model, config.bits
     because = "whose sinks' gradients have no sums by parts" if model.has_sinks else model.uncut_because
     why = f"cuts layers of a {model.family}, {because}" if because else ""
-    experts, bounded = model.routing.num_experts, model.routing.droppable_pairs
+    experts = model.routing.num_experts
     for field, parts in ((TENSOR, bits.tensor), (HIDDEN, bits.hidden), (SEQUENCE, bits.sequence)):
         said = why
         if experts and field == HIDDEN:
             said = f"cuts inputs of layers, and those of model.experts.count={experts} are not cut"
-        elif experts and bounded:
-            said = "cuts layers, and experts with model.experts.capacity are not cut"
         if said and parts > 1:
             yield Problem(field, parts, said, "1")
 

@@ -259,20 +259,20 @@ def gather_rows(x: Tensor, index: Tensor, back: Tensor, *, zeros: bool = False) 
     return y
 
 
-class _CountDropped(torch.autograd.Function):
+class CountDropped(torch.autograd.Function):
     """Identity. Dropped pairs are counted in the backward pass, so once even if the forward pass is recomputed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fits: Tensor, layer: Experts) -> Tensor:
-        ctx.save_for_backward(fits)
+    def forward(ctx: Any, x: Tensor, kept: Tensor, layer: Experts) -> Tensor:
+        ctx.save_for_backward(kept)
         ctx.layer = layer
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (fits,) = ctx.saved_tensors
-        ctx.layer.count_dropped((~fits).sum())
+        (kept,) = ctx.saved_tensors
+        ctx.layer.count_dropped((~kept).sum())
         return dy, None, None
 
 
@@ -382,26 +382,32 @@ class Experts(nn.Module):
             The order of rows; h, with a backward pass that counts dropped pairs.
         """
         (rows, tokens, copies), count = ids.shape, self.shape.count
-        before = earlier_tokens(ids, count)
-        cut = self.mesh.size("context") if "context" in self.mesh.grid.names else 1
-        earlier = before if cut == 1 else self._earlier_of_all(ids, places, tokens * cut)
-        most = self.shape.most_tokens(tokens * cut)
+        before, (fits, most) = earlier_tokens(ids, count), self.within_capacity(ids, places)
         room = min(most, tokens)
-        fits = earlier < most
         sequence = torch.arange(rows, device=ids.device).view(-1, 1, 1)
         total = count * rows * room
         slots = torch.where(fits, (ids * rows + sequence) * room + before, total).flatten()
         pairs = slots.new_full((total + 1,), slots.numel())
         pairs[slots] = torch.arange(slots.numel(), device=ids.device)
-        return Dispatch(pairs[:-1], slots, copies, None), _CountDropped.apply(h, fits, self)
+        return Dispatch(pairs[:-1], slots, copies, None), CountDropped.apply(h, fits, self)
 
-    def _earlier_of_all(self, ids: Tensor, places: Tensor | None, length: int) -> Tensor:
-        """Compute `earlier_tokens` if the context axis cuts sequences; `places`: positions of this rank's tokens."""
+    def within_capacity(self, ids: Tensor, places: Tensor | None) -> tuple[Tensor, int]:
+        """Return the pairs that experts take, bool [B, T, k], and the most tokens that an expert takes of a sequence.
+
+        Args:
+            ids: Numbers of each token's experts [B, T, k].
+            places: Positions of this rank's tokens; read if the context axis cuts sequences.
+        """
+        count, length = self.shape.count, ids.shape[1]
+        cut = self.mesh.size("context") if "context" in self.mesh.grid.names else 1
+        most = self.shape.most_tokens(length * cut)
+        if cut == 1:
+            return earlier_tokens(ids, count) < most, most
         assert places is not None, "tokens of a part of a sequence, at places that nobody has said"
-        whole = ids.new_zeros(ids.shape[0], length, ids.shape[2])
+        whole = ids.new_zeros(ids.shape[0], length * cut, ids.shape[2])
         whole[:, places] = ids
         whole = start_all_reduce(whole, self.mesh.comm("context")).wait()
-        return earlier_tokens(whole, self.shape.count)[:, places]
+        return earlier_tokens(whole, count)[:, places] < most, most
 
     def grouped(self, x: Tensor) -> bool:
         """Return True if one kernel multiplies the rows x [R, H] of all experts; else the host needs their numbers."""

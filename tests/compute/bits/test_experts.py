@@ -61,6 +61,34 @@ def test_experts_end_with_the_bits_of_one_device(words: str, layout: str) -> Non
     assert ended(run(*given, *LAYOUTS[layout])).differing(on_one_device(*given)) == []
 
 
+BOUNDED = (
+    "model.experts.capacity=0.75", "model.hidden=64", "model.feed_forward=64", "data.sequence=64",
+    "bits={kind: layout-free, tensor: 2, sequence: 4}",
+)  # fmt: skip
+ONE_D = ("layout.tensor=megatron", "layout.tensor.size=2")
+IN_PARTS = {
+    "expert axis": ("layout.data=2", "layout.data.expert=2"),
+    "1-D x expert axis": (*ONE_D, "layout.data=2", "layout.data.expert=2"),
+    "cut x stages": (*ONE_D, "layout.tensor.sequence_parallel=true", "layout.pipeline=2"),
+    "contexts, recomputed": ("layout.context=2", "layout.data=3", "layout.data.expert=3", "memory.recompute=1"),
+}
+
+
+@pytest.mark.parametrize("layout", IN_PARTS)
+def test_a_capacity_has_the_bits_of_one_device_in_parts(layout: str) -> None:
+    assert ended(run(*BOUNDED, *IN_PARTS[layout])).differing(on_one_device(*BOUNDED)) == []
+
+
+def test_a_capacity_in_parts_drops_the_pairs_of_the_usual_mode() -> None:
+    words = (*BOUNDED, "model.dropout=0", "steps=1")
+    losses = [
+        [float.fromhex(number) for number in ended(run(*words, *more)).numbers[0].split()]
+        for more in ((), ("bits=usual",), ("model.experts.capacity=null",))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0] != pytest.approx(losses[2], rel=1e-4)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_processes_over_gloo_end_with_the_bits_of_threads(threads: int) -> None:
     words = LAYOUTS["two ranks share experts"]
