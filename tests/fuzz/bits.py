@@ -39,6 +39,11 @@ DELTA_NETS = {
     "attention_layers": [False, True],
 }  # fmt: skip
 EXPERTS = {"count": 6, "per_token": 2, "balance": 0.3}
+ADAPTER = {"rank": 4, "begin": "random"}
+T5 = {
+    "family": "t5", "heads": 4, "head_width": 16, "feed_forward": 256, "distance_buckets": 8, "distance_max": 10,
+    "positions": 128,
+}  # fmt: skip
 ALL_LOSSES = EXPERTS | {"per_token": 3, "router_z": 0.01, "shared": 64}
 DEEPSEEK = {
     "family": "deepseek", "query_rank": 64, "key_value_rank": 64, "head_width": 8, "rotary_width": 8, "value_width": 8,
@@ -52,6 +57,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "gpt2": {"model": {"family": "gpt2", "dropout": 0.1}, "bits": PARTS},
     "gpt2, by runs of queries": {"model": {"family": "gpt2", "dropout": 0.0}, "bits": BY_RUNS},
     "llama": {"model": {**LLAMA, "head_norms": True, "dropout": 0.1}, "bits": PARTS},
+    "llama, adapters": {
+        "model": {**LLAMA, "adapter": {**ADAPTER, "dropout": 0.1}, "dropout": 0.1},
+        "bits": PARTS,
+    },
+    "t5": {"model": {**T5, "dropout": 0.1}, "bits": PARTS, "data": {"sequence": 128}},
     "llama, by runs of queries": {"model": {**LLAMA, "dropout": 0.0}, "bits": BY_RUNS},
     "llama, documents": {"model": {**LLAMA, "dropout": 0.0}, "bits": BY_RUNS, "data": {"documents": "separate"}},
     "bert": {"model": {"family": "bert", "next_sentence": True, "dropout": 0.1}, "bits": PARTS},
@@ -60,12 +70,27 @@ RUNS: dict[str, dict[str, Any]] = {
     "gemma, by runs of queries": {"model": {**GEMMA, "dropout": 0.0}, "bits": BY_RUNS},
     "olmo": {"model": {**OLMO, "dropout": 0.1}, "bits": PARTS},
     "olmo, by runs of queries": {"model": {**OLMO, "dropout": 0.0}, "bits": BY_RUNS},
-    "sinks": {"model": {**SINKS, "dropout": 0.1}, "bits": {}, "batch": 12},
+    "sinks": {"model": {**SINKS, "dropout": 0.1}, "bits": {"tensor": 4, "sequence": 4}, "batch": 12},
+    "sinks, by runs of queries": {
+        "model": {**SINKS, "dropout": 0.0},
+        "bits": {"tensor": 2, "sequence": 8, "attention": "runs"},
+        "batch": 12,
+    },
     "delta nets": {"model": {**DELTA_NETS, "dropout": 0.1}, "bits": {}, "batch": 12},
     "delta nets with experts": {"model": {**DELTA_NETS, "experts": EXPERTS, "dropout": 0.1}, "bits": {}, "batch": 12},
     "experts": {"model": {**LLAMA, "feed_forward": 48, "experts": EXPERTS, "dropout": 0.1}, "bits": {}, "batch": 12},
     "experts, cut": {
         "model": {**LLAMA, "feed_forward": 64, "experts": ALL_LOSSES, "dropout": 0.1},
+        "bits": {"tensor": 4, "sequence": 4},
+        "batch": 12,
+    },
+    "experts with a capacity": {
+        "model": {**LLAMA, "feed_forward": 64, "experts": ALL_LOSSES | {"capacity": 0.75}, "dropout": 0.1},
+        "bits": {"tensor": 4, "sequence": 4},
+        "batch": 12,
+    },
+    "experts with adapters": {
+        "model": {**LLAMA, "feed_forward": 64, "experts": ALL_LOSSES, "adapter": ADAPTER, "dropout": 0.1},
         "bits": {"tensor": 4, "sequence": 4},
         "batch": 12,
     },
@@ -101,6 +126,7 @@ def _tensor(kind: str, **settings: object) -> Words:
 MEGATRONS = [_tensor("megatron", size=size, sequence_parallel=cut) for size in (2, 4) for cut in ("false", "true")]
 TESSERACTS = [
     _tensor("tesseract", q=2), _tensor("tesseract", q=2, d=2), (*_tensor("tesseract", q=2), "memory.summa=whole"),
+    (*_tensor("tesseract", q=2), "memory.summa=stream"),
 ]  # fmt: skip
 SUBGRAPHS = [
     _tensor("subgraph", size=size, common=common, branch=branch)

@@ -76,6 +76,10 @@ class ExactArithmetic(SeparateArithmetic):
         return self.blocks.grains
 
     @property
+    def query_runs(self) -> int:  # type: ignore[override]
+        return self.blocks.query_runs
+
+    @property
     def common(self) -> ExactArithmetic:
         return replace(self, blocks=self.blocks.uncut)
 

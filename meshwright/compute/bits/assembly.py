@@ -53,7 +53,8 @@ def blocks_of(config: Config, mesh: Mesh) -> Blocks:
     parts, runs = bits.tensor // ranks, bits.sequence // holders
     outer_runs = runs // again
     own_hidden = bits.hidden // ranks if tensor.cuts_hidden else bits.hidden
-    dealt = holders if config.layout.context.strategy.by_heads else 1
+    by_heads = config.layout.context.strategy.by_heads
+    dealt = holders if by_heads else 1
     head_parts = bits.head_parts(config.model) // (ranks * dealt)
     return Blocks(
         parts=parts,
@@ -65,6 +66,7 @@ def blocks_of(config: Config, mesh: Mesh) -> Blocks:
         first_outer_run=holder * runs + outer_index * outer_runs,
         head_parts=head_parts,
         first_head_part=(rank * dealt + holder % dealt) * head_parts,
+        query_runs=1 if bits.attention == "heads" else bits.sequence if by_heads else runs,
         grains=tensor.rows.at_once,
         hidden=bits.hidden,
         own_hidden=own_hidden,

@@ -47,6 +47,8 @@ class Blocks:
     head_parts: int = 1
     """This rank's parts of attention's heads, for whole sequences. Ulysses may split a part of the inner width."""
     first_head_part: int = 0
+    query_runs: int = 1
+    """Runs of queries that attention computes one at a time on this rank."""
     grains: int = 1
     """Grains inside of pairs at a time; several if ranks hold different samples between pairs."""
     hidden: int = 1

@@ -41,7 +41,7 @@ class HeadParts(Heads):
         """Attend grain by grain, and in each grain part by part of the heads."""
         count, grains = self.blocks.head_parts, []
         for rows, whole, seed in self.by_grain((query, key, value), spec):
-            parts = zip(*(x.chunk(count, HEADS) for x in rows), specs_of(whole, count), strict=True)
+            parts = zip(*(x.chunk(count, HEADS) for x in rows), specs_of(whole.of_use(0), count), strict=True)
             outs = []
             for index, (*operands, head_spec) in enumerate(parts, self.blocks.first_head_part):
                 q, k, v = (Apart.apply(x) for x in operands)
@@ -73,8 +73,6 @@ class HeadParts(Heads):
         self, operands: Sequence[Tensor], spec: AttentionSpec
     ) -> Iterator[tuple[tuple[Tensor, ...], AttentionSpec, int]]:
         """Yield each grain's rows of the operands, the spec of these rows, and the seed of the grain's masks."""
-        known = "causal", "window", "scale", "dropout", "documents", "seen", "bias", "soft_cap"
-        spec.only(*known, by="attention with bits=layout-free, which has no sum of sinks' gradients free of ranks")
         count = self.blocks.grains
         seeds = self.draw(count) if spec.dropout else [0] * count
         rows = zip(*(x.chunk(count) for x in operands), strict=True)

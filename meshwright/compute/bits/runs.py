@@ -86,9 +86,10 @@ class RunsOfQueries(HeadParts):
         parts = self.blocks.head_parts
         length, total = query.shape[TOKENS] // len(runs), keys[0].shape[TOKENS]
         outs = []
-        for run, queries, k, v in zip(runs, query.chunk(len(runs), TOKENS), keys, values, strict=True):
+        operands = zip(runs, query.chunk(len(runs), TOKENS), keys, values, strict=True)
+        for use, (run, queries, k, v) in enumerate(operands):
             by_head: list[Tensor] = []
-            of_run = spec_of_run(spec, slice(run * length, (run + 1) * length), total, query)
+            of_run = spec_of_run(spec.of_use(use), slice(run * length, (run + 1) * length), total, query)
             specs = specs_of(of_run, parts)
             for index in range(parts):
                 q, part_k, part_v = (Apart.apply(x.chunk(parts, HEADS)[index]) for x in (queries, k, v))

@@ -283,8 +283,7 @@ def rings_have_runs_of_queries(config: Config) -> Iterator[Problem]:
 @_under_layout_free(TENSOR, HIDDEN, SEQUENCE, "model")
 def layers_fall_into_blocks(config: Config) -> Iterator[Problem]:
     model, bits = config.model, config.bits
-    because = "whose sinks' gradients have no sums by parts" if model.has_sinks else model.uncut_because
-    why = f"cuts layers of a {model.family}, {because}" if because else ""
+    why = f"cuts layers of a {model.family}, {model.uncut_because}" if model.uncut_because else ""
     experts = model.routing.num_experts
     for field, parts in ((TENSOR, bits.tensor), (HIDDEN, bits.hidden), (SEQUENCE, bits.sequence)):
         said = why

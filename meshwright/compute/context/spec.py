@@ -45,7 +45,8 @@ class AttentionSpec:
     """cap(x) = soft_cap · tanh(x / soft_cap), of scaled scores, before the bias and masks (Gemma 2, arXiv 2408.00118);
     None: cap(x) = x."""
     sinks: Tensor | None = None
-    """[A], a logit a head: a further column of the softmax, without a value (gpt-oss, arXiv 2508.10925)."""
+    """[A], a logit a head: a further column of the softmax, without a value (gpt-oss, arXiv 2508.10925). Or [n, A]: one
+    row for each use, with separate gradients (bits: layout-free)."""
 
     def __post_init__(self) -> None:
         if not self.causal and (self.documents is not None or self.window is not None):
@@ -99,16 +100,24 @@ class AttentionSpec:
         if sinks is None and not by_head:
             return [self] * count
         biases: Sequence[Tensor | None] = bias.chunk(count, 1) if bias is not None and by_head else [bias] * count
-        logits: Sequence[Tensor | None] = [None] * count if sinks is None else sinks.chunk(count)
+        logits: Sequence[Tensor | None] = [None] * count if sinks is None else sinks.chunk(count, -1)
         return [replace(self, bias=head_bias, sinks=some) for head_bias, some in zip(biases, logits, strict=True)]
 
     def by_rows(self, count: int) -> list[AttentionSpec]:
         """Split the tensors into `count` equal runs of rows; a tensor of one row is for all rows."""
         if count == 1:
             return [self]
-        tensors = self.documents, self.seen, self.bias
+        # Sinks with rows have a run of rows for each run of samples.
+        sinks = None if self.sinks is None or self.sinks.dim() == 1 else self.sinks
+        tensors = self.documents, self.seen, self.bias, sinks
         split: list[Sequence[Tensor | None]] = [
             [x] * count if x is None or x.shape[0] == 1 else x.chunk(count) for x in tensors
         ]
-        each = zip(*split, strict=True)
-        return [replace(self, documents=documents, seen=seen, bias=bias) for documents, seen, bias in each]
+        return [
+            replace(self, documents=documents, seen=seen, bias=bias, sinks=self.sinks if rows is None else rows)
+            for documents, seen, bias, rows in zip(*split, strict=True)
+        ]
+
+    def of_use(self, use: int) -> AttentionSpec:
+        """Choose a row of sinks that have one for each use."""
+        return self if self.sinks is None or self.sinks.dim() == 1 else replace(self, sinks=self.sinks[use])

@@ -37,6 +37,8 @@ class Arithmetic:
     """True: the arithmetic draws dropout masks, independent of the rank. False: the kit draws masks for each rank."""
     grains: int = 1
     """Equal runs of samples inside of pairs, each with a separate addend of what samples share."""
+    query_runs: int = 1
+    """Runs of queries in attention, each with a separate addend of sinks' gradients."""
     parts: int = 1
     """Parts of a pair's inner width that are multiplied one by one, each with a separate key-value head."""
 

@@ -117,8 +117,14 @@ class Kit(LinearPair, Protocol):
         """Sum over the heads of all ranks: [B, T, local heads, N] -> [B, T, N], sharded as the kit's activations.
         Backward: `enter`."""
 
-    def local(self, shape: tuple[int, ...], dim: int, initial: Initial, role: Role) -> nn.Module:
-        """Make a parameter inside of `branches`, split along `dim` like the inner width. A call returns this part."""
+    def local(
+        self, shape: tuple[int, ...], dim: int, initial: Initial, role: Role, *, by_run: bool = False
+    ) -> nn.Module:  # fmt: skip
+        """Make a parameter inside of `branches`, split along `dim` like the inner width. A call returns this part.
+
+        If a kit adds gradients in pieces, a call returns the part once for each run of samples; `by_run`: once for each
+        run of queries of these.
+        """
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         """Make a `TableHead` (head.py) or a module with the same calls. `tied`: the token embedding that shares the

@@ -204,9 +204,11 @@ class KitBase:
         boundary, local_heads, start_sum = self.boundary, x.shape[2], self.arithmetic.start_sum_of_heads
         return cross(x, lambda x: start_sum(x, boundary), lambda dy: start_copies(dy, local_heads, boundary))
 
-    def local(self, shape: tuple[int, ...], dim: int, initial: Initial, role: Role) -> nn.Module:
+    def local(
+        self, shape: tuple[int, ...], dim: int, initial: Initial, role: Role, *, by_run: bool = False
+    ) -> nn.Module:  # fmt: skip
         spec = ShardSpec(shape, self.boundary.inner(dim), initial, role)
-        return Local(self.mesh, spec, self.arithmetic.grains)
+        return Local(self.mesh, spec, self.arithmetic.grains * (self.arithmetic.query_runs if by_run else 1))
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         return self.outside(self.arithmetic.head(self.mesh, shape, tied, UNCUT, SerialHead))

@@ -44,7 +44,7 @@ class LlamaAttention(nn.Module):
             kit,
             AttentionSpec(True, model.window_of(layer), model.score_scale, model.dropout, soft_cap=model.score_bound),
         )
-        self.sinks = kit.local((model.heads,), 0, Initial(0.02), BIAS) if model.has_sinks else None
+        self.sinks = kit.local((model.heads,), 0, Initial(0.02), BIAS, by_run=True) if model.has_sinks else None
         width = model.heads * groups.width
         initial, last = Initial(0.02), last_initial(model)
         biased = "query-key-value" in model.biases

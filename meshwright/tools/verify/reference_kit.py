@@ -88,7 +88,7 @@ class ReferenceKit:
     def leave(self, x: Tensor) -> Tensor:
         return x.sum(2)
 
-    def local(self, shape: _Shape, dim: int, initial: Initial, role: Role) -> nn.Module:
+    def local(self, shape: _Shape, dim: int, initial: Initial, role: Role, *, by_run: bool = False) -> nn.Module:
         decays, elements, wide = role.rule.decays, role.rule.by != "matrices", role.stored == "float32"
         return Layer(lambda weight, _: weight, shape, initial, decays=decays, table=elements, wide=wide)
 

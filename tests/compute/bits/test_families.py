@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.compute.bits import blocks, experts, norms
+from meshwright.compute.bits import arithmetic, blocks, experts, norms
 from meshwright.compute.tensor import cross_entropy
 from meshwright.ranks.mesh import Mesh
 from tests.compute.bits.runs import ended
@@ -31,6 +31,9 @@ EXPERTS = ("layout.data=6", "layout.data.expert=3")
         ("olmo", TESSERACT),
         ("olmo, by runs of queries", RING),
         ("sinks", ZERO3),
+        ("sinks", (*MEGATRON, "layout.data=3")),
+        ("sinks", ("layout.context=2", "layout.pipeline=2", "batch.micro=2")),
+        ("sinks, by runs of queries", (*RING, "layout.data=2", "layout.data.expert=2")),
         ("sinks", EXPERTS),
         ("delta nets", STAGES),
         ("delta nets", ZERO3),
@@ -79,7 +82,13 @@ def test_a_gradient_beyond_the_range_is_named() -> None:
         ended(config_of(("olmo", "float32"), ("model.biases=[output]",), 1))
 
 
+def sums_sinks_of_runs(mesh: Mesh) -> None:
+    """The gradients of a rank's runs of queries to sinks are one float before they are integers."""
+    arithmetic.ExactArithmetic.query_runs = 1  # type: ignore[method-assign, assignment]
+
+
 PLANTS = [
+    (sums_sinks_of_runs, "sinks, by runs of queries", RING),
     (sums_squares_of_own_heads, "olmo", MEGATRON), (forgets_the_cap, "gemma", MEGATRON),
     (adds_parts_in_a_row, "experts, cut", ("layout.data=2",)), (scores_all_runs, "experts, cut", ("layout.context=2",)),
 ]  # fmt: skip
