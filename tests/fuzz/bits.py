@@ -42,6 +42,7 @@ EXPERTS = {"count": 6, "per_token": 2, "balance": 0.3}
 ADAPTER = {"rank": 4, "begin": "random"}
 T5 = {
     "family": "t5", "heads": 4, "head_width": 16, "feed_forward": 256, "distance_buckets": 8, "distance_max": 10,
+    "vocabulary": 361,
     "positions": 128,
 }  # fmt: skip
 ALL_LOSSES = EXPERTS | {"per_token": 3, "router_z": 0.01, "shared": 64}
