@@ -1,7 +1,8 @@
-"""Sums in the order of a balanced tree over a power of two of addends: equal bits, whichever rank holds which addend.
+"""Sums in the order of a tree: equal bits, whichever rank holds which addend.
 
-Two neighbours are added, then two neighbouring sums, and so on. A rank with an aligned run of addends adds that run
-first; the ranks' sums are the leaves of the remaining tree. A tree sends the bytes of a ring's reduce-scatter.
+Two neighbours are added, then two neighbouring sums, and so on; sums without an equal neighbour are added at the end. A
+rank with a power of two of addends adds its run first; the ranks' sums are the leaves of the remaining tree. So six
+addends may be on one rank, on three or on six. A tree sends the bytes of a ring's reduce-scatter.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from meshwright.ranks.comm import Comm
 
 
 def tree_sum(addends: Iterable[Tensor]) -> Tensor:
-    """Sum a power of two of tensors in the order of a balanced tree: two neighbours, then two sums, and so on.
+    """Sum tensors in the order of a tree: two neighbours, then two sums of equally many addends, and so on. At the end
+    the sums of fewer addends are added to those of more.
 
     The first tensor of each addition is overwritten.
     """
@@ -27,7 +29,9 @@ def tree_sum(addends: Iterable[Tensor]) -> Tensor:
             total = waiting.pop()[1].add_(total)
             height += 1
         waiting.append((height, total))
-    assert len(waiting) == 1, "parts are a power of two"
+    while len(waiting) > 1:
+        _, last = waiting.pop()
+        waiting[-1][1].add_(last)
     return waiting[0][1]
 
 
@@ -37,13 +41,14 @@ def start_tree_all_reduce(x: Tensor, comm: Comm) -> Moving:
         return here(x)
     if comm.size == 2:
         return start_all_reduce(x, comm)  # two addends have one order
-    pieces = x.view(comm.size, -1)
+    flat, room = x.view(-1), -x.numel() % comm.size
+    pieces = (torch.cat([flat, flat.new_zeros(room)]) if room else flat).view(comm.size, -1)
     received = torch.empty_like(pieces)
     work = comm.all_to_all(received, pieces, wait=False)
 
     def gathered() -> Tensor:
-        comm.all_gather(x, tree_sum(received.unbind()).contiguous())
-        return x
+        comm.all_gather(pieces, tree_sum(received.unbind()).contiguous())
+        return x.copy_(pieces.view(-1)[: x.numel()].view_as(x)) if room else x
 
     return Moving(work, gathered)
 

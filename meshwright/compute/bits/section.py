@@ -145,19 +145,18 @@ def no_power_of_two(field: str, count: int, why: str, valid: str = "") -> Proble
 
 @_under_layout_free(TENSOR, "layout.tensor", "model")
 def parts_are_equal(config: Config) -> Iterator[Problem]:
-    """Require a power of two, since a tree sums the parts, and equal numbers of parts per rank."""
+    """Require equal numbers of parts per rank, each a power of two: then a rank has a subtree of the tree of sums."""
     parts, tensor = config.bits.tensor, config.layout.tensor
-    if problem := no_power_of_two(TENSOR, parts, "whose sums a tree makes"):
-        yield problem
-        return
     for cut in whole_layers(config, TENSOR, parts) if parts > 1 else ():
         if cut.problem is not None:
             yield cut.problem
     size = tensor.inner_size
-    if parts % size:
+    sizes = [size for size in divisors(parts) if size == 1 or not parts // size & (parts // size - 1)]
+    if size not in sizes:
         rule_text = f"does not divide bits.tensor={parts}, the parts that kernels get"
-        hint = "" if size & (size - 1) else f"; or {TENSOR}={size}"
-        yield Problem(tensor.inner_field, size, rule_text, listed(divisors(parts)) + hint)
+        if parts % size == 0:
+            rule_text = f"leaves a rank {parts // size} of bits.tensor={parts} parts, and a tree adds up powers of two"
+        yield Problem(tensor.inner_field, size, rule_text, f"{listed(sizes)}; or {TENSOR}={size}")
 
 
 @_under_layout_free(HIDDEN, "layout.tensor", "model")
@@ -262,7 +261,7 @@ def _kernels_are_whole_vectors(config: Config, tokens: int) -> Problem | None:
 @_under_layout_free("layout.context.size", "bits.tensor", SEQUENCE, "layout.tensor", "model")
 def parts_of_heads_are_dealt_equally(config: Config) -> Iterator[Problem]:
     bits, context = config.bits, config.layout.context
-    if context.size == 1 or bits.tensor & (bits.tensor - 1) or not context.strategy.by_heads:
+    if context.size == 1 or not context.strategy.by_heads:
         return
     ranks = config.layout.tensor.inner_size
     if (parts := bits.head_parts(config.model)) % (ranks * context.size):

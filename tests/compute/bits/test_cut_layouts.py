@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,12 +18,14 @@ from meshwright.compute.bits import assembly, blocks
 from meshwright.compute.bits.grains import SampleGrains
 from meshwright.config import Config
 from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.ranks.trees import tree_sum
+from meshwright.ranks.trees import start_tree_all_reduce, tree_sum
 from meshwright.tools.diff import difference
 from tests.compute.bits.cut_layouts import CUT, M2, M4, MODELS, PRECISIONS, U2, U4, check, config_of, on_one_device
-from tests.compute.bits.runs import ended
+from tests.compute.bits.runs import Ended, ended
 from tests.training.runs import config_for, make_corpus, run
+from tests.workers import run_ranks
 
 
 @pytest.mark.few(2)
@@ -130,6 +133,55 @@ def test_a_tree_adds_neighbours_and_then_their_sums() -> None:
     a, b, c, d = (torch.tensor(x) for x in (1.0, 2.0**-24, 2.0**-24, 2.0**-24))
     assert float(tree_sum([a.clone(), b.clone(), c.clone(), d.clone()])) == float((a + b) + (c + d))
     assert float((a + b) + (c + d)) != float(((a + b) + c) + d)
+
+
+SIXTHS = (
+    "model.hidden=192",
+    "model.vocabulary_multiple=48",
+    "model.positions=48",
+    "data.sequence=48",
+    "batch.global=6",
+)
+THREE = ("layout.tensor=megatron", "layout.tensor.size=3")
+
+
+@cache
+def in_sixths(model: str, *words: str) -> Ended:
+    heads = 6 if model == "gpt2" else 12
+    more = (f"model.heads={heads}", *(("model.key_value_heads=3", "model.feed_forward=384") if heads == 12 else ()))
+    return ended(config_of(model, "float32", (*SIXTHS, *more, *words), tensor=6, sequence=6))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "model, words",
+    [
+        ("gpt2", THREE),
+        ("gpt2", ("layout.tensor=megatron", "layout.tensor.size=6", "layout.tensor.sequence_parallel=true")),
+        ("llama", (*THREE, *U2)),
+        ("llama", ("layout.context=3", "layout.pipeline=2", "batch.micro=1")),
+        ("gpt2", ("layout.tensor=subgraph", "layout.tensor.size=3", "batch.micro=3")),
+    ],
+)
+def test_parts_that_are_no_power_of_two_end_with_the_bits_of_one_device(model: str, words: tuple[str, ...]) -> None:
+    assert in_sixths(model, *words).differing(in_sixths(model)) == []
+
+
+def test_ranks_with_three_parts_each_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"layout.tensor.size=2 leaves a rank 3 of bits.tensor=6 parts"):
+        in_sixths("gpt2", *M2)
+
+
+def _sum_of_three(mesh: Mesh) -> list[float]:
+    addend = torch.tensor([1.0, 2.0**-24, 2.0**-24, 0.0])[[mesh.rank, 0, 1, 2]]
+    return start_tree_all_reduce(addend.clone(), mesh.comm("tensor")).wait().tolist()
+
+
+def test_three_ranks_add_neighbours_first() -> None:
+    """Four elements, which three ranks do not cut evenly: the first is (1 + 2^-24) + 2^-24, in this order 1."""
+    for total in run_ranks(_sum_of_three, Grid((("tensor", 3),))):
+        assert total == [1.0, 3.0, 3 * 2.0**-24, 3 * 2.0**-24]
+    assert float(tree_sum([torch.tensor(x) for x in (1.0, 2.0**-24, 2.0**-24)])) == 1.0
 
 
 def test_a_run_goes_on_under_another_cut_with_the_same_bits(tmp_path: Path) -> None:
