@@ -143,9 +143,6 @@ def adapters_are_next_to_frozen_linears(config: Config) -> Iterator[Problem]:
     if adapter.dora and adapter.dropout:
         rule_text = "drops inputs of adapters alone, and magnitudes scale the sum with the frozen linear"
         yield Problem("model.adapter.dropout", adapter.dropout, rule_text, "0; or model.adapter.dora=false")
-    if adapter.dora and config.bits.layout_free:
-        rule_text = "sums squares of columns over ranks, in no order (bits.kind=layout-free)"
-        yield Problem("model.adapter.dora", True, rule_text, "false; or bits.kind=usual")
     tensor = config.layout.tensor
     if adapter.dora and (tensor.batch_axes or tensor.inner_size > model.branches.number):
         heads = f"{model.branches.field}={model.branches.number} of {tensor.inner_size} ranks"

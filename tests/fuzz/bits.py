@@ -62,6 +62,10 @@ RUNS: dict[str, dict[str, Any]] = {
         "model": {**LLAMA, "adapter": {**ADAPTER, "dropout": 0.1}, "dropout": 0.1},
         "bits": PARTS,
     },
+    "gpt2, DoRA": {
+        "model": {"family": "gpt2", "adapter": ADAPTER | {"dora": True}, "dropout": 0.1},
+        "bits": {"tensor": 4, "sequence": 4},
+    },
     "t5": {"model": {**T5, "dropout": 0.1}, "bits": PARTS, "data": {"sequence": 128}},
     "llama, by runs of queries": {"model": {**LLAMA, "dropout": 0.0}, "bits": BY_RUNS},
     "llama, documents": {"model": {**LLAMA, "dropout": 0.0}, "bits": BY_RUNS, "data": {"documents": "separate"}},

@@ -45,6 +45,8 @@ class SeparateArithmetic(Arithmetic):
     number of ranks that send rows (experts).
     """
 
+    free_of_layout: ClassVar[bool] = True
+
     def norm(
         self, mesh: Mesh, width: int, epsilon: float, norm_kind: OneWidth, *, bias: bool, placements: Placements,
         heads_over: tuple[str, ...] = (), inside: bool = False, over_heads: bool = False,

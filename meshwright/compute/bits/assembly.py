@@ -143,6 +143,8 @@ def _vectors_are_whole(config: Config, specs: dict[str, ShardSpec]) -> bool:
     """
     if config.model.routing.num_experts or config.optimizer.update.matrix_step:
         return False
+    if config.model.adapter is not None and config.model.adapter.dora:  # products of one row
+        return False
     bits = config.bits
     tokens = bits.samples * chain_of(config).tokens_per_sample(config)
     sizes = {spec.shape[-1] for spec in specs.values() if spec.role.name == HIDDEN_MATRIX.name}

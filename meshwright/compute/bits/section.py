@@ -150,6 +150,10 @@ def parts_are_equal(config: Config) -> Iterator[Problem]:
     for cut in whole_layers(config, TENSOR, parts) if parts > 1 else ():
         if cut.problem is not None:
             yield cut.problem
+    branches, adapter = config.model.branches, config.model.adapter
+    if adapter is not None and adapter.dora and parts > branches.number:
+        rule_text = f"shares {branches.field}={branches.number}, and model.adapter.dora needs whole columns in a part"
+        yield Problem(TENSOR, parts, rule_text, listed(divisors(branches.number)), (branches.field,))
     size = tensor.inner_size
     sizes = [size for size in divisors(parts) if size == 1 or not parts // size & (parts // size - 1)]
     if size not in sizes:
@@ -172,6 +176,8 @@ def parts_of_hidden_are_equal(config: Config) -> Iterator[Problem]:
         rule_text = f"does not cut {field}={width} into parts of whole vectors of {VECTOR}"
         powers = [size for size in divisors(width // VECTOR) if not size & (size - 1)] if width % VECTOR == 0 else [1]
         yield Problem(HIDDEN, parts, rule_text, listed(powers), (field,))
+    elif parts > 1 and config.model.adapter is not None and config.model.adapter.dora:
+        yield Problem(HIDDEN, parts, "cuts inputs of linears, and model.adapter.dora needs whole columns", "1")
     elif config.model.adapter is not None and config.model.adapter.rank % parts:
         rank = config.model.adapter.rank
         rule_text = f"does not cut model.adapter.rank={rank} into equal parts"

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from meshwright.compute.model import Chunk
 from meshwright.compute.models.adapter_section import Adapter
+from meshwright.compute.parameters.fixed import exact_squares, joined_squares
 from meshwright.compute.parameters.shard import ZEROS, Initial
 from meshwright.compute.tensor.copies import HeadGroups
 from meshwright.compute.tensor.dropout import InnerDropout
@@ -40,6 +41,10 @@ from meshwright.compute.tensor.linear import sum_over_rows
 from meshwright.compute.tensor.router import ExpertsShape
 from meshwright.config.registry import load_entry
 
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""Multiplies A [I, r] by B [r, N]."""
+Tokens = tuple[int, int]
+"""B and t of activations between pairs of linears."""
 Outputs = Sequence[Tensor | None]
 """Addends of y of a linear's parts, in order; None: the part has no adapter."""
 
@@ -65,16 +70,18 @@ class LowRank(nn.Module):
         y: Tensor = self.b(self.a(*map(self.dropout, x), *runs) * self.scale, *runs)
         return y
 
-    def product(self) -> Tensor:
+    def product(self, multiply: Multiply = torch.matmul) -> Tensor:
         """Return this rank's part of scale · A B, [I, ..., N]."""
         a, b = cast(Tensor, self.a.weight), cast(Tensor, self.b.weight)
-        return (a @ b.flatten(1)).unflatten(-1, b.shape[1:]) * self.scale
+        return multiply(a, b.flatten(1)).unflatten(-1, b.shape[1:]) * self.scale
 
-    def magnitudes(self) -> Tensor:
-        """Return the changes of this rank's magnitudes, [1, 1, ..., N]."""
+    def magnitudes(self, tokens: Tokens | None = None) -> Tensor:
+        """Return the changes of this rank's magnitudes, [1, 1, ..., N]; once for each token if there are `tokens`, with
+        gradients that are sums by run of tokens."""
         assert self.d is not None, "magnitudes of a LoRA"
-        y: Tensor = self.d(cast(Tensor, self.d.weight).new_ones(1, 1, 1))
-        return y[:, :1]  # a rank that cuts sequences has gathered one of each rank
+        weight = cast(Tensor, self.d.weight)
+        y: Tensor = self.d(weight.new_ones(*((1, 1) if tokens is None else tokens), 1))
+        return y[:, :1] if tokens is None else y  # a rank that cuts sequences has gathered one of each rank
 
 
 class Parts(nn.ModuleDict):
@@ -88,13 +95,15 @@ class Parts(nn.ModuleDict):
     def forward(self, x: Tensor) -> Tensor:
         return self.join([self[name](x) if name in self else None for name in self.order])
 
-    def product(self) -> Tensor:
+    def product(self, multiply: Multiply = torch.matmul) -> Tensor:
         """Join the parts' products, [I, ..., N]."""
-        return self.join([cast(LowRank, self[name]).product() if name in self else None for name in self.order])
+        return self.join([cast(LowRank, self[name]).product(multiply) if name in self else None for name in self.order])
 
-    def magnitudes(self) -> Tensor:
-        """Join the changes of the parts' magnitudes, [1, 1, ..., N]; zeros for other parts."""
-        return self.join([cast(LowRank, self[name]).magnitudes() if name in self else None for name in self.order])
+    def magnitudes(self, tokens: Tokens | None = None) -> Tensor:
+        """Join the changes of the parts' magnitudes, [1, 1, ..., N] or [B, T, ..., N]; zeros for other parts."""
+        return self.join(
+            [cast(LowRank, self[name]).magnitudes(tokens) if name in self else None for name in self.order]
+        )
 
 
 class AdaptsExperts(Protocol):
@@ -252,7 +261,9 @@ def adapt(chain: nn.Module, recorder: Recorder, parts: Mapping[str, tuple[str, .
         if any(on.values()) or (not names and recorder.settings.is_on(path)):
             layer = chain.get_submodule(path)
             layer.add_module("adapter", made.make(on))
-            layer.register_forward_hook(add_and_scale if recorder.settings.dora else add_output)
+            free = getattr(recorder.kit.inner, "free_of_layout", False)
+            scale = partial(add_and_scale, free_of_layout=free)
+            layer.register_forward_hook(scale if recorder.settings.dora else add_output)
 
 
 def add_output(layer: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> Tensor:
@@ -261,26 +272,51 @@ def add_output(layer: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> Tensor:
     return y + addend
 
 
-def add_and_scale(layer: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> Tensor:
-    """Add an adapter's output to a linear's, and scale columns to their magnitudes (DoRA)."""
-    adapter = cast(LowRank | Parts, layer.get_submodule("adapter"))
-    scales = magnitude_scales(adapter, cast(Tensor, layer.weight), partial(sum_over_rows, layer)).to(y.dtype)
+def add_and_scale(
+    layer: nn.Module, inputs: tuple[Any, ...], y: Tensor, *, free_of_layout: bool = False
+) -> Tensor:  # fmt: skip
+    """Add an adapter's output to a linear's, and scale columns to their magnitudes (DoRA). `free_of_layout`: with equal
+    bits on any ranks."""
+    adapter, weight = cast(LowRank | Parts, layer.get_submodule("adapter")), cast(Tensor, layer.weight)
+    # Ranks that cut sequences have fewer tokens of the input of a pair, and of its output, than inside of the pair.
+    tokens = (len(y), min(inputs[0].shape[1], y.shape[1])) if free_of_layout else None
+    scales = magnitude_scales(adapter, weight, partial(sum_over_rows, layer), tokens).to(y.dtype)
     bias = cast(Tensor | None, layer.bias)
     if bias is None:
         return (y + adapter(*inputs)) * scales
     return (y - bias.to(y.dtype) + adapter(*inputs)) * scales + bias.to(y.dtype)
 
 
+def one_by_one(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply A [I, r] by B [r, N] in float64, adding r products in order: equal bits for any part of the rows and
+    columns."""
+    total = torch.zeros(len(a), b.shape[1], dtype=torch.float64, device=a.device)
+    for column, row in zip(a.double().unbind(1), b.double(), strict=True):
+        total += column.unsqueeze(1) * row  # exact, if both have 26 digits
+    return total
+
+
 def magnitude_scales(
-    adapter: LowRank | Parts, weight: Tensor, total: Callable[[Tensor], Tensor] = torch.clone
+    adapter: LowRank | Parts, weight: Tensor, total: Callable[[Tensor], Tensor] = torch.clone,
+    tokens: Tokens | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the factors [1, 1, ..., N] of DoRA: (‖W‖ + d) / ‖W + scale · A B‖ by columns, with d alone in the graph.
+
+    With `tokens` the factors are [B, T, ..., N], and have equal bits on any ranks: squares are added by digits, in any
+    order (parameters/fixed.py).
 
     Args:
         adapter: of the linear.
         weight: [I, ..., N].
         total: total(x) sums x over the ranks that have other rows of W.
+        tokens: of the linear, or None.
     """
+    if tokens is not None:
+        with torch.no_grad():
+            turned = (weight.double() + adapter.product(one_by_one)).float()
+            digits = total(torch.stack([exact_squares(w.float(), 1.0, rows=True) for w in (weight, turned)], 1))
+            first, now = joined_squares(digits, 1.0).sqrt().float()
+        return (first + adapter.magnitudes(tokens).float()) / now
     with torch.no_grad():
         wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
         turned = wide + adapter.product().to(wide.dtype)

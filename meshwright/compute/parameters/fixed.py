@@ -84,13 +84,15 @@ def rounded_loss(loss: Tensor, scale: float) -> Tensor:
     return loss.to(torch.float64).mul(digits).round_().div_(digits)
 
 
-def exact_squares(gradient: Tensor, scale: float) -> Tensor:
+def exact_squares(gradient: Tensor, scale: float, *, rows: bool = False) -> Tensor:
     """Sum the squares of a gradient [n] by digits, float64 [5]; `joined_squares` turns the digits into a number.
 
-    Digits of any parts of the whole gradient may be added in any order.
+    Digits of any parts of the whole gradient may be added in any order. `rows`: sums over the rows of [n, ...] alone,
+    [5, ...].
     """
-    digits = torch.zeros(len(SQUARE_DIGITS), dtype=torch.float64, device=gradient.device)
-    for piece in gradient.split(PIECE):
+    shape = gradient.shape[1:] if rows else torch.Size()
+    digits = torch.zeros(len(SQUARE_DIGITS), *shape, dtype=torch.float64, device=gradient.device)
+    for piece in gradient.split(max(1, PIECE // shape.numel())):
         rest = piece.to(torch.float64).div_(scale).square_()
         largest = float(rest.max()) if rest.device.type == "cpu" and rest.numel() else torch.inf
         for index, power in enumerate(SQUARE_DIGITS):
@@ -99,14 +101,15 @@ def exact_squares(gradient: Tensor, scale: float) -> Tensor:
             # Adding and taking away 1.5 · 2^52 quanta rounds to a multiple of the quantum: float64 has no digits below.
             magic = 1.5 * 2.0 ** (52 - power)
             digit = (rest + magic).sub_(magic)
-            digits[index] += digit.sum()
+            digits[index] += digit.sum(0) if rows else digit.sum()
             rest.sub_(digit)
     return digits
 
 
 def joined_squares(digits: Tensor, scale: float) -> Tensor:
-    """Return the sum of squares, a float64 scalar, added from the smallest digit to the largest."""
-    total = digits.new_zeros(())
+    """Return the sum of squares, float64 of the shape behind the digits, added from the smallest digit to the
+    largest."""
+    total = digits.new_zeros(digits.shape[1:])
     for digit in reversed(digits.unbind()):
         total = total + digit
     return total * scale**2

@@ -33,6 +33,8 @@ class Arithmetic:
     """The products of matrices."""
     in_order: ClassVar[bool] = False
     """Whether sums over ranks have the order of a tree (ranks/trees.py)."""
+    free_of_layout: ClassVar[bool] = False
+    """Whether results have equal bits on any ranks."""
     draws_masks: ClassVar[bool] = False
     """True: the arithmetic draws dropout masks, independent of the rank. False: the kit draws masks for each rank."""
     grains: int = 1

@@ -91,3 +91,13 @@ def test_losses_add_up_in_any_order() -> None:
     rounded = [rounded_loss(loss, 1.0) for loss in losses]
     assert float(sum(rounded)) == float(sum(rounded[::-1]))
     assert float(sum(rounded)) == pytest.approx(float(losses.double().sum()), abs=1e-9)
+
+
+def test_squares_of_rows_are_summed_by_column_in_any_parts() -> None:
+    values = torch.randn(500, 7, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(-3.0, 4.0)
+    whole = exact_squares(values, 1.0, rows=True)
+    halves = sum(exact_squares(half, 1.0, rows=True) for half in values.flip(0).split(173))
+    assert isinstance(halves, torch.Tensor)
+    assert joined_squares(halves, 1.0).tolist() == joined_squares(whole, 1.0).tolist()
+    each = [joined_squares(exact_squares(column.contiguous(), 1.0), 1.0) for column in values.unbind(1)]
+    assert joined_squares(whole, 1.0).tolist() == torch.stack(each).tolist()

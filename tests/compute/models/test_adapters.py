@@ -152,6 +152,33 @@ def test_adapters_of_experts_have_equal_bits(bits: dict[str, int]) -> None:
             assert alone.differing(ended(layout_free(layout, bits, {}, **EXPERTS))) == [], name
 
 
+DORA = {"dora": True}
+
+
+@pytest.mark.parametrize("bits", [{"samples": 1}, {"tensor": 2, "sequence": 2}], ids=["grains", "parts"])
+def test_magnitudes_have_equal_bits(bits: dict[str, int]) -> None:
+    alone = ended(layout_free({"transport": "torch"}, bits, DORA))
+    assert any(".adapter.d." in name and values.any() for name, values in alone.tensors.items())
+    for name, layout in LAYOUTS.items():
+        if "tensor" in bits or "tensor" not in layout:
+            assert alone.differing(ended(layout_free(layout, bits, DORA))) == [], name
+
+
+def test_magnitudes_of_equal_bits_are_those_of_the_usual_mode() -> None:
+    runs = [layout_free({}, bits, adapter) for bits, adapter in (
+        ({"tensor": 2, "sequence": 2}, DORA), ({"kind": "usual"}, DORA), ({"kind": "usual"}, {}),
+    )]  # fmt: skip
+    exact, usual, without = ([float.fromhex(x) for x in ended(run).numbers[1].split()] for run in runs)
+    assert exact == pytest.approx(usual, rel=1e-5)
+    assert exact != pytest.approx(without, rel=1e-4)
+
+
+@pytest.mark.parametrize("bits, field", [({"hidden": 2}, "bits.hidden"), ({"tensor": 4}, "bits.tensor")])
+def test_magnitudes_need_whole_columns(bits: dict[str, int], field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field}=. .*model.adapter.dora needs whole columns"):
+        layout_free({}, bits, DORA)
+
+
 def test_the_parts_of_the_hidden_width_cut_the_rank() -> None:
     with pytest.raises(ConfigError, match=r"bits.hidden=2 does not cut model.adapter.rank=3 "):
         layout_free({}, {"hidden": 2}, {"rank": 3})
