@@ -402,12 +402,14 @@ class Experts(nn.Module):
         cut = self.mesh.size("context") if "context" in self.mesh.grid.names else 1
         most = self.shape.most_tokens(length * cut)
         if cut == 1:
-            return earlier_tokens(ids, count) < most, most
-        assert places is not None, "tokens of a part of a sequence, at places that nobody has said"
-        whole = ids.new_zeros(ids.shape[0], length * cut, ids.shape[2])
-        whole[:, places] = ids
-        whole = start_all_reduce(whole, self.mesh.comm("context")).wait()
-        return earlier_tokens(whole, count)[:, places] < most, most
+            earlier = earlier_tokens(ids, count)
+        else:
+            assert places is not None, "tokens of a part of a sequence, at places that nobody has said"
+            whole = ids.new_zeros(ids.shape[0], length * cut, ids.shape[2])
+            whole[:, places] = ids
+            whole = start_all_reduce(whole, self.mesh.comm("context")).wait()
+            earlier = earlier_tokens(whole, count)[:, places]
+        return earlier < most, most
 
     def grouped(self, x: Tensor) -> bool:
         """Return True if one kernel multiplies the rows x [R, H] of all experts; else the host needs their numbers."""
