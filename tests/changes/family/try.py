@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from trained import RUN, losses
 
 import meshwright as mw
 from meshwright.compute.models.decoder import KeyValueCache
-from meshwright.ranks.errors import ConfigError
 from meshwright.tools.evaluate.load import load_text
 
 WINDOW, CAP = 4, 0.01
@@ -40,11 +38,10 @@ if __name__ == "__main__":
     for kind in ("ring", "ulysses"):
         several = losses(kind, *WORDS, *BOTH, f"layout.context.kind={kind}", "memory.recompute=selective")
         assert max(abs(a - b) for a, b in zip(alone, several, strict=True)) < 1e-5, (kind, alone, several)
-    told = "bits.tensor=2 cuts layers of a near, whose sinks' gradients have no sums by parts; valid: 1"
-    with pytest.raises(ConfigError, match=told):  # before anybody looks for data
-        mw.load(
-            RUN | {"data": {"source": "nowhere.txt", "sequence": 16}}, [*WORDS, "bits={kind: layout-free, tensor: 2}"]
-        )
+    parts = ["bits={kind: layout-free, tensor: 2}"]
+    exact = losses("parts", *WORDS, *parts)
+    assert max(abs(a - b) for a, b in zip(alone, exact, strict=True)) < 1e-5, (alone, exact)
+    assert losses("parts on ranks", *WORDS, *parts, *wide[:2]) == exact
     words = [*WORDS, "layout.context.size=2", "layout.context.kind=ring", "data.documents=separate"]
     assert mw.verify(mw.load(RUN, words), steps=1).holds
     assert mw.verify(mw.load(RUN, [*WORDS, *wide]), steps=1).holds

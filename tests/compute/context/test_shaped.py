@@ -363,12 +363,13 @@ def test_a_spec_without_either_is_torchs() -> None:
             AttentionSpec(soft_cap=wrong)
 
 
-def test_equal_bits_refuse_sinks_by_name() -> None:
+def test_equal_bits_have_sinks() -> None:
     (q, k, v), _ = operands()
+    spec = AttentionSpec(causal=True, sinks=logits())
+    usual = Context().attend(q, k, v, spec)
     for way in ("heads", "runs"):
         context = context_of(way, planned_mesh(SOLO, 0, ("context",), "cpu"))
-        with pytest.raises(ValueError, match=r"bits=layout-free.* does not know `sinks`"):
-            context.attend(q, k, v, AttentionSpec(causal=True, sinks=logits()))
+        torch.testing.assert_close(context.attend(q, k, v, spec), usual)
 
 
 def test_a_spec_is_split_by_heads() -> None:
