@@ -198,9 +198,10 @@ class Recordings:
     def parameters(self, config: Config, chunk: Chunk) -> tuple[Parameter, ...]:
         """Return a part's parameters, without facts found by a recording: the part is built, and does not run."""
         config = as_recorded(config, chunk).model_copy(update={"seed": 0})
-        layout, recorder = config.layout, self.software.recorder(fuses=False, layers=False)
-        grid, capability = Grid(layout.axes, config.copies), self.capability
-        mesh = self.software.mesh(grid, layout.token_axes, device_type=self.kind, capability=capability, recorder=recorder)
+        grid, recorder = Grid(config.layout.axes, config.copies), self.software.recorder(fuses=False, layers=False)
+        mesh = self.software.mesh(
+            grid, config.layout.token_axes, device_type=self.kind, capability=self.capability, recorder=recorder
+        )
         return parameters_in(build_model(config, build_kit(config, mesh), mesh, chunk))
 
     @remembered(
