@@ -227,8 +227,8 @@ class LinearByParts(AlignedLinear):
 
     def add_bias(self, y: Tensor, bias: Tensor, runs: Runs) -> None:
         assert not isinstance(runs, Tensor), "rows that the host does not know"
-        for number, (rows, run) in enumerate(zip(y.split([sum(run) for run in runs]), runs, strict=True)):
-            if (addends := self.biases(bias, number % self.parts)) is not None:
+        for run_index, (rows, run) in enumerate(zip(y.split([sum(run) for run in runs]), runs, strict=True)):
+            if (addends := self.biases(bias, run_index % self.parts)) is not None:
                 for rows_of_expert, addend in zip(rows.split([*run]), addends.flatten(1), strict=True):
                     rows_of_expert.add_(addend)
 
@@ -237,19 +237,19 @@ class LinearByParts(AlignedLinear):
             return super().bias_addends(dy, bias, runs)
         assert not isinstance(runs, Tensor), "rows that the host does not know"
         every = enumerate(zip(runs, dy.split([sum(run) for run in runs]), strict=True))
-        return (partial(self.write_biases, number % self.parts, run, rows) for number, (run, rows) in every)
+        return (partial(self.write_biases, run_index % self.parts, run, rows) for run_index, (run, rows) in every)
 
-    def biases(self, bias: Tensor, number: int) -> Tensor | None:
+    def biases(self, bias: Tensor, part_index: int) -> Tensor | None:
         """Return the biases of a part as a view of [n, N]; None: the part's rows get none, as the first part's do."""
         if self.inner == 0:
-            return None if number else bias
-        return bias.view(len(bias), *self.weight.shape[2:]).chunk(self.parts, -1)[number]
+            return None if part_index else bias
+        return bias.view(len(bias), *self.weight.shape[2:]).chunk(self.parts, -1)[part_index]
 
-    def write_biases(self, number: int, rows: Sequence[int], dy: Tensor, out: Tensor, beta: int) -> None:
-        """Write a run's sums of dy by expert + beta · out to the biases [n, N]. `number`: the part of dy's rows."""
+    def write_biases(self, part_index: int, rows: Sequence[int], dy: Tensor, out: Tensor, beta: int) -> None:
+        """Write a run's sums of dy by expert + beta · out to the biases [n, N]. `part_index`: the part of dy's rows."""
         if not beta:
             out.zero_()
-        if (targets := self.biases(out, number)) is not None:
+        if (targets := self.biases(out, part_index)) is not None:
             for gradient, target in zip(dy.split(rows), targets, strict=True):
                 target.add_(self.operand(gradient).sum(0).view(target.shape))
 

@@ -263,16 +263,16 @@ class CountDropped(torch.autograd.Function):
     """Identity. Dropped pairs are counted in the backward pass, so once even if the forward pass is recomputed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Tensor, layer: Experts) -> Tensor:
-        ctx.save_for_backward(kept)
+    def forward(ctx: Any, x: Tensor, has_expert: Tensor, layer: Experts) -> Tensor:
+        ctx.save_for_backward(has_expert)
         ctx.layer = layer
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (kept,) = ctx.saved_tensors
-        ctx.layer.count_dropped((~kept).sum())
+        (has_expert,) = ctx.saved_tensors
+        ctx.layer.count_dropped((~has_expert).sum())
         return dy, None, None
 
 
