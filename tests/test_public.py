@@ -10,7 +10,7 @@ from validation import public
 from validation.arguments import arguments_of, job_of
 from validation.beside import SIZES, by_formula, formula_bytes
 from validation.paper import read_table
-from validation.public import FOLDER, Judged, PublicRow, judge, load_sets
+from validation.public import FOLDER, Judged, PublicRow, Recipe, judge, load_sets
 from validation.scatter import sentence, write_page
 from validation.strategies import beyond, by_dispatcher, by_strategy, not_fitting, quantile, strategy
 
@@ -76,24 +76,42 @@ def test_more_ranks_of_experts_than_replicas_are_planned() -> None:
 
 
 @pytest.mark.parametrize(
-    "model, device, micro, held",
+    "model, device, micro, precision, spared",
     [
-        ("GPT OSS 120B", "B200", "4", "layernorm, moe_act"),
-        ("LLAMA3_70B", "GB200", "2", "activations of 40 layers"),
-        ("LLAMA3_70B", "GB300", "1", "products are in FP8"),
-        ("DeepSeekV3", "B200", "1", "mla_up_proj"),
-        ("Kimi_K2", "GB300", "2", "mla_up_proj"),
+        ("GPT OSS 120B", "B200", "4", "BF16", ("recomputed=layernorm,moe_act",)),
+        ("GPT OSS 120B", "GB300", "4", "BF16", ()),
+        ("LLAMA3_70B", "GB200", "2", "FP8", ("host_layers=40",)),
+        ("LLAMA3_70B", "GB300", "2", "FP8", ("host_layers=20",)),
+        ("LLAMA3_70B", "GB300", "1", "MXFP8", ()),
+        ("DeepSeekV3", "GB300", "1", "MXFP8", ()),
+        ("DeepSeekV3", "B200", "1", "MXFP8", ("recomputed=mla_up_proj",)),
+        ("Kimi_K2", "GB300", "2", "MXFP8", ("recomputed=mla_up_proj",)),
     ],
 )
-def test_a_row_that_ran_and_does_not_fit_says_what_its_recipe_spares(
-    model: str, device: str, micro: str, held: str
+def test_a_row_spares_the_memory_of_its_recipe(
+    model: str, device: str, micro: str, precision: str, spared: tuple[str, ...]
 ) -> None:
-    line = {"model": model, "device": device, "micro": micro, "note": ""}
+    line = {"model": model, "device": device, "micro": micro, "precision": precision, "note": "", "pp": "1"}
+    assert next((each.facts for each in SETS["bridge"].spared if each.fits(line)), ()) == spared
+
+
+def test_a_row_that_ran_and_does_not_fit_says_what_its_recipe_spares() -> None:
+    line = {"model": "a", "device": "B200", "micro": "1", "precision": "FP8", "note": "", "pp": "1"}
     lacking, fitting = PublicRow("a", 1.0, None, fits="does not fit"), PublicRow("b", 1.0, None, fits="tight")
-    found = not_fitting([line, line], [lacking, fitting], SETS["bridge"])
-    assert [rows for told, rows in found.items() if held in told] == [[lacking]]
-    assert not_fitting([line], [lacking], SETS["mpt"]) == {"not known": [lacking]}
-    assert not_fitting([line], [PublicRow("c", None, None, fits="does not fit", ran_out=True)], SETS["bridge"]) == {}
+    sparing = SETS["bridge"].model_copy(update={"spared": (Recipe(source="a file", held="norms"),)})
+    assert not_fitting([line, line], [lacking, fitting], sparing) == {"norms": [lacking]}
+    assert not_fitting([line], [lacking], SETS["bridge"]) == {"not known": [lacking]}
+    assert not_fitting([line], [PublicRow("c", None, None, fits="does not fit", ran_out=True)], sparing) == {}
+
+
+def test_a_row_that_contradicts_its_recipe_does_not_count() -> None:
+    lines = [
+        line
+        for line in read_table(public.FOLDER / "bridge.csv")
+        if any(each.fits(line) for each in SETS["bridge"].doubted)
+    ]
+    assert [(line["pp"], line["vpp"], line["micro"], line["seconds"]) for line in lines] == [("4", "1", "2", "6.83")]
+    assert "the recipe has microbatches of one" in public._judged(lines[0], SETS["bridge"], {}).doubtful
 
 
 def test_rows_are_grouped_by_model_and_dispatcher() -> None:

@@ -48,8 +48,8 @@ class MemoryColumn(BaseModel, extra="forbid", frozen=True):
 
 class Recipe(BaseModel, extra="forbid", frozen=True):
     """What a job's own file says of some rows, and the file: facts, and fields of the run, of rows of these models (by
-    how names begin), devices, notes (by a part of the note) and microbatches; nothing said: all. `held`: memory
-    that the job spares and no plan knows."""
+    how names begin), devices, notes (by a part of the note), microbatches, stages and precisions; nothing said: all.
+    `held`: memory that the job spares and no plan knows, or why a row is doubted."""
 
     source: str
     held: str = ""
@@ -59,10 +59,15 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     devices: tuple[str, ...] = ()
     notes: tuple[str, ...] = ("",)
     micro: tuple[str, ...] = ()
+    stages: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
 
     def fits(self, line: Line) -> bool:
         """Whether the facts are of a row."""
-        told = all(not own or line[key] in own for key, own in (("device", self.devices), ("micro", self.micro)))
+        said = (
+            ("device", self.devices), ("micro", self.micro), ("pp", self.stages), ("precision", self.precisions),
+        )  # fmt: skip
+        told = all(not own or line[key] in own for key, own in said)
         named = line["model"].startswith(self.models)
         return told and named and any(note in line["note"] for note in self.notes)
 
@@ -76,9 +81,11 @@ class RowSet(BaseModel, extra="forbid", frozen=True):
     software: str
     arguments: bool = False
     facts: tuple[str, ...] = ()
+    low_facts: tuple[str, ...] = ()
     facts_by_note: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     recipes: tuple[Recipe, ...] = ()
     spared: tuple[Recipe, ...] = ()
+    doubted: tuple[Recipe, ...] = ()
     expert_tensor: int | None = None
     clusters: dict[str, str | dict[str, Any]]
     family: str
@@ -200,7 +207,9 @@ def _judged(line: Line, rows_set: RowSet, planners: dict[Any, Planner]) -> Publi
         float(line["memory_gb"]) * unit if line["memory_gb"] and unit else None,
         ran_out=OUT_OF_MEMORY in line["note"],
     )
-    if doubt := next((why for word, why in rows_set.doubtful.items() if word in line["note"]), ""):
+    doubts = {why: word in line["note"] for word, why in rows_set.doubtful.items()}
+    doubts |= {each.held: each.fits(line) for each in rows_set.doubted}
+    if doubt := next((why for why, holds in doubts.items() if holds), ""):
         return replace(row, doubtful=doubt)
     missing = next(_missing(line, rows_set), "")
     if missing:
@@ -214,7 +223,8 @@ def _judged(line: Line, rows_set: RowSet, planners: dict[Any, Planner]) -> Publi
             *sections, key = name.split(".")
             reduce(lambda inside, section: inside.setdefault(section, {}), sections, tree)[key] = value
         config = parse_config(tree)
-        facts = [*_facts(line, rows_set), *recipe.facts, *(job.facts if job else ())]
+        spared = next((each.facts for each in rows_set.spared if each.fits(line)), ())
+        facts = [*_facts(line, rows_set), *recipe.facts, *spared, *(job.facts if job else ())]
         place = line["device"], tuple(facts)
         if place not in planners:
             program = load_program(rows_set.software, facts)
@@ -282,7 +292,7 @@ def _facts(line: Line, rows_set: RowSet) -> list[str]:
         ranks: tuple[str, ...] = ()
     else:
         ranks = _degrees(line, rows_set).expert_facts(int(line["gpus"]))
-    return [*rows_set.facts, *by_note, *ranks, *([f"products={low}"] if low else [])]
+    return [*rows_set.facts, *by_note, *ranks, *([f"products={low}", *rows_set.low_facts] if low else [])]
 
 
 def _degrees(line: Line, rows_set: RowSet) -> Degrees:

@@ -68,6 +68,7 @@ class AsOnDevice(TorchFunctionMode):
         heads_apart: separate attention kernels for each head.
         norms_in_steps: RMS norm on a GPU as separate operators; torch has a kernel since 2.9.
         keys_grouped: a GPU's fused attention reads one key for several queries, as FlashAttention and cuDNN do.
+        copies_values: a fused attention reads values with the keys' strides, and copies values with other strides.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class AsOnDevice(TorchFunctionMode):
         heads_apart: bool = False,
         norms_in_steps: bool = False,
         keys_grouped: bool = False,
+        copies_values: bool = False,
     ) -> None:
         super().__init__()
+        self.copies_values = copies_values
         self.heads_apart, self.norms_in_steps, self.keys_grouped = heads_apart, norms_in_steps, keys_grouped
         self.device_type, self.attention, self.gelu_in_steps = device_type, attention, gelu_in_steps
 
@@ -167,6 +170,8 @@ class AsOnDevice(TorchFunctionMode):
                 query, key, value, attn_mask, dropout_p, masked,
                 apart=self.attention == "steps", on_gpu=self.device_type == "cuda",
             )  # fmt: skip
+        if self.copies_values and key.stride()[:-1] != value.stride()[:-1]:
+            value = value.transpose(1, 2).contiguous().transpose(1, 2)
         learns_mask = attn_mask is not None and attn_mask.requires_grad
         # Fused kernels compute no gradient of a mask, and the CPU's has no dropout: torch would run its steps.
         if learns_mask or (self.device_type == "cpu" and dropout_p > 0):

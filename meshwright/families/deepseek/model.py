@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.compute.context.spec import AttentionSpec
-from meshwright.compute.model import IGNORED, Batch, Chunk, Costs, Hidden, Scales, to_device
+from meshwright.compute.model import IGNORED, Batch, Chunk, Costs, Hidden, Run, Scales, at_once, to_device
 from meshwright.compute.models.attention import AttentionCore
 from meshwright.compute.models.decoder import KeyValueCache
 from meshwright.compute.models.feed_forward import last_initial
@@ -74,28 +74,48 @@ class LatentAttention(nn.Module):
         scale = model.query_width**-0.5 * model.rope.score_factor
         self.core = AttentionCore(kit, AttentionSpec(causal=True, scale=scale, dropout=model.dropout))
         self.output = kit.branches.contract(model.heads * model.value_width, hidden, last_initial(model), bias=False)
+        self._run: Run = at_once
+
+    def widen_by(self, run: Run) -> None:
+        """Have the projections that widen latents run by `run`."""
+        self._run = run
 
     def forward(self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None, documents: Tensor | None) -> Tensor:
         source = self.query_norm(self.query_latent(h)) if self.has_query_latent else h
+        latent, shared = self.latent_norm(self.latent(h)), self.shared_key(h)
+        wide = self._run(self.widened, source, latent, shared, rotation, cache)
+        attended = self.core(*wide, documents=documents)[..., : self.value_width]
+        y: Tensor = self.output(attended.transpose(1, 2).flatten(2))
+        return y
+
+    def widened(
+        self, source: Tensor, latent: Tensor, shared: Tensor, rotation: Rotation, cache: KeyValueCache | None
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Return queries, keys and values [B, A, T, E + P] of this rank's heads; the values with zeros behind theirs.
+
+        Args:
+            source: Latents of queries, or hidden states [B, T, ...].
+            latent: Latents of keys and values [B, T, R].
+            shared: The keys' part that all heads share [B, T, P], before the rotation.
+        """
         query = self.query(source).unflatten(-1, (self.heads, -1))  # [B, T, A, E + P]
         plain, turned = query.split((self.head_width, self.rotary_width), -1)
-        plain_key, value = (
-            self.key_value(self.latent_norm(self.latent(h)))
-            .unflatten(-1, (self.heads, -1))
-            .split((self.head_width, self.value_width), -1)
+        own, value = (
+            self.key_value(latent).unflatten(-1, (self.heads, -1)).split((self.head_width, self.value_width), -1)
         )
         # `enter` precedes the rotation: a kit may split the key's columns over ranks, and rotation pairs columns.
-        shared = self.enter(self.shared_key(h), self.all_heads)  # [B, T, A, P]
+        shared = self.enter(shared, self.all_heads)  # [B, T, A, P]
         query = torch.cat([plain, rotate(turned.unsqueeze(2), rotation).squeeze(2)], -1)
-        key = torch.cat([plain_key, rotate(shared.unsqueeze(2), rotation).squeeze(2)], -1)
+        key = torch.cat([own, rotate(shared.unsqueeze(2), rotation).squeeze(2)], -1)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, A, T, E + P], and [B, A, T, V]
         if cache is not None:
             key, value = cache.extend(self.layer, key, value, self.core.spec.window)
         width = max(query.shape[-1], self.value_width)
-        wide = [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value)]
-        attended = self.core(*wide, documents=documents)[..., : self.value_width]
-        y: Tensor = self.output(attended.transpose(1, 2).flatten(2))
-        return y
+        return tuple(
+            # With the strides of keys.
+            x if x.shape[-1] == width else F.pad(x.transpose(1, 2), (0, width - x.shape[-1])).transpose(1, 2)
+            for x in (query, key, value)
+        )
 
 
 class LaterToken(nn.Module):

@@ -10,12 +10,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from meshwright.planner.foreign.account import NOTHING, Account, fields_of
 from meshwright.planner.foreign.job import Asked, Degrees, ForeignJob, Tree, layers_of, model_of, run_of
 from meshwright.planner.foreign.literals import CALLED, named_function
 from meshwright.planner.plan.expert_ranks import SENT_ONCE
+from meshwright.planner.plan.recorder import Recomputed
 from meshwright.ranks.errors import ConfigError
 
 DEFAULT = "Megatron-LM's default"
@@ -311,24 +312,33 @@ def sync_of(given: Arguments, bridge: bool) -> str:
 
 
 def recomputed(given: Arguments) -> Any:
-    """Return our `memory.recompute`: full recomputation in groups of layers, or recomputation of attention. Modules and
-    numbers of layers without a counterpart here are left out."""
-    granularity = given.word("recompute-granularity", (("full", True), ("selective", False)), None)
-    if granularity:
+    """Return our `memory.recompute`: full recomputation in groups of layers, or recomputation of attention."""
+    if whole_layers(given):
         if given.word("recompute-method", (("uniform", True), ("block", False)), True):
             return given.number("recompute-num-layers", 1)
         return 1
-    if granularity is None and not given.on("recompute-activations"):
-        return "none"
+    return "selective" if ATTENTION in modules_of(given) else "none"
+
+
+def whole_layers(given: Arguments) -> bool | None:
+    """Return whether layers are computed again whole, or parts of layers; None without --recompute-granularity."""
+    told: bool | None = given.word("recompute-granularity", (("full", True), ("selective", False)), None)
+    return told
+
+
+def modules_of(given: Arguments) -> list[str]:
+    """Return the modules that selective recomputation computes again; none under another granularity."""
+    whole = whole_layers(given)
+    if whole or (whole is None and not given.on("recompute-activations")):
+        return []
     told = given.get("recompute-modules", ATTENTION)
-    modules = told if isinstance(told, list) else str(told).split()
-    if modules != [ATTENTION]:
-        given.leave("recompute-modules")
-    return "selective" if ATTENTION in modules else "none"
+    return [str(each) for each in told] if isinstance(told, list) else str(told).replace(",", " ").split()
 
 
 ATTENTION = "core_attn"
 """Megatron's word, in --recompute-modules, for the module that selective recomputation recomputes by default."""
+PARTS: tuple[Recomputed, ...] = get_args(Recomputed)
+"""Modules whose results alone are not kept, which the fact `recomputed` has."""
 
 
 def precision_of(given: Arguments, bridge: bool) -> str:
@@ -339,7 +349,8 @@ def precision_of(given: Arguments, bridge: bool) -> str:
 
 
 def facts_of(given: Arguments, bridge: bool) -> tuple[str, ...]:
-    """Return the software's facts that the arguments change: attention, FP8, communication under computation."""
+    """Return the software's facts that the arguments change: attention, FP8, results that are computed again, layers in
+    host memory, communication under computation."""
     facts = []
     local = given.get("transformer-impl", "transformer_engine") == "local"
     if local or given.get("attention-backend", "auto") in ("unfused", "local"):
@@ -347,6 +358,20 @@ def facts_of(given: Arguments, bridge: bool) -> tuple[str, ...]:
     recipe = f"{given.get('mixed-precision', '')} {given.get('fp8-recipe', '')}".lower()
     if given.get("fp8-format") or given.get("fp8") or "fp8" in recipe:
         facts.append("products=mxfp8" if "mxfp8" in recipe else "products=fp8")
+        alone = given.get("fp8-param-gather")
+        if alone is None and bridge:
+            alone = True
+            given.account.assume("fp8_param_gather", True, "Megatron-Bridge's recipes of FP8 but by blocks")
+        facts.append(f"low_weights={'alone' if alone and str(alone).lower() != 'false' else 'copies'}")
+    modules = modules_of(given)
+    if parts := [each for each in modules if each in PARTS]:
+        facts.append(f"recomputed={','.join(parts)}")
+    if set(modules) - {ATTENTION, *PARTS}:
+        given.leave("recompute-modules")
+    if layers := given.number("cpu-offloading-num-layers", 0):
+        facts.append(f"host_layers={layers}")
+        if given.on("cpu-offloading-weights"):
+            given.leave("cpu-offloading-weights")
     under = [name for flag, name in OVERLAPS if given.on(flag) or (bridge and name in ("sums", "gathers"))]
     return (*facts, f"overlapped={','.join(under) or '[]'}")
 

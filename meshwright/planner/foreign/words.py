@@ -131,11 +131,17 @@ def megatron_words(config: Config, program: Program) -> Iterator[str]:
     if flag := program.syncs.get(layout.data.sync):
         yield flag
     policy = config.memory.policy
-    if policy.attention:
+    parts = sorted(program.software.recomputed)
+    if parts and not policy.by_groups:
+        modules = " ".join([*(["core_attn"] if policy.attention else []), *parts])
+        yield f"--recompute-granularity selective --recompute-modules {modules}"
+    elif policy.attention:
         yield "--recompute-granularity selective"
     elif policy.recomputes:
         group = policy.group_size(config, config.model.num_blocks // (layout.pipeline.size * layout.pipeline.chunks))
         yield f"--recompute-granularity full --recompute-method uniform --recompute-num-layers {group}"
+    if program.software.host_layers:
+        yield f"--cpu-offloading-num-layers {program.software.host_layers}"
     if config.memory.offload.to != "none":
         yield "--optimizer-cpu-offload"
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from meshwright.compute.models.chain import chain_of
+from meshwright.compute.models.chain import chain_of, split_name
 from meshwright.compute.parameters.bucket import Bucket, BucketKey, SlotSize, arranged, gradient_dtype, padded
 from meshwright.compute.parameters.owners import Segments
 from meshwright.compute.parameters.role import StepRule
@@ -27,7 +27,7 @@ from meshwright.config.registry import load_entry
 from meshwright.planner.plan.memory import Memory, Parameter, Peak
 from meshwright.planner.plan.recorder import Program, Recorder
 from meshwright.planner.plan.remembered import remembered
-from meshwright.planner.plan.software import Software
+from meshwright.planner.plan.software import HALF, Software
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE, Grid
 from meshwright.ranks.mesh import Mesh
@@ -70,6 +70,8 @@ class PlannedBucket:
     """Whether gradients are slices; `reduce` then runs for each microbatch, unless the bucket `waits`."""
     casts: bool
     """Whether the slices of half-precision weights and gradients are float32 (Software.slice_dtype)."""
+    low_bytes: int
+    """Bytes of whole weights beyond the run's format (Software.low_weights); below zero if weights are narrower."""
     reduce: Program
     publish: Program
     across: Program
@@ -82,10 +84,12 @@ class PlannedBucket:
         key, value, gradient = self.kind, self.kind.dtype.itemsize, self.summed_in.itemsize * self.kind.rule.trained
         # A float32 slice of the weights is the optimizer's master, which its states count.
         own_value, own_gradient = (0, SINGLE) if self.casts else (value, gradient)
+        weights, owned = self.num_elements * value + self.low_bytes, self.stepped_elements * own_value
+        # Copies beside the run's format are of whole weights; weights in the lower format alone are cut in it.
+        owned += min(0, self.low_bytes) * self.stepped_elements // self.num_elements if owned else 0
         return BucketBytes(
-            (key.dtype, key.rule.decays, key.sum_axes, key.cut_axes), key.parts, self.num_elements * value,
-            self.num_elements * gradient, self.stepped_elements * own_value, self.stepped_elements * own_gradient,
-            self.waits,
+            (key.dtype, key.rule.decays, key.sum_axes, key.cut_axes), key.parts, weights,
+            self.num_elements * gradient, owned, self.stepped_elements * own_gradient, self.waits,
         )  # fmt: skip
 
     @cached_property
@@ -209,9 +213,11 @@ class HeldParameters:
 
 @dataclass(frozen=True, eq=False)
 class Buckets:
-    """Plans buckets, and caches the programs of equal ones. `casts`: Software.slice_dtype is float32."""
+    """Plans buckets, and caches the programs of equal ones. `casts`: Software.slice_dtype is float32. `low_weight`:
+    bytes of an element of a linear's weight beyond the run's format (Software.low_weight)."""
 
     casts: bool = False
+    low_weight: float = 0.0
 
     def of(self, config: Config, rank: int, held: HeldParameters) -> list[PlannedBucket]:
         """Return a rank's buckets, in the order in which buckets are sent."""
@@ -253,9 +259,10 @@ class Buckets:
                 self.casts and sync.slices and key.rule.trained and config.memory.offload.to == "none"
                 and master_bytes(config.optimizer, key.dtype) > 0
             )  # fmt: skip
+            low_bytes = round(self.low_weight * low_elements(names, shapes)) if key.dtype.itemsize == HALF else 0
             buckets.append(PlannedBucket(
                 key, summed_in, names, num_elements, stepped, num_ranks, matrices, policy.blocks, parts_back,
-                waits, sync.slices, casts, *programs,
+                waits, sync.slices, casts, low_bytes, *programs,
             ))  # fmt: skip
         return buckets
 
@@ -294,6 +301,18 @@ class Buckets:
                 config.replica_batch,
             )
         return recorded()
+
+
+def low_elements(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> int:
+    """Return the elements of the weights of layers' linears, without routers, whose products keep the run's format."""
+    return sum(
+        math.prod(shape)
+        for name, shape in zip(names, shapes, strict=True)
+        if len(shape) > 1 and split_name(name)[0] is not None and ROUTER not in name
+    )
+
+
+ROUTER = ".router."
 
 
 def _stepped_matrices(

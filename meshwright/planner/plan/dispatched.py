@@ -23,12 +23,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import chain, repeat
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from meshwright.compute.model import Run, at_once
 from meshwright.compute.tensor.boundary import UNCUT, Boundary
 from meshwright.compute.tensor.experts import Experts, GroupedLinear, Runs
 from meshwright.compute.tensor.products import Products
@@ -54,13 +56,34 @@ class OwnLinear(GroupedLinear):
         return y
 
 
+class Weighted(torch.autograd.Function):
+    """An activation times weights, by a kernel that keeps its operands alone (core/fusions/fused_bias_swiglu.py,
+    WeightedSwiGLUFunction)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, shape: ExpertsShape) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        ctx.shape = shape
+        return shape.activated(x) * weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weights = (operand.detach().requires_grad_() for operand in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = ctx.shape.activated(x) * weights
+        dx, dweights = torch.autograd.grad(y, (x, weights), dy)
+        return dx, dweights, None
+
+
 class DispatchedExperts(Experts):
     """Router and experts of a planned program."""
 
     linear: ClassVar[type[GroupedLinear]] = OwnLinear
 
     def __init__(
-        self, how: ExpertRanks, mesh: PlannedMesh, shape: ExpertsShape, boundary: Boundary, products: Products
+        self, how: ExpertRanks, mesh: PlannedMesh, shape: ExpertsShape, boundary: Boundary, products: Products,
+        *, fuses: bool,
     ) -> None:  # fmt: skip
         axes = how.axes(mesh.grid)
         parts, ranks = how.parts(mesh.grid), mesh.size(*axes) if axes else 1
@@ -70,6 +93,8 @@ class DispatchedExperts(Experts):
         split_shape = replace(shape, count=shape.count * parts, inner=shape.inner // parts, chosen=shape.chosen * parts)
         super().__init__(mesh, split_shape, UNCUT, products, over=axes)
         self.router = Router(mesh, shape, boundary, products)
+        self._run: Run = at_once
+        self.fuses = fuses and shape.expand_groups > 1  # these kernels are of gated activations alone
         self.how, self.axes, self.parts, self.ranks = how, axes, parts, ranks
         self.imbalance = mesh.imbalance
 
@@ -100,7 +125,7 @@ class DispatchedExperts(Experts):
         runs: Runs = [lengths]
         if self.grouped(x):
             runs = torch.empty(len(lengths), dtype=torch.int32, device=x.device)
-        y: Tensor = self.contract(shape.activated(self.expand(x, runs)) * weights, runs)
+        y: Tensor = self.contract(self._run(self.weighted, self.expand(x, runs), weights), runs)
         if once or (ranks > 1 and self.how.dispatcher == "allgather"):
             y = self.sent(copied(y, math.ceil(tokens * count)), tokens)
         else:
@@ -108,6 +133,17 @@ class DispatchedExperts(Experts):
                 y = copied(y, received)
             y = copied(self.sent(y, rows) if ranks > 1 else y, tokens)
         return y.view_as(h), *routed.losses
+
+    def weigh_by(self, run: Run) -> None:
+        """Have the activation and its weights run by `run`."""
+        self._run = run
+
+    def weighted(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Return the activation of x [R, groups, N], times the weights [R, 1]: [R, N]."""
+        if self.fuses:
+            y: Tensor = Weighted.apply(x, weights, self.shape)
+            return y
+        return self.shape.activated(x) * weights
 
     def sent(self, x: Tensor, rows: int) -> Tensor:
         """Send rows x [R, H] between the ranks of experts; returns [rows, H]. Backward: the reverse exchange."""
@@ -131,15 +167,17 @@ def copied(x: Tensor, rows: int) -> Tensor:
 
 
 def experts_of_program(
-    how: ExpertRanks, mesh: PlannedMesh, shape: ExpertsShape, boundary: Boundary, products: Products
+    how: ExpertRanks, mesh: PlannedMesh, shape: ExpertsShape, boundary: Boundary, products: Products,
+    *, fuses: bool = False,
 ) -> Experts:  # fmt: skip
-    """Make a layer's experts. Tokens held by all ranks of an axis are sent as in a run of this package.
+    """Make a layer's experts. Tokens held by all ranks of an axis are sent as in a run of this package. `fuses`:
+    whether a gated activation and the weights of experts are one kernel.
 
     Raises:
         ConfigError: Tensor ranks with different experts have the same tokens.
     """
     if boundary.split_axes or not boundary.axis:
-        return DispatchedExperts(how, mesh, shape, boundary, products)
+        return DispatchedExperts(how, mesh, shape, boundary, products, fuses=fuses)
     if how.parts(mesh.grid) != mesh.size(boundary.axis) or how.context:
         rule = "needs tensor ranks with different tokens (layout.tensor.sequence_parallel)"
         raise ConfigError.of("expert_tensor", how.tensor, rule, "0")

@@ -109,7 +109,7 @@ class Planner:
         self.software = self.software.on(device)
         self.recordings = Recordings(device.kind, self.software, device.capability, kept=self.kept)
         self.site = Site(self.cluster, self.software)
-        self.buckets = Buckets(self.software.slice_dtype == "float32")
+        self.buckets = Buckets(self.software.slice_dtype == "float32", self.software.low_weight(device))
 
     def on(self, cluster: Cluster) -> Planner:
         """Return a planner for a cluster with the same kind of devices and other speeds of links or devices."""

@@ -32,6 +32,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwright.ranks.comm import Work
 from meshwright.ranks.ledger import HOST, TO_HOST, Ledger, Traffic
@@ -43,6 +44,12 @@ KernelKind = Literal[
 ]
 SOFTMAXES = frozenset(["softmax", "_softmax", "log_softmax", "_log_softmax"])
 LowProducts = Literal["fp8", "mxfp8"]
+Recomputed = Literal["layernorm", "moe_act", "mla_up_proj"]
+"""Megatron-Core's words for parts of layers whose results are not kept (core/transformer/transformer_config.py,
+recompute_modules)."""
+SCALED_BY = {"mxfp8": 32}
+"""Elements of a tensor that share a scale of one byte, by format; without an entry a tensor has one scale (MX
+specification of the Open Compute Project, 2023)."""
 
 
 class Kernel(NamedTuple):
@@ -241,7 +248,7 @@ class UnderWay:
     wait: Callable[[], None]
 
 
-_Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a tensor."""
 
 
@@ -249,7 +256,7 @@ _Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 class _Known:
     """The results of an operation on inputs of given shapes, strides and dtypes."""
 
-    results: tuple[_Form | int | None, ...] = ()
+    results: tuple[Form | int | None, ...] = ()
     """For each result the form of a new tensor, the index of the returned input, or None. Empty if results are views of
     inputs: then torch is called each time."""
     kind: type | None = None
@@ -261,6 +268,13 @@ class _Known:
 _KNOWN: dict[Hashable, _Known] = {}
 """_Known by (operation, forms of the inputs)."""
 _META = torch.device("meta")
+
+
+class LowCopy:
+    """The tensors kept in place of a tensor: in a format of products, numbers and scales of blocks."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
 
 
 def _shapes_in(values: Iterable[Any]) -> tuple[Hashable, ...]:
@@ -279,24 +293,25 @@ def _shapes_in(values: Iterable[Any]) -> tuple[Hashable, ...]:
     return tuple(shapes)
 
 
-def _form_of(x: Tensor) -> _Form:
+def form_of(x: Tensor) -> Form:
+    """Return a tensor's shape, strides and dtype."""
     return tuple(x.shape), x.stride(), x.dtype
 
 
-def _known_of(result: Any, given: list[Tensor], before: list[_Form]) -> _Known:
+def _known_of(result: Any, given: list[Tensor], before: list[Form]) -> _Known:
     """Return the entry of _KNOWN for a call. `before`: forms of the inputs before the call."""
     several = type(result) in (list, tuple)
     if not (several or isinstance(result, Tensor)):
         return _Known()
     addresses = {x.untyped_storage()._cdata for x in given}
-    made: list[_Form | int | None] = []
+    made: list[Form | int | None] = []
     for output in result if several else (result,):
         if output is None:
             made.append(None)
             continue
         # An input may be given twice, for example as operand and as destination.
         index = next((index for index, x in enumerate(given) if x is output), None)
-        if index is not None and before[index] == _form_of(output):
+        if index is not None and before[index] == form_of(output):
             made.append(index)
             continue
         storage = output.untyped_storage() if isinstance(output, Tensor) and output.is_meta else None
@@ -304,7 +319,7 @@ def _known_of(result: Any, given: list[Tensor], before: list[_Form]) -> _Known:
         if storage is None or not whole or storage._cdata in addresses:
             return _Known()
         addresses.add(storage._cdata)
-        made.append(_form_of(output))
+        made.append(form_of(output))
     return _Known(tuple(made), type(result) if several else None)
 
 
@@ -316,17 +331,24 @@ class Recorder(LiveBytes):
         fuses_elements: As in Software.
         fast_norms: Whether norms run at memory bandwidth.
         products: The format of linears' half-precision products.
+        low_inputs: Whether linears' inputs are kept for the backward pass in the products' format.
+        recomputed: As in Software.
+        host_layers: As in Software.
     """
 
     def __init__(
         self, *, fuses_dropout: bool = False, fuses_elements: bool = False, fast_norms: bool = False,
-        products: LowProducts | None = None,
+        products: LowProducts | None = None, low_inputs: bool = False, recomputed: frozenset[Recomputed] = frozenset(),
+        host_layers: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.recomputed, self.host_layers = recomputed, host_layers
+        self.low_inputs = low_inputs and products is not None
         self._fuses_dropout, self._fuses_elements = fuses_dropout, fuses_elements
         self._fast_norms, self._products = fast_norms, products
         self._row = _Row()
         self._casts: dict[int, weakref.ref[Any]] = {}  # storages that have an FP8 copy
+        self._narrowed: dict[int, tuple[weakref.ref[Any], weakref.ref[LowCopy]]] = {}  # storages with kept copies
         self._fused: set[int] = set()  # storages of the program that element kernels have written
         self._dropped: int | None = None  # storage written by the last kernel, if it is a dropout
         self._events: list[_Event] = []
@@ -354,7 +376,7 @@ class Recorder(LiveBytes):
         except TypeError:  # an argument that cannot be hashed, or a tensor that is not meta
             return op(*args, **kwargs), None
         if known is None:
-            before = [_form_of(x) for x in given]
+            before = [form_of(x) for x in given]
             result = op(*args, **kwargs)
             known = _KNOWN[key] = _known_of(result, given, before)
             return result, known
@@ -458,6 +480,29 @@ class Recorder(LiveBytes):
                 size = x.numel() * (x.element_size() + 2)
                 self._write(Kernel("cast", 0.0, size, x.numel(), "bf16", times=self._ledger.times))
 
+    def narrowed(self, x: Tensor) -> LowCopy:
+        """Return a copy of a product's operand in the products' format, in one order, as the cast that was recorded
+        allocates it. Operands on one storage share a copy."""
+        assert self._products, "products in the run's format have no copies"
+        storage = x.untyped_storage()
+        known = self._narrowed.get(storage._cdata)
+        copy = known[1]() if known is not None and known[0]() is storage else None
+        if copy is None:
+            share = SCALED_BY.get(self._products)
+            sizes = [x.numel(), *([] if share is None else [-(-x.numel() // share)])]
+            copy = LowCopy(*(torch.empty(size, dtype=torch.uint8, device=_META) for size in sizes))
+            self._narrowed[storage._cdata] = weakref.ref(storage), weakref.ref(copy)
+        return copy
+
+    def widened(self, copy: LowCopy, form: Form) -> Tensor:
+        """Return an operand of the form that a copy was narrowed from, which holds the copy and allocates nothing."""
+        with _disable_current_modes():
+            x = torch.empty_strided(form[0], form[1], dtype=form[2], device=_META)
+        storage = x.untyped_storage()
+        self._casts[storage._cdata] = weakref.ref(storage)  # in the products' format already
+        storage.narrow = copy  # type: ignore[attr-defined]
+        return x
+
     def _end_row(self, kernel_kind: KernelKind | None = None) -> None:
         """Record the pending element kernels as one kernel, of `kernel_kind` if given."""
         if self._row.kernels:
@@ -476,6 +521,20 @@ class Recorder(LiveBytes):
             else Start(self._starts, axes, verb, payload_bytes, root, times)
         )
         return UnderWay(partial(self._write, WaitFor(self._starts)))
+
+    def copy_beside(self, sizes: Sequence[int], *, to_host: bool) -> None:
+        """Record a copy of tensors of these sizes between the device and host memory, of an equal layer before or
+        ahead. The copy begins with the program and ends before the program's end; its tensors are on the device until
+        then."""
+        self._end_row()
+        self._starts += 1
+        self._events.insert(0, HostCopy(self._starts, to_host, sum(sizes), self._ledger.times))
+        self._events.append(WaitFor(self._starts))
+        numbers = range(self._number + 1, self._number + 1 + len(sizes))
+        self._number += len(sizes)
+        self.changes[:0] = zip(numbers, sizes, strict=True)
+        self.changes += [(number, -size) for number, size in zip(numbers, sizes, strict=True)]
+        self.peak += sum(sizes)
 
     def _write(self, event: _Event) -> None:
         self._end_row()

@@ -39,6 +39,7 @@ from meshwright.config.section import with_field
 from meshwright.planner.plan.memory import Parameter
 from meshwright.planner.plan.recorder import DISTINCT, KernelKind, Program, Recorder
 from meshwright.planner.plan.remembered import remembered
+from meshwright.planner.plan.saved import SavedTensors
 from meshwright.planner.plan.software import OWN_SOFTWARE, Software
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import Grid
@@ -168,6 +169,8 @@ class Recordings:
         if config.precision.in_fp8:
             for layer, facts in parts.items():
                 facts.append(layer in inner_layers(len(parts)))
+        for layer, facts in parts.items():
+            facts.append(layer < self.software.host_layers)
         firsts: dict[Hashable, int] = {}
         alike = [firsts.setdefault(tuple(facts), layer) for layer, facts in parts.items()]
         check_patterns(config.model.frozen, shard_specs(model))
@@ -298,6 +301,8 @@ def _record(
     buckets = list(make_buckets(*parameters, mesh, _ALL, widens=config.widens_gradients))
     names = {parameter: name for name, parameter in model.named_parameters()}
     with_b: set[str] = set()
+    in_host = len(chunk.layers) > 0 and chunk.layers[-1] < recorder.host_layers
+    saved = SavedTensors(recorder, model, in_host=in_host)
 
     def announced(parameter: nn.Parameter) -> None:
         if gradients.defers:  # W is deferred, so B computed this gradient, as for a norm
@@ -318,20 +323,23 @@ def _record(
     for index in range(places[-1] + 1):
         batch = empty_batch(config, kit, model, mesh.device)
         given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in incoming)
-        saved: dict[int, set[int]] = {}
-        with on_device, _seeing(saved), recorder.program(mesh.ledger) as recorded:
+        saved.begin()
+        with on_device, saved.hooks, recorder.program(mesh.ledger) as recorded:
             outgoing = stage.forward(index, given, batch, scales)
+            saved.leave()
         programs[TaskKind.FORWARD].append(replace(recorded(), leads=leads))
         forms = () if chunk.last else tuple(TensorMeta(tuple(x.shape), x.dtype) for x in outgoing)
         reads_again = policy.by_groups and policy.keeps_inputs and len(chunk.layers) > 0
-        holds_input = reads_again or any(x.untyped_storage()._cdata in saved for x in given)
+        holds_input = reads_again or any(x.untyped_storage()._cdata in saved.offsets for x in given)
         alive = recorder.live
         del outgoing  # freed now: storages for the reader that autograd does not keep
         output_bytes = alive - recorder.live
         leaving[TaskKind.FORWARD].append(frozenset(storage_id for storage_id, _ in recorder.taken_memory()))
         coming = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in forms)
         with on_device, recorder.program(mesh.ledger) as recorded:
+            saved.come()
             returned = stage.backward(index, coming, defers=splits)
+            saved.fetch()
         programs[TaskKind.BACKWARD].append(replace(recorded(), leads=leads))
         watched = [[weakref.ref(x.untyped_storage()) for x in tensors] for tensors in (given, coming)]
         del returned, coming, given  # weak references still alive belong to pending weight gradients
@@ -343,7 +351,7 @@ def _record(
             programs.setdefault(TaskKind.WEIGHT, []).append(replace(recorded(), leads=leads))
     by_kind = {task_kind: tuple(each[index] for index in places) for task_kind, each in programs.items()}
     left = {task_kind: tuple(each[index] for index in places) for task_kind, each in leaving.items()}
-    held = _with_facts(model, chunk, buckets, saved, with_b)
+    held = _with_facts(model, chunk, buckets, saved.offsets, with_b)
     return Recording(by_kind, held, forms, output_bytes, holds_input, kept_input, kept_gradient, left)
 
 
@@ -369,13 +377,3 @@ def _with_facts(
         replace(each, comes_with_b=each.name in with_b, read_back=bool(chunk.layers) or each.name in read)
         for each in parameters_in(model)
     )
-
-
-def _seeing(saved: dict[int, set[int]]) -> torch.autograd.graph.saved_tensors_hooks:
-    """Collect, while entered, the storages that autograd keeps, with the offsets of the kept tensors."""
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        saved.setdefault(x.untyped_storage()._cdata, set()).add(int(x.storage_offset()))
-        return x
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)

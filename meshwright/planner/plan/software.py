@@ -7,6 +7,7 @@ layer's recorder from the layer's facts; the other facts are read by the code th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from meshwright.configs import shipped
 from meshwright.planner.plan.cluster import AttentionKernel, Cluster, Device, Share
 from meshwright.planner.plan.dispatched import experts_of_program
 from meshwright.planner.plan.expert_ranks import SENT_ONCE, Dispatcher, ExpertRanks
-from meshwright.planner.plan.recorder import LowProducts, Recorder
+from meshwright.planner.plan.recorder import SCALED_BY, LowProducts, Recomputed, Recorder
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -48,6 +49,9 @@ class Software(Section):
     attention_kernel: AttentionKernel | None = None
     """A fused attention's generation, with its pace in Device.attentions and without repeated keys for queries that
     share one; None: torch's."""
+    copies_values: bool = False
+    """Whether a fused attention copies values with other strides than the keys', such as a part of a linear's result
+    beside rotated keys. Then the linear's result is not kept."""
     heads: Literal["together", "apart"] = "together"
     """Whether one kernel computes all heads, or each head has one."""
     experts: Literal["together", "apart"] = "together"
@@ -80,6 +84,16 @@ class Software(Section):
     """Whether the head holds the float32 logits of some tokens at a time, or of the whole microbatch."""
     products: Literal["stored"] | LowProducts = "stored"
     """The format of layers' products: the run's, or FP8 or MXFP8 with casts of the operands."""
+    low_inputs: bool = False
+    """Whether linears' inputs are kept for the backward pass in the format of `products`, in one order."""
+    low_weights: Literal["copies", "alone"] | None = None
+    """Whether linears' weights in the format of `products` are held beside the run's for a step, or alone in place of
+    the run's; None: weights are cast for each microbatch."""
+    recomputed: frozenset[Recomputed] = frozenset()
+    """Results that are computed again in the backward pass instead of kept: of norms (layernorm), of experts'
+    activations (moe_act), of the projections that widen latents (mla_up_proj)."""
+    host_layers: Size | Literal[0] = 0
+    """The number of the model's first layers with activations in host memory until their backward pass."""
     messages: Literal["whole", "split"] = "whole"
     """The message of a tensor rank to the next stage: the whole activation, which its peers also have, or 1/t, followed
     by a gather."""
@@ -115,7 +129,7 @@ class Software(Section):
     """By strategy, the share that processes held beyond predictions; for other strategies the device's share."""
     overlapped: frozenset[Communication] = frozenset(("sums", "gathers", "layers"))
 
-    @field_validator("overlapped", mode="before")
+    @field_validator("overlapped", "recomputed", mode="before")
     @classmethod
     def parse_words(cls, value: object) -> object:
         """`sums,gathers` -> both; `none` -> none."""
@@ -134,6 +148,9 @@ class Software(Section):
             fuses_elements=self.fuses_elements or fuses,
             fast_norms=self.norms == "fast",
             products=self.products if layers and self.products != "stored" else None,
+            low_inputs=self.low_inputs,
+            recomputed=self.recomputed if layers else frozenset(),
+            host_layers=self.host_layers if layers else 0,
         )
 
     def on_device(self, device_type: str) -> AsOnDevice:
@@ -145,6 +162,7 @@ class Software(Section):
             heads_apart=self.heads == "apart",
             norms_in_steps=self.norms == "steps",
             keys_grouped=self.attention_kernel is not None,
+            copies_values=self.copies_values,
         )
 
     def mesh(
@@ -161,7 +179,7 @@ class Software(Section):
         return planned_mesh(
             grid, 0, token_axes, device_type, recorder.started, self.imbalance, whole_logits=self.logits == "whole",
             capability=capability if self.experts == "together" else None,
-            make_experts=None if how is None else partial(experts_of_program, how),
+            make_experts=None if how is None else partial(experts_of_program, how, fuses=self.fuses_elements),
         )  # fmt: skip
 
     @property
@@ -176,6 +194,21 @@ class Software(Section):
         if self.gradients == "wide" and not config.widens_gradients:
             return held.gradients if precision.level == "O2" and precision.accumulate == "float32" else 0
         return held.weights if self.gradients == "both" and config.widens_gradients else 0
+
+    def low_weight(self, device: Device) -> float:
+        """Return the bytes of an element of a linear's half-precision weight beyond two, if weights in the products'
+        format are held.
+
+        Products take one order of a matrix (two orders are held), except products with one scale a tensor from
+        BLACKWELL on. Transformer Engine: pytorch/utils.py, is_non_tn_fp8_gemm_supported, and the update_usage of
+        float8_tensor.py and mxfp8_tensor.py.
+        """
+        if self.low_weights is None or self.products == "stored":
+            return 0.0
+        late = device.capability is not None and device.capability >= BLACKWELL
+        orders = 1 if late and self.products not in SCALED_BY else 2
+        size = orders * (1 + 1 / SCALED_BY.get(self.products, math.inf))
+        return size - (HALF if self.low_weights == "alone" else 0)
 
     def on(self, device: Device) -> Software:
         """Return the software on a kind of device, with attention decided and workspaces added to the buffers."""
@@ -205,14 +238,24 @@ class Software(Section):
 HOPPER = (9, 0)
 """The first compute capability with a larger workspace for products."""
 
+BLACKWELL = (10, 0)
+"""The first compute capability with FP8 products of matrices in any order."""
+HALF = 2
+"""Bytes of an element in half precision."""
+
 STEPS_OF_ADAMW, STEPPED_BYTES = 9, 88
 """The number of kernels of an unfused AdamW, and the bytes read and written for an element: decay 8 bytes, each
 moment's decay and sum 8 + 12, root, bias correction and epsilon 8 each, the quotient 16."""
 
 OWN_SOFTWARE = Software(compiles=True)
 OWN = "meshwright"
-FOREIGN = ("dispatch", "dispatch_sms", "expert_tensor", "expert_context")
-"""Facts of layouts that our own runs do not have."""
+EXPERTS = "is how other programs send rows to experts: our own runs deal experts over layout.data.expert alone"
+KEPT = "is of tensors that other programs keep in other formats or not at all: our own runs have memory.recompute"
+FOREIGN = {
+    **dict.fromkeys(("dispatch", "dispatch_sms", "expert_tensor", "expert_context"), EXPERTS),
+    **dict.fromkeys(("copies_values", "low_inputs", "low_weights", "recomputed", "host_layers"), KEPT),
+}
+"""Facts that our own runs do not have, each with the rule that it breaks."""
 
 ALL: tuple[Dispatcher, ...] = get_args(Dispatcher)
 
@@ -301,8 +344,11 @@ def load_program(name: str = OWN, facts: Sequence[str] = ()) -> Program:
     except ValidationError as error:
         raise ConfigError(problems_of(error, [], Software)) from error
     if name == OWN and (foreign := next((fact for fact in FOREIGN if getattr(software, fact)), None)):
-        rule = "is how other programs send rows to experts: our own runs deal experts over layout.data.expert alone"
-        raise ConfigError.of("--fact", f"{foreign}={getattr(software, foreign)}", rule, "--software megatron-core")
+        written = next((word for word in facts if word.startswith(f"{foreign}=")), foreign)
+        raise ConfigError.of("--fact", written, FOREIGN[foreign], "--software megatron-core")
+    if software.low_weights and software.products == "stored":
+        rule = "has no effect with products in the run's format"
+        raise ConfigError.of("--fact", f"low_weights={software.low_weights}", rule, "--fact products=fp8, mxfp8")
     for fact, known in (("dispatch_sms", SENT_ONCE), ("expert_tensor", ALL), ("expert_context", ALL)):
         if getattr(software, fact) and software.dispatch not in known:
             rule = f"has no effect with dispatch={software.dispatch}"

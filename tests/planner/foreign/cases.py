@@ -360,8 +360,8 @@ enable = true
         {"model.family": "llama", "model.hidden": 4096, "model.feed_forward": 14336, "model.key_value_heads": 8,
          "model.vocabulary": 128256, "model.tied": False, "batch.global_": 128, "micro": 1, "layout.data.size": 8,
          "layout.data.sync": "zero1", "layout.tensor.size": 1},
-        ("products=fp8", "overlapped=sums,gathers"),
-        ("cross-entropy-loss-fusion", "fp8-param-gather", "grad-reduce-in-bf16"),
+        ("products=fp8", "low_weights=alone", "overlapped=sums,gathers"),
+        ("cross-entropy-loss-fusion", "grad-reduce-in-bf16"),
     ),
     "Megatron-LM train_mixtral_8x7b_distributed.sh": Job(
         {"train.sh": MIXTRAL}, 32, "megatron-core",
@@ -435,7 +435,7 @@ modules:
         {"llama3.py": BRIDGE}, 16, "megatron-core",
         {"model.hidden": 4096, "layout.tensor.size": 4, "layout.pipeline.size": 2, "layout.pipeline.chunks": 4,
          "layout.context.size": 2, "data.lengths.source": 16384, "memory.recompute": "selective"},
-        ("products=fp8", "overlapped=sums,gathers"), function="llama3_8b_16gpu_16k",
+        ("products=fp8", "low_weights=alone", "overlapped=sums,gathers"), function="llama3_8b_16gpu_16k",
     ),
     "Megatron-Bridge, Llama 3.2 1B": Job(
         {"llama3.py": BRIDGE}, 8, "megatron-core",

@@ -14,7 +14,7 @@ from meshwright.planner.foreign.job import Asked, ForeignJob
 from meshwright.planner.foreign.literals import fields_of_function
 from meshwright.planner.foreign.reading import read_foreign
 from meshwright.planner.foreign.shell import read_script
-from meshwright.planner.foreign.words import foreign_words
+from meshwright.planner.foreign.words import foreign_words, megatron_words
 from meshwright.planner.plan.cluster import load_cluster
 from meshwright.planner.plan.question import NamedRun, asked_run
 from meshwright.planner.plan.software import load_program
@@ -177,6 +177,24 @@ def test_a_file_that_cannot_be_planned_is_told(name: str, text: str, words: str,
         read_foreign(tmp_path / name, Asked(devices=8))
     with pytest.raises(ConfigError, match="is no file"):
         read_foreign(tmp_path / "none", Asked())
+
+
+def test_memory_that_a_job_spares_is_read_and_written(tmp_path: Path) -> None:
+    """Results computed again, layers in host memory, weights in FP8: facts, with nothing left out, and words again."""
+    line = "x --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --bf16 --fp8-format hybrid"
+    spared = "--recompute-granularity selective --recompute-modules layernorm moe_act --cpu-offloading-num-layers 3"
+    (tmp_path / "a.sh").write_text(f"{line} {spared}")
+    (tmp_path / "b.sh").write_text(f"{line} --fp8-param-gather --recompute-modules moe_act")
+    job, other = (read_foreign(tmp_path / name, Asked(devices=8, batch=8)) for name in ("a.sh", "b.sh"))
+    facts = {"products=fp8", "low_weights=copies", "recomputed=layernorm,moe_act", "host_layers=3"}
+    assert facts <= set(job.facts)
+    assert {"recompute-modules", "cpu-offloading-num-layers"} <= set(job.account.read)
+    assert not job.account.left_out
+    assert job.run["memory"]["recompute"] == "none"
+    assert "low_weights=alone" in other.facts
+    assert not any(fact.startswith("recomputed") for fact in other.facts)  # no granularity, so nothing is recomputed
+    program = load_program("megatron-core", job.facts)
+    assert spared in " ".join(megatron_words(parse_run(job.run, [], unread=ELSEWHERE), program))
 
 
 def test_a_word_that_changes_memory_and_is_not_said_is_left_out(tmp_path: Path) -> None:
