@@ -102,15 +102,19 @@ class StageReplay:
 
     def _build(self) -> None:
         config = self._run.config
-        for parameter in self._plan.parameters:
+        whole = self._software.builds == "whole"
+        for parameter in self._plan.parameters if whole else ():
             self._take(("parameter", parameter.name), parameter.weight_bytes)
+        sizes = {} if whole else {each.name: each.weight_bytes for each in self._plan.parameters}
         for index, bucket in enumerate(self._buckets):
+            for name in bucket.names if not whole else ():
+                self._take(("parameter", name), sizes[name])
             held = held_of(config, [bucket])
             self._take(("values", index), held.weights)
             self._take(("gradients", index), held.gradients)
             self._take(("half gradients", index), self._software.apart_bytes(config, held))
             # As in the run's own assembly, only one bucket at a time exists twice: in its parameters and in flat
-            # memory.
+            # memory. A program that builds parts has no other parameters then.
             self._drop(("parameter", name) for name in bucket.names)
         if config.memory.offload.to == "none":
             for index, bucket in enumerate(self._buckets):

@@ -108,6 +108,8 @@ class Software(Section):
     """Workspaces of the additional streams that multiply a model's experts."""
     slices: Literal["views", "copies"] = "views"
     """Whether parameters are views of the memory of gathers and sums, or are copied out and in."""
+    builds: Literal["whole", "parts"] = "whole"
+    """Whether a rank makes its whole model before slices are cut, or one part after another (a meta device)."""
     slice_dtype: Literal["run", "float32"] = "run"
     """The dtype of a rank's slices of half-precision weights and gradients. float32: each gather casts the masters."""
     optimizer: Literal["fused", "steps"] = "fused"

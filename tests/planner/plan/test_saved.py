@@ -207,3 +207,22 @@ def test_our_own_runs_refuse_the_facts(fact: str) -> None:
 def test_weights_in_fp8_need_products_in_fp8() -> None:
     with pytest.raises(ConfigError, match="low_weights=alone has no effect"):
         load_program("megatron-core", ["low_weights=alone"])
+
+
+def test_a_program_that_builds_parts_leaves_no_pieces_of_the_whole_model() -> None:
+    """The first segments of a whole model's weights are larger than those of one part."""
+    config = parse_config({
+        "model": {"family": "gpt2", "layers": 8, "hidden": 2048, "heads": 16, "vocabulary": 512, "positions": TOKENS},
+        "data": {"sequence": TOKENS},
+        "batch": {"global": 8, "micro": 1},
+        "layout": {"data": {"size": 8, "sync": "zero3"}},
+        "memory": {"recompute": 1},
+        "precision": {"level": "O2", "dtype": "bf16"},
+    })  # fmt: skip
+    held = []
+    for builds in ("whole", "parts"):
+        program = load_program("llm-foundry-2023", [f"builds={builds}"])
+        held.append(Planner(program.on(load_cluster("dgx-h100")), program.software).predict(config).fullest)
+    whole, parts = held
+    assert whole.allocated == parts.allocated
+    assert whole.cached > parts.cached + 100e6, (whole.text, parts.text)
