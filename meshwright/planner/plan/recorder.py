@@ -412,8 +412,11 @@ class Recorder(LiveBytes):
             if self._fast_norms and kernel.kind in NORMS.values():
                 kernel = kernel._replace(kind="element")
             if self._products and name in _FLAT and kernel.dtype in ("bf16", "fp16"):
-                self._cast(args[_PRODUCTS[name] :][:2])
-                kernel = kernel._replace(dtype=self._products, touched_bytes=kernel.touched_bytes // 2)
+                operands = args[_PRODUCTS[name] :][:2]
+                self._cast(operands)
+                # Operands have half of the bytes; the result, and sums that the result is added to, have all.
+                touched = kernel.touched_bytes - sum(map(_size_bytes, operands)) // 2
+                kernel = kernel._replace(dtype=self._products, touched_bytes=touched)
             if kernel.kind == "cast" and given[0].stride() != results[0].stride():
                 self._end_row()  # a transposing cast is a separate kernel, after the sums of columns
             if self._fuses_elements and kernel.kind in _FUSED and name not in LOOKUPS | UPDATES:
