@@ -89,14 +89,14 @@ class SavedTensors:
         self._recorder, self._linears, self._in_host = recorder, set[tuple[int, int]](), in_host
         self._kept: list[weakref.ref[KeptTensor]] = []
         self._moved: list[tuple[LowCopy, tuple[int, ...]]] = []
-        self._parameters = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers())}
+        held = (*model.parameters(), *model.buffers()) if in_host else ()
+        self._parameters = {x.untyped_storage()._cdata for x in held}
         self._last: weakref.ref[KeptTensor] | None = None
         self._times: dict[int, int] = {}
         self.offsets: dict[int, set[int]] = {}
         """Offsets of the tensors kept in the run's format, by storage."""
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-        for module in model.modules():
-            if isinstance(module, LinearLayer | GroupedLinear) and recorder.low_inputs:
+        for module in model.modules() if recorder.low_inputs or recorder.recomputed else ():
+            if recorder.low_inputs and isinstance(module, LinearLayer | GroupedLinear):
                 self._linears.add((module.weight.untyped_storage()._cdata, int(module.weight.storage_offset())))
             if "moe_act" in recorder.recomputed and isinstance(module, DispatchedExperts):
                 module.weigh_by(self.run_again)
@@ -104,6 +104,9 @@ class SavedTensors:
                 module.widen_by(self.run_again)
             for norm in norms_alone(module) if "layernorm" in recorder.recomputed else ():
                 norm.register_forward_hook(self.mark)
+        changes = self._linears or recorder.recomputed or in_host
+        both = (self.pack, self.unpack) if changes else (self.note, lambda x: x)
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(*both)
 
     def begin(self) -> None:
         """Forget the pass before."""
@@ -124,6 +127,11 @@ class SavedTensors:
         for number, x in enumerate(tensors_in((made,))):
             # As long as the storage, or a tensor kept in its place: a map would keep the arguments.
             x.untyped_storage().again = again, number  # type: ignore[attr-defined]
+
+    def note(self, x: Tensor) -> Tensor:
+        """Keep a tensor as it is."""
+        self.offsets.setdefault(x.untyped_storage()._cdata, set()).add(int(x.storage_offset()))
+        return x
 
     def pack(self, x: Tensor) -> KeptTensor:
         """Keep a tensor. A linear's function keeps input and weight without an operation in between: a linear's weight
@@ -154,6 +162,8 @@ class SavedTensors:
     def leave(self) -> None:
         """Move the kept tensors to host memory at the end of a forward pass: the copy runs beside the next layer's
         pass, as Transformer Engine's (pytorch/cpu_offload.py)."""
+        if not self._in_host:
+            return
         copies: dict[int, LowCopy] = {}
         for kept in filter(None, (each() for each in self._kept)):
             if kept.tensor is not None and (place := kept.tensor.untyped_storage()._cdata) not in self._parameters:
@@ -165,8 +175,7 @@ class SavedTensors:
         self._moved = [(copy, tuple(x.untyped_storage().nbytes() for x in copy.tensors)) for copy in copies.values()]
         for copy, _ in self._moved:
             copy.tensors = ()
-        if self._in_host:
-            self._recorder.copy_beside([size for _, sizes in self._moved for size in sizes], to_host=True)
+        self._recorder.copy_beside([size for _, sizes in self._moved for size in sizes], to_host=True)
 
     def come(self) -> None:
         """Have the moved tensors on the device at the begin of a backward pass."""
