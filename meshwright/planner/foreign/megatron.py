@@ -360,8 +360,8 @@ def facts_of(given: Arguments, bridge: bool) -> tuple[str, ...]:
         facts.append("products=mxfp8" if "mxfp8" in recipe else "products=fp8")
         alone = given.get("fp8-param-gather")
         if alone is None and bridge:
-            alone = True
-            given.account.assume("fp8_param_gather", True, "Megatron-Bridge's recipes of FP8 but by blocks")
+            alone = "subchannel" not in recipe
+            given.account.assume("fp8_param_gather", alone, "Megatron-Bridge's recipes (training/mixed_precision.py)")
         facts.append(f"low_weights={'alone' if alone and str(alone).lower() != 'false' else 'copies'}")
     modules = modules_of(given)
     if parts := [each for each in modules if each in PARTS]:
