@@ -100,13 +100,13 @@ class LatentAttention(nn.Module):
         """
         query = self.query(source).unflatten(-1, (self.heads, -1))  # [B, T, A, E + P]
         plain, turned = query.split((self.head_width, self.rotary_width), -1)
-        own, value = (
+        keys, value = (
             self.key_value(latent).unflatten(-1, (self.heads, -1)).split((self.head_width, self.value_width), -1)
         )
         # `enter` precedes the rotation: a kit may split the key's columns over ranks, and rotation pairs columns.
         shared = self.enter(shared, self.all_heads)  # [B, T, A, P]
         query = torch.cat([plain, rotate(turned.unsqueeze(2), rotation).squeeze(2)], -1)
-        key = torch.cat([own, rotate(shared.unsqueeze(2), rotation).squeeze(2)], -1)
+        key = torch.cat([keys, rotate(shared.unsqueeze(2), rotation).squeeze(2)], -1)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, A, T, E + P], and [B, A, T, V]
         if cache is not None:
             key, value = cache.extend(self.layer, key, value, self.core.spec.window)

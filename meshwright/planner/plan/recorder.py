@@ -536,7 +536,7 @@ class Recorder(LiveBytes):
         numbers = range(self._number + 1, self._number + 1 + len(sizes))
         self._number += len(sizes)
         self.changes[:0] = zip(numbers, sizes, strict=True)
-        self.changes += [(number, -size) for number, size in zip(numbers, sizes, strict=True)]
+        self.changes += [(storage_number, -size) for storage_number, size in zip(numbers, sizes, strict=True)]
         self.peak += sum(sizes)
 
     def _write(self, event: _Event) -> None:

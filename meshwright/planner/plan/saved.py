@@ -45,12 +45,12 @@ class Again:
         self._function, self._arguments = function, arguments
         self._results: list[Tensor] = []
 
-    def result(self, number: int) -> Tensor:
+    def result(self, index: int) -> Tensor:
         """Return a result; all are computed by the first call."""
         if not self._results:
             with torch.no_grad():
                 self._results = list(tensors_in((self._function(*self._arguments),)))
-        return self._results[number]
+        return self._results[index]
 
 
 class KeptTensor:
@@ -124,9 +124,9 @@ class SavedTensors:
     def mark(self, function: Callable[..., Any], arguments: tuple[Any, ...], made: Any) -> None:
         """Mark results of a function or of a module, which the backward pass computes again."""
         again = Again(function.forward if isinstance(function, nn.Module) else function, arguments)
-        for number, x in enumerate(tensors_in((made,))):
+        for index, x in enumerate(tensors_in((made,))):
             # As long as the storage, or a tensor kept in its place: a map would keep the arguments.
-            x.untyped_storage().again = again, number  # type: ignore[attr-defined]
+            x.untyped_storage().again = again, index  # type: ignore[attr-defined]
 
     def note(self, x: Tensor) -> Tensor:
         """Keep a tensor as it is."""
@@ -137,27 +137,27 @@ class SavedTensors:
         """Keep a tensor. A linear's function keeps input and weight without an operation in between: a linear's weight
         shows that the tensor before is an input, which is kept in the products' format unless it was kept before."""
         storage, offset = x.untyped_storage(), int(x.storage_offset())
-        place, now = storage._cdata, KeptTensor(x, len(self._recorder.changes))
+        address, now = storage._cdata, KeptTensor(x, len(self._recorder.changes))
         if self._in_host:
             self._kept.append(weakref.ref(now))
         if self._linears:
             before = self._last() if self._last is not None else None
             self._last = weakref.ref(now)
-            if before is not None and before.changes == now.changes and (place, offset) in self._linears:
+            if before is not None and before.changes == now.changes and (address, offset) in self._linears:
                 self.narrow(before)
         if (again := getattr(storage, "again", None)) is not None:
             now.replace(again=again)
             return now
-        self.offsets.setdefault(place, set()).add(offset)
-        self._times[place] = self._times.get(place, 0) + 1
+        self.offsets.setdefault(address, set()).add(offset)
+        self._times[address] = self._times.get(address, 0) + 1
         return now
 
-    def narrow(self, kept: KeptTensor) -> None:
+    def narrow(self, saved: KeptTensor) -> None:
         """Keep a tensor in the products' format from now on, unless another function keeps the same storage."""
-        place = -1 if kept.tensor is None else kept.tensor.untyped_storage()._cdata
-        if kept.tensor is not None and self._times.get(place) == 1:
-            del self.offsets[place], self._times[place]
-            kept.replace(copy=self._recorder.narrowed(kept.tensor))
+        address = -1 if saved.tensor is None else saved.tensor.untyped_storage()._cdata
+        if saved.tensor is not None and self._times.get(address) == 1:
+            del self.offsets[address], self._times[address]
+            saved.replace(copy=self._recorder.narrowed(saved.tensor))
 
     def leave(self) -> None:
         """Move the kept tensors to host memory at the end of a forward pass: the copy runs beside the next layer's
@@ -165,13 +165,13 @@ class SavedTensors:
         if not self._in_host:
             return
         copies: dict[int, LowCopy] = {}
-        for kept in filter(None, (each() for each in self._kept)):
-            if kept.tensor is not None and (place := kept.tensor.untyped_storage()._cdata) not in self._parameters:
-                copy = copies.setdefault(place, LowCopy(kept.tensor))
-                self.offsets.pop(place, None)
-                kept.replace(copy=copy)
-            elif kept.copy is not None:
-                copies[id(kept.copy)] = kept.copy
+        for saved in filter(None, (each() for each in self._kept)):
+            if saved.tensor is not None and (address := saved.tensor.untyped_storage()._cdata) not in self._parameters:
+                copy = copies.setdefault(address, LowCopy(saved.tensor))
+                self.offsets.pop(address, None)
+                saved.replace(copy=copy)
+            elif saved.copy is not None:
+                copies[id(saved.copy)] = saved.copy
         self._moved = [(copy, tuple(x.untyped_storage().nbytes() for x in copy.tensors)) for copy in copies.values()]
         for copy, _ in self._moved:
             copy.tensors = ()
@@ -188,16 +188,16 @@ class SavedTensors:
             self._recorder.copy_beside([size for _, sizes in self._moved for size in sizes], to_host=False)
         self._moved = []
 
-    def unpack(self, kept: KeptTensor) -> Tensor:
+    def unpack(self, saved: KeptTensor) -> Tensor:
         """Return a kept tensor in the run's format."""
-        if kept.tensor is not None:
-            return kept.tensor
-        assert kept.form is not None, "a tensor that is kept in no way"
-        if kept.copy is not None:
-            return self._recorder.widened(kept.copy, kept.form)
-        assert kept.again is not None, "a tensor that is kept in no way"
-        (again, number), (sizes, strides, _) = kept.again, kept.form
-        return again.result(number).as_strided(sizes, strides, kept.offset)
+        if saved.tensor is not None:
+            return saved.tensor
+        assert saved.form is not None, "a tensor that is kept in no way"
+        if saved.copy is not None:
+            return self._recorder.widened(saved.copy, saved.form)
+        assert saved.again is not None, "a tensor that is kept in no way"
+        (again, index), (sizes, strides, _) = saved.again, saved.form
+        return again.result(index).as_strided(sizes, strides, saved.offset)
 
 
 @runtime_checkable
