@@ -88,7 +88,6 @@ def test_verify_holds(layout: str) -> None:
 REFUSED: list[tuple[dict[str, Any], list[str], str]] = [
     ({}, ["layout.tensor=tesseract", "layout.tensor.q=2"], "layout.tensor.kind=tesseract does not cut the experts"),
     ({}, ["layout.tensor=subgraph", "layout.tensor.size=2"], "layout.tensor.kind=subgraph does not cut the experts"),
-    ({}, ["bits={kind: layout-free, tensor: 2}"], "bits.tensor=2 cuts layers of a gpt-oss, whose sinks' gradients"),
     ({}, ["model.experts.shared=12"], "model.experts.shared=12 is no field of model.family=gpt-oss.*; valid: 0"),
     ({}, ["model.experts.dense_layers=1"], "model.experts.dense_layers=1 is no field of model.family=gpt-oss"),
     ({}, ["model.experts.bias_rate=0.1"], "model.experts.bias_rate=0.1 is no field .*; valid: null"),
