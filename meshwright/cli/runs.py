@@ -319,21 +319,23 @@ def certify(
     run: Annotated[
         Path | None, Option(metavar="OUT", help="With --check: the run's folder, if FILE is elsewhere.")
     ] = None,
+    trace: Annotated[bool, Option("--trace", help="Record each module call of one step: names the operation.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Certify a run, so that a stranger can check any step.
 
     Writes OUT/certificate.json, signed, and a summary in YAML. --check reads all that was certified, and computes the
     step again from the checkpoint before it, here, under another layout (bits=layout-free): equal, program or machine,
-    with tensor and box. Exit code 0 only if all is as certified.
+    with tensor and box, and of a certificate with --trace the first operation. Exit code 0 only if all is as certified.
 
     Example: meshwright certify --check out/first/certificate.json --step 30 layout.data=1
     """
     for option, value in {"--step": step, "--trusted": trusted, "--run": run}.items():
         if value is not None and file is None:
             raise ConfigError.of(option, value, "has no effect here", "with --check FILE")
-    if key is not None and (file is not None or new_key is not None):
-        raise ConfigError.of("--key", key, "has no effect here", "with OUT")
+    for option, value in {"--key": key, "--trace": trace or None}.items():
+        if value is not None and (file is not None or new_key is not None):
+            raise ConfigError.of(option, value, "has no effect here", "with OUT")
 
     def tell(text: str) -> None:
         say(text, file=sys.stderr if as_json else sys.stdout, flush=True)
@@ -357,7 +359,7 @@ def certify(
         raise ConfigError.of("key=value", words[1], "changes nothing in a run that was made", "with --check FILE")
     from meshwright.tools import certify as certifying
 
-    certificate, written = certifying.certify(out, key, tell)
+    certificate, written = certifying.certify(out, key, tell, trace=trace)
     print_result(certifying, certificate, as_json, written)
 
 

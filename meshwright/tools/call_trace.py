@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.compute.model import Samples, counts_of, to_device
+from meshwright.compute.model import Batch, Samples, counts_of, to_device
 from meshwright.config import Config
 from meshwright.config.layout import Layout
 from meshwright.config.section import with_field
@@ -34,7 +34,7 @@ from meshwright.training.checkpoint.merkle import tensor_leaf
 from meshwright.training.checkpoint.reader import Checkpoint
 from meshwright.training.checkpoint.restore import restore
 from meshwright.training.decisions import WIDENING, resolve, this_machine
-from meshwright.training.parts import build
+from meshwright.training.parts import Parts, build
 from meshwright.training.step import replica_backward
 
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
@@ -172,23 +172,35 @@ def trace_calls(config: Config, samples: Samples, checkpoint: Checkpoint) -> tup
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, before)
         stack.enter_context(torch.random.fork_rng())
-        stack.enter_context(warnings.catch_warnings())
-        # Integers have no gradients: an embedding's backward call has outputs' gradients alone.
-        warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
         torch.set_num_threads(alone.threads if isinstance(alone.threads, int) else before)
         parts = build(alone, mesh, drawn=False)
         restore(parts, checkpoint)
+        return traced_passes(parts, samples.samples(progress.samples, count), progress.samples)
+
+
+def traced_passes(parts: Parts, rows: Batch, seen: int) -> tuple[str, ...]:
+    """Run the passes of one rank's parts on a batch, and return the trace.
+
+    Args:
+        parts: The parts of a layout of one device.
+        rows: A batch of batch.global samples.
+        seen: The number of samples that the run has seen before.
+    """
+    with ExitStack() as stack:
+        # Integers have no gradients: an embedding's backward call has outputs' gradients alone.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
         recorder = Recorder(parts.model)
         recorder.hook(stack)
-        rows = samples.samples(progress.samples, count)
-        replica_backward(parts, to_device(rows, mesh.device), counts_of(rows, parts.model.labels), progress.samples)
+        counts = counts_of(rows, parts.model.labels)
+        replica_backward(parts, to_device(rows, parts.mesh.device), counts, seen)
         parts.strategy.finish()
-        gradients: dict[str, Tensor] = {}
-        for slot in parts.strategy.slots:
-            held = slot.parameter.grad
-            assert held is not None, "a slot holds its gradient after the sums"
-            gradients |= {region.name: held[region.start : region.stop] for region in slot.places}
-        return recorder.lines(gradients)
+    gradients: dict[str, Tensor] = {}
+    for slot in parts.strategy.slots:
+        held = slot.parameter.grad
+        assert held is not None, "a slot holds its gradient after the sums"
+        gradients |= {region.name: held[region.start : region.stop] for region in slot.places}
+    return recorder.lines(gradients)
 
 
 def first_parted(certified: Sequence[str], here: Sequence[str]) -> str:

@@ -1,13 +1,15 @@
 """A run's certificate: one signed JSON file, and a card in YAML that a model's page can carry.
 
 The signed content is the value of `certificate`, as JSON without spaces, with sorted keys, in ASCII. It has texts,
-integers and lists alone: a number of a step is a text, so that no reader rounds. docs/certificate.md has all fields.
+integers and lists alone: a number of a step is a text, so that no reader rounds. A certificate without a trace has no
+field `trace`. docs/certificate.md has all fields.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -22,8 +24,9 @@ from pydantic.dataclasses import dataclass as checked
 
 from meshwright.parity.certificate import surroundings
 from meshwright.ranks.errors import ConfigError, DamagedError, MismatchError
-from meshwright.ranks.foreign import parse_json, read_named
+from meshwright.ranks.foreign import open_named, parse_json
 from meshwright.ranks.machine import processor_name
+from meshwright.tools.call_trace import DIGITS, MOST_CALLS
 from meshwright.tools.keys import PUBLIC, check_signature, fingerprint, text_of
 from meshwright.training.folder import write_whole
 from meshwright.version import PACKAGE
@@ -39,6 +42,15 @@ LIMITS = "the same kind of processor and the same libraries; others may differ i
 _CLOSED = ConfigDict(extra="forbid", strict=True)
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Step = Annotated[int, Field(ge=0, lt=2**62)]
+Line = Annotated[
+    str,
+    Field(
+        pattern=rf"^(forward|backward|weights) [!-~]+ [!-~]+ [0-9a-f]{{{DIGITS}}} [0-9a-f]{{{DIGITS}}}$", max_length=400
+    ),
+]
+"""A line of a trace (call_trace.py)."""
+MOST_BYTES = 2**26
+"""Size of a certificate's file: 64 MiB, for 65,536 lines of a trace and all else."""
 
 
 @checked(frozen=True, config=_CLOSED)
@@ -59,6 +71,15 @@ class Certified:
     """The values decided for `auto` fields, as JSON."""
     numbers: Sha256
     """The hash of the losses, norms and roots of the steps after the certified checkpoint before, up to this one."""
+
+
+@checked(frozen=True, config=_CLOSED)
+class Traced:
+    """The module calls of one grain, computed when the run was certified, on one device of the certifying machine."""
+
+    step: Step
+    """The certified checkpoint before the grain."""
+    calls: Annotated[tuple[Line, ...], Field(min_length=1, max_length=MOST_CALLS)]
 
 
 @checked(frozen=True, config=_CLOSED)
@@ -95,6 +116,12 @@ class Body:
     here: Here
     key: Annotated[str, Field(pattern=PUBLIC.pattern)]
     """The public key, in OpenSSH's form."""
+    trace: Traced | None = None
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """The fields as JSON values, without an empty trace."""
+        return {name: value for name, value in asdict(self).items() if name != "trace" or value is not None}
 
 
 @dataclass(frozen=True)
@@ -107,12 +134,12 @@ class Certificate:
     @property
     def content(self) -> bytes:
         """The signed bytes."""
-        return json.dumps(asdict(self.body), sort_keys=True, separators=(",", ":")).encode()
+        return json.dumps(self.body.tree, sort_keys=True, separators=(",", ":")).encode()
 
     @property
     def text(self) -> str:
         """The file."""
-        tree = {"certificate": asdict(self.body), "signature": self.signature}
+        tree = {"certificate": self.body.tree, "signature": self.signature}
         return json.dumps(tree, sort_keys=True, indent=1) + "\n"
 
     @property
@@ -132,11 +159,16 @@ def read_certificate(file: Path) -> Certificate:
 
     Raises:
         ConfigError: The file cannot be read.
-        DamagedError: The file is no certificate, or differs from the form in which certificates are written.
+        DamagedError: The file is no certificate, has more than MOST_BYTES, or differs from the form in which
+            certificates are written.
         MismatchError: The signature is not the key's.
     """
     try:
-        text = read_named(file)
+        with open_named(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size > MOST_BYTES:
+                raise DamagedError(f"{file} is no certificate: it has {size:,} bytes; at most {MOST_BYTES:,} are read")
+            text = opened.read(MOST_BYTES).decode()
         tree = parse_json(text)
     except OSError as error:
         valid = "the certificate.json that `meshwright certify OUT` writes"
@@ -166,8 +198,14 @@ def read_certificate(file: Path) -> Certificate:
 
 
 def write_certificate(found: Certificate, out: Path, facts: dict[str, Any]) -> tuple[Path, Path]:
-    """Write the certificate and its card into the run's folder. `facts`: further lines of the card."""
+    """Write the certificate and its card into the run's folder. `facts`: further lines of the card.
+
+    Raises ConfigError if the file would have more than MOST_BYTES, which no reader accepts.
+    """
     body = found.body
+    if len(found.text) > MOST_BYTES:
+        rule = f"needs a certificate of {len(found.text):,} bytes, of at most {MOST_BYTES:,}"
+        raise ConfigError.of("OUT", out, rule, "no --trace, or fewer checkpoints in the folder")
     card = {
         "claim": CLAIMS[body.layouts],
         "limits": LIMITS,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from meshwright.ranks.environment import config_folder
 from meshwright.ranks.errors import ConfigError, DamagedError, DataError
 from meshwright.ranks.foreign import plain, plain_folder, read_json, read_text
 from meshwright.ranks.mesh import solo_mesh
+from meshwright.tools.call_trace import trace_calls
 from meshwright.tools.certificate import (
     ANY,
     CLAIMS,
@@ -38,6 +39,7 @@ from meshwright.tools.certificate import (
     Certificate,
     Certified,
     State,
+    Traced,
     here,
     signed,
     write_certificate,
@@ -161,16 +163,28 @@ def first_weights(config: Config) -> Tree | None:
     return Tree.of(tensor_leaf(name, first_values(name, spec, config.seed).contiguous()) for name, spec in drawn)
 
 
-def certify(out: Path, key: Path | None, say: Say) -> tuple[Certificate, tuple[Path, Path]]:
+def first_step(out: Path, config: Config) -> int:
+    """Return the first step after the last change of a field that changes numbers."""
+    first = 1
+    for path in sorted(out.glob("config-*.yaml"), key=lambda path: int(path.stem.partition("-")[2])):
+        trees = [load_config(each).model_dump(mode="json", by_alias=True) for each in (path, out / CONFIG)]
+        if changed_fields(trees[0], trees[1], free_fields(config)):
+            first = int(path.stem.partition("-")[2]) + 1
+    return first
+
+
+def certify(out: Path, key: Path | None, say: Say, *, trace: bool = False) -> tuple[Certificate, tuple[Path, Path]]:
     """Read a run that nobody writes, and write its certificate and its card.
 
     Args:
         out: The run's folder.
         key: The private key; None: the user's own one, which is made if there is none.
         say: Called with a line for the user.
+        trace: Also compute a grain after the first certified checkpoint, and record each module call.
 
     Raises:
-        ConfigError: Another process writes the run, the run has no checkpoint, or the key cannot be read.
+        ConfigError: Another process writes the run, the run has no checkpoint, the key cannot be read, or the grain
+            cannot be traced.
         DamagedError: A checkpoint is damaged.
         DataError: The data or metrics.jsonl cannot be read.
     """
@@ -186,21 +200,19 @@ def certify(out: Path, key: Path | None, say: Say) -> tuple[Certificate, tuple[P
         if not folders:
             valid = "checkpoint.every=N in the run file, N steps"
             raise ConfigError.of("OUT", out, "has no checkpoint, so there is no state to certify", valid)
-        first = 1
-        for config_path in sorted(out.glob("config-*.yaml"), key=lambda path: int(path.stem.partition("-")[2])):
-            trees = [load_config(each).model_dump(mode="json", by_alias=True) for each in (config_path, out / CONFIG)]
-            if changed_fields(trees[0], trees[1], free_fields(read.config)):
-                first = int(config_path.stem.partition("-")[2]) + 1
+        first = first_step(out, read.config)
         certified, before = list[Certified](), first - 1
+        folders = [(step, path) for step, path in folders if step >= first - 1]
         for step, path in folders:
-            if step < first - 1:
-                continue
             tree = read.state(path)
             decided = json.dumps(Checkpoint(path).manifest.origin.resolved, sort_keys=True)
             state = State(tree.root, tree.marks)
             certified.append(Certified(step, state, decided, read.numbers(before + 1, step)))
             before = step
-        weights = first_weights(read.config)
+        weights, traced = first_weights(read.config), None
+        if trace:
+            begun, path = folders[0]
+            traced = Traced(begun, trace_calls(read.config, read.samples, Checkpoint(path)))
         made = signed(
             {
                 "date": datetime.now(UTC).date().isoformat(),
@@ -214,6 +226,7 @@ def certify(out: Path, key: Path | None, say: Say) -> tuple[Certificate, tuple[P
                 "first_weights": None if weights is None else State(weights.root, weights.marks),
                 "checkpoints": tuple(certified),
                 "here": here(),
+                "trace": traced,
             },
             private,
         )
@@ -224,7 +237,7 @@ def certify(out: Path, key: Path | None, say: Say) -> tuple[Certificate, tuple[P
 
 def as_dict(made: Certificate) -> dict[str, Any]:
     """Return the signed content."""
-    return asdict(made.body)
+    return made.body.tree
 
 
 def render(made: Certificate) -> None:
@@ -236,6 +249,10 @@ def render(made: Certificate) -> None:
     console.print(f"promise: {CLAIMS[body.layouts]}", soft_wrap=True)
     if body.layouts == OWN:
         console.print("for any layout: train with bits=layout-free", soft_wrap=True)
+    if body.trace is not None:
+        size = sum(map(len, body.trace.calls))
+        told = f"trace: {len(body.trace.calls):,} calls after step {body.trace.step}, on one device; {size:,} bytes"
+        console.print(told, soft_wrap=True)
     if body.first > 1:
         console.print(f"steps before {body.first} had another config, and are not certified", soft_wrap=True)
     console.print(f"signed: {made.signer}", soft_wrap=True)

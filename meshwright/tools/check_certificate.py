@@ -3,6 +3,7 @@
 First all that the certificate is about is read and compared, so that damage is named as such, and is no verdict on the
 program. Then the step is computed from the certified checkpoint before it, on this machine, under any layout of the
 run (replay.py). If the step has a certified checkpoint, the SHA-256 Merkle root of the new state is compared as well.
+If the step differs and the certificate has a trace, the traced grain is computed again, which names the operation.
 
 | outcome | exit code |
 |---|---|
@@ -14,7 +15,7 @@ run (replay.py). If the step has a certified checkpoint, the SHA-256 Merkle root
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from meshwright.config.yaml_text import plain_values
 from meshwright.output import terminal
 from meshwright.ranks.errors import ConfigError, DataError, MismatchError
 from meshwright.ranks.foreign import plain
+from meshwright.tools.call_trace import first_parted, trace_calls
 from meshwright.tools.certificate import ANY, Body, Certificate, differences, here, read_certificate
 from meshwright.tools.certify import Read, Say, changed_fields, first_weights, free_fields, uncommented
 from meshwright.tools.differing import Part, by_bytes
@@ -58,6 +60,8 @@ class Checked:
     """The step of the checkpoint that named the tensors, if later than the replayed step."""
     parts: tuple[Part, ...] = ()
     """The tensors that differ, in the checkpoint's order."""
+    operation: str = ""
+    """The first module call with other bits than the certified trace, or the reason for which none is named."""
 
     def check(self) -> None:
         """Raise MismatchError if the step differs."""
@@ -120,11 +124,40 @@ def check(
 
     again = partial(replay, folder, words=words, start=start)
     replayed = again(step, say=say, look=partial(look, step) if step in states else None)
+    operation = "" if replayed.verdict == "equal" else first_operation(body, read, there)
     if replayed.verdict == "equal" or step in states:
-        return checked(step in states, replayed, None, replayed.parts)
+        return checked(step in states, replayed, None, replayed.parts, operation)
     later = min((at for at in states if at > step), default=None)
     parts = () if later is None else again(later, say=say, look=partial(look, later)).parts
-    return checked(False, replayed, later if parts else None, parts)
+    return checked(False, replayed, later if parts else None, parts, operation)
+
+
+def first_operation(body: Body, read: Read, there: Mapping[int, Path]) -> str:
+    """Compute the traced grain again, and name the first call with other bits.
+
+    Args:
+        body: The certified content.
+        read: The run.
+        there: The run's checkpoints by step.
+
+    Returns:
+        A sentence; without a trace or the trace's checkpoint, the reason for which no operation is named.
+
+    Raises:
+        DamagedError, MismatchError: The trace's checkpoint differs from the written or certified one.
+    """
+    trace = body.trace
+    if trace is None:
+        return "no operation is named: the certificate has no trace (meshwright certify OUT --trace)"
+    if trace.step not in there:
+        return f"no operation is named: the trace begins with the checkpoint of step {trace.step}, which is not here"
+    path = there[trace.step]
+    require_state(body, trace.step, read.state(path), path)
+    parted = first_parted(trace.calls, trace_calls(read.config, read.samples, Checkpoint(path)))
+    if parted:
+        return f"first difference, after step {trace.step}: {parted}"
+    count = f"{len(trace.calls):,} calls"
+    return f"no operation is named: the first grain after step {trace.step} has the certified bits in all {count}"
 
 
 def weights_unlike(body: Body, read: Read) -> tuple[str, ...]:
@@ -235,6 +268,7 @@ def render(found: Checked) -> None:
         count = f"{mismatch.differing:,} of {mismatch.elements:,} elements{box_text}" if box else "box unknown"
         more = f"; {len(found.parts) - 1} tensors more (--json)" if len(found.parts) > 1 else ""
         console.print(f"first tensor that differs, after step {at}: {mismatch.tensor}, {count}{more}", soft_wrap=True)
+    console.print(found.operation, soft_wrap=True)
     if not found.parts:
         console.print("no certified checkpoint at or after the step names the tensor", soft_wrap=True)
     if replayed.verdict == "machine":

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +19,12 @@ import yaml
 from typer.testing import CliRunner
 
 from meshwright.cli import app
+from meshwright.compute.context.context import Heads
+from meshwright.compute.models.attention import SelfAttention
 from meshwright.compute.parameters.fixed import FixedPoint
 from meshwright.ranks.errors import ConfigError, DamagedError, DataError, MeshwrightError, MismatchError
-from meshwright.tools.certificate import NAME, differences, here, read_certificate
+from meshwright.strategies.optim.optimizer import Optimizer
+from meshwright.tools.certificate import MOST_BYTES, NAME, differences, here, read_certificate
 from meshwright.tools.certify import certify
 from meshwright.tools.check_certificate import check
 from meshwright.tools.keys import make_key
@@ -46,6 +53,14 @@ def made(folder: Path, key: Path) -> Path:
     """Six steps over two ranks, checkpoints at 2, 4 and 6, certified."""
     out = run(config_for(make_corpus(folder), layout=LAYOUT, bits="layout-free", **WORDS), folder / "out")
     certify(out, key, print)
+    return out
+
+
+@pytest.fixture(scope="module")
+def traced(made: Path, folder: Path, key: Path) -> Path:
+    """The run again, certified with a trace."""
+    out = Path(shutil.copytree(made, folder / "traced"))
+    certify(out, key, print, trace=True)
     return out
 
 
@@ -232,6 +247,154 @@ def test_a_sum_that_is_wrong_in_every_replay_names_tensor_and_box(made: Path, mo
         r"first tensor that differs, after step 4: \w+ of \S+, \d+ of \d+ elements in the box \[", result.stdout
     )
     assert "program: two replays agree" in result.stdout
+    assert "no operation is named: the certificate has no trace (meshwright certify OUT --trace)" in result.stdout
+
+
+def summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = FixedPoint.add
+    monkeypatch.setattr(FixedPoint, "add", lambda self, total, x, **options: add(self, total, x * NEARLY, **options))
+
+
+def attended(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = Heads.attend
+    monkeypatch.setattr(Heads, "attend", lambda self, *given: attend(self, *given) * NEARLY)
+
+
+class Scaled(torch.autograd.Function):
+    """The identity, with a wrong gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * NEARLY
+
+
+def read_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = SelfAttention.forward
+    monkeypatch.setattr(SelfAttention, "forward", lambda self, x, *given: forward(self, x * NEARLY, *given))
+
+
+def led_back_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = SelfAttention.forward
+    monkeypatch.setattr(SelfAttention, "forward", lambda self, x, *given: forward(self, Scaled.apply(x), *given))
+
+
+NEARLY = 1 - 2**-20
+OPERATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "scores": (
+        attended, "forward pass, blocks.0.attention.core (AttentionCore): outputs differ, inputs are equal",
+    ),
+    "a product between modules": (
+        read_otherwise,
+        "forward pass, blocks.0.attention (SelfAttention), at blocks.0.attention.query_key_value (CutExpand): inputs "
+        "differ, and no earlier call does: an operation between modules",
+    ),
+    "a gradient of an input": (
+        led_back_otherwise,
+        "backward pass, blocks.0.attention (SelfAttention): gradients of its inputs differ, gradients of its outputs "
+        "are equal",
+    ),
+    "a sum of gradients": (summed, "backward pass, norm.bias (BlockNorm): the parameter's gradient differs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_with_other_bits_is_named(traced: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, told = OPERATIONS[name]
+    plant(monkeypatch)
+    result = CliRunner().invoke(app, ["certify", "--check", str(traced / NAME), "--step", "3", "layout.data=1"])
+    assert isinstance(result.exception, MismatchError)
+    assert f"first difference, after step 2: {told}\n" in result.stdout
+
+
+def test_a_step_with_equal_bits_has_no_first_difference(traced: Path) -> None:
+    found = checked(traced, 3, "layout.data=1")
+    assert (found.replayed.verdict, found.operation) == ("equal", "")
+
+
+def test_another_grains_difference_is_not_named_as_the_traced_grains(
+    traced: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the fourth step's optimizer errs, so the traced passes have the certified bits."""
+    begin = Optimizer.begin
+
+    def begin_wrong(self: Optimizer, step_index: int, *given: Any, **options: Any) -> Any:
+        for slot in self.slots:
+            slot.parameter.data.mul_(NEARLY)
+        return begin(self, step_index, *given, **options)
+
+    monkeypatch.setattr(Optimizer, "begin", begin_wrong)
+    found = checked(traced, 4)
+    assert found.replayed.verdict == "program"
+    calls = len(read_certificate(traced / NAME).body.trace.calls)
+    told = f"no operation is named: the first grain after step 2 has the certified bits in all {calls} calls"
+    assert found.operation == told
+
+
+def test_without_the_traces_checkpoint_no_operation_is_named(
+    traced: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = Path(shutil.copytree(traced, tmp_path / "out"))
+    shutil.rmtree(out / "checkpoints" / "step-2")
+    attended(monkeypatch)
+    told = "no operation is named: the trace begins with the checkpoint of step 2, which is not here"
+    assert checked(out, 5).operation == told
+
+
+@pytest.mark.parametrize(
+    "change, error, wrong",
+    [
+        (lambda body: body["trace"]["calls"].pop(), MismatchError, "was changed after it was signed, or is a forgery"),
+        (lambda body: body["trace"].update(step=4), MismatchError, "was changed after it was signed"),
+        (lambda body: body.pop("trace"), MismatchError, "was changed after it was signed"),
+        (lambda body: body.update(trace=None), DamagedError, "its text has another form than its content"),
+        (lambda body: body["trace"].pop("step"), DamagedError, "trace.step: Field required"),
+        (lambda body: body["trace"].update(more=1), DamagedError, "trace.more: Unexpected keyword argument"),
+        (lambda body: body["trace"]["calls"].append("forward x"), DamagedError, "should match pattern"),
+        (lambda body: body["trace"]["calls"].append("forward a\n b" + " 0" * 32), DamagedError, "should match pattern"),
+        (lambda body: body["trace"].update(calls=[]), DamagedError, "at least 1 item"),
+        (lambda body: body["trace"].update(calls=body["trace"]["calls"] * 3000), DamagedError, "at most 65536 items"),
+    ],
+)  # fmt: skip
+def test_a_changed_trace_is_refused(
+    traced: Path, tmp_path: Path, change: Callable[[Any], object], error: type[MeshwrightError], wrong: str
+) -> None:
+    tree = json.loads((traced / NAME).read_text())
+    change(tree["certificate"])
+    (tmp_path / NAME).write_text(json.dumps(tree, sort_keys=True, indent=1) + "\n")
+    with pytest.raises(error, match=wrong):
+        read_certificate(tmp_path / NAME)
+
+
+def test_a_file_larger_than_any_certificate_is_refused_unread(tmp_path: Path) -> None:
+    with (tmp_path / NAME).open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedError, match="it has 67,108,865 bytes; at most 67,108,864 are read"):
+            read_certificate(tmp_path / NAME)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_another_processors_first_operation_is_named(traced: Path) -> None:
+    """torch takes other kernels in another process: AVX2's on a processor with AVX-512, else those without vectors."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in ("AVX512", "AVX2"):
+        pytest.skip("one set of kernels here")
+    words = ["-m", "meshwright", "certify", "--check", str(traced / NAME), "--step", "3", "layout.data=1", "--json"]
+    told = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, check=False,
+        env=os.environ | {"ATEN_CPU_CAPABILITY": "avx2" if capability == "AVX512" else "default"},
+    )  # fmt: skip
+    found = json.loads(told.stdout)
+    assert found["replayed"]["verdict"] == "program", told.stderr
+    # exp of the softmax; products are MKL's, which read no variable of torch.
+    assert found["operation"].startswith("first difference, after step 2: forward pass, blocks.0.attention.core (")
 
 
 def test_a_deleted_checkpoint_is_told_and_an_older_one_serves(out: Path) -> None:
@@ -258,13 +421,23 @@ def test_a_damaged_run_is_not_certified(out: Path, key: Path) -> None:
     assert not (out / NAME).exists()
 
 
-def test_a_usual_run_is_certified_under_its_own_layout(folder: Path, key: Path, tmp_path: Path) -> None:
+def test_a_usual_run_is_certified_under_its_own_layout(
+    folder: Path, key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = run(config_for(folder / "corpus", layout=LAYOUT, **WORDS), tmp_path / "usual")
     made, _ = certify(out, key, print)
     assert made.body.layouts == "own"
     assert checked(out, 5).replayed.verdict == "equal"
     with pytest.raises(ConfigError, match=r"layout.data.size=1 is not the run's .2.: with bits=usual only"):
         checked(out, 5, "layout.data=1")
+    certify(out, key, print, trace=True)
+    attended(monkeypatch)
+    assert checked(out, 5).operation == f"first difference, after step 2: {OPERATIONS['scores'][1]}"
+
+
+def test_a_trace_is_of_out_alone(traced: Path) -> None:
+    result = CliRunner().invoke(app, ["certify", "--check", str(traced / NAME), "--trace"])
+    assert "--trace=True has no effect here" in str(result.exception)
 
 
 def test_steps_before_a_change_of_the_config_are_not_certified(out: Path, key: Path) -> None:
