@@ -7,7 +7,8 @@
 | weights  | none                                               | the gradient of a parameter, summed over its uses |
 
 A call is a line: pass, path, class, 16 hexadecimal digits of the inputs, 16 of the outputs. Calls inside of a module
-have earlier lines than the module's call. Gradients of a module's parameters follow the module's last backward call.
+have earlier lines than the module's call; a backward call of a module without gradients of its inputs has a line as
+soon as the gradients of its outputs are known. Gradients of a module's parameters follow its last backward call.
 Two traces of equal programs have equal lines, whatever layout trained the run.
 """
 
