@@ -87,11 +87,11 @@ class _Ending:
     gather: float
     """Least seconds to gather sliced weights in a pass through the model."""
     reduce: float
-    """Of sums of gradients in a group of shards."""
+    """Seconds of sums of gradients in a group of shards."""
     across: float
-    """Of sums of gradients across groups of shards."""
+    """Seconds of sums of gradients across groups of shards."""
     steps: float
-    """Of the optimizer."""
+    """Seconds of the optimizer."""
     publish: float
     norm: float
     overlaps: float
