@@ -72,28 +72,37 @@ class ZeroWords:
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> ZeroWords:
-        """Read DeepSpeed's JSON. Raises ConfigError for a stage that DeepSpeed has not."""
-        zero: Mapping[str, Any] = tree.get("zero_optimization") or {}
+        """Read DeepSpeed's JSON. Raises ConfigError for a stage that DeepSpeed has not, and for a section or a number
+        of another form."""
+        zero = section_of(tree, "zero_optimization")
 
         def integer(name: str, default: float, section: Mapping[str, Any] = zero) -> int:
             value = section.get(name, default)
-            return int(default if value in ("auto", None) else value)
+            value = default if value in ("auto", None) else value
+            # DeepSpeed takes 5e8 as well.
+            whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+            if isinstance(value, bool) or not whole or value < 0:
+                field = f"zero_optimization.{name}" if section is zero else name
+                raise ConfigError.of(field, value, "is no whole number", f"{int(default)}, auto")
+            return int(value)
 
         def on_host(name: str) -> bool:
-            return (zero.get(name) or {}).get("device", "none") != "none"
+            return bool(section_of(zero, name).get("device", "none") != "none")
 
         stage = integer("stage", 0)
         if stage not in range(4):
             raise ConfigError.of("zero_optimization.stage", stage, "is no stage of ZeRO", "0, 1, 2, 3")
         half = next((dtype for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16),
                                                ("fp16", torch.float16))
-                     if (tree.get(name) or {}).get("enabled") in (True, "auto")), torch.float32)  # fmt: skip
+                     if section_of(tree, name).get("enabled") in (True, "auto")), torch.float32)  # fmt: skip
         unread = [f"zero_optimization.{name}" for name in zero if name not in KNOWN_ZERO]
-        overlap = zero.get("overlap_comm")
+        overlap, clip = zero.get("overlap_comm"), tree.get("gradient_clipping") or 0.0
+        clip = 1.0 if clip == "auto" else clip
+        if isinstance(clip, bool) or not isinstance(clip, int | float):
+            raise ConfigError.of("gradient_clipping", clip, "is no number", "1.0, auto")
         return cls(
             stage, half, integer("gradient_accumulation_steps", 1, tree),
-            integer("train_micro_batch_size_per_gpu", 1, tree), float(tree.get("gradient_clipping") or 0.0)
-            if tree.get("gradient_clipping") != "auto" else 1.0,
+            integer("train_micro_batch_size_per_gpu", 1, tree), clip,
             integer("reduce_bucket_size", 5e8), integer("allgather_bucket_size", 5e8),
             stage == 3 if overlap in (None, "auto") else bool(overlap),
             on_host("offload_optimizer"), on_host("offload_param") and stage == 3,
@@ -104,14 +113,23 @@ class ZeroWords:
         )  # fmt: skip
 
 
-def config_of(config: Any) -> dict[str, Any]:
-    """Return DeepSpeed's JSON as a dict, from a dict or the path of a file."""
+def section_of(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of DeepSpeed's JSON, empty if there is none. Raises ConfigError for a value without fields."""
+    section = tree.get(name) or {}
+    if not isinstance(section, Mapping):
+        raise ConfigError.of(name, section, "is no section with fields", "{}")
+    return section
+
+
+def config_of(config: Any) -> Mapping[str, Any]:
+    """Return DeepSpeed's JSON, from a dict or the path of a file."""
     if isinstance(config, Mapping):
-        return dict(config)
+        return config
     if config is None:
         raise ConfigError.of("deepspeed.initialize", None, "has no configuration", "config=, or args.deepspeed_config")
     with Path(config).open(encoding="utf-8") as file:
-        return dict(parse_json(file.read()))
+        tree = parse_json(file.read())
+    return section_of({str(config): tree}, str(config))
 
 
 def changed_configs(text: str) -> list[tuple[str, str]]:
@@ -169,7 +187,7 @@ class Engine(nn.Module):
         self.words, self.optimizer, self.device, self._mark = words, optimizer, device, mark
         self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
         self.lr_scheduler: Any = None
-        self.config: dict[str, Any] = {}
+        self.config: Mapping[str, Any] = {}
         self._micro = 0
         self._boundary: bool | None = None
         self._norm: Tensor | None = None
@@ -242,7 +260,7 @@ class Engine(nn.Module):
         """Return a flat tensor on the engine's device."""
         return torch.empty(size, dtype=dtype, device=self.device)
 
-    def answer(self, schedule: Any, tree: dict[str, Any]) -> None:
+    def answer(self, schedule: Any, tree: Mapping[str, Any]) -> None:
         """Take the schedule and the JSON, and make the methods by which scripts ask for them."""
         words, self.lr_scheduler, self.config = self.words, schedule, tree
         vars(self).update({
@@ -480,8 +498,8 @@ def initialize(
     optimizer = options.get("optimizer")
     parameters = list(options.get("model_parameters") or (p for p in model.parameters() if p.requires_grad))
     if optimizer is None:
-        asked = tree.get("optimizer") or {}
-        if "adam" not in asked.get("type", "Adam").lower():
+        asked = section_of(tree, "optimizer")
+        if "adam" not in str(asked.get("type", "Adam")).lower():
             note(f"DeepSpeed's optimizer {asked['type']}: torch's AdamW is recorded in its place")
         optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=device.type == "cuda" and not words.states_on_host)
     elif not isinstance(optimizer, torch.optim.Optimizer):

@@ -11,7 +11,9 @@ import pytest
 from meshwright.planner.adopt.adopted import Adopted
 from meshwright.planner.adopt.edits import edits_of
 from meshwright.planner.adopt.job import AdoptError, Question, run_rank
+from meshwright.planner.adopt.zero import ZeroWords, config_of
 from meshwright.planner.plan.cluster import load_cluster
+from meshwright.ranks.errors import ConfigError
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples/adopt"
 CLUSTER = load_cluster("dgx-h100")
@@ -135,3 +137,33 @@ def test_trainer_reads_the_json_of_its_words(tmp_path: Path) -> None:
     # Each parameter is padded to an even number.
     assert facts.memory.parts["weights"] == pytest.approx(facts.parameters, abs=8)
     assert sent(facts, "reduce_scatter") > 0
+
+
+@pytest.mark.parametrize(
+    "tree, message",
+    [
+        ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage=5 is no stage of ZeRO"),
+        ({"zero_optimization": True}, "zero_optimization=True is no section"),
+        ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage=2 is no whole number"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage=True is no whole number"),
+        ({"zero_optimization": {"reduce_bucket_size": 0.5}}, "zero_optimization.reduce_bucket_size=0.5 is no whole"),
+        ({"zero_optimization": {"stage3_max_reuse_distance": -1}}, "stage3_max_reuse_distance=-1 is no whole number"),
+        ({"zero_optimization": {"offload_optimizer": "cpu"}}, "offload_optimizer=cpu is no section"),
+        ({"zero_optimization": {"sub_group_size": float("inf")}}, "sub_group_size=inf is no whole number"),
+        ({"gradient_clipping": "1"}, "gradient_clipping=1 is no number"),
+        ({"bf16": True}, "bf16=True is no section"),
+        ({"gradient_accumulation_steps": [4]}, r"gradient_accumulation_steps=\[4\] is no whole number"),
+    ],
+)
+def test_a_value_of_another_form_is_named(tree: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ZeroWords.of(tree)
+
+
+def test_numbers_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
+    words = ZeroWords.of({"zero_optimization": {"reduce_bucket_size": 5e8, "sub_group_size": "auto"}})
+    assert (words.bucket, words.group) == (500_000_000, 1_000_000_000)
+    path = tmp_path / "ds.json"
+    path.write_text("[1]\n")
+    with pytest.raises(ConfigError, match="is no section with fields"):
+        config_of(path)
