@@ -287,7 +287,10 @@ def program_as_dict(entries: Sequence[Entry], changes: Sequence[tuple[int, int]]
     """Return program.json's object: distinct events, and rows of (event, phase, module, stream)."""
     numbers: dict[Any, int] = {}
     rows = [[numbers.setdefault(e.event, len(numbers)), e.phase, e.module, e.stream] for e in entries]
-    events = [[type(event).__name__.lower(), asdict(event)] for event in numbers]
+    events = [
+        [type(event).__name__.lower(), event._asdict() if isinstance(event, tuple) else asdict(event)]
+        for event in numbers
+    ]
     return {"form": FORM, "events": events, "rows": rows, "memory": [n for change in changes for n in change]}
 
 

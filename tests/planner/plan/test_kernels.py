@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from meshwright.planner.plan.recorder import Kernel
@@ -21,19 +19,19 @@ def seconds(kernel: Kernel, ranks: int = 1) -> float:
 
 def test_product_is_bound_by_flops_or_by_bytes() -> None:
     assert seconds(PRODUCT) == pytest.approx(2e9 / (1e14 * 0.5) + LAUNCH)
-    assert seconds(replace(PRODUCT, dtype="float32")) == pytest.approx(2e9 / (1e13 * 0.5) + LAUNCH)
-    assert seconds(replace(PRODUCT, touched_bytes=10**8)) == pytest.approx(1e8 / 1e12 + LAUNCH)
+    assert seconds(PRODUCT._replace(dtype="float32")) == pytest.approx(2e9 / (1e13 * 0.5) + LAUNCH)
+    assert seconds(PRODUCT._replace(touched_bytes=10**8)) == pytest.approx(1e8 / 1e12 + LAUNCH)
 
 
 def test_a_cpu_moves_what_it_multiplies_by_itself() -> None:
     device = FLAT.device.model_copy(update={"kind": "cpu"})
     timer = Timer(FLAT.model_copy(update={"device": device}), 1)
-    product = replace(PRODUCT, touched_bytes=10**8)
+    product = PRODUCT._replace(touched_bytes=10**8)
     assert timer.kernel_seconds(product) == pytest.approx(2e9 / (1e14 * 0.5) + 1e8 / 1e12 + LAUNCH)
 
 
 def test_float32_products_take_tensor_cores_where_a_run_and_its_devices_do() -> None:
-    product, device = replace(PRODUCT, dtype="float32"), FLAT.device
+    product, device = PRODUCT._replace(dtype="float32"), FLAT.device
     peak = {**device.peak_flops_per_second, "tf32": 5e13}
     cores = FLAT.model_copy(update={"device": device.model_copy(update={"peak_flops_per_second": peak})})
     assert Timer(cores, 1, tf32=True).kernel_seconds(product) == pytest.approx(2e9 / (5e13 * 0.5) + LAUNCH)
@@ -42,13 +40,13 @@ def test_float32_products_take_tensor_cores_where_a_run_and_its_devices_do() -> 
 
 
 def test_efficiency_lies_between_points_over_the_logarithm_of_the_side() -> None:
-    middle = replace(PRODUCT, side=1000**0.5 * 100**0.5)
+    middle = PRODUCT._replace(side=1000**0.5 * 100**0.5)
     assert seconds(middle) == pytest.approx(2e9 / (1e14 * 0.3) + LAUNCH)
 
 
 def test_sides_beyond_the_curve_take_its_ends() -> None:
-    assert seconds(replace(PRODUCT, side=10)) == seconds(replace(PRODUCT, side=100))
-    assert seconds(replace(PRODUCT, side=9000)) == seconds(PRODUCT)
+    assert seconds(PRODUCT._replace(side=10)) == seconds(PRODUCT._replace(side=100))
+    assert seconds(PRODUCT._replace(side=9000)) == seconds(PRODUCT)
 
 
 def test_fused_attention_has_a_part_of_the_peak() -> None:
@@ -59,8 +57,8 @@ def test_fused_attention_has_a_part_of_the_peak() -> None:
 def test_others_go_at_the_pace_of_the_memory_and_dear_elements_slower() -> None:
     plain = Kernel("element", 0.0, 10**8, 10**7, "fp16")
     assert seconds(plain) == pytest.approx(1e8 / 1e12 + LAUNCH)
-    assert seconds(replace(plain, kind="special")) == pytest.approx(1e8 / 1e12 + 1e-9 * 1e7 + LAUNCH)
-    assert seconds(replace(plain, kind="random")) == seconds(plain)  # the device says nothing of it
+    assert seconds(plain._replace(kind="special")) == pytest.approx(1e8 / 1e12 + 1e-9 * 1e7 + LAUNCH)
+    assert seconds(plain._replace(kind="random")) == seconds(plain)  # the device says nothing of it
 
 
 def test_kernels_that_load_no_vectors_have_paces_of_their_own() -> None:
@@ -69,24 +67,24 @@ def test_kernels_that_load_no_vectors_have_paces_of_their_own() -> None:
     timer = Timer(FLAT.model_copy(update={"device": device}), 1)
     plain = Kernel("element", 0.0, 10**8, 10**7, "fp16")
     for kind, work in (("mixed", 1e-10 * 1e7), ("strided", 1e8 / 1e12), ("sum", 1e8 / 0.5e12), ("element", 1e-4)):
-        assert timer.kernel_seconds(replace(plain, kind=kind)) == pytest.approx(work + LAUNCH)  # type: ignore[arg-type]
+        assert timer.kernel_seconds(plain._replace(kind=kind)) == pytest.approx(work + LAUNCH)  # type: ignore[arg-type]
 
 
 def test_a_gpus_softmax_of_long_rows_reads_them_three_times() -> None:
     softmax = Kernel("special", 0.0, 10**8, 0, "float32", 12288, operation="_softmax")
     assert seconds(softmax) == pytest.approx(1e8 / 1e12 + LAUNCH)
-    assert seconds(replace(softmax, side=12289)) == pytest.approx(2e8 / 1e12 + LAUNCH)
+    assert seconds(softmax._replace(side=12289)) == pytest.approx(2e8 / 1e12 + LAUNCH)
 
 
 def test_attention_has_kernels_beside_its_backward_pass() -> None:
     attention = Kernel("attention", 1e9, 10**6, 10**7, "fp16", operation="a_fused_attention")
-    backward = replace(attention, operation="a_fused_attention_backward")
+    backward = attention._replace(operation="a_fused_attention_backward")
     assert seconds(backward) == seconds(attention)  # a share of all kernels, as calibrate measures
     device = FLAT.device.model_copy(update={"attention_beside_bytes": 10})
     timer = Timer(FLAT.model_copy(update={"device": device}), 1)
     assert timer.kernel_seconds(attention) == seconds(attention)
     assert timer.kernel_seconds(backward) == pytest.approx(seconds(attention) + 10 * 1e7 / 1e12)
-    single = replace(backward, dtype="float32")
+    single = backward._replace(dtype="float32")
     assert timer.kernel_seconds(single) == seconds(single)
 
 
@@ -97,7 +95,7 @@ def test_products_float32_attention_and_tf32_may_have_figures_of_their_own() -> 
     own = device.model_copy(update={"peak_flops_per_second": peak, "product_launch_seconds": 3e-5, **facts})
     timer = Timer(FLAT.model_copy(update={"device": own}), 1, tf32=True)
     assert timer.kernel_seconds(PRODUCT) == pytest.approx(seconds(PRODUCT) - LAUNCH + 3e-5)
-    assert timer.kernel_seconds(replace(PRODUCT, dtype="float32")) == pytest.approx(2e9 / (5e13 * 0.1) + 3e-5)
+    assert timer.kernel_seconds(PRODUCT._replace(dtype="float32")) == pytest.approx(2e9 / (5e13 * 0.1) + 3e-5)
     attention = Kernel("attention", 1e9, 10**6, 10**6, "float32")
     assert timer.kernel_seconds(attention) == pytest.approx(1e9 / (1e13 * 0.2) + LAUNCH)
 
@@ -117,7 +115,7 @@ def test_ranks_take_turns_on_cores() -> None:
 
 def test_unknown_dtype_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"precision\.dtype=bf16 .*made-up.*; valid: float32, fp16"):
-        seconds(replace(PRODUCT, dtype="bf16"))
+        seconds(PRODUCT._replace(dtype="bf16"))
 
 
 def test_no_fused_attention_where_there_is_none() -> None:
