@@ -11,6 +11,7 @@ element, so a position has equal bits on every rank.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +29,10 @@ class Rotation(NamedTuple):
     sines: Tensor
 
 
-def rotation_of(frequencies: Tensor, scale: float, positions: Tensor) -> Rotation:
+def rotation_of(frequencies: Sequence[float], scale: float, positions: Tensor) -> Rotation:
     """Return the rotation of tokens at `positions` [T] or [B, T]. `frequencies`, `scale`: of inverse_frequencies."""
-    there = to_device({"frequencies": frequencies}, positions.device)  # the host does not wait for a GPU
+    given = torch.tensor(frequencies, dtype=torch.float32, device="cpu")
+    there = to_device({"frequencies": given}, positions.device)  # the host does not wait for a GPU
     angles = positions.unsqueeze(-1).float() * there["frequencies"]
     return Rotation(angles.cos() * scale, angles.sin() * scale)
 

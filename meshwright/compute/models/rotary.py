@@ -121,8 +121,9 @@ class RotaryDecoder(Decoder):
         """`rotary_width`: number of elements of a head that are rotated. `make_block(layer)` makes a layer's block."""
         super().__init__(chunk or Chunk.whole(model.layers))
         self.embedding_scale = model.embedding_scale
-        self.frequencies = [inverse_frequencies(rope, rotary_width) for rope in model.ropes]
-        """Angles of each of the model's `ropes`, computed once."""
+        angles = (inverse_frequencies(rope, rotary_width) for rope in model.ropes)
+        self.frequencies = [(frequencies.tolist(), scale) for frequencies, scale in angles]
+        """Of each of the model's `ropes`, computed once, in numbers: a start on a GPU holds no tensor on the host."""
         # The loss has the mean over layers; layers pass on the sum.
         self.loss_share = 1 / model.expert_layers if model.router_losses else 0.0
         """The factor of the sum of the routers' losses in the loss."""

@@ -288,7 +288,7 @@ def program_as_dict(entries: Sequence[Entry], changes: Sequence[tuple[int, int]]
     numbers: dict[Any, int] = {}
     rows = [[numbers.setdefault(e.event, len(numbers)), e.phase, e.module, e.stream] for e in entries]
     events = [
-        [type(event).__name__.lower(), event._asdict() if isinstance(event, tuple) else asdict(event)]
+        [type(event).__name__.lower(), event._asdict() if hasattr(event, "_asdict") else asdict(event)]
         for event in numbers
     ]
     return {"form": FORM, "events": events, "rows": rows, "memory": [n for change in changes for n in change]}
