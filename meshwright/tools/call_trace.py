@@ -1,4 +1,4 @@
-"""Traces of module calls: the bits of a step's first grain on one device, call by call, forward and backward.
+"""Traces of module calls: bits of a step's first `bits.samples` rows on one device, call by call, in both passes.
 
 | pass     | inputs of a call                                   | outputs of a call                                 |
 |----------|----------------------------------------------------|---------------------------------------------------|
@@ -137,10 +137,10 @@ def hashed(tensors: Sequence[Tensor]) -> str:
 
 
 def trace_calls(config: Config, samples: Samples, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Compute the first grain after a checkpoint on one device, forward and backward; return the trace.
+    """Compute the first rows after a checkpoint on one device, forward and backward; return the trace.
 
-    A run without layout-free bits has no grains: its first microbatch is computed. The loss is the mean over these
-    samples. Nothing is recomputed or compiled. Torch's threads and random numbers are restored afterwards.
+    These are `bits.samples` rows, or the first microbatch of a run without layout-free bits. The loss is the mean over
+    these rows. Nothing is recomputed or compiled. Torch's threads and random numbers are restored afterwards.
 
     Args:
         config: The run's config.

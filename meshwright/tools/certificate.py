@@ -75,10 +75,10 @@ class Certified:
 
 @checked(frozen=True, config=_CLOSED)
 class Traced:
-    """The module calls of one grain, computed when the run was certified, on one device of the certifying machine."""
+    """The module calls of the first rows, computed on one device of the certifying machine."""
 
     step: Step
-    """The certified checkpoint before the grain."""
+    """The certified checkpoint before these rows."""
     calls: Annotated[tuple[Line, ...], Field(min_length=1, max_length=MOST_CALLS)]
 
 

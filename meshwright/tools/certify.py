@@ -180,10 +180,10 @@ def certify(out: Path, key: Path | None, say: Say, *, trace: bool = False) -> tu
         out: The run's folder.
         key: The private key; None: the user's own one, which is made if there is none.
         say: Called with a line for the user.
-        trace: Also compute a grain after the first certified checkpoint, and record each module call.
+        trace: Also compute the first rows after the first certified checkpoint, and record each module call.
 
     Raises:
-        ConfigError: Another process writes the run, the run has no checkpoint, the key cannot be read, or the grain
+        ConfigError: Another process writes the run, the run has no checkpoint, the key cannot be read, or the rows
             cannot be traced.
         DamagedError: A checkpoint is damaged.
         DataError: The data or metrics.jsonl cannot be read.

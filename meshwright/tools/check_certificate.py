@@ -3,7 +3,7 @@
 First all that the certificate is about is read and compared, so that damage is named as such, and is no verdict on the
 program. Then the step is computed from the certified checkpoint before it, on this machine, under any layout of the
 run (replay.py). If the step has a certified checkpoint, the SHA-256 Merkle root of the new state is compared as well.
-If the step differs and the certificate has a trace, the traced grain is computed again, which names the operation.
+If the step differs and the certificate has a trace, the traced rows are computed again, which names the operation.
 
 | outcome | exit code |
 |---|---|
@@ -133,7 +133,7 @@ def check(
 
 
 def first_operation(body: Body, read: Read, there: Mapping[int, Path]) -> str:
-    """Compute the traced grain again, and name the first call with other bits.
+    """Compute the traced rows again, and name the first call with other bits.
 
     Args:
         body: The certified content.
@@ -157,7 +157,7 @@ def first_operation(body: Body, read: Read, there: Mapping[int, Path]) -> str:
     if parted:
         return f"first difference, after step {trace.step}: {parted}"
     count = f"{len(trace.calls):,} calls"
-    return f"no operation is named: the first grain after step {trace.step} has the certified bits in all {count}"
+    return f"no operation is named: the first rows after step {trace.step} have the certified bits in all {count}"
 
 
 def weights_unlike(body: Body, read: Read) -> tuple[str, ...]:

@@ -330,7 +330,7 @@ def test_another_grains_difference_is_not_named_as_the_traced_grains(
     found = checked(traced, 4)
     assert found.replayed.verdict == "program"
     calls = len(read_certificate(traced / NAME).body.trace.calls)
-    told = f"no operation is named: the first grain after step 2 has the certified bits in all {calls} calls"
+    told = f"no operation is named: the first rows after step 2 have the certified bits in all {calls} calls"
     assert found.operation == told
 
 

@@ -74,7 +74,7 @@ class ExactArithmetic(SeparateArithmetic):
         return self.blocks.parts
 
     @property
-    def grains(self) -> int:  # type: ignore[override]
+    def sample_runs(self) -> int:  # type: ignore[override]
         return self.blocks.grains
 
     @property

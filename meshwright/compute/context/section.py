@@ -109,5 +109,5 @@ RING_ATTENTION = ContextKind(
     "meshwright.compute.context.ring:RingAttention", chunks=2, documents=True,
     layout_free="meshwright.compute.bits.runs:GatheredRing", rules=(*CUTTING, rings_drop_nothing),
 )  # fmt: skip
-"""Blocks of keys and values are sent from rank to rank, with a partial softmax; for any number of heads (Ring
+"""Keys and values are sent in blocks from rank to rank, with a partial softmax; for any number of heads (Ring
 Attention)."""

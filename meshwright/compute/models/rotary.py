@@ -123,7 +123,7 @@ class RotaryDecoder(Decoder):
         self.embedding_scale = model.embedding_scale
         angles = (inverse_frequencies(rope, rotary_width) for rope in model.ropes)
         self.frequencies = [(frequencies.tolist(), scale) for frequencies, scale in angles]
-        """Of each of the model's `ropes`, computed once, in numbers: a start on a GPU holds no tensor on the host."""
+        """Angles of each of the model's `ropes`, as numbers: a start on a GPU holds no tensor on the host."""
         # The loss has the mean over layers; layers pass on the sum.
         self.loss_share = 1 / model.expert_layers if model.router_losses else 0.0
         """The factor of the sum of the routers' losses in the loss."""

@@ -37,7 +37,7 @@ class Arithmetic:
     """Whether results have equal bits on any ranks."""
     draws_masks: ClassVar[bool] = False
     """True: the arithmetic draws dropout masks, independent of the rank. False: the kit draws masks for each rank."""
-    grains: int = 1
+    sample_runs: int = 1
     """Equal runs of samples inside of pairs, each with a separate addend of what samples share."""
     query_runs: int = 1
     """Runs of queries in attention, each with a separate addend of sinks' gradients."""

@@ -208,7 +208,7 @@ class KitBase:
         self, shape: tuple[int, ...], dim: int, initial: Initial, role: Role, *, by_run: bool = False
     ) -> nn.Module:  # fmt: skip
         spec = ShardSpec(shape, self.boundary.inner(dim), initial, role)
-        return Local(self.mesh, spec, self.arithmetic.grains * (self.arithmetic.query_runs if by_run else 1))
+        return Local(self.mesh, spec, self.arithmetic.sample_runs * (self.arithmetic.query_runs if by_run else 1))
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         return self.outside(self.arithmetic.head(self.mesh, shape, tied, UNCUT, SerialHead))

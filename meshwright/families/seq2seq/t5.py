@@ -56,7 +56,7 @@ class T5Model(EncoderDecoderChain):
         return h
 
     def source_bias(self, count: int) -> Hidden:
-        table = self.encoder_distances()  # [buckets, A], or one for each grain
+        table = self.encoder_distances()  # [buckets, A], or one for each run of samples
         places = torch.arange(count, device=table.device)
         ahead, half = places - places[:, None], self.model.distance_buckets // 2
         # The encoder sees both directions, so each direction has half of the buckets.
