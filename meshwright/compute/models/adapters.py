@@ -261,7 +261,8 @@ def adapt(chain: nn.Module, recorder: Recorder, parts: Mapping[str, tuple[str, .
         if any(on.values()) or (not names and recorder.settings.is_on(path)):
             layer = chain.get_submodule(path)
             layer.add_module("adapter", made.make(on))
-            free = getattr(recorder.kit.inner, "free_of_layout", False)
+            arithmetic = recorder.kit.inner  # None: the reference of `verify`
+            free = arithmetic is not None and arithmetic.free_of_layout
             scale = partial(add_and_scale, free_of_layout=free)
             layer.register_forward_hook(scale if recorder.settings.dora else add_output)
 

@@ -11,7 +11,7 @@ from meshwright.compute.bits import arithmetic, blocks, experts, norms
 from meshwright.compute.tensor import cross_entropy
 from meshwright.ranks.mesh import Mesh
 from tests.compute.bits.runs import ended
-from tests.fuzz.bits import config_of, on_one_device
+from tests.fuzz.bits import RUNS, config_of, on_one_device
 
 MEGATRON = ("layout.tensor=megatron", "layout.tensor.size=4", "layout.tensor.sequence_parallel=true")
 TESSERACT = ("layout.tensor={kind: tesseract, q: 2}",)
@@ -47,6 +47,29 @@ EXPERTS = ("layout.data=6", "layout.data.expert=3")
 def test_a_layout_ends_with_the_bits_of_one_device(run: str, words: tuple[str, ...]) -> None:
     kind = run, "float32"
     assert ended(config_of(kind, words, 2)).differing(on_one_device(kind, 2)) == []
+
+
+UNDROPPED = ("model.dropout=0.0", "model.adapter.dropout=0.0")
+
+
+@pytest.mark.parametrize(
+    "run, words",
+    [
+        ("t5", ()), ("t5", ("layout.tensor={kind: subgraph, size: 2, common: all}",)),
+        ("llama, adapters", ()), ("gpt2, DoRA", ()), ("gpt2, DoRA", ("layout.tensor={kind: megatron, size: 2}",)),
+        ("llama", (*TESSERACT, "memory.summa=stream")), ("sinks", ()), ("experts with adapters", ()),
+        ("experts with a capacity", ()), ("experts, cut", ()), ("gemma", ()), ("olmo", ()), ("deepseek", ()),
+    ],
+)  # fmt: skip
+def test_equal_bits_are_the_usual_numbers(run: str, words: tuple[str, ...]) -> None:
+    """A mistake that all layouts share keeps their bits equal: losses and norms of three steps are the usual mode's."""
+    undropped = UNDROPPED if "adapter" in RUNS[run]["model"] else UNDROPPED[:1]
+    exact, usual = (
+        ended(config_of((run, "float32"), (*undropped, *more), 3)).numbers for more in (words, ("bits={kind: usual}",))
+    )
+    both = [[float.fromhex(number) for line in numbers for number in line.split()] for numbers in (exact, usual)]
+    assert both[0] == pytest.approx(both[1], rel=1e-5)
+    assert exact != usual
 
 
 @pytest.mark.parametrize("run", ["gemma", "olmo", "sinks", "delta nets"])
