@@ -72,9 +72,16 @@ def _recomputed(config: Config, nothing: str, whole: str, operations: str) -> st
     return operations if policy.attention or policy.recorded else whole
 
 
+TITAN_CONVERTERS: Mapping[str, str] = {"fp8": "float8", "mxfp8": "mxfp8"}
+"""torchtitan's converters of linears, by the format of `products`."""
+
+
 def titan_toml(config: Config, program: Program) -> Iterator[str]:
     """Yield lines of torchtitan's TOML, the form before February 2026."""
     section = ""
+    if (low := program.software.products) in TITAN_CONVERTERS:
+        yield "[model]"
+        yield f"converters = {json.dumps([TITAN_CONVERTERS[low]])}"
     for name, field, value in _titan_fields(config, program):
         if name != section:
             section = name
@@ -90,6 +97,12 @@ def titan_flags(config: Config, program: Program) -> Iterator[str]:
         yield f"--{name}.{field} {value}"
     policy = _recomputed(config, "None", "FullAC.Config()", "SelectiveAC.Config()")
     yield f"# activation_checkpoint={policy} in the config's function"
+    if (low := program.software.products) in TITAN_CONVERTERS:
+        yield f"# a converter of linears to {TITAN_CONVERTERS[low]} in the config's function"
+
+
+MEGATRON_RECIPES: Mapping[str, str] = {"fp8": "hybrid", "mxfp8": "e4m3 --fp8-recipe mxfp8"}
+"""Megatron-LM's values of --fp8-format, with the recipe, by the format of `products`."""
 
 
 def megatron_words(config: Config, program: Program) -> Iterator[str]:
@@ -130,6 +143,9 @@ def megatron_words(config: Config, program: Program) -> Iterator[str]:
             yield "--overlap-moe-expert-parallel-comm"
     if flag := program.syncs.get(layout.data.sync):
         yield flag
+    if (low := program.software.products) in MEGATRON_RECIPES:
+        gathered = " --fp8-param-gather" if program.software.low_weights == "alone" else ""
+        yield f"--fp8-format {MEGATRON_RECIPES[low]}{gathered}"
     policy = config.memory.policy
     parts = sorted(program.software.recomputed)
     if parts and not policy.by_groups:
@@ -151,7 +167,7 @@ def accelerate_words(config: Config, program: Program) -> Iterator[str]:
     layout = config.layout
     data, tensor = layout.data, _tensor(config)
     yield f"num_processes: {layout.world_size}"
-    yield f"mixed_precision: {config.precision.dtype}"
+    yield f"mixed_precision: {'fp8' if program.software.products == 'fp8' else config.precision.dtype}"
     if data.strategy.slices:
         yield "distributed_type: FSDP"
         yield "fsdp_config:"
@@ -195,6 +211,8 @@ def automodel_words(config: Config, program: Program) -> Iterator[str]:
         yield f"    pp_schedule: {'interleaved1f1b' if chunks > 1 else '1f1b'}"
         yield f"    pp_microbatch_size: {config.micro}"
         yield f"    layers_per_stage: {-(-config.model.num_blocks // (stages * chunks))}"
+    if program.software.products == "fp8":
+        yield "fp8: {enabled: true}"
     if config.model.routing.num_experts and program.software.dispatch:
         sent = "torch" if program.software.dispatch == "allgather" else program.software.dispatch
         experts = "te" if program.software.experts == "apart" else "torch_mm"

@@ -85,8 +85,12 @@ def test_the_answer_is_read_back_to_the_same_layout(name: str, tmp_path: Path) -
     }
     assert second.layout.context.kind == config.layout.context.kind or config.layout.context.size == 1
     assert second.layout.data.shard == config.layout.data.shard
+    first, third = (load_program(job.program, job.facts).software for job in (found, again))
+    if form != "flags":  # torchtitan's Python config has the converter of linears
+        assert first.products == third.products
+    if form == "arguments":
+        assert first.low_weights == third.low_weights
     if config.model.routing.num_experts:
-        first, third = (load_program(job.program, job.facts).software for job in (found, again))
         assert first.expert_ranks == third.expert_ranks
         assert first.dispatch_sms == third.dispatch_sms
         assert ("experts" in first.overlapped) == ("experts" in third.overlapped)
@@ -194,7 +198,14 @@ def test_memory_that_a_job_spares_is_read_and_written(tmp_path: Path) -> None:
     assert "low_weights=alone" in other.facts
     assert not any(fact.startswith("recomputed") for fact in other.facts)  # no granularity, so nothing is recomputed
     program = load_program("megatron-core", job.facts)
-    assert spared in " ".join(megatron_words(parse_run(job.run, [], unread=ELSEWHERE), program))
+    config = parse_run(job.run, [], unread=ELSEWHERE)
+    assert spared in " ".join(megatron_words(config, program))
+    scaled = load_program("megatron-core", ["products=mxfp8", "low_weights=alone"])
+    (tmp_path / "c.sh").write_text(
+        f"{line.replace(' --fp8-format hybrid', '')} {' '.join(megatron_words(config, scaled))}"
+    )
+    again = read_foreign(tmp_path / "c.sh", Asked(devices=8))
+    assert {"products=mxfp8", "low_weights=alone"} <= set(again.facts)
 
 
 def test_a_word_that_changes_memory_and_is_not_said_is_left_out(tmp_path: Path) -> None:
