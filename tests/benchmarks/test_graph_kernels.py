@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +30,7 @@ TORCH = tuple(int(number) for number in version("torch").split(".")[:2])
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
+@cache
 def counted(compiles: str, words: str) -> list[list[int]]:
     """Bytes of a layer's kernels, forward and backward, and of a plan's. In a process of its own: torch is patched."""
     done = subprocess.run(

@@ -53,6 +53,7 @@ def test_every_elastic_layout_has_its_number_of_ranks(size: int, corpus: Path) -
     assert {config_of(corpus, layout).layout.world_size for layout in LAYOUTS[size]} == {size}
 
 
+@pytest.mark.long  # tests/compute/bits/test_shrink.py loses ranks of a shorter run
 def test_a_run_of_8_5_3_and_8_ranks_killed_three_times_has_the_undisturbed_hash(tmp_path: Path) -> None:
     lines = tmp_path / "lines.jsonl"
     (line,) = elastic(1, 1, lines, tmp_path, Console())

@@ -8,6 +8,7 @@ from benchmarks import parity_runs
 from benchmarks.parity_runs import RUNS, SCRIPTS, run_all
 
 
+@pytest.mark.long  # tests/parity has scripts of every run
 def test_scripts_run_as_they_are_by_torchrun_and_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     told = run_all([run for run in RUNS if run.script == "zero" and run.wrong in ("", "mean")])
     assert [row["expected"] for row in told] == [True, True], told

@@ -78,6 +78,7 @@ def test_sections_of_positions_fit_the_head() -> None:
     assert small_config(CONFIG_MAPPING["qwen2_vl_text"]).rope_parameters["mrope_section"] == [1, 1, 2]
 
 
+@pytest.mark.long
 def test_conditions_have_verdicts_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from meshwright.compute.tensor import column_sums
 
-SHAPES = ((3, 5, 7), (2, 64, 96), (1, 1, 1), (5, 768), (2, 37, 1000), (1100, 40), (0, 24), (3, 2049))
-HEADS = ((2, 3, 5, 7), (1, 12, 64, 64), (3, 2, 300, 16), (0, 2, 3, 4))
+SHAPES = ((3, 5, 7), (2, 64, 96), (1, 1, 1), (5, 768), (2, 9, 1000), (300, 40), (0, 24), (3, 2049))
+HEADS = ((2, 3, 5, 7), (1, 12, 64, 64), (3, 2, 70, 16), (0, 2, 3, 4))
 
 
 def compare(kernel: Callable[[], tuple[Tensor, ...]], reference: tuple[Tensor, ...]) -> tuple[float, bool]:

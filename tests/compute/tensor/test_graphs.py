@@ -152,6 +152,7 @@ def on_vectors(mesh: Mesh, config: Config, folder: Path, capability: str) -> tup
 
 
 @needs_inductor
+@pytest.mark.long
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="one vector length here")
 def test_a_folder_of_graphs_serves_two_vector_lengths(tmp_path: Path) -> None:
     """Loops of the other length would leave elements unset, or write behind a tensor."""

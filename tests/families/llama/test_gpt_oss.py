@@ -80,7 +80,7 @@ def test_each_field_has_an_effect(field: str) -> None:
     assert run(oss({}, steps=2, model=OSS | {field: CHANGES[field]}))[0][0] != alone()[0][:2]
 
 
-@pytest.mark.parametrize("layout", ["ring", "experts x cut"])
+@pytest.mark.parametrize("layout", ["ring", pytest.param("experts x cut", marks=pytest.mark.long)])
 def test_verify_holds(layout: str) -> None:
     assert mw.verify(oss(LAYOUTS[layout], data={"sequence": 24, "documents": "separate"}), steps=2).holds
 

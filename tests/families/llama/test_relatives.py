@@ -88,6 +88,7 @@ def test_each_field_has_an_effect(name: str, field: str) -> None:
     assert run(llama({}, steps=1, model=changed))[0][0] != alone(name)[0][:1]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", RELATIVES)
 @pytest.mark.parametrize("layout", ["ring", "1-D"])
 def test_verify_holds(name: str, layout: str) -> None:

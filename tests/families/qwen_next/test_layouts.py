@@ -104,6 +104,7 @@ def test_half_precision_trains_as_on_one_device(level: str) -> None:
         torch.testing.assert_close(losses, expected, rtol=5e-3, atol=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", ["ring", "1-D", "2-D"])
 def test_verify_holds(layout: str) -> None:
     assert mw.verify(model_of("dense", LAYOUTS[layout], data=SEPARATE), steps=1).holds
