@@ -343,6 +343,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("head", [MADE, LOADED.replace('"cuda"', '"cpu"')], ids=["made", "loaded"])
 def test_a_tensor_parallel_plan_on_the_host(head: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}

@@ -11,7 +11,7 @@ from meshwright.planner.adopt.job import Question, run_rank
 from meshwright.planner.plan.cluster import load_cluster
 
 
-@pytest.mark.parametrize("name", ["fsdp.py", "tensor_parallel.py", "vision.py"])
+@pytest.mark.parametrize("name", ["fsdp.py", pytest.param("tensor_parallel.py", marks=pytest.mark.long), "vision.py"])
 def test_bytes_equal_the_live_tensors_of_a_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINY", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
