@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import re
+from functools import cache
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -89,6 +90,7 @@ def test_a_name_is_shown_whole(name: str) -> None:
             assert f"{place} {visible(name)}" in plain
 
 
+@cache
 def calls() -> list[tuple[str, ast.Call]]:
     return [
         (str(path.relative_to(PACKAGE)), node)

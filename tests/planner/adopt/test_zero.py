@@ -39,7 +39,7 @@ def sent(facts: Adopted, verb: str) -> int:
     return sum(c.payload_bytes for c in facts.collectives if c.verb == verb)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2)), 3])
 def test_a_stage_splits_its_parts_and_sends_its_bytes(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
