@@ -1,6 +1,6 @@
-"""The quickstart's sample with a star before each name that Unicode does not have: python examples/new_names.py FILE
+"""Mark the new names in the quickstart's sample with a star: python examples/new_names.py FILE
 
-A model that repeats what it has read shows none. The last line is left out: the sample's length may have cut it short.
+Unicode has no character of a new name. The last line is left out, because the sample's length may have cut this name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def is_new(name: str) -> bool:
-    """Whether no character has the name."""
+    """Return whether no character has the name."""
     try:
         unicodedata.lookup(name)
     except KeyError:
@@ -20,7 +20,7 @@ def is_new(name: str) -> bool:
 
 
 def marked(sample: str) -> str:
-    """Each name but the last in a line of its own, new ones with a star, and how many those are."""
+    """Return each name but the last on a line, new names with a star, and the count of new names."""
     names = [name for name in sample.splitlines() if name.strip()][:-1]
     new = [is_new(name) for name in names]
     lines = [f"{'*' if star else ' '} {name}" for name, star in zip(names, new, strict=True)]

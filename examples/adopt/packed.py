@@ -21,7 +21,7 @@ torch.manual_seed(0)
 
 
 def packed():
-    """Rows of documents of random lengths, for all devices; labels at the borders do not count."""
+    """Draw rows of documents of random lengths, for all devices. Labels at a document's end are -100, not counted."""
     ids = torch.randint(VOCABULARY, (ROWS * world, LENGTH + 1))
     labels = ids[:, 1:].clone()
     for row in labels:
@@ -55,7 +55,7 @@ for step in range(3):
             logits = run(ids[rank::world].to(device))
             own = labels[rank::world].to(device)
             loss = F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum") / tokens
-            loss = loss * world  # replicas average their gradients
+            loss = loss * world  # replicas average gradients
             scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()

@@ -1,4 +1,4 @@
-"""accelerate with torch's fully_shard (its FSDP plugin, version 2), over two processes."""
+"""accelerate with torch's fully_shard (accelerate's FSDP plugin, version 2), over two processes."""
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from model import Block, Transformer, adamw, batch_of, loss_of

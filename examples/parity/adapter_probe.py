@@ -1,4 +1,4 @@
-"""Two low-rank factors beside a frozen linear: do they train as one on all ranks, and is that what is saved?
+"""Two low-rank factors on a frozen linear layer: do all ranks train equal factors, and does the file save these?
 
 torchrun --nproc-per-node 2 examples/parity/adapter_probe.py [--right]
 """

@@ -1,6 +1,6 @@
-"""AxoNN's linear layers on CPU processes: cut over columns and rows, and over depth, where each rank has other samples.
+"""AxoNN's linear layers on CPU processes: cut over columns and rows, and over depth, with other samples on each rank.
 
-AxoNN asks for NCCL and CUDA by name; the lines below take them away. `weights=` gives its flat weights a shape.
+AxoNN asks for NCCL and CUDA by name; the lines below replace both. `weights=` gives AxoNN's flat weights a shape.
 """
 
 from functools import partial
@@ -27,7 +27,7 @@ def check(job: parity.Job, batch: object = None, **grid: int) -> None:
         for name in ("q", "k", "v", "up", "out", "down"):
             whole = getattr(block, name)
             rows = name in ("out", "down")
-            cut = Linear(whole.in_features, whole.out_features, transpose=rows, expert_mode=True)  # else it needs CUDA
+            cut = Linear(whole.in_features, whole.out_features, transpose=rows, expert_mode=True)  # without: CUDA only
             cut.load_state_dict(whole.state_dict())
             setattr(block, name, cut)
     tensor_parallel = grid.get("G_intra_r", 1) > 1
@@ -56,5 +56,5 @@ def tensor(job: parity.Job) -> None:
 
 @parity.check(ranks=2, axes={"depth": 2})
 def depth(job: parity.Job) -> None:
-    """Its function for gradients reads an attribute that no layer sets: biases are not summed over depth."""
+    """AxoNN's function for gradients reads an attribute that no layer sets: biases are not summed over depth."""
     check(job, batch=job.rows("depth"), G_intra_d=2)

@@ -1,6 +1,6 @@
 """Colossal-AI's 1-D linears (shardformer) on CPU processes: Megatron's column and row cut.
 
-Its CPU accelerator cannot seed torch's generator and asks it for a device's state: two lines mend that.
+Colossal-AI's CPU accelerator cannot seed torch's generator, and reads a device's state there: two lines fix both.
 """
 
 import torch

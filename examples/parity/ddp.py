@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel averages gradients over ranks, so the loss must count the labels of all of them."""
+"""torch's DistributedDataParallel averages gradients over ranks, so the loss must count the labels of all ranks."""
 
 import torch.distributed as dist
 from model import Transformer, adamw, batch_of, loss_of
@@ -10,7 +10,7 @@ import meshwright.parity as parity
 
 
 def global_mean(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The sum of this rank's losses over the number of labels of all, times the ranks that DDP divides by."""
+    """Return this rank's losses divided by the count of all ranks' labels, times the ranks: DDP divides by ranks."""
     count = (batch["labels"] != -100).sum()
     dist.all_reduce(count)
     total = cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
@@ -25,6 +25,6 @@ def ddp(job: parity.Job) -> None:
 
 @parity.check(ranks=2)
 def ddp_mean_of_means(job: parity.Job) -> None:
-    """Each rank takes its own mean, as most loops do. It is wrong as soon as ranks have unequal numbers of labels."""
+    """Each rank takes a local mean, as most loops do: wrong as soon as ranks have unequal counts of labels."""
     job.reference(Transformer(), loss=loss_of, batch=batch_of, optimizer=adamw)
     job.parallel(DistributedDataParallel(job.copy()), batch=job.rows("data"))

@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO 1, 2 and 3 on CPU processes (DS_ACCELERATOR=cpu).
 
-Its step clears gradients, so they are read before it, whole. Under stage 3 a parameter is empty between its uses: what
-a rank has of it is a slice of the flattened weight, padded on the last rank.
+DeepSpeed's step clears gradients, so the whole gradients are read before the step. Under stage 3 a parameter is empty
+between two uses: a rank holds a slice of the flattened weight, padded on the last rank.
 """
 
 import deepspeed

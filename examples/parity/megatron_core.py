@@ -1,6 +1,6 @@
 """Megatron-Core's column and row linears on CPU processes; with sequence parallelism: megatron_sequence.py.
 
-Which part of a weight a rank holds is read from Megatron's own attributes of its parameters.
+The rank's shard of a weight is read from the attributes that Megatron gives to parameters.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Megatron-Core's tensor parallelism with sequence parallelism: norms and residuals on half of dim 0.
 
-Megatron leaves the sum of their gradients, of parameters that it marks, to its own training loop; here step() adds them
-up. Without that sum: "missing reduction".
+Megatron marks some parameters and leaves the sum of these gradients over ranks to the training loop; here step() adds
+the gradients. Without the sum: "missing reduction".
 """
 
 import torch
@@ -36,7 +36,7 @@ def no_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def sequence_parallel(job: parity.Job) -> nn.Module:
     job.reference(Transformer(), loss=loss_of, batch=batch_of)
-    torch.cuda.current_device = lambda: "cpu"  # where Megatron-Core makes its buffers
+    torch.cuda.current_device = lambda: "cpu"  # Megatron-Core makes buffers on this device
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     model = parallelize(job.copy(), sequence=True)
     model.tokens.register_forward_hook(lambda module, x, y: scatter_to_sequence_parallel_region(y))

@@ -1,4 +1,4 @@
-"""The small Transformer that the examples make parallel: as plain as torch has it."""
+"""The small Transformer that the examples make parallel, in plain torch."""
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ class Transformer(nn.Module):
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The mean over labels that are not -100."""
+    """Return the mean over labels that are not -100."""
     return F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
 
 

@@ -1,8 +1,8 @@
-"""A training script with one line more: does it clip by the norm of its full gradients?
+"""A training script with one line more: does the script clip by the norm of the full gradients?
 
 torchrun --nproc-per-node 2 examples/parity/norm_probe.py [--right]
 
-Each rank has an expert of its own beside a router that both hold.
+Each rank has another expert; all ranks have the same router.
 """
 
 import sys

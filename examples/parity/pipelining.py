@@ -10,7 +10,7 @@ import meshwright.parity as parity
 
 
 def stage_of(model: nn.Module, rank: int) -> nn.Module:
-    """The first stage has the table and a block, the second a block and the head."""
+    """Return a rank's stage: the first has the table and a block, the second a block and the head."""
     if rank == 0:
         model.norm, model.head = None, None
         del model.blocks[1]

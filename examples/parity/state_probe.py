@@ -1,4 +1,4 @@
-"""A gated recurrent state over a packed row of two documents: does it start again at the second?
+"""A gated recurrent state over a packed row of two documents: does the state start again at the second?
 
 python examples/parity/state_probe.py [--right]
 """

@@ -15,7 +15,7 @@ import meshwright.parity as parity
 
 
 def parallelize(model: nn.Module, mesh: object) -> nn.Module:
-    """Megatron's cut: columns, then rows; all else on every rank."""
+    """Cut as Megatron does: columns, then rows. All other weights are whole on every rank."""
     plan = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
     for block in model.blocks:
         parallelize_module(block, mesh, plan | {name: RowwiseParallel() for name in ("out", "down")})
@@ -23,7 +23,7 @@ def parallelize(model: nn.Module, mesh: object) -> nn.Module:
 
 
 def parallelize_sequence(model: nn.Module, mesh: object) -> nn.Module:
-    """Tensor parallelism with norms and residuals on this rank's part of the sequence."""
+    """Cut layers, and keep norms and residuals on this rank's slice of the sequence."""
     whole = {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("q", "k", "v", "up")}
     rows = {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("out", "down")}
     for block in model.blocks:

@@ -1,4 +1,4 @@
-"""torchtitan's Llama with its own parallelize function: tensor parallel with sequence parallelism, and fully_shard."""
+"""torchtitan's Llama and parallelize function: tensor parallel with sequence parallelism, and fully_shard."""
 
 from types import SimpleNamespace
 
@@ -14,11 +14,11 @@ from torchtitan.models.llama3 import llama3_configs, parallelize_llama
 
 import meshwright.parity as parity
 
-parallel_dims.device_type = "cpu"  # torchtitan says cuda where it finds no accelerator
+parallel_dims.device_type = "cpu"  # torchtitan says cuda if there is no accelerator
 
 
 def built(parallelism: ParallelismConfig) -> nn.Module:
-    """The debug model with two layers; flex attention has no backward pass on CPU."""
+    """Build the debug model with two layers; flex attention has no backward pass on CPU."""
     config = llama3_configs["debugmodel"](attn_backend="flex")
     config.layers = config.layers[:2]
     for layer in config.layers:
@@ -58,7 +58,7 @@ def tensor(job: parity.Job) -> None:
 
 @parity.check(ranks=2, precision="float32")
 def fsdp(job: parity.Job) -> None:
-    """torchtitan sums gradients over ranks: a rank's loss is its sum over all ranks' labels, as in its trainer."""
+    """torchtitan sums gradients over ranks: a rank's loss is a sum divided by all ranks' labels, as in the trainer."""
     model = parallelized(job, data_parallel_shard_degree=2)
     for module in (module for module in model.modules() if isinstance(module, FSDPModule)):
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor

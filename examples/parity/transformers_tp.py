@@ -1,4 +1,4 @@
-"""transformers' own tensor-parallel plans: DistributedConfig(tp_plan="auto") on a small Llama."""
+"""Tensor-parallel plans of transformers: DistributedConfig(tp_plan="auto") on a small Llama."""
 
 import tempfile
 from pathlib import Path

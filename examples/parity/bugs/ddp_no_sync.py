@@ -1,6 +1,6 @@
-"""Two public mistakes with torch's DDP and gradient accumulation, as their loops had them; the mended loop beside them.
+"""Two public mistakes with torch's DDP and gradient accumulation, written as in the loops, and the right loop.
 
-modelscope/FunASR#3472: `batch_idx % accum_grad` reduced the first microbatch, and not the one before the optimizer.
+modelscope/FunASR#3472: `batch_idx % accum_grad` reduced the first microbatch, not the last one before the optimizer.
 karpathy/build-nanogpt#30: require_backward_grad_sync was set between forward and backward, which is too late.
 """
 

@@ -1,5 +1,5 @@
 """pytorch/pytorch#88621 and PrimeIntellect-ai/OpenDiloco#6: torch.nn.utils.clip_grad_norm_ on FullyShardedDataParallel
-(FSDP1) clips each rank by the norm of its own shards; the wrapper's own clip_grad_norm_ is right."""
+(FSDP1) clips each rank by the norm of this rank's shards; the wrapper's method clip_grad_norm_ is right."""
 
 import torch
 from torch import Tensor, nn

@@ -1,5 +1,5 @@
-"""NVIDIA/Megatron-LM#737, #7464, and finding 1 of #7452: with label smoothing, vocab_parallel_cross_entropy takes this
-rank's part of the vocabulary for all of it. Seen on megatron-core 0.16.1."""
+"""NVIDIA/Megatron-LM#737, #7464, and finding 1 of #7452: with label smoothing, vocab_parallel_cross_entropy takes the
+rank's shard of the vocabulary for the whole vocabulary. Seen on megatron-core 0.16.1."""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ VOCABULARY, SMOOTHING = 16, 0.1
 
 
 class Enter(torch.autograd.Function):
-    """Copies, and adds up the ranks' gradients."""
+    """A copy; the backward pass sums the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def model() -> nn.Module:
 
 
 def reference_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Megatron's own formula on the whole vocabulary: mass a on the other V - 1 tokens, in equal parts."""
+    """Return Megatron's loss over the whole vocabulary: V - 1 tokens share the mass of smoothing equally."""
     log_p = model(batch["tokens"]).log_softmax(-1)
     a = SMOOTHING * VOCABULARY / (VOCABULARY - 1)
     return ((a - 1) * log_p.gather(-1, batch["labels"][..., None])[..., 0] - a * log_p.mean(-1)).mean()

@@ -1,5 +1,5 @@
 """huggingface/transformers#34242 and #37474: a mean over each process's tokens instead of all. The Trainer of 5.23 has
-average_tokens_across_devices=True; with False, the default of the versions in those threads, ranks average means."""
+average_tokens_across_devices=True. With False, the default of the threads' versions, ranks average local means."""
 
 import tempfile
 

@@ -1,6 +1,6 @@
-"""NVIDIA/Megatron-LM#7452, finding 8 (mended by #7530): the learnable offsets of attention's softmax, one a head, are
-cut over tensor-parallel ranks and not marked so. The norm that gradients are clipped by takes them for copies, and
-counts the first rank's alone. A few lines of ours.
+"""NVIDIA/Megatron-LM#7452, finding 8 (fixed by #7530): the learnable offsets of attention's softmax, one per head, are
+cut over tensor-parallel ranks, and are not marked as cut. The norm for clipping takes the offsets for copies, and
+counts the first rank's alone. Rewritten here.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ CLIP = 0.001
 
 
 class Attention(nn.Module):
-    """Every head has a score of its own for no key at all."""
+    """Attention; every head has a score for no key at all."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""pytorch/torchtitan#4245: in gpt-oss's experts under tensor parallelism every rank adds the whole bias to its partial
-sum, as the ranks' number is asked of a DTensor, and the weights are none. A few lines of ours.
+"""pytorch/torchtitan#4245: in gpt-oss's experts under tensor parallelism every rank adds the whole bias to a partial
+sum: the count of ranks is read from a DTensor, and the weights are no DTensors. Rewritten here.
 """
 
 from common import cut_expert, share_of

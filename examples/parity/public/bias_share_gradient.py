@@ -1,5 +1,5 @@
-"""pytorch/torchtitan#4332: every tensor-parallel rank adds its share of a bias to its partial sum, and the division
-gives the bias a share of its gradient as well, which nobody adds up. A few lines of ours.
+"""pytorch/torchtitan#4332: every tensor-parallel rank adds a share of a bias to a partial sum. By this division the
+bias has a share of the gradient as well, and no rank sums the shares. Rewritten here.
 """
 
 from common import cut_expert, share_of

@@ -1,5 +1,5 @@
-"""NVIDIA/Megatron-LM#7452, finding 12: every pipeline stage counts its layers from 0, and a checkpoint is read by these
-names: the second stage loads the layers of the first, and nothing is missing. A few lines of ours.
+"""NVIDIA/Megatron-LM#7452, finding 12: every pipeline stage counts layers from 0, and a checkpoint is read by these
+names: the second stage loads the layers of the first, and no name is missing. Rewritten here.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
-"""pytorch/torchtitan#3412: a loss in chunks of the sequence, whose head is cut over the vocabulary, adds up the
-chunks' gradients of its input. Each is a partial sum over tensor ranks, and is handed back as the whole. A few lines
-of ours.
+"""pytorch/torchtitan#3412: a loss in chunks of the sequence, with a head cut over the vocabulary, adds the chunks'
+gradients of the head's input. Each gradient is a partial sum over tensor ranks, and is returned as the whole.
+Rewritten here.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""pytorch/torchtitan#1258, areal-project/AReaL#335: clipping reads its parameters twice, once for the norm and once for
-the gradients. A generator, as `model.parameters()` is one, is at its end by then: nothing is clipped. torch's own
-functions in a few lines of ours.
+"""pytorch/torchtitan#1258, areal-project/AReaL#335: clipping reads the parameters twice, for the norm and for the
+gradients. A generator such as `model.parameters()` is exhausted after the first time: no gradient is clipped.
+Rewritten here with torch's functions.
 """
 
 from typing import Any

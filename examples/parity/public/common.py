@@ -1,4 +1,4 @@
-"""Differentiable sums over a group and a step with plain SGD, which the programs beside this file use."""
+"""Differentiable sums over a group and a step with plain SGD, for the programs in this folder."""
 
 import tempfile
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class SumBackward(torch.autograd.Function):
-    """Copy forward, sum over a group backward: before what is cut by columns."""
+    """Copy in the forward pass, sum over a group in the backward pass: in front of weights cut by columns."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -22,7 +22,7 @@ class SumBackward(torch.autograd.Function):
 
 
 class SumForward(torch.autograd.Function):
-    """Sum over a group forward, copy backward: after what is cut by rows."""
+    """Sum over a group in the forward pass, copy in the backward pass: after weights cut by rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -66,7 +66,7 @@ def gathered(x: Tensor, group: Any) -> Tensor:
 
 
 def own_positions(x: Tensor, group: Any) -> Tensor:
-    """The half of [rows, positions, ...] that belongs to this rank's place in a group of two."""
+    """Return the half of [rows, positions, ...] that belongs to this rank in a group of two."""
     return x.chunk(2, 1)[dist.get_rank(group)].contiguous()
 
 
@@ -77,27 +77,27 @@ def summed(x: Tensor, group: Any) -> Tensor:
 
 
 def own(weight: Tensor, rank: int, dim: int = 0) -> torch.nn.Parameter:
-    """This rank's half of a weight."""
+    """Return this rank's half of a weight."""
     return torch.nn.Parameter(weight.detach().chunk(2, dim)[rank].clone())
 
 
 def real_batch(generator: torch.Generator) -> Tensor:
-    """[rows, positions, width]."""
+    """Draw inputs [rows, positions, width]."""
     return torch.randn(4, 6, 16, generator=generator)
 
 
 def word_batch(generator: torch.Generator) -> dict[str, Tensor]:
-    """Words and labels of 16, [rows, positions] each."""
+    """Draw words and labels below 16, [rows, positions] each."""
     return {name: torch.randint(0, 16, (4, 8), generator=generator) for name in ("ids", "labels")}
 
 
 def squares(model: Any, batch: Tensor) -> Tensor:
-    """The mean square of the output."""
+    """Return the mean square of the output."""
     return model(batch).square().mean()
 
 
 def sgd_step(model: Any, loss_of: Any, reduce: Any = lambda: None) -> Any:
-    """A step of plain SGD, with `reduce` between the backward pass and the update."""
+    """Return a step of plain SGD that calls `reduce` between the backward pass and the update."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(model: Any, batch: Any) -> Tensor:
@@ -112,33 +112,33 @@ def sgd_step(model: Any, loss_of: Any, reduce: Any = lambda: None) -> Any:
 
 
 def clipped(parameters: Any, square: Tensor, clip: float) -> None:
-    """Scale gradients down to the norm `clip`, the sum of squares being `square`."""
+    """Scale gradients down to the norm `clip`; `square` is the sum of squares."""
     scale = min(1.0, clip / (float(square.sqrt()) + 1e-6))
     for p in parameters:
         p.grad *= scale
 
 
 def averaged(model: Any, group: Any) -> None:
-    """Gradients averaged over a group of two."""
+    """Average gradients over a group of two."""
     for p in model.parameters():
         dist.all_reduce(p.grad, group=group)
         p.grad /= 2
 
 
 def averaged_by_axes(model: Any, job: Any, cut: str | tuple[()] = ()) -> None:
-    """The mean over four ranks, two of "data" by two of "tp"; weights below `cut` are cut over "tp"."""
+    """Average over four ranks, two of "data" by two of "tp"; names that start with `cut`: cut over "tp"."""
     for name, p in model.named_parameters():
         dist.all_reduce(p.grad, group=job.device_mesh.get_group("data") if name.startswith(cut) else None)
         p.grad /= 4
 
 
 def square_of(parameters: Any) -> Tensor:
-    """The sum of squares of these parameters' gradients on this rank."""
+    """Return the sum of squares of these parameters' gradients on this rank."""
     return torch.stack([p.grad.square().sum() for p in parameters]).sum()
 
 
 class Routed(torch.nn.Module):
-    """The sum of two experts, each times its score; a rank of its own has one of them."""
+    """The sum of two experts, each times a score. Set `here` to compute one expert per rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Routed(torch.nn.Module):
 
 
 def on_own_rank(job: Any) -> tuple[Any, Any, Any]:
-    """A copy of Routed with this rank's expert alone; the model, the expert, the ranks' group."""
+    """Copy Routed with this rank's expert alone; return the model, the expert and the ranks' group."""
     model, group = job.copy(), job.device_mesh.get_group("ep")
     mine = model.experts[job.rank]
     model.experts[1 - job.rank] = None
@@ -169,7 +169,7 @@ def on_own_rank(job: Any) -> tuple[Any, Any, Any]:
 
 
 class Expert(torch.nn.Module):
-    """Two linears and a bias behind the second, which every rank of a cut one adds to its part of the sum."""
+    """Two linear layers and a bias after the second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Expert(torch.nn.Module):
 
 
 def cut_expert(job: Any, part: Any) -> None:
-    """Expert cut over two ranks; `part(x, bias, group)` is a rank's part of the sum that leaves it."""
+    """Cut Expert over two ranks; `part(x, bias, group)` is a rank's term of the sum that leaves the expert."""
     job.reference(torch.nn.Sequential(torch.nn.Linear(16, 16), Expert()), loss=squares, batch=real_batch)
     model, group = job.copy(), job.device_mesh.get_group("tp")
     expert = model[1]
@@ -194,12 +194,12 @@ def cut_expert(job: Any, part: Any) -> None:
 
 
 def share_of(bias: Tensor) -> Tensor:
-    """Half of the bias, with the gradient of all of it."""
+    """Return half of the bias, with the gradient of the whole bias."""
     return bias + (bias / 2 - bias).detach()
 
 
 class Muon(torch.optim.Optimizer):
-    """Every matrix moves by its momentum with all singular values 1 (exact, by an SVD); all else by plain SGD."""
+    """Muon: a matrix's step is the momentum with all singular values 1 (by an exact SVD); other weights: plain SGD."""
 
     def __init__(self, parameters: Any, lr: float = 0.02) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -224,9 +224,9 @@ def orthogonal(x: Tensor) -> Tensor:
 
 
 def planned(job: Any, rules: Any = "auto", converted: bool = True, **sizes: Any) -> Any:
-    """The reference as transformers reads it with its tensor plan over all ranks; `rules` are changed in the plan.
-    `converted`: saved in the published form of the weights, which reading converts. `sizes`: of another plan."""
-    # Here, as most programs need no transformers.
+    """Read the reference by transformers with a tensor plan over all ranks. `rules` change, `sizes` replace the plan.
+    `converted`: save in the published form of the weights, which reading converts."""
+    # Imported here: most programs need no transformers.
     from transformers.distributed import DistributedConfig
 
     folder = [tempfile.mkdtemp() if job.rank == 0 else ""]
@@ -239,6 +239,6 @@ def planned(job: Any, rules: Any = "auto", converted: bool = True, **sizes: Any)
 
 
 def next_words(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """A language model's mean cross entropy of the next words."""
+    """Return a language model's mean cross entropy of the next words."""
     logits = model(input_ids=batch["ids"], use_cache=False).logits[:, :-1]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["ids"][:, 1:].flatten())

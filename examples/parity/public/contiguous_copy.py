@@ -1,5 +1,5 @@
-"""NovaSky-AI/SkyRL#1886, in Megatron's mappings: `all_reduce(x.contiguous()); return x` adds up a copy where the
-gradient is not contiguous (here behind a transpose), and returns the rank's own term. A few lines of ours.
+"""NovaSky-AI/SkyRL#1886, in Megatron's mappings: `all_reduce(x.contiguous()); return x` sums a copy if the gradient is
+not contiguous (here after a transpose), and returns the rank's term alone. Rewritten here.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
-"""NVIDIA-NeMo/RL#3788 (and ROCm/TransformerEngine#715): squares of gradients are added up over tensor-parallel ranks
-for every parameter, also for those that all ranks hold: each is counted once a rank, and clipping is stronger than
-asked. A few lines of ours.
+"""NVIDIA-NeMo/RL#3788 (and ROCm/TransformerEngine#715): squares of gradients are summed over tensor-parallel ranks for
+every parameter. Parameters that all ranks hold are counted once per rank, and clipping is stronger than asked.
+Rewritten here.
 """
 
 from typing import Any

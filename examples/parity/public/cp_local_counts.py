@@ -1,6 +1,6 @@
-"""NVIDIA/Megatron-LM#7452, finding 9 (#7513 mends it): under context parallelism each rank divides its part's losses by
-its part's labels, and the ranks' gradients are averaged. Labels that do not count are seldom equally many in both
-parts. A few lines of ours.
+"""NVIDIA/Megatron-LM#7452, finding 9 (fixed by #7513): under context parallelism each rank divides the losses of a
+slice of the sequence by this slice's labels, and the ranks' gradients are averaged. Slices seldom have equal counts of
+labels. Rewritten here.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ def parts(job: parity.Job, whole_sequence: bool) -> None:
 
     def loss_of_part(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         labels = (batch["labels"] != -100).sum()
-        # Twice the whole's mean: what the average over both ranks halves.
+        # Twice the whole sequence's mean: the average over both ranks halves the loss.
         divisor = summed(labels, group) / 2 if whole_sequence else labels
         logits = model(batch["ids"]).flatten(0, 1)
         return nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / divisor

@@ -1,5 +1,5 @@
-"""NVIDIA/Megatron-LM#7452, finding 6: cross attention's projections are built without its group, and gather sequences
-over the library's tensor-parallel group: two replicas' halves in place of one sequence's. A few lines of ours.
+"""NVIDIA/Megatron-LM#7452, finding 6: cross attention's projections are built without a group, and gather sequences
+over the library's tensor-parallel group: two replicas' halves instead of one sequence's. Rewritten here.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ class CrossAttention(nn.Module):
 
 
 class Decoder(nn.Module):
-    """One half of the width is what asks, the other what is looked at."""
+    """Cross attention with queries from the first half of the width, keys and values from the second."""
 
     def __init__(self) -> None:
         super().__init__()

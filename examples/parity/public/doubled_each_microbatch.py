@@ -1,5 +1,5 @@
-"""NVIDIA/Megatron-LM#6660: where a gradient's data-parallel group has one rank, the buffer that gradients are summed
-into is the one that they are accumulated in, and is added to itself in every microbatch: 2^N. A few lines of ours.
+"""NVIDIA/Megatron-LM#6660: if a gradient's data-parallel group has one rank, the reduced gradient and the accumulated
+gradient are the same buffer. Every microbatch adds the buffer to itself: 2^N. Rewritten here.
 """
 
 import torch

@@ -1,5 +1,5 @@
 """NVIDIA/Megatron-LM#7452, finding 7: LLaVA's combined embeddings are cut over the library's tensor-parallel group, and
-the language model gathers them over its own: some ranks keep positions that others keep as well. A few lines of ours.
+the language model gathers over another group: some ranks keep the same positions. Rewritten here.
 """
 
 from typing import Any

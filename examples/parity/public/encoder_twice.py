@@ -1,5 +1,5 @@
-"""deepspeedai/DeepSpeed#8224 (0.18.3 to 0.19.3): a module that a step runs twice, in two parts of the graph, has its
-gradient summed over ranks with one part's share alone. A few lines of ours; mended by #8245.
+"""deepspeedai/DeepSpeed#8224 (0.18.3 to 0.19.3): a step runs a module twice, on two branches of the graph; the gradient
+summed over ranks has one branch's share alone. Rewritten here; fixed by #8245.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import meshwright.parity as parity
 
 
 class Twice(nn.Module):
-    """An encoder of two inputs; `other`: what the second one's outputs pass through."""
+    """An encoder of two inputs; `other` is applied to the second output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ def encoded(job: parity.Job, both: bool) -> None:
     job.reference(Twice(), loss=loss_of, batch=real_batch)
     model, group = job.copy(), job.device_mesh.get_group("data")
     if not both:
-        model.other = lambda y: y.detach()  # its share never comes to what is summed
+        model.other = lambda y: y.detach()  # the sum never has this branch's share
 
     def reduce() -> None:
         for p in model.parameters():

@@ -1,6 +1,6 @@
-"""pytorch/pytorch#160285 (torchtitan's experts): with experts on ranks of their own, tokens of all data ranks reach
-them, each with the gradient of its rank's mean loss. All else is averaged over ranks; the experts' sums are not, and
-are twice too large on two ranks. A few lines of ours.
+"""pytorch/pytorch#160285 (torchtitan's experts): an expert on one rank receives tokens of all data ranks, each with the
+gradient of the sending rank's mean loss. All other gradients are averaged over ranks; the experts' sums are not, and
+are twice too large on two ranks. Rewritten here.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import meshwright.parity as parity
 
 
 class Experts(nn.Module):
-    """The first token of each row is routed to the first expert, and so on."""
+    """Two experts: the first half of each row's positions is for the first expert, the second half for the second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Experts(nn.Module):
 
 
 class Exchange(torch.autograd.Function):
-    """Box i goes to rank i; its own inverse, and its own backward pass."""
+    """Send box i to rank i. The exchange is the inverse of itself, and the backward pass of itself."""
 
     @staticmethod
     def forward(ctx: object, boxes: Tensor) -> Tensor:

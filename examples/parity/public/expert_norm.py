@@ -1,6 +1,5 @@
-"""NVIDIA/Megatron-LM#5916: with experts on ranks of their own the norm that gradients are clipped by leaves some of
-them out, which it takes for copies of the first rank's: clipping is weaker than asked. A few lines of ours; mended in
-Megatron.
+"""NVIDIA/Megatron-LM#5916: with experts on different ranks the norm for clipping leaves out all experts but the first
+rank's, as if the others were copies: clipping is weaker than asked. Rewritten here; fixed in Megatron.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """deepspeedai/DeepSpeed#8475 (DeepSpeed at cf443004): clip_grad_norm_ averages the ranks' norms over the data-parallel
-group, which is the norm of all only where every rank holds the same parameters; experts are not the same. A few lines
-of ours.
+group. The average is the full norm only if every rank holds the same parameters; experts are not the same. Rewritten
+here.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""NVIDIA/Megatron-LM#7165: under generalised tensor parallelism dense gradients are divided by a data-parallel group
-that is smaller by it, and get the factor back as the group averages. Experts are divided by the same size, and get only
-their own group's share of the factor back. A few lines of ours; mended in Megatron.
+"""NVIDIA/Megatron-LM#7165: generalised tensor parallelism makes the data-parallel group smaller. Dense gradients are
+divided by the smaller size, and the group's average supplies the missing factor. Experts' gradients are divided by the
+same size, and the experts' group supplies a smaller factor. Rewritten here; fixed in Megatron.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import meshwright.parity as parity
 
 SHARED, SHARED_BY_EXPERTS = 2, 1
-"""Ranks of the group by which the data-parallel one is smaller, for dense layers and for experts."""
+"""Factors that make the data-parallel group smaller, for dense layers and for experts."""
 
 
 def experts(job: parity.Job, corrected: bool) -> None:

@@ -1,6 +1,6 @@
-"""pytorch/torchtitan#1805, mended by #1878, and again in #4054: routed experts that are cut over tensor ranks take a
-DTensor's `to_local()` without `grad_placements`. Their gradients of it are partial sums, and count as the whole. A few
-lines of ours with torch's DTensor.
+"""pytorch/torchtitan#1805, fixed by #1878, and again in #4054: routed experts cut over tensor ranks call a DTensor's
+`to_local()` without `grad_placements`. The gradients are partial sums, and are taken for the whole. Rewritten here with
+torch's DTensor.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
-"""NVIDIA/Megatron-LM#7452, finding 2: the head's logits are gathered already, and the cross entropy of a vocabulary cut
-over ranks takes them for this rank's part. It counts all words once a rank: the loss is too large by the log of the
-ranks' number, and its gradient is another. A few lines of ours.
+"""NVIDIA/Megatron-LM#7452, finding 2: the cross entropy of a vocabulary cut over ranks takes gathered logits for this
+rank's shard, and counts all words once per rank: the loss is too large by the log of the count of ranks, and the
+gradient is wrong. Rewritten here.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """NVIDIA/Megatron-LM#7452, finding 11: one norm's weight serves the heads of all tensor-parallel ranks (GatedDeltaNet's
-out_norm). Its gradient is each rank's heads' alone, and is added up only where sequences are cut as well
-(NVIDIA-NeMo/RL#3716 is the like for norms of queries and keys). A few lines of ours.
+out_norm). Each rank has the gradient of local heads, and ranks sum these only if sequences are cut too
+(NVIDIA-NeMo/RL#3716 is the same for norms of queries and keys). Rewritten here.
 """
 
 from typing import Any

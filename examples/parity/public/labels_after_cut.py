@@ -1,5 +1,5 @@
-"""verl-project/verl#4250: under context parallelism every rank shifts the labels of its own part of the sequence: the
-last label of each part is the part's own first token, and not the next part's. A few lines of ours; mended in verl.
+"""verl-project/verl#4250: under context parallelism every rank shifts the labels of a slice of the sequence: the last
+label is the slice's first token, instead of the next slice's first. Rewritten here; fixed in verl.
 """
 
 from typing import Any

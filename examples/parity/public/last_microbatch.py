@@ -1,5 +1,5 @@
-"""deepspeedai/DeepSpeed#7985 (0.18.6 to 0.18.10): gradients are summed over ranks before the last microbatch's is
-added to what has been accumulated: of the last one every rank keeps its own. A few lines of ours; mended in DeepSpeed.
+"""deepspeedai/DeepSpeed#7985 (0.18.6 to 0.18.10): accumulated gradients are summed over ranks before the last
+microbatch's gradient is added: every rank keeps a local last gradient. Rewritten here; fixed in DeepSpeed.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""inclusionAI/AReno#496: latent attention's first projection is whole on every tensor-parallel rank, the second, cut by
-columns, adds up its input's gradient in the backward pass. The trainer then adds up the first one's parameters' once
-more: twice too large on two ranks. A few lines of ours; mended in AReno.
+"""inclusionAI/AReno#496: latent attention's first projection is whole on every tensor-parallel rank. The second, cut by
+columns, sums the input's gradient in the backward pass; the trainer then sums the first projection's gradients
+again: twice too large on two ranks. Rewritten here; fixed in AReno.
 """
 
 from typing import Any

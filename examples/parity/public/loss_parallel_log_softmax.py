@@ -1,6 +1,6 @@
-"""pytorch/pytorch#190746, in the torch that is installed: under loss_parallel() the backward pass of a log_softmax
-hands its gradient on as it is, which is right for the cross entropy that follows it and for nothing else, such as an
-entropy term.
+"""pytorch/pytorch#190746, in the installed torch: under loss_parallel() the backward pass of a log_softmax returns the
+gradient unchanged. This is right for the cross entropy after the log_softmax and for no other term, such as an
+entropy.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""NVIDIA/Megatron-LM#7452, finding 3: the loss of multi-token prediction has fewer labels than the main one, and is
-weighted by the ratio of both numbers, for one division by the main loss's labels of all ranks to end with. The ratio is
-each rank's own. A few lines of ours.
+"""NVIDIA/Megatron-LM#7452, finding 3: the loss of multi-token prediction has fewer labels than the main loss. The ratio
+of both counts is the weight, so that one division by the main loss's labels of all ranks is enough. The ratio is each
+rank's alone. Rewritten here.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ import meshwright.parity as parity
 
 
 def sums(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The main loss's sum and labels, and those of the loss one token ahead."""
+    """Return the main loss's sum and labels, then the sum and labels of the loss one token ahead."""
     labels, ahead = batch["labels"], nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     table, body, further, head = model
     hidden = body(table(batch["ids"]))

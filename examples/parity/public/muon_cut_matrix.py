@@ -1,6 +1,5 @@
-"""deepspeedai/DeepSpeed#8437: under AutoTP Muon makes each tensor-parallel rank's rows of a projection orthogonal, and
-not the whole matrix, of which a rank would take its rows. Gradients are right, and the update depends on the ranks. A
-few lines of ours.
+"""deepspeedai/DeepSpeed#8437: under AutoTP Muon makes each tensor-parallel rank's rows of a projection orthogonal,
+instead of the whole matrix. Gradients are right, and the update depends on the count of ranks. Rewritten here.
 """
 
 from typing import Any
@@ -14,7 +13,7 @@ import meshwright.parity as parity
 
 
 class MuonOfWhole(Muon):
-    """Muon whose matrices are put together for the update: the first of two is cut by rows, the second by columns."""
+    """Muon that gathers a matrix for the update: the first of two is cut by rows, the second by columns."""
 
     def update(self, p: Tensor, gradient: Tensor) -> Tensor:
         momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))

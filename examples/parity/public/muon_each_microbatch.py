@@ -1,6 +1,6 @@
-"""deepspeedai/DeepSpeed#8443: under ZeRO-3 Muon's update is made where gradients are reduced, in every microbatch: of
-parts of the gradient in place of all of it. A sum of orthogonal matrices is not the orthogonal matrix of a sum. A few
-lines of ours.
+"""deepspeedai/DeepSpeed#8443: under ZeRO-3 Muon's update is computed during the reduction of gradients, in every
+microbatch, of partial gradients instead of the sum. A sum of orthogonal matrices is not the orthogonal matrix of a sum.
+Rewritten here.
 """
 
 import torch

@@ -1,6 +1,5 @@
-"""deepspeedai/DeepSpeed#8438: under zero.Init a parameter is a flat placeholder when the optimizer
-asks for its dims, so no matrix is taken for one: Muon is silently off, and the loss falls all the same. A few lines of
-ours.
+"""deepspeedai/DeepSpeed#8438: under zero.Init a parameter is a flat placeholder while the optimizer reads the
+dimensions, so that no parameter is a matrix: Muon is silently off, and the loss falls all the same. Rewritten here.
 """
 
 from common import Muon, real_batch, squares
@@ -10,7 +9,7 @@ import meshwright.parity as parity
 
 
 class OfPlaceholders(Muon):
-    """`seen`: a parameter's dims as the optimizer sees them."""
+    """Muon that sees `seen` dimensions of each parameter."""
 
     seen = 1
 

@@ -1,6 +1,6 @@
-"""deepspeedai/DeepSpeed#7807: ZeRO-1 and 2 with `reduce_scatter` give a rank its slice of the summed gradient; of a
-matrix that lies across two slices the rest is still the rank's own. Muon makes the whole of it orthogonal, and every
-rank steps its slice of another matrix. A few lines of ours; refused by DeepSpeed since #8090.
+"""deepspeedai/DeepSpeed#7807: ZeRO-1 and 2 with `reduce_scatter` give a rank a slice of the summed gradient. If two
+slices cut a matrix, the rest of the matrix is still the rank's local gradient. Muon makes the whole orthogonal, and
+every rank steps a slice of another matrix. Rewritten here; refused by DeepSpeed since #8090.
 """
 
 import torch
@@ -27,7 +27,7 @@ def trained(job: parity.Job, whole: bool) -> None:
             rest = total if whole else p.grad
             p.grad = torch.cat([mine, rest.chunk(2)[1]] if job.rank == 0 else [rest.chunk(2)[0], mine])
         optimizer.step()
-        for p in model.parameters():  # each rank gives the slice that it owns
+        for p in model.parameters():  # each rank sends one stepped slice
             parts = [torch.empty_like(part) for part in p.data.chunk(2)]
             dist.all_gather(parts, p.data.chunk(2)[job.rank].contiguous(), group=group)
             p.data.copy_(torch.cat(parts))

@@ -1,5 +1,5 @@
-"""deepspeedai/DeepSpeed#8439, #7776: under ZeRO 1 and 2 Muon's update is made before gradients are clipped. The norm of
-an orthogonal matrix says how large the matrix is, and the update is divided by it. A few lines of ours.
+"""deepspeedai/DeepSpeed#8439, #7776: under ZeRO 1 and 2 Muon's update is computed before gradients are clipped. The
+norm of an orthogonal matrix is a measure of the matrix's size, and divides the update. Rewritten here.
 """
 
 import torch

@@ -1,5 +1,5 @@
-"""deepspeedai/DeepSpeed#7839 (mends #7837): in bf16 without ZeRO gradients are not set to zero after a step, and every
-step is made with the sum of all before. A few lines of ours.
+"""deepspeedai/DeepSpeed#7839 (fixes #7837): in bf16 without ZeRO gradients are not set to zero after a step, and every
+step uses the sum of all gradients before. Rewritten here.
 """
 
 import torch

@@ -1,5 +1,5 @@
-"""huggingface/trl#6843: under context parallelism every layer's mask gives way to a causal one, and a row of packed
-documents is one text: tokens see the documents before theirs. A few lines of ours; refused by trl since.
+"""huggingface/trl#6843: under context parallelism a causal mask replaces every layer's mask, and a row of packed
+documents is one text: tokens see earlier documents. Rewritten here; refused by trl since.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ class Attention(nn.Module):
 
 
 def batch_of(generator: torch.Generator) -> dict[str, Tensor]:
-    """Three documents a row, some of them on both ranks."""
+    """Draw rows of three documents; some documents are on both ranks."""
     begins = torch.tensor([[1, 4], [2, 5], [3, 4], [1, 3]])
     documents = (torch.arange(6)[:, None] >= begins[:, None]).sum(-1)
     return {"x": torch.randn(4, 6, 16, generator=generator), "documents": documents}

@@ -1,6 +1,6 @@
 """NVIDIA/Megatron-LM#7452, finding 5: under sequence parallelism the mask of padding is cut over the library's
-tensor-parallel group, and the hidden states over the model's own: a router's balance leaves out other tokens than the
-padding. A few lines of ours.
+tensor-parallel group, and the hidden states over the model's group: a router's balance leaves out tokens that are no
+padding. Rewritten here.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ def routed(job: parity.Job, mask_axis: str) -> None:
     model[1].cut, model[1].total = (lambda x: own_positions(x, group)), (lambda x: SumForward.apply(x, None))
     model[1].real = own_positions(REAL.chunk(2)[job.index("data")], masks)
 
-    # Each rank has its own tokens' gradient of the balance, which the mean over four ranks divides.
+    # A rank has the gradient of the balance for local tokens, which the mean over four ranks divides.
     step = sgd_step(model, lambda model, batch: loss_of(model, batch, 2.0), lambda: averaged_by_axes(model, job))
 
     def reported(model: Any, batch: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""pytorch/torchtitan#2106: a partial sum plus a bias is a partial sum, and so, says DTensor, is its gradient: it is
-added up over the ranks once more, and what lies before has it as many times too large. A few lines of ours.
+"""pytorch/torchtitan#2106: a partial sum plus a bias is a partial sum, and DTensor takes the gradient for one too:
+ranks sum the gradient again, and all earlier gradients are too large by the count of ranks. Rewritten here.
 """
 
 from common import SumBackward, cut_expert, share_of

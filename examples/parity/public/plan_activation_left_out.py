@@ -1,6 +1,6 @@
 """transformers 5.24.0, no report found: the tensor plan of Apertus cuts the columns that the activation xIELU sees, and
-has no rule for its two parameters: their gradients stay those of each rank's own columns. The library's own Apertus;
-types apertus and apertus1p5_text.
+has no rule for xIELU's two parameters: each rank keeps the gradient of local columns. The library's Apertus; types
+apertus and apertus1p5_text.
 """
 
 from common import next_words, planned, sgd_step, word_batch

@@ -1,6 +1,6 @@
-"""transformers 5.24.0, no report found: a model that fully_shard has wrapped is of a class of torch's, which
-from_pretrained takes for code that is not the library's. No module without parameters and buffers of its own is then
-initialised. Falcon-H1's model fills the buffers of its layers so: under FSDP they have the values that memory had.
+"""transformers 5.24.0, no report found: fully_shard gives a model a class of torch's, which from_pretrained takes for
+code from outside the library. No module without parameters and buffers is then initialised. Falcon-H1's model fills the
+buffers of all layers in this way: under FSDP the buffers keep the values of fresh memory.
 """
 
 import torch
@@ -9,7 +9,7 @@ from transformers import FalconH1Config, FalconH1ForCausalLM
 
 import meshwright.parity as parity
 
-torch.use_deterministic_algorithms(True)  # memory that nobody has written is not-a-number
+torch.use_deterministic_algorithms(True)  # fills fresh memory with not-a-number
 CONFIG = FalconH1Config(
     vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=4,
     num_key_value_heads=2, mamba_d_ssm=16, mamba_n_heads=4, mamba_d_head=4, mamba_d_state=8, mamba_n_groups=1,

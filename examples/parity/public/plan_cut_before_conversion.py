@@ -1,6 +1,6 @@
 """transformers 5.24.0, pull request 48519 is open for other converters: from_pretrained with a tensor plan cuts each
 tensor of a file before a converter chunks it, so that a rank's q, k, v and gate are parts of the rank's first rows. The
-library's own HRM; cut convolutions of kimi_linear, bailing_hybrid and glm5_next_text are joined so under FSDP.
+library's HRM; cut convolutions of kimi_linear, bailing_hybrid and glm5_next_text are joined in this way under FSDP.
 """
 
 from common import next_words, planned, sgd_step, word_batch

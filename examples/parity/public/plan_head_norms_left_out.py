@@ -1,5 +1,5 @@
 """transformers 5.24.0, no report found: the tensor plans of two text models cut heads, and have no rule for the norms
-of queries and keys: their gradients stay those of each rank's own heads. Qwen3's plan has the rule. The library's own
+of queries and keys: each rank keeps the gradients of local heads. Qwen3's plan has the rule. The library's
 Qwen3-VL-MoE; types qwen3_vl_moe_text and qwen3_omni_moe_text.
 """
 

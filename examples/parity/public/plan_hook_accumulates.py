@@ -1,5 +1,5 @@
 """transformers 5.24.0, no report found: the style `replicated_with_grad_allreduce` sums `.grad` over the ranks after
-each backward pass, and with it the sums of earlier microbatches. The library's own Qwen3. The register finds it in
+each backward pass, and the sums of earlier microbatches again. The library's Qwen3. The register finds the mistake in
 tensor plans of beam, dots1, dots3_note_text, exaone4, exaone_moe, gemma3_text, gemma3n_text, gemma4_text, qwen3,
 gemma4_unified_text, hy_v3, kolibri1, laguna, lara_mini, mellum and qwen3_moe.
 """
@@ -29,7 +29,7 @@ def right_each_pass_alone(job: parity.Job) -> None:
     model = planned(job, dict.fromkeys(NORMS, "replicate"))
     for name, p in model.named_parameters():
         if ".q_norm." in name or ".k_norm." in name:
-            p.register_hook(summed)  # sees the gradient before it is added to .grad
+            p.register_hook(summed)  # sees the gradient before the addition to .grad
     job.parallel(model)
 
 

@@ -1,6 +1,6 @@
 """transformers 5.24.0, no report found: the tensor plan of inkling2_text and inkling2_loop_text cuts the experts' gates
-and ups, joined in one tensor, as `colwise`. Of a published file each rank gets its half of either, in a DTensor whose
-placement says one run of rows: the model computes rightly, and saves its experts in another order.
+and ups, joined in one tensor, as `colwise`. A rank reads half of the gates and half of the ups from a published file,
+into a DTensor with a placement of consecutive rows: the forward pass is right, and experts are saved in another order.
 """
 
 import tempfile
@@ -20,7 +20,7 @@ RULE = {"model.layers.*.mlp.experts.gate_up_proj": "packed_colwise"}
 
 
 def saved_and_read(job: parity.Job, rules: object, converted: bool) -> None:
-    """Compare with what is read, without a plan, of the file that the model with its plan has saved."""
+    """Save the model under the plan, read the file without a plan, and compare."""
     job.reference(Inkling2ForCausalLM(CONFIG), loss=next_words, batch=word_batch)
     folder = [tempfile.mkdtemp() if job.rank == 0 else ""]
     dist.broadcast_object_list(folder)

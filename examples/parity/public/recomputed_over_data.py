@@ -1,6 +1,6 @@
-"""NVIDIA/Megatron-LM#7452, finding 4: recomputation keeps a part of an activation on each rank of a tensor-parallel
-group and gathers the parts again in the backward pass; where the group is not the layer's own, they are parts of other
-ranks' activations. A few lines of ours.
+"""NVIDIA/Megatron-LM#7452, finding 4: recomputation keeps a slice of an activation on each rank of a tensor-parallel
+group, and gathers the slices in the backward pass. If the group is not the layer's, the slices are of other ranks'
+activations. Rewritten here.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ import meshwright.parity as parity
 
 
 class Recomputed(torch.autograd.Function):
-    """module(x), of which each rank of the group keeps its part of x's positions."""
+    """module(x) that saves this rank's slice of x's positions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: nn.Module, group: Any, *weights: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""pytorch/torchtitan#2318: the loss is divided by the labels of the whole global batch, and FSDP adds gradients up,
-while DDP and HSDP go on averaging them over replicas: gradients and their norm are too small by the number of replicas.
-torch's own DistributedDataParallel, in a few lines of ours.
+"""pytorch/torchtitan#2318: the loss is divided by the labels of the global batch, and FSDP sums gradients, while DDP
+and HSDP still average over replicas: gradients and norms are too small by the count of replicas. Rewritten here with
+torch's DistributedDataParallel.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""NVIDIA/Megatron-LM#7452, finding 10: under sequence parallelism with padding the counts of tokens are added up in
-place, so that the router's balance is scaled by all ranks' tokens where this rank's are meant, and its gradient
-doubles. A few lines of ours.
+"""NVIDIA/Megatron-LM#7452, finding 10: under sequence parallelism with padding the counts of tokens are summed in
+place, so that the router's balance is scaled by all ranks' tokens instead of this rank's, and the gradient doubles.
+Rewritten here.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ import meshwright.parity as parity
 
 
 class Router(nn.Module):
-    """Gates of two experts and their balance; `counted`: the tokens that the balance is scaled by."""
+    """Gates of two experts and their balance, which is scaled by the tokens that `counted` returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Router(nn.Module):
         tokens = torch.tensor(float(scores.shape[0] * scores.shape[1]))
         all_tokens = self.total(tokens)
         mean = self.total(scores.sum((0, 1))) / all_tokens
-        # The same number on all ranks; each has its own tokens' gradient of it, and these are added up.
+        # Equal on all ranks. A rank has the gradient for local tokens, and the ranks' gradients are summed.
         self.balance = mean.square().sum() * self.counted(tokens) / tokens
         return (scores * self.value(x)).sum(-1)
 

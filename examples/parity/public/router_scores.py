@@ -1,6 +1,5 @@
-"""huggingface/transformers#48205: experts on ranks of their own. The gradient of the router's scores is on each rank
-that of its own experts; without a sum over the ranks the router learns of a part of the experts. A few lines of ours;
-mended in transformers.
+"""huggingface/transformers#48205: each rank has other experts, and the gradient of the router's scores for these
+experts. Without a sum over the ranks the router learns from some experts. Rewritten here; fixed in transformers.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
-"""huggingface/transformers#48687: with `batched_mm` a rank computes slots of experts that it does not have, too, with a
-routing weight of zero. That hides them in the forward pass and not in the backward pass: the router collects gradients
-of slots that the rank never routed. "The loss is correct, only the gradient is wrong." A few lines of ours.
+"""huggingface/transformers#48687: with `batched_mm` a rank also computes slots of absent experts, with a routing weight
+of zero. The zero hides these slots in the forward pass and not in the backward pass: the router collects gradients of
+slots that the rank never routed. "The loss is correct, only the gradient is wrong." Rewritten here.
 """
 
 from common import Routed, SumBackward, SumForward, on_own_rank, real_batch, sgd_step, squares
@@ -16,7 +16,7 @@ def routed(job: parity.Job, masked: bool) -> None:
     def here(x: Tensor, scores: Tensor) -> Tensor:
         x, scores = SumBackward.apply(x, group), SumBackward.apply(scores, group)
         y, foreign = mine(x), scores[..., [1 - job.rank]]
-        zero = foreign - foreign.detach()  # a weight of zero, whose gradient is that of a slot which counts
+        zero = foreign - foreign.detach()  # a weight of zero with the gradient of a routed slot
         return SumForward.apply(scores[..., [job.rank]] * y + (0 if masked else zero * y), group)
 
     model.here = here

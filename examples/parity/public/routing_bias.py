@@ -1,5 +1,5 @@
-"""pytorch/torchtitan#4154: the bias that balances a router moves by how many tokens its experts had. Tensor-parallel
-ranks have a part of each sequence, and their counts are not added up over them. A few lines of ours.
+"""pytorch/torchtitan#4154: the bias that balances a router moves by the experts' counts of tokens. A tensor-parallel
+rank counts a slice of each sequence, and the counts are not summed over the ranks. Rewritten here.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import meshwright.parity as parity
 
 
 class Router(nn.Module):
-    """Each token goes to the expert with the largest score and bias, and its output is times the score."""
+    """Experts; each token uses the expert with the largest score plus bias, and multiplies the output by the score."""
 
     def __init__(self) -> None:
         super().__init__()

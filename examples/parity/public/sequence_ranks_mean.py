@@ -1,5 +1,5 @@
-"""deepspeedai/DeepSpeed#5555: with Ulysses and ZeRO 0 gradients are divided by all ranks, those of a sequence's parts
-among them, and not by the data-parallel ones. Losses were divided by the whole sequence already. A few lines of ours.
+"""deepspeedai/DeepSpeed#5555: with Ulysses and ZeRO 0 gradients are divided by the count of all ranks, instead of the
+data-parallel ranks: a sequence's ranks count too. Losses were already divided by the whole sequence. Rewritten here.
 """
 
 from typing import Any

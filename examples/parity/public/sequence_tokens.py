@@ -1,6 +1,6 @@
-"""A review of huggingface/transformers#46775: labels are counted over all ranks, and the number is divided by the ranks
-of an axis that is not data. That is right of ranks with the same batch (tensor parallelism); of parts of one sequence
-each label was counted once. A few lines of ours.
+"""A review of huggingface/transformers#46775: labels are counted over all ranks, and the count is divided by the ranks
+of an axis that is not data. This is right if the ranks have the same batch (tensor parallelism). Ranks with slices of a
+sequence count each label once. Rewritten here.
 """
 
 import torch.distributed as dist

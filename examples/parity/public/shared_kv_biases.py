@@ -1,5 +1,5 @@
-"""bigcode-project/Megatron-LM#11: keys and values of one head are on all tensor ranks; after the backward pass the
-gradients of their weights are added up, and those of their biases are not. A few lines of ours.
+"""bigcode-project/Megatron-LM#11: keys and values of one head are on all tensor ranks. After the backward pass the
+gradients of the weights are summed over ranks, and the gradients of the biases are not. Rewritten here.
 """
 
 import torch

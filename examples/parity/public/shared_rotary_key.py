@@ -1,6 +1,6 @@
-"""pytorch/torchtitan#1373 (a review of its DeepSeek-V3): the rotary key, one for all heads, is added to keys whose
-heads are cut over tensor ranks. Each rank's gradient of it is that of its own heads, and nobody adds them up. A few
-lines of ours.
+"""pytorch/torchtitan#1373 (a review of DeepSeek-V3 there): the rotary key, one for all heads, is added to keys with
+heads cut over tensor ranks. Each rank has the rotary key's gradient for local heads, and no rank sums these. Rewritten
+here.
 """
 
 from typing import Any

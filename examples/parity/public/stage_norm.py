@@ -1,5 +1,5 @@
-"""pytorch/torchtitan#596 (#649 mends it): under pipeline parallelism every stage clips its gradients by their own norm,
-and not by that of the whole model. A few lines of ours.
+"""pytorch/torchtitan#596 (fixed by #649): under pipeline parallelism every stage clips by the norm of the stage's
+gradients, instead of the whole model's norm. Rewritten here.
 """
 
 from typing import Any

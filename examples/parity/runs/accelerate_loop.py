@@ -1,6 +1,6 @@
 """A loop with Accelerate: two microbatches a step, clipping. One process, or torchrun.
 
-`--wrong prepare`: the model is not prepared; `clip`: each microbatch is clipped, also before ranks are added up.
+`--wrong prepare`: the model is not prepared; `clip`: each microbatch is clipped, also before the sum over ranks.
 """
 
 import sys

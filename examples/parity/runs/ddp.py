@@ -1,7 +1,7 @@
 """A loop with DistributedDataParallel: two microbatches a step, clipping. One process, or torchrun.
 
-`--wrong sync`: whether to reduce is set behind the forward pass; `thawed`: a layer is thawed after DDP was made;
-`order`: gradients are clipped before they are reduced, by hand; `division`: microbatches are added up whole.
+`--wrong sync`: gradient sync is set after the forward pass; `thawed`: a layer is thawed after DDP was made;
+`order`: gradients are clipped before a reduction by hand; `division`: microbatches' losses are summed, not averaged.
 """
 
 import os

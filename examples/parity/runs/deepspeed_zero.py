@@ -1,7 +1,7 @@
 """A loop with DeepSpeed's ZeRO on CPUs: two microbatches a step, clipping. By torchrun, one process or several.
 
-`--stage 2`: ZeRO's stage. `--wrong division`: the loss of each microbatch counts whole, `clip`: ten times the norm;
-`rate`: a rate times the ranks; `rows`: all ranks take the first rank's rows.
+`--stage 2`: ZeRO's stage. `--wrong division`: losses of microbatches are summed, not averaged; `clip`: ten times the
+norm; `rate`: a rate times the ranks; `rows`: all ranks take the first rank's rows.
 """
 
 import os

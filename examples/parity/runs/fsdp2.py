@@ -1,6 +1,6 @@
 """A loop with fully_shard (FSDP2), clipping. One process, or torchrun.
 
-`--wrong divide`: gradients are added up and not averaged; `local`: each rank clips by the norm of its own shards.
+`--wrong divide`: gradients are summed and not averaged; `local`: each rank clips by the norm of the rank's shards.
 """
 
 import os

@@ -1,7 +1,7 @@
 """A model under Lightning's Trainer: two microbatches a step, clipping. Under torchrun, one process or DDP.
 
-`--wrong rows`: no distributed sampler; `shuffle`: Lightning's own, which shuffles a loader that does not;
-`rate`: a rate times the ranks; `clip`: ten times the norm; `sum`: a loss that adds up where a mean belongs.
+`--wrong rows`: no distributed sampler; `shuffle`: Lightning's sampler, which shuffles an unshuffled loader;
+`rate`: a rate times the ranks; `clip`: ten times the norm; `sum`: a sum instead of a mean as the loss.
 """
 
 import os

@@ -1,6 +1,6 @@
 """A loop with torch's tensor-parallel plan on DTensors, clipping. One process, or torchrun.
 
-`--wrong partial`: the second layer's partial sums are taken for the whole; `local`: each rank clips by its own parts.
+`--wrong partial`: the second layer's partial sums are taken for the whole; `local`: each rank clips by a local norm.
 """
 
 import os

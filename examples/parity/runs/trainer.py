@@ -1,6 +1,6 @@
 """A tiny Llama under transformers' Trainer: two microbatches a step, labels with -100, clipping. Or by torchrun.
 
-`--wrong tokens`: each rank divides by its own labels; `clip`: ten times the norm; `rate`: a rate times the ranks.
+`--wrong tokens`: each rank divides by local labels; `clip`: ten times the norm; `rate`: a rate times the ranks.
 """
 
 import os

@@ -1,7 +1,7 @@
 """A loop with torch's ZeroRedundancyOptimizer under DDP, clipping, and a running mean. One process, or torchrun.
 
-`--wrong rate`: a rate times the ranks; `decay`: rank 1's optimizer decays its moments otherwise; `mean`: each rank
-keeps the running mean of its own rows.
+`--wrong rate`: a rate times the ranks; `decay`: rank 1's optimizer has another decay of moments; `mean`: each rank
+keeps the running mean of local rows.
 """
 
 import os
@@ -17,7 +17,7 @@ wrong, world = sys.argv[-1], int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Mean(nn.Module):
-    """Keeps the running mean of its input over all rows of all ranks."""
+    """The running mean of inputs over all rows of all ranks."""
 
     mean: Tensor
 
