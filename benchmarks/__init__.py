@@ -1,1 +1,1 @@
-"""Step times of our strategies beside the usual ones, interleaved in one run on one machine."""
+"""Step times of Meshwright's strategies and of the usual programs, interleaved in one run on one machine."""

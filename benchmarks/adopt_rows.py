@@ -1,8 +1,8 @@
-"""Measured steps of public FSDP trainers against `meshwright adopt` of a script in their style: predicted, measured.
+"""Measured steps of public FSDP trainers against `meshwright adopt` of a similar script: predicted, measured.
 
     python -m benchmarks.adopt_rows [--rows N] [--file FILE]
 
-Rows are MPT's of validation/public/mpt.csv (source in its first line) on one node in bf16, with at most three
+Rows are MPT's of validation/public/mpt.csv (the source is in the first line) on one node in bf16, with at most three
 microbatches a step; the script is benchmarks/fsdp_loop.py with the row's sizes. MPT's trainer has FSDP 1, a fused
 AdamW without states in bf16, and flash attention; the row says no more.
 """
@@ -49,7 +49,7 @@ def main() -> None:
             cluster = load_cluster(CLUSTERS[line["device"]])
             with tempfile.TemporaryDirectory() as folder:
                 facts = run_rank(Question(SCRIPT, tuple(words), cluster, 8), 0, Path(folder))
-            # The attention of 2023, as `make validate` has for the same rows.
+            # The attention of 2023, as in `make validate` for the same rows.
             kernel = load_program("llm-foundry-2023").software.attention_kernel
             planned = plan({0: facts}, cluster, 8, kernel)
             done[name] = {"predicted": planned.seconds, "measured": float(line["seconds"]), "fits": planned.fits}

@@ -1,7 +1,7 @@
-"""The programs that ours is compared with: a plain torch loop, Hugging Face's GPT-2, torch's DDP and FSDP2.
+"""The programs for comparison: a plain torch loop, Hugging Face's GPT-2, torch's DDP and FSDP2.
 
-Each function is a contender's factory (see contender.py): it builds its model in the worker and yields `step`. All run
-the same sizes, the same tokens and torch's fused AdamW. README.md has the page that recommends each form.
+Each function is a contender's factory (see contender.py): builds a model in the worker and yields `step`. All run the
+same sizes, the same tokens and torch's fused AdamW. README.md names the page that recommends each form.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @contextmanager
 def plain(place: Place, compiled: bool = False, wide: bool = False) -> Iterator[Step]:
-    """The plain loop on one device. `compiled`: its model is, whole, by torch.compile. `wide`: of the wide model."""
+    """Yield steps of the plain loop on one device. `compiled`: compile the whole model. `wide`: use the wide model."""
     sizes = WIDE if wide else REFERENCE
     model = plain_model(sizes)
     if compiled:
@@ -37,9 +37,9 @@ def plain(place: Place, compiled: bool = False, wide: bool = False) -> Iterator[
 
 @contextmanager
 def products(place: Place) -> Iterator[Step]:
-    """Only the matrix products of the plain model's linear layers: y = x w, dx = dy w^T, dw = x^T dy, and no attention.
+    """Compute only the matrix products of the plain model's linear layers: y = x w, dx = dy w^T, dw = x^T dy.
 
-    No program in this precision with these libraries takes less, so it bounds what a ratio to the plain loop can be.
+    No program in this precision with these libraries takes less time, which bounds every ratio to the plain loop.
     """
     rows, hidden = REFERENCE.batch * REFERENCE.sequence // place.ranks, REFERENCE.hidden
     block = [(hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden)]
@@ -60,9 +60,9 @@ def products(place: Place) -> Iterator[Step]:
 
 @contextmanager
 def hugging_face(place: Place) -> Iterator[Step]:
-    """GPT2LMHeadModel of the same sizes, with its SDPA attention, no dropout and an untied head.
+    """Yield steps of GPT2LMHeadModel of the same sizes, with SDPA attention, no dropout and an untied head.
 
-    It shifts the labels itself, so the last token of each sequence has no loss: 1 in 128 less than the others compute.
+    The model shifts labels, so the last token of each sequence has no loss: 1 in 128 less than in other contenders.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.utils import logging
@@ -95,16 +95,17 @@ def hugging_face(place: Place) -> Iterator[Step]:
 
 @contextmanager
 def ddp(place: Place, compiled: str = "") -> Iterator[Step]:
-    """The plain model under DistributedDataParallel over gloo."""
+    """Yield steps of the plain model under DistributedDataParallel over gloo."""
     with gloo(place), graphs_of(compiled):
         model = replicated(plain_model(), compiled)
         yield _loop(model, fused_adamw(model.parameters()), place)
 
 
 def replicated(model: nn.Module, compiled: str, backend: str = "inductor") -> nn.Module:
-    """The model under DistributedDataParallel, with its default buckets of 25 MB.
+    """Return the model under DistributedDataParallel, with the default buckets of 25 MB.
 
-    `compiled`: `inside`, the model that is given to DDP; `outside`, DDP itself; empty: not. `graphs_of` has the rest.
+    Args:
+        compiled: `inside` compiles the model given to DDP, `outside` the DDP module, an empty text nothing.
     """
     if compiled == "inside":
         model.compile(backend=backend)
@@ -115,14 +116,14 @@ def replicated(model: nn.Module, compiled: str, backend: str = "inductor") -> nn
 
 
 def graphs_of(compiled: str) -> AbstractContextManager[Any]:
-    """Whether graphs end with DDP's buckets, whose sums then travel under the backward pass: `outside`, as torch's
-    default is. Torch would cut the model inside of DDP as well; `inside` keeps it whole, which its cache can hold."""
+    """Set for `outside` that graphs end with DDP's buckets (torch's default), so that sums overlap the backward pass.
+    With `inside` torch would cut the model inside of DDP as well: the setting keeps the model whole."""
     return torch._dynamo.config.patch(optimize_ddp=compiled != "inside")
 
 
 @contextmanager
 def fsdp2(place: Place, compiled: bool = False) -> Iterator[Step]:
-    """The plain model under fully_shard over gloo."""
+    """Yield steps of the plain model under fully_shard over gloo."""
     with gloo(place):
         model = plain_model()
         shard(model, model.blocks, compiled)
@@ -130,7 +131,7 @@ def fsdp2(place: Place, compiled: bool = False) -> Iterator[Step]:
 
 
 def shard(model: nn.Module, blocks: Iterable[nn.Module], compiled: bool, backend: str = "inductor") -> None:
-    """Put each block under fully_shard, compiled before if `compiled`, then the root with the rest."""
+    """Compile each block if `compiled`, and put each block under fully_shard, then the root with the rest."""
     for block in blocks:
         if compiled:
             block.compile(backend=backend)
@@ -139,14 +140,14 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], compiled: bool, backend
 
 
 def plain_model(sizes: Reference = REFERENCE) -> PlainGPT:
-    """The plain model, of the same seed in every worker."""
+    """Return the plain model, drawn from the same seed in every worker."""
     torch.manual_seed(0)
     return PlainGPT(sizes)
 
 
 @contextmanager
 def gloo(place: Place) -> Iterator[None]:
-    """A process group over the worker's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    """Open a process group over the worker's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
     dist.init_process_group("gloo", rank=place.rank, world_size=place.ranks)
     try:
         yield
@@ -155,8 +156,8 @@ def gloo(place: Place) -> Iterator[None]:
 
 
 def fused_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    """Weight decay on matrices only, as GPT-2 is trained. A fused step takes DTensors or plain tensors, so each has
-    groups of its own."""
+    """Return AdamW with weight decay on matrices only, as for GPT-2. A fused step takes DTensors or plain tensors, so
+    each type has groups."""
     every = list(parameters)
     groups = [
         {"params": [p for p in every if isinstance(p, DTensor) == cut and (p.dim() > 1) == matrix]}

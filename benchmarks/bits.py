@@ -1,12 +1,13 @@
-"""The cost of equal bits, and the proof that they are equal.
+"""The cost of equal bits, and the proof that bits are equal.
 
-    python -m benchmarks.bits [--rounds N] [--steps N] [--json FILE]   step time of layout-free beside the usual mode
+    python -m benchmarks.bits [--rounds N] [--steps N] [--json FILE]   step time of layout-free and of the usual mode
     python -m benchmarks.bits --losses [--device cuda]     one model's third loss under 18 layouts, in both modes
     python -m benchmarks.bits --memory      bytes of weights, gradients and states that a rank holds, in both modes
-    python -m benchmarks.bits --parts       processor time of a step on one device, by the parts that kernels get
-    python -m benchmarks.bits --distance    weights after 20 steps: how far from float64's, in both modes
+    python -m benchmarks.bits --parts       processor time of a step on one device, by the grains of kernels
+    python -m benchmarks.bits --distance    weights after 20 steps: the difference from float64's, in both modes
 
-Grains of one sample, and of four. Targets: at most 1.1 of the usual step on the axes of data, 1.3 on those of tensors.
+Grains of one sample, and of four. Targets: at most 1.1 of the usual step on the axes of data, 1.3 on the axes of
+tensors.
 """
 
 from __future__ import annotations
@@ -66,11 +67,11 @@ GRAINS: dict[str, dict[str, Option]] = {
     "sub-graphs, 2 ranks": {"bits.tensor": 2},
     "2-D, 4 ranks": {"bits.tensor": 2, "bits.hidden": 2},
 }
-"""The fields of `bits` that a layout needs beside the kind, by the layout's name."""
+"""The fields of `bits` that a layout needs in addition to the kind, by the layout's name."""
 
 
 def options_of(name: str, mode: str) -> dict[str, Option]:
-    """A layout's words in one mode."""
+    """Return a layout's words in one mode."""
     return LAYOUTS[name] | MODES[mode] | (GRAINS.get(name, {}) if mode != "usual" else {})
 
 
@@ -101,7 +102,7 @@ def random_batch(config: Config, step: int) -> Batch:
 
 
 def run(config: Config, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses of some steps with ranks as threads; one device's weights, by name."""
+    """Return the losses of `steps` steps with ranks as threads, and one device's weights by name."""
     config = resolve_layout(config, Machine.here()).config
 
     def train(rank: Rank) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -115,14 +116,14 @@ def run(config: Config, steps: int) -> tuple[list[float], dict[str, torch.Tensor
 
 
 def small(mode: str, *words: str) -> Config:
-    """The small run in one mode. Layout-free: kernels get a quarter of inner widths and of a sequence and half of the
-    hidden width, so that layouts may cut them into as many."""
+    """Return the small run in one mode. Layout-free: kernels get quarters of inner widths and of a sequence, and halves
+    of the hidden width, so that layouts may cut 4, 4 and 2 ways."""
     bits = {} if mode == "usual" else {"kind": "layout-free", "tensor": 4, "hidden": 2, "sequence": 4}
     return parse_config({**SMALL, "bits": bits}, ("layout.transport=threads", *words))
 
 
 def losses(device: str = "cpu") -> None:
-    """A table of layouts: the third step's loss in both modes."""
+    """Print a table of layouts: the third step's loss in both modes."""
     table = Table(
         "layout", "usual", "layout-free", title="GPT-2 (4 layers, hidden 64, dropout 0.1), float32: loss of step 3"
     )
@@ -133,7 +134,7 @@ def losses(device: str = "cpu") -> None:
 
 
 def memory() -> None:
-    """A table of layouts: what rank 0 holds, from parts that are built on the meta device."""
+    """Print a table of layouts: the bytes that rank 0 holds, from parts built on the meta device."""
     table = Table("layout", "mode", "weights", "gradients", "states", title="MB a rank holds")
     for name in LAYOUTS:
         for mode in ("usual", "grains of 1"):
@@ -156,11 +157,11 @@ PARTS: dict[str, tuple[str, ...]] = {
     "1-D, rings, 2-D": ("tensor=2", "sequence=4", "hidden=2", "attention=runs"),
     "eight ranks": ("tensor=8", "sequence=8", "hidden=2", "attention=runs"),
 }
-"""Fields of `bits` beside `samples=2`, by the axes that they let in."""
+"""Fields of `bits` in addition to `samples=2`, by the axes that these fields allow."""
 
 
 def parts(rounds: int = 2) -> None:
-    """A table of parts: processor time of a step on one device, in turns with the usual mode."""
+    """Print a table of grains: processor time of a step on one device, in turns with the usual mode."""
     model = {"layers": 2, "hidden": 256, "heads": 8, "positions": 128, "vocabulary": 2048, "dropout": 0.0}
     tree = {"model": model, "data": {"sequence": 128}, "batch": {"global": 16}, "device": "cpu", "threads": 1}
     free = "bits.kind=layout-free", "bits.samples=2"
@@ -194,11 +195,11 @@ def parts(rounds: int = 2) -> None:
 
 
 OPTIMIZERS = {"SGD": ("optimizer.name=sgd", "optimizer.lr=0.1"), "Adam": ()}
-"""Adam's first steps are signs: where a gradient is nearly 0, its last bit decides where a weight goes."""
+"""Adam's first steps are signs: if a gradient is nearly 0, the last bit decides the direction of a weight."""
 
 
 def distance(steps: int = 20, seeds: int = 8) -> None:
-    """How far the weights of both modes are from float64's after some steps: the mean and the range of some seeds."""
+    """Print the weights' difference from float64's in both modes after some steps: mean and range over some seeds."""
     modes = {"usual": ("usual",), "layout-free": ("layout-free", "bits.tensor=1", "bits.sequence=1")}
     modes["layout-free, bits.tensor=4, bits.sequence=4"] = ("layout-free",)
     title = f"mean difference of weights from float64's after {steps} steps, {seeds} seeds: mean (least to most)"

@@ -2,8 +2,8 @@
 
     python -m benchmarks.bits_table > docs/bits_table.md
 
-A cell is the most ranks of 2, 4 and 8 that `bits: layout-free` alone allows on the axis, beside nothing else. A letter
-is the refusal, printed below the table as a run would print it. A dash: no size is legal in the usual mode either.
+A cell is the most ranks of 2, 4 and 8 that `bits: layout-free` alone allows on the axis, with no other axis. A letter
+is the refusal of a run, printed below the table. A dash: no size is legal in the usual mode either.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ HEAD = """# Equal bits: every shipped model on every axis
 
 
 def run_of(model: str, bits: str, *words: str) -> Config:
-    """A run of a shipped model; the data are of the kind that the model reads."""
+    """Return a run of a shipped model, with the kind of data that the model reads."""
     tree: dict[str, Any] = {"model": {"base": model, "dropout": 0.0}, "batch": {"global": 64}, "bits": bits}
     images = any(model.startswith(family) for family in ("vit", "resnext"))
     return parse_config(tree | ({"data": {"source": "digits"}} if images else {}), words)
 
 
 def largest(model: str, bits: str, axis: str) -> int:
-    """The most ranks that the axis takes; 0 if it takes none."""
+    """Return the most ranks that the axis allows, or 0."""
     return next((size for size in SIZES if not refusals(model, bits, *words_of(axis, size))), 0)
 
 
@@ -59,7 +59,7 @@ def words_of(axis: str, size: int) -> list[str]:
 
 
 def refusals(model: str, bits: str, *words: str) -> list[str]:
-    """The refusals, a text each, without the numbers of the model: one letter serves all models."""
+    """Return the refusals, a text each, without the model's sizes: one letter serves all models."""
     try:
         config = run_of(model, bits, *words)
     except ConfigError as error:
@@ -69,7 +69,7 @@ def refusals(model: str, bits: str, *words: str) -> list[str]:
 
 
 def cells(model: str, letters: dict[str, str]) -> Iterator[str]:
-    """A model's cells; `letters`: of the refusals so far, by their texts, extended in place."""
+    """Yield a model's cells. `letters`: the letters of refusals so far, by text, extended in place."""
     for axis in AXES:
         usual = largest(model, "usual", axis)
         size = largest(model, "layout-free", axis) if usual else 0
@@ -77,10 +77,10 @@ def cells(model: str, letters: dict[str, str]) -> Iterator[str]:
             yield "-"
         elif size:
             yield str(size) if size == usual else f"{size} of {usual}"
-        else:  # the reason for parts that `auto` did not take, if there is one
+        else:  # the reason for parts that `auto` did not choose, if there is one
             words = words_of(axis, SIZES[-1])
             found = refusals(model, "layout-free", *words, *PARTS) + refusals(model, "layout-free", *words)
-            found.sort(key=lambda text: not text.startswith("`bits.kind`"))  # a family that no parts would help
+            found.sort(key=lambda text: not text.startswith("`bits.kind`"))  # a family without layout-free first of all
             yield letters.setdefault(found[0], ascii_lowercase[len(letters)])
 
 

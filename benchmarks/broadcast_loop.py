@@ -19,8 +19,9 @@ Optimus (arXiv 2104.05343, d = 1) and Tesseract (ICPP 2022) as published: rank (
 
 "over k": summed by an all-reduce over the depth, layer by layer.
 
-The papers leave the loss open; of the faithful forms this one moves least, as logits never travel. Collectives are our
-`Comm`'s, so the loop runs on gloo and on MPI, and each is waited for before the next, as the papers write it.
+The papers leave the loss open; of the faithful forms this form sends least, because logits are never sent. Collectives
+are methods of `Comm`, so the loop runs on gloo and on MPI. Each collective ends before the next starts, as in the
+papers.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Shape:
 
     @classmethod
     def of(cls, mesh: Mesh) -> Shape:
-        """The mesh's axes are depth, row and col: to walk along a row is to change the column."""
+        """Return the shape of a mesh with the axes depth, row and col. Ranks of a row differ in the column."""
         return cls(mesh.comm("col"), mesh.comm("row"), mesh.comm("depth"))
 
     @property
@@ -55,27 +56,27 @@ class Shape:
         return self.row.size
 
     def block(self, whole: Tensor) -> Tensor:
-        """Block [i, j] of the first and last dim."""
+        """Return block [i, j] of the first and last dim."""
         return self.cut(whole.chunk(self.q, 0)[self.column.index])
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Part j of the last dim."""
+        """Return slice j of the last dim."""
         return whole.detach().chunk(self.q, -1)[self.row.index].contiguous()
 
     def rows(self, batch: Tensor) -> Tensor:
-        """Rows i + k q of the batch, of d q."""
+        """Return rows i + k q of the batch, of d q."""
         return batch.chunk(self.q * self.depth.size)[self.depth.index * self.q + self.column.index]
 
 
 def _panel(x: Tensor, comm: Comm, root: int) -> Tensor:
-    """x of the member `root`."""
+    """Broadcast x of the member `root`."""
     panel = x if comm.index == root else torch.empty_like(x)
     comm.broadcast(panel, root)
     return panel
 
 
 def product(a: Tensor, b: Tensor, shape: Shape) -> Tensor:
-    """C = A B."""
+    """Return C = A B."""
     c = a.new_zeros(a.shape[0], b.shape[1])
     for t in range(shape.q):
         c.addmm_(_panel(a, shape.row, t), _panel(b, shape.column, t))
@@ -83,7 +84,7 @@ def product(a: Tensor, b: Tensor, shape: Shape) -> Tensor:
 
 
 def product_with_transposed(a: Tensor, b: Tensor, shape: Shape) -> Tensor:
-    """C = A Bᵀ."""
+    """Return C = A Bᵀ."""
     c = a
     for t in range(shape.q):
         partial = a @ _panel(b, shape.column, t).t()
@@ -93,7 +94,7 @@ def product_with_transposed(a: Tensor, b: Tensor, shape: Shape) -> Tensor:
 
 
 def transposed_product(a: Tensor, b: Tensor, shape: Shape) -> Tensor:
-    """C = Aᵀ B, summed over the depth."""
+    """Return C = Aᵀ B, summed over the depth."""
     c = a
     for t in range(shape.q):
         partial = _panel(a, shape.row, t).t() @ b
@@ -120,7 +121,7 @@ class Linear(torch.autograd.Function):
 
 
 class OfRowZero(torch.autograd.Function):
-    """A vector that row 0 owns, on every rank of the column. Elsewhere it has no gradient."""
+    """A vector of row 0, broadcast to every rank of the column. The vector has a gradient on row 0 alone."""
 
     @staticmethod
     def forward(ctx: Any, vector: Tensor, shape: Shape) -> Tensor:
@@ -141,7 +142,7 @@ class OfRowZero(torch.autograd.Function):
 
 
 class Normalised(torch.autograd.Function):
-    """x̂ = (x - E[x]) / √(E[x²] - E[x]² + ε) over rows of which this rank has a part."""
+    """x̂ = (x - E[x]) / √(E[x²] - E[x]² + ε), if this rank has a slice of each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, epsilon: float, shape: Shape) -> Tensor:
@@ -161,14 +162,14 @@ class Normalised(torch.autograd.Function):
 
 
 def _row_mean(x: Tensor, shape: Shape) -> Tensor:
-    """[N, 1]: the mean over whole rows of x [N, H/q]."""
+    """Return the mean over whole rows of x [N, H/q]: [N, 1]."""
     total = x.sum(1, keepdim=True)
     shape.row.all_reduce(total)
     return total / (x.shape[1] * shape.q)
 
 
 class Lookup(torch.autograd.Function):
-    """One-hot tokens [N, V] times the table: the rows that a rank has not are zeros to be added to."""
+    """One-hot tokens [N, V] times the table: a rank adds zeros for rows of other ranks."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, tokens: Tensor, shape: Shape) -> Tensor:
@@ -196,7 +197,7 @@ class Lookup(torch.autograd.Function):
 
 
 def _in_panel(tokens: Tensor, t: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Which tokens lie in panel t of a table, and their rows there."""
+    """Return a mask of the tokens in panel t of a table, and these tokens' rows in the panel."""
     mine = tokens.div(rows, rounding_mode="floor") == t
     return mine, tokens[mine] - t * rows
 

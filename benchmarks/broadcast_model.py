@@ -22,7 +22,7 @@ from meshwright.ranks.mesh import open_mesh
 
 
 def contender(q: int, depth: int, transport: str) -> Contender:
-    """The broadcast loop on [q, q, depth] ranks."""
+    """Return the broadcast loop on [q, q, depth] ranks."""
     launcher: Any = "mpi" if transport == "mpi" else "torch"
     options: dict[str, Any] = {"q": q, "depth": depth, "transport": transport}
     name = f"broadcast loop {transport}"
@@ -31,12 +31,12 @@ def contender(q: int, depth: int, transport: str) -> Contender:
 
 @contextmanager
 def train(place: Place, q: int, depth: int, transport: str) -> Iterator[Step]:
-    """Train steps of the reference model."""
+    """Yield steps of the reference model."""
     grid = Grid((("depth", depth), ("row", q), ("col", q)))
     with open_mesh(grid, read_environment(), transport, torch.device("cpu"), rendezvous()) as mesh:
         torch.manual_seed(0)
         model = BroadcastGPT(PlainGPT(REFERENCE), Shape.of(mesh))
-        optimizer = fused_adamw(model.parameters())  # what another row owns has no gradient here and is not stepped
+        optimizer = fused_adamw(model.parameters())  # vectors of another row have no gradient here: no step
         count = 0
 
         def step() -> float:
@@ -52,7 +52,7 @@ def train(place: Place, q: int, depth: int, transport: str) -> Iterator[Step]:
 
 
 class Linear(nn.Module):
-    """[N, H/q] -> [N, O/q]. `groups`: the outputs are that many, each cut by itself."""
+    """[N, H/q] -> [N, O/q]. The outputs are `groups` equal groups, each cut separately."""
 
     def __init__(self, plain: nn.Linear, shape: Shape, groups: int = 1) -> None:
         super().__init__()
@@ -105,9 +105,9 @@ class BroadcastBlock(nn.Module):
 
 
 class BroadcastGPT(nn.Module):
-    """Tokens and labels [B, T] of the global batch to this rank's part of the mean loss, the same along a row.
+    """Tokens and labels [B, T] of the global batch to this rank's share of the mean loss, equal along a row.
 
-    Its parameters are the blocks of `plain`'s.
+    The parameters are blocks of the parameters of `plain`.
     """
 
     def __init__(self, plain: PlainGPT, shape: Shape) -> None:

@@ -1,11 +1,11 @@
-"""Checkpoints cost a thousand ranks so much, measured without the ranks: python -m benchmarks.checkpoint_ranks
+"""The cost of checkpoints of a thousand ranks, measured without the ranks: python -m benchmarks.checkpoint_ranks
 
-Manifests: those of `--model` under zero1 over `--ranks` ranks, in runs and, as in format 2, with an entry for each box;
-entries, bytes, seconds of a core to write and to read. Ranks are planned: their weights are meta tensors.
+Manifests of `--model` under zero1 over `--ranks` ranks, as runs and, as in format 2, with an entry for each box:
+entries, bytes, seconds of a core to write and to read. Ranks are planned: weights are meta tensors.
 
-Reading: checkpoints of GPT-2 small's weights by 64 ranks of zero1 and by one are written, and a rank of several layouts
-takes up its part: the MB that it reads and hashes, and those of the shards that it touches, all of which it hashed
-until format 2; the seconds of both. Files lie in the page cache.
+Reading: checkpoints of GPT-2 small's weights are written by 64 ranks of zero1 and by one rank. A rank of several
+layouts then reads a share. Printed: the MB that the rank reads and hashes, the MB of all touched shards (format 2
+hashed these), and the seconds of both. Files are in the page cache.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ READERS: dict[int, dict[str, tuple[dict[str, Any], int]]] = {
     },
     1: {"zero1 over 64": (ZERO1_64, 5), "1-D over 4": ({"tensor": {"kind": "megatron", "size": 4}}, 3)},
 }
-"""By number of ranks that wrote: a rank of a layout, that reads."""
+"""By the count of ranks that wrote: layouts, each with the rank that reads."""
 Row = dict[str, Any]
 
 
 def planned(model: str, layout: dict[str, Any], rank: int) -> Parts:
-    """A rank's parts on the meta device, with the optimizer's states."""
+    """Return a rank's parts on the meta device, with the optimizer's states."""
     samples = 1
     for section in layout.values():
         samples *= section.get("size", 1)
@@ -64,7 +64,7 @@ def planned(model: str, layout: dict[str, Any], rank: int) -> Parts:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """The least of three calls, in seconds of this process's processor time."""
+    """Return the least of three calls, in seconds of this process's processor time."""
     seconds = []
     for _ in range(3):
         start = time.process_time()
@@ -74,7 +74,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def manifests(model: str, ranks: int, folder: Path) -> None:
-    """Print what both forms of a manifest cost."""
+    """Print the cost of both forms of a manifest."""
     parts = planned(model, {"data": {"sync": "zero1", "size": ranks}}, 0)
     pieces = list(pieces_of(parts))
     groups, runs = runs_of(pieces, parts.mesh)
@@ -94,7 +94,7 @@ def manifests(model: str, ranks: int, folder: Path) -> None:
 
 
 def boxes(parts: Parts, pieces: list[Piece], ranks: int) -> Iterator[Row]:
-    """The entries of format 2: the boxes of each rank's slice of each place."""
+    """Yield the entries of format 2: the boxes of each rank's slice of each place."""
     for piece in pieces:
         place, length = piece.region, piece.slices.length
         for rank in range(place.start // length, min(ranks, -(-place.stop // length))):
@@ -105,7 +105,7 @@ def boxes(parts: Parts, pieces: list[Piece], ranks: int) -> Iterator[Row]:
 
 
 def write(folder: Path, ranks: int) -> None:
-    """The weights of all ranks of zero1, of random numbers."""
+    """Write the weights of all ranks of zero1, of random numbers."""
     layout: dict[str, Any] = {"data": {"sync": "zero1", "size": ranks}}
     files, listed = [], None
     for rank in range(ranks):
@@ -119,7 +119,7 @@ def write(folder: Path, ranks: int) -> None:
 
 
 def readings(folder: Path, ranks: int) -> None:
-    """Print what ranks of several layouts read."""
+    """Print the bytes that ranks of several layouts read."""
     write(folder, ranks)
     for name, (layout, rank) in READERS[ranks].items():
         slots = planned("gpt2-small", layout, rank).strategy.slots
@@ -140,7 +140,7 @@ def readings(folder: Path, ranks: int) -> None:
 
 
 def bytes_read() -> int:
-    """The bytes that this process has asked the system for."""
+    """Return the bytes that this process has requested from the system."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 

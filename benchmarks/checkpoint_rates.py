@@ -1,11 +1,11 @@
-"""Rates of checkpoints beside the libraries that have no checks: python -m benchmarks.checkpoint_rates
+"""Rates of checkpoints and of libraries without checks: python -m benchmarks.checkpoint_rates
 
 A rank's shard of `--mb` MB of float32 weights is written by safetensors' `save_file` and by `write_shard`, which hashes
-it too; hashed alone; and read by `torch.load` and by a `Checkpoint`, which checks each block. Contenders take turns for
-`--rounds`. Then the stall of a step: a copy of the weights, and `CheckpointWriter.save` of one rank, which copies them
-and starts the thread that writes. `--published FOLDER`: the import of a Hugging Face folder. GB a second of wall clock
-and a processor's second (all threads), medians. Files lie in the page cache of `--folder`, so that a disk slower than
-that hides the difference.
+too; hashed alone; and read by `torch.load` and by a `Checkpoint`, which checks each block. Contenders take turns for
+`--rounds`. Then the stall of a step: a copy of the weights, and `CheckpointWriter.save` of one rank, which copies and
+starts the writing thread. `--published FOLDER`: the import of a Hugging Face folder. GB a second of wall clock and a
+processor's second (all threads), medians. Files are in the page cache of `--folder`: a slower disk would hide the
+difference.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROWS, COLUMNS = 2048, 2048
 def timed(
     contenders: dict[str, Callable[[], object]], rounds: int, size: int, between: Callable[[], object] = lambda: None
 ) -> None:
-    """Print the rates of contenders that take turns, in GB a second; `between`: called behind each turn, not timed."""
+    """Print the rates of contenders in turns, in GB a second. `between` is called after each turn, not timed."""
     seconds: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for number in range(rounds + 1):
         for name, run in contenders.items():
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--published", type=Path, help="a Hugging Face folder, whose import is timed as well")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    keep_freed_memory()  # for all contenders, as a rank of `train` does
+    keep_freed_memory()  # for all contenders, as in a rank of `train`
     names = [f"w{number}" for number in range(max(1, arguments.mb * 10**6 // (4 * ROWS * COLUMNS)))]
     weights = {name: torch.randn(ROWS, COLUMNS) for name in names}
     size = sum(weight.nbytes for weight in weights.values())

@@ -1,9 +1,8 @@
 """Seconds of commands that answer without a run, and of a proof: python -m benchmarks.commands [--rounds N]
 
-Each command in a process of its own, in turns, after an untimed round that warms the page cache and writes bytecode.
-Medians of wall seconds until the command is over, and of the processor seconds of all processes that it started: a
-launcher's fork server outlives the launcher, so this process adopts it (Linux). Floors: Python alone, and torch's
-import.
+Each command runs in a new process, in turns, after an untimed round that warms the page cache and writes bytecode.
+Medians of wall seconds until the command ends, and of the processor seconds of all started processes: a launcher's fork
+server outlives the launcher, so this process adopts the server (Linux). Floors: Python alone, and torch's import.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ _ADOPT = 36
 
 
 def seconds_of(words: list[str], folder: str) -> tuple[float, float]:
-    """Wall seconds of a command of this Python, and the processor seconds of all its processes."""
+    """Return the wall seconds of a command of this Python, and the processor seconds of all processes."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     ran = subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
     wall = time.perf_counter() - start
-    if ran.returncode and words != MESHWRIGHT:  # without a word its help is a mistake's answer
+    if ran.returncode and words != MESHWRIGHT:  # without words, help is printed and the code is a mistake's
         raise SystemExit(f"{' '.join(words)}: code {ran.returncode}: {ran.stderr}")
     with suppress(ChildProcessError):
         while True:

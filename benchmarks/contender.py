@@ -1,7 +1,7 @@
-"""A contender is a factory that, in each of its worker processes, makes a `step()`.
+"""A contender is a factory that makes a `step()` in each worker process.
 
-A factory is `module:function`; it is called as function(place, **options) in every worker and returns a context manager
-that yields `step`. Leaving the context closes process groups and the like.
+A factory, `module:function`, is called as function(place, **options) in every worker and returns a context manager that
+yields `step`. The exit of the context closes process groups and the like.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Literal
 
 Step = Callable[[], float]
-"""One training step of the reference model, and all that it has set going; returns the loss that this rank knows."""
+"""Run one training step of the reference model to the end; return the loss that this rank knows."""
 
 Option = str | int | float | bool
 Launcher = Literal["torch", "mpi"]
@@ -22,7 +22,7 @@ Allocator = Literal["told", "glibc"]
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's rank in its contender, of `ranks`."""
+    """A worker's rank, of `ranks` in the contender."""
 
     rank: int
     ranks: int
@@ -33,9 +33,10 @@ Factory = Callable[..., AbstractContextManager[Step]]
 
 @dataclass(frozen=True)
 class Contender:
-    """`launcher`: torch forks workers that have torchrun's variables, mpi starts them with mpiexec.
+    """A factory with options, ranks and launcher.
 
-    `allocator`: told to keep what a step frees, as `meshwright train` tells it (ranks/machine.py), or as it comes.
+    `launcher`: torch forks workers with torchrun's variables, mpi starts workers by mpiexec. `allocator`: `told` keeps
+    the memory that a step frees, as in `meshwright train` (ranks/machine.py); `glibc` keeps glibc's defaults.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Contender:
 
 
 def find_factory(name: str) -> Factory:
-    """The function of `module:function`."""
+    """Return the function of `module:function`."""
     module, _, function = name.partition(":")
     factory: Factory = vars(import_module(module))[function]
     return factory

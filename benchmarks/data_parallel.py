@@ -3,9 +3,9 @@
     python -m benchmarks.data_parallel [--ranks 2 4] [--only SYNC ...] [--transports torch mpi]
                                        [--allocators told glibc] [--rounds N] [--json FILE]
 
-Aims: allreduce and zero1 at most 0.95 of DDP's step at 2 ranks and at 4, zero3 at most 0.88 of FSDP2's. Two rows say
-how near that can be: ranks that never sum their gradients, and their linear layers' products alone, which no strategy
-goes below. For (c) no aim: the finding to repeat is that one parameter server is slower than one device.
+Aims: allreduce and zero1 at most 0.95 of DDP's step at 2 ranks and at 4, zero3 at most 0.88 of FSDP2's. Two rows are
+floors: ranks that never sum gradients, and the linear layers' products alone, the least time of any strategy. (c) has
+no aim: the finding to repeat is that one parameter server is slower than one device.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ SHARDED = "zero3"
 
 
 def replicated(ranks: int) -> list[Contender]:
-    """torch's DDP in its forms."""
+    """Return torch's DDP in three forms."""
     forms = {"DDP": "", "DDP, compiled inside": "inside", "DDP, compiled outside": "outside"}
     return [Contender(name, "benchmarks.baselines:ddp", {"compiled": form}, ranks) for name, form in forms.items()]
 
 
 def sharded(ranks: int) -> list[Contender]:
-    """torch's FSDP2 in its forms."""
+    """Return torch's FSDP2 in two forms."""
     forms = {"FSDP2": False, "FSDP2, compiled": True}
     return [Contender(name, "benchmarks.baselines:fsdp2", {"compiled": form}, ranks) for name, form in forms.items()]
 
 
 def mine(ranks: int, syncs: Sequence[str], transports: Sequence[str]) -> list[Contender]:
-    """Ours, over the transports that carry each."""
+    """Return Meshwright's syncs, on each transport that carries the sync."""
     return [
         ours.contender(sync, transport, ranks)
         for sync in syncs
@@ -45,7 +45,7 @@ def mine(ranks: int, syncs: Sequence[str], transports: Sequence[str]) -> list[Co
 
 
 def beside(ranks: int, syncs: Sequence[str]) -> list[Contender]:
-    """The floors, and one device where a server is compared with it."""
+    """Return the floors, and one device if a server is among the syncs."""
     floors = [
         Contender("no sum", "benchmarks.baselines:plain", ranks=ranks),
         Contender("products alone", "benchmarks.baselines:products", ranks=ranks),

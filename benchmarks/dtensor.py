@@ -1,9 +1,9 @@
 """The baseline of 1-D tensor parallelism: the plain model under torch's parallelize_module (DTensor), over gloo.
 
-The best form of it that we know: query, key and value come from one linear whose columns are ordered by head, so that
-a cut by columns is a cut by heads and a block sends one all-reduce each way for it; activations are plain tensors
-between the linears (`use_local_output`), only the logits stay a DTensor, for `loss_parallel`, which never gathers them;
-AdamW is torch's fused one.
+The best known form: query, key and value are one linear layer with columns ordered by head, so that a cut by columns is
+a cut by heads and a block sends one all-reduce each way for the layer. Activations are plain tensors between the linear
+layers (`use_local_output`); only the logits stay a DTensor, for `loss_parallel`, which never gathers. AdamW is torch's
+fused form.
 
 | module                  | style                     | a rank's weight           |
 |-------------------------|---------------------------|---------------------------|
@@ -40,14 +40,14 @@ from benchmarks.reference import WIDE, Reference, global_batch
 
 
 def contender(ranks: int, sequence_parallel: bool = False) -> Contender:
-    """DTensor on `ranks` ranks."""
+    """Return DTensor on `ranks` ranks."""
     name = "DTensor, sequence parallel" if sequence_parallel else "DTensor"
     return Contender(name, "benchmarks.dtensor:train", {"sequence_parallel": sequence_parallel}, ranks)
 
 
 @contextmanager
 def train(place: Place, sequence_parallel: bool = False) -> Iterator[Step]:
-    """Train steps of the wide model; every rank sees the whole global batch."""
+    """Yield steps of the wide model; every rank sees the whole global batch."""
     with gloo(place):
         model = parallel_model(WIDE, place.ranks, sequence_parallel)
         optimizer = fused_adamw(model.parameters())
@@ -68,7 +68,7 @@ def train(place: Place, sequence_parallel: bool = False) -> Iterator[Step]:
 
 
 class HeadwiseBlock(PlainBlock):
-    """The plain block with the columns of query_key_value in the order [A, 3, E]. It computes the heads it gets."""
+    """The plain block with the columns of query_key_value in the order [A, 3, E], for any count of heads."""
 
     def forward(self, h: Tensor) -> Tensor:
         width = self.query_key_value.in_features // self.heads
@@ -81,7 +81,7 @@ class HeadwiseBlock(PlainBlock):
 
 
 def parallel_model(sizes: Reference, ranks: int, sequence_parallel: bool) -> nn.Module:
-    """The plain model, of the same seed on every rank, cut over the default process group."""
+    """Return the plain model, drawn from the same seed on every rank, cut over the default process group."""
     torch.manual_seed(0)
     model = PlainGPT(sizes, HeadwiseBlock)
     mesh = init_device_mesh("cpu", (ranks,))
@@ -100,7 +100,7 @@ def _plan() -> dict[str, ParallelStyle]:
 
 
 def _sequence_plan() -> dict[str, ParallelStyle]:
-    """Between the pairs of linears a rank has T/p of the tokens: all-gather and reduce-scatter for an all-reduce."""
+    """Keep T/p of the tokens on a rank between the pairs of linears: all-gather and reduce-scatter, no all-reduce."""
     return {
         "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "positions": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),

@@ -1,11 +1,11 @@
-"""A run of 8, 5, 3 and 8 ranks, killed at random moments in between, each time under another layout: one hash?
+"""A run of 8, 5, 3 and 8 ranks, killed at random moments, each time under another layout: one hash?
 
 python -m benchmarks.kills --elastic [--kills 100] [--seed N] [--json LINES]
 
-A run begins on 8 ranks. A SIGKILL hits one of its processes (a rank or the launcher) at a random moment, and the run
-goes on by `--resume` on 5 ranks under another layout, then on 3, then on 8 to the end. Its hash covers the losses and
-norms of all steps and the Merkle root of the last state, which hold no layout. Each run is a line of JSON; runs that
-the file of lines has already are not made again.
+A run begins on 8 ranks. A SIGKILL hits one process (a rank or the launcher) at a random moment, and the run goes on by
+`--resume` on 5 ranks under another layout, then on 3, then on 8 to the end. The hash covers the losses and norms of all
+steps and the Merkle root of the last state, which hold no layout. Each run is a line of JSON; runs with a line in the
+file are not made again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshwright.training.checkpoint.reader import Checkpoint
 
 STEPS = 8
 BATCH = 60
-"""Samples a step: a multiple of the numbers of replicas."""
+"""Samples a step: a multiple of every count of replicas."""
 WORLDS = (8, 5, 3, 8)
 
 
@@ -53,7 +53,7 @@ LAYOUTS: Mapping[int, Sequence[Mapping[str, Any]]] = {
 
 
 def config_of(corpus: Path, layout: Mapping[str, Any]) -> Config:
-    """The run under a layout."""
+    """Return the run under a layout."""
     return parse_config({
         "seed": 3,
         "model": {"layers": 5, "hidden": 64, "heads": 4, "positions": 16, "vocabulary": 300, "dropout": 0.1},
@@ -70,7 +70,7 @@ def config_of(corpus: Path, layout: Mapping[str, Any]) -> Config:
 
 
 def hash_of(out: Path) -> str:
-    """The hash of all losses and norms and of the last state."""
+    """Return the hash of all losses and norms and of the last state."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     digest = hashlib.sha256(repr([(each["step"], each["loss"], each["grad_norm"]) for each in lines]).encode())
     checkpoint = Checkpoint(out / "checkpoints" / f"step-{STEPS}")
@@ -80,7 +80,7 @@ def hash_of(out: Path) -> str:
 
 
 def undisturbed(corpus: Path, folder: Path) -> str:
-    """The hash of the run on 8 ranks that nobody kills."""
+    """Return the hash of a run on 8 ranks without kills."""
     out = folder / "undisturbed"
     launcher = start(config_of(corpus, LAYOUTS[8][0]), out, resume=False)
     launcher.join()
@@ -90,7 +90,7 @@ def undisturbed(corpus: Path, folder: Path) -> str:
 
 
 def elastic_run(corpus: Path, out: Path, choose: random.Random) -> dict[str, Any]:
-    """One run of all worlds: its hash, its kills, and why it failed, if it did."""
+    """Make one run of all worlds; return the hash, the kills, and the reason of a failure."""
     kills: list[dict[str, Any]] = []
     metrics = out / "metrics.jsonl"
     began = time.monotonic()
@@ -129,7 +129,7 @@ def elastic_run(corpus: Path, out: Path, choose: random.Random) -> dict[str, Any
 
 
 def elastic(runs: int, seed: int, lines: Path | None, folder: Path, console: Console) -> list[dict[str, Any]]:
-    """Make the runs that the file of lines lacks; return all lines. Ctrl-C ends with the runs so far."""
+    """Make the runs that the file of lines lacks; return all lines. Ctrl-C ends early with the runs so far."""
     corpus = make_corpus(folder)
     held = lines.read_text().splitlines() if lines is not None and lines.exists() else []
     found = [line for line in map(json.loads, held) if line["seed"] == seed]
@@ -156,7 +156,7 @@ def elastic(runs: int, seed: int, lines: Path | None, folder: Path, console: Con
 
 
 def summary(found: Sequence[Mapping[str, Any]]) -> str:
-    """How many runs of how many ended with the undisturbed hash."""
+    """Return the count of runs that ended with the undisturbed hash, of all runs."""
     right = [line for line in found if line["hash"] == line["expected"]]
     kills = sum(sum(kill["victim"] is not None for kill in line["kills"]) for line in found)
     hashes = sorted({line["hash"][:16] or "no hash" for line in found})

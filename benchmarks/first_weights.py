@@ -1,8 +1,8 @@
-"""The memory in which a rank makes its first weights: python -m benchmarks.first_weights [--ranks N]
+"""The memory of a rank that makes the first weights: python -m benchmarks.first_weights [--ranks N]
 
-A GPT-2 of 80 M parameters in float32, without its optimizer's states. `peak`: the growth of the rank's resident memory
-until the model is built, at most, of the rank where it is largest; `kept`: when it is built; beside the bytes that
-strategies keep between steps and those of the whole model.
+A GPT-2 of 80 M parameters in float32, without the optimizer's states. `peak`: the largest growth of a rank's resident
+memory until the model is built, of the rank with the most; `kept`: the growth after the build. In addition: the bytes
+that strategies keep between steps, and the bytes of the whole model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def config_of(sync: str, ranks: int) -> Config:
 
 
 def footprint(rank: Rank, sync: str) -> list[int]:
-    """Bytes: the peak, what is resident behind it, weights and gradients between steps, the whole model's."""
+    """Return bytes: the peak, the growth after the build, weights and gradients between steps, the whole model."""
     mesh = rank.mesh
     mesh.world.barrier()
     before = resident_bytes()

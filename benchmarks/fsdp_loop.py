@@ -1,4 +1,4 @@
-"""A GPT under FSDP2 with bf16 products, as public trainers have it: torchrun --nproc-per-node 8 fsdp_loop.py"""
+"""A GPT under FSDP2 with bf16 products, as in public trainers: torchrun --nproc-per-node 8 fsdp_loop.py"""
 
 import argparse
 import os

@@ -1,19 +1,19 @@
-"""How seconds and memory grow with a size, beside the peer that has the size as well; the slope in words.
+"""Growth of seconds and memory with a size, and a peer's growth with the same size; the slope in words.
 
     python -m benchmarks.growth [--only ranks sequence ...] [--rounds N] [--no-start] [--json FILE]
 
-| question     | sizes                     | ours                          | beside                             |
+| question     | sizes                     | ours                          | peer                               |
 |--------------|---------------------------|-------------------------------|------------------------------------|
-| ranks        | 1 to 16, 2 rows for each  | allreduce and zero1 over gloo | torch's DDP; its start by torchrun |
+| ranks        | 1 to 16, 2 rows for each  | allreduce and zero1 over gloo | torch's DDP; a start by torchrun   |
 | sequence     | 2,048 to 32,768 tokens    | ring and Ulysses over 2 ranks | a plain loop with SDPA, one device |
 | vocabulary   | 8,192 to 151,936          | one device                    | a plain loop with whole logits     |
-| experts      | 8 to 128, of which 2 each | one device                    | transformers' Qwen3-MoE            |
+| experts      | 8 to 128, 2 for a token   | one device                    | transformers' Qwen3-MoE            |
 | microbatches | 1 to 32 of one row        | one device                    | a plain loop that adds up `.grad`  |
 | layers       | 2 to 32                   | one device                    | a plain loop                       |
 
-All contenders of a question alternate step by step in one start. Slopes are fitted to medians: a power of the size,
-and where it bends. With more ranks than cores a step's wall time is that of the cores: read the processor time a rank.
-torch's `context_parallel` is not beside ring attention: on a CPU it raises "Operator
+All contenders of a question alternate step by step in one start. Slopes are fitted to medians: a power of the size, and
+the size at which the slope bends. With more ranks than cores, ranks share cores in a step's wall time: read the
+processor time a rank. torch's `context_parallel` is no peer of ring attention, because on a CPU it raises "Operator
 aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered".
 """
 
@@ -43,18 +43,18 @@ from benchmarks.team import START_SECONDS
 from meshwright.ranks.errors import LaunchError
 
 SMALL = Reference(layers=2, hidden=128, heads=4, batch=4, vocabulary=2048)
-"""The model whose sizes grow, one at a time."""
+"""The model that grows in one size at a time."""
 
 CONTEXT_RANKS = 2
 CHOSEN = 2
-"""Experts that each token goes to."""
+"""Experts per token."""
 WIDTH = 64
 """The inner width of an expert."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A size and the contenders of each of its values by label, the peer last. `rounds`: turns, if none are asked."""
+    """A size and the contenders of each value by label, the peer last. `rounds`: turns without `--rounds`."""
 
     name: str
     unit: str
@@ -65,7 +65,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Point:
-    """A contender's figures at one size. `start_s`: seconds until its first step begins, if that was measured."""
+    """A contender's figures at one size. `start_s`: seconds until the first step begins, if measured."""
 
     label: str
     size: int
@@ -80,7 +80,7 @@ class Point:
 
 
 def fields_of(sizes: Reference) -> dict[str, Option]:
-    """Our config's fields of these sizes."""
+    """Return the config fields of Meshwright for these sizes."""
     return {
         "model.layers": sizes.layers, "model.hidden": sizes.hidden, "model.heads": sizes.heads,
         "model.positions": sizes.sequence, "model.vocabulary": sizes.vocabulary, "data.sequence": sizes.sequence,
@@ -89,7 +89,7 @@ def fields_of(sizes: Reference) -> dict[str, Option]:
 
 
 def options_of(sizes: Reference) -> dict[str, Option]:
-    """The peers' options of these sizes."""
+    """Return the peers' options for these sizes."""
     names = ("layers", "hidden", "heads", "sequence", "batch", "vocabulary")
     return {name: value for name, value in asdict(sizes).items() if name in names}
 
@@ -165,7 +165,7 @@ QUESTIONS = {
 
 
 def measure(question: Question, rounds: int | None = None) -> list[Point]:
-    """All sizes of a question in turns, by size and then by contender."""
+    """Measure all sizes of a question in turns, by size and then by contender."""
     made = [(size, label, one) for size in question.sizes for label, one in question.contenders(size).items()]
     named = [replace(one, name=f"{label}, {size:,} {question.unit}") for size, label, one in made]
     results = interleave(named, Plan(rounds or question.rounds))
@@ -180,7 +180,7 @@ def measure(question: Question, rounds: int | None = None) -> list[Point]:
 
 
 def starts(ranks: int) -> dict[str, float]:
-    """Seconds from the command until the last rank's first step begins, each alone: `meshwright train` and torchrun."""
+    """Return seconds from the command until the last rank's first step begins: `meshwright train`, then torchrun."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "run.yaml").write_text(start.RUN)
@@ -201,14 +201,14 @@ def starts(ranks: int) -> dict[str, float]:
                         log.seek(0)
                         raise LaunchError(f"torchrun: {len(marks)} of {ranks} ranks began a step\n{log.read()[-2000:]}")
                     time.sleep(0.1)
-            finally:  # not waited for: a rank of gloo's may hang behind its last step
+            finally:  # not waited for: a rank of gloo's may hang after the last step
                 torchrun.terminate()
                 torchrun.wait()
         return found | {"DDP": max(json.loads(mark.read_text())["begins"] for mark in marks) - began}
 
 
 def slopes(points: Sequence[Point]) -> list[str]:
-    """A line for each contender and figure."""
+    """Return a line for each contender and figure."""
     lines = []
     for label in dict.fromkeys(point.label for point in points):
         own = [point for point in points if point.label == label]
@@ -225,7 +225,7 @@ def slopes(points: Sequence[Point]) -> list[str]:
 
 
 def show(question: Question, points: Sequence[Point], seconds: float) -> None:
-    """A table of a question, a row a size and contender, and the slopes below."""
+    """Print a question's table, a row per size and contender, and the slopes below."""
     has_start = any(point.start_s is not None for point in points)
     table = Table(title=f"{question.name}; {seconds:.0f} s with the start", caption=machine())
     heads = ["ms a step", "processor ms a rank", "MB a rank", "processor time / peer's", *["s to a step"] * has_start]

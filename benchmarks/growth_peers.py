@@ -1,9 +1,9 @@
-"""What `benchmarks.growth` stands beside: a plain loop, torch's DDP, transformers' Qwen3-MoE.
+"""The peers of `benchmarks.growth`: a plain loop, torch's DDP, transformers' Qwen3-MoE.
 
     python -m torch.distributed.run --nproc-per-node N -m benchmarks.growth_peers FOLDER
 
-is a start of DDP as its users make one: each rank writes to FOLDER when its first step begins, as a rank of
-`benchmarks.start` does.
+starts DDP as users do: each rank writes the time of the first step's begin to a file in FOLDER, as ranks of
+`benchmarks.start` do.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def _sizes(options: dict[str, Any]) -> Reference:
 
 @contextmanager
 def plain(place: Place, microbatches: int = 1, **sizes: Any) -> Iterator[Step]:
-    """The plain loop on one device; gradients of microbatches add up in `.grad`."""
+    """Yield steps of the plain loop on one device; gradients of microbatches add up in `.grad`."""
     model = plain_model(_sizes(sizes))
     yield loop(model, model, place, _sizes(sizes), microbatches)
 
 
 @contextmanager
 def ddp(place: Place, **sizes: Any) -> Iterator[Step]:
-    """The plain model under DistributedDataParallel."""
+    """Yield steps of the plain model under DistributedDataParallel."""
     with gloo(place):
         model = replicated(plain_model(_sizes(sizes)), "")
         yield loop(model, model, place, _sizes(sizes), 1)
@@ -50,7 +50,7 @@ def ddp(place: Place, **sizes: Any) -> Iterator[Step]:
 
 @contextmanager
 def experts(place: Place, count: int, per_token: int, width: int, **sizes: Any) -> Iterator[Step]:
-    """Qwen3MoeForCausalLM with the experts' products that transformers chooses by itself. Labels are shifted inside."""
+    """Yield steps of Qwen3MoeForCausalLM with transformers' default products of experts. The model shifts labels."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.utils import logging
 
@@ -76,7 +76,7 @@ def experts(place: Place, count: int, per_token: int, width: int, **sizes: Any) 
 def loop(
     loss: Callable[[Tensor, Tensor], Tensor], model: nn.Module, place: Place, sizes: Reference, microbatches: int
 ) -> Step:
-    """A training step: this rank's rows in microbatches, and the optimizer."""
+    """Return a training step: this rank's rows in microbatches, and the optimizer."""
     optimizer, rows, count = fused_adamw(model.parameters()), rank_rows(place.rank, place.ranks, sizes), 0
 
     def step() -> float:
@@ -96,7 +96,7 @@ def loop(
 
 
 def main(folder: Path) -> None:
-    """A rank that torchrun has started: one step."""
+    """Run one step in a rank that torchrun has started."""
     torch.set_num_threads(1)
     environment = read_environment()
     place = Place(environment.rank, environment.world_size)

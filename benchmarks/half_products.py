@@ -1,10 +1,10 @@
-"""bf16 beside float32 on a CPU: rates of products, and whole steps, serial.
+"""bf16 and float32 on a CPU: rates of products, and whole steps, serial.
 
     python -m benchmarks.half_products [--allocators told glibc] [--rounds N] [--json FILE]
 
 The reference model (benchmarks/reference.py) in float32, and stored in bf16 with products in float32 or as stored,
-under O1 and O2. A processor without products of bf16 emulates them, in minutes a step: there `stored` is left out.
-Aims: `auto` never slower than float32; 0.55 of the plain float32 loop where the processor has such products.
+under O1 and O2. A processor without products of bf16 emulates these, in minutes a step: `stored` is then left out.
+Aims: `auto` never slower than float32; 0.55 of the plain float32 loop if the processor has such products.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The head with its cross entropy, forward and backward: ours beside torch's and Liger's.
+"""The head with cross entropy, forward and backward: Meshwright's, torch's and Liger's.
 
     python -m benchmarks.head [--device cuda] [--rounds N]
 
-| contender                    | holds                                                                        |
-|------------------------------|------------------------------------------------------------------------------|
-| torch, whole logits          | [T, V] logits and their gradients; compiled, as torch.compile's users have it |
-| torch, linear_cross_entropy  | chunks (torch 2.13), torch's default options                                  |
-| Liger                        | chunks; where liger-kernel is installed, on a GPU; sums in float32            |
-| ours; ours, compiled         | chunks; the table's gradient in float32                                       |
+| contender                    | holds                                                                 |
+|------------------------------|-----------------------------------------------------------------------|
+| torch, whole logits          | [T, V] logits and gradients; also under torch.compile                 |
+| torch, linear_cross_entropy  | chunks (torch 2.13), torch's default options                          |
+| Liger                        | chunks; with liger-kernel installed, on a GPU; sums in float32        |
+| ours; ours, compiled         | chunks; the table's gradient in float32                               |
 
 Contenders take turns. Milliseconds are the median of the rounds: of the device on a GPU, of one thread's processor on a
 CPU. Bytes are the most that a GPU's allocator had beyond the operands.
@@ -39,7 +39,7 @@ SHAPES = {
 
 
 def contenders(device: str, tokens: int, width: int, classes: int, dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
-    """Each contender's name, and a function that returns the loss of the same operands."""
+    """Yield each contender's name, and a function that returns the loss of the same operands."""
     h = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
     table = (torch.randn(classes, width, device=device, dtype=dtype) * 0.02).requires_grad_()
     labels = torch.randint(classes, (tokens,), device=device)
@@ -70,7 +70,7 @@ def contenders(device: str, tokens: int, width: int, classes: int, dtype: torch.
 
 
 def timed(device: str, call: Callable[[], Tensor]) -> tuple[float, int]:
-    """Seconds of a forward and a backward pass, and the most bytes beyond those before."""
+    """Return seconds of a forward and a backward pass, and the peak of bytes above the start."""
     if device == "cpu":
         began = time.process_time()
         call().backward()
@@ -87,7 +87,7 @@ def timed(device: str, call: Callable[[], Tensor]) -> tuple[float, int]:
 
 
 def measured(device: str, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
-    """By shape and contender: the median of the seconds, the bytes, and the loss."""
+    """Return by shape and contender: the median of the seconds, the bytes, and the loss."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for shape in SHAPES[device]:
         calls: Contenders = dict(contenders(device, *shape))

@@ -1,7 +1,7 @@
-"""Run contenders in turns on one machine, A B C, B C A, ..., so that whatever disturbs one disturbs all alike.
+"""Run contenders in turns on one machine, A B C, B C A, ..., so that a disturbance is equal for all contenders.
 
-All workers start at once, live through the whole run, and sleep when they are not at turn. After an untimed step of
-each they alternate step by step. Ratios are taken within a round; a table has their median and quartiles.
+All workers start at once, live through the whole run, and sleep between turns. After an untimed step of each,
+contenders alternate step by step. Ratios are taken within a round; a table has the median and quartiles.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.team import Team
 from meshwright.ranks.machine import processor_name, usable_cores
 
 PRODUCT = 1024
-"""Rows and columns of the product whose rate stands under each table."""
+"""Rows and columns of the product; the product's rate is printed under each table."""
 
 ALLOCATORS: dict[Allocator, str] = {
     "told": "all told to keep what a step frees",
@@ -38,18 +38,18 @@ ALLOCATORS: dict[Allocator, str] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to measure: `rounds` turns of `steps` steps each, after `warmup` untimed steps of everyone."""
+    """The length of a measurement: `rounds` turns of `steps` steps each, after `warmup` untimed steps of everyone."""
 
     rounds: int = 12
     steps: int = 1
     warmup: int = 1
     busy: int = 0
-    """Processes that compute without end beside the contenders, as somebody else's would on a shared machine."""
+    """Processes that compute without end during the measurement, like other users' on a shared machine."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of some numbers, and the quartiles around it."""
+    """The median of some numbers, and the two quartiles."""
 
     low: float
     median: float
@@ -64,10 +64,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Result:
-    """A contender's median step of each round, in milliseconds, and its last loss; `busy`: the plan's.
+    """A contender's median step of each round, in milliseconds, and the last loss; `busy`: the plan's.
 
-    `processor`: the same of all its ranks' threads on a core, which other processes' work on the machine disturbs less;
-    `held_bytes`: the most resident memory of the rank that has held most, beyond that of its imports.
+    `processor`: milliseconds of all ranks' threads on a core, less disturbed by other processes on the machine;
+    `held_bytes`: the most resident memory of a rank, beyond the rank's imports.
     """
 
     contender: Contender
@@ -82,11 +82,11 @@ class Result:
         return Spread.of(self.rounds)
 
     def ratio(self, baseline: Result) -> Spread:
-        """How this one's step compares with the baseline's, round by round: below 1 is faster."""
+        """Return this step divided by the baseline's, round by round: below 1 is faster."""
         return _ratio(self.rounds, baseline.rounds)
 
     def work(self, baseline: Result) -> Spread:
-        """The same of processor time: what waits costs nothing."""
+        """Return the ratio of processor time: waiting costs nothing."""
         return _ratio(self.processor, baseline.processor)
 
 
@@ -95,7 +95,7 @@ def _ratio(own: Sequence[float], other: Sequence[float]) -> Spread:
 
 
 def interleave(contenders: Sequence[Contender], plan: Plan) -> list[Result]:
-    """Measure all contenders, in turns. Raises LaunchError where one of them fails."""
+    """Measure all contenders, in turns. Raises LaunchError if a contender fails."""
     rounds: list[list[float]] = [[] for _ in contenders]
     processor: list[list[float]] = [[] for _ in contenders]
     losses = [0.0] * len(contenders)
@@ -129,7 +129,7 @@ def interleave(contenders: Sequence[Contender], plan: Plan) -> list[Result]:
 
 
 def find(results: Sequence[Result], name: str) -> Result:
-    """The result of the contender `name`."""
+    """Return the result of the contender `name`."""
     return next(result for result in results if result.contender.name == name)
 
 
@@ -137,7 +137,7 @@ Rows = list[dict[str, object]]
 
 
 def measure(title: str, contenders: Sequence[Contender], plan: Plan, baselines: Sequence[str]) -> Rows:
-    """Measure all contenders under their own allocator, print a table, and return the table as plain data."""
+    """Measure all contenders under each contender's allocator, print a table, and return the table as plain data."""
     began = time.monotonic()
     results = interleave(contenders, plan)
     show(f"{title}; {time.monotonic() - began:.0f} s with the start", results, baselines)
@@ -147,7 +147,7 @@ def measure(title: str, contenders: Sequence[Contender], plan: Plan, baselines: 
 def measure_both(
     title: str, contenders: Sequence[Contender], plan: Plan, baselines: Sequence[str], allocators: Sequence[Allocator]
 ) -> dict[str, Rows]:
-    """Measure all contenders under one allocator after the other: a table each, whose title and key name it."""
+    """Measure all contenders under one allocator after another: a table each, with the allocator in title and key."""
     return {
         f"{title}, {allocator}": measure(
             f"{title}; {ALLOCATORS[allocator]}",
@@ -158,7 +158,7 @@ def measure_both(
 
 
 def show(title: str, results: Sequence[Result], baselines: Sequence[str]) -> None:
-    """A table of memory, times and ratios to each baseline; under it the machine, which moves the ratios."""
+    """Print a table of memory, times and ratios to each baseline; below: the machine, on which ratios depend."""
     busy = results[0].busy
     beside = f", beside {busy} busy process{'es' * (busy > 1)}" if busy else ""
     said = f"medians (quartiles) of {len(results[0].rounds)} rounds, behind a stroke of processor time; {machine()}"
@@ -181,8 +181,8 @@ def _cell(spread: Spread, digits: int) -> str:
 
 @cache
 def machine() -> str:
-    """The processor, its cores, and the rate of one thread's float32 product of 1024 x 1024 x 1024: the fastest of
-    nine, since other processes may be at work."""
+    """Return the processor, the count of cores, and the rate of one thread's float32 product of 1024 x 1024 x 1024: the
+    fastest of nine, since other processes may be at work."""
     import torch
 
     before = torch.get_num_threads()
@@ -199,7 +199,7 @@ def machine() -> str:
 
 
 def as_json(results: Sequence[Result], baselines: Sequence[str]) -> Rows:
-    """The same as plain data."""
+    """Return the results as plain data."""
     return [
         {
             "name": result.contender.name,
@@ -218,7 +218,7 @@ def as_json(results: Sequence[Result], baselines: Sequence[str]) -> Rows:
 
 
 def plan_arguments(description: str) -> argparse.ArgumentParser:
-    """The options that all benchmarks share."""
+    """Return a parser with the options that all benchmarks share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, default=Plan.rounds, help="turns of each contender")
     parser.add_argument("--steps", type=int, default=Plan.steps, help="steps in a turn, of which the median counts")
@@ -228,7 +228,7 @@ def plan_arguments(description: str) -> argparse.ArgumentParser:
 
 
 def peer_arguments(description: str) -> argparse.ArgumentParser:
-    """The options of benchmarks that compare with other programs."""
+    """Return a parser with the options of benchmarks that compare with other programs."""
     parser = plan_arguments(description)
     known = list(ALLOCATORS)
     parser.add_argument("--allocators", nargs="+", choices=known, default=known, help="of all contenders; a table each")
@@ -236,7 +236,7 @@ def peer_arguments(description: str) -> argparse.ArgumentParser:
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
-    """The plan that a command's options ask for."""
+    """Return the plan of a command's options."""
     return Plan(arguments.rounds, arguments.steps, busy=arguments.busy)
 
 

@@ -1,8 +1,8 @@
-"""Element-wise work by torch's operations, by ours and by Inductor's: python -m benchmarks.islands [--rounds N]
+"""Element-wise work by torch's operations, Meshwright's and Inductor's: python -m benchmarks.islands [--rounds N]
 
-Each is a forward and a backward pass in float32 on one CPU thread: the loss of 256 tokens over 8,192 classes (its three
-products are of width 8, so that they hardly count), also with smoothed labels, whose loss alone is compiled on a CPU;
-GELU of [1024, 1024]; a residual sum with a layer norm of [1024, 1024]. They take turns; milliseconds of processor time
+Each is a forward and a backward pass in float32 on one CPU thread: the loss of 256 tokens over 8,192 classes (the three
+products have width 8 and hardly count), also with smoothed labels (on a CPU this loss alone is compiled); GELU of
+[1024, 1024]; a residual sum with a layer norm of [1024, 1024]. Contenders take turns; milliseconds of processor time
 are the median of the rounds. Compiling needs a C++ compiler.
 """
 
@@ -68,7 +68,7 @@ def norms() -> Contenders:
 
 
 def seconds_of(call: Callable[[], Tensor]) -> float:
-    """Processor seconds of a forward and a backward pass."""
+    """Return processor seconds of a forward and a backward pass."""
     begin = time.process_time()
     out = call()
     out.backward(torch.ones_like(out))

@@ -1,4 +1,4 @@
-"""Kernels of a step by class, measured by a profile beside planned (`python -m benchmarks.one_gpu --classes`)."""
+"""Kernels of a step by class, measured by a profile and planned (`python -m benchmarks.one_gpu --classes`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MEASURED: tuple[tuple[str, tuple[str, ...]], ...] = (
     (COPIES, ("copy", "Copy")),
     (OPTIMIZER, ("FusedOptimizer", "LpNorm", "TensorListMetadata<1>")),
 )  # fmt: skip
-"""Classes by parts of a kernel's name; a kernel is of the first class that has a part of the name."""
+"""Classes by substrings of a kernel's name; the first class with a matching substring counts."""
 
 OPERATIONS: Mapping[str, str] = {
     "gelu": GELU, "gelu_backward": GELU, "sum": ROW_SUMS, "_to_copy": COPIES, "copy_": COPIES, "clone": COPIES,
@@ -41,11 +41,11 @@ OPERATIONS: Mapping[str, str] = {
     "scatter_add_": LOGITS, "scatter_": LOGITS, "eq": LOGITS, "where": LOGITS, COMPILED: LOGITS,
     "linalg_vector_norm": OPTIMIZER,
 }  # fmt: skip
-"""Classes of torch's operations without products and norms. Of islands the loss alone has compiled kernels."""
+"""Classes of torch's operations without products and norms. Among islands, only the loss has compiled kernels."""
 
 
 def measured_classes(told: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds by class of a profile's kernels (`one_gpu.kernels_of`), with IDLE."""
+    """Return seconds by class of a profile's kernels (`one_gpu.kernels_of`), with IDLE."""
     found = dict.fromkeys(CLASSES, 0.0)
     for kernel, _, seconds in told["kernels"]:
         names = (name for name, parts in MEASURED if any(part in kernel for part in parts))
@@ -55,7 +55,7 @@ def measured_classes(told: Mapping[str, Any]) -> dict[str, float]:
 
 
 def class_of(kernel: Kernel) -> str:
-    """The class of a planned kernel."""
+    """Return the class of a planned kernel."""
     if kernel.kind in ("product", "attention"):
         return PRODUCTS if kernel.kind == "product" else ATTENTION
     if kernel.operation == COMPILED:
@@ -68,7 +68,7 @@ def class_of(kernel: Kernel) -> str:
 
 
 def planned_classes(planner: Planner, config: Config) -> dict[str, float]:
-    """Seconds by class of a step's planned kernels on one device, with IDLE: the rest of the planned step."""
+    """Return seconds by class of a step's planned kernels on one device, with IDLE: the rest of the planned step."""
     run, seconds = planner.run(config), planner.predict(config).seconds
     found = dict.fromkeys(CLASSES, 0.0)
 
@@ -89,22 +89,22 @@ def planned_classes(planner: Planner, config: Config) -> dict[str, float]:
 
 
 def class_table(title: str, pairs: Mapping[str, tuple[Mapping[str, float], Mapping[str, float]]]) -> Table:
-    """A table of milliseconds.
+    """Return a table of milliseconds.
 
     Args:
         title: The table's title.
-        pairs: By name of a run its measured and its planned seconds by class.
+        pairs: By name of a run the measured and the planned seconds by class.
 
     Returns:
-        Columns measured, planned, off for each run; a last row with the sums; `!` marks what is off by more than 1 ms
-        and by more than 10 %.
+        Columns measured, planned, off for each run; a last row with the sums; `!` marks a difference of more than 1 ms
+        and more than 10 %.
     """
     table = Table("class of kernel", title=title)
     for name in pairs:
         for head in (f"{name}, ms", "planned", "off"):
             table.add_column(head, justify="right")
     every = {name: [dict(each) | {"step": sum(each.values())} for each in pair] for name, pair in pairs.items()}
-    # A norm's backward pass is planned with its weights' gradients.
+    # A norm's backward pass is planned with the gradients of the norm's weights.
     for measured, planned in every.values():
         measured[NORMS] += measured.pop(WIDTHS)
         planned[NORMS] += planned.pop(WIDTHS)

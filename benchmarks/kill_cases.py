@@ -1,5 +1,5 @@
-"""The layouts that are killed: every sync, kit, schedule, context and offload, chunks of stages, mixtures, both
-transports, half precision."""
+"""The layouts for kills: every sync, kit, schedule, context and offload, chunks of stages, mixtures, both transports,
+half precision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Case:
-    """A layout on a transport, under its name; `changes` of the run beside it."""
+    """A named layout on a transport; `changes` are other fields of the run."""
 
     name: str
     transport: str
@@ -27,7 +27,7 @@ class Case:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self, corpus: Path, steps: int = STEPS) -> Config:
-        """A tiny run of the layout; threads, dtype and all else as they are by default."""
+        """Return a tiny run of the layout; threads, dtype and other fields are defaults."""
         tree: dict[str, Any] = {
             "seed": 3,
             "model": MODEL,

@@ -1,14 +1,14 @@
-"""`kill -9` of a random process of a run, at a random moment, again and again: does the run come back to the same bits?
+"""`kill -9` of a random process of a run, at a random moment: does the restarted run end with the same bits?
 
 python -m benchmarks.kills [--kills 100] [--only WORD ...] [--seed N] [--json FILE]
 python -m benchmarks.kills --elastic [--kills 100] [--seed N] [--json LINES]    (elastic_kills.py)
 
-Layouts (kill_cases.py) take turns. Each is first trained undisturbed. Then a run of it loses a rank, its launcher or
-its mpiexec: a lost rank or mpiexec is restarted by the launcher (`restarts: 1`), a lost launcher by `--resume`. The run
-is identical if all losses, gradient norms and the SHA-256 of all final shards are the undisturbed run's.
+Layouts (kill_cases.py) take turns. Each is first trained undisturbed. Then a run loses a rank, the launcher or mpiexec:
+the launcher restarts a lost rank or mpiexec (`restarts: 1`), and `--resume` replaces a lost launcher. The run is
+identical if all losses, gradient norms and the SHA-256 of all final shards are equal to the undisturbed run's.
 
     down   seconds from the kill until no process of the run is left
-    back   seconds from the kill (of a launcher: from --resume) to the first step that was made after it
+    back   seconds from the kill (of a launcher: from --resume) to the end of the first step after the restart
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from meshwright.training.job import train
 _PATIENCE_SECONDS = 240.0
 _POLL_SECONDS = 0.002
 _STARTERS = {"mpi": ("mpiexec",), "torch": ()}
-"""Processes beside ranks and launcher that may be killed; the fork server of torch's ranks is part of the launcher."""
+"""Processes other than ranks and launcher that may be killed; torch's fork server belongs to the launcher."""
 _WORDS = (
     "the",
     "quick",
@@ -63,7 +63,7 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill: of what, when (`step`: how many had been made), and what came of it. `wrong`: empty where identical."""
+    """One kill: the victim, the step (steps made before), and the outcome. `wrong`: empty if identical."""
 
     case: str
     transport: str
@@ -75,9 +75,9 @@ class Kill:
 
 
 def start(config: Config, out: Path, *, resume: bool) -> BaseProcess:
-    """The launcher of a run, in a session of its own; what it prints goes to a file.
+    """Start the launcher of a run in a new session, with a file for the printed text.
 
-    Spawned: a fork of a process that has a fork server could not start another.
+    Spawned: the fork of a process with a fork server could not start another server.
     """
     launcher = multiprocessing.get_context("spawn").Process(target=_train, args=(config, out, resume))
     launcher.start()
@@ -97,7 +97,7 @@ def _train(config: Config, out: Path, resume: bool) -> None:
 
 
 def outcome(out: Path, steps: int) -> dict[str, str]:
-    """Each step's loss and gradient norm, to the letter, and each final shard's SHA-256."""
+    """Return each step's loss and gradient norm, with all digits, and each final shard's SHA-256."""
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     facts = {f"step {line['step']}": f"{line['loss']!r} {line['grad_norm']!r}" for line in lines}
     shards = (out / "checkpoints" / f"step-{steps}").glob("*.safetensors")
@@ -105,13 +105,13 @@ def outcome(out: Path, steps: int) -> dict[str, str]:
 
 
 def difference(expected: dict[str, str], found: dict[str, str]) -> str:
-    """The first that differs; empty where all are the same."""
+    """Return the first difference; empty if all are equal."""
     keys = [key for key in {**expected, **found} if expected.get(key) != found.get(key)]
     return f"{keys[0]}: {found.get(keys[0])}, not {expected.get(keys[0])}" if keys else ""
 
 
 def wait_for(condition: Callable[[], bool], launcher: BaseProcess | None = None) -> bool:
-    """Whether the condition came true before the launcher's end; raises TimeoutError where neither comes."""
+    """Return whether the condition became true before the launcher's end. Raises TimeoutError if neither happens."""
     end = time.monotonic() + _PATIENCE_SECONDS
     while not condition():
         if launcher is not None and not launcher.is_alive():
@@ -134,8 +134,8 @@ def lives(process: psutil.Process) -> bool:
 
 
 def ranks_below(launcher: BaseProcess, num_ranks: int, transport: str) -> list[psutil.Process]:
-    """The ranks in the order of their start: the children of mpiexec, or of the fork server, whose first child holds
-    their store. Empty until all are."""
+    """Return the ranks in the order of start: the children of mpiexec, or of the fork server after the first child, the
+    store's process. Empty until all ranks run."""
     others = 1 if transport == "torch" else 0
     try:
         for process in psutil.Process(launcher.pid).children(recursive=True):
@@ -149,7 +149,7 @@ def ranks_below(launcher: BaseProcess, num_ranks: int, transport: str) -> list[p
 
 @dataclass
 class _Shot:
-    """The victim; the processes that must end with it; how many steps had been made."""
+    """The victim, the processes that must end too, and the count of steps made."""
 
     name: str
     victim: psutil.Process
@@ -158,7 +158,7 @@ class _Shot:
 
 
 def _aim(case: Case, launcher: BaseProcess, out: Path, num_ranks: int, choose: random.Random) -> _Shot | None:
-    """Wait for a random moment, and choose a victim; None where the run ended before."""
+    """Wait for a random moment, and choose a victim; None if the run ended before."""
     step = choose.randrange(STEPS)
     delay = choose.uniform(0, 1.0 if step == 0 else 0.1)
     name = choose.choice([*(f"rank {rank}" for rank in range(num_ranks)), "launcher", *_STARTERS[case.transport]])
@@ -178,7 +178,7 @@ def _aim(case: Case, launcher: BaseProcess, out: Path, num_ranks: int, choose: r
 
 
 def shoot(case: Case, config: Config, out: Path, expected: dict[str, str], choose: random.Random) -> Kill | None:
-    """A run that is killed and comes back. None where it had ended before the shot."""
+    """Kill a run and wait for the restarted run's end. None if the run ended before the kill."""
     launcher = start(config, out, resume=False)
     try:
         shot = _aim(case, launcher, out, config.layout.world_size, choose)
@@ -207,7 +207,7 @@ def shoot(case: Case, config: Config, out: Path, expected: dict[str, str], choos
 
 
 def _wrong(launcher: BaseProcess, out: Path, steps: int, expected: dict[str, str]) -> str:
-    """The first difference of a run that came back from the undisturbed one; empty where there is none."""
+    """Return the first difference of a restarted run from the undisturbed run; empty if there is none."""
     if launcher.exitcode == 0:
         return difference(expected, outcome(out, steps))
     said = out.with_suffix(".txt").read_text().strip().splitlines() or ["it said nothing"]
@@ -215,7 +215,7 @@ def _wrong(launcher: BaseProcess, out: Path, steps: int, expected: dict[str, str
 
 
 def make_corpus(folder: Path) -> Path:
-    """A prepared folder of bytes."""
+    """Prepare a folder of bytes."""
     choose = random.Random(1)
     text = folder / "text.txt"
     text.write_text("\n".join(" ".join(choose.choice(_WORDS) for _ in range(12)) for _ in range(600)))
@@ -224,7 +224,7 @@ def make_corpus(folder: Path) -> Path:
 
 
 def undisturbed(case: Case, corpus: Path, folder: Path) -> dict[str, str]:
-    """Train a case that nobody kills; its losses, norms and shards' hashes."""
+    """Train a case without a kill; return losses, norms and shards' hashes."""
     out = folder / "undisturbed" / case.name
     out.parent.mkdir(parents=True, exist_ok=True)
     launcher = start(case.config(corpus), out, resume=False)
@@ -235,7 +235,7 @@ def undisturbed(case: Case, corpus: Path, folder: Path) -> dict[str, str]:
 
 
 def kill_in_turns(cases: Sequence[Case], num_kills: int, seed: int, folder: Path, console: Console) -> list[Kill]:
-    """So many kills, of the cases in turns; fewer where a Ctrl-C ends them."""
+    """Make `num_kills` kills, of the cases in turns; fewer after a Ctrl-C."""
     corpus, choose = make_corpus(folder), random.Random(seed)
     expected: dict[str, dict[str, str]] = {}
     kills: list[Kill] = []
@@ -258,7 +258,7 @@ def kill_in_turns(cases: Sequence[Case], num_kills: int, seed: int, folder: Path
 
 
 def table_of(kills: Sequence[Kill]) -> Table:
-    """A row a layout, and one of all."""
+    """Return a table with a row per layout and a row for all."""
     table = Table("layout", "transport", "identical", "down, median", "max", "back, median", "max", title="kill -9")
     for name in dict.fromkeys(kill.case for kill in kills):
         mine = [kill for kill in kills if kill.case == name]

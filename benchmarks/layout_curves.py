@@ -4,9 +4,9 @@
     python -m benchmarks.layout_curves docstrings [--out out/docstrings] [--picture docs/docstrings.png]
 
 digits: a ViT on one device, [2,2,1] and [2,2,2] (Tesseract's figure 7, on scikit-learn's digits). docstrings: the
-original Transformer from Python's functions to their docstrings, on one device, data-parallel, D&SP and cSub (SUPER's
-convergence experiment). In float64: the same losses but for rounding, which a training run amplifies step by step.
-Runs that are there already are not repeated. Prints the losses' relative distance from one device's.
+original Transformer from Python's functions to docstrings, on one device, data-parallel, D&SP and cSub (SUPER's
+convergence experiment). In float64 losses are equal up to rounding, which a training run amplifies step by step.
+Finished runs are not repeated. Prints the losses' relative distance from one device's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 
 SERIAL = "one device"
 WINDOW = 10
-"""Steps whose mean loss is drawn."""
+"""Steps in the mean of a drawn loss."""
 
 STYLES = [("#333333", "-", 3.0), ("#2b6cb0", "--", 1.6), ("#d9480f", ":", 1.6), ("#2f9e44", "-.", 1.6)]
 """Each layout's colour, line and width."""
@@ -38,7 +38,7 @@ Lines = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Study:
-    """A run of so many steps under layouts, by name. `accuracy`: it classifies."""
+    """A run of `steps` steps under layouts, by name. `accuracy`: whether the model classifies."""
 
     run: str
     steps: int
@@ -78,7 +78,7 @@ STUDIES = {
 
 
 def run(study: Study, layout: str, folder: Path) -> Lines:
-    """The lines of a run's metrics; it is trained first where they are not all there."""
+    """Return the lines of a run's metrics, after training if lines are missing."""
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     if len(lines) < study.steps:
@@ -90,12 +90,12 @@ def run(study: Study, layout: str, folder: Path) -> Lines:
 
 
 def off(lines: Lines, serial: Lines) -> list[float]:
-    """How far each step's loss lies from one device's, relatively."""
+    """Return the relative distance of each step's loss from one device's."""
     return [abs(mine["loss"] / its["loss"] - 1) for mine, its in zip(lines, serial, strict=True)]
 
 
 def draw(runs: Mapping[str, Lines], picture: Path, *, accuracy: bool) -> None:
-    """Loss on the left; on the right the accuracy on held-out samples, or the distance from one device's loss."""
+    """Draw the loss on the left; on the right the accuracy on held-out samples, or the distance from one device."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)

@@ -1,20 +1,20 @@
-"""A model that people train, SmolLM2-135M's shape: one step of ours beside transformers' and torch's own.
+"""SmolLM2-135M's shape, a model in wide use: one step of Meshwright, transformers and torch.
 
     python -m benchmarks.llama [--only serial bf16 zero3 tensor pipe] [--layers N] [--rows N] [--tokens N]
                                [--allocators told glibc] [--rounds N] [--json FILE]
 
-| question     | ours                              | beside                                                            |
+| question     | ours                              | peers                                                             |
 |--------------|-----------------------------------|-------------------------------------------------------------------|
 | serial, bf16 | one device, two threads           | transformers in Trainer's loop; torchtitan's model in plain torch |
 | zero3        | zero3 over 2 ranks of one thread  | FSDP2                                                             |
 | tensor       | 1-D over 2 ranks                  | DTensor                                                           |
 | pipe         | message-driven over 2 stages      | torch.distributed.pipelining, 1F1B                                |
 
-torchtitan's model and FSDP2 also run with each layer compiled. Aims: at most 0.95 of the best of the others in serial,
-0.88 in zero3, 0.70 in tensor, 0.85 in pipe. 9 and 3 heads do not fall into two parts: `tensor` has 8 and 4, of 72; it
-and `pipe` are untied, since torch's DTensor and pipelines tie no tables. Partitions of `pipe` are by products: the head
-weighs as much as eight layers. On one device norms are clipped, by all; over ranks by none. bf16 is not compared on a
-processor that has no products of it: there torch emulates them, which is no one's choice.
+torchtitan's model and FSDP2 also run with each layer compiled. Aims: at most 0.95 of the best peer in serial, 0.88 in
+zero3, 0.70 in tensor, 0.85 in pipe. 9 and 3 heads are not divisible by two: `tensor` has 8 and 4, of 72. `tensor` and
+`pipe` are untied, since torch's DTensor and pipelines tie no tables. Partitions of `pipe` are by products: the head
+weighs eight layers. On one device all contenders clip norms; over ranks none does. bf16 is not compared on a processor
+without products of bf16: torch emulates these there, and nobody trains in this way.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def mine(name: str, sizes: Sizes, options: dict[str, Option], transport: str = "
 
 
 def partition_of(layers: int) -> tuple[int, int]:
-    """Layers of two stages of about equal work, the head on the second."""
+    """Return the layers of two stages of about equal work, the head on the second."""
     first = min(layers - 1, (layers + HEAD_IN_LAYERS) // 2)
     return first, layers - first
 
 
 def contenders(question: str, sizes: Sizes) -> tuple[list[Contender], list[Contender]]:
-    """What ours is compared with, and ours."""
+    """Return the peers, and Meshwright's contenders."""
     if question in ("serial", "bf16"):
         sizes, dtype = replace(sizes, clip=1.0), "bf16" if question == "bf16" else "float32"
         half: dict[str, Option] = {"precision.level": "O1", "precision.dtype": "bf16"} if question == "bf16" else {}

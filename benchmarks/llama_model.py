@@ -1,9 +1,9 @@
-"""A Llama as torchtitan writes one, in plain torch, and transformers' own: what `benchmarks.llama` compares with.
+"""A Llama in torchtitan's form, in plain torch, and transformers' Llama: the peers of `benchmarks.llama`.
 
-Three linears for queries, keys and values, rotary positions as products of complex numbers, SDPA with grouped queries,
-whole logits and their cross entropy in float32, AdamW's fused step. bf16 is autocast on one device, as there. Under
-torch's parallelism: `fully_shard` on each block and on the root, `parallelize_module` with `loss_parallel`, and
-torch.distributed.pipelining's 1F1B over chunks whose other parts are missing.
+Three linear layers for queries, keys and values, rotary positions as products of complex numbers, SDPA with grouped
+queries, whole logits and cross entropy in float32, AdamW's fused step. bf16 is autocast on one device, as in
+torchtitan. Under torch's parallelism: `fully_shard` on each block and on the root, `parallelize_module` with
+`loss_parallel`, and torch.distributed.pipelining's 1F1B over chunks without the other chunks' modules.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ THETA, EPSILON = 100000.0, 1e-5
 
 @dataclass(frozen=True)
 class Sizes:
-    """SmolLM2-135M's, and a batch of `rows` sequences of `tokens`. `clip`: the gradient's norm, 0: not clipped."""
+    """SmolLM2-135M's sizes, and a batch of `rows` sequences of `tokens`. `clip`: the most norm of gradients; 0: none."""
 
     layers: int = 30
     hidden: int = 576
@@ -47,14 +47,14 @@ class Sizes:
         return self.hidden // self.heads
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Random tokens and labels [B, T] of a step, the same on every rank."""
+        """Draw tokens and labels [B, T] of a step, equal on every rank."""
         generator = torch.Generator().manual_seed(step)
         text = torch.randint(self.vocabulary, (self.rows, self.tokens + 1), generator=generator)
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
 def rotated(x: Tensor, turns: Tensor) -> Tensor:
-    """x [B, T, A, E], pairs of neighbours as complex numbers, times turns [T, E/2]."""
+    """Multiply x [B, T, A, E], pairs of neighbours as complex numbers, by turns [T, E/2]."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns[:, None]).flatten(-2).to(x.dtype)
@@ -85,8 +85,8 @@ class Block(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """Tokens [B, T] to logits [B, T, V]. `chunk`: the layers that are here; the first chunk has the embeddings, the
-    last the head, and between them pass hidden states [B, T, H]."""
+    """Tokens [B, T] to logits [B, T, V]. `chunk`: the layers of this module. The first chunk has the embeddings, the
+    last the head; hidden states [B, T, H] are sent between chunks."""
 
     def __init__(self, sizes: Sizes, chunk: range | None = None) -> None:
         super().__init__()
@@ -118,13 +118,13 @@ class PlainLlama(nn.Module):
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross entropy, in float32 or better."""
+    """Return the mean cross entropy, in float32 or better."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide.flatten(0, 1), labels.flatten())
 
 
 def _loop(sizes: Sizes, model: nn.Module, backward: Callable[[Tensor, Tensor], float], rows: slice) -> Step:
-    """A training loop's step. `backward`: the loss of tokens and labels, after its backward pass."""
+    """Return a training loop's step. `backward` returns the loss of tokens and labels, after a backward pass."""
     optimizer, count = fused_adamw(model.parameters()), 0
 
     def step() -> float:
@@ -147,7 +147,7 @@ def _autocast(dtype: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def torchtitan(place: Place, dtype: str, threads: int, compiled: bool = False, **sizes: Any) -> Iterator[Step]:
-    """The plain model on one device. `compiled`: each layer is."""
+    """Yield steps of the plain model on one device. `compiled`: compile each layer."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     own = Sizes(**sizes)
@@ -168,8 +168,8 @@ def torchtitan(place: Place, dtype: str, threads: int, compiled: bool = False, *
 
 @contextmanager
 def transformers(place: Place, dtype: str, threads: int, **sizes: Any) -> Iterator[Step]:
-    """LlamaForCausalLM in the loop of transformers' Trainer: labels go in, the model shifts them and computes the loss
-    (under autocast in bf16), norms are clipped, AdamW is fused."""
+    """Yield steps of LlamaForCausalLM in the loop of transformers' Trainer: the model shifts labels and computes the
+    loss (under autocast in bf16), norms are clipped, AdamW is fused."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
@@ -197,7 +197,7 @@ def transformers(place: Place, dtype: str, threads: int, **sizes: Any) -> Iterat
 
 @contextmanager
 def fsdp2(place: Place, compiled: bool = False, **sizes: Any) -> Iterator[Step]:
-    """The plain model under fully_shard; the root has its table."""
+    """Yield steps of the plain model under fully_shard; the root has the table."""
     own = Sizes(**sizes)
     with gloo(place):
         torch.manual_seed(0)
@@ -215,7 +215,7 @@ def fsdp2(place: Place, compiled: bool = False, **sizes: Any) -> Iterator[Step]:
 
 @contextmanager
 def dtensor(place: Place, **sizes: Any) -> Iterator[Step]:
-    """The plain model under parallelize_module; every rank sees the whole batch."""
+    """Yield steps of the plain model under parallelize_module; every rank sees the whole batch."""
     own = Sizes(**sizes)
     with gloo(place):
         torch.manual_seed(0)
@@ -231,7 +231,7 @@ def dtensor(place: Place, **sizes: Any) -> Iterator[Step]:
 
 
 def parallel_model(sizes: Sizes, ranks: int) -> nn.Module:
-    """The plain model cut over the default process group: columns by head, rows of the tables; untied."""
+    """Cut the plain model over the default process group: columns by head, rows of the tables; untied."""
     plan: Any = {
         "tokens": RowwiseParallel(input_layouts=Replicate()),
         **{f"layers.*.{name}": ColwiseParallel() for name in ("wq", "wk", "wv", "w1", "w3")},
@@ -243,7 +243,7 @@ def parallel_model(sizes: Sizes, ranks: int) -> nn.Module:
 
 @contextmanager
 def pipeline(place: Place, partition: str, microbatches: int, **sizes: Any) -> Iterator[Step]:
-    """The plain model's chunks under torch's 1F1B. `partition`: layers of each stage, as in 19+11."""
+    """Yield steps of the plain model's chunks under torch's 1F1B. `partition`: layers of each stage, as in 19+11."""
     own = Sizes(**sizes)
     counts = [int(layers) for layers in partition.split("+")]
     start = sum(counts[: place.rank])
@@ -266,7 +266,7 @@ def pipeline(place: Place, partition: str, microbatches: int, **sizes: Any) -> I
 
 
 def options_of(sizes: Sizes) -> dict[str, Option]:
-    """Our config's fields of these sizes."""
+    """Return the config fields of Meshwright for these sizes."""
     model = {
         "family": "llama", "layers": sizes.layers, "hidden": sizes.hidden, "heads": sizes.heads,
         "key_value_heads": sizes.key_value_heads, "feed_forward": sizes.inner, "positions": sizes.tokens,

@@ -3,9 +3,9 @@
     python -m benchmarks.long_context [--sequence 32768] [--limit 600M] [--json FILE]
 
 A GPT-2 of 8 layers, hidden 64, 4 heads, a row of 32,768 tokens, float32, one thread a rank, no recomputation. Each rank
-may take `--limit` of address space (RLIMIT_AS: what `ulimit -v` sets) beyond what it has when it starts: one rank,
-then 4 ranks of each kind. Printed: whether a step came to its end, the address space that it took, its loss, and the
-bytes over the context axis by the ledger beside the formula of docs/context.md.
+may allocate `--limit` of address space after the start (RLIMIT_AS, as set by `ulimit -v`): one rank, then 4 ranks of
+each kind. Printed: whether a step ended, the allocated address space, the loss, and the bytes over the context axis by
+the ledger and by the formula of docs/context.md.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def config_of(context: dict[str, Any], sequence: int) -> Config:
 
 
 def address_bytes() -> tuple[int, int]:
-    """This process's address space, now and at most."""
+    """Return this process's address space, now and at most."""
     text = Path("/proc/self/status").read_text()
     now, most = (int(re.search(rf"^{name}:\s+(\d+) kB", text, re.M)[1]) * 1024 for name in ("VmSize", "VmPeak"))  # type: ignore[index]
     return now, most
 
 
 def step_under_limit(rank: Rank, config: Config, limit: int) -> dict[str, Any]:
-    """A step on one row of random tokens; what it took, or how it ended."""
+    """Run a step on one row of random tokens; return the used bytes and seconds, or the error's text."""
     parts = build(config, rank.mesh)
     sequence = config.model.longest
     generator = torch.Generator().manual_seed(1)
@@ -79,7 +79,7 @@ def step_under_limit(rank: Rank, config: Config, limit: int) -> dict[str, Any]:
 
 
 def formula_bytes(config: Config) -> int:
-    """The bytes that a rank sends over the context axis in a step of one microbatch (docs/context.md)."""
+    """Return the bytes that a rank sends over the context axis in a step of one microbatch (docs/context.md)."""
     c = config.layout.context.size
     n = config.model.longest // c * HIDDEN * 4
     each = {"ulysses": 8 * n * (c - 1) // c, "ring": 2 * n * (3 * c - 2)}[config.layout.context.kind]

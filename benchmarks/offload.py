@@ -1,13 +1,13 @@
-"""The offloaded optimizer: bytes on the device against 4 · phi + 16 · bucket, resident memory, and what overlap brings.
+"""The offloaded optimizer: bytes on the device against 4 · phi + 16 · bucket, resident memory, and overlap's gain.
 
     python -m benchmarks.offload [--transport torch|mpi] [--link GB_PER_SECOND] [--rounds N] [--steps N] [--json FILE]
 
-Three tables, of a GPT-2 of 23 M parameters in bf16 O2 with buckets of 1 M elements. All take the phase that follows a
+Three tables, of a GPT-2 of 23 M parameters in bf16 O2 with buckets of 1 M elements. All measure the phase after a
 backward pass: sum the gradients, step, publish; the gradients are constants.
-Memory: one process for each place of the states. `device`: parameters, gradients, and what the optimizer holds beside
-them at its peak. `anonymous`, `file`: the growth of the process's resident memory since before the model was built.
+Memory: one process for each place of the states. `device`: parameters, gradients, and the optimizer's other bytes at
+the peak. `anonymous`, `file`: the growth of the process's resident memory since before the model was built.
 Overlap: 2 ranks, each contender with all others in turns. `no overlap`: all is summed, then all is stepped.
-Real sums take the cores that step; so the third table has a modelled link, on which a sum takes its bytes' time asleep.
+Real sums use the cores that step. The third table therefore has a modelled link: a sum sleeps for the bytes' time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MEMORY_STEPS = 3
 
 
 def config_of(to: str, chunk: int, ranks: int = 1) -> Config:
-    """Without clipping and loss scaling, so that chunks may be stepped as they come."""
+    """Return a config without clipping and loss scaling, so that chunks may be stepped on arrival."""
     return parse_config(
         {
             "model": {"layers": 6, "hidden": 512, "heads": 8, "positions": 128, "vocabulary": 8192, "dropout": 0.0},
@@ -70,7 +70,7 @@ def phase(parts: Parts, count: int, *, overlap: bool) -> None:
 
 @dataclass(frozen=True)
 class Asleep:
-    """A sum that is over at `deadline`."""
+    """A sum that ends at `deadline`."""
 
     deadline: float
 
@@ -79,7 +79,7 @@ class Asleep:
 
 
 class Paced(AllReduce):
-    """Sums nothing: a bucket holds a link of `rate` bytes a second for as long as its bytes take."""
+    """A sum of nothing: a bucket occupies a link of `rate` bytes a second for the time of the bucket's bytes."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -92,7 +92,7 @@ class Paced(AllReduce):
 
 @contextmanager
 def train(place: Place, chunk: int, overlap: bool, transport: str, link: float = 0.0) -> Iterator[Step]:
-    """A contender's rank, on a modelled link of `link` GB/s if given. The loss that it returns says nothing."""
+    """Run a contender's rank, on a modelled link of `link` GB/s if given. The returned loss has no meaning."""
     config = config_of("host", chunk, place.ranks)
     layout, device = config.layout, torch.device("cpu")
     with open_mesh(Grid(layout.axes), read_environment(), transport, device, rendezvous(), layout.token_axes) as mesh:
@@ -127,7 +127,7 @@ class Footprint:
 
 
 def footprint(to: str, folder: str) -> Footprint:
-    """Run some steps in this process, which must be a fresh one."""
+    """Run some steps in this process, which must be a fresh process."""
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     before = resident()
@@ -149,7 +149,7 @@ def footprint(to: str, folder: str) -> Footprint:
 
 
 def _in_place_bytes(parts: Parts) -> int:
-    """Masters, their gradients and moments of an optimizer in place."""
+    """Count masters, the masters' gradients and moments of an optimizer in place."""
     total = 0
     for index, slot in enumerate(parts.strategy.slots):
         states = parts.optimizer.held.tensors(index)
@@ -160,13 +160,13 @@ def _in_place_bytes(parts: Parts) -> int:
 
 
 def resident() -> dict[str, int]:
-    """Resident memory of this process by kind, in bytes."""
+    """Return the resident memory of this process by kind, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":", 1) for line in lines) if "Rss" in name}
 
 
 def measure_memory() -> list[Footprint]:
-    """A fresh process for each place."""
+    """Measure each place of the states in a fresh process."""
     found = []
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=".") as folder:
         for to in ("none", "host", "disk"):

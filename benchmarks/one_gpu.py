@@ -1,21 +1,21 @@
-"""One GPU: real runs beside a plain torch loop and beside the planner's prediction.
+"""One GPU: real runs, a plain torch loop, and the planner's prediction.
 
-    python -m benchmarks.one_gpu --all                                           every stage, the most telling first
+    python -m benchmarks.one_gpu --all                                           every stage, the most important first
     python -m benchmarks.one_gpu --out FOLDER [--only STAGE ...] [--steps N]     on a machine with a GPU
     python -m benchmarks.one_gpu --predicted                                     anywhere: every run as predicted now
-    python -m benchmarks.one_gpu --classes                                       anywhere: profiles beside planned ones
-    python -m benchmarks.one_gpu                                                 anywhere: what benchmarks/one_gpu.json
-                                                                                 says, beside predictions made now
+    python -m benchmarks.one_gpu --classes                                       anywhere: measured and planned kernels
+    python -m benchmarks.one_gpu                                                 anywhere: benchmarks/one_gpu.json and
+                                                                                 predictions made now
 
-Stages, each a process of its own, which leaves FOLDER/STAGE.json, and a line of FOLDER/stages.jsonl as it ends. With
-`--all` FOLDER is out/one_gpu by default; stages whose file is there are not measured again.
+Each stage is a process, which writes FOLDER/STAGE.json, and at the end a line of FOLDER/stages.jsonl. With `--all`
+FOLDER is out/one_gpu by default; a stage with a file there is not measured again.
 
-ceilings: copies of memory, and square products of each dtype. late: a step as `train` makes it, three steps at a time,
-and a compiled loop that reads three losses at once. PROBES (one_gpu_probes.py): NCCL, FP8, grouped products, CUDA
-graphs, a checkpoint's copy; sums: our Triton kernels beside compiled references. serial: one step of GPT-2 small in
-bf16, in turns with the plain loop, eager and compiled. attention: documents in one row, by the varlen kernel beside a
-mask and beside joined documents. profiles: a step by kernel; `profile NAME`: a step of a run by kernel. chunks: a step
-by the size of a chunk of logits. A name of RUNS: some steps of the run file gpt2 with these words, the most that torch
+ceilings: copies of memory, and square products of each dtype. late: a step as in `train`, three steps at a time, and a
+compiled loop that reads three losses at once. PROBES (one_gpu_probes.py): NCCL, FP8, grouped products, CUDA graphs, a
+checkpoint's copy; sums: Triton kernels of this package and compiled references. serial: one step of GPT-2 small in
+bf16, in turns with the plain loop, eager and compiled. attention: documents in one row, by the varlen kernel, with a
+mask, and as joined documents. profiles: a step by kernel; `profile NAME`: a step of a run by kernel. chunks: a step by
+the size of a chunk of logits. A name of RUNS: some steps of the run file gpt2 with these words, the most that torch
 allocated and reserved, and the device's memory in use.
 """
 
@@ -55,7 +55,7 @@ from meshwright.training.parts import build
 from meshwright.training.step import train_step
 
 SMALL = Reference(layers=12, hidden=768, heads=12, sequence=1024, batch=64, vocabulary=50304)
-"""GPT-2 small, whose 50,257 words fill whole blocks of 64."""
+"""GPT-2 small, with 50,257 words padded to whole blocks of 64."""
 
 OURS = f"model.base=gpt2-small model.tied=false batch.global={SMALL.batch}"
 """Words of a run of SMALL."""
@@ -85,15 +85,15 @@ RUNS: dict[str, str] = {
     "llama-3.1-8b, sums in bf16": "model.base=llama-3.1-8b data.sequence=4096 batch.micro=1 batch.global=32 "
     "optimizer.states=bf16 optimizer.masters=bf16 memory.offload.to=host precision.accumulate=stored",
 }
-"""Words beside the run file gpt2, by name. A row of MEASURED has the words with which it ran."""
+"""Words in addition to the run file gpt2, by name. A row of MEASURED has the words of the measured run."""
 MEASURED = Path(__file__).with_suffix(".json")
 """Stages' files in one list, from one H100 and one H200 on 26 November 2026 with torch 2.11.0 for CUDA 13.0."""
 CLUSTERS = {"NVIDIA H100 80GB HBM3": "dgx-h100", "NVIDIA H200": "dgx-h200"}
 CALIBRATED = {"NVIDIA H100 80GB HBM3": Path(__file__).with_name("h100_calibrated.yaml")}
-"""What `meshwright calibrate --quick --device cuda` wrote after 21 s on another H100 of that kind, that day."""
+"""Written by `meshwright calibrate --quick --device cuda` after 21 s on another H100 of this type, on the same day."""
 H100_HOST = Machine(cores=16, memory=2**37, gpus=1)
 COMMON = "data.tokenizer=bytes device=cuda threads=8 optimizer.schedule.warmup=1"
-"""Words of every run; a run's own come later."""
+"""Words of every run, before the run's words."""
 UNCOUNTED_STEPS = 2
 """A run's first steps load kernels and compile layers."""
 PATIENCE_SECONDS = 200
@@ -101,7 +101,7 @@ PATIENCE_SECONDS = 200
 
 
 def ceilings() -> dict[str, float]:
-    """Bytes a second of a copy, read and written counted; flop/s of square products of random numbers."""
+    """Return bytes a second of a copy, read and written counted; flop/s of square products of random numbers."""
     source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
     found = {"copy, bytes/s": 2 * source.nbytes / device_seconds(lambda: target.copy_(source))}
@@ -122,9 +122,9 @@ def tokens_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plain_step(compiled: bool, micro: int, *, wait: bool = True) -> Callable[[int], Any]:
-    """The loop of a careful user: float32 weights, autocast to bf16, fused AdamW, clipped to 1.
+    """Return the loop of a careful user: float32 weights, autocast to bf16, fused AdamW, clipped to 1.
 
-    A step returns its loss: a number, or a tensor on the device without `wait`."""
+    A step returns the loss: a number, or a tensor on the device without `wait`."""
     torch.manual_seed(0)
     model = PlainGPT(SMALL).cuda()
     whole = torch.compile(model) if compiled else model
@@ -148,7 +148,7 @@ def plain_step(compiled: bool, micro: int, *, wait: bool = True) -> Callable[[in
 
 
 def our_step(micro: int, words: str) -> Callable[[int], float]:
-    """A step of `meshwright train gpt2`, on the plain loop's tokens."""
+    """Return a step of `meshwright train gpt2`, on the plain loop's tokens."""
     config = run_config(f"{OURS} batch.micro={micro} {words}")
     parts = build(config, solo_mesh(torch.device("cuda", 0), config.grid.names), Path())
 
@@ -164,7 +164,7 @@ def run_config(words: str) -> Config:
 
 
 def serial(micro: int = 32, rounds: int = 8) -> dict[str, Any]:
-    """Seconds of each contender's steps, in turns; its losses, of the same tokens but of weights of its own."""
+    """Return seconds of each contender's steps, in turns; and losses, of equal tokens but different weights."""
     contenders = {
         "plain loop": lambda: plain_step(False, micro),
         "plain loop, compiled": lambda: plain_step(True, micro),
@@ -195,7 +195,7 @@ def serial(micro: int = 32, rounds: int = 8) -> dict[str, Any]:
 
 
 def run(name: str, steps: int) -> dict[str, Any]:
-    """One of RUNS: seconds of each step, and the most bytes that torch allocated and reserved."""
+    """Make one of RUNS; return seconds of each step, and the most bytes that torch allocated and reserved."""
     began = time.perf_counter()
     config = run_config(RUNS[name])
     parts = build(config, solo_mesh(torch.device("cuda", 0), config.grid.names), Path())
@@ -217,7 +217,7 @@ def run(name: str, steps: int) -> dict[str, Any]:
 
 
 def attention() -> dict[str, Any]:
-    """Seconds and bytes of one layer's attention both ways, bf16, [2, 12, 8192, 64], by tokens a document."""
+    """Return seconds and bytes of one layer's attention both ways, bf16, [2, 12, 8192, 64], by tokens a document."""
     found: dict[str, Any] = {}
     shape = (2, 12, 8192, 64)
     for length in (128, 1024, 8192):
@@ -237,7 +237,7 @@ def attention() -> dict[str, Any]:
 
 
 def kernels_of(act: Callable[[], object]) -> dict[str, Any]:
-    """The device's seconds of a call by kernel, the longest first, and the call's own."""
+    """Return the device's seconds of a call by kernel, the longest first, and the call's wall seconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -250,7 +250,7 @@ def kernels_of(act: Callable[[], object]) -> dict[str, Any]:
 
 
 def profiles() -> dict[str, Any]:
-    """A step of 32 x 1024 tokens twice, by kernel: the plain loop compiled, ours in bf16, ours in TF32."""
+    """Return a step of 32 x 1024 tokens twice, by kernel: the compiled plain loop, Meshwright in bf16 and in TF32."""
     contenders = {
         "plain loop, compiled": None, "meshwright": "compile=blocks",
         "meshwright, kernels": "compile=kernels", "meshwright, islands": "compile=islands",
@@ -270,11 +270,11 @@ def profiles() -> dict[str, Any]:
 
 
 PROFILED = ("xl", "llama-3.2-1b")
-"""RUNS with a profile of their own, each as `compile` islands, blocks and none."""
+"""RUNS with a separate profile, each as `compile` islands, blocks and none."""
 
 
 def profile_of(name: str) -> dict[str, Any]:
-    """A step of a run by kernel, as it is compiled."""
+    """Return a step of a run by kernel, for each way of compiling."""
     found: dict[str, Any] = {}
     for way in ("islands", "blocks", "kernels", "none"):
         config = run_config(f"{RUNS[name]} compile={way}")
@@ -291,7 +291,7 @@ def profile_of(name: str) -> dict[str, Any]:
 
 
 def chunks() -> dict[str, float]:
-    """Seconds of our step of 2 microbatches of 32 by the bytes of a chunk of logits (tensor/cross_entropy.py)."""
+    """Return seconds of a step of 2 microbatches of 32 by the bytes of a chunk of logits (tensor/cross_entropy.py)."""
     found = {}
     step = our_step(32, "")
     for mebibytes in (1024, 64, 128, 256, 512, 2048, 1024):
@@ -310,7 +310,7 @@ class Drawn:
 
 
 def late_burst(micro: int, words: str) -> Callable[[int], None]:
-    """`train`'s own steps: a step's numbers are read in the step after."""
+    """Return steps of `train`: a step's numbers are read in the step after."""
     config = run_config(f"{OURS} batch.micro={micro} {words}")
     trainer = Trainer(build(config, solo_mesh(torch.device("cuda", 0), config.grid.names), Path()), Drawn())
 
@@ -322,7 +322,7 @@ def late_burst(micro: int, words: str) -> Callable[[int], None]:
 
 
 def plain_burst(micro: int) -> Callable[[int], None]:
-    """The compiled loop, whose losses are read after the burst."""
+    """Return the compiled loop; losses are read after the burst."""
     step = plain_step(True, micro, wait=False)
 
     def burst(steps: int) -> None:
@@ -333,7 +333,7 @@ def plain_burst(micro: int) -> Callable[[int], None]:
 
 
 def late(micro: int = 32, rounds: int = 6, steps: int = 3) -> dict[str, Any]:
-    """Seconds a step of bursts of three steps, in turns; nobody waits for a loss within a burst."""
+    """Return seconds a step of bursts of three steps, in turns; no loss is read within a burst."""
     contenders: dict[str, Callable[[], Callable[[int], None]]] = {
         "plain loop, compiled": lambda: plain_burst(micro),
         "meshwright": lambda: late_burst(micro, ""),
@@ -355,7 +355,7 @@ def late(micro: int = 32, rounds: int = 6, steps: int = 3) -> dict[str, Any]:
 
 
 def head() -> dict[str, Any]:
-    """The head with its loss beside torch's and Liger's (benchmarks/head.py)."""
+    """Return figures of the head with the loss: Meshwright's, torch's and Liger's (benchmarks/head.py)."""
     return losses_of_heads("cuda", 6)
 
 
@@ -370,9 +370,9 @@ def file_of(folder: Path, name: str) -> Path:
 
 
 def measure(folder: Path, only: list[str], steps: int, *, again: bool = True) -> None:
-    """Each stage and run in a process of its own: one that fails, or fills the GPU, leaves the others alone.
+    """Measure each stage and run in a process: a stage that fails, or fills the GPU, does not disturb the others.
 
-    `again=False`: a stage whose file is there is left out."""
+    `again=False`: leave out a stage with a file."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in only or [*STAGES, *RUNS]:
         command = [sys.executable, "-m", "benchmarks.one_gpu", "--out", str(folder), "--here", name]
@@ -401,7 +401,7 @@ def measure_here(folder: Path, name: str, steps: int) -> None:
 
 
 def show() -> None:
-    """The runs of MEASURED beside predictions, the plain loop's steps, attention by document, and kernels."""
+    """Print the runs of MEASURED with predictions, the plain loop's steps, attention by document, and kernels."""
     console = Console(width=140, highlight=False)
     table = Table("GPU", "run", title="One GPU, measured and predicted by data sheets")
     for head in (
@@ -454,7 +454,7 @@ def show() -> None:
 
 
 def predict() -> None:
-    """Predictions of RUNS on an H100 as they are now, whether or not they have been measured."""
+    """Print predictions of RUNS on an H100 by today's planner, measured or not."""
     table = Table("run", title="One H100, predicted by its data sheet")
     for head in ("ms", "tokens/s", "GB allocated", "GB of the device"):
         table.add_column(head, justify="right")
@@ -521,7 +521,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "copies": ("copy", "Copy"),
     "AdamW": ("FusedOptimizer",),
 }  # fmt: skip
-"""Kinds of kernels, each by what its kernels' names hold; a name belongs to the first that has a part of it."""
+"""Kinds of kernels, each by substrings of kernels' names; the first kind with a matching substring counts."""
 
 
 def profile_table(gpu: str, found: Mapping[str, Any]) -> Table:
@@ -534,7 +534,7 @@ def profile_table(gpu: str, found: Mapping[str, Any]) -> Table:
 
 
 def classes() -> None:
-    """Each measured profile of a run of ours beside the planned kernels of that run, class by class."""
+    """Print each measured profile of a Meshwright run with the planned kernels of the same run, class by class."""
     for line in json.loads(MEASURED.read_text()):
         if not line["name"].startswith("profile"):
             continue

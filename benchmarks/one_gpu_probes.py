@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 PRODUCTS = ((768, 768), (768, 3072), (2048, 8192), (4096, 14336))
-"""Widths in and out of the four linears of the table of FP8's arithmetic."""
+"""Widths in and out of the four linear layers of the table of FP8's arithmetic."""
 PRODUCT_TOKENS = 16384
 EXPERTS = (("mixtral-mini", 8, 2, 512, 352), ("qwen3-30b-a3b", 128, 8, 2048, 768))
 """Name, experts, experts a token, hidden, feed-forward."""
@@ -26,7 +26,7 @@ NCCL_SECONDS = 60
 
 
 def device_seconds(act: Callable[[], object], times: int = 10) -> float:
-    """The median of the device's seconds, after three calls that are not counted."""
+    """Return the median of the device's seconds, after three calls that are not counted."""
     for _ in range(3):
         act()
     seconds = []
@@ -41,13 +41,13 @@ def device_seconds(act: Callable[[], object], times: int = 10) -> float:
 
 
 def by_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [R, K] in FP8 (e4m3) and its scales [R, 1], float32: the largest of a row becomes 448."""
+    """Return x [R, K] in FP8 (e4m3) and scales [R, 1], float32: the largest of a row becomes 448."""
     scale = x.abs().amax(1, keepdim=True).float().clamp(min=1e-12) / 448
     return (x.float() / scale).to(torch.float8_e4m3fn), scale
 
 
 def fp8() -> dict[str, Any]:
-    """Milliseconds of x W [16,384, K] x [K, N] in bf16, in FP8 with scales by row, and of the cast of x."""
+    """Return milliseconds of x W [16,384, K] x [K, N] in bf16, in FP8 with scales by row, and of the cast of x."""
     found: dict[str, Any] = {}
     cast = torch.compile(by_rows)
     for inner, outer in PRODUCTS:
@@ -70,7 +70,7 @@ def fp8() -> dict[str, Any]:
 
 
 def grouped() -> dict[str, Any]:
-    """Milliseconds of one layer's expanding product over experts, forward: a product each and `cat`, and grouped."""
+    """Return milliseconds of one layer's expanding product over experts, forward: one product each, and grouped."""
     found: dict[str, Any] = {}
     for name, experts, taken, hidden, inner in EXPERTS:
         rows = 8192 * taken
@@ -94,7 +94,7 @@ def grouped() -> dict[str, Any]:
 
 
 def checkpoint_copy(parameters: int = 2**29) -> dict[str, float]:
-    """Seconds of copying float32 tensors to the host: pageable memory, pinned memory kept from before, and pinning."""
+    """Return seconds of copies of float32 tensors to the host: to pageable memory, to old pinned memory, and of pinning."""
     source = torch.randn(parameters, device="cuda")
     pinning = time.perf_counter()
     pinned = torch.empty(parameters, pin_memory=True)
@@ -117,8 +117,8 @@ def checkpoint_copy(parameters: int = 2**29) -> dict[str, float]:
 
 
 def graphs(layers: int = 12, hidden: int = 768, rows: int = 2, length: int = 1024) -> dict[str, float]:
-    """Milliseconds of forward and backward of 2 x 1,024 tokens through torch's own layers, as many and as wide as GPT-2
-    small's: eager, compiled, and compiled into a CUDA graph."""
+    """Return milliseconds of forward and backward of 2 x 1,024 tokens through torch's layers, with GPT-2 small's count
+    and width: eager, compiled, and compiled into a CUDA graph."""
     layer = torch.nn.TransformerEncoderLayer(
         hidden, 12, 4 * hidden, 0.0, torch.nn.functional.gelu, batch_first=True, norm_first=True, device="cuda"
     )
@@ -170,7 +170,7 @@ dist.destroy_process_group()
 
 
 def nccl() -> dict[str, Any]:
-    """Two processes under NCCL on the one card, with equal host ids and with one each; their last lines."""
+    """Run two processes under NCCL on the one card, with equal host ids and with two; return the last lines."""
     found: dict[str, Any] = {}
     for name, ids in (("one host id", ("a", "a")), ("a host id each", ("a", "b"))):
         with tempfile.TemporaryDirectory() as folder:
@@ -196,7 +196,7 @@ def nccl() -> dict[str, Any]:
 
 
 def equal_bits() -> dict[str, Any]:
-    """Kinds of losses that 18 layouts have under `bits: layout-free`; their ranks are threads of this GPU."""
+    """Count the different losses of 18 layouts under `bits: layout-free`; the ranks are threads of this GPU."""
     from benchmarks import bits
 
     found = {}
@@ -211,9 +211,9 @@ def equal_bits() -> dict[str, Any]:
 
 
 def sums(rows: int = 32768, hidden: int = 768) -> dict[str, Any]:
-    """Milliseconds, and TB/s of the bytes that must move, of the backward passes that sum columns on the way
-    (column_sums.py) in bf16, and of their references under torch.compile; the largest difference of a result, of its
-    largest element; whether ten runs of a kernel have equal bits."""
+    """Return milliseconds, and TB/s of the bytes that must move, of backward passes that also sum columns
+    (column_sums.py) in bf16, and of the references under torch.compile; the largest difference of a result, divided by
+    the largest element; whether ten runs of a kernel have equal bits."""
     from meshwright.compute.tensor import column_sums as own
 
     def draw(*shape: int) -> torch.Tensor:

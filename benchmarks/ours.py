@@ -1,7 +1,7 @@
 """The adapter between the harness and Meshwright: a contender's factory over the train loop.
 
-A step is `Trainer.turn` on a config that was resolved as a run's is (`compile`, hooks, the report to all ranks, the
-comparison of replicas), and rank 0's line in metrics.jsonl and TensorBoard, as ranks of `meshwright train` make it.
+A step is `Trainer.turn` on a config resolved as a run's is (`compile`, hooks, the report to all ranks, the comparison
+of replicas), and rank 0's line in metrics.jsonl and TensorBoard, as in ranks of `meshwright train`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from meshwright.training.sinks import TrackedRun, open_sinks
 
 
 def contender(sync: str, transport: str, ranks: int) -> Contender:
-    """One `layout.data.sync` on one `layout.transport`; a single rank is the serial step."""
+    """Return one `layout.data.sync` on one `layout.transport`; a single rank is the serial step."""
     name = "meshwright serial" if ranks == 1 else f"{sync} {transport}"
     return configured(name, transport, {"layout.data.sync": sync, "layout.data.size": ranks})
 
 
 def tensor_contender(name: str, transport: str, tensor: Mapping[str, Option], sizes: Reference) -> Contender:
-    """One `layout.tensor` on one `layout.transport`, without data parallelism."""
+    """Return one `layout.tensor` on one `layout.transport`, without data parallelism."""
     fields = {f"layout.tensor.{key}": tensor[key] for key in tensor}
     own = {"model.hidden": sizes.hidden, "model.heads": sizes.heads, "batch.global": sizes.batch}
     return configured(f"{name} {transport}", transport, fields | own)
@@ -47,8 +47,8 @@ def tensor_contender(name: str, transport: str, tensor: Mapping[str, Option], si
 def pipeline_contender(
     schedule: str, transport: str, partition: str, microbatches: int, placement: str | None = None
 ) -> Contender:
-    """One `layout.pipeline.schedule` with layers on each stage as in `3+1`; with a placement on each of two chunks a
-    stage, in the model's order."""
+    """Return one `layout.pipeline.schedule` with layers on each stage as in `3+1`, or, with a placement, on each of two
+    chunks a stage, in the model's order."""
     positions = partition.split("+")
     options: dict[str, Option] = {
         "layout.pipeline.size": len(positions) // (2 if placement else 1),
@@ -63,7 +63,7 @@ def pipeline_contender(
 
 
 def configured(name: str, transport: str, options: dict[str, Option]) -> Contender:
-    """`options`: fields of the run's config, as on the command line; `model` replaces the reference model."""
+    """Return a contender with fields of the run's config, as on the command line; `model` replaces the model."""
     launcher: Any = "mpi" if transport == "mpi" else "torch"
     options = options | {"layout.transport": transport}
     ranks = reference_config(options).layout.world_size
@@ -72,7 +72,7 @@ def configured(name: str, transport: str, options: dict[str, Option]) -> Contend
 
 @contextmanager
 def train(place: Place, **options: Option) -> Iterator[Step]:
-    """Steps of the train loop, of a config that is resolved as `meshwright train` resolves it."""
+    """Yield steps of the train loop, of a config resolved as by `meshwright train`."""
     config = resolve(reference_config(options), Machine.here()).config
     assert config.threads != "auto", "a worker's threads"
     torch.set_num_threads(config.threads)
@@ -82,7 +82,7 @@ def train(place: Place, **options: Option) -> Iterator[Step]:
 
 @contextmanager
 def open_layout(config: Config) -> Iterator[Mesh]:
-    """This worker's mesh."""
+    """Open this worker's mesh."""
     layout, device = config.layout, torch.device("cpu")
     with open_mesh(config.grid, read_environment(), layout.transport, device, rendezvous(), layout.token_axes) as mesh:
         yield mesh
@@ -90,10 +90,10 @@ def open_layout(config: Config) -> Iterator[Mesh]:
 
 @contextmanager
 def steps_of(parts: Parts) -> Iterator[Step]:
-    """A step of the train loop, over and over, with the line that rank 0 writes to metrics.jsonl and to the trackers.
+    """Yield a step of the train loop, with the line that rank 0 writes to metrics.jsonl and to the trackers.
 
-    It ends when the stepped weights are on every rank: in a run they travel under the next forward pass, here another
-    contender has its turn.
+    A step ends when the stepped weights are on every rank: in a run the weights are sent during the next forward pass,
+    here another contender has a turn.
     """
     config, first = parts.config, parts.mesh.rank == 0
     parts.strategy.make_replicas_equal()
@@ -118,8 +118,7 @@ def steps_of(parts: Parts) -> Iterator[Step]:
 
 @dataclass(frozen=True)
 class RandomRows:
-    """A data set of each step's global batch: next-token pairs, for another family random entries of which nothing is
-    padding."""
+    """A data set of each step's global batch: next-token pairs, for another family random entries without padding."""
 
     config: Config
 
@@ -150,7 +149,7 @@ class RandomRows:
 
 
 def reference_config(options: Mapping[str, Option]) -> Config:
-    """benchmarks/reference.py as a run's config, with `options`. No clipping: the baselines do not clip."""
+    """Return benchmarks/reference.py as a run's config, with `options`. No clipping: the baselines do not clip."""
     tree: dict[str, Any] = {
         "model": {
             "layers": REFERENCE.layers,

@@ -1,12 +1,12 @@
-"""A pipeline's rank whose tasks sleep: the driver, the mailbox and the processes are real, the computation is not.
+"""A pipeline's rank with sleeping tasks: the driver, the mailbox and the processes are real, the computation is not.
 
-A task takes the seconds that the clock (strategies/pipeline/clock.py) is told it takes, so both see the same troubles.
-A message carries the moment at which it is to arrive, the end of its task and the link's latency; the receiver holds
-it back until then. What the transport needs lies within that latency, and the sender waits for nothing.
+A task takes the seconds that the clock (strategies/pipeline/clock.py) gets for the task, so both see equal troubles.
+A message holds the moment of arrival: the end of the task plus the link's latency. The receiver hides the message until
+then. The transport's time is less than the latency, and the sender never waits.
 
 | message | holds |
 |---|---|
-| [0] | when it arrives, in seconds since the epoch, float64 |
+| [0] | the moment of arrival, in seconds since the epoch, float64 |
 | [1:] | nothing: weight on the wire |
 """
 
@@ -65,18 +65,18 @@ CHUNKED: dict[str, Shape] = {
     "message-driven, v, limit 23": "v",
     "message-driven, v, limit 32": "v",
 }
-"""The placement of the schedules in which each stage has two chunks; a limit counts the microbatches of each."""
+"""The placement of the schedules with two chunks a stage; a limit counts the microbatches of each chunk."""
 CONDITIONS = ("no jitter", "jitter", "slow stage", "late messages")
 RUNS = "runs.json"
 LATENCY, JITTER, SLOW_STAGE, SLOWNESS = 0.1, 0.3, 3, 1.3
 LOOK_SECONDS = 2e-4
-"""How often a rank that holds messages back looks for others: these may be due earlier."""
+"""The period at which a rank with hidden messages polls for other messages: these may be due earlier."""
 
 
 @dataclass(frozen=True)
 class Run:
     """One step under a schedule and a condition. Times are in forward passes; `seed` draws the condition's troubles,
-    the same ones for every schedule. `jitter`: under this condition a task takes 1 - jitter to 1 + jitter.
+    equal for every schedule. `jitter`: under this condition a task takes 1 - jitter to 1 + jitter.
     """
 
     schedule: str
@@ -96,8 +96,8 @@ class Run:
         return ChunkPlacement(self.num_stages) if shape is None else ChunkPlacement(self.num_stages, 2, shape)
 
     def costs(self, stage: int, task: Task) -> float:
-        """F, B and W of a stage take 1 each, of one of its two chunks a half; an unsplit backward pass is B and W
-        together."""
+        """Return a task's time: F, B and W of a stage take 1 each, of one of two chunks a half. An unsplit backward
+        pass takes B plus W."""
         share = 1 / self.placement.num_chunks
         if self.rule.splits or task.kind is TaskKind.FORWARD:
             return share * self._part(stage, task)
@@ -109,7 +109,7 @@ class Run:
         return SLOWNESS if (self.condition, stage) == ("slow stage", SLOW_STAGE) else 1.0
 
     def latency(self, stage: int, to: int, message: Task) -> float:
-        """From the end of the task that sends the message to its arrival; late messages: up to 1 more."""
+        """Return the time from the end of the sending task to the message's arrival; late messages: up to 1 more."""
         late = self._uniform(stage, to, message) if self.condition == "late messages" else 0.0
         return LATENCY + late
 
@@ -117,17 +117,17 @@ class Run:
         return random.Random(repr((self.seed, *map(str, key)))).random()
 
     def simulated(self) -> Timeline:
-        """The clock's timeline, in forward passes."""
+        """Return the clock's timeline, in forward passes."""
         return simulate(
             self.num_stages, self.num_microbatches, self.rule, self.costs, self.latency, placement=self.placement
         )
 
 
 def sleep_until(moment: float) -> None:
-    """Return at `moment` (seconds since the epoch), or at once where it is past.
+    """Return at `moment` (seconds since the epoch), or at once if the moment is past.
 
-    A sleeper wakes about 0.1 ms late. To spend the end of a sleep awake would be exact on an idle machine; 8 processes
-    that do so on 2 cores keep each other waiting.
+    A sleeper wakes about 0.1 ms late. Spinning at the end of a sleep would be exact on an idle machine; 8 spinning
+    processes on 2 cores make each other wait.
     """
     nap = moment - time.time()
     if nap > 0:
@@ -135,7 +135,7 @@ def sleep_until(moment: float) -> None:
 
 
 class PacedStage(Stage):
-    """A chunk of a stage without a model, whose tasks sleep."""
+    """A chunk of a stage without a model; tasks sleep."""
 
     def __init__(self, index: int, chunk: int, run: Run, forward_seconds: float, form: TensorMeta) -> None:
         self.index = index
@@ -168,7 +168,7 @@ class PacedStage(Stage):
         raise AssertionError("a paced stage trains only")
 
     def _work(self, task: Task) -> float:
-        """Sleep; the moment at which the task ended."""
+        """Sleep; return the moment at the task's end."""
         sleep_until(time.time() + self.run.costs(self.index, task) * self.forward_seconds)
         return time.time()
 
@@ -181,9 +181,9 @@ class PacedStage(Stage):
 
 
 class HeldMailbox:
-    """Another mailbox, whose messages are held back here until the moment that they carry.
+    """A mailbox that hides messages of another mailbox until the moment in the message.
 
-    It numbers the epochs itself, over all the pipelines that use it one after the other.
+    Epochs are numbered here, over all the pipelines that use the mailbox one after another.
     """
 
     def __init__(self, mailbox: Mailbox) -> None:
@@ -226,7 +226,7 @@ class HeldMailbox:
 
 
 class NoGradients:
-    """The data-parallel strategy of a pipeline that has none."""
+    """The data-parallel strategy of a pipeline without data parallelism."""
 
     every_microbatch = False
 
@@ -235,7 +235,7 @@ class NoGradients:
 
 
 class PacedPipeline:
-    """A rank: runs one paced step after the other over one mailbox."""
+    """A rank that runs one paced step after another over one mailbox."""
 
     def __init__(self, mesh: Mesh, forward_seconds: float, message_bytes: int) -> None:
         self.mesh = mesh
@@ -244,7 +244,7 @@ class PacedPipeline:
         self.mailbox = HeldMailbox(mesh.mailbox("pipe", ring=True))
 
     def step(self, run: Run) -> Timeline | None:
-        """All ranks' spans on rank 0, in seconds; None elsewhere."""
+        """Run a step; return all ranks' spans on rank 0, in seconds, and None on the others."""
         index, placement = self.mesh.index("pipe"), run.placement
         stages = [
             PacedStage(index, chunk, run, self.forward_seconds, self.form) for chunk in range(placement.num_chunks)
@@ -256,7 +256,7 @@ class PacedPipeline:
         return self._gathered(run, driver.spans)
 
     def _gathered(self, run: Run, spans: Sequence[Span]) -> Timeline | None:
-        """Sends one gather of 32 bytes a task to rank 0."""
+        """Gather 32 bytes a task on rank 0."""
         world, kinds = self.mesh.world, run.rule.kinds
         names = [task_span(0, Task(kind, 0), 0.0, 0.0).category for kind in kinds]
         rows = [(names.index(x.category), x.microbatch, x.start_seconds, x.end_seconds) for x in spans]
@@ -277,8 +277,8 @@ class PacedPipeline:
 
 @contextmanager
 def paced(place: Place, transport: str, forward_ms: float, message_bytes: int, folder: str) -> Iterator[Step]:
-    """A step is the next run of the folder's runs.json. Rank 0 writes its trace to the folder, 0.json, 1.json, ..., and
-    returns the seconds of the step.
+    """Yield a step that makes the next run of the folder's runs.json. Rank 0 writes a trace to the folder, 0.json,
+    1.json, ..., and returns the seconds of the step.
     """
     todo = enumerate(Run(**fields) for fields in json.loads((Path(folder) / RUNS).read_text()))
     grid = Grid((("data", 1), ("pipe", place.ranks)))

@@ -1,11 +1,11 @@
-"""Time and memory of documents in one row: attention by document beside a mask of T x T, and rings by kernel.
+"""Time and memory of documents in one row: attention by document and with a mask of T x T, and rings by kernel.
 
     python -m benchmarks.packed_documents [--sequence 4096] [--rounds 5]
 
 On this machine, forward and backward of one layer's attention, float32, over a row of documents of some length: with a
-mask of T x T, as one causal row (documents joined), and document by document; and what each holds at most, beside its
-arguments. On the meta device, as a plan counts it: what a layer's ring attention of Llama-3.1-8B holds on an H100 with
-131,072 tokens over 8 ranks, in tiles and by the fused kernels; and what a ring of 8 sends for documents of some length.
+mask of T x T, as one causal row (documents joined), and document by document; and the peak of bytes without the
+arguments. On the meta device, as in a plan: the bytes of a layer's ring attention of Llama-3.1-8B on an H100 with
+131,072 tokens over 8 ranks, in tiles and by the fused kernels; and the bytes sent by a ring of 8 for documents.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LENGTHS = (20, 100, 500, 2000)
 
 
 def starts_of(sequence: int, length: int) -> Tensor:
-    """Documents of `length` tokens in a row of `sequence`, the last one shorter."""
+    """Return the starts of documents of `length` tokens in a row of `sequence`; the last document is shorter."""
     places = torch.arange(sequence)
     return (places - places % length).unsqueeze(0)
 
@@ -61,7 +61,7 @@ WAYS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def timed(sequence: int, length: int, rounds: int) -> dict[str, tuple[float, int]]:
-    """(seconds, bytes held at most) of each way, in turns."""
+    """Return (seconds, peak bytes) of each way, in turns."""
     generator = torch.Generator().manual_seed(1)
     q, k, v, gradient = (torch.randn(1, HEADS, sequence, WIDTH, generator=generator) for _ in range(4))
     inputs, starts = [x.requires_grad_() for x in (q, k, v)], starts_of(sequence, length)
@@ -69,7 +69,7 @@ def timed(sequence: int, length: int, rounds: int) -> dict[str, tuple[float, int
     held: dict[str, int] = {}
     for turn in range(rounds + 1):
         for way, attend in WAYS.items():
-            if turn == 0:  # not timed: the first of a shape, and followed byte by byte
+            if turn == 0:  # not timed: the first turn of a shape, with every tensor's bytes counted
                 with LiveBytes() as live:
                     torch.autograd.grad(attend(starts, *inputs), inputs, gradient)
                 held[way] = live.peak
@@ -81,7 +81,7 @@ def timed(sequence: int, length: int, rounds: int) -> dict[str, tuple[float, int
 
 
 def ring_bytes(attention: Attention, sequence: int = 131072, ranks: int = 8) -> int:
-    """The most bytes that a rank of a ring holds while a layer of Llama-3.1-8B attends, both ways, in bf16."""
+    """Return the most bytes of a rank of a ring while a layer of Llama-3.1-8B attends, both ways, in bf16."""
     mesh = planned_mesh(Grid((("context", ranks),)), 1, ("context",), "cuda")
     q, k, v = (
         torch.empty(1, heads, sequence // ranks, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)

@@ -1,11 +1,11 @@
-"""`python -m benchmarks.parity_runs`: training scripts recorded as they are on 1 and on 2 processes, and compared.
+"""`python -m benchmarks.parity_runs`: training scripts recorded unchanged on 1 and on 2 processes, and compared.
 
 A row is a script of examples/parity/runs on two processes, right or with a planted mistake, against the right script on
-one process. A right row is to be `equal`. A mistake is to be named as `RUNS` expects, kind and module. Seconds are
-those of the recorded script with its start, megabytes those of a rank's record. A framework that is not installed is
-named as such: `pip install transformers accelerate lightning==2.6.6 deepspeed==0.19.8`. torchtitan's trainer asks for a
-GPU: its row is the error that it ends with. `--large` measures one step of a model of about 100 M parameters: seconds
-unrecorded and recorded, the peak of resident memory, disk.
+one process. A right row should be `equal`. A mistake should have the kind and module of `RUNS`. Seconds are for the
+recorded script with the start, megabytes for a rank's record. A missing framework is named:
+`pip install transformers accelerate lightning==2.6.6 deepspeed==0.19.8`. torchtitan's trainer asks for a GPU: the row
+shows the final error. `--large` measures one step of a model of about 100 M parameters: seconds unrecorded and
+recorded, the peak of resident memory, disk.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LARGE = Sizes(12, 768, 12, 12, 2048, 32768, True, 1, 256)
 
 @dataclass(frozen=True)
 class Run:
-    """A script on two ranks. `wrong`: the planted mistake; `kind`, `module`: as it is to be named. `stage`: of ZeRO."""
+    """A script on two ranks. `wrong`: the planted mistake; `kind`, `module`: the expected finding. `stage`: of ZeRO."""
 
     script: str
     axis: str
@@ -100,11 +100,11 @@ NEEDS = {
     "deepspeed_zero": ("deepspeed",),
 }  # fmt: skip
 NO_CPU = {"torchtitan": ("-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_debugmodel")}
-"""Frameworks whose trainer asks for a GPU: the command whose last line says so."""
+"""Frameworks with a trainer that asks for a GPU: the command that prints this error in the last line."""
 
 
 def installed(package: str) -> str:
-    """The version of a package; empty if it is not installed."""
+    """Return the version of a package; empty if absent."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -112,7 +112,7 @@ def installed(package: str) -> str:
 
 
 def record(run: Run, ranks: int, folder: Path, *words: str) -> float:
-    """Record a script; the seconds of the whole command. Raises if the script fails."""
+    """Record a script; return the seconds of the whole command. Raises if the script fails."""
     start = time.monotonic()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["-m", "meshwright.parity", "record", "--out", str(folder), "--axes", f"{run.axis}={ranks}", *words]
@@ -124,7 +124,7 @@ def record(run: Run, ranks: int, folder: Path, *words: str) -> float:
 
 
 def said_of(run: Run, reference: Path, folder: Path) -> tuple[str, bool]:
-    """The comparison in words, and whether it is as expected."""
+    """Return the comparison in words, and whether the finding is as expected."""
     results = compare_runs(RecordedRun.read(reference), RecordedRun.read(folder))
     found = next((result for result in results if not result.holds), None)
     if found is None:
@@ -140,7 +140,7 @@ def megabytes(folder: Path) -> float:
 
 
 def run_all(runs: Sequence[Run]) -> list[dict[str, object]]:
-    """Print a row a run as it is compared; all rows."""
+    """Print a row for each run after the comparison; return all rows."""
     print("| script, 2 ranks | planted | `compare` with one process | as expected | s | MB a rank |")
     print("|---|---|---|---|--:|--:|", flush=True)
     told: list[dict[str, object]] = []
@@ -177,7 +177,7 @@ def run_all(runs: Sequence[Run]) -> list[dict[str, object]]:
 
 
 def run_large(way: str, folder: Path) -> dict[str, float]:
-    """Four clipped AdamW steps of `LARGE`, the second of them recorded: seconds of each, and the peak of memory."""
+    """Make four clipped AdamW steps of `LARGE`, the second recorded; return seconds, and the peak of memory."""
     torch.manual_seed(1)
     model = PlainLlama(LARGE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -192,7 +192,7 @@ def run_large(way: str, folder: Path) -> dict[str, float]:
             optimizer.zero_grad(set_to_none=False)
             seconds.append(time.monotonic() - start)
             busy.append(time.process_time() - spent)
-    # A recorded step ends where the next begins: the end of the second is what the third takes more than the fourth.
+    # A recorded step ends at the next begin: the end of the second is the third's time above the fourth's.
     return {
         "wall": seconds[1] + seconds[2] - seconds[3], "processor": busy[1] + busy[2] - busy[3],
         "peak": 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
@@ -201,7 +201,7 @@ def run_large(way: str, folder: Path) -> dict[str, float]:
 
 
 def measure_large(rounds: int) -> None:
-    """Print the cost of a recorded step of the large model, by processes that take turns."""
+    """Print the cost of a recorded step of the large model, by processes in turns."""
     with tempfile.TemporaryDirectory() as name:
         told: dict[str, list[dict[str, float]]] = {"plain": [], "recorded": []}
         for number in range(rounds):

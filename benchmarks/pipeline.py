@@ -1,13 +1,13 @@
-"""Schedules over 8 stages: real processes, driver and mailbox with paced tasks, beside the clock that computes.
+"""Schedules over 8 stages: real processes, driver and mailbox with paced tasks, and the computing clock.
 
     python -m benchmarks.pipeline [--microbatches 16 64] [--conditions "no jitter" ...] [--schedules 1f1b ...]
                                   [--transport mpi|torch] [--rounds N] [--repeats N] [--forward-ms T]
                                   [--message-kib N] [--picture FILE] [--json FILE]
 
-Backward passes take twice as long as forward ones (B = W = forward where they are split), links a tenth of it. Each
-round draws its own jitter and late messages, the same for every schedule and for the clock; in a round the schedules
-take turns, `--repeats` times, and the fastest of the repeats counts: sleepers that a busy machine wakes late are no
-part of a schedule. Ratios are medians over the rounds of the two schedules' ratio within a round.
+Backward passes take twice the time of forward passes (B = W = forward if split), links a tenth. Each round draws other
+jitter and late messages, equal for every schedule and for the clock. In a round the schedules take turns, `--repeats`
+times, and the fastest of the repeats counts: sleepers that wake late on a busy machine are no fault of a schedule.
+Ratios are medians over the rounds of the two schedules' ratio within a round.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ NUM_STAGES = 8
 ONE_CHUNK = [name for name in RULES if name not in CHUNKED]
 BASELINE = "1f1b"
 TARGETS = {16: (0.92, 0.90, 0.95, 0.85), 64: (0.97, 0.94, 0.97, 0.82)}
-"""By microbatches: what message-driven may take of 1F1B's time, in the order of CONDITIONS."""
+"""By microbatches: message-driven's most time as a share of 1F1B's, in the order of CONDITIONS."""
 WARM_UP = Run(BASELINE, CONDITIONS[0], NUM_STAGES, 2)
 PICTURED = ("gpipe", BASELINE, "axonn", "message-driven, limit 8")
-"""At the memory of 1F1B, whose first stage holds 8 microbatches; gpipe alone has no limit."""
+"""With 1F1B's memory, 8 microbatches on the first stage; gpipe alone has no limit."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Measured:
 
     @property
     def overrun(self) -> float:
-        """How much longer than modelled a real task took, the mean: its send, and how late a sleeper wakes."""
+        """Return a real task's mean time above the model: the send, and a sleeper's late wake-up."""
         return (_busy(self.real) - _busy(self.clock)) / len(self.real.spans)
 
 
@@ -66,7 +66,7 @@ def _busy(timeline: Timeline) -> float:
 def planned(
     microbatches: Sequence[int], conditions: Sequence[str], schedules: Sequence[str], rounds: int, repeats: int
 ) -> list[Run]:
-    """All runs in their order. A limit beyond the microbatches is none: of equal schedules the first runs."""
+    """Return all runs in order. A limit above the microbatches is no limit: of equal schedules the first runs."""
     runs = []
     for turn, number, condition in product(range(rounds * repeats), microbatches, conditions):
         first = turn % len(schedules)
@@ -76,12 +76,12 @@ def planned(
 
 
 def fits(schedule: str, num_microbatches: int) -> bool:
-    """Whether this schedule is another than the one before it in RULES."""
+    """Return whether this schedule differs from the schedule before in RULES."""
     return schedule != "message-driven, all" or num_microbatches > 2 * NUM_STAGES
 
 
 def measure(runs: Sequence[Run], transport: str, forward_ms: float, message_bytes: int) -> list[Measured]:
-    """Run all in one team of processes, and keep the fastest of equal runs. Raises LaunchError where it fails."""
+    """Run all in one team of processes, and keep the fastest of equal runs. Raises LaunchError if the team fails."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="benchmark-")))
         progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
@@ -108,7 +108,7 @@ def measure(runs: Sequence[Run], transport: str, forward_ms: float, message_byte
 
 
 def scaled(timeline: Timeline, factor: float) -> Timeline:
-    """The timeline in another unit of time."""
+    """Return the timeline in another unit of time."""
     spans = (
         span._replace(start_seconds=span.start_seconds * factor, end_seconds=span.end_seconds * factor)
         for span in timeline.spans
@@ -118,9 +118,9 @@ def scaled(timeline: Timeline, factor: float) -> Timeline:
 
 @dataclass(frozen=True)
 class Row:
-    """A schedule in a cell: totals in forward passes (medians of the rounds), and what they are of 1F1B's.
+    """A schedule in a cell: totals in forward passes (medians of the rounds), and ratios to 1F1B's totals.
 
-    `overrun`: of a task, mean; where it is large the machine was busy with something else.
+    `overrun`: of a task, mean; a large overrun means that the machine was busy with other work.
     """
 
     num_microbatches: int
@@ -134,18 +134,18 @@ class Row:
 
     @property
     def ratio_error(self) -> float:
-        """How far the clock's ratio is from the processes', relative."""
+        """Return the relative difference of the clock's ratio from the processes' ratio."""
         return self.clock_ratio / self.real_ratio - 1
 
     @property
     def target(self) -> float | None:
-        """The ratio that the real one should not exceed."""
+        """Return the most real ratio, or None without a target."""
         ours = self.schedule.startswith("message-driven") and self.schedule not in CHUNKED
         return TARGETS[self.num_microbatches][CONDITIONS.index(self.condition)] if ours else None
 
 
 def summed_up(measured: Sequence[Measured]) -> list[Row]:
-    """A row for each cell and schedule, in the order of the first round and of RULES."""
+    """Return a row for each cell and schedule, in the order of the first round and of RULES."""
     baselines = {replace(one.run, schedule=BASELINE): one for one in measured if one.run.schedule == BASELINE}
     cells = dict.fromkeys((one.run.num_microbatches, one.run.condition) for one in measured)
     rows = []
@@ -203,7 +203,7 @@ def show(rows: Sequence[Row], forward_ms: float, title: str) -> None:
 
 
 def draw(measured: Sequence[Measured], picture: Path) -> None:
-    """The four schedules of the first round with the fewest microbatches, in the first condition."""
+    """Draw the four schedules of the first round with the fewest microbatches, in the first condition."""
     fewest = min(one.run.num_microbatches for one in measured)
     cell = (fewest, measured[0].run.condition, 0)
     there = {
@@ -216,8 +216,8 @@ def draw(measured: Sequence[Measured], picture: Path) -> None:
 
 
 def most_held(timeline: Timeline) -> int:
-    """The most microbatches of a stage whose activations are in memory at one time: from the start of the forward pass
-    to the end of the last backward task."""
+    """Return the most microbatches of a stage with activations in memory at one time: from the start of the forward
+    pass to the end of the last backward task."""
     most = 0
     for stage in range(timeline.num_stages):
         starts, ends = dict[int, float](), dict[int, float]()
