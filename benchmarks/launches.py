@@ -4,7 +4,6 @@
 
 A step of two microbatches. `kernels`: of a microbatch, both ways, as planned. Milliseconds of a step: if launches take
 no time, as in a CUDA graph; if the host takes 6 us for each, an assumption for compiled code; and 25 us, as measured
-for eager code (`graphs` in benchmarks/one_gpu.json: 23.1 ms for 940 launches). `waits`: the share of a step in which
 for eager code (`graphs` in benchmarks/one_gpu.json: 23.1 ms for 940 launches). `waits`: the device's waiting time as a
 share of a step, with 6 and with 25 us.
 """

@@ -29,7 +29,7 @@ THETA, EPSILON = 100000.0, 1e-5
 
 @dataclass(frozen=True)
 class Sizes:
-    """SmolLM2-135M's sizes, and a batch of `rows` sequences of `tokens`. `clip`: the most norm of gradients; 0: none."""
+    """SmolLM2-135M's sizes, and a batch of `rows` x `tokens`. `clip`: the gradient's norm, 0: no clipping."""
 
     layers: int = 30
     hidden: int = 576

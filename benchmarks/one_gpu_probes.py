@@ -94,7 +94,7 @@ def grouped() -> dict[str, Any]:
 
 
 def checkpoint_copy(parameters: int = 2**29) -> dict[str, float]:
-    """Return seconds of copies of float32 tensors to the host: to pageable memory, to old pinned memory, and of pinning."""
+    """Return seconds of copies of float32 tensors to pageable and to pinned host memory, and of pinning."""
     source = torch.randn(parameters, device="cuda")
     pinning = time.perf_counter()
     pinned = torch.empty(parameters, pin_memory=True)

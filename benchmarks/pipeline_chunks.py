@@ -1,12 +1,12 @@
-"""Stages of two chunks by the virtual clock: message-driven beside interleaved 1F1B and ZB-V, 8 stages.
+"""Stages of two chunks by the virtual clock: message-driven, interleaved 1F1B and ZB-V, 8 stages.
 
     python -m benchmarks.pipeline_chunks [--microbatches 16 64] [--rounds N] [--json FILE]
 
-The durations, latencies and troubles of benchmarks/pipeline.py: a forward pass of a stage takes 1, of one of its chunks
-a half, B and W as much, a message 0.1. Totals are means over the rounds, which draw other troubles. `memory`: the most
-microbatches in flight on a stage, each counted for every chunk that holds it. `bound`: no schedule of these chunks is
-faster, since each stage must wait for the first activation and then do all of its work. A bubble is what a total has
-more than a stage's work without troubles.
+The durations, latencies and troubles of benchmarks/pipeline.py: a forward pass of a stage takes 1, of one of two chunks
+a half, B and W the same, a message 0.1. Totals are means over the rounds, with other troubles in each. `memory`: the
+most microbatches in flight on a stage, once per holding chunk. `bound`: a lower bound of every schedule of these
+chunks, since each stage must wait for the first activation and then do all the work. A bubble is the total minus a
+stage's work without troubles.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from meshwright.strategies.pipeline.task import Task, TaskKind
 NUM_STAGES = 8
 INTERLEAVED, ZB_V = "interleaved 1f1b", "zb-v"
 OF_INTERLEAVED, OF_BUBBLE = 0.90, 0.95
-"""Targets: a total as a part of interleaved 1F1B's, a v's bubble as a part of ZB-V's at equal memory."""
+"""Targets: a total divided by interleaved 1F1B's, a v's bubble divided by ZB-V's at equal memory."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A schedule in a cell: its total, in forward passes of a stage, and the least possible one."""
+    """A schedule in a cell: the total, in forward passes of a stage, and the least possible total."""
 
     num_microbatches: int
     condition: str
@@ -48,7 +48,7 @@ class Row:
 
 
 def cell(num_microbatches: int, condition: str, rounds: int) -> list[Row]:
-    """All schedules with two chunks under the same troubles."""
+    """Simulate all schedules with two chunks under the same troubles."""
     runs = {
         name: [Run(name, condition, NUM_STAGES, num_microbatches, seed) for seed in range(rounds)] for name in CHUNKED
     }
@@ -66,7 +66,7 @@ def cell(num_microbatches: int, condition: str, rounds: int) -> list[Row]:
 
 
 def least_seconds(run: Run) -> float:
-    """The longest of all stages: until its first activation can be there, and all of its work."""
+    """Return the most of any stage: the earliest arrival of the first activation plus all of the stage's work."""
     chunks, kinds = range(run.placement.num_chunks), run.rule.kinds
     arrives, longest = 0.0, 0.0
     for stage in range(run.num_stages):
@@ -78,7 +78,7 @@ def least_seconds(run: Run) -> float:
 
 
 def most_in_flight(timeline: Timeline) -> int:
-    """On the fullest stage. What is not split ends with its backward pass."""
+    """Return the most microbatches in flight on the fullest stage. An unsplit one ends with the backward pass."""
     ends = "weight" if any(span.category == "weight" for span in timeline.spans) else "backward"
     most = 0
     for stage in range(timeline.num_stages):

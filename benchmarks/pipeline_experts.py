@@ -1,25 +1,25 @@
-"""Experts' exchanges under other microbatches' tasks, beside schedules whose layers wait for them: by the clock that
-computes, and in processes with paced tasks.
+"""Experts' exchanges during other microbatches' tasks, and schedules with layers that wait for the exchanges: by the
+computing clock, and in processes with paced tasks.
 
     python -m benchmarks.pipeline_experts [--exchange 0.25 0.5 1] [--microbatches 16 64] [--stages 8] [--rounds N]
                                           [--paced] [--transport mpi|torch] [--forward-ms T] [--json FILE]
 
-A stage's forward pass takes 1, half of it in its two layers' experts, and so do B and W; `--exchange`: the seconds that
-its rows travel in a forward pass, and again in B, in four equal exchanges; a message between stages 0.1. A stage's
-exchanges share its links, one behind the other. Ratios are to 1F1B with exchanges that are waited for.
+A stage's forward pass takes 1, half of it in the two layers' experts, and so do B and W; `--exchange`: the seconds of
+rows on the wire in a forward pass, and again in B, in four equal exchanges; a message between stages takes 0.1. A
+stage's exchanges share the stage's links, one after another. Ratios are to 1F1B with blocking exchanges.
 
-| row                  | exchanges                                                                                   |
-|----------------------|---------------------------------------------------------------------------------------------|
-| 1f1b, interleaved, zb-v | waited for in F and B, as torch.distributed.pipelining's schedules of these names do     |
-| dualpipev            | hidden wherever its order pairs an F with a B, else waited for (DeepSeek's, published order) |
-| message-driven       | waited for                                                                                  |
-| messages             | travel while the stage does what other tasks are ready                                      |
+| row                     | exchanges                                                                                 |
+|-------------------------|-------------------------------------------------------------------------------------------|
+| 1f1b, interleaved, zb-v | blocking in F and B, as in torch.distributed.pipelining's schedules of these names        |
+| dualpipev               | hidden if the order pairs an F with a B, else blocking (DeepSeek's, published order)      |
+| message-driven          | blocking                                                                                  |
+| messages                | sent while the stage runs other ready tasks                                               |
 
-DualPipeV is treated kindly: a pair costs what it computes, however long its rows travel, and its F's message leaves
-before its B begins. `memory`: the most microbatches in flight at a stage, in whole ones.
+DualPipeV is favoured: a pair costs the computation, however long rows are on the wire, and F's message leaves before B
+begins. `memory`: the most microbatches in flight at a stage, in whole microbatches.
 
-`--paced`: half as many stages of two ranks each, which trade rows by the real exchanges and follow the real driver;
-tasks sleep, and rows are held back until they are due. Ratios are medians over the rounds.
+`--paced`: half of the stages with two ranks each, which trade rows by the real exchanges and follow the real driver.
+Tasks sleep, and rows are hidden until due. Ratios are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ from meshwright.strategies.pipeline.task import Arrival, Task, TaskKind
 F, B, W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT
 LATENCY, LAYERS = 0.1, 2
 ATTENTION, EXPERTS, SUM = 0.4, 0.5, 0.1
-"""A layer's pieces, as parts of it."""
+"""A layer's pieces, as shares of the layer."""
 BASELINE, DUAL = "1f1b", "dualpipev"
 TARGET = 0.85
 RUNS = "runs.json"
 
 
 def dual_pipe_v(stage: int, num_stages: int, count: int) -> tuple[tuple[Task, ...], frozenset[Task]]:
-    """DualPipeV's order of a stage for `count` microbatches, at least 2 p, and the tasks that it runs in pairs, each
-    under the other's exchanges (DeepSeek-AI, github.com/deepseek-ai/DualPipe, dualpipev.py, 2025)."""
+    """Return DualPipeV's order of a stage for `count` microbatches, at least 2 p, and the paired tasks, each run during
+    the other's exchanges (DeepSeek-AI, github.com/deepseek-ai/DualPipe, dualpipev.py, 2025)."""
     order: list[Task] = []
     paired: set[Task] = set()
     done: dict[tuple[TaskKind, int], int] = {}
@@ -141,12 +141,12 @@ RULES: dict[str, tuple[ScheduleRule, int, bool]] = {
     "messages": (MESSAGE_DRIVEN, 1, True),
     "messages, v": (MESSAGE_DRIVEN, 2, True),
 }
-"""Schedule, chunks a stage, and whether rows travel as messages."""
+"""Schedule, chunks a stage, and whether rows are sent as messages."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One step. Times in forward passes of a stage."""
+    """One step. Times are in forward passes of a stage."""
 
     schedule: str
     exchange: float
@@ -194,7 +194,7 @@ class Run:
         return computes + share * self.exchange
 
     def _part(self, stage: int, task: Task) -> float:
-        """The part of its chunk that a piece computes."""
+        """Return the share of a chunk's work that a piece computes."""
         if not self.in_pieces:
             return 1.0
         chunk, place = self.placement.places[stage][task.chunk]
@@ -214,7 +214,7 @@ class Run:
 
 
 def most_in_flight(run: Run, timeline: Timeline) -> float:
-    """On the fullest stage, in microbatches: a piece or a chunk counts as its part of the stage."""
+    """Return the most microbatches on the fullest stage: a piece or a chunk counts as a share of the stage."""
     ends = "weight" if run.rule.splits else "backward"
     most = 0.0
     for stage in range(run.num_stages):
@@ -230,7 +230,7 @@ def most_in_flight(run: Run, timeline: Timeline) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """A schedule in a cell, in forward passes of a stage; `ratio`: to 1F1B's."""
+    """A schedule in a cell, in forward passes of a stage; `ratio`: to 1F1B's total."""
 
     exchange: float
     num_microbatches: int
@@ -273,7 +273,7 @@ def show(rows: Sequence[Row], title: str) -> None:
 
 
 class PacedChunk:
-    """A chunk without a model, whose tasks sleep: whole, or in pieces that end with rows."""
+    """A chunk without a model, with sleeping tasks: whole, or in pieces that end with rows."""
 
     def __init__(self, index: int, chunk: int, run: Run, forward_seconds: float, form: TensorMeta, row: Hidden) -> None:
         self.index, self.chunk, self.run, self.forward_seconds = index, chunk, run, forward_seconds
@@ -285,7 +285,7 @@ class PacedChunk:
         return self.run.chunks.positions[self.index][self.chunk] == self.run.chunks.num_positions - 1
 
     def _done(self, task: Task) -> Hidden | Crossing:
-        """Sleep, then what the task gives: a message, or rows, which say when they are due."""
+        """Sleep, then return the task's output: a message, or rows, with the time at which they are due."""
         sleep_until(time.time() + self.run.costs(self.index, task) * self.forward_seconds)
         end, placement = time.time(), self.run.placement
         sent = placement.receiver(self.index, task)
@@ -303,7 +303,7 @@ class PacedChunk:
 
 
 class PacedWhole(PacedChunk):
-    """Under a driver that knows chunks."""
+    """A paced chunk for a driver of chunks."""
 
     def forward(self, index: int, incoming: Hidden, batch: Batch, scales: Scales) -> Any:
         return self._done(Task(F, index, self.chunk))
@@ -316,7 +316,7 @@ class PacedWhole(PacedChunk):
 
 
 class PacedPieces(PacedChunk):
-    """Under a driver that knows pieces."""
+    """A paced chunk for a driver of pieces."""
 
     def forward(self, index: int, place: int, incoming: Hidden, batch: Batch, scales: Scales) -> Any:
         return self._done(Task(F, index, self._piece(place)))
@@ -329,8 +329,7 @@ class PacedPieces(PacedChunk):
 
 
 class HeldExchanges(Exchanges):
-    """Rows are held back until they are due: an exchange behind the later of its senders' ends and of the exchange
-    before it."""
+    """Exchanges that hide rows until due: `seconds` after the last sender's end and after the exchange before."""
 
     def __init__(self, mesh: Mesh, seconds: float) -> None:
         super().__init__(mesh.comm("expert"))
@@ -355,8 +354,8 @@ class HeldExchanges(Exchanges):
 def paced(
     place: Place, transport: str, forward_ms: float, message_bytes: int, row_bytes: int, folder: str
 ) -> Iterator[Step]:
-    """A step is the next run of the folder's runs.json, and returns its seconds: from the first task of any rank to the
-    end of the last."""
+    """Yield a step that makes the next run of the folder's runs.json, and returns the seconds from the first task of
+    any rank to the end of the last."""
     todo = iter([Run(**fields) for fields in json.loads((Path(folder) / RUNS).read_text())])
     grid = Grid((("data", 1), ("expert", 2), ("pipe", place.ranks // 2)))
     form, rows = TensorMeta((max(1, message_bytes // 8),), torch.float64), (torch.zeros(2, row_bytes // 16 or 1),)
@@ -390,7 +389,7 @@ def paced(
 
 
 def in_processes(arguments: argparse.Namespace) -> list[Row]:
-    """All schedules in turns; each ratio is the median of the rounds' ratios."""
+    """Run all schedules in turns; each ratio is the median of the rounds' ratios."""
     stages = arguments.stages // 2
     cells = list(product(arguments.exchange, arguments.microbatches))
     chosen = list(dict.fromkeys([BASELINE, *arguments.schedules]))

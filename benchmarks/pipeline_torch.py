@@ -1,11 +1,11 @@
-"""Pipelines with real computation: torch.distributed.pipelining in all its schedules and partitions, at 2 and 4 ranks.
+"""Pipelines with real computation: torch.distributed.pipelining in all schedules and partitions, at 2 and 4 ranks.
 
     python -m benchmarks.pipeline_torch [--ranks 2 4] [--microbatches 4] [--only 1f1b ...] [--heats N]
                                         [--allocators told glibc] [--rounds N] [--json FILE]
 
-First the heats: the partitions of each schedule in turns, `--heats` rounds; the one of the least median goes on. Then
-the final: the best partition of each schedule and one device, in turns. The baseline is the final's fastest pipeline of
-torch's. Aim, on the better transport: ours at most 0.85 of its step at 2 ranks and at 4.
+First the heats: the partitions of each schedule in turns, `--heats` rounds; the partition with the least median is
+chosen. Then the final: the best partition of each schedule and one device, in turns. The baseline is the fastest of
+torch's pipelines in the final. Aim, on the better transport: at most 0.85 of the baseline's step at 2 ranks and at 4.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from benchmarks.interleave import (
 from benchmarks.ours import pipeline_contender
 
 SINGLE = {2: ("4+0", "3.5+0.5", "3+1", "2.5+1.5"), 4: ("2+1+1+0", "1.5+1.5+1+0", "1+1.5+1.5+0", "1+1+1+1")}
-"""Partitions by ranks: one chunk a rank. The head weighs about as much as two and a half layers."""
+"""Partitions by ranks: one chunk a rank. The head weighs about two and a half layers."""
 
 LOOP = {
     2: ("1.5+0.5+1.5+0.5", "2+0.5+1.5+0", "2+1+1+0", "1+1+1+1"),
     4: ("1+0.5+0.5+0.5+0.5+0.5+0.5+0", "0.5+0.5+0.5+0.5+0.5+0.5+1+0", "0.5+0.5+0.5+0.5+0.5+0.5+0.5+0.5"),
 }
-"""Two chunks a rank, the last of them with the head on the last rank."""
+"""Two chunks a rank; the last chunk, with the head, is on the last rank."""
 
 V = {
     2: ("0+2+2+0", "0.5+2+1.5+0", "0.5+1.5+2+0", "0.5+1.5+1.5+0.5"),
@@ -53,12 +53,12 @@ PARTITIONS = (
 
 
 def fits(schedule: str, ranks: int, microbatches: int) -> bool:
-    """Torch's DualPipeV takes no fewer microbatches than chunks."""
+    """Return whether torch's schedule allows the microbatches: DualPipeV needs at least one per chunk."""
     return schedule != "dual-pipe-v" or microbatches >= 2 * ranks
 
 
 def heat(schedule: str, ranks: int, microbatches: int, plan: Plan) -> list[Result]:
-    """All partitions of one schedule, fastest first."""
+    """Measure all partitions of one schedule; return results, fastest first."""
     forms = PARTITIONS[schedule][ranks]
     contenders = [torch_pipeline.contender(schedule, form, ranks, microbatches) for form in forms]
     return sorted(interleave(contenders, plan), key=lambda result: result.milliseconds.median)
@@ -68,13 +68,13 @@ OURS: dict[int, tuple[tuple[str, str | None], ...]] = {
     2: (("3+1", None), ("4+0", None), ("1+1+2+0", "v"), ("0+2+2+0", "v"), ("2+1+1+0", "loop")),
     4: (("0+1+3+0", None), ("2+1+1+0", None), ("1+1+2+0", None)),
 }
-"""Our partitions in whole layers, by ranks, and the placement of two chunks a rank. The reference's four layers fill
-two chunks on two ranks; on four they would leave positions between the ends without one. By the clock, four stages on
-two cores, 0+1+3+0 is the fastest cut of all."""
+"""Meshwright's partitions in whole layers, by ranks, and the placement of two chunks a rank. The reference's four
+layers fill two chunks on two ranks; on four, positions between the ends would have no layer. By the clock, with four
+stages on two cores, 0+1+3+0 is the fastest cut of all."""
 
 
 def ours(ranks: int, microbatches: int) -> list[Contender]:
-    """Our schedule in its partitions, on both transports."""
+    """Return message-driven in every partition, on both transports."""
     return [
         pipeline_contender("message-driven", transport, partition, microbatches, placement)
         for transport in ("mpi", "torch")
@@ -85,7 +85,7 @@ def ours(ranks: int, microbatches: int) -> list[Contender]:
 def final(
     title: str, theirs: Sequence[Contender], mine: Sequence[Contender], plan: Plan, allocators: Sequence[Allocator]
 ) -> dict[str, Rows]:
-    """Torch's pipelines, ours and one device, in turns under each allocator, beside torch's fastest."""
+    """Measure torch's pipelines, Meshwright's and one device in turns under each allocator, against torch's fastest."""
     tables = {}
     for allocator in allocators:
         made = [*theirs, *mine, Contender("one device", "benchmarks.baselines:plain")]

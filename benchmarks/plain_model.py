@@ -1,4 +1,4 @@
-"""The plain loop's model: GPT-2 as a careful user writes it in plain torch, with SDPA and whole logits."""
+"""The plain loop's model: GPT-2 in careful, plain torch, with SDPA and whole logits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """Tokens and labels [B, T] to the mean cross entropy. `block`: the kind of its blocks."""
+    """Tokens and labels [B, T] to the mean cross entropy. `block`: the class of the blocks."""
 
     def __init__(self, sizes: Reference, block: type[PlainBlock] = PlainBlock) -> None:
         super().__init__()

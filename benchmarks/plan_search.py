@@ -1,13 +1,12 @@
-"""How long the planner's search takes, and how good its answer is by then: python -m benchmarks.plan_search
+"""The duration of the planner's search, and the quality of early answers: python -m benchmarks.plan_search
 
     python -m benchmarks.plan_search [--only 8b 70b ...] [--again] [--exhaustive]
 
-Seconds of the clock until the first layout that fits is known, and until the search ends; the best after 5 and 30
-seconds beside the last one; processor seconds, and after how many of them the first was known; and the most memory that
-this process has held so far: with --only a case is alone. --again: each search a second time, with the recordings that
-the first one has kept, in a folder of their own (kept.py). --exhaustive: also estimates and predicts whatever a
-search's cutoffs leave out, of layouts without savings of memory, which takes hours for the large ones
-(tests/planner/plan/test_whole_spaces.py does it for small spaces).
+Seconds of the clock until the first fitting layout is known, and until the search ends; the best after 5 and 30 seconds
+compared with the last; processor seconds, in total and until the first; and the most memory of this process so far
+(with --only a case is alone). --again: each search a second time, with the first search's kept recordings, in a new
+folder (kept.py). --exhaustive: also estimates and predicts all layouts without savings of memory, without a search's
+cutoffs. This takes hours for the large ones (tests/planner/plan/test_whole_spaces.py has small spaces).
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ CASES = {
 
 @dataclass
 class Found:
-    """The fastest layouts that fit, each with the seconds after which a search has come to it, and the processor's."""
+    """The fastest fitting layouts, each with the seconds until a search found the layout, and processor seconds."""
 
     start: float = field(default_factory=time.perf_counter)
     improvements: list[tuple[float, float, Prediction]] = field(default_factory=list)
@@ -80,13 +79,13 @@ class Found:
         self.improvements.append((time.perf_counter() - self.start, time.process_time(), best))
 
     def best_at(self, seconds: float) -> Prediction | None:
-        """The fastest that was known after so many seconds."""
+        """Return the fastest layout known after `seconds`."""
         return next((best for clock, _, best in reversed(self.improvements) if clock <= seconds), None)
 
 
 def exhaustive(case: Case, cluster: Cluster) -> float:
-    """The least predicted seconds of all legal layouts that fit and save no memory; those whose estimates rule them out
-    by more than a third are not predicted."""
+    """Return the least predicted seconds of all legal layouts that fit and save no memory. A layout with an estimate
+    above 1.5 times the best is not predicted."""
     fixed = frozenset({"memory.offload.to", "memory.recompute"})
     models, best = Estimates(Planner(cluster)), float("inf")
     for config in legal_layouts(SearchJob(case.run, cluster, case.devices, fixed)):
@@ -101,7 +100,7 @@ def exhaustive(case: Case, cluster: Cluster) -> float:
 
 
 def timed(case: Case, cluster: Cluster, name: str, kept: KeptRecordings | None) -> None:
-    """Search, and print what it took and found."""
+    """Search, and print the time, the memory and the layouts."""
     known, before = Found(), time.process_time()
     models = Estimates(Planner(cluster, OWN_SOFTWARE, kept))
     found = search(case.run, cluster, case.devices, models=models, improved=known)

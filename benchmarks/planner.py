@@ -3,11 +3,10 @@
     python -m benchmarks.planner [--cluster FILE] [--ranks 1,2,4] [--transports mpi,torch] [--shapes reference,wide]
         [--rounds N] [--steps N] [--json FILE] [--measured FILE]
 
-The cluster file is one that `meshwright calibrate` has written on this machine. Prints a row a layout: measured (the
-median over the rounds), predicted, the error; the mean error of each transport and shape; and the contest: of sets of
-five layouts drawn by chance, in how many the one that is predicted to be the fastest is the fastest, and in how many it
-is so within 3 % of the step time, which is what two runs differ by. --json keeps what was measured; --measured takes it
-from there, and only predicts.
+The cluster file was written by `meshwright calibrate` on this machine. Prints a row a layout: measured (the median over
+the rounds), predicted, the error; the mean error of each transport and shape; and the contest: the share of random sets
+of five layouts with the right fastest layout, exactly and within 3 % of the step time, the difference of two runs.
+--json keeps the measurements; --measured reads this file, and only predicts.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from meshwright.planner.plan.predict import Planner
 from meshwright.ranks.machine import Machine
 
 SET, SETS, SEED = 5, 1000, 1
-"""Layouts in a comparison, comparisons, and what they are drawn with."""
+"""Layouts in a comparison, comparisons, and the seed of the draws."""
 ALIKE = 1.03
-"""Two layouts of which one takes at most so many times the other's time are equally fast."""
+"""Two layouts are equally fast up to this ratio of times."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Contest:
-    """How many of `sets` comparisons were right."""
+    """The counts of right comparisons, of `sets`."""
 
     sets: int
     exact: int
@@ -63,7 +62,7 @@ class Contest:
 
 
 def contest(outcomes: Sequence[Outcome]) -> Contest:
-    """Sets of five of the outcomes, of which the fastest is to be named."""
+    """Draw sets of five outcomes, and count the sets with the right fastest outcome."""
     chance = random.Random(SEED)
     drawn = [chance.sample(outcomes, SET) for _ in range(SETS)]
     picked = [(min(five, key=_predicted), min(five, key=_measured)) for five in drawn]
@@ -81,7 +80,7 @@ def _measured(outcome: Outcome) -> float:
 
 
 def measure(wanted: Sequence[Case], rounds: int, steps: int) -> list[float]:
-    """Milliseconds a step of each: the median over rounds in which every case has its turn."""
+    """Return milliseconds a step of each case: the median over rounds in which every case has a turn."""
     found: list[list[float]] = [[] for _ in wanted]
     groups: dict[tuple[str, int], list[int]] = {}
     for index, case in enumerate(wanted):
@@ -105,7 +104,7 @@ def measure(wanted: Sequence[Case], rounds: int, steps: int) -> list[float]:
 
 
 def outcomes_of(wanted: Sequence[Case], measured: Sequence[float], cluster: Cluster) -> Iterator[Outcome]:
-    """With what the planner says of each case. Recordings are shared, as in a search."""
+    """Yield outcomes with the planner's prediction of each case. Recordings are shared, as in a search."""
     planner = Planner(cluster)
     for case, milliseconds in zip(wanted, measured, strict=True):
         yield Outcome(case, milliseconds, 1e3 * planner.predict(case.config).seconds)
@@ -116,7 +115,7 @@ def mean_error(outcomes: Iterable[Outcome]) -> float:
 
 
 def show(outcomes: Sequence[Outcome]) -> None:
-    """A row a case; a row a transport and shape; the contest."""
+    """Print a row a case, a row a transport and shape, and the contest."""
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     table = Table("shape", "layout", "transport", title="A step, measured and predicted")
     for head in ("measured ms", "predicted ms", "error"):
@@ -129,7 +128,7 @@ def show(outcomes: Sequence[Outcome]) -> None:
 
 
 def _summary(outcomes: Sequence[Outcome]) -> Table:
-    """Layouts compete with those of the same shape."""
+    """Return the summary; layouts compete within one shape."""
     table = Table("layouts", "mean error", "fastest of five right", "within 3 %", title="Errors, and the contest")
     groups: dict[str, list[Outcome]] = {}
     for outcome in outcomes:

@@ -1,11 +1,11 @@
-"""The planner's memory against what processes hold: every kit, synchroniser and schedule, at 1, 2 and 4 ranks.
+"""The planner's memory against processes' memory: every kit, synchroniser and schedule, at 1, 2 and 4 ranks.
 
     python -m benchmarks.planner_memory [--cluster FILE] [--ranks 1,2,4] [--transports mpi,torch]
         [--shapes reference,wide] [--only TEXT]
 
-Each layout runs three steps as `meshwright compare` runs it, in processes of its own. Prints a row a layout: the most
-resident memory of the first rank of any stage, the predicted memory of the fullest, the error; then the mean error.
-Load does not matter: memory is what is measured.
+Each layout runs three steps as in `meshwright compare`, in new processes. Prints a row a layout: the most resident
+memory of the first rank of any stage, the predicted memory of the fullest, the error; then the mean error. Load does
+not matter to memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """A layout's peak in bytes, and what was predicted."""
+    """A layout's peak in bytes, and the prediction."""
 
     case: Case
     measured: int
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def measure(wanted: Sequence[Case], planner: Planner, folder: Path) -> list[Outcome]:
-    """Run each case, and predict it."""
+    """Run and predict each case."""
     text = folder / "text.txt"
     words = random.Random(0)
     text.write_text("\n".join(str(words.randrange(8192)) for _ in range(50_000)))
@@ -67,7 +67,7 @@ def measure(wanted: Sequence[Case], planner: Planner, folder: Path) -> list[Outc
 
 
 def show(outcomes: Sequence[Outcome]) -> None:
-    """A row a case, then the mean."""
+    """Print a row a case, then the mean."""
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     table = Table("shape", "layout", "transport", title="Memory of the fullest rank, measured and predicted")
     for head in ("measured MB", "predicted MB", "error", "its parts"):

@@ -1,7 +1,7 @@
-"""Preparation of a text beside the tokenizers library alone: python -m benchmarks.preparation
+"""Preparation of a text, and the tokenizers library alone: python -m benchmarks.preparation
 
 `--mb` MB of Python's standard library in one file: the library trains a BPE of `--vocabulary` line by line and encodes
-texts of 200 lines; `prepare` also splits, counts, writes and sums. Each in a process of its own, in turns, `--rounds`
+texts of 200 lines; `prepare` also splits, counts, writes and sums. Each runs in a new process, in turns, `--rounds`
 times: medians of processor seconds and wall seconds, and the most memory beyond the imports.
 """
 
