@@ -1,11 +1,11 @@
-"""Activation checkpointing: what a forward pass keeps, and what computing it again costs.
+"""Activation checkpointing: the bytes that a forward pass keeps, and the time of a second forward pass.
 
     python -m benchmarks.recompute [--rounds N] [--steps N] [--json FILE]
 
 A GPT-2 of 12 layers, hidden 256, sequence 256, dropout 0.1, one microbatch of 2 sequences, float32, one thread.
 Bytes (memory/recompute.py): `kept` is the memory of all tensors that a forward pass has made and left alive, `peak`
-the most alive at any time in the forward and the backward pass; `counted` is `kept` as meta tensors tell it.
-(Gradients are written into their buckets, which are there before.) Times: a whole step, all settings in turns.
+the most alive at any time in the forward and the backward pass; `counted` is `kept` by meta tensors. (Buckets hold the
+gradients, and are allocated before.) Times: a whole step, all settings in turns.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def config_of(recompute: Any) -> Config:
 
 
 def passes(parts: Parts) -> Iterator[None]:
-    """A forward pass, then, when asked for more, its backward pass."""
+    """Run a forward pass, then, at the next call, the backward pass."""
     batch = empty_batch(parts.config, parts.kit, parts.model, parts.mesh.device)
     (loss,) = parts.model(batch, {"labels": 1e-3})
     yield
@@ -58,7 +58,7 @@ def passes(parts: Parts) -> Iterator[None]:
 
 @contextmanager
 def train(place: Place, recompute: Any) -> Iterator[Step]:
-    """A contender, on a batch of zeros."""
+    """Yield steps of a contender, on a batch of zeros."""
     parts = build(config_of(recompute), solo_mesh(torch.device("cpu")))
     batch = empty_batch(parts.config, parts.kit, parts.model, parts.mesh.device)
     yield lambda: train_step(parts, batch).loss
@@ -75,7 +75,7 @@ class Footprint:
 
 
 def footprint(name: str) -> Footprint:
-    """The bytes of one microbatch, counted on meta tensors and measured on real ones."""
+    """Return the bytes of one microbatch, counted on meta tensors and measured on real tensors."""
     config = config_of(SETTINGS[name])
     planned = build(config, planned_mesh(Grid(config.layout.axes), 0, config.layout.token_axes))
     with AsOnDevice("cpu", "fused"):
@@ -84,7 +84,7 @@ def footprint(name: str) -> Footprint:
 
 
 def kept_and_peak(parts: Parts) -> tuple[int, int]:
-    """The bytes alive after the forward pass, and the most in both passes."""
+    """Return the bytes alive after the forward pass, and the most in both passes."""
     with LiveBytes() as live:
         halves = passes(parts)
         next(halves)

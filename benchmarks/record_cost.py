@@ -1,10 +1,10 @@
-"""`python -m benchmarks.record_cost`: what `parity record` costs a training step at the shapes of a model of 1 B.
+"""`python -m benchmarks.record_cost`: the cost of `parity record` for a step with the widths of a model of 1 B.
 
-The widths are those of Llama 3.2 1B (hidden 2048, 32 heads over 8, inner 8192); how many of its 16 layers run, the rows
-of its table and the batch are options, as the whole does not fit beside its gradients on a small machine. Each way runs
-in a process of its own, so that its peak of resident memory is its own: as it is, recorded in every step but the first,
-and as rounding moves it.
-What is kept grows with modules, and not with their widths, so that a line extrapolates it to 16 layers.
+The widths are Llama 3.2 1B's (hidden 2048, 32 heads over 8, inner 8192). The count of layers (the model has 16), the
+rows of the table and the batch are options, because the whole model with gradients does not fit on a small machine.
+Each way runs in a new process, with a separate peak of resident memory: plain, recorded in every step but the first,
+and perturbed by rounding.
+Recorded bytes grow with modules, not with widths, so that a line extrapolates to 16 layers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAYERS = 16
 
 
 def run_one(way: str, sizes: Sizes, steps: int, most: int, folder: Path) -> dict[str, object]:
-    """Seconds of each step, the first, which also allocates, left out; the peak of resident memory, in bytes."""
+    """Return seconds of each step but the first, which also allocates; and the peak of resident memory, in bytes."""
     torch.manual_seed(1)
     model = PlainLlama(sizes)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -56,13 +56,13 @@ def run_one(way: str, sizes: Sizes, steps: int, most: int, folder: Path) -> dict
 
 
 def written_bytes(folder: Path) -> tuple[int, int]:
-    """Bytes of a recorded step's files, and of the first weights."""
+    """Return bytes of a recorded step's files, and of the first weights."""
     step = sum(path.stat().st_size for path in folder.rglob("step-2.*"))
     return step, sum(path.stat().st_size for path in folder.rglob("first.safetensors"))
 
 
 def report(told: dict[str, dict[str, object]], folder: Path, sizes: Sizes) -> None:
-    """Print a row a way, and what a step leaves on disk."""
+    """Print a row a way, and the bytes of a step on disk."""
     plain = statistics.median(told["plain"]["seconds"])  # type: ignore[arg-type]
     base = told["plain"]["peak_bytes"]
     print(f"{sizes}: {told['plain']['parameters']:,} parameters, float32, {torch.get_num_threads()} threads")

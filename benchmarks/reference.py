@@ -1,4 +1,4 @@
-"""The reference model of the benchmarks, and its data: small enough for two cores, large enough that matmuls dominate.
+"""The reference model of the benchmarks, and random data: small enough for two cores, and bound by products.
 
 4 layers, hidden 256, 8 heads, sequence 128, global batch 8, vocabulary 8192, untied head, no dropout, float32, AdamW,
 one thread a rank: 7.39 M parameters, about 33 Gflop a step.
@@ -30,11 +30,15 @@ class Reference:
 REFERENCE = Reference()
 
 WIDE = Reference(hidden=768, heads=12, batch=4)
-"""For tensor parallelism: products of 512 tokens that take longer than DTensor takes to dispatch them."""
+"""For tensor parallelism: products of 512 tokens take longer than DTensor's dispatch."""
 
 
 def rank_rows(rank: int, ranks: int, sizes: Reference = REFERENCE) -> slice:
-    """The sequences of the global batch that a data-parallel rank sees. Raises ValueError where they do not divide."""
+    """Return the sequences of the global batch that a data-parallel rank sees.
+
+    Raises:
+        ValueError: The ranks do not divide the batch.
+    """
     if sizes.batch % ranks:
         raise ValueError(f"{ranks} ranks do not divide the global batch of {sizes.batch} sequences")
     each = sizes.batch // ranks
@@ -42,7 +46,7 @@ def rank_rows(rank: int, ranks: int, sizes: Reference = REFERENCE) -> slice:
 
 
 def global_batch(step: int, sizes: Reference = REFERENCE) -> tuple[Tensor, Tensor]:
-    """Inputs and next-token labels of a step, [B, T] each: random tokens, the same on every rank."""
+    """Draw inputs and next-token labels of a step, [B, T] each: random tokens, equal on every rank."""
     generator = torch.Generator().manual_seed(step)
     shape = (sizes.batch, sizes.sequence + 1)
     tokens = torch.randint(sizes.vocabulary, shape, generator=generator)

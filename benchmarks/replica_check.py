@@ -1,10 +1,10 @@
-"""The cost of comparing replicas: steps of the reference model with and without it in turns, and hashes by themselves.
+"""The cost of comparing replicas: steps of the reference model with and without the check in turns, and hashes alone.
 
     python -m benchmarks.replica_check [--ranks N] [--rounds N] [--steps N]
 
-Each round takes `steps` steps of the train loop with `check.every` 1 and as many with 0, in the same processes. Seconds
-are the first rank's CPU time, so that others' work on the machine counts less; the ratio is that of the medians.
-Hashes: CPU milliseconds for 10^8 float32 weights on one thread, beside SHA-256 and torch's vector_norm of them.
+Each round takes `steps` steps of the train loop with `check.every` 1 and `steps` with 0, in the same processes. Seconds
+are the first rank's CPU time, so that other work on the machine counts less; the ratio is of the medians. Hashes: CPU
+milliseconds for 10^8 float32 weights on one thread, with SHA-256 and torch's vector_norm for comparison.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HASHED = 10**7
 
 
 def worker(rank: Rank, config: Config, rounds: int, steps: int) -> list[tuple[float, float]]:
-    """One rank: its seconds a step, with and without the check, by round."""
+    """Run one rank; return seconds a step, with and without the check, by round."""
     trainer = Trainer(build(config, rank.mesh), RandomRows(config))
     _timed(trainer, config, 1, 2)
     found = []
@@ -44,7 +44,7 @@ def worker(rank: Rank, config: Config, rounds: int, steps: int) -> list[tuple[fl
 
 
 def _timed(trainer: Trainer, config: Config, every: int, steps: int) -> float:
-    """CPU seconds a step: the median."""
+    """Return the median CPU seconds of a step."""
     checked = config.model_copy(update={"check": Check(every=every)})
     trainer.parts = replace(trainer.parts, config=checked)
     seconds = []
@@ -56,7 +56,7 @@ def _timed(trainer: Trainer, config: Config, every: int, steps: int) -> float:
 
 
 def _milliseconds(call: Callable[[], Any]) -> float:
-    """The least of ten calls, scaled to 10^8 weights."""
+    """Return the least of ten calls, scaled to 10^8 weights."""
     seconds = []
     for _ in range(10):
         before = time.process_time()

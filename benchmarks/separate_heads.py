@@ -1,7 +1,7 @@
-"""A decoder whose attention heads are modules of their own, run one after the other, as branches of a sub-graph.
+"""A decoder with every attention head a separate module, run one after another, as branches of a sub-graph.
 
-Each head has its query, key and value, its core and its rows of the output: split ... sum. SUPER's baseline ran heads
-so, and was bound by the launching of their kernels. The rest of the model is GPT-2's, in the sub-graph kit.
+Each head has a query, key and value, a core and rows of the output: split ... sum. SUPER's baseline ran heads in this
+way, and was bound by kernel launches. The rest of the model is GPT-2's, in the sub-graph kit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from meshwright.training.rank_model import build_kit
 
 
 class Head(nn.Module):
-    """One head: h [B, T, H] -> its part of the attention's output [B, T, H]."""
+    """One head: h [B, T, H] -> a term of the attention's output [B, T, H]."""
 
     def __init__(self, mesh: Mesh, hidden: int, width: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Head(nn.Module):
 
 
 class SeparateHeads(nn.Module):
-    """An attention of such heads, in the place of a GPT-2 block's own."""
+    """An attention of separate heads, in place of a GPT-2 block's attention."""
 
     def __init__(self, mesh: Mesh, hidden: int, heads: int, width: int, settings: Subgraph, num_rows: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class SeparateHeads(nn.Module):
 
 
 def contender(name: str, transport: str, ranks: int, *, common: str, batch: int, heads: int, width: int) -> Contender:
-    """`common`: all, one; none: data parallelism, of which every rank is a sub-grid of its own."""
+    """Return a contender. `common`: all, one; none: data parallelism, with every rank a sub-grid."""
     branches = 1 if common == "none" else ranks
     launcher: Any = "mpi" if transport == "mpi" else "torch"
     options: dict[str, Option] = {
@@ -80,7 +80,7 @@ def contender(name: str, transport: str, ranks: int, *, common: str, batch: int,
 
 @contextmanager
 def train(place: Place, *, separate_heads: int, head_width: int, **options: Option) -> Iterator[Step]:
-    """Train steps of the reference model with such heads."""
+    """Yield steps of the reference model with separate heads."""
     config = reference_config(options)
     settings = config.layout.tensor
     assert isinstance(settings, Subgraph), settings
@@ -96,7 +96,7 @@ def train(place: Place, *, separate_heads: int, head_width: int, **options: Opti
 
 
 def _parts(config: Config, mesh: Mesh, kit: Kit, model: GPT) -> Parts:
-    """The rank's strategy and parts, made as `meshwright.training.parts` does for a model that it knows."""
+    """Return the rank's strategy and parts, as `meshwright.training.parts` does for a known model."""
     initialise(model, mesh, config.seed)
     specs = shard_specs(model)
     buckets = make_buckets(model.named_parameters(), specs, mesh, bucket_bytes(config))

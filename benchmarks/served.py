@@ -1,7 +1,7 @@
-"""Modules that the fork server of a benchmark imports once for all workers, and what each compiled one would repeat.
+"""Modules that a benchmark's fork server imports once for all workers, and work that compiled workers would repeat.
 
-A compiled worker takes two seconds for the compiler's imports, and two for the search of vector instructions: ten
-processes, also if their files are in torch's cache. Importing this module does both, and leaves no thread behind.
+A compiled worker spends two seconds on the compiler's imports, and two on the search for vector instructions: ten
+processes, also with files in torch's cache. Importing this module does both, and starts no lasting thread.
 """
 
 from torch._inductor import compile_fx

@@ -1,4 +1,4 @@
-"""How a figure grows with a size, in words: a power fitted to measured points, and where it bends.
+"""Growth of a figure with a size, in words: a power fitted to measured points, and the size of a bend.
 
 | power of the size | word            |
 |-------------------|-----------------|
@@ -23,13 +23,13 @@ WORDS = {
     math.inf: "above quadratic",
 }  # fmt: skip
 BEND = 0.3
-"""The least difference of two powers that is called a bend."""
+"""The least difference of two powers that counts as a bend."""
 
 
 @dataclass(frozen=True)
 class Slope:
-    """value ~ size ** power over all points, ** last over the last two; `bend`: the size at which `before` becomes
-    `after`, if it bends."""
+    """value ~ size ** power over all points, ** last over the last two. `bend`: the size at a change from power
+    `before` to `after`, or None."""
 
     power: float
     last: float
@@ -39,7 +39,7 @@ class Slope:
 
     @property
     def words(self) -> str:
-        """As in: linear, x 2.04 a doubling (1.02 of linear), x 2.01 the last."""
+        """Return a text such as: linear, x 2.04 a doubling (1.02 of linear), x 2.01 the last."""
         said = f"{word_of(self.power)}, {_doubling(self.power)}, x {2**self.last:.2f} the last"
         if self.bend is None:
             return said
@@ -48,7 +48,7 @@ class Slope:
 
 
 def word_of(power: float) -> str:
-    """The word of a power."""
+    """Return the word of a power."""
     return next(word for most, word in WORDS.items() if power <= most)
 
 
@@ -58,9 +58,12 @@ def _doubling(power: float) -> str:
 
 
 def fit(sizes: Sequence[float], values: Sequence[float]) -> Slope:
-    """The power by least squares of log value against log size; a bend at the point that leaves the least error.
+    """Fit the power by least squares of log value against log size, and a bend at the point with the least error.
 
-    Each side of a bend has two points and more, and the point of the bend. Raises ValueError for fewer than two points.
+    Each side of a bend has at least two points, with the point of the bend on both.
+
+    Raises:
+        ValueError: There are fewer than two points.
     """
     if len(sizes) < 2:
         raise ValueError(f"{len(sizes)} points have no slope: measure two sizes and more")
@@ -77,6 +80,6 @@ def fit(sizes: Sequence[float], values: Sequence[float]) -> Slope:
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """The slope of a line through points, and the squares of what it leaves."""
+    """Return the slope of a line through points, and the sum of squared residuals."""
     slope, start = statistics.linear_regression(x, y)
     return slope, sum((value - start - slope * place) ** 2 for place, value in zip(x, y, strict=True))

@@ -2,13 +2,13 @@
 
     python -m benchmarks.start [--rounds N] [--compiled]
 
-`--compiled`: a GPT-2 of four layers of width 768 by `compile`, and seconds that compiling adds to none of it. "Nothing
-on disk" is the first compiled run of a machine; "cold" has the header that all C++ kernels include, which torch keeps
-for all runs, and no graph; "warm" has both.
+`--compiled`: a GPT-2 of four layers of width 768 with `compile`, and the seconds that compiling adds. "Nothing on disk"
+is the first compiled run of a machine; "cold" has the header that all C++ kernels include, which torch keeps for all
+runs, and no graph; "warm" has both.
 
-Each figure is the least of its rounds, since others' work on the machine only adds to it. A run is a GPT-2 of four
-small layers on prepared data. Wall seconds count from the command; a rank's processor seconds are its own process's
-before its first step, which of a forked rank leaves out what its fork server has imported once for all.
+Each figure is the least of the rounds, since other work on the machine only adds time. A run is a GPT-2 of four small
+layers on prepared data. Wall seconds count from the command. A rank's processor seconds are the process's until the
+first step; for a forked rank these leave out the fork server's imports.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ OVER = "until it is over"
 
 
 def train_once(words: list[str], out: str) -> None:
-    """The launcher of a run whose ranks are `train_rank`: what `meshwright train` does."""
+    """Launch a run with the ranks `train_rank`, as `meshwright train` does."""
     import meshwright as mw
     from meshwright.training import job
 

@@ -1,4 +1,4 @@
-"""The rank of benchmarks/start.py. Like the entry of a real run, the fork server imports this module once for all."""
+"""The rank of benchmarks/start.py. The fork server imports this module once for all, like a real run's entry."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PARTS = {
     "backward graphs": "backward._backward_impl",
     "of both loading kernels": "PyCodeCache.load_by_key_path",
 }
-"""Parts of compiling by torch's names. Loading kernels waits for the C++ compiler if they are not on disk."""
+"""Stages of compiling by torch's names. Kernels that are not on disk wait for the C++ compiler."""
 
 
 def worker(rank: Any, out: Path, **arguments: Any) -> None:
-    """Train, and write the seconds at which the first step begins and ends, the processor seconds before it, and the
-    seconds of torch's compiler by part."""
+    """Train, and write the times of the first step's begin and end, the processor seconds before, and the seconds of
+    torch's compiler by stage."""
     turn = Trainer.turn
 
     def timed(self: Trainer, *words: Any) -> Any:

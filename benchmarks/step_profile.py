@@ -1,10 +1,10 @@
-"""The operators of a serial step beside those of the plain loop.
+"""The operators of a serial step and of the plain loop's.
 
     python -m benchmarks.step_profile [--rounds N] [FIELD=VALUE ...]
 
-Milliseconds of one CPU thread by torch's profiler, without those of operators inside: medians of the rounds, in which
-the two take turns. FIELD=VALUE: a field of the run's config (compile=blocks). Self time of a Python function is that of
-its autograd Function. The profiler takes some microseconds an operator, so that many small ones weigh too much.
+Milliseconds of one CPU thread by torch's profiler, without the time of inner operators: medians of the rounds, in turns
+of both loops. FIELD=VALUE: a field of the run's config (compile=blocks). Self time of a Python function is the autograd
+Function's. The profiler takes some microseconds an operator, so that many small operators weigh too much.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHOWN = 25
 
 
 def self_milliseconds(step: Step) -> dict[str, float]:
-    """Each operator's own milliseconds in a step."""
+    """Return each operator's self time in a step, in milliseconds."""
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as made:
         step()
     return {event.key: event.self_cpu_time_total / 1e3 for event in made.key_averages()}

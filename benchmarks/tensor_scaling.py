@@ -2,8 +2,8 @@
 
     python -m benchmarks.tensor_scaling [--sequence N] [--json FILE]
 
-The size is that of strong scaling in Tesseract's Table 1: hidden 3072, 64 heads, batch 16; the paper gives no sequence
-length. The bytes are those of `meshwright train --explain`: of one rank that works on meta tensors. Weights
+The size is from strong scaling in Tesseract's Table 1: hidden 3072, 64 heads, batch 16; the paper gives no sequence
+length. The bytes are as in `meshwright train --explain`: of one rank that works on meta tensors. Weights
 of 2-D products are gathered (`memory.summa: gather`).
 
 A layer is the difference between a model of two layers and of one; the rest of the model of one is the embeddings, the
@@ -33,7 +33,7 @@ BATCH = 16
 
 
 def sent_bytes(tensor: Mapping[str, str | int | bool], layers: int, sequence: int) -> dict[str, int]:
-    """The bytes that rank 0 sends in a step, by axis."""
+    """Return the bytes that rank 0 sends in a step, by axis."""
     return counted_step(_config(tensor, layers, sequence)).mesh.ledger.sent_bytes()
 
 
@@ -52,7 +52,7 @@ def _config(tensor: Mapping[str, str | int | bool], layers: int, sequence: int) 
 
 
 def measure(sequence: int) -> dict[str, dict[str, dict[str, int]]]:
-    """Bytes by layout, by part of the model, by axis."""
+    """Return bytes by layout, by part of the model, by axis."""
     found = {}
     for name, tensor in LAYOUTS.items():
         one, two = (sent_bytes(tensor, layers, sequence) for layers in (1, 2))
@@ -62,7 +62,7 @@ def measure(sequence: int) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def show(found: Mapping[str, dict[str, dict[str, int]]], sequence: int) -> None:
-    """A row a layout; the ratio is of the layer's bytes to those of [64]."""
+    """Print a row a layout; the ratio is of the layer's bytes to the bytes of [64]."""
     table = Table(
         title=f"(c) MB that a rank sends in a step, 64 ranks, hidden 3072, batch {BATCH}, sequence {sequence}"
     )

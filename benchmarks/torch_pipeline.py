@@ -1,18 +1,18 @@
-"""The baseline of our pipelines: the plain model under torch.distributed.pipelining, over gloo.
+"""The baseline of Meshwright's pipelines: the plain model under torch.distributed.pipelining, over gloo.
 
-The best form of it that we know: partitions are given by hand and may cut a layer in two, because the head weighs as
-much as two and a half layers; each microbatch's loss is divided by the labels of the global batch, so that torch need
-not scale the gradients afterwards; whole logits are never gathered (`return_outputs=False`); AdamW is torch's fused
-one, a rank's own. Tokens and labels come from `global_batch` on every rank and are not sent.
+The best known form: partitions are given by hand and may cut a layer in two, because the head weighs two and a half
+layers. Each microbatch's loss is divided by the labels of the global batch, so that torch need not scale gradients
+afterwards. Whole logits are never gathered (`return_outputs=False`). AdamW is torch's fused form, one a rank. Every
+rank draws tokens and labels by `global_batch`; neither is sent.
 
 | symbol | local shape | meaning                                                                                  |
 |--------|-------------|------------------------------------------------------------------------------------------|
-| tokens | [B/m, T]    | a microbatch, read by the first chunk; labels alike, by the last                         |
-| h      | [B/m, T, H] | between chunks: sent down; its gradient is sent up                                       |
-| logits | [B/m, T, V] | the last chunk's; the loss is taken where they are                                       |
+| tokens | [B/m, T]    | a microbatch, read by the first chunk; labels of equal shape, by the last                |
+| h      | [B/m, T, H] | between chunks: sent down; the gradient is sent up                                       |
+| logits | [B/m, T, V] | of the last chunk; the loss is computed there                                            |
 
-A chunk is what torch calls a stage: a contiguous part of the model. A rank r of p has one; in a loop it has r, r + p,
-...; in a V it has r and 2p - 1 - r, so that the embeddings and the head are on one rank.
+A chunk is a stage in torch's words: a contiguous range of the model. A rank r of p has one; in a loop r, r + p, ...; in
+a V r and 2p - 1 - r, so that the embeddings and the head are on one rank.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ V: dict[str, Callable[..., Any]] = {"zbv-zero-bubble": ScheduleZBVZeroBubble, "d
 
 
 def contender(schedule: str, partition: str, ranks: int, microbatches: int) -> Contender:
-    """One schedule of torch's on `ranks` ranks. `partition`: the layers of each chunk, as in "3.5+0.5"."""
+    """Return one of torch's schedules on `ranks` ranks. `partition`: the layers of each chunk, as in "3.5+0.5"."""
     options = {"schedule": schedule, "partition": partition, "microbatches": microbatches}
     return Contender(f"torch {schedule} {partition}", "benchmarks.torch_pipeline:train", options, ranks)
 
 
 @contextmanager
 def train(place: Place, schedule: str, partition: str, microbatches: int) -> Iterator[Step]:
-    """Train steps of the reference model; a step returns the loss on the rank of the head, and 0.0 elsewhere."""
+    """Yield steps of the reference model; a step returns the loss on the rank of the head, and 0.0 elsewhere."""
     with gloo(place):
         torch.manual_seed(0)
         chunks = cut(PlainGPT(REFERENCE), read_partition(partition))
@@ -86,8 +86,11 @@ def train(place: Place, schedule: str, partition: str, microbatches: int) -> Ite
 class TorchPipeline:
     """This rank's chunks of a cut model, under one of torch's schedules.
 
-    `chunks`: all of the model, of the same initial values on every rank. Raises ValueError where they do not fit the
-    schedule and the ranks.
+    Args:
+        chunks: All of the model, with equal initial values on every rank.
+
+    Raises:
+        ValueError: The chunks do not fit the schedule and the ranks.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], schedule: str, place: Place, microbatches: int) -> None:
@@ -103,7 +106,7 @@ class TorchPipeline:
         )
 
     def backward(self, tokens: Tensor, labels: Tensor) -> float:
-        """Gradients of the global batch's mean loss; both [B, T]. Returns it on the head's rank, 0.0 elsewhere."""
+        """Compute gradients of the global batch's mean loss; both [B, T]. Return the loss, 0.0 without the head."""
         losses: list[Tensor] = []
         self._schedule.step(
             *([tokens] if self._has_first else []),
@@ -114,12 +117,12 @@ class TorchPipeline:
         return sum(loss.item() for loss in losses)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """A microbatch's part of the global mean; microbatches are of one size."""
+        """Return a microbatch's share of the global mean; microbatches have equal sizes."""
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) / self._microbatches
 
 
 def own_chunks(schedule: str, place: Place, num_chunks: int) -> list[int]:
-    """The indices of a rank's chunks. Raises ValueError where the number of chunks does not fit."""
+    """Return the indices of a rank's chunks. Raises ValueError if the count of chunks does not fit."""
     if schedule in V:
         fits = num_chunks == 2 * place.ranks
         mine = [place.rank, num_chunks - 1 - place.rank]
@@ -132,15 +135,15 @@ def own_chunks(schedule: str, place: Place, num_chunks: int) -> list[int]:
 
 
 def read_partition(text: str) -> list[float]:
-    """ "3.5+0.5" to [3.5, 0.5]: the layers of each chunk."""
+    """Parse "3.5+0.5" to [3.5, 0.5]: the layers of each chunk."""
     return [float(layers) for layers in text.split("+")]
 
 
 def cut(model: PlainGPT, layers: Sequence[float]) -> list[nn.Sequential]:
-    """The model in contiguous chunks of so many layers each, in halves of a layer: attention, then feed-forward.
+    """Cut the model into contiguous chunks of whole or half layers: a half is attention or feed-forward.
 
     The embeddings are in the first chunk, the final norm and the head in the last. The chunks share the model's
-    parameters. Raises ValueError where the layers do not add up, or where a chunk is empty.
+    parameters. Raises ValueError if the layers do not add up, or if a chunk is empty.
     """
     halves = [half for block in model.blocks for half in (Attention(block), FeedForward(block))]  # type: ignore[arg-type]
     in_halves = all(count >= 0 and count % 0.5 == 0 for count in layers)

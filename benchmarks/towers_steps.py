@@ -34,7 +34,7 @@ LAYOUTS = {
     TOWERS: "{kind: towers, size: 2}",
 }
 DRAWN_OF = 12
-"""Steps of which the shortest is drawn, since other processes may be at work."""
+"""Drawn is the shortest of these steps, since other processes may be at work."""
 
 COLOURS = {
     "image": "#2b6cb0", "text": "#e8890c", "exchange": "#c92a2a", "loss": "#5f3dc4", "backward": "#90a4ae",
@@ -46,7 +46,7 @@ Spans = list[tuple[str, float, float]]
 
 
 def options_of(layout: str) -> dict[str, Option]:
-    """The fields of a run."""
+    """Return the fields of a run."""
     model = "{family: towers, layers: 4, hidden: 256, heads: 8, embedding: 128, image: 16, patch: 4, vocabulary: 64}"
     sizes: dict[str, Option] = {"batch.global": 64, "batch.micro": 64}
     return {"model": model, "data": "{kind: shapes}", "layout.tensor": LAYOUTS[layout]} | sizes
@@ -54,7 +54,7 @@ def options_of(layout: str) -> dict[str, Option]:
 
 @contextmanager
 def train(place: Place, **options: Option) -> Iterator[Step]:
-    """Steps on batches of shapes, drawn before they are measured."""
+    """Yield steps on batches of shapes, drawn before the measurement."""
     config = resolve(ours.reference_config(options), Machine.here()).config
     assert config.threads != "auto", "a worker's threads"
     torch.set_num_threads(config.threads)
@@ -65,7 +65,7 @@ def train(place: Place, **options: Option) -> Iterator[Step]:
 
 
 def show_bytes() -> list[dict[str, object]]:
-    """A row a layout: what each rank holds, and sends in a step. Nothing is run."""
+    """Print a row a layout: parameters of a rank, and the bytes sent in a step. Nothing is run."""
     table = Table(title="by the ledger: parameters of the fullest rank, KB that a rank sends in a step")
     for head in ("layout", "parameters", "vectors of towers", "vectors of rows", "gradients", "all"):
         table.add_column(head, justify="left" if head == "layout" else "right")

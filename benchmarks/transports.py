@@ -1,7 +1,7 @@
-"""One all-reduce on each transport, and MPI's own forms beside ours, which sums in memory that a node's ranks share.
+"""One all-reduce on each transport, MPI's forms, and Meshwright's, which sums in memory that a node's ranks share.
 
-Of any tensor ours copies pieces into that memory; gradients lie there (`Comm.zeros`), and are summed where they are.
-Beside them the same bytes as a zero1 step moves them: a reduce-scatter of gradients, an all-gather of weights.
+`Comm` copies pieces of any tensor into that memory; gradients are allocated there (`Comm.zeros`), and summed in place.
+Also measured: the same bytes in the form of a zero1 step: a reduce-scatter of gradients, an all-gather of weights.
 
 python -m benchmarks.transports [--ranks 2 4] [--rounds N] [--steps N] [--json FILE]
 """
@@ -25,8 +25,8 @@ SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "28 MiB": 28 * 2**20}
 
 @contextmanager
 def all_reduce(place: Place, transport: str, size_bytes: int, form: str) -> Iterator[Step]:
-    """A step is one sum of `size_bytes` of float32, in place. `form`: ours, of any tensor or one that lies in shared
-    memory, there as a reduce-scatter and an all-gather, or MPI's own."""
+    """Yield a step that sums `size_bytes` of float32, in place. `form`: `ours`, for any tensor; `shared`, for a tensor
+    in shared memory; `scattered`, a reduce-scatter and an all-gather; `blocking` and `posted`, MPI's forms."""
     grid = Grid((("data", place.ranks),))
     with open_mesh(grid, read_environment(), transport, torch.device("cpu"), rendezvous()) as mesh:
         comm = mesh.comm("data")

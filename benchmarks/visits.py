@@ -1,7 +1,7 @@
-"""Many configs in one team of workers: they are visited in turn, each built anew, so that fifty cost the start of one.
+"""Many configs in one team of workers, visited in turn and built anew each time: fifty cost the start of one.
 
-A visit is WARM_UPS untimed steps and some timed ones. The harness lets the team run one visit at a time, in the order
-in which the configs were given, and over again.
+A visit is WARM_UPS untimed steps and some timed steps. The harness lets the team run one visit at a time, in the order
+of the configs, and from the first again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WARM_UPS = 3
 
 
 class Visitor:
-    """A team whose `run` visits the next of its configs. All of them have `ranks` ranks on one `transport`."""
+    """A team; each `run` visits the next config. All configs have `ranks` ranks on one `transport`."""
 
     def __init__(self, configs: Sequence[Options], transport: str, ranks: int, steps: int, folder: Path) -> None:
         self.steps = steps
@@ -46,7 +46,7 @@ class Visitor:
         self.team = Team(Contender(name, "benchmarks.visits:visits", options, ranks, launcher), folder)
 
     def run(self) -> float:
-        """Milliseconds of a step of the next config: the median of a visit's timed ones."""
+        """Return milliseconds of a step of the next config: the median of a visit's timed steps."""
         times, _ = self.team.run(WARM_UPS + self.steps)
         return statistics.median(times[WARM_UPS:])
 
@@ -56,7 +56,7 @@ class Visitor:
 
 @contextmanager
 def visits(place: Place, *, configs: str, steps: int) -> Iterator[Step]:
-    """The factory: `configs` as JSON, options of the reference model's config each."""
+    """Yield steps of visits; `configs` is JSON, with options of the reference model's config for each visit."""
     made = [reference_config(options) for options in json.loads(configs)]
     tours = itertools.count()
     with ExitStack() as team:
@@ -69,7 +69,7 @@ def visits(place: Place, *, configs: str, steps: int) -> Iterator[Step]:
             if not left:
                 visit.close()
                 turn = _nothing
-                gc.collect()  # what is left of the layout before: its tensors, its groups and their threads
+                gc.collect()  # the last layout's tensors, groups and threads
                 number = next(tours)
                 turn, left = visit.enter_context(_built(made[number % len(made)], number, point)), WARM_UPS + steps
             left -= 1
@@ -83,7 +83,7 @@ def _nothing() -> float:
 
 
 def _meeting_point(place: Place, config: Config, team: ExitStack) -> Rendezvous:
-    """One store for all visits: a store a visit might be met by who has not left the one before."""
+    """Return one store for all visits: ranks that are still in the last visit would connect to a new store."""
     point = rendezvous()
     if place.ranks == 1 or config.layout.transport == "mpi":
         return point

@@ -1,12 +1,11 @@
-"""One rank of a contender: connects back to the harness and runs steps when it is told to.
+"""One rank of a contender: connects to the harness and runs steps on request.
 
     python -m benchmarks.worker SOCKET CONTENDER-AS-JSON
 
-is how mpiexec starts one; without MPI a worker is forked from a process that has imported torch and run nothing with
-it, as ranks of `meshwright train` are. Between its turns it sleeps in a read of the socket, outside MPI and gloo, so
-that it takes no time from the others. It answers a line of JSON to each line: `{"steps": n}` -> when the first of them
-began and each ended, by a clock that all processes of the machine share and by its own processor time, the last loss,
-and the most memory so far beyond that of the imports.
+is mpiexec's command; without MPI a worker is forked from a process that has imported torch and run nothing, as ranks of
+`meshwright train` are. Between turns a worker sleeps in a read of the socket, outside MPI and gloo, and takes no time
+from the others. A worker answers a line of JSON to each line: `{"steps": n}` -> the begin of the first step and the end
+of each, by the machine's clock and by the processor time, the last loss, and the peak of memory beyond the imports.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from meshwright.ranks.machine import keep_freed_memory, peak_resident_bytes
 
 
 def forked(path: str, description: str, variables: Mapping[str, str], log: str) -> None:
-    """A worker's life in a process of the fork server. `log`: the file that gets its output."""
+    """Run a worker in a process of the fork server. `log`: the file for printed text."""
     die_with_parent(None)
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     for output in (1, 2):
