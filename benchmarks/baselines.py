@@ -1,7 +1,7 @@
 """The programs for comparison: a plain torch loop, Hugging Face's GPT-2, torch's DDP and FSDP2.
 
-Each function is a contender's factory (see contender.py): builds a model in the worker and yields `step`. All run the
-same sizes, the same tokens and torch's fused AdamW. README.md names the page that recommends each form.
+A context manager here is a contender's factory (contender.py): builds a model in the worker and yields `step`. All run
+the same sizes, the same tokens and torch's fused AdamW. README.md names the page that recommends each form.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def plain(place: Place, compiled: bool = False, wide: bool = False) -> Iterator[
 def products(place: Place) -> Iterator[Step]:
     """Compute only the matrix products of the plain model's linear layers: y = x w, dx = dy w^T, dw = x^T dy.
 
-    No program in this precision with these libraries takes less time, which bounds every ratio to the plain loop.
+    No program in this precision with these libraries takes less time: a lower bound of every ratio to the plain loop.
     """
     rows, hidden = REFERENCE.batch * REFERENCE.sequence // place.ranks, REFERENCE.hidden
     block = [(hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden)]
@@ -116,8 +116,8 @@ def replicated(model: nn.Module, compiled: str, backend: str = "inductor") -> nn
 
 
 def graphs_of(compiled: str) -> AbstractContextManager[Any]:
-    """Set for `outside` that graphs end with DDP's buckets (torch's default), so that sums overlap the backward pass.
-    With `inside` torch would cut the model inside of DDP as well: the setting keeps the model whole."""
+    """Patch torch's optimize_ddp. Graphs end with DDP's buckets by default, so that sums overlap the backward pass.
+    `inside` turns this off: torch would cut the model inside of DDP as well."""
     return torch._dynamo.config.patch(optimize_ddp=compiled != "inside")
 
 

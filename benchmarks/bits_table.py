@@ -80,7 +80,7 @@ def cells(model: str, letters: dict[str, str]) -> Iterator[str]:
         else:  # the reason for parts that `auto` did not choose, if there is one
             words = words_of(axis, SIZES[-1])
             found = refusals(model, "layout-free", *words, *PARTS) + refusals(model, "layout-free", *words)
-            found.sort(key=lambda text: not text.startswith("`bits.kind`"))  # a family without layout-free first of all
+            found.sort(key=lambda text: not text.startswith("`bits.kind`"))  # first: a family that refuses all parts
             yield letters.setdefault(found[0], ascii_lowercase[len(letters)])
 
 

@@ -142,7 +142,7 @@ class OfRowZero(torch.autograd.Function):
 
 
 class Normalised(torch.autograd.Function):
-    """x̂ = (x - E[x]) / √(E[x²] - E[x]² + ε), if this rank has a slice of each row."""
+    """x̂ = (x - E[x]) / √(E[x²] - E[x]² + ε). This rank has a slice of each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, epsilon: float, shape: Shape) -> Tensor:

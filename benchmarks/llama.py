@@ -13,8 +13,8 @@
 torchtitan's model and FSDP2 also run with each layer compiled. Aims: at most 0.95 of the best peer in serial, 0.88 in
 zero3, 0.70 in tensor, 0.85 in pipe. 9 and 3 heads are not divisible by two: `tensor` has 8 and 4, of 72. `tensor` and
 `pipe` are untied, since torch's DTensor and pipelines tie no tables. Partitions of `pipe` are by products: the head
-weighs eight layers. On one device all contenders clip norms; over ranks none does. bf16 is not compared on a processor
-without products of bf16: torch emulates these there, and nobody trains in this way.
+counts as eight layers. On one device all contenders clip norms; over ranks none does. bf16 is not compared on a
+processor without products of bf16: torch emulates these there.
 """
 
 from __future__ import annotations

@@ -454,7 +454,7 @@ def show() -> None:
 
 
 def predict() -> None:
-    """Print predictions of RUNS on an H100 by today's planner, measured or not."""
+    """Print present predictions of all RUNS on an H100, measured or not."""
     table = Table("run", title="One H100, predicted by its data sheet")
     for head in ("ms", "tokens/s", "GB allocated", "GB of the device"):
         table.add_column(head, justify="right")

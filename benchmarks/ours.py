@@ -63,7 +63,7 @@ def pipeline_contender(
 
 
 def configured(name: str, transport: str, options: dict[str, Option]) -> Contender:
-    """Return a contender with fields of the run's config, as on the command line; `model` replaces the model."""
+    """Return a contender with `options`: fields of the run's config. `model` replaces the reference model."""
     launcher: Any = "mpi" if transport == "mpi" else "torch"
     options = options | {"layout.transport": transport}
     ranks = reference_config(options).layout.world_size

@@ -5,7 +5,7 @@
 On this machine, forward and backward of one layer's attention, float32, over a row of documents of some length: with a
 mask of T x T, as one causal row (documents joined), and document by document; and the peak of bytes without the
 arguments. On the meta device, as in a plan: the bytes of a layer's ring attention of Llama-3.1-8B on an H100 with
-131,072 tokens over 8 ranks, in tiles and by the fused kernels; and the bytes sent by a ring of 8 for documents.
+131,072 tokens over 8 ranks, in tiles and by the fused kernels; and the steps that a ring of 8 takes for documents.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class Row:
 
     @property
     def target(self) -> float | None:
-        """Return the most real ratio, or None without a target."""
+        """Return the most that the real ratio may be, or None without a target."""
         ours = self.schedule.startswith("message-driven") and self.schedule not in CHUNKED
         return TARGETS[self.num_microbatches][CONDITIONS.index(self.condition)] if ours else None
 

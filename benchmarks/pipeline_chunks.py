@@ -66,7 +66,7 @@ def cell(num_microbatches: int, condition: str, rounds: int) -> list[Row]:
 
 
 def least_seconds(run: Run) -> float:
-    """Return the most of any stage: the earliest arrival of the first activation plus all of the stage's work."""
+    """Return the most seconds of a stage: until the first activation can arrive, and for all the work."""
     chunks, kinds = range(run.placement.num_chunks), run.rule.kinds
     arrives, longest = 0.0, 0.0
     for stage in range(run.num_stages):

@@ -4,7 +4,7 @@ computing clock, and in processes with paced tasks.
     python -m benchmarks.pipeline_experts [--exchange 0.25 0.5 1] [--microbatches 16 64] [--stages 8] [--rounds N]
                                           [--paced] [--transport mpi|torch] [--forward-ms T] [--json FILE]
 
-A stage's forward pass takes 1, half of it in the two layers' experts, and so do B and W; `--exchange`: the seconds of
+A stage's forward pass takes 1, half of this in two layers' experts, and so do B and W. `--exchange`: the seconds of
 rows on the wire in a forward pass, and again in B, in four equal exchanges; a message between stages takes 0.1. A
 stage's exchanges share the stage's links, one after another. Ratios are to 1F1B with blocking exchanges.
 

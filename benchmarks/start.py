@@ -61,7 +61,7 @@ OVER = "until it is over"
 
 
 def train_once(words: list[str], out: str) -> None:
-    """Launch a run with the ranks `train_rank`, as `meshwright train` does."""
+    """Launch a run with ranks of benchmarks/start_worker.py, as `meshwright train` does."""
     import meshwright as mw
     from meshwright.training import job
 

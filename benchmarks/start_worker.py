@@ -20,7 +20,7 @@ PARTS = {
     "backward graphs": "backward._backward_impl",
     "of both loading kernels": "PyCodeCache.load_by_key_path",
 }
-"""Stages of compiling by torch's names. Kernels that are not on disk wait for the C++ compiler."""
+"""Stages of compiling by torch's names. Loading waits for the C++ compiler if kernels are not on disk."""
 
 
 def worker(rank: Any, out: Path, **arguments: Any) -> None:

@@ -1,7 +1,7 @@
 """Seconds that the step reports of a thousand ranks cost each rank: python -m benchmarks.step_reports [--ranks N]
 
 Reports are made up and already received; 128 x 8 ranks, of data and tensor parallelism. Every rank reads the losses,
-the wish to stop, and the next step's counts. Rank 0 also reads every report, makes the line of metrics and judges
+whether to stop, and the next step's counts. Rank 0 also reads every report, makes the line of metrics and judges
 stragglers. Processor milliseconds, the median of 30 steps.
 """
 

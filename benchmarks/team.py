@@ -130,7 +130,7 @@ def _start(contender: Contender, path: Path, log: IO[str]) -> list[Process]:
     own = {
         "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # Inductor's pool of processes never answers in a worker
-        # Not the workers' folder, which is removed. Cached files of other machines have no vector instructions.
+        # By default a worker's folder, which is removed. Cache keys leave out vector instructions: the path has these.
         "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "benchmarks" / torch.backends.cpu.get_cpu_capability()),
     }  # fmt: skip
     # A server of forks inherits the environment at its start; other processes of the caller must not.

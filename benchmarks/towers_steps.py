@@ -34,7 +34,7 @@ LAYOUTS = {
     TOWERS: "{kind: towers, size: 2}",
 }
 DRAWN_OF = 12
-"""Drawn is the shortest of these steps, since other processes may be at work."""
+"""The shortest of these steps is drawn, since other processes may be at work."""
 
 COLOURS = {
     "image": "#2b6cb0", "text": "#e8890c", "exchange": "#c92a2a", "loss": "#5f3dc4", "backward": "#90a4ae",
