@@ -41,7 +41,7 @@ class Case:
 
 
 def cases(shape: str, transport: str, ranks: Sequence[int]) -> Iterator[Case]:
-    """All of a shape on a transport."""
+    """Yield all cases of a shape on a transport."""
     for count in ranks:
         for name, options in _layouts(count):
             yield Case(shape, name, transport, SHAPES[shape] | options | {"layout.transport": transport})

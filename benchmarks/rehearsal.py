@@ -1,4 +1,4 @@
-"""The cost of a step on a GPU, counted on one that is not there: kernels, bytes, and when the host waits.
+"""The cost of a step on a GPU, counted without a GPU: kernels, bytes, and when the host waits.
 
     python -m benchmarks.rehearsal [--layouts serial megatron ...] [--kernels] [--json FILE]
 

@@ -1,8 +1,8 @@
-"""Seconds of the start of a large model on this processor, stage by stage, and the memory that it takes.
+"""Seconds of the start of a large model on this processor, stage by stage, and the memory in use.
 
     python -m benchmarks.start_large [--model llama-3.2-1b] [--threads 1 2] [--rounds N]
 
-Weights are bf16 (O2), of one rank. Each figure is the least of its rounds, since other processes only add to it: wall
+Weights are bf16 (O2), of one rank. Each figure is the least of its rounds, since other processes only add time: wall
 seconds, and the processor's seconds of all threads together, which a shared machine changes less.
 
 | row                   | of a rank that has a GPU                                                                   |

@@ -20,7 +20,7 @@ def main() -> None:
     register("models", "towers", "towers.section:TwoTowers")
     register("tensor", "towers", "towers.layout:Towers")
     register("data", "shapes", "towers.shapes:Shapes")
-    # Imported here: the config's choices are fixed when its module is imported.
+    # Imported here: the import of meshwright.config fixes the choices.
     from benchmarks.towers_steps import measure_towers
 
     measure_towers()

@@ -14,6 +14,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from itertools import product
 from math import ceil
 from pathlib import Path
 from typing import NamedTuple
@@ -119,17 +120,19 @@ def docstrings(node: ast.AST) -> Iterator[str]:
 
 
 def room_of(path: Path) -> str:
-    """Return the row of a file: a page itself; of the package its top folder, in families/ and tools/ the next one."""
+    """Return the row of a file: a page itself; of a source its top folder, in families/ and tools/ the next one."""
     folders = path.relative_to(ROOT).parts
     if path.suffix == ".md":
         return "/".join(folders)
+    if folders[0] == "benchmarks":
+        return folders[0]
     deep = len(folders) > 3 and folders[1] in ("families", "tools")
     return "/".join(folders[: 3 if deep else 2])
 
 
 def files() -> Iterator[Path]:
     """Yield all files with prose for readers: sources, documents, skills."""
-    for folder, pattern in (("meshwright", "*.py"), ("docs", "*.py"), ("docs", "*.md"), ("skills", "*.md")):
+    for folder, pattern in product(("meshwright", "docs", "skills", "examples", "benchmarks"), ("*.py", "*.md")):
         yield from sorted((ROOT / folder).rglob(pattern))
     yield from (ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md"))
 

@@ -21,7 +21,7 @@ class Shapes(DataSection):
     lengths: ClassVar[Lengths] = Lengths(16, 0)
 
     def prepare(self, config: Config, progress: ShowProgress) -> Path:
-        """Prepare nothing: samples are drawn when they are read."""
+        """Prepare nothing: samples are drawn on reading."""
         return Path()
 
     def contents(self, folder: Path) -> object:

@@ -88,7 +88,7 @@ class ShapeSamples:
 
 
 def open_shapes(data: Shapes, config: Config, folder: object) -> Opened:
-    """Open the splits, which are drawn when they are read."""
+    """Open the splits, which are drawn on reading."""
     assert isinstance(config.model, TwoTowers), config.model
     size = config.model.image
     held_out = ShapeSamples(size, config.seed, "validation") if config.validation.every else None
