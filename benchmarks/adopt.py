@@ -104,8 +104,8 @@ def measured(name: str, case: Case, small: Sequence[str], folder: Path) -> dict[
 
 def spent() -> float:
     """Return the processor seconds of all ended child processes."""
-    own = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return own.ru_utime + own.ru_stime
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def row_of(name: str, case: Case, folder: Path, *, prove: bool) -> dict[str, object]:
@@ -120,7 +120,7 @@ def row_of(name: str, case: Case, folder: Path, *, prove: bool) -> dict[str, obj
     first = ranks[0]
     row: dict[str, object] = {
         "script": name, "ranks": case.ranks, "parameters": first.parameters, "tflop": first.flops / 1e12,
-        "gigabytes": max(own["total"] for own in planned.memory.values()) / 1e9, "step_seconds": planned.seconds,
+        "gigabytes": max(memory["total"] for memory in planned.memory.values()) / 1e9, "step_seconds": planned.seconds,
         "sent_gigabytes": first.sent_bytes / 1e9, "notes": len(first.unseen), "adopted_in_seconds": seconds,
         "adopted_in_processor_seconds": processor,
     }  # fmt: skip
@@ -152,7 +152,7 @@ def large_row(folder: Path) -> dict[str, object]:
     first, planned = answer["adopted"]["0"], answer["planned"]
     return {
         "script": LARGE, "ranks": 64, "parameters": first["parameters"], "tflop": first["flops"] / 1e12,
-        "gigabytes": max(own["total"] for own in planned["memory"].values()) / 1e9,
+        "gigabytes": max(memory["total"] for memory in planned["memory"].values()) / 1e9,
         "step_seconds": planned["seconds"], "sent_gigabytes": first["sent_bytes"] / 1e9,
         "notes": len(first["unseen"]), "adopted_in_seconds": time.monotonic() - begin,
         "adopted_in_processor_seconds": spent() - used,

@@ -40,7 +40,7 @@ class Live(LiveBytes):
     ) -> Any:
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return op(*args, **(kwargs or {}))  # DTensor asks for shapes
-        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+        if any(each not in (torch.Tensor, torch.nn.Parameter) for each in types):
             return NotImplemented
         result = super().__torch_dispatch__(op, types, args, kwargs)
         packet = op._overloadpacket
@@ -60,19 +60,19 @@ class Live(LiveBytes):
         if not (x.is_floating_point() or self._computed) or address in self._storages or x.is_meta:
             return
         self._number += 1
-        number = self._number
-        self._resize(number, storage.nbytes())
+        index = self._number
+        self._resize(index, storage.nbytes())
 
         def gone(_: object) -> None:
             del self._storages[address]
-            self._resize(number, 0)
-            del self._sizes[number]
+            self._resize(index, 0)
+            del self._sizes[index]
 
-        self._storages[address] = number, weakref.ref(storage, gone)
+        self._storages[address] = index, weakref.ref(storage, gone)
 
-    def _resize(self, number: int, size: int) -> None:
-        self.live += size - self._sizes.get(number, 0)
-        self._sizes[number] = size
+    def _resize(self, index: int, size: int) -> None:
+        self.live += size - self._sizes.get(index, 0)
+        self._sizes[index] = size
         self.peak = max(self.peak, self.live)
 
     @contextmanager

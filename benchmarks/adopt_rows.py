@@ -43,7 +43,7 @@ def main() -> None:
         name = f"{line['model']}, {line['device']}, {line['seq']} tokens, micro {line['micro']}, {line['recompute']}"
         if name not in done:
             accumulated = int(line["batch"]) // (8 * int(line["micro"]))
-            words = [part for word, key in WORDS.items() for part in (f"--{word}", line[key])]
+            words = [item for word, key in WORDS.items() for item in (f"--{word}", line[key])]
             words += ["--length", line["seq"], "--micro", line["micro"], "--accumulated", str(accumulated)]
             words += ["--recompute"] * (line["recompute"] == "full")
             cluster = load_cluster(CLUSTERS[line["device"]])

@@ -142,7 +142,7 @@ def memory() -> None:
             parts = build(config, planned_mesh(config.grid, 0, config.layout.token_axes))
             parts.optimizer.prepare_states(0)
             states = [parts.optimizer.held.tensors(index) for index in range(len(parts.optimizer.slots))]
-            held = sum(size_bytes(x) for of_slot in states for kind, x in of_slot.items() if kind != "weight")
+            held = sum(size_bytes(x) for of_slot in states for state, x in of_slot.items() if state != "weight")
             sizes = *parts.strategy.most_bytes, held
             table.add_row(name, mode, *(f"{size / 1e6:.1f}" for size in sizes))
     Console(width=140).print(table)
@@ -176,9 +176,9 @@ def parts(rounds: int = 2) -> None:
     def step(rank: Rank, config: Config) -> float:
         built = build(config, rank.mesh)
         times = []
-        for number in range(2):  # the first one allocates
+        for turn in range(2):  # the first one allocates
             started = time.process_time()
-            train_step(built, random_batch(config, number), number)
+            train_step(built, random_batch(config, turn), turn)
             times.append(time.process_time() - started)
         return times[-1]
 
@@ -188,7 +188,7 @@ def parts(rounds: int = 2) -> None:
             found[name].append(launch.run(partial(step, config=decided), decided)[0])
     table = Table("axes", "samples", "tensor", "hidden", "sequence", "attention", "ms of a processor", "times usual")
     for name, seconds in found.items():
-        ratios = sorted(own / usual for own, usual in zip(seconds, found["usual"], strict=True))
+        ratios = sorted(spent / usual for spent, usual in zip(seconds, found["usual"], strict=True))
         chosen = [str(value) for field, value in configs[name].bits if field != "kind"]
         table.add_row(name, *chosen, f"{1e3 * min(seconds):.0f}", f"{ratios[len(ratios) // 2]:.2f}")
     Console(width=140).print(table)
@@ -221,8 +221,8 @@ def distance(steps: int = 20, seeds: int = 8) -> None:
 
 def main() -> None:
     parser = plan_arguments("The cost of equal bits, side by side with the usual mode.")
-    for other in (losses, memory, parts, distance):
-        parser.add_argument(f"--{other.__name__}", action="store_const", dest="other", const=other, help=other.__doc__)
+    for show in (losses, memory, parts, distance):
+        parser.add_argument(f"--{show.__name__}", action="store_const", dest="other", const=show, help=show.__doc__)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="the rows; default: all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of --losses")
     arguments = parser.parse_args()
@@ -233,7 +233,7 @@ def main() -> None:
         arguments.other()
         return
     title = "milliseconds a step, and times the usual mode"
-    table, kept = Table("layout", *MODES, title=title, caption=machine()), {}
+    table, tables = Table("layout", *MODES, title=title, caption=machine()), {}
     for name in arguments.layouts:
         contenders = [ours.configured(mode, "torch", options_of(name, mode)) for mode in MODES]
         results = interleave(contenders, plan_of(arguments))
@@ -241,9 +241,9 @@ def main() -> None:
         table.add_row(
             name, *(f"{result.milliseconds.median:.1f} ({result.ratio(usual).median:.2f})" for result in results)
         )
-        kept[name] = as_json(results, ("usual",))
+        tables[name] = as_json(results, ("usual",))
     Console(width=140).print(table)
-    write_json(arguments.json, kept)
+    write_json(arguments.json, tables)
 
 
 if __name__ == "__main__":

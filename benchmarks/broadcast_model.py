@@ -98,7 +98,7 @@ class BroadcastBlock(nn.Module):
         split = self.query_key_value(self.attention_norm(h)).view(
             sequences, -1, 3, self.heads, h.shape[1] // self.heads
         )
-        query, key, value = (part.transpose(1, 2) for part in split.unbind(2))  # [B/(dq), A/q, T, E]
+        query, key, value = (each.transpose(1, 2) for each in split.unbind(2))  # [B/(dq), A/q, T, E]
         core = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         h = h + self.output(core.transpose(1, 2).reshape(h.shape))
         return h + self.contract(F.gelu(self.expand(self.feed_forward_norm(h)), approximate="tanh"))

@@ -96,11 +96,11 @@ def manifests(model: str, ranks: int, folder: Path) -> None:
 def boxes(parts: Parts, pieces: list[Piece], ranks: int) -> Iterator[Row]:
     """Yield the entries of format 2: the boxes of each rank's slice of each place."""
     for piece in pieces:
-        place, length = piece.region, piece.slices.length
-        for rank in range(place.start // length, min(ranks, -(-place.stop // length))):
-            for number, part in enumerate(place.clip(rank * length, (rank + 1) * length)):
-                box = {"shape": part.shape, "offsets": part.box.offsets, "lengths": part.box.lengths}
-                name = {"parameter": part.name, "kind": piece.kind, "key": f"{key_of(piece)}/{number}"}
+        region, length = piece.region, piece.slices.length
+        for rank in range(region.start // length, min(ranks, -(-region.stop // length))):
+            for index, clipped in enumerate(region.clip(rank * length, (rank + 1) * length)):
+                box = {"shape": clipped.shape, "offsets": clipped.box.offsets, "lengths": clipped.box.lengths}
+                name = {"parameter": clipped.name, "kind": piece.kind, "key": f"{key_of(piece)}/{index}"}
                 yield name | box | {"dtype": "float32", "file": f"rank-{rank}.safetensors"}
 
 
@@ -125,8 +125,8 @@ def readings(folder: Path, ranks: int) -> None:
         slots = planned("gpt2-small", layout, rank).strategy.slots
         checkpoint, before, start = Checkpoint(folder), bytes_read(), time.process_time()
         for slot in slots:
-            for place in slot.places:
-                checkpoint.read(place.name, "weight", place.box)
+            for region in slot.places:
+                checkpoint.read(region.name, "weight", region.box)
         seconds, read = time.process_time() - start, bytes_read() - before
         start = time.process_time()
         shards = [stored_file(folder / name) for name in checkpoint.shards]

@@ -44,11 +44,11 @@ def timed(
 ) -> None:
     """Print the rates of contenders in turns, in GB a second. `between` is called after each turn, not timed."""
     seconds: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for number in range(rounds + 1):
+    for turn in range(rounds + 1):
         for name, run in contenders.items():
             start, used = time.perf_counter(), time.process_time()
             run()
-            if number:  # the first round warms the page cache up
+            if turn:  # the first round warms the page cache up
                 seconds[name].append((time.perf_counter() - start, time.process_time() - used))
             between()
     first = next(iter(contenders))
@@ -72,7 +72,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()  # for all contenders, as in a rank of `train`
-    names = [f"w{number}" for number in range(max(1, arguments.mb * 10**6 // (4 * ROWS * COLUMNS)))]
+    names = [f"w{index}" for index in range(max(1, arguments.mb * 10**6 // (4 * ROWS * COLUMNS)))]
     weights = {name: torch.randn(ROWS, COLUMNS) for name in names}
     size = sum(weight.nbytes for weight in weights.values())
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
@@ -90,15 +90,15 @@ def main() -> None:
         print("hashed:")
         parts = [whole(name, weight) for name, weight in weights.items()]
         hashes = {
-            "SHA-256": lambda: [hashlib.sha256(part.tensor.numpy()).digest() for part in parts],
-            "the hashes of blocks": lambda: [part.hashes() for part in parts],
+            "SHA-256": lambda: [hashlib.sha256(stored.tensor.numpy()).digest() for stored in parts],
+            "the hashes of blocks": lambda: [stored.hashes() for stored in parts],
         }
         timed(hashes, arguments.rounds, size)
         torch.save(weights, folder / "weights.pt")
         shape, box = (ROWS, COLUMNS), Box((0, 0), (ROWS, COLUMNS))
         file, _ = write_shard(step / "rank-0.safetensors", [whole(name, weight) for name, weight in weights.items()])
-        place = ("weight", shape, box.offsets, box.lengths, "float32")
-        runs = tuple(StoredRun(name, *place, f"weight/{name}", 0, 0, box.num_elements) for name in weights)
+        region = ("weight", shape, box.offsets, box.lengths, "float32")
+        runs = tuple(StoredRun(name, *region, f"weight/{name}", 0, 0, box.num_elements) for name in weights)
         Manifest(Progress(), Origin({}), (file,), ((0,),), runs).write(step)
 
         def read() -> None:
@@ -112,7 +112,7 @@ def main() -> None:
         print("the stall of a step (the thread writes on):")
         writer = CheckpointWriter(folder / "run", solo_mesh(torch.device("cpu")), 1, Origin({}), {})
         places = [Place(name, shape, box, 0, box.num_elements) for name in weights]
-        pieces = [Piece("weight", place, weights[place.name].flatten()) for place in places]
+        pieces = [Piece("weight", region, weights[region.name].flatten()) for region in places]
 
         def save() -> None:
             writer.save(Progress(step=1), pieces)

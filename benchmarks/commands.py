@@ -60,10 +60,10 @@ def main(words: list[str] | None = None) -> None:
         raise SystemExit("this system adopts no orphans: their processor time would be missing")
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(arguments.rounds + 1):
+        for turn in range(arguments.rounds + 1):
             for name in arguments.only:
                 seconds = seconds_of(COMMANDS[name], folder)
-                if number:
+                if turn:
                     found[name].append(seconds)
     for name, each in found.items():
         wall, used = (statistics.median(pair[side] for pair in each) for side in (0, 1))

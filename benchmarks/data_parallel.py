@@ -64,9 +64,9 @@ def main() -> None:
     arguments = parser.parse_args()
     tables = {}
     for ranks in arguments.ranks:
-        kept = [sync for sync in arguments.only if sync != SHARDED]
-        cells = [(f"(b), (c) replicas, {ranks} ranks", replicated(ranks), kept, beside(ranks, kept))]
-        cells.append((f"(b) sharded, {ranks} ranks", sharded(ranks), sorted({*arguments.only} - {*kept}), []))
+        unsharded = [sync for sync in arguments.only if sync != SHARDED]
+        cells = [(f"(b), (c) replicas, {ranks} ranks", replicated(ranks), unsharded, beside(ranks, unsharded))]
+        cells.append((f"(b) sharded, {ranks} ranks", sharded(ranks), sorted({*arguments.only} - {*unsharded}), []))
         for title, theirs, syncs, floors in cells:
             if syncs:
                 made = [*theirs, *floors, *mine(ranks, syncs, arguments.transports)]

@@ -73,7 +73,7 @@ class HeadwiseBlock(PlainBlock):
     def forward(self, h: Tensor) -> Tensor:
         width = self.query_key_value.in_features // self.heads
         split = self.query_key_value(self.attention_norm(h)).unflatten(-1, (-1, 3, width))  # [B, T, A/p, 3, E]
-        query, key, value = (part.transpose(1, 2) for part in split.unbind(3))  # [B, A/p, T, E]
+        query, key, value = (each.transpose(1, 2) for each in split.unbind(3))  # [B, A/p, T, E]
         core = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         h = h + self.output(core.transpose(1, 2).flatten(2))
         inner = F.gelu(self.expand(self.feed_forward_norm(h)), approximate="tanh")

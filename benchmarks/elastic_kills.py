@@ -136,19 +136,19 @@ def elastic(runs: int, seed: int, lines: Path | None, folder: Path, console: Con
     expected = next((line["expected"] for line in found), "") or undisturbed(corpus, folder)
     made = {line["run"] for line in found}
     try:
-        for number in range(runs):
-            if number in made:
+        for index in range(runs):
+            if index in made:
                 continue
-            out = folder / f"run {number}"
-            line = {"run": number, "seed": seed, "expected": expected}
-            line |= elastic_run(corpus, out, random.Random(f"{seed}/{number}"))
+            out = folder / f"run {index}"
+            line = {"run": index, "seed": seed, "expected": expected}
+            line |= elastic_run(corpus, out, random.Random(f"{seed}/{index}"))
             found.append(line)
             if lines is not None:
                 with lines.open("a") as file:
                     file.write(json.dumps(line) + "\n")
             same = "the undisturbed run's hash" if line["hash"] == expected else f"ANOTHER HASH {line['wrong']}"
             told = ", ".join(f"{kill['layout']} (step {kill['step']})" for kill in line["kills"])
-            console.print(f"{number + 1}/{runs}: {told}: {same}")
+            console.print(f"{index + 1}/{runs}: {told}: {same}")
             shutil.rmtree(out, ignore_errors=True)
     except KeyboardInterrupt:
         console.print("ended by Ctrl-C")

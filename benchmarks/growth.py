@@ -114,8 +114,8 @@ def of_ranks(ranks: int) -> dict[str, Contender]:
 def of_sequence(tokens: int) -> dict[str, Contender]:
     sizes = Reference(layers=1, hidden=64, heads=2, sequence=tokens, batch=1, vocabulary=256)
     kinds = {
-        kind: mine(kind, sizes, layout__context__size=CONTEXT_RANKS, layout__context__kind=kind)
-        for kind in ("ring", "ulysses")
+        way: mine(way, sizes, layout__context__size=CONTEXT_RANKS, layout__context__kind=way)
+        for way in ("ring", "ulysses")
     }
     return {**kinds, "plain loop": peer("plain loop", "plain", sizes)}
 
@@ -166,16 +166,16 @@ QUESTIONS = {
 
 def measure(question: Question, rounds: int | None = None) -> list[Point]:
     """Measure all sizes of a question in turns, by size and then by contender."""
-    made = [(size, label, one) for size in question.sizes for label, one in question.contenders(size).items()]
-    named = [replace(one, name=f"{label}, {size:,} {question.unit}") for size, label, one in made]
+    made = [(size, label, each) for size in question.sizes for label, each in question.contenders(size).items()]
+    named = [replace(each, name=f"{label}, {size:,} {question.unit}") for size, label, each in made]
     results = interleave(named, Plan(rounds or question.rounds))
     peers: dict[int, Result] = {size: result for (size, _, _), result in zip(made, results, strict=True)}
     return [
         Point(
-            label, size, one.ranks, result.milliseconds,
-            Spread.of([spent / one.ranks for spent in result.processor]), result.held_bytes, result.work(peers[size]),
+            label, size, each.ranks, result.milliseconds,
+            Spread.of([spent / each.ranks for spent in result.processor]), result.held_bytes, result.work(peers[size]),
         )
-        for (size, label, one), result in zip(made, results, strict=True)
+        for (size, label, each), result in zip(made, results, strict=True)
     ]  # fmt: skip
 
 
@@ -211,16 +211,16 @@ def slopes(points: Sequence[Point]) -> list[str]:
     """Return a line for each contender and figure."""
     lines = []
     for label in dict.fromkeys(point.label for point in points):
-        own = [point for point in points if point.label == label]
+        series = [point for point in points if point.label == label]
         figures = {
-            "seconds a step": [point.ms.median for point in own],
-            "processor time a rank": [point.processor_ms.median for point in own],
-            "memory a rank": [float(point.held_bytes) for point in own],
-            "seconds until the first step": [point.start_s for point in own if point.start_s is not None],
+            "seconds a step": [point.ms.median for point in series],
+            "processor time a rank": [point.processor_ms.median for point in series],
+            "memory a rank": [float(point.held_bytes) for point in series],
+            "seconds until the first step": [point.start_s for point in series if point.start_s is not None],
         }
         for figure, values in figures.items():
             if len(values) > 1:
-                lines.append(f"{label}: {figure}: {fit([point.size for point in own], values).words}")
+                lines.append(f"{label}: {figure}: {fit([point.size for point in series], values).words}")
     return lines
 
 
@@ -254,7 +254,7 @@ def main() -> None:
     parser.add_argument("--no-start", action="store_true", help="leave out the starts of 1 to 16 ranks by the commands")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE as well")
     arguments = parser.parse_args()
-    kept: dict[str, object] = {"machine": machine()}
+    told: dict[str, object] = {"machine": machine()}
     for name in arguments.only:
         question, began = QUESTIONS[name], time.monotonic()
         points = measure(question, arguments.rounds)
@@ -262,9 +262,9 @@ def main() -> None:
             found = {size: starts(size) for size in question.sizes}
             points = [replace(point, start_s=found[point.size].get(point.label)) for point in points]
         show(question, points, time.monotonic() - began)
-        kept[name] = {"points": [asdict(point) for point in points], "slopes": slopes(points)}
+        told[name] = {"points": [asdict(point) for point in points], "slopes": slopes(points)}
         if arguments.json:
-            arguments.json.write_text(json.dumps(kept, indent=1) + "\n")
+            arguments.json.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":

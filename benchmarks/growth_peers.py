@@ -56,12 +56,12 @@ def experts(place: Place, count: int, per_token: int, width: int, **sizes: Any) 
 
     logging.set_verbosity_error()
     torch.manual_seed(0)
-    own = _sizes(sizes)
+    shape = _sizes(sizes)
     config: Any = Qwen3MoeConfig(
-        vocab_size=own.vocabulary, hidden_size=own.hidden, intermediate_size=width, moe_intermediate_size=width,
-        num_hidden_layers=own.layers, num_attention_heads=own.heads, num_key_value_heads=own.heads,
-        head_dim=own.hidden // own.heads, num_experts=count, num_experts_per_tok=per_token, norm_topk_prob=True,
-        max_position_embeddings=own.sequence, use_cache=False, attn_implementation="sdpa",
+        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=width, moe_intermediate_size=width,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.heads,
+        head_dim=shape.hidden // shape.heads, num_experts=count, num_experts_per_tok=per_token, norm_topk_prob=True,
+        max_position_embeddings=shape.sequence, use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip
     model: Any = Qwen3MoeForCausalLM(config)
     model.train()
@@ -70,7 +70,7 @@ def experts(place: Place, count: int, per_token: int, width: int, **sizes: Any) 
         value: Tensor = model(input_ids=tokens, labels=tokens).loss
         return value
 
-    yield loop(loss, model, place, own, 1)
+    yield loop(loss, model, place, shape, 1)
 
 
 def loop(
@@ -81,7 +81,7 @@ def loop(
 
     def step() -> float:
         nonlocal count
-        tokens, labels = (part[rows].chunk(microbatches) for part in global_batch(count, sizes))
+        tokens, labels = (each[rows].chunk(microbatches) for each in global_batch(count, sizes))
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for microbatch in zip(tokens, labels, strict=True):

@@ -65,8 +65,8 @@ def contenders(device: str, tokens: int, width: int, classes: int, dtype: torch.
         yield "Liger", lambda: liger(*fresh(), labels, accum_dtype=torch.float32)
     alone = SoloComm(RankGroup("", (0,), 0))
     for name, islands in (("ours", None), ("ours, compiled", compiled_islands())):
-        own = Classes(classes, alone, device_type=device, islands=islands)
-        yield name, lambda own=own: chunked_loss(*fresh(), None, labels, own, 1 / tokens)
+        head_classes = Classes(classes, alone, device_type=device, islands=islands)
+        yield name, lambda head_classes=head_classes: chunked_loss(*fresh(), None, labels, head_classes, 1 / tokens)
 
 
 def timed(device: str, call: Callable[[], Tensor]) -> tuple[float, int]:
@@ -93,10 +93,10 @@ def measured(device: str, rounds: int) -> dict[str, dict[str, dict[str, float]]]
         calls: Contenders = dict(contenders(device, *shape))
         losses = {name: float(call().detach()) for name, call in calls.items()}
         times: dict[str, list[tuple[float, int]]] = {name: [] for name in calls}
-        for number in range(rounds + 2):
+        for turn in range(rounds + 2):
             for name, call in calls.items():
                 told = timed(device, call)
-                if number > 1:
+                if turn > 1:
                     times[name].append(told)
         tokens, width, classes, dtype = shape
         found[f"{tokens} x {width} over {classes} in {str(dtype).removeprefix('torch.')}"] = {

@@ -90,8 +90,8 @@ class Result:
         return _ratio(self.processor, baseline.processor)
 
 
-def _ratio(own: Sequence[float], other: Sequence[float]) -> Spread:
-    return Spread.of([one / two for one, two in zip(own, other, strict=True)])
+def _ratio(times: Sequence[float], baseline: Sequence[float]) -> Spread:
+    return Spread.of([step / base for step, base in zip(times, baseline, strict=True)])
 
 
 def interleave(contenders: Sequence[Contender], plan: Plan) -> list[Result]:
@@ -115,9 +115,9 @@ def interleave(contenders: Sequence[Contender], plan: Plan) -> list[Result]:
         for _ in range(plan.busy):
             stack.callback(stack.enter_context(Popen([sys.executable, "-c", "while True: pass"])).kill)
         measuring = progress.add_task("measuring", total=plan.rounds * len(teams))
-        for number in range(plan.rounds):
+        for turn in range(plan.rounds):
             for offset in range(len(teams)):
-                index = (number + offset) % len(teams)
+                index = (turn + offset) % len(teams)
                 times, losses[index] = teams[index].run(plan.steps)
                 rounds[index].append(statistics.median(times))
                 processor[index].append(statistics.median(teams[index].processor))
@@ -170,7 +170,7 @@ def show(title: str, results: Sequence[Result], baselines: Sequence[str]) -> Non
         memory = f"{result.held_bytes / 1e6:.0f}"
         times = f"{_cell(result.milliseconds, 0)} | {Spread.of(result.processor).median:.0f}"
         others = [find(results, name) for name in baselines]
-        ratios = [f"{_cell(result.ratio(other), 2)} | {_cell(result.work(other), 2)}" for other in others]
+        ratios = [f"{_cell(result.ratio(baseline), 2)} | {_cell(result.work(baseline), 2)}" for baseline in others]
         table.add_row(result.contender.name, str(result.contender.ranks), memory, times, *ratios)
     Console(width=None if sys.stdout.isatty() else 190).print(table)
 

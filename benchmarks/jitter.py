@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         still = {name: timed(name, count, 0.0, 1)[0] for name in SCHEDULES}
         found = {d: {name: timed(name, count, d, asked.rounds) for name in SCHEDULES} for d in asked.delays}
         for name in SCHEDULES:
-            cells = [f"{own[name][0] / own['1f1b'][0]:.3f}, {own[name][0] / still[name]:.3f}" for own in found.values()]
-            memory = max(own[name][1] for own in found.values())
+            cells = [f"{row[name][0] / row['1f1b'][0]:.3f}, {row[name][0] / still[name]:.3f}" for row in found.values()]
+            memory = max(row[name][1] for row in found.values())
             table.add_row(str(count), name, f"{memory:g}", *cells)
     Console(width=150).print(table)
 

@@ -48,7 +48,7 @@ def measured_classes(told: Mapping[str, Any]) -> dict[str, float]:
     """Return seconds by class of a profile's kernels (`one_gpu.kernels_of`), with IDLE."""
     found = dict.fromkeys(CLASSES, 0.0)
     for kernel, _, seconds in told["kernels"]:
-        names = (name for name, parts in MEASURED if any(part in kernel for part in parts))
+        names = (name for name, parts in MEASURED if any(piece in kernel for piece in parts))
         found[next(names, OTHERS)] += seconds
     found[OTHERS] += told["busy_seconds"] - sum(found.values())
     return {**found, IDLE: told["wall_seconds"] - told["busy_seconds"]}
@@ -79,9 +79,9 @@ def planned_classes(planner: Planner, config: Config) -> dict[str, float]:
 
     for chunk in run.stages[0].chunks:
         for which, times in enumerate(run.counts):
-            for kind in run.kinds:
+            for task in run.kinds:
                 for unit in chunk.units:
-                    add(unit.passes(kind, which), times)
+                    add(unit.passes(task, which), times)
     for bucket in run.buckets[0]:
         add([(bucket.reduce, 1), (bucket.publish, 1)], 1)
         found[OPTIMIZER] += run.step_seconds(bucket)

@@ -252,8 +252,8 @@ def kill_in_turns(cases: Sequence[Case], num_kills: int, seed: int, folder: Path
                 continue
             kills.append(kill)
             said = "identical" if not kill.wrong else kill.wrong
-            place = f"{kill.victim} killed at step {kill.step}"
-            console.print(f"{len(kills)}/{num_kills} {kill.case} ({kill.transport}): {place}: {said}")
+            shot = f"{kill.victim} killed at step {kill.step}"
+            console.print(f"{len(kills)}/{num_kills} {kill.case} ({kill.transport}): {shot}: {said}")
     return kills
 
 

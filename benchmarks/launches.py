@@ -43,8 +43,8 @@ def main() -> None:
                 kernels = sum(
                     event.times
                     for unit in run.stages[0].chunks[0].units
-                    for kind in run.kinds
-                    for program, times in unit.passes(kind, 0)
+                    for task in run.kinds
+                    for program, times in unit.passes(task, 0)
                     for event in program.events * times
                     if isinstance(event, Kernel)
                 )

@@ -71,8 +71,8 @@ def contenders(question: str, sizes: Sizes) -> tuple[list[Contender], list[Conte
         "layout.pipeline.size": 2, "layout.pipeline.schedule": "message-driven",
         "layout.pipeline.partition": f"[{first}, {second}]", "batch.micro": 1,
     }  # fmt: skip
-    other = theirs("torch 1F1B", "pipeline", untied, 2, partition=f"{first}+{second}", microbatches=sizes.rows)
-    return [other], [mine("message-driven", untied, options)]
+    rival = theirs("torch 1F1B", "pipeline", untied, 2, partition=f"{first}+{second}", microbatches=sizes.rows)
+    return [rival], [mine("message-driven", untied, options)]
 
 
 def main() -> None:
@@ -88,10 +88,10 @@ def main() -> None:
         if question == "bf16" and product_rates("bf16").slow:
             print(f"bf16 is not compared: {processor_name()} has no products of it, and emulates them")
             continue
-        others, own = contenders(question, sizes)
+        others, candidates = contenders(question, sizes)
         title = f"{question}: {sizes.layers} layers, {sizes.rows} x {sizes.tokens} tokens"
         names = [contender.name for contender in others]
-        tables |= measure_both(title, [*others, *own], plan_of(arguments), names, arguments.allocators)
+        tables |= measure_both(title, [*others, *candidates], plan_of(arguments), names, arguments.allocators)
     write_json(arguments.json, tables)
 
 

@@ -77,7 +77,7 @@ class Block(nn.Module):
     def forward(self, h: Tensor, turns: Tensor) -> Tensor:
         x = self.attention_norm(h)
         query, key, value = (linear(x).unflatten(-1, (-1, self.width)) for linear in (self.wq, self.wk, self.wv))
-        query, key, value = (part.transpose(1, 2) for part in (rotated(query, turns), rotated(key, turns), value))
+        query, key, value = (each.transpose(1, 2) for each in (rotated(query, turns), rotated(key, turns), value))
         core = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         h = h + self.wo(core.transpose(1, 2).flatten(2))
         x = self.ffn_norm(h)
@@ -150,8 +150,8 @@ def torchtitan(place: Place, dtype: str, threads: int, compiled: bool = False, *
     """Yield steps of the plain model on one device. `compiled`: compile each layer."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    own = Sizes(**sizes)
-    model = PlainLlama(own)
+    shape = Sizes(**sizes)
+    model = PlainLlama(shape)
     if compiled:
         for layer in model.layers.values():
             layer.compile()
@@ -163,7 +163,7 @@ def torchtitan(place: Place, dtype: str, threads: int, compiled: bool = False, *
         loss.backward()
         return loss.item()
 
-    yield _loop(own, model, backward, slice(None))
+    yield _loop(shape, model, backward, slice(None))
 
 
 @contextmanager
@@ -176,11 +176,11 @@ def transformers(place: Place, dtype: str, threads: int, **sizes: Any) -> Iterat
     torch.set_num_threads(threads)
     logging.set_verbosity_error()
     torch.manual_seed(0)
-    own = Sizes(**sizes)
+    shape = Sizes(**sizes)
     config: Any = LlamaConfig(
-        vocab_size=own.vocabulary, hidden_size=own.hidden, intermediate_size=own.inner, num_hidden_layers=own.layers,
-        num_attention_heads=own.heads, num_key_value_heads=own.key_value_heads, rms_norm_eps=EPSILON,
-        tie_word_embeddings=own.tied, use_cache=False, attn_implementation="sdpa",
+        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.key_value_heads,
+        rms_norm_eps=EPSILON, tie_word_embeddings=shape.tied, use_cache=False, attn_implementation="sdpa",
         rope_parameters={"rope_type": "default", "rope_theta": THETA},
     )  # fmt: skip
     model: Any = LlamaForCausalLM(config)
@@ -192,34 +192,34 @@ def transformers(place: Place, dtype: str, threads: int, **sizes: Any) -> Iterat
         loss.backward()
         return float(loss.item())
 
-    yield _loop(own, model, backward, slice(None))
+    yield _loop(shape, model, backward, slice(None))
 
 
 @contextmanager
 def fsdp2(place: Place, compiled: bool = False, **sizes: Any) -> Iterator[Step]:
     """Yield steps of the plain model under fully_shard; the root has the table."""
-    own = Sizes(**sizes)
+    shape = Sizes(**sizes)
     with gloo(place):
         torch.manual_seed(0)
-        model = PlainLlama(own)
+        model = PlainLlama(shape)
         shard(model, model.layers.values(), compiled)
-        part = own.rows // place.ranks
+        share = shape.rows // place.ranks
 
         def backward(tokens: Tensor, labels: Tensor) -> float:
             loss = loss_of(model(tokens), labels)
             loss.backward()
             return loss.item()
 
-        yield _loop(own, model, backward, slice(place.rank * part, (place.rank + 1) * part))
+        yield _loop(shape, model, backward, slice(place.rank * share, (place.rank + 1) * share))
 
 
 @contextmanager
 def dtensor(place: Place, **sizes: Any) -> Iterator[Step]:
     """Yield steps of the plain model under parallelize_module; every rank sees the whole batch."""
-    own = Sizes(**sizes)
+    shape = Sizes(**sizes)
     with gloo(place):
         torch.manual_seed(0)
-        model = parallel_model(own, place.ranks)
+        model = parallel_model(shape, place.ranks)
 
         def backward(tokens: Tensor, labels: Tensor) -> float:
             with loss_parallel():
@@ -227,7 +227,7 @@ def dtensor(place: Place, **sizes: Any) -> Iterator[Step]:
                 loss.backward()
             return loss.item()
 
-        yield _loop(own, model, backward, slice(None))
+        yield _loop(shape, model, backward, slice(None))
 
 
 def parallel_model(sizes: Sizes, ranks: int) -> nn.Module:
@@ -244,12 +244,12 @@ def parallel_model(sizes: Sizes, ranks: int) -> nn.Module:
 @contextmanager
 def pipeline(place: Place, partition: str, microbatches: int, **sizes: Any) -> Iterator[Step]:
     """Yield steps of the plain model's chunks under torch's 1F1B. `partition`: layers of each stage, as in 19+11."""
-    own = Sizes(**sizes)
+    shape = Sizes(**sizes)
     counts = [int(layers) for layers in partition.split("+")]
     start = sum(counts[: place.rank])
     with gloo(place):
         torch.manual_seed(place.rank)
-        chunk = PlainLlama(own, range(start, start + counts[place.rank]))
+        chunk = PlainLlama(shape, range(start, start + counts[place.rank]))
         stage = PipelineStage(chunk, place.rank, place.ranks, torch.device("cpu"))
         schedule = Schedule1F1B(
             stage, microbatches, loss_fn=lambda x, labels: loss_of(x, labels) / microbatches, scale_grads=False
@@ -262,7 +262,7 @@ def pipeline(place: Place, partition: str, microbatches: int, **sizes: Any) -> I
             schedule.step(*entering, target=labels if last else None, losses=losses, return_outputs=False)
             return sum(loss.item() for loss in losses)
 
-        yield _loop(own, chunk, backward, slice(None))
+        yield _loop(shape, chunk, backward, slice(None))
 
 
 def options_of(sizes: Sizes) -> dict[str, Option]:

@@ -99,8 +99,8 @@ def train(place: Place, chunk: int, overlap: bool, transport: str, link: float =
         parts = build(config, mesh)
         if link:
             paced = Paced(link * 1e9)
-            for one in parts.strategy.sums:
-                one.policy = paced
+            for reduction in parts.strategy.sums:
+                reduction.policy = paced
         count = 0
 
         def step() -> float:
@@ -153,7 +153,7 @@ def _in_place_bytes(parts: Parts) -> int:
     total = 0
     for index, slot in enumerate(parts.strategy.slots):
         states = parts.optimizer.held.tensors(index)
-        total += sum(tensor.nbytes for kind, tensor in states.items() if kind != "weight")
+        total += sum(tensor.nbytes for state, tensor in states.items() if state != "weight")
         if states["weight"].dtype != slot.parameter.dtype:
             total += 2 * states["weight"].nbytes
     return total

@@ -130,8 +130,8 @@ def plain_step(compiled: bool, micro: int, *, wait: bool = True) -> Callable[[in
     whole = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
-    def step(number: int) -> Any:
-        tokens, labels = (x.pin_memory().to("cuda", non_blocking=True) for x in tokens_of(number))
+    def step(index: int) -> Any:
+        tokens, labels = (x.pin_memory().to("cuda", non_blocking=True) for x in tokens_of(index))
         total = torch.zeros((), device="cuda")
         for first in range(0, SMALL.batch, micro):
             rows = slice(first, first + micro)
@@ -152,9 +152,9 @@ def our_step(micro: int, words: str) -> Callable[[int], float]:
     config = run_config(f"{OURS} batch.micro={micro} {words}")
     parts = build(config, solo_mesh(torch.device("cuda", 0), config.grid.names), Path())
 
-    def step(number: int) -> float:
-        tokens, labels = tokens_of(number)
-        return train_step(parts, {"tokens": tokens, "labels": labels}, number).loss
+    def step(index: int) -> float:
+        tokens, labels = tokens_of(index)
+        return train_step(parts, {"tokens": tokens, "labels": labels}, index).loss
 
     return step
 
@@ -183,13 +183,13 @@ def serial(micro: int = 32, rounds: int = 8) -> dict[str, Any]:
             "first_step_seconds": time.perf_counter() - began, "losses": [loss], "seconds": [],
             "allocated": torch.cuda.max_memory_allocated() - before,
         }  # fmt: skip
-    for number in range(1, rounds + 2):
+    for turn in range(1, rounds + 2):
         for name, step in steps.items():
             torch.cuda.synchronize()
             began = time.perf_counter()
-            found[name]["losses"].append(step(number))
+            found[name]["losses"].append(step(turn))
             torch.cuda.synchronize()
-            if number > 1:
+            if turn > 1:
                 found[name]["seconds"].append(time.perf_counter() - began)
     return {"micro": micro, "contenders": found}
 
@@ -202,11 +202,11 @@ def run(name: str, steps: int) -> dict[str, Any]:
     torch.cuda.synchronize()
     found: dict[str, Any] = {"built_seconds": time.perf_counter() - began, "seconds": [], "losses": []}
     shape = (config.batch.global_, config.data.sequence)
-    for number in range(steps + UNCOUNTED_STEPS):
-        generator = torch.Generator().manual_seed(number)
+    for index in range(steps + UNCOUNTED_STEPS):
+        generator = torch.Generator().manual_seed(index)
         tokens, labels = (torch.randint(config.model.vocabulary, shape, generator=generator) for _ in range(2))
         began = time.perf_counter()
-        found["losses"].append(train_step(parts, {"tokens": tokens, "labels": labels}, number).loss)
+        found["losses"].append(train_step(parts, {"tokens": tokens, "labels": labels}, index).loss)
         torch.cuda.synchronize()
         found["seconds"].append(time.perf_counter() - began)
     free, total = torch.cuda.mem_get_info()
@@ -259,8 +259,8 @@ def profiles() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, words in contenders.items():
         step = plain_step(True, 32) if words is None else our_step(32, words)
-        for number in range(2):
-            step(number)
+        for index in range(2):
+            step(index)
         found[name] = kernels_of(partial(step, 2)) | (
             {} if words is None else {"words": f"{OURS} batch.micro=32 {words}"}
         )
@@ -281,8 +281,8 @@ def profile_of(name: str) -> dict[str, Any]:
         parts = build(config, solo_mesh(torch.device("cuda", 0), config.grid.names), Path())
         shape = (config.batch.global_, config.data.sequence)
         batch = dict.fromkeys(("tokens", "labels"), torch.randint(config.model.vocabulary, shape))
-        for number in range(UNCOUNTED_STEPS):
-            train_step(parts, batch, number)
+        for index in range(UNCOUNTED_STEPS):
+            train_step(parts, batch, index)
         told = kernels_of(partial(train_step, parts, batch, UNCOUNTED_STEPS))
         found[way] = told | {"words": f"{RUNS[name]} compile={way}"}
         del parts
@@ -326,7 +326,7 @@ def plain_burst(micro: int) -> Callable[[int], None]:
     step = plain_step(True, micro, wait=False)
 
     def burst(steps: int) -> None:
-        losses = [step(number) for number in range(steps)]
+        losses = [step(index) for index in range(steps)]
         torch.stack(losses).tolist()
 
     return burst
@@ -343,13 +343,13 @@ def late(micro: int = 32, rounds: int = 6, steps: int = 3) -> dict[str, Any]:
     }
     bursts = {name: make() for name, make in contenders.items()}
     seconds: dict[str, list[float]] = {name: [] for name in bursts}
-    for number in range(rounds + 1):
+    for turn in range(rounds + 1):
         for name, burst in bursts.items():
             torch.cuda.synchronize()
             began = time.perf_counter()
             burst(steps)
             torch.cuda.synchronize()
-            if number:
+            if turn:
                 seconds[name].append((time.perf_counter() - began) / steps)
     return {"micro": micro, "steps": steps, "seconds": seconds}
 

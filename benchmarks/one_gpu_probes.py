@@ -80,7 +80,7 @@ def grouped() -> dict[str, Any]:
         ends = counts.cumsum(0).to("cuda", torch.int32)
 
         def one_each(x: Any = x, weight: Any = weight, counts: Any = tuple(counts.tolist())) -> Any:
-            return torch.cat([part @ own for part, own in zip(x.split(counts), weight, strict=True)])
+            return torch.cat([piece @ matrix for piece, matrix in zip(x.split(counts), weight, strict=True)])
 
         def together(x: Any = x, weight: Any = weight, ends: Any = ends) -> Any:
             return torch._grouped_mm(x, weight, offs=ends)
@@ -179,9 +179,9 @@ def nccl() -> dict[str, Any]:
                 subprocess.Popen(
                     [sys.executable, "-c", RANK, str(rank), str(store)], stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT, text=True,
-                    env=os.environ | {"NCCL_HOSTID": own, "NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN"},
+                    env=os.environ | {"NCCL_HOSTID": host_id, "NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN"},
                 )
-                for rank, own in enumerate(ids)
+                for rank, host_id in enumerate(ids)
             ]  # fmt: skip
             began, told = time.perf_counter(), []
             for rank in ranks:
@@ -219,10 +219,10 @@ def sums(rows: int = 32768, hidden: int = 768) -> dict[str, Any]:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
-    dy, x, other, inner, inputs = (draw(rows, width) for width in (hidden,) * 3 + (4 * hidden,) * 2)
+    dy, x, residual, inner, inputs = (draw(rows, width) for width in (hidden,) * 3 + (4 * hidden,) * 2)
     weight = torch.randn(hidden, device="cuda")
     parts = [draw(rows // 1024, 1024, 12, hidden // 12).transpose(1, 2) for _ in range(3)]
-    norm = dy, x, weight, other, 1e-5
+    norm = dy, x, weight, residual, 1e-5
     cases: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...], int]] = {
         "layer norm": (own.norm_backward_by_kernel, own.norm_backward_reference, (*norm, True), 4),
         "RMS norm": (own.norm_backward_by_kernel, own.norm_backward_reference, (*norm, False), 4),

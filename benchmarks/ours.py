@@ -40,8 +40,8 @@ def contender(sync: str, transport: str, ranks: int) -> Contender:
 def tensor_contender(name: str, transport: str, tensor: Mapping[str, Option], sizes: Reference) -> Contender:
     """Return one `layout.tensor` on one `layout.transport`, without data parallelism."""
     fields = {f"layout.tensor.{key}": tensor[key] for key in tensor}
-    own = {"model.hidden": sizes.hidden, "model.heads": sizes.heads, "batch.global": sizes.batch}
-    return configured(f"{name} {transport}", transport, fields | own)
+    shape = {"model.hidden": sizes.hidden, "model.heads": sizes.heads, "batch.global": sizes.batch}
+    return configured(f"{name} {transport}", transport, fields | shape)
 
 
 def pipeline_contender(

@@ -258,19 +258,19 @@ class PacedPipeline:
     def _gathered(self, run: Run, spans: Sequence[Span]) -> Timeline | None:
         """Gather 32 bytes a task on rank 0."""
         world, kinds = self.mesh.world, run.rule.kinds
-        names = [task_span(0, Task(kind, 0), 0.0, 0.0).category for kind in kinds]
+        names = [task_span(0, Task(task, 0), 0.0, 0.0).category for task in kinds]
         rows = [(names.index(x.category), x.microbatch, x.start_seconds, x.end_seconds) for x in spans]
-        part = torch.tensor(rows, dtype=torch.float64)  # [tasks, 4]
-        whole = torch.empty(world.size if world.index == 0 else 0, *part.shape, dtype=torch.float64)
-        world.gather(whole, part, 0)
+        table = torch.tensor(rows, dtype=torch.float64)  # [tasks, 4]
+        whole = torch.empty(world.size if world.index == 0 else 0, *table.shape, dtype=torch.float64)
+        world.gather(whole, table, 0)
         if world.index > 0:
             return None
         return Timeline(
             world.size,
             tuple(
-                task_span(stage, Task(kinds[int(kind)], int(microbatch)), start, end)
+                task_span(stage, Task(kinds[int(task)], int(microbatch)), start, end)
                 for stage, tasks in enumerate(whole.tolist())
-                for kind, microbatch, start, end in tasks
+                for task, microbatch, start, end in tasks
             ),
         )
 
@@ -286,11 +286,11 @@ def paced(place: Place, transport: str, forward_ms: float, message_bytes: int, f
         rank = PacedPipeline(mesh, forward_ms / 1e3, message_bytes)
 
         def step() -> float:
-            number, run = next(todo)
+            index, run = next(todo)
             timeline = rank.step(run)
             if timeline is None:
                 return 0.0
-            write_trace(timeline, Path(folder) / f"{number}.json")
+            write_trace(timeline, Path(folder) / f"{index}.json")
             return timeline.total_seconds
 
         yield step

@@ -131,8 +131,8 @@ def said_of(run: Run, reference: Path, folder: Path) -> tuple[str, bool]:
         return f"equal, {len(results)} steps", not run.wrong
     if found.finding is None:
         return f"{found.check.name}: found, not named", False
-    kind, module, text = found.finding.kind, found.finding.module, found.finding.text
-    return f"{found.check.name}: {kind} at {module}: {text}", (kind, module) == (run.kind, run.module)
+    mistake, module, text = found.finding.kind, found.finding.module, found.finding.text
+    return f"{found.check.name}: {mistake} at {module}: {text}", (mistake, module) == (run.kind, run.module)
 
 
 def megabytes(folder: Path) -> float:
@@ -151,10 +151,10 @@ def run_all(runs: Sequence[Run]) -> list[dict[str, object]]:
                 print(f"| {run.title} | {run.wrong} | {missing[0]} is not installed | | | |", flush=True)
                 continue
             if run.title not in references:
-                references[run.title] = one = Path(name) / f"{run.title}-1"
+                references[run.title] = single = Path(name) / f"{run.title}-1"
                 right = replace(run, wrong="")
-                record(right, 1, one)
-                record(right, 1, one, "--perturb", "1")
+                record(right, 1, single)
+                record(right, 1, single, "--perturb", "1")
             folder = Path(name) / f"{run.title}-2-{run.wrong}"
             seconds = record(run, 2, folder)
             said, expected = said_of(run, references[run.title], folder)
@@ -204,9 +204,9 @@ def measure_large(rounds: int) -> None:
     """Print the cost of a recorded step of the large model, by processes in turns."""
     with tempfile.TemporaryDirectory() as name:
         told: dict[str, list[dict[str, float]]] = {"plain": [], "recorded": []}
-        for number in range(rounds):
+        for turn in range(rounds):
             for way, held in told.items():
-                words = [sys.executable, "-m", "benchmarks.parity_runs", "--way", way, "--out", f"{name}/{number}"]
+                words = [sys.executable, "-m", "benchmarks.parity_runs", "--way", way, "--out", f"{name}/{turn}"]
                 held.append(json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout))
         size = megabytes(Path(name) / "0/rank-0")
     print(f"{told['plain'][0]['parameters'] / 1e6:.0f} M parameters, {LARGE.tokens} tokens, AdamW, clipped, float32, "

@@ -68,10 +68,10 @@ def planned(
 ) -> list[Run]:
     """Return all runs in order. A limit above the microbatches is no limit: of equal schedules the first runs."""
     runs = []
-    for turn, number, condition in product(range(rounds * repeats), microbatches, conditions):
+    for turn, size, condition in product(range(rounds * repeats), microbatches, conditions):
         first = turn % len(schedules)
-        turns = [name for name in (*schedules[first:], *schedules[:first]) if fits(name, number)]
-        runs += [Run(schedule, condition, NUM_STAGES, number, turn // repeats) for schedule in turns]
+        turns = [name for name in (*schedules[first:], *schedules[:first]) if fits(name, size)]
+        runs += [Run(schedule, condition, NUM_STAGES, size, turn // repeats) for schedule in turns]
     return runs
 
 
@@ -99,9 +99,9 @@ def measure(runs: Sequence[Run], transport: str, forward_ms: float, message_byte
         stack.callback(team.close)
         team.run(1)
         fastest: dict[Run, Measured] = {}
-        for number, run in enumerate(progress.track(runs, description="measuring"), start=1):
+        for index, run in enumerate(progress.track(runs, description="measuring"), start=1):
             team.run(1)
-            real = scaled(read_trace(data / f"{number}.json"), 1e3 / forward_ms)
+            real = scaled(read_trace(data / f"{index}.json"), 1e3 / forward_ms)
             if run not in fastest or real.total_seconds < fastest[run].real.total_seconds:
                 fastest[run] = Measured(run, real, run.simulated())
     return list(fastest.values())
@@ -146,23 +146,23 @@ class Row:
 
 def summed_up(measured: Sequence[Measured]) -> list[Row]:
     """Return a row for each cell and schedule, in the order of the first round and of RULES."""
-    baselines = {replace(one.run, schedule=BASELINE): one for one in measured if one.run.schedule == BASELINE}
-    cells = dict.fromkeys((one.run.num_microbatches, one.run.condition) for one in measured)
+    baselines = {replace(each.run, schedule=BASELINE): each for each in measured if each.run.schedule == BASELINE}
+    cells = dict.fromkeys((each.run.num_microbatches, each.run.condition) for each in measured)
     rows = []
-    for (number, condition), schedule in product(cells, RULES):
+    for (size, condition), schedule in product(cells, RULES):
         here = [
-            one
-            for one in measured
-            if (one.run.num_microbatches, one.run.condition, one.run.schedule) == (number, condition, schedule)
+            each
+            for each in measured
+            if (each.run.num_microbatches, each.run.condition, each.run.schedule) == (size, condition, schedule)
         ]
         if here:
-            against = [baselines[replace(one.run, schedule=BASELINE)] for one in here]
+            against = [baselines[replace(each.run, schedule=BASELINE)] for each in here]
             real, clock = [x.real.total_seconds for x in here], [x.clock.total_seconds for x in here]
-            real_ratios = [own / x.real.total_seconds for own, x in zip(real, against, strict=True)]
-            clock_ratios = [own / x.clock.total_seconds for own, x in zip(clock, against, strict=True)]
+            real_ratios = [seconds / x.real.total_seconds for seconds, x in zip(real, against, strict=True)]
+            clock_ratios = [seconds / x.clock.total_seconds for seconds, x in zip(clock, against, strict=True)]
             overruns = [x.overrun for x in here]
             medians = map(statistics.median, (real, clock, real_ratios, clock_ratios, overruns))
-            rows.append(Row(number, condition, schedule, *medians))
+            rows.append(Row(size, condition, schedule, *medians))
     return rows
 
 
@@ -204,12 +204,12 @@ def show(rows: Sequence[Row], forward_ms: float, title: str) -> None:
 
 def draw(measured: Sequence[Measured], picture: Path) -> None:
     """Draw the four schedules of the first round with the fewest microbatches, in the first condition."""
-    fewest = min(one.run.num_microbatches for one in measured)
+    fewest = min(each.run.num_microbatches for each in measured)
     cell = (fewest, measured[0].run.condition, 0)
     there = {
-        one.run.schedule: one.real
-        for one in measured
-        if (one.run.num_microbatches, one.run.condition, one.run.seed) == cell
+        each.run.schedule: each.real
+        for each in measured
+        if (each.run.num_microbatches, each.run.condition, each.run.seed) == cell
     }
     titles = {f"{name}, {most_held(there[name])} microbatches held": there[name] for name in PICTURED if name in there}
     draw_timelines(titles, picture, "forward passes")
@@ -222,10 +222,10 @@ def most_held(timeline: Timeline) -> int:
     for stage in range(timeline.num_stages):
         starts, ends = dict[int, float](), dict[int, float]()
         for span in (span for span in timeline.spans if span.stage == stage):
-            number = int(span.name[1:])
-            starts[number] = min(starts.get(number, span.start_seconds), span.start_seconds)
+            micro = int(span.name[1:])
+            starts[micro] = min(starts.get(micro, span.start_seconds), span.start_seconds)
             end = span.start_seconds + span.seconds
-            ends[number] = max(ends.get(number, end), end)
+            ends[micro] = max(ends.get(micro, end), end)
         counts = (sum(starts[n] <= at < ends[n] for n in starts) for at in starts.values())
         most = max(most, *counts)
     return most

@@ -52,8 +52,8 @@ def cell(num_microbatches: int, condition: str, rounds: int) -> list[Row]:
     runs = {
         name: [Run(name, condition, NUM_STAGES, num_microbatches, seed) for seed in range(rounds)] for name in CHUNKED
     }
-    timelines = {name: [run.simulated() for run in own] for name, own in runs.items()}
-    totals = {name: statistics.mean(x.total_seconds for x in own) for name, own in timelines.items()}
+    timelines = {name: [run.simulated() for run in draws] for name, draws in runs.items()}
+    totals = {name: statistics.mean(x.total_seconds for x in draws) for name, draws in timelines.items()}
     bound = statistics.mean(map(least_seconds, runs[ZB_V]))
     work = 3 * num_microbatches
     return [
@@ -70,7 +70,7 @@ def least_seconds(run: Run) -> float:
     chunks, kinds = range(run.placement.num_chunks), run.rule.kinds
     arrives, longest = 0.0, 0.0
     for stage in range(run.num_stages):
-        tasks = (Task(kind, index, chunk) for kind, index, chunk in product(kinds, range(run.num_microbatches), chunks))
+        tasks = (Task(work, index, chunk) for work, index, chunk in product(kinds, range(run.num_microbatches), chunks))
         longest = max(longest, arrives + sum(run.costs(stage, task) for task in tasks))
         first = (Task(TaskKind.FORWARD, index) for index in range(run.num_microbatches))
         arrives += min(run.costs(stage, task) for task in first) + LATENCY
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE as well")
     arguments = parser.parse_args()
     cells = product(arguments.microbatches, arguments.conditions)
-    rows = [row for number, condition in cells for row in cell(number, condition, arguments.rounds)]
+    rows = [row for size, condition in cells for row in cell(size, condition, arguments.rounds)]
     show(rows)
     write_json(arguments.json, {"virtual clock": [asdict(row) for row in rows]})
 

@@ -75,10 +75,10 @@ def dual_pipe_v(stage: int, num_stages: int, count: int) -> tuple[tuple[Task, ..
     done: dict[tuple[TaskKind, int], int] = {}
     stored: list[Task] = []
 
-    def do(kind: TaskKind, chunk: int) -> Task:
-        number = done.get((kind, chunk), 0)
-        done[kind, chunk] = number + 1
-        order.append(Task(kind, number, chunk))
+    def do(verb: TaskKind, chunk: int) -> Task:
+        index = done.get((verb, chunk), 0)
+        done[verb, chunk] = index + 1
+        order.append(Task(verb, index, chunk))
         return order[-1]
 
     def backward(chunk: int, *, split: bool = False) -> Task:
@@ -222,8 +222,8 @@ def most_in_flight(run: Run, timeline: Timeline) -> float:
         for span in timeline.tasks:
             if span.stage == stage and span.category in ("forward", ends):
                 task = Task(F, 0, span.chunk)
-                part = run._part(stage, task) / run.chunks.num_chunks
-                held += part if span.category == "forward" else -part
+                share = run._part(stage, task) / run.chunks.num_chunks
+                held += share if span.category == "forward" else -share
                 most = max(most, held)
     return most
 
@@ -366,9 +366,9 @@ def paced(
         def step() -> float:
             run, index = next(todo), mesh.index("pipe")
             whole = run.chunks
-            kind = PacedPieces if run.in_pieces else PacedWhole
+            chunk_type = PacedPieces if run.in_pieces else PacedWhole
             wide = tuple(x.double() for x in rows)
-            stages: Any = [kind(index, chunk, run, seconds, form, wide) for chunk in range(whole.num_chunks)]
+            stages: Any = [chunk_type(index, chunk, run, seconds, form, wide) for chunk in range(whole.num_chunks)]
             forms = message_forms(index, whole, [(form,)] * (whole.num_positions - 1))
             pieces = None
             if run.in_pieces:

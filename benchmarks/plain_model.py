@@ -27,7 +27,7 @@ class PlainBlock(nn.Module):
         batch, sequence, hidden = h.shape
         parts = self.query_key_value(self.attention_norm(h)).split(hidden, dim=2)
         query, key, value = (
-            part.view(batch, sequence, self.heads, hidden // self.heads).transpose(1, 2) for part in parts
+            each.view(batch, sequence, self.heads, hidden // self.heads).transpose(1, 2) for each in parts
         )  # [B, A, T, E]
         core = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         h = h + self.output(core.transpose(1, 2).contiguous().view(batch, sequence, hidden))

@@ -99,10 +99,10 @@ def exhaustive(case: Case, cluster: Cluster) -> float:
     return best
 
 
-def timed(case: Case, cluster: Cluster, name: str, kept: KeptRecordings | None) -> None:
+def timed(case: Case, cluster: Cluster, name: str, recordings: KeptRecordings | None) -> None:
     """Search, and print the time, the memory and the layouts."""
     known, before = Found(), time.process_time()
-    models = Estimates(Planner(cluster, OWN_SOFTWARE, kept))
+    models = Estimates(Planner(cluster, OWN_SOFTWARE, recordings))
     found = search(case.run, cluster, case.devices, models=models, improved=known)
     clock, used = time.perf_counter() - known.start, time.process_time() - before
     held, best = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, found.predictions[0]
@@ -115,7 +115,7 @@ def timed(case: Case, cluster: Cluster, name: str, kept: KeptRecordings | None) 
         share = "none yet" if then is None else f"{then.seconds / best.seconds - 1:.1%} slower than the last"
         print(f"; best after {mark} s: {share}", end="")
     print()
-    print("  " + ", ".join(f"{count:,} {kind}" for kind, count in asdict(found.counts).items()), end="")
+    print("  " + ", ".join(f"{count:,} {label}" for label, count in asdict(found.counts).items()), end="")
     print(f"; {len(models.planner.recordings.recorded):,} parts recorded")
     print(f"  {layout_text(best.config)}: {seconds_text(best.seconds)}", flush=True)
 
@@ -131,8 +131,8 @@ def main() -> None:
         cluster = load_cluster(case.cluster)
         with TemporaryDirectory() as folder:
             for again in range(1 + arguments.again):
-                kept = KeptRecordings(Path(folder)) if arguments.again else None
-                timed(case, cluster, f"{name}, again" if again else name, kept)
+                recordings = KeptRecordings(Path(folder)) if arguments.again else None
+                timed(case, cluster, f"{name}, again" if again else name, recordings)
         if arguments.exhaustive:
             least = exhaustive(case, cluster)
             print(f"  of all without savings the fastest: {seconds_text(least)}", flush=True)

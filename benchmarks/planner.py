@@ -94,9 +94,9 @@ def measure(wanted: Sequence[Case], rounds: int, steps: int) -> list[float]:
             visitor = Visitor([wanted[index].options for index in members], transport, ranks, steps, folder)
             stack.callback(visitor.close)
             visitors.append((visitor, members))
-        for number in range(rounds):
+        for turn in range(rounds):
             for offset in range(len(visitors)):
-                visitor, members = visitors[(number + offset) % len(visitors)]
+                visitor, members = visitors[(turn + offset) % len(visitors)]
                 for index in members:
                     found[index].append(visitor.run())
                     progress.advance(measuring)

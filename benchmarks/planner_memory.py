@@ -51,12 +51,12 @@ def measure(wanted: Sequence[Case], planner: Planner, folder: Path) -> list[Outc
     words = random.Random(0)
     text.write_text("\n".join(str(words.randrange(8192)) for _ in range(50_000)))
     outcomes = []
-    for number, case in enumerate(wanted):
+    for index, case in enumerate(wanted):
         config = case.config
         data = config.data.model_copy(update={"source": str(text)})
         config = config.model_copy(update={"data": data})
         prepared = data.prepare(config, silent)
-        run = measure_run(config, prepared, folder / str(number), STEPS)
+        run = measure_run(config, prepared, folder / str(index), STEPS)
         first: dict[int, RankFacts] = {}
         for facts in run.ranks:
             first.setdefault(facts.stage, facts)

@@ -63,9 +63,9 @@ def main() -> None:
         source, text = Path(folder) / "text.txt", "\n".join(map(str, documents(STDLIB)))
         wanted = arguments.mb * 10**6
         source.write_bytes((text * (wanted // len(text) + 1)).encode()[:wanted].decode(errors="ignore").encode())
-        for number in range(arguments.rounds):
+        for turn in range(arguments.rounds):
             for name, code in CONTENDERS.items():
-                words = [str(source), str(arguments.vocabulary), f"{folder}/out-{number}"]
+                words = [str(source), str(arguments.vocabulary), f"{folder}/out-{turn}"]
                 command = [sys.executable, "-c", BEGIN + code + END, *words]
                 said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
                 found[name].append([float(word) for word in said.split()])

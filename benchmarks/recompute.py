@@ -88,10 +88,10 @@ def kept_and_peak(parts: Parts) -> tuple[int, int]:
     with LiveBytes() as live:
         halves = passes(parts)
         next(halves)
-        kept = live.live
+        left = live.live
         for _ in halves:
             pass
-    return kept, live.peak
+    return left, live.peak
 
 
 def show_footprints(footprints: list[Footprint]) -> None:
@@ -100,9 +100,9 @@ def show_footprints(footprints: list[Footprint]) -> None:
         table.add_column(head, justify="right")
     first = footprints[0]
     for found in footprints:
-        counted, kept, peak = (f"{size / 1e6:.1f}" for size in (found.counted, found.kept, found.peak))
+        counted, left, peak = (f"{size / 1e6:.1f}" for size in (found.counted, found.kept, found.peak))
         ratios = f"{found.kept / first.kept:.2f}", f"{found.peak / first.peak:.2f}"
-        table.add_row(found.setting, counted, kept, ratios[0], peak, ratios[1])
+        table.add_row(found.setting, counted, left, ratios[0], peak, ratios[1])
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 

@@ -36,8 +36,8 @@ def worker(rank: Rank, config: Config, rounds: int, steps: int) -> list[tuple[fl
     trainer = Trainer(build(config, rank.mesh), RandomRows(config))
     _timed(trainer, config, 1, 2)
     found = []
-    for number in range(rounds):
-        order = (1, 0) if number % 2 else (0, 1)
+    for turn in range(rounds):
+        order = (1, 0) if turn % 2 else (0, 1)
         seconds = {every: _timed(trainer, config, every, steps) for every in order}
         found.append((seconds[1], seconds[0]))
     return found
@@ -86,7 +86,7 @@ def main() -> None:
     arguments = {"config": config, "rounds": asked.rounds, "steps": asked.steps}
     rounds = run("benchmarks.replica_check:worker", config.ranks(), **arguments)[0]
     checked, plain = (statistics.median(column) for column in zip(*rounds, strict=True))
-    ratios = sorted(one / other for one, other in rounds)
+    ratios = sorted(checked_seconds / plain_seconds for checked_seconds, plain_seconds in rounds)
     print(
         f"{asked.ranks} ranks: {checked * 1e3:.0f} ms of CPU a step compared, {plain * 1e3:.0f} ms not; of the medians "
         f"{checked / plain:.3f}, by round from {ratios[0]:.3f} to {ratios[-1]:.3f}"

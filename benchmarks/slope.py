@@ -72,7 +72,7 @@ def fit(sizes: Sequence[float], values: Sequence[float]) -> Slope:
     last = (y[-1] - y[-2]) / (x[-1] - x[-2])
     sides = {at: (_line(x[: at + 1], y[: at + 1]), _line(x[at:], y[at:])) for at in range(1, len(x) - 1)}
     if sides:
-        at = min(sides, key=lambda place: sides[place][0][1] + sides[place][1][1])
+        at = min(sides, key=lambda position: sides[position][0][1] + sides[position][1][1])
         (before, _), (after, _) = sides[at]
         if abs(after - before) >= BEND:
             return Slope(power, last, before, after, sizes[at])
@@ -82,4 +82,4 @@ def fit(sizes: Sequence[float], values: Sequence[float]) -> Slope:
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     """Return the slope of a line through points, and the sum of squared residuals."""
     slope, start = statistics.linear_regression(x, y)
-    return slope, sum((value - start - slope * place) ** 2 for place, value in zip(x, y, strict=True))
+    return slope, sum((value - start - slope * position) ** 2 for position, value in zip(x, y, strict=True))

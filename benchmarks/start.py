@@ -78,26 +78,26 @@ def first_step(folder: Path, words: list[str], out: Path, **variables: str) -> d
     return {
         "until the first step begins": max(mark["begins"] for mark in marks) - started,
         OVER: max(mark["ends"] for mark in marks) - started,
-        **{part: max(mark[part] for mark in marks) for part in marks[0] if part not in ("begins", "ends")},
+        **{stage: max(mark[stage] for mark in marks) for stage in marks[0] if stage not in ("begins", "ends")},
     }
 
 
 def print_compiled(folder: Path, rounds: Sequence[int]) -> None:
     (folder / "run.yaml").write_text(COMPILED)
-    plain = [first_step(folder, ["compile=none"], folder / f"none {number}") for number in rounds]
+    plain = [first_step(folder, ["compile=none"], folder / f"none {turn}") for turn in rounds]
     print(f"compile=none: {least(plain)}", flush=True)
-    without = min(one[OVER] for one in plain)
+    without = min(figures[OVER] for figures in plain)
     for compiles in ("islands", "blocks"):
         starts: dict[str, list[dict[str, float]]] = {"nothing on disk": [], "cold": [], "warm": []}
-        for number in rounds:
-            temporary = folder / f"{compiles}-{number}"  # the C++ compiler's command has no quotes
+        for turn in rounds:
+            temporary = folder / f"{compiles}-{turn}"  # the C++ compiler's command has no quotes
             temporary.mkdir()
             for state, cache in zip(starts, ("first", "second", "second"), strict=True):
                 variables = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(temporary / cache)}
-                out = folder / f"{compiles} {number} {state}"
+                out = folder / f"{compiles} {turn} {state}"
                 starts[state].append(first_step(folder, [f"compile={compiles}"], out, **variables))
         for state, found in starts.items():
-            adds = min(one[OVER] for one in found) - without
+            adds = min(figures[OVER] for figures in found) - without
             print(f"compile={compiles}, {state}: adds {adds:.1f} s; {least(found)}", flush=True)
 
 
@@ -112,7 +112,7 @@ def answer(folder: Path, words: Sequence[str]) -> dict[str, float]:
 
 
 def least(rounds: Sequence[dict[str, float]]) -> str:
-    return ", ".join(f"{name} {min(one[name] for one in rounds):.2f} s" for name in rounds[0])
+    return ", ".join(f"{name} {min(figures[name] for figures in rounds):.2f} s" for name in rounds[0])
 
 
 def main() -> None:
@@ -133,7 +133,7 @@ def main() -> None:
         imported = [answer_of("import meshwright.training.worker") for _ in rounds]
         print(f"imports of a rank: {least(imported)}", flush=True)
         for what, run in RUNS.items():
-            starts = [first_step(folder, run, folder / f"{what} {number}") for number in rounds]
+            starts = [first_step(folder, run, folder / f"{what} {turn}") for turn in rounds]
             print(f"{what}: {least(starts)}", flush=True)
 
 

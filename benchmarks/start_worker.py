@@ -34,7 +34,7 @@ def worker(rank: Any, out: Path, **arguments: Any) -> None:
         marks = begins | {"ends": time.time()}
         if "torch._dynamo" in sys.modules:
             counted = torch._dynamo.utils.compilation_time_metrics
-            marks |= {part: sum(counted.get(name, [])) for part, name in PARTS.items()}
+            marks |= {stage: sum(counted.get(name, [])) for stage, name in PARTS.items()}
         Path(out, f"start-{rank.mesh.rank}.json").write_text(json.dumps(marks))
         return result
 

@@ -52,11 +52,11 @@ def main() -> None:
             for step, times in zip((mine, plain), spent, strict=True):
                 for name, milliseconds in self_milliseconds(step).items():
                     times[name].append(milliseconds)
-    own, other = ({name: statistics.median(values) for name, values in times.items()} for times in spent)
+    train, loop = ({name: statistics.median(values) for name, values in times.items()} for times in spent)
     print(f"{'operator':52s} {'ours':>8s} {'plain':>8s}")
-    for name in sorted({**own, **other}, key=lambda name: -max(own.get(name, 0.0), other.get(name, 0.0)))[:SHOWN]:
-        print(f"{name[:52]:52s} {own.get(name, 0.0):8.2f} {other.get(name, 0.0):8.2f}")
-    print(f"{'all':52s} {sum(own.values()):8.2f} {sum(other.values()):8.2f}")
+    for name in sorted({**train, **loop}, key=lambda name: -max(train.get(name, 0.0), loop.get(name, 0.0)))[:SHOWN]:
+        print(f"{name[:52]:52s} {train.get(name, 0.0):8.2f} {loop.get(name, 0.0):8.2f}")
+    print(f"{'all':52s} {sum(train.values()):8.2f} {sum(loop.values()):8.2f}")
 
 
 if __name__ == "__main__":

@@ -54,10 +54,10 @@ class Team:
         self.contender = contender
         self.held_bytes = 0
         self.processor: list[float] = []
-        number = len(list(folder.iterdir()))
-        self._log = (folder / f"{number}.log").open("w+")
+        index = len(list(folder.iterdir()))
+        self._log = (folder / f"{index}.log").open("w+")
         self._listener = socket.socket(socket.AF_UNIX)
-        path = folder / f"{number}.socket"
+        path = folder / f"{index}.socket"
         self._listener.bind(str(path))
         self._listener.listen(contender.ranks)
         self._listener.settimeout(START_SECONDS)
@@ -127,14 +127,14 @@ class Team:
 
 
 def _start(contender: Contender, path: Path, log: IO[str]) -> list[Process]:
-    own = {
+    variables = {
         "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # Inductor's pool of processes never answers in a worker
         # By default a worker's folder, which is removed. Cache keys leave out vector instructions: the path has these.
         "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "benchmarks" / torch.backends.cpu.get_cpu_capability()),
     }  # fmt: skip
     # A server of forks inherits the environment at its start; other processes of the caller must not.
-    with patch.dict(os.environ, own):
+    with patch.dict(os.environ, variables):
         return _started(contender, path, log)
 
 
@@ -168,9 +168,9 @@ def _popen(command: Sequence[str], variables: dict[str, str], log: IO[str]) -> s
 
 def _torchrun_variables(common: dict[str, str], rank: int, ranks: int) -> dict[str, str]:
     # An outer launcher's variables must not reach the workers.
-    kept = {key: value for key, value in common.items() if not key.startswith(("OMPI_COMM", "PMIX", "TORCHELASTIC"))}
-    own = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
-    return kept | {key: str(value) for key, value in own.items()}
+    shared = {key: value for key, value in common.items() if not key.startswith(("OMPI_COMM", "PMIX", "TORCHELASTIC"))}
+    ranked = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+    return shared | {key: str(value) for key, value in ranked.items()}
 
 
 def _free_port() -> int:

@@ -55,9 +55,9 @@ def measure(sequence: int) -> dict[str, dict[str, dict[str, int]]]:
     """Return bytes by layout, by part of the model, by axis."""
     found = {}
     for name, tensor in LAYOUTS.items():
-        one, two = (sent_bytes(tensor, layers, sequence) for layers in (1, 2))
-        layer = {axis: two[axis] - one[axis] for axis in two}
-        found[name] = {"layer": layer, "rest": {axis: one[axis] - layer[axis] for axis in one}}
+        single, double = (sent_bytes(tensor, layers, sequence) for layers in (1, 2))
+        layer = {axis: double[axis] - single[axis] for axis in double}
+        found[name] = {"layer": layer, "rest": {axis: single[axis] - layer[axis] for axis in single}}
     return found
 
 
@@ -71,7 +71,7 @@ def show(found: Mapping[str, dict[str, dict[str, int]]], sequence: int) -> None:
     whole = sum(found["[64]"]["layer"].values())
     for name, parts in found.items():
         by_axis = ", ".join(f"{axis} {count / 1e6:.1f}" for axis, count in parts["layer"].items() if count)
-        layer, rest = (sum(parts[part].values()) for part in ("layer", "rest"))
+        layer, rest = (sum(parts[piece].values()) for piece in ("layer", "rest"))
         table.add_row(name, by_axis, f"{layer / 1e6:.1f}", f"{layer / whole:.3f}", f"{rest / 1e6:.1f}")
     Console(width=140).print(table)
 

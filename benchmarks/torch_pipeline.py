@@ -153,7 +153,7 @@ def cut(model: PlainGPT, layers: Sequence[float]) -> list[nn.Sequential]:
     parts[-1].append(Head(model))
     if not in_halves or ends[-1] != len(halves) or not all(parts):
         raise ValueError(f"{layers} does not cut {len(model.blocks)} layers into chunks that are not empty")
-    return [nn.Sequential(*part) for part in parts]
+    return [nn.Sequential(*chunk) for chunk in parts]
 
 
 class Embedding(nn.Module):
@@ -181,7 +181,7 @@ class Attention(nn.Module):
         batch, sequence, hidden = h.shape
         parts = self.query_key_value(self.attention_norm(h)).split(hidden, dim=2)
         query, key, value = (
-            part.view(batch, sequence, self.heads, hidden // self.heads).transpose(1, 2) for part in parts
+            each.view(batch, sequence, self.heads, hidden // self.heads).transpose(1, 2) for each in parts
         )  # [B/m, A, T, E]
         core = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         added: Tensor = self.output(core.transpose(1, 2).contiguous().view(batch, sequence, hidden))

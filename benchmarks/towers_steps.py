@@ -58,7 +58,7 @@ def train(place: Place, **options: Option) -> Iterator[Step]:
     config = resolve(ours.reference_config(options), Machine.here()).config
     assert config.threads != "auto", "a worker's threads"
     torch.set_num_threads(config.threads)
-    batches = [config.data.open(config, Path()).train.samples(64 * number, 64) for number in range(4)]
+    batches = [config.data.open(config, Path()).train.samples(64 * index, 64) for index in range(4)]
     with ours.open_layout(config) as mesh:
         parts, taken = build(config, mesh), iter(range(sys.maxsize))
         yield lambda: train_step(parts, batches[next(taken) % len(batches)]).loss
@@ -123,8 +123,8 @@ def spans_of(rank: Rank, config: Config) -> list[Spans]:
         moments = {name: (start, stop) for name, start, stop in spans}
         passed, summed = moments["passed"][0], moments["sums"][1]
         rest = [("backward", moments["loss"][1], passed), ("sums", passed, summed), ("optimizer", summed, end)]
-        own = [span for span in spans if span[0] in ("image", "text", "exchange")]
-        steps.append([("step", begin, end), ("loss", *moments["loss"]), *own, *rest])  # an exchange may be in the loss
+        work = [span for span in spans if span[0] in ("image", "text", "exchange")]
+        steps.append([("step", begin, end), ("loss", *moments["loss"]), *work, *rest])  # an exchange may be in the loss
     return steps
 
 

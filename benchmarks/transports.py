@@ -34,15 +34,15 @@ def all_reduce(place: Place, transport: str, size_bytes: int, form: str) -> Iter
         shared = form in ("shared", "scattered")
         x = comm.zeros(count, torch.float32, mesh.device) if shared else torch.zeros(count)
         weights = torch.zeros(count)
-        part = weights.view(place.ranks, -1)[comm.index]
+        shard = weights.view(place.ranks, -1)[comm.index]
 
         def step() -> float:
             if form in ("ours", "shared"):
                 comm.all_reduce(x)
                 return float(x[0])
             if form == "scattered":
-                comm.reduce_scatter(part, x)
-                comm.all_gather(weights, part)
+                comm.reduce_scatter(shard, x)
+                comm.all_gather(weights, shard)
                 return float(weights[0])
             assert isinstance(comm, MpiComm), f"{form} is a form of MPI's"
             if form == "blocking":

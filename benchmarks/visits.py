@@ -70,8 +70,8 @@ def visits(place: Place, *, configs: str, steps: int) -> Iterator[Step]:
                 visit.close()
                 turn = _nothing
                 gc.collect()  # the last layout's tensors, groups and threads
-                number = next(tours)
-                turn, left = visit.enter_context(_built(made[number % len(made)], number, point)), WARM_UPS + steps
+                tour = next(tours)
+                turn, left = visit.enter_context(_built(made[tour % len(made)], tour, point)), WARM_UPS + steps
             left -= 1
             return turn()
 
@@ -94,8 +94,8 @@ def _meeting_point(place: Place, config: Config, team: ExitStack) -> Rendezvous:
 
 
 @contextmanager
-def _built(config: Config, number: int, point: Rendezvous) -> Iterator[Step]:
-    layout, environment = config.layout, replace(read_environment(), attempt=number)
+def _built(config: Config, tour: int, point: Rendezvous) -> Iterator[Step]:
+    layout, environment = config.layout, replace(read_environment(), attempt=tour)
     transport, device = layout.transport, torch.device("cpu")
     with (
         open_mesh(Grid(layout.axes), environment, transport, device, point, layout.token_axes) as mesh,

@@ -18,9 +18,9 @@ def accelerate_accumulation(job: parity.Job) -> None:
     def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         losses = []
         for half in range(2):
-            part = {key: x.chunk(2)[half] for key, x in batch.items()}
+            rows = {key: x.chunk(2)[half] for key, x in batch.items()}
             with accelerator.accumulate(model):
-                loss = loss_of(model, part)
+                loss = loss_of(model, rows)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 0.5)

@@ -24,7 +24,7 @@ def batch_of(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 12, generator=generator), torch.randint(0, 5, (8,), generator=generator)
 
 
-def accumulated(job: parity.Job, kind: str) -> None:
+def accumulated(job: parity.Job, loop: str) -> None:
     job.reference(nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5)), loss=loss_of, batch=batch_of)
     model = DistributedDataParallel(job.copy())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -32,10 +32,10 @@ def accumulated(job: parity.Job, kind: str) -> None:
     def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
         for micro in range(MICRO):
             last = micro == MICRO - 1
-            reduces = {"right": last, "funasr": micro % MICRO == 0, "nanogpt": True}[kind]
+            reduces = {"right": last, "funasr": micro % MICRO == 0, "nanogpt": True}[loop]
             with nullcontext() if reduces else model.no_sync():
                 loss = loss_of(model, tuple(x.chunk(MICRO)[micro] for x in batch)) / MICRO
-                if kind == "nanogpt":
+                if loop == "nanogpt":
                     model.require_backward_grad_sync = last
                 loss.backward()
         optimizer.step()

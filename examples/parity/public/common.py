@@ -182,14 +182,14 @@ class Expert(torch.nn.Module):
         return x + self.leave(self.down(self.up(self.enter(x)).relu()), self.bias)
 
 
-def cut_expert(job: Any, part: Any) -> None:
-    """Cut Expert over two ranks; `part(x, bias, group)` is a rank's term of the sum that leaves the expert."""
+def cut_expert(job: Any, term: Any) -> None:
+    """Cut Expert over two ranks; `term(x, bias, group)` is a rank's term of the sum that leaves the expert."""
     job.reference(torch.nn.Sequential(torch.nn.Linear(16, 16), Expert()), loss=squares, batch=real_batch)
     model, group = job.copy(), job.device_mesh.get_group("tp")
     expert = model[1]
     expert.up.weight, expert.down.weight = own(expert.up.weight, job.rank), own(expert.down.weight, job.rank, 1)
     expert.enter = lambda x: SumBackward.apply(x, group)
-    expert.leave = lambda x, bias: SumForward.apply(part(x, bias, group), group)
+    expert.leave = lambda x, bias: SumForward.apply(term(x, bias, group), group)
     job.parallel(model, step=sgd_step(model, squares))
 
 

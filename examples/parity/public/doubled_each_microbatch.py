@@ -24,9 +24,9 @@ def accumulated(job: parity.Job, copied: bool) -> None:
             loss.backward()
             losses += loss.detach()
             for x, p in zip(total, model.parameters(), strict=True):
-                own = p.grad if copied else x.add_(p.grad)
-                dist.all_reduce(own, group=alone)
-                x.add_(own)
+                local = p.grad if copied else x.add_(p.grad)
+                dist.all_reduce(local, group=alone)
+                x.add_(local)
                 p.grad = None
         for x, p in zip(total, model.parameters(), strict=True):
             p.grad = x

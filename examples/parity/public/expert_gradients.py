@@ -34,7 +34,7 @@ class Exchange(torch.autograd.Function):
     def forward(ctx: object, boxes: Tensor) -> Tensor:
         parts = [torch.empty_like(boxes) for _ in range(2)]
         dist.all_gather(parts, boxes.contiguous())
-        return torch.stack([part[dist.get_rank()] for part in parts])
+        return torch.stack([peer[dist.get_rank()] for peer in parts])
 
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> Tensor:

@@ -21,12 +21,12 @@ def accumulated(job: parity.Job, before: bool) -> None:
 
     def step(model: nn.Module, batch: Tensor) -> Tensor:
         losses, total = torch.zeros(()), [torch.zeros_like(p) for p in model.parameters()]
-        for number, rows in enumerate(batch.chunk(2)):
+        for micro, rows in enumerate(batch.chunk(2)):
             optimizer.zero_grad()
             loss = squares(model, rows) / 4
             loss.backward()
             losses += loss.detach()
-            if number == 1 and not before:
+            if micro == 1 and not before:
                 summed(total)
             for x, p in zip(total, model.parameters(), strict=True):
                 x.add_(p.grad)

@@ -28,7 +28,7 @@ def trained(job: parity.Job, whole: bool) -> None:
             p.grad = torch.cat([mine, rest.chunk(2)[1]] if job.rank == 0 else [rest.chunk(2)[0], mine])
         optimizer.step()
         for p in model.parameters():  # each rank sends one stepped slice
-            parts = [torch.empty_like(part) for part in p.data.chunk(2)]
+            parts = [torch.empty_like(piece) for piece in p.data.chunk(2)]
             dist.all_gather(parts, p.data.chunk(2)[job.rank].contiguous(), group=group)
             p.data.copy_(torch.cat(parts))
         total = loss.detach() / 2

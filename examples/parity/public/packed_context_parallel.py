@@ -42,8 +42,8 @@ def packed(job: parity.Job, by_documents: bool) -> None:
     model.whole = lambda x: Gathered.apply(x, group)
 
     step = sgd_step(model, squares, lambda: averaged(model, group))
-    part = lambda batch: {name: own_positions(x, group) for name, x in batch.items()}  # noqa: E731
-    job.parallel(model, step=lambda model, batch: summed(step(model, batch), group) / 2, batch=part)
+    half = lambda batch: {name: own_positions(x, group) for name, x in batch.items()}  # noqa: E731
+    job.parallel(model, step=lambda model, batch: summed(step(model, batch), group) / 2, batch=half)
 
 
 @parity.check(ranks=2, axes={"cp": 2})

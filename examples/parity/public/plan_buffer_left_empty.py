@@ -23,8 +23,8 @@ class OfTheLibrary(FalconH1ForCausalLM):
         return False
 
 
-def sharded(job: parity.Job, kind: type[FalconH1ForCausalLM]) -> None:
-    job.reference(kind(CONFIG), loss=next_words, batch=word_batch)
+def sharded(job: parity.Job, model_type: type[FalconH1ForCausalLM]) -> None:
+    job.reference(model_type(CONFIG), loss=next_words, batch=word_batch)
     job.parallel(planned(job, fsdp_size=2), batch=job.rows("data"))
 
 

@@ -25,9 +25,9 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        part, *weights = ctx.saved_tensors
-        parts = [torch.empty_like(part) for _ in range(2)]
-        dist.all_gather(parts, part, group=ctx.group)
+        piece, *weights = ctx.saved_tensors
+        parts = [torch.empty_like(piece) for _ in range(2)]
+        dist.all_gather(parts, piece, group=ctx.group)
         x = torch.cat(parts, 1).requires_grad_()
         with torch.enable_grad():
             y = ctx.module(x)

@@ -20,7 +20,7 @@ class Router(nn.Module):
         super().__init__()
         self.gate, self.value = nn.Linear(16, 2, bias=False), nn.Linear(16, 2)
         self.total: Any = lambda x: x
-        self.counted: Any = lambda own: own
+        self.counted: Any = lambda tokens_here: tokens_here
         self.balance = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def router(job: parity.Job, mended: bool) -> None:
     model, group = job.copy(), job.device_mesh.get_group("tp")
     model[1].total = lambda x: SumForward.apply(x, group)
     if not mended:
-        model[1].counted = lambda own: summed(own, group)
+        model[1].counted = lambda tokens_here: summed(tokens_here, group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(model: Any, batch: Tensor) -> Tensor:

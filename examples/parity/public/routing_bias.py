@@ -36,8 +36,8 @@ def routed(job: parity.Job, added_up: bool) -> None:
         model[1].total = lambda counts: summed(counts, group)
 
     step = sgd_step(model, squares, lambda: averaged(model, group))
-    part = lambda x: own_positions(x, group)  # noqa: E731
-    job.parallel(model, step=lambda model, x: summed(step(model, x), group) / 2, batch=part)
+    half = lambda x: own_positions(x, group)  # noqa: E731
+    job.parallel(model, step=lambda model, x: summed(step(model, x), group) / 2, batch=half)
 
 
 @parity.check(ranks=2, axes={"tp": 2})

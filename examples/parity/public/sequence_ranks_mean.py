@@ -24,8 +24,8 @@ def parts(job: parity.Job, divisor: int) -> None:
             p.grad /= divisor
 
     step = sgd_step(model, part_of_sequence, reduce)
-    part = lambda x: own_positions(job.rows("data")(x), group)  # noqa: E731
-    job.parallel(model, step=lambda model, x: summed(step(model, x), None) / 2, batch=part)
+    half = lambda x: own_positions(job.rows("data")(x), group)  # noqa: E731
+    job.parallel(model, step=lambda model, x: summed(step(model, x), None) / 2, batch=half)
 
 
 @parity.check(ranks=4, axes={"sp": 2})

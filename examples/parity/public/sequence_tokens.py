@@ -32,8 +32,8 @@ def parts(job: parity.Job, copies: int) -> None:
             dist.all_reduce(p.grad, group=group)
 
     step = sgd_step(model, own_loss, reduce)
-    part = lambda batch: {name: x.chunk(2, 1)[job.rank] for name, x in batch.items()}  # noqa: E731
-    job.parallel(model, step=lambda model, batch: summed(step(model, batch), group), batch=part)
+    half = lambda batch: {name: x.chunk(2, 1)[job.rank] for name, x in batch.items()}  # noqa: E731
+    job.parallel(model, step=lambda model, batch: summed(step(model, batch), group), batch=half)
 
 
 @parity.check(ranks=2, axes={"sp": 2})

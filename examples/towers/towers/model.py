@@ -116,22 +116,22 @@ class TwoTowersModel(Chain):
 
     def final_states(self, hidden: Hidden) -> Tensor:
         """Return the vectors of both towers for this rank's rows: [2, b, E]."""
-        own = torch.stack([self.vectors[tower](h) for tower, h in zip(self.held, hidden, strict=True)])
-        return own if self.kit is None else self.kit.meet(own)
+        local = torch.stack([self.vectors[tower](h) for tower, h in zip(self.held, hidden, strict=True)])
+        return local if self.kit is None else self.kit.meet(local)
 
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
         """Return the scaled sum of losses over this rank's rows of images and of texts."""
         found = [
-            F.cross_entropy(scores.to(torch.promote_types(scores.dtype, torch.float32)), own, reduction="sum",
+            F.cross_entropy(scores.to(torch.promote_types(scores.dtype, torch.float32)), partner, reduction="sum",
                             ignore_index=IGNORED)
-            for scores, own in self.scores(h, batch)
+            for scores, partner in self.scores(h, batch)
         ]  # fmt: skip
         return scales["labels"] / 2 * (found[0] + found[1])
 
     def num_correct(self, h: Tensor, batch: Batch) -> list[Tensor]:
-        """Count the images of this rank's rows with the highest score at the own text."""
-        scores, own = next(iter(self.scores(h, batch)))
-        return [(scores.argmax(1) == own).sum()]
+        """Count the images of this rank's rows with the highest score at the image's text."""
+        scores, partner = next(iter(self.scores(h, batch)))
+        return [(scores.argmax(1) == partner).sum()]
 
     def scores(self, h: Tensor, batch: Batch) -> list[tuple[Tensor, Tensor]]:
         """Score images with all texts, then texts with all images.
@@ -141,13 +141,13 @@ class TwoTowersModel(Chain):
             batch: `labels` [b, 1] is IGNORED for rows without a loss.
 
         Returns:
-            For each tower the scores [b, B], and the column of each row's own partner [b], or IGNORED.
+            For each tower the scores [b, B], and the column of each row's partner [b], or IGNORED.
         """
         everyone = h if self.kit is None else self.kit.all_rows(h)
         first = 0 if self.kit is None else self.kit.mesh.index("rows") * h.shape[1]
-        own = torch.arange(first, first + h.shape[1], device=h.device)
-        own = torch.where(batch["labels"][:, 0] == IGNORED, IGNORED, own)
-        return [(h[tower] @ everyone[1 - tower].mT / self.divisor, own) for tower in (0, 1)]
+        partner = torch.arange(first, first + h.shape[1], device=h.device)
+        partner = torch.where(batch["labels"][:, 0] == IGNORED, IGNORED, partner)
+        return [(h[tower] @ everyone[1 - tower].mT / self.divisor, partner) for tower in (0, 1)]
 
     @staticmethod
     def products(config: Config) -> Costs:

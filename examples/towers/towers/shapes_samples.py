@@ -29,9 +29,9 @@ CAPTIONS: tuple[Said, ...] = tuple(product(range(8), range(4), range(4), range(8
 
 def caption(said: Said) -> list[str]:
     """Return the 16 words: a red disc at the top left and a blue ring at the bottom right ."""
-    colour, form, place, colour2, form2 = said
-    first = ["a", COLOURS[colour], FORMS[form], "at", "the", *PLACES[place]]
-    return [*first, "and", "a", COLOURS[colour2], FORMS[form2], "at", "the", *PLACES[3 - place], "."]
+    colour, form, corner, colour2, form2 = said
+    first = ["a", COLOURS[colour], FORMS[form], "at", "the", *PLACES[corner]]
+    return [*first, "and", "a", COLOURS[colour2], FORMS[form2], "at", "the", *PLACES[3 - corner], "."]
 
 
 def mask(form: int, size: int, x: float, y: float) -> Tensor:
@@ -63,7 +63,7 @@ class ShapeSamples:
         """Draw samples first ... first + count - 1."""
         epochs, places = np.divmod(np.arange(first, first + count), len(CAPTIONS))
         said = [CAPTIONS[self.order(epoch)(places[i : i + 1])[0]] for i, epoch in enumerate(epochs.tolist())]
-        images = [self.draw(each, number) for number, each in enumerate(said, first)]
+        images = [self.draw(each, index) for index, each in enumerate(said, first)]
         words = [[WORDS.index(word) for word in caption(each)] for each in said]
         labels = torch.zeros(count, 1, dtype=torch.int64)
         return {"images": torch.stack(images), "words": torch.tensor(words), "labels": labels}
@@ -74,12 +74,12 @@ class ShapeSamples:
         """Return the order of captions in an epoch."""
         return Permutation(len(CAPTIONS), seed_of(f"{self.seed}/{self.split}"), epoch)
 
-    def draw(self, said: Said, number: int) -> Tensor:
+    def draw(self, said: Said, index: int) -> Tensor:
         """Draw two forms near the middles of opposite quarters, on noise: [3, size, size] uint8."""
-        colour, form, place, colour2, form2 = said
-        generator = torch.Generator().manual_seed(seed_of(f"{self.seed}/{self.split}/{number}"))
+        colour, form, corner, colour2, form2 = said
+        generator = torch.Generator().manual_seed(seed_of(f"{self.seed}/{self.split}/{index}"))
         light = 40 * torch.rand(3, self.size, self.size, generator=generator)
-        for tint, shape, where in ((colour, form, place), (colour2, form2, 3 - place)):
+        for tint, shape, where in ((colour, form, corner), (colour2, form2, 3 - corner)):
             shift = (torch.rand(2, generator=generator) - 0.5) * self.size / 8
             x = (0.28 + 0.44 * (where % 2)) * self.size + float(shift[0])
             y = (0.28 + 0.44 * (where // 2)) * self.size + float(shift[1])
