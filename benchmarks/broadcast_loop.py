@@ -40,7 +40,7 @@ from meshwright.ranks.mesh import Mesh
 
 @dataclass(frozen=True)
 class Shape:
-    """[q, q, d] as rank (i, j, k) sees it: `row` joins the q ranks of row i, `column` those of column j."""
+    """[q, q, d] for rank (i, j, k): `row` joins the q ranks of row i, `column` the q ranks of column j."""
 
     row: Comm
     column: Comm

@@ -1,4 +1,4 @@
-"""Kernels that torch.compile makes of a layer for an H100, on a machine without a GPU:
+"""Kernels that torch.compile makes for a layer on an H100, found on a machine without a GPU:
 
     python -m benchmarks.graph_kernels [key=value ...]        words as of `meshwright train gpt2`
 
@@ -55,7 +55,7 @@ H100 = {
 
 @dataclass(frozen=True)
 class Found:
-    """A graph's kernels but for products: what each computes, and its bytes. `code`: Inductor's."""
+    """A graph's kernels without products: the operations and the bytes of each. `code`: Inductor's."""
 
     kernels: tuple[tuple[str, int], ...]
     code: str
@@ -66,12 +66,12 @@ class Found:
 
 
 class Written(Exception):
-    """Inductor has written the code, which is not to be compiled or run."""
+    """The signal that Inductor has written the code, which is not compiled or run."""
 
 
 @contextmanager
 def an_h100() -> Iterator[None]:
-    """While entered, Inductor asks about an H100 where there is no driver."""
+    """Answer Inductor's questions about the device for an H100, on a machine without a driver."""
     from torch._inductor.runtime.hints import DeviceProperties
 
     known = {name: value for name, value in H100.items() if name in DeviceProperties._fields}
@@ -102,7 +102,7 @@ def an_h100() -> Iterator[None]:
 
 
 def on_gpu(value: Any) -> Any:
-    """A fake tensor as one of the GPU's; a number on the host stays there."""
+    """Return a fake tensor on the GPU; a number on the host stays on the host."""
     if isinstance(value, list | tuple):
         return type(value)(map(on_gpu, value))
     if not isinstance(value, FakeTensor) or value.dim() == 0:
@@ -112,7 +112,7 @@ def on_gpu(value: Any) -> Any:
 
 
 def moved(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A copy of a graph that was traced on the CPU, on the GPU."""
+    """Return a copy, on the GPU, of a graph traced on the CPU."""
     graph = copy.deepcopy(module.graph)
     for node, before in zip(graph.nodes, module.graph.nodes, strict=True):
         node.meta = {name: on_gpu(value) for name, value in before.meta.items() if name != "tensor_meta"}
@@ -124,7 +124,7 @@ def moved(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def kernels_of(module: torch.fx.GraphModule, inputs: list[Any]) -> Found:
-    """The kernels that Inductor makes of a graph."""
+    """Return the kernels that Inductor makes for a graph."""
     from torch._inductor import compile_fx, config
     from torch._inductor.graph import GraphLowering
 
@@ -159,7 +159,7 @@ def kernels_of(module: torch.fx.GraphModule, inputs: list[Any]) -> Found:
 
 
 def layer_kernels(config: Config) -> tuple[Found, Found]:
-    """A layer's kernels, forward and backward."""
+    """Return a layer's kernels, forward and backward."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
@@ -197,12 +197,12 @@ def layer_kernels(config: Config) -> tuple[Found, Found]:
 
 
 def adds_weights(kernel: Kernel) -> bool:
-    """Whether it adds a weight's gradient in bf16 to one in float32: an operation that graphs do not look into."""
+    """Return whether a kernel adds a weight's gradient in bf16 to a float32 gradient, an opaque operation in graphs."""
     return kernel.dtype == "float32" and kernel.touched_bytes == 10 * kernel.elements
 
 
 def planned_bytes(config: Config) -> tuple[int, int]:
-    """The bytes of the kernels that the planner records of a layer, forward and backward, but for products."""
+    """Return the bytes of a layer's kernels as the planner records, forward and backward, without products."""
     planner = Planner(load_cluster("dgx-h100"))
     planner.predict(config)
     (layer,) = (
