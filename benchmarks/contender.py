@@ -33,18 +33,16 @@ Factory = Callable[..., AbstractContextManager[Step]]
 
 @dataclass(frozen=True)
 class Contender:
-    """A factory with options, ranks and launcher.
-
-    `launcher`: torch forks workers with torchrun's variables, mpi starts workers by mpiexec. `allocator`: `told` keeps
-    the memory that a step frees, as in `meshwright train` (ranks/machine.py); `glibc` keeps glibc's defaults.
-    """
+    """A factory with options, ranks and launcher."""
 
     name: str
     factory: str
     options: dict[str, Option] = field(default_factory=dict)
     ranks: int = 1
     launcher: Launcher = "torch"
+    """torch: workers are forked with torchrun's variables; mpi: mpiexec starts workers."""
     allocator: Allocator = "told"
+    """told: keeps memory that a step frees, as `meshwright train` does (ranks/machine.py); glibc: glibc's defaults."""
 
 
 def find_factory(name: str) -> Factory:

@@ -54,18 +54,19 @@ WIDTH = 64
 
 @dataclass(frozen=True)
 class Question:
-    """A size and the contenders of each value by label, the peer last. `rounds`: turns without `--rounds`."""
+    """A size and the contenders of each value by label, the peer last."""
 
     name: str
     unit: str
     sizes: Sequence[int]
     contenders: Callable[[int], dict[str, Contender]]
     rounds: int = 8
+    """Turns without `--rounds`."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A contender's figures at one size. `start_s`: seconds until the first step begins, if measured."""
+    """A contender's figures at one size."""
 
     label: str
     size: int
@@ -75,8 +76,9 @@ class Point:
     """Of one rank, the mean over ranks."""
     held_bytes: int
     work: Spread
-    """Processor time of all ranks by the peer's."""
+    """Processor time of all ranks, divided by the peer's."""
     start_s: float | None = None
+    """Seconds until the first step begins, if measured."""
 
 
 def fields_of(sizes: Reference) -> dict[str, Option]:

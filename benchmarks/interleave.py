@@ -64,18 +64,19 @@ class Spread:
 
 @dataclass(frozen=True)
 class Result:
-    """A contender's median step of each round, in milliseconds, and the last loss; `busy`: the plan's.
-
-    `processor`: milliseconds of all ranks' threads on a core, less disturbed by other processes on the machine;
-    `held_bytes`: the most resident memory of a rank, beyond the rank's imports.
-    """
+    """A contender's figures."""
 
     contender: Contender
     rounds: list[float]
+    """The median step of each round, in milliseconds."""
     loss: float
+    """Of the last step."""
     busy: int = 0
+    """Of the plan."""
     held_bytes: int = 0
+    """The most resident memory of a rank, without the imports."""
     processor: Sequence[float] = ()
+    """Milliseconds of all ranks' threads on a core, by round: other processes disturb these less."""
 
     @property
     def milliseconds(self) -> Spread:

@@ -63,15 +63,17 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill: the victim, the step (steps made before), and the outcome. `wrong`: empty if identical."""
+    """One kill and the outcome."""
 
     case: str
     transport: str
     victim: str
     step: int
+    """Steps made before."""
     down_seconds: float
     back_seconds: float | None
     wrong: str
+    """The first difference from the undisturbed run; empty if identical."""
 
 
 def start(config: Config, out: Path, *, resume: bool) -> BaseProcess:

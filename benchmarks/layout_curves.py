@@ -38,13 +38,14 @@ Lines = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Study:
-    """A run of `steps` steps under layouts, by name. `accuracy`: whether the model classifies."""
+    """A run under layouts, by name."""
 
     run: str
     steps: int
     settings: Sequence[str]
     layouts: Mapping[str, Sequence[str]]
     accuracy: bool
+    """Whether the model classifies."""
 
 
 STUDIES = {

@@ -114,16 +114,18 @@ def train(place: Place, chunk: int, overlap: bool, transport: str, link: float =
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one run. `phi`: parameters; `bound`: 4 · phi + 16 · bucket."""
+    """Bytes of one run."""
 
     to: str
     phi: int
+    """The count of parameters."""
     device: int
     bound: int
+    """4 · phi + 16 · bucket."""
     anonymous: int
     file: int
     cuda: int
-    """The most that torch has allocated on the GPU; 0 without one."""
+    """The most that torch has allocated on the GPU; 0 without a GPU."""
 
 
 def footprint(to: str, folder: str) -> Footprint:

@@ -75,16 +75,16 @@ LOOK_SECONDS = 2e-4
 
 @dataclass(frozen=True)
 class Run:
-    """One step under a schedule and a condition. Times are in forward passes; `seed` draws the condition's troubles,
-    equal for every schedule. `jitter`: under this condition a task takes 1 - jitter to 1 + jitter.
-    """
+    """One step under a schedule and a condition. Times are in forward passes."""
 
     schedule: str
     condition: str
     num_stages: int
     num_microbatches: int
     seed: int = 0
+    """Of the condition's troubles, which are equal for every schedule."""
     jitter: float = JITTER
+    """Under the condition `jitter` a task takes 1 - jitter to 1 + jitter."""
 
     @property
     def rule(self) -> ScheduleRule:

@@ -39,14 +39,18 @@ LARGE = Sizes(12, 768, 12, 12, 2048, 32768, True, 1, 256)
 
 @dataclass(frozen=True)
 class Run:
-    """A script on two ranks. `wrong`: the planted mistake; `kind`, `module`: the expected finding. `stage`: of ZeRO."""
+    """A script on two ranks."""
 
     script: str
     axis: str
     wrong: str = ""
+    """The planted mistake."""
     kind: str = ""
+    """Of the expected finding."""
     module: str = ""
+    """Of the expected finding."""
     stage: int = 0
+    """Of ZeRO."""
 
     @property
     def title(self) -> str:

@@ -118,10 +118,7 @@ def scaled(timeline: Timeline, factor: float) -> Timeline:
 
 @dataclass(frozen=True)
 class Row:
-    """A schedule in a cell: totals in forward passes (medians of the rounds), and ratios to 1F1B's totals.
-
-    `overrun`: of a task, mean; a large overrun means that the machine was busy with other work.
-    """
+    """A schedule in a cell: totals in forward passes, and ratios to 1F1B's totals, all medians of the rounds."""
 
     num_microbatches: int
     condition: str
@@ -131,6 +128,7 @@ class Row:
     real_ratio: float
     clock_ratio: float
     overrun: float
+    """Of a task, mean; a large overrun means that the machine was busy with other work."""
 
     @property
     def ratio_error(self) -> float:

@@ -28,14 +28,17 @@ BEND = 0.3
 
 @dataclass(frozen=True)
 class Slope:
-    """value ~ size ** power over all points, ** last over the last two. `bend`: the size at a change from power
-    `before` to `after`, or None."""
+    """value ~ size ** power over all points."""
 
     power: float
     last: float
+    """The power over the last two points."""
     before: float
+    """The power below the bend."""
     after: float
+    """The power above the bend."""
     bend: float | None
+    """A size, or None."""
 
     @property
     def words(self) -> str:
