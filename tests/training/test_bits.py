@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.compute.tensor.linear import write_rows
+from meshwright.compute.parameters.gradients import RowGradient
 from meshwright.config import Config, parse_config
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -94,7 +94,7 @@ def varieties(mesh: Mesh, dtype: str) -> int:
     found = set()
     for _ in range(ROUNDS):
         table = torch.zeros(50, 256, dtype=rows.dtype)
-        write_rows(ids, rows, "cpu", table, 1)
+        RowGradient(ids, rows, "cpu")(table, 1)
         found.add(sha256(table))
     wanted = torch.zeros(50, 256, dtype=torch.float64).index_add_(0, ids, rows.double())
     assert float((table.double() - wanted).norm() / wanted.norm()) < {"float32": 1e-6, "bfloat16": 0.1}[dtype]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.compute.parameters.fixed import GRADIENT_DIGITS, FixedPoint
-from meshwright.compute.parameters.gradients import Gradients, OnFirst, OnGradient, Views, WriteGradient
+from meshwright.compute.parameters.gradients import Gradients, OnFirst, OnGradient, RowGradient, ScaledGradient, Views, WriteGradient
 
 
 class ExactGradients(Gradients):
@@ -46,9 +46,21 @@ class ExactGradients(Gradients):
         return parameter in self._begun
 
     def _write(self, parameter: nn.Parameter, shape: torch.Size, write: WriteGradient, final: bool) -> None:
-        addend = torch.empty(shape, dtype=torch.float32, device=self._views[parameter].device)
-        write(addend, 0)
-        self._add(parameter, addend)
+        view = self._views[parameter]
+        if isinstance(write, RowGradient) and view.device.type == "cpu" and write.ids.numel() < len(view):
+            # Only the rows of a look-up are read, rounded and added; a GPU would wait for the number of rows.
+            if self._begins(parameter):
+                view.zero_()
+            ids, rows = write.distinct()
+            sums = view[ids]
+            self.fixed.add(sums, rows, fresh=False)
+            view[ids] = sums
+        elif isinstance(write, ScaledGradient) and write.gradient.dtype == torch.float32:
+            self._add(parameter, write.in_place())  # nothing reads the computed gradient again
+        else:
+            addend = torch.empty(shape, dtype=torch.float32, device=view.device)
+            write(addend, 0)
+            self._add(parameter, addend)
         if final and self.on_gradient and self.last_portion:
             self.on_gradient(parameter)
 
@@ -60,11 +72,16 @@ class ExactGradients(Gradients):
         if self.on_gradient and self.last_portion and parameter not in self._last_work:
             self.on_gradient(parameter)
 
+    def _begins(self, parameter: nn.Parameter) -> bool:
+        """Note an addend of the parameter. Returns True for the first: the view has no sum."""
+        if parameter in self._begun:
+            return False
+        if self._on_first:
+            self._on_first(parameter)
+        self._begun.add(parameter)
+        return True
+
     def _add(self, parameter: nn.Parameter, addend: Tensor) -> None:
-        fresh = parameter not in self._begun
-        if fresh:
-            if self._on_first:
-                self._on_first(parameter)
-            self._begun.add(parameter)
         digits = 0 if parameter in self._counts else GRADIENT_DIGITS
+        fresh = self._begins(parameter)
         self.fixed.add(self._views[parameter], addend.contiguous(), fresh=fresh, digits=digits)

@@ -45,6 +45,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.compute.model import IGNORED
 from meshwright.compute.parameters.bucket import VECTOR
+from meshwright.compute.parameters.gradients import ScaledGradient
 from meshwright.compute.parameters.shard import WriteGradient
 from meshwright.compute.tensor.islands import Islands
 from meshwright.compute.tensor.linear import autocast_device, cast
@@ -255,14 +256,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         dh, dweight, dbias = ctx.saved_tensors
-
-        def write(out: Tensor, beta: int) -> None:
-            if beta:
-                out.addcmul_(dweight, factor)
-            else:
-                torch.mul(dweight, factor, out=out)
-
-        given = ctx.give(dweight, write) if ctx.needs_input_grad[1] else None
+        given = ctx.give(dweight, ScaledGradient(dweight, factor)) if ctx.needs_input_grad[1] else None
         return dh.mul_(factor), given, None if dbias is None else dbias.mul_(factor), *[None] * 6
 
 

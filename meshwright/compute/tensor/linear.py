@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from meshwright.compute.parameters.gradients import RowGradient
 from meshwright.compute.parameters.shard import ShardedModule, ShardSpec
 from meshwright.compute.precision import DTYPES
 from meshwright.compute.tensor.products import PLAIN, Products, add_gradients, write_part
@@ -169,30 +170,8 @@ class _Lookup(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         layer: ShardedModule = ctx.layer
         device = layer.mesh.device_type
-        writes = (partial(write_rows, row_ids, rows, device) for row_ids, rows in ctx.addends(ids, dy))
+        writes = (RowGradient(row_ids, rows, device) for row_ids, rows in ctx.addends(ids, dy))
         return None, add_gradients(layer, "weight", layer.get_parameter("weight"), writes), None, None
-
-
-def write_rows(ids: Tensor, rows: Tensor, device_type: str, out: Tensor, beta: int) -> None:
-    """Compute out = beta · out, then out[ids] += rows, in a fixed order, so that the bits are reproducible.
-
-    On GPUs `index_put_` sorts the ids and is deterministic, and `index_add_` adds atomically. On CPUs `index_add_` adds
-    id by id and is deterministic, and `index_put_` adds atomically from several threads.
-
-    Args:
-        ids: [...], with repeats.
-        rows: [..., H].
-        device_type: the device of `out`.
-        out: [V, H].
-        beta: 0 or 1.
-    """
-    if not beta:
-        out.zero_()
-    ids, rows = ids.flatten(), rows.flatten(0, -2).to(out.dtype)
-    if device_type == "cuda":
-        out.index_put_((ids,), rows, accumulate=True)
-    else:
-        out.index_add_(0, ids, rows)
 
 
 def lookup(ids: Tensor, layer: ShardedModule, addends: Addends = at_once) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -44,6 +45,23 @@ def test_each_addend_is_rounded_to_a_multiple_of_the_quantum() -> None:
     assert total.tolist() == [3, 0]
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0**16])
+def test_pieces_of_small_and_large_elements_have_the_same_integers(scale: float) -> None:
+    """Two ways of rounding: a piece with an element of half the scale or more takes the other."""
+    generator = torch.Generator().manual_seed(5)
+    small = torch.randn(3000, generator=generator) * 10.0 ** torch.randint(-17, 0, (3000,), generator=generator)
+    small = torch.cat([small.clamp(-0.49, 0.49), 2.0**-52 * torch.tensor([0.5, 1.5, -0.5, -2.5, 0.25])]) * scale
+    wanted = [round(Fraction(x) / Fraction(scale) * 2**52) for x in small.tolist()]
+    for beside in (0.25, 0.75):
+        fixed, addend = FixedPoint(2, CPU), torch.cat([small, torch.tensor([beside * scale])])
+        fixed.begin(scale)
+        total = torch.empty(len(addend), dtype=torch.int64)
+        for index in range(2):
+            fixed.add(total, addend.clone(), fresh=index == 0)
+        assert total[:-1].tolist() == [2 * integer for integer in wanted]
+        assert int(total[-1]) == round(2 * beside * 2**52)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, 2.0**10, -(2.0**10)])
 def test_an_addend_that_is_too_large_or_no_number_is_told(value: float) -> None:
     fixed, total = FixedPoint(2, CPU), torch.zeros(3, dtype=torch.int64)
@@ -73,10 +91,24 @@ def test_counts_far_beyond_a_gradients_range_are_added_exactly() -> None:
 
 def test_squares_are_exact_in_any_parts() -> None:
     gradient = torch.cat([part[:9000] for part in addends(9)])
-    whole = exact_squares(gradient, 1.0)
+    whole = joined_squares(exact_squares(gradient, 1.0), 1.0)
     for cut in (1, 7, 65_536, 70_001):
-        assert torch.equal(exact_squares(gradient[:cut], 1.0) + exact_squares(gradient[cut:], 1.0), whole)
-    assert float(joined_squares(whole, 1.0)) == pytest.approx(float(gradient.double().square().sum()), rel=1e-14)
+        halves = exact_squares(gradient[:cut], 1.0) + exact_squares(gradient[cut:], 1.0)
+        assert torch.equal(joined_squares(halves, 1.0), whole)
+    assert torch.equal(joined_squares(exact_squares(gradient.flip(0), 1.0), 1.0), whole)
+    assert float(whole) == pytest.approx(float(gradient.double().square().sum()), rel=1e-14)
+
+
+def test_squares_are_the_sum_of_whole_numbers() -> None:
+    gradient = torch.randn(5000, generator=torch.Generator().manual_seed(3)) * 10.0 ** torch.arange(-7.0, 3.0).repeat(
+        500
+    )
+    exact = sum(round(Fraction(x) ** 2 * 2**88) for x in gradient.tolist())  # multiples of 2^-88
+    for parts in (1, 2, 7, 5000):
+        digits = torch.stack([exact_squares(part, 1.0) for part in gradient.chunk(parts)]).sum(0)
+        found = sum(round(Fraction(digit) * 2**88) for digit in digits.tolist())
+        assert found == exact
+        assert float(joined_squares(digits, 1.0)) == float(Fraction(exact, 2**88))
 
 
 @pytest.mark.parametrize("size", [1e-7, 1e-3, 30.0])
