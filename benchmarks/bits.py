@@ -36,6 +36,15 @@ from meshwright.training.decisions import resolve_layout
 from meshwright.training.parts import build
 from meshwright.training.step import train_step
 
+EXPERTS: dict[str, Option] = {
+    "model.family": "llama",
+    "model.layers": 2,
+    "model.feed_forward": 512,
+    "model.experts.count": 8,
+    "model.experts.per_token": 2,
+}
+"""A small Mixtral: 8 experts a layer, two of each token."""
+
 LAYOUTS: dict[str, dict[str, Option]] = {
     "one device": {},
     "one device, microbatches of 4": {"batch.micro": 4},
@@ -43,6 +52,13 @@ LAYOUTS: dict[str, dict[str, Option]] = {
     "zero1, 2 ranks": {"layout.data.size": 2, "layout.data.sync": "zero1"},
     "zero3, 2 ranks": {"layout.data.size": 2, "layout.data.sync": "zero3"},
     "2 stages, microbatches of 4": {"layout.pipeline.size": 2, "batch.micro": 4},
+    "2 stages, 1f1b, microbatches of 4": {
+        "layout.pipeline.size": 2,
+        "layout.pipeline.schedule": "1f1b",
+        "batch.micro": 4,
+    },
+    "experts, one device": EXPERTS,
+    "experts, 2 ranks share them": EXPERTS | {"layout.data.size": 2, "layout.data.expert": 2},
     "megatron, 2 ranks": {"layout.tensor.kind": "megatron", "layout.tensor.size": 2},
     "megatron, cut by sequence, 2 ranks": {
         "layout.tensor.kind": "megatron",
@@ -56,9 +72,11 @@ LAYOUTS: dict[str, dict[str, Option]] = {
 }
 MODES: dict[str, dict[str, Option]] = {
     "usual": {},
-    "grains of 1": {"bits.kind": "layout-free"},
+    "grains of 1": {"bits.kind": "layout-free", "bits.samples": 1},
     "grains of 4": {"bits.kind": "layout-free", "bits.samples": 4},
+    "chosen": {"bits.kind": "layout-free"},
 }
+"""Chosen: the word alone, with parts and runs of `auto` that let every axis in."""
 GRAINS: dict[str, dict[str, Option]] = {
     "megatron, 2 ranks": {"bits.tensor": 2},
     "megatron, cut by sequence, 2 ranks": {"bits.tensor": 2, "bits.sequence": 2},
@@ -72,7 +90,7 @@ GRAINS: dict[str, dict[str, Option]] = {
 
 def options_of(name: str, mode: str) -> dict[str, Option]:
     """Return a layout's words in one mode."""
-    return LAYOUTS[name] | MODES[mode] | (GRAINS.get(name, {}) if mode != "usual" else {})
+    return LAYOUTS[name] | MODES[mode] | (GRAINS.get(name, {}) if "bits.samples" in MODES[mode] else {})
 
 
 EIGHTEEN = (
@@ -224,6 +242,7 @@ def main() -> None:
     for show in (losses, memory, parts, distance):
         parser.add_argument(f"--{show.__name__}", action="store_const", dest="other", const=show, help=show.__doc__)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="the rows; default: all")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES)[:3], help="beside the usual mode")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of --losses")
     arguments = parser.parse_args()
     if arguments.other is losses:
@@ -232,14 +251,19 @@ def main() -> None:
     if arguments.other is not None:
         arguments.other()
         return
-    title = "milliseconds a step, and times the usual mode"
-    table, tables = Table("layout", *MODES, title=title, caption=machine()), {}
+    title = "milliseconds a step, and times the usual mode: of time | of processor time"
+    modes = list(dict.fromkeys(("usual", *arguments.modes)))
+    table, tables = Table("layout", *modes, title=title, caption=machine()), {}
     for name in arguments.layouts:
-        contenders = [ours.configured(mode, "torch", options_of(name, mode)) for mode in MODES]
+        contenders = [ours.configured(mode, "torch", options_of(name, mode)) for mode in modes]
         results = interleave(contenders, plan_of(arguments))
         usual = find(results, "usual")
         table.add_row(
-            name, *(f"{result.milliseconds.median:.1f} ({result.ratio(usual).median:.2f})" for result in results)
+            name,
+            *(
+                f"{result.milliseconds.median:.0f} ({result.ratio(usual).median:.2f} | {result.work(usual).median:.2f})"
+                for result in results
+            ),
         )
         tables[name] = as_json(results, ("usual",))
     Console(width=140).print(table)

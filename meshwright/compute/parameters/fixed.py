@@ -19,7 +19,10 @@ needs no pass to find the largest addend and no second try.)
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -79,11 +82,11 @@ class FixedPoint:
             piece, sums = addends[start : start + PIECE], totals[start : start + PIECE]
             low, high = torch.aminmax(piece)
             if most and max(-float(low), float(high)) < most:  # comparisons with NaN are false
-                integers = self.room[: len(piece)].copy_(piece).add_(middle).view(torch.int64).numpy()
+                integers, target = integers_of(self.room[: len(piece)].copy_(piece).add_(middle)), integers_of(sums)
                 # torch multiplies integers by 1 before adding, which takes three times as long as numpy's sum.
-                np.subtract(integers, middle.view(np.int64), out=sums.numpy() if fresh else integers)
+                np.subtract(integers, middle.view(np.int64), out=target if fresh else integers)
                 if not fresh:
-                    np.add(sums.numpy(), integers, out=sums.numpy())
+                    np.add(target, integers, out=target)
                 continue
             low, high, piece = low * factor, high * factor, piece.mul_(factor)
             self.spoiled |= ~((low > -self.limit) & (high < self.limit))
@@ -100,6 +103,14 @@ class FixedPoint:
             rounded = room[: len(piece)].copy_(piece) if len(room) else piece.to(torch.float32)
             torch.mul(rounded, self.quantum, out=values[start : start + PIECE])
         return values
+
+
+def integers_of(x: Tensor) -> npt.NDArray[np.int64]:
+    """Return the memory of x [n], of 8 bytes an element on a CPU, as integers of numpy.
+
+    Not `x.numpy()`: torch then refuses to free the memory of a bucket (`resize_`).
+    """
+    return np.frombuffer((ctypes.c_int64 * len(x)).from_address(x.data_ptr()), np.int64)
 
 
 def rounded_loss(loss: Tensor, scale: float) -> Tensor:
