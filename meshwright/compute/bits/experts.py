@@ -66,7 +66,11 @@ class AlignedLinear(GroupedLinear):
 
     def write_run(self, rows: Sequence[int], x: Tensor, dy: Tensor, out: Tensor, beta: int) -> None:
         for inputs, gradient, target in zip(x.split(rows), dy.split(rows), out, strict=True):
-            write_part(self.products.multiply(self.operand(inputs).t(), self.operand(gradient)), target, beta)
+            a, b = self.operand(inputs).t(), self.operand(gradient)
+            if beta or target.dtype != b.dtype or target.data_ptr() % ALIGNED_BYTES:
+                write_part(self.products.multiply(a, b), target, beta)
+            else:
+                self.products.multiply(a, b, out=target)
 
 
 class SeparateExperts(Experts):

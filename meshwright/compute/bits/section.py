@@ -13,7 +13,7 @@ and no field of the layout. So one run file has one grain under every layout.
 
 | field     | `auto` takes                                                                                           |
 |-----------|--------------------------------------------------------------------------------------------------------|
-| samples   | the most samples of at most 512 tokens that divide every replica's part for 1 to 8 replicas            |
+| samples   | the most samples of at most 1024 tokens that divide every replica's part for 1 to 8 replicas           |
 | tensor    | the largest legal power of two up to 8 that leaves 256 of the hidden width to a part, or 2             |
 | sequence  | the largest legal power of two up to 8 that leaves 256 tokens to a run, or 2, or 4 where rings are     |
 | hidden    | 2 if legal, else 1                                                                                     |
@@ -342,8 +342,8 @@ def what_is_summed_in_an_order(config: Config) -> Iterator[Problem]:
 MOST_RANKS = 8
 """Ranks of an axis that `auto` serves."""
 
-ENOUGH_TOKENS = 512
-"""Tokens of a kernel call beyond which more samples bring no further gain."""
+ENOUGH_TOKENS = 1024
+"""Tokens of a grain that `auto` takes at most: a pass over the parameters is 5 % of their products, of 512 10 %."""
 
 LEAST = 256
 """Columns of a part, and tokens of a run, that `auto` leaves; fewer only to let two ranks in."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.compute.parameters.bucket import Slot
 from meshwright.compute.parameters.fixed import SQUARE_DIGITS, FixedPoint, exact_squares, joined_squares
-from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE
+from meshwright.ranks.grid import DATA_AXES, ENDS, HEAD_COPIES, PIPE
 from meshwright.ranks.mesh import Mesh
 
 PIECE = 2**16
@@ -23,19 +23,32 @@ def gradient_norm(slots: Sequence[Slot], mesh: Mesh) -> Tensor:
 
     Sends one all-reduce of 8 bytes for each set of axes over which slots hold different parts, and one over stages.
     """
-    return norm_of_squares(slots, dict(enumerate(squares_of(slots))), mesh)
+    return norm_of_squares(slots, dict(enumerate(squares_of(slots, mesh))), mesh)
 
 
-def squares_of(slots: Sequence[Slot], fixed: FixedPoint | None = None) -> tuple[Tensor, ...]:
+def sharing_axes(slot: Slot, fixed: FixedPoint | None) -> tuple[str, ...]:
+    """Return the data axes whose ranks share out a slot's squares: each has the whole gradient, and digits have no
+    order."""
+    return () if fixed is None else tuple(axis for axis in slot.copy_axes if axis in DATA_AXES)
+
+
+def squares_of(slots: Sequence[Slot], mesh: Mesh, fixed: FixedPoint | None = None) -> tuple[Tensor, ...]:
     """Return the sum of squares of each slot's gradient on this rank, float64 scalars; one launch for all on a GPU.
 
-    `fixed`: sums of digits, equal in any order (parameters/fixed.py). Always in float64: a float32 sum of 2^24 squares
-    is 7e-4 off on a CPU, since a square below the sum's last bit is lost. Layouts would then clip differently.
+    `fixed`: sums of digits, equal in any order (parameters/fixed.py), of this rank's share (`sharing_axes`). Always in
+    float64: a float32 sum of 2^24 squares is 7e-4 off on a CPU, since a square below the sum's last bit is lost.
+    Layouts would then clip differently.
     """
     gradients = [slot.parameter.grad for slot in slots if slot.parameter.grad is not None]
     assert len(gradients) == len(slots), "a slot without a gradient"
     if fixed is not None:
-        return tuple(exact_squares(gradient, fixed.scale) for gradient in gradients)
+        digits = []
+        for slot, gradient in zip(slots, gradients, strict=True):
+            axes = sharing_axes(slot, fixed)
+            ranks, rank = mesh.size(*axes), mesh.index(*axes)
+            share = slice(len(gradient) * rank // ranks, len(gradient) * (rank + 1) // ranks)
+            digits.append(exact_squares(gradient[share], fixed.scale))
+        return tuple(digits)
     if gradients and gradients[0].device.type == "cuda":
         return torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square_().unbind()
     squares = []
@@ -57,20 +70,20 @@ def norm_of_squares(
     `fixed`: the norm is NaN if an addend of a gradient was too large for the fixed-point sum on any rank. All ranks
     send 8 bytes more for this check.
     """
-    by_axes: defaultdict[tuple[str, ...], list[Tensor]] = defaultdict(list)
+    by_axes: defaultdict[tuple[tuple[str, ...], tuple[str, ...]], list[Tensor]] = defaultdict(list)
     for index, slot in enumerate(slots):
         if slot.rule.by == "signs":
             continue  # the gradient of a router's bias counts tokens
         # A table on both pipeline ends, or a head with copies, counts on the first rank that holds a copy.
         if all(mesh.index(axis) == 0 for axis in slot.shared if axis not in slot.part_axes):
             parted = (axis for axis in slot.part_axes if axis not in (HEAD_COPIES, ENDS, PIPE))
-            by_axes[mesh.grid.ordered(parted)].append(squares[index])
+            by_axes[mesh.grid.ordered(parted), sharing_axes(slot, fixed)].append(squares[index])
     digits = () if fixed is None else (len(SQUARE_DIGITS),)
     total = torch.zeros(digits, dtype=torch.float64, device=mesh.device)
     # Sorted, so that all ranks call the same all-reduces in the same order.
-    for axes, parts in sorted(by_axes.items()):
+    for both, parts in sorted(by_axes.items(), key=lambda group: group[0]):
         group_sum = torch.stack(parts).sum(0)
-        if axes:
+        for axes in filter(None, both):
             mesh.comm(*axes).all_reduce(group_sum)
         total += group_sum
     # Stages hold different parameters, or parts of the head's table.

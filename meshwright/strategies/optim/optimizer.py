@@ -199,7 +199,7 @@ class Optimizer:
             self._nudge(None)
         elif self.mesh.device.type == "cuda":
             # All sums are on one stream and end in order: one launch for all norms instead of one for each slot.
-            squares = dict(zip(sorted(arriving), squares_of(self.slots, self.fixed), strict=True))
+            squares = dict(zip(sorted(arriving), squares_of(self.slots, self.mesh, self.fixed), strict=True))
         else:
             deque(self._measured(arriving, squares), maxlen=0)  # one slot's norm while the next slot is being summed
         # The loss scale is divided out of the norm, which is compared with `clip` and reported.
@@ -274,7 +274,7 @@ class Optimizer:
     def _measured(self, arrivals: Iterable[int], squares: dict[int, Tensor]) -> Iterator[int]:
         """Yield the arrivals, after writing each slot's sum of squares into `squares`."""
         for index in arrivals:
-            (squares[index],) = squares_of([self.slots[index]], self.fixed)
+            (squares[index],) = squares_of([self.slots[index]], self.mesh, self.fixed)
             yield index
 
     def stored(self, index: int) -> Iterator[StoredState]:
