@@ -110,7 +110,7 @@ def integers_of(x: Tensor) -> npt.NDArray[np.int64]:
 
     Not `x.numpy()`: torch then refuses to free the memory of a bucket (`resize_`).
     """
-    return np.frombuffer((ctypes.c_int64 * len(x)).from_address(x.data_ptr()), np.int64)
+    return np.frombuffer(memoryview((ctypes.c_int64 * len(x)).from_address(x.data_ptr())), np.int64)
 
 
 def rounded_loss(loss: Tensor, scale: float) -> Tensor:

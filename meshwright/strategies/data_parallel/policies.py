@@ -26,6 +26,8 @@ from meshwright.strategies.data_parallel.strategy import Policy
 class AllReduce(Policy):
     """One all-reduce a bucket, by the transport's own algorithm."""
 
+    by_pieces = True
+
 
 class Ring(Policy):
     """Ring all-reduce of each bucket; bucket lengths are multiples of the number of ranks."""

@@ -13,10 +13,11 @@ from enum import Enum
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import nn
 
 from meshwright.compute.model import Batch, Chunk, Hidden, LoadRows, Model, RunsParts, Scales
-from meshwright.compute.parameters.bucket import Bucket, FlatWeights, PartsUsing
+from meshwright.compute.parameters.bucket import Bucket, FlatWeights, PartsUsing, floats_in
 from meshwright.compute.parameters.exact_gradients import ExactGradients
 from meshwright.compute.parameters.fixed import FixedPoint
 from meshwright.compute.parameters.gradients import Gradients, OnFirst, OnGradient
@@ -43,6 +44,8 @@ class Policy:
     """Whether owners send new values; False if weights are sliced, too, and gathered for each computation."""
     blocks = False
     """Whether `reduce` returns only after the other ranks have called it, too."""
+    by_pieces = False
+    """Whether integers may be summed by one rank each, which sends float32 (`BucketSum.to_floats`)."""
     apart: tuple[str, ...] = ()
     """Axes along which ranks own the same part: summed over the other axes first, then once a step over these."""
 
@@ -147,6 +150,12 @@ class BucketSum:
         """The ranks over which the policy sums and publishes the bucket."""
         self.copies = mesh.comm(*(axis for axis in bucket.sum_axes if axis in policy.apart))
         """The ranks that own the same part."""
+        self.piece: slice | None = None
+        """The piece of the integers that this rank sums; None: the policy sums. If a sum begins when waited for, no
+        message is hidden by a backward pass, and 12 bytes an element are sent and copied instead of 16."""
+        if policy.by_pieces and self.comm.begins_when_waited_for and bucket.gradients.dtype == torch.int64:
+            length = len(bucket.gradients) // self.comm.size
+            self.piece = slice(self.comm.index * length, (self.comm.index + 1) * length)
         start, stop = policy.owned(bucket, self.comm)
         self.slot = bucket.slot(start, stop, part_axes=() if policy.owners == "all" else axes)
         """The part of the bucket that this rank's optimizer steps."""
@@ -190,6 +199,9 @@ class BucketSum:
         # floats there.
         self.bucket.gradients[self.bucket.places[-1].stop :].zero_()
         reduce, self.state = partial(self.policy.reduce, self.bucket, self.comm), State.SUMMING
+        if self.piece is not None:
+            gradients = self.bucket.gradients
+            reduce = partial(self.comm.reduce_scatter, gradients[self.piece], gradients, wait=False)
         self.work = Later(lambda: reduce().wait()) if self.policy.blocks else reduce()
 
     def cross(self) -> None:
@@ -203,6 +215,17 @@ class BucketSum:
         work, self.work = self.work, DONE
         work.wait()
         self.state = State.SUMMED
+
+    def to_floats(self, fixed: FixedPoint) -> None:
+        """Convert the sum of integers to the slot's float32, and receive the other ranks' pieces if there are any."""
+        if self.piece is None:
+            fixed.to_float32(self.total)
+            return
+        values = floats_in(self.bucket.gradients)
+        piece = fixed.to_float32(self.bucket.gradients[self.piece])
+        if piece.data_ptr() != values[self.piece].data_ptr():
+            values[self.piece].copy_(piece)
+        self.comm.all_gather(values, values[self.piece])
 
     def publish(self) -> None:
         """Send the slot's stepped values to ranks that do not step the slot; begin filling again."""
@@ -351,7 +374,7 @@ class Synchroniser:
         for index, sum_ in enumerate(self.sums):
             sum_.end()
             if self.fixed is not None:
-                self.fixed.to_float32(sum_.total)
+                sum_.to_floats(self.fixed)
             yield index
 
     def finish(self) -> None:
