@@ -4,6 +4,7 @@
     python -m benchmarks.bits --losses [--device cuda]     one model's third loss under 18 layouts, in both modes
     python -m benchmarks.bits --memory      bytes of weights, gradients and states that a rank holds, in both modes
     python -m benchmarks.bits --parts       processor time of a step on one device, by the grains of kernels
+    python -m benchmarks.bits --where       processor time of a step on one device, by work, for grains of 1, 4 and 8
     python -m benchmarks.bits --distance    weights after 20 steps: the difference from float64's, in both modes
 
 Grains of one sample, and of four. Targets: at most 1.1 of the usual step on the axes of data, 1.3 on the axes of
@@ -13,9 +14,11 @@ tensors.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -26,12 +29,15 @@ from benchmarks.contender import Option
 from benchmarks.interleave import as_json, find, interleave, machine, plan_arguments, plan_of, write_json
 from benchmarks.ours import reference_config
 from meshwright.compute.model import Batch
+from meshwright.compute.parameters.fixed import FixedPoint
+from meshwright.compute.tensor.products import Products
 from meshwright.config import Config, parse_config
 from meshwright.ranks import launch
 from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.launch.function import Rank
-from meshwright.ranks.machine import Machine
+from meshwright.ranks.machine import Machine, keep_freed_memory
 from meshwright.ranks.planned import planned_mesh
+from meshwright.strategies.optim import optimizer as optimizer_module
 from meshwright.training.decisions import resolve_layout
 from meshwright.training.parts import build
 from meshwright.training.step import train_step
@@ -212,6 +218,60 @@ def parts(rounds: int = 2) -> None:
     Console(width=140).print(table)
 
 
+WORK: dict[str, tuple[tuple[Any, str], ...]] = {
+    "products": ((Products, "multiply"), (Products, "write_product")),
+    "rounding and sums of addends": ((FixedPoint, "add"),),
+    "sums to float32": ((FixedPoint, "to_float32"),),
+    "squares, for the norm": ((optimizer_module, "squares_of"),),
+}
+"""Functions by work; the remaining time is one row."""
+
+
+def where(rounds: int = 4) -> None:
+    """A table of work: milliseconds of a processor in a step of the reference model on one device, in both modes."""
+    keep_freed_memory()
+    modes: dict[str, dict[str, Option]] = {"usual": {}}
+    modes |= {f"grains of {count}": {"bits.kind": "layout-free", "bits.samples": count} for count in (1, 4, 8)}
+    spent: dict[str, float] = {}
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            started = time.process_time()
+            result = function(*arguments, **options)
+            spent[name] += time.process_time() - started
+            return result
+
+        return call
+
+    def train(rank: Rank) -> dict[str, list[dict[str, float]]]:
+        configs = {
+            mode: resolve_layout(reference_config(options | {"layout.transport": "threads"}), Machine.here()).config
+            for mode, options in modes.items()
+        }
+        built = {mode: (build(config, rank.mesh), ours.RandomRows(config)) for mode, config in configs.items()}
+        found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
+        for step in range(rounds + 1):
+            for mode, (parts, rows) in built.items():
+                batch = rows.samples(8 * step, 8)
+                spent.update(dict.fromkeys(WORK, 0.0))
+                started = time.process_time()
+                train_step(parts, batch, step)
+                spent["the whole step"] = time.process_time() - started
+                found[mode].append(dict(spent))
+        return found
+
+    with ExitStack() as stack:
+        for name, functions in WORK.items():
+            for owner, attribute in functions:
+                stack.enter_context(patch.object(owner, attribute, timed(name, getattr(owner, attribute))))
+        found = launch.run(train, reference_config({"layout.transport": "threads"}))[0]
+    table = Table("work", *modes, title="milliseconds of a processor in a step")
+    for name in (*WORK, "the whole step"):
+        least = {mode: min(step[name] for step in steps[1:]) for mode, steps in found.items()}
+        table.add_row(name, *(f"{1e3 * seconds:.0f}" for seconds in least.values()))
+    Console(width=140).print(table)
+
+
 OPTIMIZERS = {"SGD": ("optimizer.name=sgd", "optimizer.lr=0.1"), "Adam": ()}
 """Adam's first steps are signs: if a gradient is nearly 0, the last bit decides the direction of a weight."""
 
@@ -239,8 +299,8 @@ def distance(steps: int = 20, seeds: int = 8) -> None:
 
 def main() -> None:
     parser = plan_arguments("The cost of equal bits, side by side with the usual mode.")
-    for show in (losses, memory, parts, distance):
-        parser.add_argument(f"--{show.__name__}", action="store_const", dest="other", const=show, help=show.__doc__)
+    for other in (losses, memory, parts, where, distance):
+        parser.add_argument(f"--{other.__name__}", action="store_const", dest="other", const=other, help=other.__doc__)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="the rows; default: all")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES)[:3], help="beside the usual mode")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of --losses")

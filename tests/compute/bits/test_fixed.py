@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
+from meshwright.compute.parameters.exact_gradients import ExactGradients
 from meshwright.compute.parameters.fixed import FixedPoint, exact_squares, joined_squares, rounded_loss
+from meshwright.compute.parameters.gradients import RowGradient
 
 CPU = torch.device("cpu")
 
@@ -87,6 +91,24 @@ def test_counts_far_beyond_a_gradients_range_are_added_exactly() -> None:
         fixed.add(total, torch.tensor([2.0**24 - 1, -(2.0**23) - 1]), fresh=index == 0, digits=0)
     assert not fixed.spoiled
     assert total.tolist() == [1024 * (2**24 - 1), -1024 * (2**23 + 1)]
+
+
+@pytest.mark.parametrize("rows", [20, 3000])
+def test_a_look_up_adds_the_integers_of_a_whole_table(rows: int) -> None:
+    """20 rows of 200 are read and written alone, 3000 as a whole table."""
+    generator = torch.Generator().manual_seed(7)
+    table, sums = nn.Parameter(torch.zeros(200, 16)), []
+    for whole in (False, True):
+        view = torch.full((200, 16), 99)
+        gradients = ExactGradients({table: view}, FixedPoint(3, CPU), None)
+        generator.manual_seed(7)
+        for _ in range(3):
+            ids = torch.randint(200, (rows,), generator=generator)
+            write = RowGradient(ids, torch.randn(rows, 16, generator=generator), "cpu")
+            gradients.add(table, table, partial(RowGradient.__call__, write) if whole else write)
+        sums.append(view)
+    assert torch.equal(*sums)
+    assert len(sums[0].unique()) > 100
 
 
 def test_squares_are_exact_in_any_parts() -> None:
