@@ -299,8 +299,8 @@ def distance(steps: int = 20, seeds: int = 8) -> None:
 
 def main() -> None:
     parser = plan_arguments("The cost of equal bits, side by side with the usual mode.")
-    for other in (losses, memory, parts, where, distance):
-        parser.add_argument(f"--{other.__name__}", action="store_const", dest="other", const=other, help=other.__doc__)
+    for show in (losses, memory, parts, where, distance):
+        parser.add_argument(f"--{show.__name__}", action="store_const", dest="other", const=show, help=show.__doc__)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="the rows; default: all")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES)[:3], help="beside the usual mode")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of --losses")
