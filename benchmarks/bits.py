@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -159,16 +160,17 @@ def losses(device: str = "cpu") -> None:
 
 def memory() -> None:
     """Print a table of layouts: the bytes that rank 0 holds, from parts built on the meta device."""
-    table = Table("layout", "mode", "weights", "gradients", "states", title="MB a rank holds")
+    table = Table("layout", "mode", "precision", "weights", "gradients", "states", title="MB a rank holds")
     for name in LAYOUTS:
-        for mode in ("usual", "grains of 1"):
-            config = resolve_layout(reference_config(options_of(name, mode)), Machine.here()).config
+        for dtype, mode in product(("float32", "float64"), ("usual", "grains of 1")):
+            options = options_of(name, mode) | {"precision.dtype": dtype}
+            config = resolve_layout(reference_config(options), Machine.here()).config
             parts = build(config, planned_mesh(config.grid, 0, config.layout.token_axes))
             parts.optimizer.prepare_states(0)
             states = [parts.optimizer.held.tensors(index) for index in range(len(parts.optimizer.slots))]
             held = sum(size_bytes(x) for of_slot in states for state, x in of_slot.items() if state != "weight")
             sizes = *parts.strategy.most_bytes, held
-            table.add_row(name, mode, *(f"{size / 1e6:.1f}" for size in sizes))
+            table.add_row(name, mode, dtype, *(f"{size / 1e6:.1f}" for size in sizes))
     Console(width=140).print(table)
 
 

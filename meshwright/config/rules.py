@@ -21,7 +21,6 @@ from meshwright.compute.bits.section import (
     rings_have_runs_of_queries,
     runs_are_equal,
     scales_are_powers_of_two,
-    sums_have_digits,
     what_is_summed_in_an_order,
 )
 from meshwright.compute.models.preference_section import (
@@ -455,7 +454,6 @@ RULES = (
     messages_go_with_schedule,
     messages_are_of_whole_microbatches,
     grains_fill_microbatches,
-    sums_have_digits,
     scales_are_powers_of_two,
     layers_fall_into_blocks,
     parts_are_equal,

@@ -114,6 +114,7 @@ RUNS: dict[str, dict[str, Any]] = {
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {}, "O1": {"level": "O1", "dtype": "bf16"}, "O2": {"level": "O2", "dtype": "bf16"},
     "float32, moments in bf16": {}, "O2, moments and masters in bf16": {"level": "O2", "dtype": "bf16"},
+    "float64": {"dtype": "float64"},
 }  # fmt: skip
 ROUNDED: dict[str, dict[str, str]] = {
     "float32, moments in bf16": {"states": "bf16"},

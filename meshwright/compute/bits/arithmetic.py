@@ -147,8 +147,9 @@ class ExactArithmetic(SeparateArithmetic):
 
     def start_sum_of_heads(self, x: Tensor, boundary: Boundary) -> Moving:
         # Each part is summed over its heads in separate memory, so that the sum's shape does not depend on the rank.
+        wide = torch.promote_types(x.dtype, torch.float32)
         runs = [
-            tree_sum(apart(heads).flatten(0, 1).sum(1, dtype=torch.float32) for heads in run.chunk(self.parts, 2))
+            tree_sum(apart(heads).flatten(0, 1).sum(1, dtype=wide) for heads in run.chunk(self.parts, 2))
             for run in self.blocks.cut(x)
         ]
         leaving = boundary.start_leave(self.blocks.joined(runs, x.shape[0]))

@@ -19,7 +19,7 @@ from meshwright.compute.bits.runs import RunsOfQueries
 from meshwright.compute.bits.section import WHOLE_VECTORS
 from meshwright.compute.models.chain import Chain, chain_of
 from meshwright.compute.parameters.bucket import VECTOR
-from meshwright.compute.parameters.fixed import FixedPoint
+from meshwright.compute.parameters.fixed import FixedPoint, PairedFixedPoint
 from meshwright.compute.parameters.role import HIDDEN_MATRIX, TABLE
 from meshwright.compute.parameters.shard import ShardSpec
 from meshwright.compute.tensor.dropout import InnerDropout
@@ -131,7 +131,8 @@ def layout_free(config: Config, mesh: Mesh, inside: Sequence[str]) -> LayoutFree
     )
     # Each use of a table adds one gradient per run, and one per part if parts share heads.
     uses = config.model.table_uses * bits.sequence * bits.tensor
-    return LayoutFree(grains, FixedPoint(uses * config.batch.global_ // bits.samples, mesh.device))
+    make = PairedFixedPoint if config.precision.dtype == "float64" else FixedPoint
+    return LayoutFree(grains, make(uses * config.batch.global_ // bits.samples, mesh.device))
 
 
 def _vectors_are_whole(config: Config, specs: dict[str, ShardSpec]) -> bool:

@@ -6,7 +6,7 @@ one device too. Ranks hold whole parts and whole runs, so kernel shapes do not d
 
 | sum over | operands                                         | how                                                  |
 |----------|--------------------------------------------------|------------------------------------------------------|
-| parts    | a contract's output, an expand's dx, a head's dh | balanced tree over the index of the part, in float32 |
+| parts    | a contract's output, an expand's dx, a head's dh | balanced tree over the index of the part, `widened`  |
 | runs     | gradients of weights                             | each run's gradient rounded to an integer (fixed.py) |
 
 Trees: ranks/trees.py. Each rank holds an aligned subtree and sums it; the sums of the ranks are the leaves of the
@@ -57,7 +57,7 @@ class Blocks:
     """Parts of the width between pairs on this rank."""
     first_hidden: int = 0
     exact: bool = False
-    """True: sums over parts are trees in float32. False: a rank has one part, and ranks add in the product's dtype."""
+    """True: sums over parts are widened, in trees. False: a rank has one part, and ranks add in the product's dtype."""
 
     def cut(self, x: Tensor) -> list[Tensor]:
         """Return the runs of each grain of x [B, T, ...] inside of a pair. If T = 1 (a head of one token per sequence),
@@ -100,8 +100,8 @@ class Blocks:
         return apart(weight) if self.exact else weight
 
     def total(self, products: Iterator[Tensor]) -> Tensor:
-        """Sum one run's products over this rank's parts; if `exact`, by a tree in float32, for the ranks' tree."""
-        return tree_sum(product.float() for product in products) if self.exact else next(products)
+        """Sum one run's products over this rank's parts; if `exact`, by a tree of widened sums, for the ranks' tree."""
+        return tree_sum(map(widened, products)) if self.exact else next(products)
 
 
 WHOLE = Blocks()
@@ -115,14 +115,19 @@ def apart(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def widened(x: Tensor) -> Tensor:
+    """Return x in float32, or in float64 if x is: the dtype of sums."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def parts_of(x: Tensor, count: int, dim: int) -> list[Tensor]:
     """Split x into equal parts along `dim`, each in separate memory if there are several."""
     return [x] if count == 1 else [apart(chunk) for chunk in x.chunk(count, dim)]
 
 
 def sum_of_products(products: Products, rows: Iterable[Tensor], weights: Iterable[Tensor]) -> Tensor:
-    """Multiply each part [n, k] by its [k, m], and sum the products in float32 in the order of a tree."""
-    return tree_sum(products.multiply(inputs, weight).float() for inputs, weight in zip(rows, weights, strict=True))
+    """Multiply each part [n, k] by its [k, m], and sum the products, widened, in the order of a tree."""
+    return tree_sum(widened(products.multiply(inputs, weight)) for inputs, weight in zip(rows, weights, strict=True))
 
 
 Draw = Callable[[int], list[int]]

@@ -31,9 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.compute.bits.blocks import Blocks, apart
+from meshwright.compute.bits.blocks import Blocks, apart, widened
 from meshwright.compute.bits.products import ExactProducts
-from meshwright.compute.parameters.fixed import SUMMED_LOSS, rounded_loss
+from meshwright.compute.parameters.fixed import REST_DIGITS, SUMMED_LOSS, rounded_loss
 from meshwright.compute.parameters.shard import Initial, WriteGradient
 from meshwright.compute.tensor.boundary import Boundary
 from meshwright.compute.tensor.experts import (
@@ -125,7 +125,7 @@ class _Rows(torch.autograd.Function):
         (slots,) = ctx.saved_tensors
         if len(gradient) < slots.numel():
             gradient = F.pad(gradient, (0, 0, 0, 1))  # the slot of pairs beyond a capacity
-        first, *others = (gradient[rows].float() for rows in slots.unbind(-1))
+        first, *others = (widened(gradient[rows]) for rows in slots.unbind(-1))
         for addend in others:
             first += addend
         return _left(first, ctx.boundary, ctx.dtype), None, None, None
@@ -147,8 +147,8 @@ class _Left(torch.autograd.Function):
 
 
 def _left(x: Tensor, boundary: Boundary, dtype: torch.dtype) -> Tensor:
-    """Sum x [P, B, T, ...] over all ranks' parts by a tree in float32, and return this rank's tokens in `dtype`."""
-    total = tree_sum(addend.to(torch.float32, copy=True) for addend in x)
+    """Sum x [P, B, T, ...] over all ranks' parts by a tree, widened, and return this rank's tokens in `dtype`."""
+    total = tree_sum(addend.to(torch.promote_types(x.dtype, torch.float32), copy=True) for addend in x)
     return boundary.start_leave(total).wait().to(dtype)
 
 
@@ -159,10 +159,14 @@ class _SumOfRuns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, losses: Tensor, blocks: Blocks, comm: Comm, counts: bool) -> Tensor:
         ctx.shape = losses.shape
-        total = torch.zeros(len(losses), dtype=torch.float64, device=losses.device)
+        sums = torch.zeros(2, len(losses), dtype=torch.float64, device=losses.device)
         for run in blocks.cut(losses):
-            total += rounded_loss(apart(run).sum(1), SUMMED_LOSS)
-        comm.all_reduce(total)
+            rounded = rounded_loss(of_run := apart(run).sum(1), SUMMED_LOSS)
+            sums[0] += rounded
+            if losses.dtype == torch.float64:
+                sums[1] += rounded_loss(of_run - rounded, SUMMED_LOSS * 2.0**-REST_DIGITS)
+        comm.all_reduce(sums)
+        total = sums.sum(0)
         return (total if counts else torch.zeros_like(total)).to(losses.dtype)
 
     @staticmethod

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.compute.bits.blocks import Blocks, apart, parts_of, sum_of_products
 from meshwright.compute.model import IGNORED
-from meshwright.compute.parameters.fixed import SUMMED_LOSS, FixedPoint, rounded_loss
+from meshwright.compute.parameters.fixed import SUMMED_LOSS, FixedPoint, rounded_sum
 from meshwright.compute.parameters.shard import Placements, WriteGradient
 from meshwright.compute.tensor.boundary import Boundary
 from meshwright.compute.tensor.cross_entropy import (
@@ -129,7 +129,7 @@ class _RunGradients:
     """The gradients of one run."""
 
     dh: Tensor
-    """[rows, H] float32: this rank's leaf of the ranks' tree."""
+    """[rows, H], float32 or float64: this rank's leaf of the ranks' tree."""
     dtable: Tensor
     """[V/p, H]"""
     dbias: Tensor | None
@@ -153,7 +153,7 @@ class _PartLoss(torch.autograd.Function):
             losses, gradients = _run(rows, run_labels, rows_of_classes, bias, scale, head, differentiates, learns)
             # An evaluation sums losses and divides at the end, so the quantum of losses is larger.
             quantum = head.fixed.scale if head.fixed is not None and head.training else SUMMED_LOSS
-            total += rounded_loss(losses.to(torch.float64) * scale, quantum).sum()
+            total += rounded_sum(losses, scale, quantum)
             ctx.gradients.append(gradients)
             if head.observed is not None:
                 observed.append(losses.view(run_labels.shape))
@@ -167,9 +167,9 @@ class _PartLoss(torch.autograd.Function):
         head: PartHead = ctx.head
         runs: list[_RunGradients] = ctx.gradients
         ctx.gradients = []
-        dh = torch.zeros(ctx.shape, dtype=torch.float32, device=factor.device)
         rows = head.blocks.joined([run.dh for run in runs], ctx.shape[0])
-        torch.mul(rows, factor.float(), out=dh[:, : rows.shape[1]])
+        dh = torch.zeros(ctx.shape, dtype=rows.dtype, device=factor.device)
+        torch.mul(rows, factor.to(rows.dtype), out=dh[:, : rows.shape[1]])
         leaving = head.boundary.start_leave(dh)
         dtable = dbias = None
         for run in runs:
@@ -209,7 +209,7 @@ def _run(
     counted, wide = (labels != IGNORED).unsqueeze(1), wide_dtype(rows)
     factors, losses = counted.to(wide) * scale, rows.new_empty(rows.shape[0], 1, dtype=wide)
     tables = _Tables.of(table, head, bias)
-    dh = torch.empty(rows.shape if differentiates else (0,), dtype=torch.float32, device=rows.device)
+    dh = torch.empty(rows.shape if differentiates else (0,), dtype=wide, device=rows.device)
     dtable = torch.zeros_like(table if learns else table[:0], dtype=wide)
     dbias = None if bias is None else torch.zeros_like(bias, dtype=wide)
     for chunk, those, logits in _logits(rows, tables):

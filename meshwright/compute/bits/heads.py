@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.compute.bits.blocks import Blocks, Draw, apart
+from meshwright.compute.bits.blocks import Blocks, Draw, apart, widened
 from meshwright.compute.context.context import HEADS, TOKENS, Heads
 from meshwright.compute.context.spec import AttentionSpec
 from meshwright.compute.parameters.shard import own_stream
@@ -113,4 +113,4 @@ class _Repeat(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         each = gradient.unflatten(HEADS, (-1, ctx.copies)).unbind(HEADS + 1)
-        return tree_sum(x.float() for x in (copy.clone() for copy in each)).to(gradient.dtype), None
+        return tree_sum(widened(copy.clone()) for copy in each).to(gradient.dtype), None

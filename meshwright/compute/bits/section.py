@@ -119,13 +119,6 @@ def grains_fill_microbatches(config: Config) -> Iterator[Problem]:
         yield Problem(SAMPLES, grain, rule_text, listed(divisors(rows // shares)))
 
 
-@_under_layout_free(KIND, "precision")
-def sums_have_digits(config: Config) -> Iterator[Problem]:
-    if config.precision.dtype == "float64":
-        rule_text = "adds multiples of 2^-52, which would take digits of precision.dtype=float64"
-        yield Problem(KIND, config.bits.kind, rule_text, "usual, or precision.dtype=float32, bf16, fp16")
-
-
 @_under_layout_free("precision.loss_scale.initial", "precision")
 def scales_are_powers_of_two(config: Config) -> Iterator[Problem]:
     scale = config.precision.loss_scale.initial

@@ -94,7 +94,7 @@ class GatheredLinear(CutExpand):
         return torch.cat([products.input_gradient(dy, panel) for panel in panels], -1)
 
     def products_of_panel(self, *, sums: bool = False) -> ExactProducts:
-        """Return the products of one panel of W's rows. `sums`: y is an addend in float32."""
+        """Return the products of one panel of W's rows. `sums`: y is an addend of a tree."""
         return replace(self.products, inputs=self.products.inputs // self.weights.summa.q, contracts=sums)
 
     def add_weight_gradients(self, weight: Tensor, x: Callable[[], Tensor], dy: Incoming) -> Tensor | None:
@@ -165,7 +165,7 @@ class GatheredHead(PartHead):
         return panels.transpose(0, 1).flatten(1)
 
     def give(self, like: Tensor, write: WriteGradient) -> Tensor | None:
-        whole = torch.empty_like(like, dtype=torch.float32)
+        whole = torch.empty_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
         write(whole, 0)
         panels = whole.unflatten(1, (self.mesh.size("row"), -1)).transpose(0, 1)
         addends = self.weights.summa.transpose(dealt(self.mesh, panels))  # [q, V/q, H/q]

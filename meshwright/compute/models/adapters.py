@@ -314,10 +314,11 @@ def magnitude_scales(
     """
     if tokens is not None:
         with torch.no_grad():
-            turned = (weight.double() + adapter.product(one_by_one)).float()
-            digits = total(torch.stack([exact_squares(w.float(), 1.0, rows=True) for w in (weight, turned)], 1))
-            first, now = joined_squares(digits, 1.0).sqrt().float()
-        return (first + adapter.magnitudes(tokens).float()) / now
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            turned = (weight.double() + adapter.product(one_by_one)).to(dtype)
+            digits = total(torch.stack([exact_squares(w.to(dtype), 1.0, rows=True) for w in (weight, turned)], 1))
+            first, now = joined_squares(digits, 1.0).sqrt().to(dtype)
+        return (first + adapter.magnitudes(tokens).to(dtype)) / now
     with torch.no_grad():
         wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
         turned = wide + adapter.product().to(wide.dtype)

@@ -106,7 +106,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Flat memory of parameters: `values` [n] and `gradients` [n], perhaps in a wider dtype (gradient_dtype).
+    """Flat memory of parameters: `values` [n] and `gradients` [n], perhaps in a wider dtype (gradient_dtype), or pairs
+    of int64 [n, 2] (fixed.py).
 
     Parameters are views of `values`; `views` holds each parameter's view of `gradients`. n is padded to a multiple of
     the number of ranks that sum the bucket. `parts`: indices of the model's parts that use the bucket, if weights are
@@ -129,6 +130,10 @@ class Bucket:
     segments: Segments = ()
     """The first element of each rank's matrices, and the end of the last rank's (BucketKey)."""
 
+    def sums(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the memory of the gradients of elements start..stop, flat, for a transport."""
+        return self.gradients[start:stop].view(-1)
+
     def slot(self, start: int, stop: int, *, part_axes: tuple[str, ...]) -> Slot:
         """Make the slot of elements start..stop. `part_axes`: sum axes with ranks that step the other parts, of equal
         length and in order; empty if all ranks step the same part."""
@@ -147,8 +152,12 @@ class Bucket:
 
 
 def floats_in(gradients: Tensor) -> Tensor:
-    """Return the memory [n] of a slot's gradient. For int64 sums: the first half of the bytes, as float32."""
-    return gradients.view(torch.float32)[: gradients.numel()] if gradients.dtype == torch.int64 else gradients
+    """Return the memory [n] of a slot's gradient. For int64 sums: the first half of the bytes, as float32, or as
+    float64 for pairs [n, 2]."""
+    if gradients.dtype != torch.int64:
+        return gradients
+    dtype = torch.float32 if gradients.dim() == 1 else torch.float64
+    return gradients.view(dtype).view(-1)[: len(gradients)]
 
 
 Fill = Callable[[str, Tensor], nn.Parameter]
@@ -268,7 +277,10 @@ def make_buckets(
         comm = mesh.comm(*(key.sum_axes if shares else ()))
         # Frozen parameters have no gradients and no gradient memory.
         trained = key.rule.trained
-        gradients = comm.zeros(length, dtype, mesh.device) if trained else torch.empty(0, device=mesh.device)
+        words = 2 if exact and key.dtype == torch.float64 else 1
+        gradients = comm.zeros(length * words, dtype, mesh.device) if trained else torch.empty(0, device=mesh.device)
+        if trained and words == 2:
+            gradients = gradients.view(length, words)
         yield _make_bucket(key, group, specs, mesh, length, gradients, fill)
 
 
@@ -303,7 +315,7 @@ def _make_bucket(
             # Keep the parameter object: layers and hooks refer to it.
             parameter.data = view
         if key.rule.trained:
-            views[parameter] = gradients[start:stop].view(declared.shape)
+            views[parameter] = gradients[start:stop].view(*declared.shape, *gradients.shape[1:])
             parameter.grad_dtype = floats_in(gradients[:0]).dtype
         spec, box = specs[name], specs[name].box(mesh.grid, mesh.rank)
         assert key.rule.by != "matrices" or box.lengths == spec.shape, f"{name} is stepped whole, and cut into {box}"

@@ -20,7 +20,7 @@ from meshwright.compute.parameters.gradients import (
 
 
 class ExactGradients(Gradients):
-    """Accumulator of gradients as integers: computes each gradient in float32 and adds it to an int64 view.
+    """Accumulator of gradients as integers: adds each gradient to an int64 view, or to pairs of int64.
 
     A microbatch has several portions, each with a separate backward pass. `on_gradient` is called only in the last
     portion (`last_portion`): the bucket may be reduced after that call.
@@ -55,18 +55,20 @@ class ExactGradients(Gradients):
 
     def _write(self, parameter: nn.Parameter, shape: torch.Size, write: WriteGradient, final: bool) -> None:
         view = self._views[parameter]
-        if isinstance(write, RowGradient) and view.device.type == "cpu" and write.ids.numel() < len(view):
+        few = isinstance(write, RowGradient) and write.ids.numel() < len(view)
+        if few and view.device.type == "cpu" and self.fixed.dtype == torch.float32:
             # Only the rows of a look-up are read, rounded and added; a GPU would wait for the number of rows.
             if self._begins(parameter):
                 view.zero_()
+            assert isinstance(write, RowGradient)
             ids, rows = write.distinct()
             sums = view[ids]
             self.fixed.add(sums, rows, fresh=False)
             view[ids] = sums
-        elif isinstance(write, ScaledGradient) and write.gradient.dtype == torch.float32:
+        elif isinstance(write, ScaledGradient) and write.gradient.dtype == self.fixed.dtype:
             self._add(parameter, write.in_place())  # nothing reads the computed gradient again
         else:
-            addend = torch.empty(shape, dtype=torch.float32, device=view.device)
+            addend = torch.empty(shape, dtype=self.fixed.dtype, device=view.device)
             write(addend, 0)
             self._add(parameter, addend)
         if final and self.on_gradient and self.last_portion:
@@ -76,7 +78,7 @@ class ExactGradients(Gradients):
         """Move autograd's sum of one portion from .grad to the view, before the next portion."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
-            self._add(parameter, gradient.to(torch.float32))
+            self._add(parameter, gradient.to(self.fixed.dtype))
         if self.on_gradient and self.last_portion and parameter not in self._last_work:
             self.on_gradient(parameter)
 

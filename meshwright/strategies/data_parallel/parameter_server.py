@@ -33,11 +33,12 @@ class Rooted(Policy):
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
         rows = comm.size if comm.index == _ROOT else 0
-        everyone = bucket.gradients.new_empty(rows, bucket.gradients.numel())
-        comm.gather(everyone, bucket.gradients, _ROOT)
+        sums = bucket.sums()
+        everyone = sums.new_empty(rows, sums.numel())
+        comm.gather(everyone, sums, _ROOT)
         if comm.index == _ROOT:
-            torch.sum(everyone, 0, out=bucket.gradients)
-        return comm.broadcast(bucket.gradients, _ROOT, wait=False)
+            torch.sum(everyone, 0, out=sums)
+        return comm.broadcast(sums, _ROOT, wait=False)
 
 
 class Server(Policy):

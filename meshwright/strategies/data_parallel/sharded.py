@@ -94,7 +94,7 @@ class SlicedSum(BucketSum):
     def cross(self) -> None:
         self.collect()
         if self.state not in (State.CROSSING, State.SUMMED):
-            self.work, self.state = self.copies.all_reduce(self.total, wait=False), State.CROSSING
+            self.work, self.state = self.copies.all_reduce(self.total.view(-1), wait=False), State.CROSSING
 
     def publish(self) -> None:
         super().publish()

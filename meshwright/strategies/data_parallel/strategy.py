@@ -69,17 +69,17 @@ class Policy:
         """Sum the gradients over the comm into (at least) the owned part."""
         match self.owners:
             case "all":
-                return comm.all_reduce(bucket.gradients, wait=False)
+                return comm.all_reduce(bucket.sums(), wait=False)
             case "each" if bucket.segments:
                 return together(
-                    comm.reduce(bucket.gradients[start:stop], owner, wait=False)
+                    comm.reduce(bucket.sums(start, stop), owner, wait=False)
                     for owner, start, stop in owners(bucket.segments)
                 )
             case "each":
                 start, stop = self.owned(bucket, comm)
-                return comm.reduce_scatter(bucket.gradients[start:stop], bucket.gradients, wait=False)
+                return comm.reduce_scatter(bucket.sums(start, stop), bucket.sums(), wait=False)
             case "first":
-                return comm.reduce(bucket.gradients, 0, wait=False)
+                return comm.reduce(bucket.sums(), 0, wait=False)
 
     def publish(self, bucket: Bucket, comm: Comm) -> Work:
         """Send the owners' new values to every rank."""
@@ -153,14 +153,18 @@ class BucketSum:
         self.piece: slice | None = None
         """The piece of the integers that this rank sums; None: the policy sums. If a sum begins when waited for, no
         message is hidden by a backward pass, and 12 bytes an element are sent and copied instead of 16."""
-        if policy.by_pieces and self.comm.begins_when_waited_for and bucket.gradients.dtype == torch.int64:
+        if (
+            policy.by_pieces
+            and self.comm.begins_when_waited_for
+            and floats_in(bucket.gradients).dtype == torch.float32 != bucket.gradients.dtype
+        ):
             length = len(bucket.gradients) // self.comm.size
             self.piece = slice(self.comm.index * length, (self.comm.index + 1) * length)
         start, stop = policy.owned(bucket, self.comm)
         self.slot = bucket.slot(start, stop, part_axes=() if policy.owners == "all" else axes)
         """The part of the bucket that this rank's optimizer steps."""
         self.total = bucket.gradients[start:stop]
-        """The memory of the slot's summed gradient: integers if bits are layout-free."""
+        """The memory of the slot's summed gradient: integers, or pairs of integers, if bits are layout-free."""
         self.weights = FlatWeights(bucket.values, bucket.places, bucket.copy_axes)
         """This rank's part of the bucket's weights between steps."""
         self.work: Work = DONE
@@ -208,7 +212,7 @@ class BucketSum:
         """Begin the sum over the ranks that own the same part, once a step, after the sum of all microbatches."""
         if self.state is State.SUMMING and self.copies.size > 1:
             self.end()
-            self.work, self.state = self.copies.all_reduce(self.total, wait=False), State.CROSSING
+            self.work, self.state = self.copies.all_reduce(self.total.view(-1), wait=False), State.CROSSING
 
     def end(self) -> None:
         """Wait for the sum (state: summed)."""
@@ -219,10 +223,10 @@ class BucketSum:
     def to_floats(self, fixed: FixedPoint) -> None:
         """Convert the sum of integers to the slot's float32, and receive the other ranks' pieces if there are any."""
         if self.piece is None:
-            fixed.to_float32(self.total)
+            fixed.to_floats(self.total)
             return
         values = floats_in(self.bucket.gradients)
-        piece = fixed.to_float32(self.bucket.gradients[self.piece])
+        piece = fixed.to_floats(self.bucket.gradients[self.piece])
         if piece.data_ptr() != values[self.piece].data_ptr():
             values[self.piece].copy_(piece)
         self.comm.all_gather(values, values[self.piece])

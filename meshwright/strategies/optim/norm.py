@@ -78,7 +78,7 @@ def norm_of_squares(
         if all(mesh.index(axis) == 0 for axis in slot.shared if axis not in slot.part_axes):
             parted = (axis for axis in slot.part_axes if axis not in (HEAD_COPIES, ENDS, PIPE))
             by_axes[mesh.grid.ordered(parted), sharing_axes(slot, fixed)].append(squares[index])
-    digits = () if fixed is None else (len(SQUARE_DIGITS),)
+    digits = () if fixed is None else (len(SQUARE_DIGITS[fixed.dtype]),)
     total = torch.zeros(digits, dtype=torch.float64, device=mesh.device)
     # Sorted, so that all ranks call the same all-reduces in the same order.
     for both, parts in sorted(by_axes.items(), key=lambda group: group[0]):

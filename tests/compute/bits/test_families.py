@@ -72,6 +72,19 @@ def test_equal_bits_are_the_usual_numbers(run: str, words: tuple[str, ...]) -> N
     assert exact != usual
 
 
+@pytest.mark.parametrize(
+    "run", ["llama", "gpt2, DoRA", *(pytest.param(run, marks=pytest.mark.long) for run in ("t5", "gemma", "deepseek"))]
+)
+def test_float64_is_the_usual_float64(run: str) -> None:
+    undropped = UNDROPPED if "adapter" in RUNS[run]["model"] else UNDROPPED[:1]
+    exact, usual = (
+        ended(config_of((run, "float64"), (*undropped, *more), 3)).numbers for more in ((), ("bits={kind: usual}",))
+    )
+    both = [[float.fromhex(number) for line in numbers for number in line.split()] for numbers in (exact, usual)]
+    assert both[0] == pytest.approx(both[1], rel=1e-12, abs=0)
+    assert exact != usual
+
+
 @pytest.mark.parametrize("run", ["gemma", "olmo", "sinks", "delta nets"])
 def test_ranks_of_two_threads_end_with_the_bits_of_one(run: str) -> None:
     kind = run, "float32"

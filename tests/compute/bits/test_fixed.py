@@ -11,7 +11,14 @@ import torch
 from torch import nn
 
 from meshwright.compute.parameters.exact_gradients import ExactGradients
-from meshwright.compute.parameters.fixed import FixedPoint, exact_squares, joined_squares, rounded_loss
+from meshwright.compute.parameters.fixed import (
+    FixedPoint,
+    PairedFixedPoint,
+    exact_squares,
+    joined_squares,
+    rounded_loss,
+    rounded_sum,
+)
 from meshwright.compute.parameters.gradients import RowGradient
 
 CPU = torch.device("cpu")
@@ -29,7 +36,7 @@ def summed(order: list[torch.Tensor], count: int) -> torch.Tensor:
     for index, addend in enumerate(order):
         fixed.add(total, addend.clone(), fresh=index == 0)
     assert not fixed.spoiled
-    return fixed.to_float32(total).clone()
+    return fixed.to_floats(total).clone()
 
 
 def test_any_order_has_the_same_bits_and_float64s_sum() -> None:
@@ -40,6 +47,54 @@ def test_any_order_has_the_same_bits_and_float64s_sum() -> None:
     assert not torch.equal(*plain), "addends of which any sum would do"
     exact = torch.stack(parts).double().sum(0)
     assert (one - exact).abs().max() <= (plain[0] - exact).abs().max()
+
+
+def paired(order: list[torch.Tensor]) -> torch.Tensor:
+    fixed, total = PairedFixedPoint(len(order), CPU), torch.empty(len(order[0]), 2, dtype=torch.int64)
+    for index, addend in enumerate(order):
+        fixed.add(total, addend.clone(), fresh=index == 0)
+    assert not fixed.spoiled
+    return fixed.to_floats(total).clone()
+
+
+def test_float64_is_added_in_any_order_to_float64s_last_digits() -> None:
+    parts = [part.double() * (1 + 1e-9 * index) for index, part in enumerate(addends(13))]
+    one, other = paired(parts), paired(parts[::-1])
+    assert torch.equal(one, other)
+    assert not torch.equal(sum(parts[1:], parts[0]), sum(parts[-2::-1], parts[-1])), "addends of which any sum would do"
+    for index in range(0, len(one), 997):
+        exact = math.fsum(float(part[index]) for part in parts)
+        assert float(one[index]) == pytest.approx(exact, rel=3e-16, abs=0)
+
+
+def test_rests_of_the_most_addends_do_not_overflow() -> None:
+    fixed, total = PairedFixedPoint(1024, CPU), torch.zeros(2, 2, dtype=torch.int64)
+    rest = fixed.quantum * torch.tensor([0.5, -0.5], dtype=torch.float64) * (1 - 2.0**-40)
+    for index in range(1024):
+        fixed.add(total, rest.clone(), fresh=index == 0)
+    assert fixed.to_floats(total).tolist() == (1024 * rest).tolist()
+
+
+def test_a_large_addend_of_a_pair_is_told() -> None:
+    fixed, total = PairedFixedPoint(2, CPU), torch.zeros(1, 2, dtype=torch.int64)
+    fixed.add(total, torch.tensor([2.0**10], dtype=torch.float64), fresh=True)
+    assert fixed.spoiled
+
+
+def test_a_float64_gradient_is_read_not_written_and_its_small_squares_count() -> None:
+    gradient = torch.randn(70_000, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * 1e-12
+    before = gradient.clone()
+    squares = exact_squares(gradient, 1.0)
+    assert torch.equal(gradient, before)
+    assert float(joined_squares(squares, 1.0)) == pytest.approx(float(before.square().sum()), rel=1e-14)
+
+
+def test_float64_losses_are_rounded_once_together() -> None:
+    losses = torch.rand(1000, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 3
+    total = float(rounded_sum(losses, 0.25, 1.0))
+    assert total == float(rounded_sum(losses.flip(0), 0.25, 1.0))
+    assert abs(total - math.fsum((losses * 0.25).tolist())) <= 2.0**-41
+    assert total * 2**40 == round(total * 2**40)
 
 
 def test_each_addend_is_rounded_to_a_multiple_of_the_quantum() -> None:
@@ -81,7 +136,7 @@ def test_the_largest_addends_do_not_overflow_their_sum() -> None:
     for index in range(4):
         fixed.add(total, largest.clone(), fresh=index == 0)
     assert not fixed.spoiled
-    assert float(fixed.to_float32(total)) == 4 * float(largest)
+    assert float(fixed.to_floats(total)) == 4 * float(largest)
 
 
 def test_counts_far_beyond_a_gradients_range_are_added_exactly() -> None:

@@ -160,7 +160,6 @@ def test_a_matrix_stepped_from_another_side_is_seen() -> None:
         (("layout.tensor=megatron", "layout.tensor.size=2"), "layout.tensor.size"),
         (("layout.context=2",), "layout.context.size"),
         (("layout.data.sync=server-loss", "layout.data.size=2"), "layout.data.sync"),
-        (("precision=float64",), "bits.kind"),
         (("bits.samples=3",), "bits.samples"),
         (("precision=fp16", "precision.loss_scale.initial=1000"), "precision.loss_scale.initial"),
         (("compile=islands",), "compile"),
