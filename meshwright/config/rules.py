@@ -14,6 +14,7 @@ from operator import attrgetter
 
 from meshwright.compute.bits.section import (
     grains_fill_microbatches,
+    graphs_have_whole_layers,
     layers_fall_into_blocks,
     parts_are_equal,
     parts_of_heads_are_dealt_equally,
@@ -455,6 +456,7 @@ RULES = (
     messages_are_of_whole_microbatches,
     grains_fill_microbatches,
     scales_are_powers_of_two,
+    graphs_have_whole_layers,
     layers_fall_into_blocks,
     parts_are_equal,
     parts_of_hidden_are_equal,

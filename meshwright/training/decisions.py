@@ -142,6 +142,14 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
     if config.bits.layout_free:  # threads share an operation's elements in whole vectors if they are 1, 2, 4, ...
         threads = 2 ** (threads.bit_length() - 1)
     compiles = compiled_on(config, device if find_spec("triton") is not None else "cpu")
+    if compiles in GRAPHS and config.bits.layout_free:
+        if device == "cuda":
+            rule = "has kernels on a GPU whose blocks Triton chooses by time (bits.kind=layout-free)"
+            raise ConfigError.of("compile", compiles, rule, "none, auto; or device=cpu")
+        notes.append(
+            f"bits.tensor, bits.hidden and bits.sequence take 1: compile={compiles} makes graphs of whole layers, and "
+            f"layouts that cut layers or sequences need compile=none"
+        )
     if compiles in GRAPHS and (outside := list(outside_of_graphs(config))):
         notes.append(f"compile={config.compile} takes {compiles}: not compiled are {' and '.join(outside)}")
     if config.model.freezes:

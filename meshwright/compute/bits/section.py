@@ -19,6 +19,8 @@ and no field of the layout. So one run file has one grain under every layout.
 | hidden    | 2 if legal, else 1                                                                                     |
 | attention | runs where rings are legal (no dropout) and a sequence has four runs, else heads                       |
 
+With `compile: blocks` a layer is one graph, and all of these but samples take 1 and heads.
+
 Smaller parts let more ranks in, and cost more on one device (`python -m benchmarks.bits --parts`).
 
 If one of these fields has a value in the run file, the missing ones are 1 and `heads`: the values of runs that were
@@ -291,6 +293,22 @@ def layers_fall_into_blocks(config: Config) -> Iterator[Problem]:
             yield Problem(field, parts, said, "1")
 
 
+@_under_layout_free("compile", TENSOR, HIDDEN, SEQUENCE, "memory.recompute", "model")
+def graphs_have_whole_layers(config: Config) -> Iterator[Problem]:
+    """Require one graph of a layer in every layout: a compiler chooses the order of sums by graph and shapes."""
+    if not config.in_graphs:
+        return
+    bits = config.bits
+    for field, parts in ((TENSOR, bits.tensor), (HIDDEN, bits.hidden), (SEQUENCE, bits.sequence)):
+        if parts > 1:
+            rule_text = f"cuts layers, and compile={config.compile} makes a graph of a whole layer"
+            yield Problem(field, parts, rule_text, "1; or compile=none", ("compile",))
+    if config.memory.policy.attention:
+        rule_text = f"takes attention out of the graphs of compile={config.compile}, and other graphs round otherwise"
+        valid = "none, auto, offload, {every: n}; or compile=none"
+        yield Problem("memory.recompute", config.memory.recompute, rule_text, valid, ("compile",))
+
+
 REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     (
         "layout.tensor.kind",
@@ -316,7 +334,7 @@ REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
         lambda config: config.precision.accumulate if config.precision.accumulate != "float32" else None,
         "float32",
     ),
-    ("compile", lambda config: config.compile if config.compile not in ("auto", "none") else None, "none"),
+    ("compile", lambda config: config.compile if config.compile in ("islands", "kernels") else None, "none, blocks"),
 )
 """Fields with values that are not layout-free yet: (field, the run's refused value or None, values to use instead)."""
 
@@ -365,6 +383,8 @@ def decided_bits(config: Config) -> Bits:
     free = [name for name in ALONE if name not in written and (not written or name in bits.model_fields_set)]
     if not bits.layout_free:
         free = []
+    elif config.in_graphs:  # graphs are of whole layers
+        free = [name for name in free if name == "samples"]
     model = config.model
     if "samples" in free:
         # A divisor of every legal replica's part, of few tokens.

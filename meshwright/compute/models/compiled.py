@@ -14,8 +14,13 @@ if TYPE_CHECKING:
 
 
 def apply(config: Config, model: Chain) -> None:
-    """Run the model's layers as compiled graphs, and the head's element-wise passes as islands (tensor/islands.py)."""
-    islands.apply(config, model)
+    """Run the model's layers as compiled graphs, and the head's element-wise passes as islands (tensor/islands.py).
+
+    Islands are compiled anew for other numbers of rows, and the first number depends on the layout: `bits: layout-free`
+    has none.
+    """
+    if not config.bits.layout_free:
+        islands.apply(config, model)
     for core in model.attention_cores():
         if attention_outside(config) is not None:
             core.run_by(outside(core.run))

@@ -140,6 +140,8 @@ def compile_block(config: Config, block: nn.Module) -> None:
             module_type.forward = outside(module_type.forward)
             _hidden.add(module_type)
     options: dict[str, Any] = {"fallback_random": True}
+    if config.bits.layout_free:
+        options["cpp.threads"] = 1  # several threads would each sum some of the rows
     if config.compile == "kernels":
         from meshwright.compute.tensor.column_sums import FUSED, WIDEST
         from meshwright.compute.tensor.sums_in_graphs import REWRITES
