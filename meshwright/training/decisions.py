@@ -146,10 +146,7 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
         if device == "cuda":
             rule = "has kernels on a GPU whose blocks Triton chooses by time (bits.kind=layout-free)"
             raise ConfigError.of("compile", compiles, rule, "none, auto; or device=cpu")
-        notes.append(
-            f"bits.tensor, bits.hidden and bits.sequence take 1: compile={compiles} makes graphs of whole layers, and "
-            f"layouts that cut layers or sequences need compile=none"
-        )
+        notes.append(f"bits.tensor, bits.hidden and bits.sequence take 1: compile={compiles} takes layers whole")
     if compiles in GRAPHS and (outside := list(outside_of_graphs(config))):
         notes.append(f"compile={config.compile} takes {compiles}: not compiled are {' and '.join(outside)}")
     if config.model.freezes:

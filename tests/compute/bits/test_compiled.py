@@ -43,7 +43,7 @@ MIXED = (
 LAYOUTS: tuple[tuple[str, ...], ...] = (
     MIXED,
     ("layout.data=2",),
-    ("layout.data=4", "layout.data.sync=zero1"),
+    ("layout.data=4", "layout.data.sync=zero1", "batch.micro=2"),
     ("layout.data=2", "layout.data.sync=zero3"),
     ("layout.pipeline=2", "layout.pipeline.schedule=1f1b", "batch.micro=2"),
     ("batch.micro=1",),
