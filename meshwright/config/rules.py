@@ -27,7 +27,7 @@ from meshwright.compute.bits.section import (
 from meshwright.compute.models.preference_section import (
     experts_are_balanced_by_rows,
     pairs_have_a_loss,
-    pairs_have_two_rows,
+    rows_are_summed_whole,
 )
 from meshwright.config.layout import part_of_axis
 from meshwright.config.messages import nearest
@@ -429,7 +429,7 @@ RULES = (
     fp8_has_layers,
     adapters_are_next_to_frozen_linears,
     pairs_have_a_loss,
-    pairs_have_two_rows,
+    rows_are_summed_whole,
     experts_are_balanced_by_rows,
     transport_is_installed,
     transport_reaches_device,

@@ -82,11 +82,12 @@ def log_probabilities(parts: Parts, pairs: PreferencePairs, numbers: np.ndarray)
     mine, last = mesh.index(*DATA_AXES) * config.replica_batch, parts.pipeline.stages[-1]
 
     def add(h: Tensor, batch: Batch) -> None:
-        with last.autocast():
-            found = model.log_probabilities(h, batch)
-        if model.chunk.last:  # other stages have at most a part of the head, and the same numbers
-            indices = batch[PAIRS].flatten()
-            table[indices[indices != IGNORED]] = found[indices != IGNORED]
+        for portion, (rows,) in parts.portions.of(batch, (h,)) if parts.portions is not None else [(batch, (h,))]:
+            with last.autocast():
+                found = model.log_probabilities(rows, portion)
+            if model.chunk.last:  # other stages have at most a part of the head, and the same numbers
+                indices = portion[PAIRS].flatten()
+                table[indices[indices != IGNORED]] = found[indices != IGNORED]
 
     padded = np.concatenate([numbers, np.full(-len(numbers) % config.batch.global_, -1, dtype=np.int64)])
     with parts.strategy.whole_weights():

@@ -19,7 +19,8 @@ and no field of the layout. So one run file has one grain under every layout.
 | hidden    | 2 if legal, else 1                                                                                     |
 | attention | runs where rings are legal (no dropout) and a sequence has four runs, else heads                       |
 
-With `compile: blocks` a layer is one graph, and all of these but samples take 1 and heads.
+With `compile: blocks` a layer is one graph, and with a `loss` over pairs a row's loss is one sum: all of these but
+samples then take 1 and heads.
 
 Smaller parts let more ranks in, and cost more on one device (`python -m benchmarks.bits --parts`).
 
@@ -383,7 +384,7 @@ def decided_bits(config: Config) -> Bits:
     free = [name for name in ALONE if name not in written and (not written or name in bits.model_fields_set)]
     if not bits.layout_free:
         free = []
-    elif config.in_graphs:  # graphs are of whole layers
+    elif config.in_graphs or config.loss is not None:  # graphs are of whole layers, and rows' sums of whole rows
         free = [name for name in free if name == "samples"]
     model = config.model
     if "samples" in free:

@@ -39,10 +39,12 @@ def pairs_have_a_loss(config: Config) -> Iterator[Problem]:
 
 
 @rule("loss", "bits")
-def pairs_have_two_rows(config: Config) -> Iterator[Problem]:
-    if config.loss is not None and config.bits.layout_free:
-        rule_text = "computes samples of one row, and loss.kind=dpo needs the sums of a pair's two rows"
-        yield Problem("bits.kind", config.bits.kind, rule_text, "usual")
+def rows_are_summed_whole(config: Config) -> Iterator[Problem]:
+    bits = config.bits
+    for field, parts in (("tensor", bits.tensor), ("hidden", bits.hidden), ("sequence", bits.sequence)):
+        if config.loss is not None and bits.layout_free and parts > 1:
+            rule_text = f"adds up losses part by part, and loss.kind={config.loss.kind} needs the sum of a whole row"
+            yield Problem(f"bits.{field}", parts, rule_text, "1; or bits.kind=usual")
 
 
 @rule("loss", "model")

@@ -13,6 +13,7 @@ from torch import Tensor
 from meshwright.config import Config
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.step import train_step
+from tests.compute.models.preferring import pairs_of
 from tests.harness import build, resolved
 from tests.oracle.batches import BATCHES
 from tests.workers import run_ranks
@@ -60,9 +61,9 @@ def _steps(mesh: Mesh, config: Config, plant: Plant | None) -> tuple[tuple[str, 
     if plant is not None:
         plant(mesh)
     parts = build(config, mesh)
-    numbers = []
+    numbers, batch_of = [], pairs_of if config.loss is not None else BATCHES[config.model.family]
     for step in range(config.steps):
-        result = train_step(parts, BATCHES[config.model.family](config, step), step)
+        result = train_step(parts, batch_of(config, step), step)
         numbers.append(f"{result.loss.hex()} {result.gradient_norm.hex()}")
     pieces = [
         (

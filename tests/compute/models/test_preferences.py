@@ -138,7 +138,7 @@ def test_experts_under_layouts(name: str) -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"bits": {"kind": "layout-free", "samples": 1}}, "bits.kind=layout-free computes samples of one row"),
+        ({"bits": {"kind": "layout-free", "sequence": 2}}, "bits.sequence=2 adds up losses part by part"),
         ({"layout": {"data": {"size": 2, "sync": "server-loss"}}}, "computes the loss of gathered outputs and labels"),
         ({"loss": None}, "loss=null is the loss of one text, and data.kind=preferences gives pairs of answers"),
         ({"data": {"kind": "text"}}, "loss=dpo is a loss over pairs of answers, and data.kind=text gives none"),
