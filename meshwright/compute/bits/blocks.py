@@ -62,13 +62,19 @@ class Blocks:
     def cut(self, x: Tensor) -> list[Tensor]:
         """Return the runs of each grain of x [B, T, ...] inside of a pair. If T = 1 (a head of one token per sequence),
         each grain is one run."""
-        if not self.exact:
+        if not self.exact or self.grains * self.runs == 1:
             return [x]
         return [run for grain in x.chunk(self.grains) for run in grain.chunk(self.runs if x.shape[1] > 1 else 1, 1)]
 
     def rows(self, x: Tensor) -> list[Tensor]:
         """Return the runs of each grain of x [B, T, ..., N], each as [rows, N] in separate memory."""
         return [(apart(run) if self.exact else run).flatten(0, -2) for run in self.cut(x)]
+
+    def rows_by(self, x: Tensor, count: int) -> list[list[Tensor]]:
+        """Return the runs of each grain of x [B, T, ..., N], each as `count` equal parts [rows, N/count]."""
+        if count == 1:
+            return [[rows] for rows in self.rows(x)]
+        return [[apart(block).flatten(0, -2) for block in run.chunk(count, -1)] for run in self.cut(x)]
 
     def joined(self, runs: list[Tensor], batch: int) -> Tensor:
         """Join runs [rows, ...], grain by grain, into [B, T, ...]."""

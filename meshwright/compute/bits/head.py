@@ -36,7 +36,7 @@ from meshwright.compute.tensor.cross_entropy import (
 )
 from meshwright.compute.tensor.head import HeadShape, TableHead
 from meshwright.compute.tensor.linear import autocast_device, cast
-from meshwright.compute.tensor.products import Products, added, side_by_side, write_part
+from meshwright.compute.tensor.products import Products, added
 from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.trees import tree_sum
@@ -131,7 +131,7 @@ class _RunGradients:
     dh: Tensor
     """[rows, H], float32 or float64: this rank's leaf of the ranks' tree."""
     dtable: Tensor
-    """[V/p, H]"""
+    """[n, V/p, H/n], by part of the hidden width."""
     dbias: Tensor | None
     """[V/p]"""
 
@@ -147,10 +147,10 @@ class _PartLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=h.device)
         ctx.head, ctx.shape, ctx.dtype, ctx.gradients = head, whole.shape, h.dtype, []
         wanted = labels.chunk(blocks.runs if count > 1 else 1, 1)
-        rows_of_classes, observed = head.own_classes(table), list[Tensor]()
+        tables, observed = _Tables.of(head.own_classes(table), head, bias), list[Tensor]()
         for rows, run_labels in zip(blocks.rows(whole[:, :count]), wanted, strict=True):
             learns = differentiates and ctx.needs_input_grad[1]
-            losses, gradients = _run(rows, run_labels, rows_of_classes, bias, scale, head, differentiates, learns)
+            losses, gradients = _run(rows, run_labels, tables, scale, differentiates, learns)
             # An evaluation sums losses and divides at the end, so the quantum of losses is larger.
             quantum = head.fixed.scale if head.fixed is not None and head.training else SUMMED_LOSS
             total += rounded_sum(losses, scale, quantum)
@@ -174,44 +174,56 @@ class _PartLoss(torch.autograd.Function):
         dtable = dbias = None
         for run in runs:
             if ctx.needs_input_grad[1]:
-                dtable = added(dtable, head.give(run.dtable, _times(run.dtable, factor)))
+                count, height, width = run.dtable.shape
+                like = run.dtable.new_empty(height, count * width)
+                dtable = added(dtable, head.give(like, _times(run.dtable, factor)))
             if run.dbias is not None:
-                write = _times(run.dbias, factor)
+                write = _times(run.dbias.unsqueeze(0), factor)
                 dbias = added(dbias, head.add_gradient("bias", run.dbias, write, may_wait=False))
         return leaving.wait().to(ctx.dtype), dtable, dbias, *[None] * 4
 
 
-def _times(gradient: Tensor, factor: Tensor) -> WriteGradient:
-    return lambda out, beta: write_part(gradient * factor.to(gradient.dtype), out, beta)
+def _times(parts: Tensor, factor: Tensor) -> WriteGradient:
+    """Return a function that writes the parts [n, ..., N/n] of a gradient [..., N] times a factor."""
+
+    def write(out: Tensor, beta: int) -> None:
+        for gradient, target in zip(parts, out.chunk(len(parts), -1), strict=True):
+            if beta:
+                target.add_(gradient * factor.to(gradient.dtype))
+            else:
+                torch.mul(gradient, factor.to(gradient.dtype), out=target)
+
+    return write
 
 
 def _run(
-    rows: Tensor, labels: Tensor, table: Tensor, bias: Tensor | None, scale: float, head: PartHead,
-    differentiates: bool, learns: bool,
+    rows: Tensor, labels: Tensor, tables: _Tables, scale: float, differentiates: bool, learns: bool
 ) -> tuple[Tensor, _RunGradients]:  # fmt: skip
     """Compute the unscaled losses [n, 1] of a run's labelled rows, 0 for rows that are not counted, and the gradients.
 
     Args:
         rows: [B·t, H], the hidden states.
         labels: [B, t], the wanted classes.
-        table: [V/p, H], this rank's classes.
-        bias: [V/p], or None.
+        tables: this rank's classes.
         scale: factor of the loss.
-        head: the head's blocks, classes and rounding.
         differentiates: compute gradients too.
         learns: compute the gradient of the table too.
     """
-    blocks, classes, index = head.blocks, head.classes, chosen_rows(labels, head.classes)
-    products = classes.products
+    blocks, classes = tables.head.blocks, tables.head.classes
+    products, index = classes.products, chosen_rows(labels, classes)
     all_of, labels = rows, labels.flatten()
     if index is not None:
         rows, labels = rows[index], labels[index]
     counted, wide = (labels != IGNORED).unsqueeze(1), wide_dtype(rows)
     factors, losses = counted.to(wide) * scale, rows.new_empty(rows.shape[0], 1, dtype=wide)
-    tables = _Tables.of(table, head, bias)
     dh = torch.empty(rows.shape if differentiates else (0,), dtype=wide, device=rows.device)
-    dtable = torch.zeros_like(table if learns else table[:0], dtype=wide)
-    dbias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+    (height, width), heights = tables.weights[0][0].shape, len(tables.weights) if learns else 0
+    dtable = rows.new_empty(blocks.hidden, heights * height, width, dtype=wide)
+    if not rows.shape[0]:
+        dtable.zero_()  # without rows no chunk writes dtable
+    dbias = None
+    if tables.biases[0] is not None:
+        dbias = rows.new_zeros(len(tables.biases) * height, dtype=wide)
     for chunk, those, logits in _logits(rows, tables):
         slopes = [classes.capped(block) for block in logits]
         losses[chunk] = _to_gradients(logits, labels[chunk].unsqueeze(1), factors[chunk], classes, blocks)
@@ -219,15 +231,12 @@ def _run(
             if slope is not None:
                 block.mul_(slope)
         if differentiates:
-            columns = zip(*tables.weights, strict=True)
-            dh[chunk] = side_by_side([
-                blocks.total(map(products.multiply, logits, column)) for column in columns
-            ])  # fmt: skip
-            for block, target in zip(logits, dtable.chunk(blocks.parts), strict=True) if learns else ():
-                if len(those) == 1:
-                    products.write_product(block.t(), those[0], target, beta=1)
-                else:
-                    write_part(side_by_side([products.multiply(block.t(), inputs) for inputs in those]), target, beta=1)
+            by_column = zip(*tables.weights, strict=True)
+            for column, target in zip(by_column, dh[chunk].chunk(len(those), -1), strict=True):
+                target.copy_(blocks.total(map(products.multiply, logits, column)))
+            for inputs, of_inputs in zip(those, dtable, strict=True) if learns else ():
+                for block, target in zip(logits, of_inputs.chunk(len(logits)), strict=True):
+                    products.write_product(block.t(), inputs, target, int(chunk.start > 0))
             if dbias is not None:
                 dbias += torch.cat([block.sum(0, dtype=wide) for block in logits])
     if index is not None and differentiates:

@@ -13,9 +13,9 @@ Sent in each direction: an all-gather of [N, 2, B, T]; for rms, of [N, 1, B, T].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class _ByBlock(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dweight = ctx.cut.add_sums(ctx.layer, "weight", weight, dy * x)
+        dweight = ctx.cut.add_sums(ctx.layer, "weight", weight, dy, x)
         dbias = ctx.cut.add_sums(ctx.layer, "bias", weight, dy) if ctx.biased else None
         return dy * weight, dweight, dbias, None, None
 
@@ -65,14 +65,19 @@ class _Cut:
     columns: int
     """Parts of the columns (the last dim)."""
 
-    def add_sums(self, layer: ShardedModule, name: str, like: Tensor, x: Tensor) -> Tensor | None:
-        """Add the sum over each block's rows [n, E] of x to the gradient of the layer's parameter `name`."""
+    def add_sums(self, layer: ShardedModule, name: str, like: Tensor, *factors: Tensor) -> Tensor | None:
+        """Add the sum over each block's rows [n, E] of one tensor, or of the product of two, to the gradient of the
+        layer's parameter `name`."""
         total = None
-        for run in self.blocks.cut(x):
-            for heads in run.chunk(self.parts, 2) if self.parts > 1 else (run,):
-                write = partial(self.write_sums, apart(heads).flatten(0, -2))
-                total = added(total, layer.add_gradient(name, like, write))
+        for blocks in zip(*map(self.of, factors), strict=True):
+            write = partial(self.write_sums, apart(reduce(torch.mul, blocks)).flatten(0, -2))
+            total = added(total, layer.add_gradient(name, like, write))
         return total
+
+    def of(self, x: Tensor) -> Iterator[Tensor]:
+        """Yield the blocks of x."""
+        for run in self.blocks.cut(x):
+            yield from run.chunk(self.parts, 2) if self.parts > 1 else (run,)
 
     def write_sums(self, rows: Tensor, out: Tensor, beta: int) -> None:
         """Write the sum over `rows` plus beta · out into `out`, by parts of the columns."""

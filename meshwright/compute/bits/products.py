@@ -69,8 +69,7 @@ class ExactProducts(Products):
         weights = [self._by_input(those.of(weight)) for those in self.columns]
         offsets = [None if bias is None else those.of(bias) for those in self.columns]
         runs = []
-        for rows in self.blocks.rows(x):
-            inputs = parts_of(rows, self.inputs, -1)
+        for inputs in self.blocks.rows_by(x, self.inputs):
             ys = [self._y(inputs, *operands) for operands in zip(weights, offsets, strict=True)]
             runs.append(self.arranged(ys))
         return self.blocks.joined(runs, x.shape[0])
@@ -97,14 +96,11 @@ class ExactProducts(Products):
         return y if bias is None else y.add_(bias)
 
     def read(self, dy: Tensor) -> Incoming:
-        runs = []
-        for rows in self.blocks.rows(dy):
-            parts = [rows]
-            if len(self.columns) > 1:
-                unbound = rows.unflatten(-1, (self.groups, len(self.columns), -1)).unbind(2)
-                parts = [apart(block).flatten(1) for block in unbound]
-            runs.append(parts)
-        return Incoming(runs, dy.shape[0])
+        count = len(self.columns)
+        if count == 1 or self.groups == 1:
+            return Incoming(self.blocks.rows_by(dy, count), dy.shape[0])
+        runs = (run.unflatten(-1, (self.groups, count, -1)).unbind(-2) for run in self.blocks.cut(dy))
+        return Incoming([[apart(block).flatten(0, -3).flatten(1) for block in run] for run in runs], dy.shape[0])
 
     def input_gradient(self, dy: Incoming, weight: Tensor) -> Tensor:
         weights = [self._by_input(those.of(weight)) for those in self.columns]
@@ -119,28 +115,37 @@ class ExactProducts(Products):
         return self.blocks.joined(sums, dy.batch)
 
     def weight_gradients(self, x: Callable[[], Tensor], dy: Incoming) -> Iterator[WriteGradient]:
-        entered = cache(lambda: [parts_of(rows, self.inputs, -1) for rows in self.blocks.rows(x())])
+        entered = cache(lambda: self.blocks.rows_by(x(), self.inputs))
 
-        def write(run_index: int, run: list[Tensor], those: Sequence[int], out: Tensor, beta: int) -> None:
-            for index in those:
-                by_input = partial(self._write_by_input, entered()[run_index], run[index])
-                self.columns[index].write(by_input)(out, beta if index == those[0] else 1)
+        def write(run_index: int, run: list[Tensor], index: int, out: Tensor, beta: int) -> None:
+            inputs = entered()[run_index]
+            for rows, target in zip(inputs, out.chunk(len(inputs)), strict=True):
+                self.products.write_product(rows.t(), run[index], target, beta)
 
         for run_index, run in enumerate(dy.runs):
-            for those in self.copies:
-                yield partial(write, run_index, run, those)
+            yield from self._by_copy(partial(write, run_index, run))
 
     def bias_gradients(self, dy: Incoming) -> Iterable[WriteGradient]:
-        def write(run: list[Tensor], those: Sequence[int], out: Tensor, beta: int) -> None:
+        def write(run: list[Tensor], index: int, out: Tensor, beta: int) -> None:
+            write_sum(run[index], out, beta)
+
+        for run in dy.runs:
+            yield from self._by_copy(partial(write, run))
+
+    def _by_copy(self, write: Callable[[int, Tensor, int], None]) -> Iterator[WriteGradient]:
+        """Yield functions that write the gradients of all parts of a group of `copies`.
+
+        `write(index, out, beta)` writes the gradient of the columns of one part.
+        """
+
+        def write_group(those: Sequence[int], out: Tensor, beta: int) -> None:
+            held = out.shape[-1]
+            if not beta and sum(self.columns[index].num_of(held) for index in those) < held:
+                out.zero_()
             for index in those:
-                self.columns[index].write(partial(write_sum, run[index]))(out, beta if index == those[0] else 1)
+                self.columns[index].write_used(partial(write, index), out, beta)
 
-        return (partial(write, run, those) for run in dy.runs for those in self.copies)
-
-    def _write_by_input(self, inputs: list[Tensor], dy: Tensor, out: Tensor, beta: int) -> None:
-        """Write the gradient of a part's columns, by parts of x's width."""
-        for rows, target in zip(inputs, out.chunk(len(inputs)), strict=True):
-            self.products.write_product(rows.t(), dy, target, beta)
+        return (partial(write_group, those) for those in self.copies)
 
     def _rounded(self, rows: list[Tensor], weights: list[Tensor]) -> Tensor:
         """Multiply [n, K] by [K, N] by parts of K; the sum is rounded once to the dtype of the rows."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from meshwright.compute.parameters.shard import WriteGradient
-from meshwright.compute.tensor.products import PLAIN, ChangeProducts, Products
+from meshwright.compute.tensor.products import PLAIN, ChangeProducts, Products, write_part
 
 
 @dataclass(frozen=True)
@@ -111,18 +111,24 @@ class Columns:
         """Turns a function that writes the used columns' gradient into one that writes the held columns'."""
         if self.held is None:
             return write
-        sizes = [stop - start for start, stop in self.runs]
 
         def write_held(out: Tensor, beta: int) -> None:
-            used = out.new_empty(*out.shape[:-1], sum(sizes))
-            write(used, 0)
             if not beta:
                 out.zero_()
-            parts = used.split(sizes, -1)
-            for (start, stop), run in zip(self.runs, parts, strict=True):
-                out[..., start:stop].add_(run)
+            self.write_used(write, out, beta)
 
         return write_held
+
+    def write_used(self, write: WriteGradient, out: Tensor, beta: int) -> None:
+        """Write the used columns' gradient plus beta · out into these columns of `out`, all held columns."""
+        if self.held is None:
+            write(out, beta)
+            return
+        sizes = [stop - start for start, stop in self.runs]
+        used = out.new_empty(*out.shape[:-1], sum(sizes))
+        write(used, 0)
+        for (start, stop), run in zip(self.runs, used.split(sizes, -1), strict=True):
+            write_part(run, out[..., start:stop], beta)
 
 
 ALL_COLUMNS = Columns()

@@ -87,11 +87,14 @@ class _Contract(torch.autograd.Function):
         products = layer.products
         dy = dy.contiguous()
         entering = layer.boundary.start_enter(dy)  # under db's sum
-        dbias = None
+        dbias = incoming = None
         if ctx.bias is not None:
             between = products.between
-            dbias = add_gradients(layer, "bias", ctx.bias, between.bias_gradients(between.read(dy)))
-        incoming = products.read(entering.wait())
+            incoming = between.read(dy)
+            dbias = add_gradients(layer, "bias", ctx.bias, between.bias_gradients(incoming))
+        whole = entering.wait()
+        if incoming is None or whole is not dy or between != products:  # the read form is of other rows
+            incoming = products.read(whole)
         dweight = add_gradients(layer, "weight", weight, products.weight_gradients(lambda: x, incoming))
         return products.input_gradient(incoming, weight).view(ctx.shape), dweight, dbias, None
 
