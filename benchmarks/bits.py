@@ -88,7 +88,7 @@ GRAINS: dict[str, dict[str, Option]] = {
     "megatron, 2 ranks": {"bits.tensor": 2},
     "megatron, cut by sequence, 2 ranks": {"bits.tensor": 2, "bits.sequence": 2},
     "Ulysses, 2 ranks": {"bits.sequence": 2},
-    "ring, 2 ranks": {"bits.sequence": 4, "bits.attention": "runs"},
+    "ring, 2 ranks": {"bits.sequence": 2, "bits.attention": "runs"},
     "sub-graphs, 2 ranks": {"bits.tensor": 2},
     "2-D, 4 ranks": {"bits.tensor": 2, "bits.hidden": 2},
 }
@@ -180,7 +180,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "1-D": ("tensor=2",),
     "1-D, sequences": ("tensor=2", "sequence=2"),
     "1-D, sequences, 2-D": ("tensor=2", "sequence=2", "hidden=2"),
-    "1-D, rings, 2-D": ("tensor=2", "sequence=4", "hidden=2", "attention=runs"),
+    "1-D, rings, 2-D": ("tensor=2", "sequence=2", "hidden=2", "attention=runs"),
     "eight ranks": ("tensor=8", "sequence=8", "hidden=2", "attention=runs"),
 }
 """Fields of `bits` in addition to `samples=2`, by the axes that these fields allow."""

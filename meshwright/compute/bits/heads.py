@@ -41,14 +41,12 @@ class HeadParts(Heads):
         """Attend grain by grain, and in each grain part by part of the heads."""
         count, grains = self.blocks.head_parts, []
         for rows, whole, seed in self.by_grain((query, key, value), spec):
-            parts = zip(*(x.chunk(count, HEADS) for x in rows), specs_of(whole.of_use(0), count), strict=True)
+            parts = zip(*(PartsApart.apply(x, count) for x in rows), specs_of(whole.of_use(0), count), strict=True)
             outs = []
             for index, (*operands, head_spec) in enumerate(parts, self.blocks.first_head_part):
-                q, k, v = (Apart.apply(x) for x in operands)
                 with own_stream(f"{seed}/{index}", query.device) if spec.dropout else nullcontext():
-                    out = super().attend(q, k, v, head_spec)
-                outs.append(Apart.apply(out))
-            grains.append(torch.cat(outs, HEADS))
+                    outs.append(super().attend(*operands, head_spec))
+            grains.append(JoinedParts.apply(count, *outs))
         return grains[0] if len(grains) == 1 else torch.cat(grains)
 
     def attend_run(
@@ -75,7 +73,7 @@ class HeadParts(Heads):
         """Yield each grain's rows of the operands, the spec of these rows, and the seed of the grain's masks."""
         count = self.blocks.grains
         seeds = self.draw(count) if spec.dropout else [0] * count
-        rows = zip(*(x.chunk(count) for x in operands), strict=True)
+        rows = zip(*(x.chunk(count) if count > 1 else (x,) for x in operands), strict=True)
         yield from zip(rows, spec.by_rows(count), seeds, strict=True)
 
 
@@ -87,18 +85,41 @@ def specs_of(spec: AttentionSpec, count: int) -> list[AttentionSpec]:
     return [replace(head_spec, bias=None if head_spec.bias is None else apart(head_spec.bias)) for head_spec in specs]
 
 
-class Apart(torch.autograd.Function):
-    """Makes x contiguous and aligned, and the gradient of x too, since libraries choose kernels by strides."""
+class PartsApart(torch.autograd.Function):
+    """Equal parts of the heads of x [B, A, T, E], each contiguous and aligned, since libraries choose kernels by
+    strides. The gradient of x is contiguous."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        lies_apart = apart(x)
-        return x.view_as(x) if lies_apart is x else lies_apart
+    def forward(ctx: Any, x: Tensor, count: int) -> tuple[Tensor, ...]:
+        return tuple(apart(heads) for heads in x.chunk(count, HEADS))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return apart(gradient)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return apart(gradients[0]) if len(gradients) == 1 else torch.cat(gradients, HEADS), None
+
+
+class JoinedParts(torch.autograd.Function):
+    """Outputs [B, A/parts, t, E], by run of queries and then by part of the heads, joined to [B, A, T, E].
+
+    In memory the heads of a token are neighbours, as a linear reads them. The gradient of each output is contiguous and
+    aligned.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parts: int, *outs: Tensor) -> Tensor:
+        (batch, heads, length, width), runs = outs[0].shape, len(outs) // parts
+        ctx.parts, ctx.runs = parts, runs
+        joined = outs[0].new_empty(batch, runs, length, parts, heads, width)
+        for index, out in enumerate(outs):
+            joined[:, index // parts, :, index % parts] = out.transpose(HEADS, TOKENS)
+        return joined.flatten(3, 4).flatten(1, 2).transpose(HEADS, TOKENS)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        runs = gradient.chunk(ctx.runs, TOKENS)
+        return None, *(apart(heads) for run in runs for heads in run.chunk(ctx.parts, HEADS))
 
 
 class _Repeat(torch.autograd.Function):

@@ -15,9 +15,9 @@ and no field of the layout. So one run file has one grain under every layout.
 |-----------|--------------------------------------------------------------------------------------------------------|
 | samples   | the most samples of at most 1024 tokens that divide every replica's part for 1 to 8 replicas           |
 | tensor    | the largest legal power of two up to 8 that leaves 256 of the hidden width to a part, or 2             |
-| sequence  | the largest legal power of two up to 8 that leaves 256 tokens to a run, or 2, or 4 where rings are     |
+| sequence  | the largest legal power of two up to 8 that leaves 256 tokens to a run, or 2                           |
 | hidden    | 2 if legal, else 1                                                                                     |
-| attention | runs where rings are legal (no dropout) and a sequence has four runs, else heads                       |
+| attention | runs where rings are legal (no dropout) and a sequence has several runs, else heads                    |
 
 With `compile: blocks` a layer is one graph, and with a `loss` over pairs a row's loss is one sum: all of these but
 samples then take 1 and heads.
@@ -217,7 +217,6 @@ def runs_are_equal(config: Config) -> Iterator[Problem]:
         yield problem
         return
     again = tensor.inner_size if tensor.cuts_sequences else 1
-    again = math.lcm(again, context.strategy.chunks if context.size > 1 else 1)
     if runs % (context.size * again):
         field = "layout.context.size" if context.size > 1 else "layout.tensor.size"
         parts = " x ".join([str(size) for size in (context.size, again) if size > 1])
@@ -397,16 +396,14 @@ def decided_bits(config: Config) -> Bits:
         )
     tokens = values["samples"] * max((length.number for length in model.sequences(config)), default=0)
     rings = "attention" in free and model.cuts_context and not model.dropout
-    # Two ranks of a ring hold four runs.
-    fewest = {TENSOR: 2, SEQUENCE: 4 if rings else 2, HIDDEN: 2}
     sizes = {TENSOR: model.hidden, SEQUENCE: tokens, HIDDEN: model.hidden}
     for field, most in LARGEST.items():
         name = field.removeprefix("bits.")
         powers = [2**power for power in range(most.bit_length() - 1, 0, -1)]
-        wanted = [count for count in powers if count <= fewest[field] or sizes[field] // count >= LEAST]
+        wanted = [count for count in powers if count == 2 or sizes[field] // count >= LEAST]
         if name in free:
             values[name] = next((count for count in wanted if fits({**values, name: count})), 1)
-    if rings and values["sequence"] >= 4:
+    if rings and values["sequence"] > 1:
         values["attention"] = "runs"
     fields_set = bits.model_fields_set - (ALONE.keys() - written.keys())
     return Bits.model_construct(_fields_set=fields_set, kind=bits.kind, **values)

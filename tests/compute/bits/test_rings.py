@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.compute.bits import runs
 from meshwright.compute.bits.blocks import Blocks
 from meshwright.compute.bits.heads import HeadParts
-from meshwright.compute.bits.runs import RunsOfQueries, leaf_of
+from meshwright.compute.bits.runs import RunsOfQueries, leaf_of, run_of
 from meshwright.compute.context.spec import AttentionSpec
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.mesh import Mesh
@@ -23,6 +23,8 @@ from tests.compute.bits.runs import Ended, ended
 RING = ("layout.context.kind=ring",)
 R2 = (*U2, *RING)
 R4 = ("layout.context=4", "bits.sequence=8", *RING)
+WHOLE4 = ("layout.context=4", *RING)
+"""As many ranks as runs of a sequence."""
 DOCUMENTS = ("data.documents=separate",)
 
 
@@ -45,6 +47,8 @@ def on_one_device(model: str, precision: str, *words: str) -> Ended:
         pytest.param("llama", "float32", R4, marks=pytest.mark.long),
         pytest.param("llama", "O1", (*M2, *R2, "memory.recompute=selective"), marks=pytest.mark.long),
         pytest.param("llama", "O2", (*R4, *DOCUMENTS, "layout.pipeline=2", "batch.micro=1"), marks=pytest.mark.long),
+        ("llama", "float32", WHOLE4),
+        pytest.param("gpt2", "float32", (*R2, "bits.sequence=2", *M2, *DOCUMENTS), marks=pytest.mark.long),
         ("llama", "float32", (*M2, *U2, *DOCUMENTS)),  # Ulysses, by runs of queries as well
         pytest.param("bert", "float32", (*M2, *CUT, *R2), marks=pytest.mark.long),
     ],
@@ -74,7 +78,7 @@ def adds_as_they_lie(mesh: Mesh) -> None:
 def attends_alone(mesh: Mesh) -> None:
     """All of a rank's queries are one run."""
     RunsOfQueries.attend_runs = lambda self, query, keys, values, runs, spec: HeadParts.attend(  # type: ignore
-        self, query, keys[0], values[0], spec
+        self, query, keys[-1], values[-1], spec
     )
 
 
@@ -112,13 +116,15 @@ def test_each_rank_of_any_ring_has_a_subtree() -> None:
             chunks = (rank, 2 * ranks - 1 - rank)
             leaves = [leaf_of(run, 16) for chunk in chunks for run in range(chunk * share, (chunk + 1) * share)]
             assert sorted(leaves) == list(range(2 * rank * share, 2 * (rank + 1) * share))
+    for count in (1, 2, 4, 8, 16):  # as many ranks as runs
+        assert [leaf_of(run_of(leaf, count), count) for leaf in range(count)] == list(range(count))
 
 
 @pytest.mark.parametrize(
     "words, field",
     [
         (R2, "layout.context.kind"),
-        ((*RUNS, "bits.sequence=2", *R2), "layout.context.size"),
+        ((*RUNS, "bits.sequence=2", *WHOLE4), "layout.context.size"),
         ((*RUNS, "bits.sequence=6", "data.sequence=48", "model.positions=48"), "bits.sequence"),
     ],
 )
