@@ -43,9 +43,9 @@ class HeadParts(Heads):
         for rows, whole, seed in self.by_grain((query, key, value), spec):
             parts = zip(*(PartsApart.apply(x, count) for x in rows), specs_of(whole.of_use(0), count), strict=True)
             outs = []
-            for index, (*operands, head_spec) in enumerate(parts, self.blocks.first_head_part):
+            for index, (q, k, v, head_spec) in enumerate(parts, self.blocks.first_head_part):
                 with own_stream(f"{seed}/{index}", query.device) if spec.dropout else nullcontext():
-                    outs.append(super().attend(*operands, head_spec))
+                    outs.append(super().attend(q, k, v, head_spec))
             grains.append(JoinedParts.apply(count, *outs))
         return grains[0] if len(grains) == 1 else torch.cat(grains)
 

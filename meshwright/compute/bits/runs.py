@@ -117,10 +117,10 @@ class RunsOfQueries(HeadParts):
                 at, seen = slice(run * length, (run + 1) * length), self.keys_of(run, length, spec)
                 specs = specs_of(spec_of_run(grain_spec.of_use(use), at, seen, query), parts)
                 by_part = zip(*(PartsApart.apply(x, parts) for x in tensors), specs, strict=True)
-                for index, (*block, block_spec) in enumerate(by_part, self.blocks.first_head_part):
+                for index, (q, k, v, head_spec) in enumerate(by_part, self.blocks.first_head_part):
                     with own_stream(f"{seed}/{index}/{run}", query.device) if spec.dropout else nullcontext():
                         # One part of one run: the base class's attend, since HeadParts' would split again.
-                        outs.append(Heads.attend(self, *block, block_spec))
+                        outs.append(Heads.attend(self, q, k, v, head_spec))
             grains.append(JoinedParts.apply(parts, *outs))
         return grains[0] if len(grains) == 1 else torch.cat(grains)
 
