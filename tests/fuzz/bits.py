@@ -53,6 +53,8 @@ DEEPSEEK = {
 }  # fmt: skip
 PARTS = {"tensor": 4, "hidden": 2, "sequence": 4}
 BY_RUNS = {"tensor": 2, "hidden": 2, "sequence": 8, "attention": "runs"}
+BY_FOUR_RUNS = BY_RUNS | {"sequence": 4}
+"""As many as the ranks of the largest ring."""
 
 RUNS: dict[str, dict[str, Any]] = {
     "gpt2": {"model": {"family": "gpt2", "dropout": 0.1}, "bits": PARTS},
@@ -68,7 +70,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "t5": {"model": {**T5, "dropout": 0.1}, "bits": PARTS, "data": {"sequence": 128}},
     "llama, by runs of queries": {"model": {**LLAMA, "dropout": 0.0}, "bits": BY_RUNS},
-    "llama, documents": {"model": {**LLAMA, "dropout": 0.0}, "bits": BY_RUNS, "data": {"documents": "separate"}},
+    "llama, documents": {"model": {**LLAMA, "dropout": 0.0}, "bits": BY_FOUR_RUNS, "data": {"documents": "separate"}},
     "bert": {"model": {"family": "bert", "next_sentence": True, "dropout": 0.1}, "bits": PARTS},
     "bert, by runs of queries": {"model": {"family": "bert", "dropout": 0.0}, "bits": BY_RUNS},
     "gemma": {"model": {**GEMMA, "head_norms": True, "dropout": 0.1}, "bits": PARTS},
@@ -101,13 +103,13 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "experts, by runs of queries": {
         "model": {**LLAMA, "feed_forward": 64, "experts": ALL_LOSSES, "dropout": 0.0},
-        "bits": {"tensor": 2, "sequence": 8, "attention": "runs"},
+        "bits": {"tensor": 2, "sequence": 4, "attention": "runs"},
         "batch": 12,
     },
     "deepseek": {"model": {**DEEPSEEK, "dropout": 0.1}, "bits": {"tensor": 4, "sequence": 4}, "batch": 12},
     "deepseek, by runs of queries": {
         "model": {**DEEPSEEK, "dropout": 0.0},
-        "bits": {"tensor": 2, "sequence": 8, "attention": "runs"},
+        "bits": {"tensor": 2, "sequence": 4, "attention": "runs"},
         "batch": 12,
     },
 }
