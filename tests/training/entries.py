@@ -164,11 +164,14 @@ def straggles(rank: Rank, *, straggler: int, **arguments: Any) -> None:
 
 
 def validating(rank: Rank, *, losses: dict[str, float], dies_in: int = 0, **arguments: Any) -> None:
-    """A run whose validations give these losses by step, on rank 1 others; rank 1 dies in a step unless it resumes."""
+    """A run whose validations give these losses by step, on rank 1 others. Rank 1 dies in a step unless it resumes,
+    after all earlier checkpoints are written."""
     turn = Trainer.turn
 
     def dying(self: Trainer, *words: Any) -> Any:
         if self.step == dies_in - 1 and rank.environment.rank == 1 and not arguments["resume"]:
+            while any((arguments["out"] / "checkpoints").glob(".partial-*")):
+                time.sleep(0.01)
             die()
         return turn(self, *words)
 
