@@ -72,6 +72,20 @@ def test_equal_bits_are_the_usual_numbers(run: str, words: tuple[str, ...]) -> N
     assert exact != usual
 
 
+@pytest.mark.parametrize("parts", [3, pytest.param(5, marks=pytest.mark.long), pytest.param(6, marks=pytest.mark.long)])
+def test_odd_parts_are_the_usual_numbers(parts: int) -> None:
+    """A tree of 3, 5 or 6 addends adds each of them once."""
+    shape = (f"model.heads={parts}", f"model.hidden={32 * parts}", f"model.vocabulary_multiple={16 * parts}")
+    bits = f"bits={{kind: layout-free, tensor: {parts}, sequence: 2}}"
+    exact, usual = (
+        ended(config_of(("gpt2", "float32"), (*UNDROPPED[:1], *shape, mode), 3)).numbers
+        for mode in (bits, "bits={kind: usual}")
+    )
+    both = [[float.fromhex(number) for line in numbers for number in line.split()] for numbers in (exact, usual)]
+    assert both[0] == pytest.approx(both[1], rel=1e-5)
+    assert exact != usual
+
+
 @pytest.mark.parametrize(
     "run", ["llama", "gpt2, DoRA", *(pytest.param(run, marks=pytest.mark.long) for run in ("t5", "gemma", "deepseek"))]
 )
