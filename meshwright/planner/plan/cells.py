@@ -27,7 +27,7 @@ from meshwright.config.section import with_field
 from meshwright.planner.plan.buckets import streams
 from meshwright.planner.plan.memory import Memory, fits, verdict
 from meshwright.planner.plan.remembered import LAYER, PARTS, remembered
-from meshwright.planner.plan.site import transport_on
+from meshwright.planner.plan.site import Links, transport_on
 from meshwright.planner.plan.space import (
     CHUNKS,
     OFFLOAD,
@@ -46,9 +46,20 @@ from meshwright.strategies.memory.section import FIELD as RECOMPUTE
 if TYPE_CHECKING:
     from meshwright.planner.plan.estimate import Estimates
 
+
+@dataclass
+class Least:
+    """Lower bounds of seconds in all orders of axes."""
+
+    bounds: dict[tuple[str | int, int, TransportName, bool], float] = field(default_factory=dict)
+    """By recomputation, chunks, transport and whether of layers alone."""
+    phases: dict[tuple[Tail, TransportName], float] = field(default_factory=dict)
+    """Seconds of the pipeline phase, by tail and transport."""
+    fast: dict[tuple[float, TransportName, tuple[Tail, ...]], tuple[float, list[Tail]]] = field(default_factory=dict)
+    """By cutoff, transport and tails: the lowest bound of any tail, and the tails with bounds below the cutoff."""
+
+
 _Held = dict[Tail, tuple[float, float]]
-_Bounds = dict[tuple[str | int, int, TransportName, bool], float]
-_Phases = dict[tuple[Tail, TransportName], float]
 _Alone = dict[tuple[str, int, str, bool], tuple[Memory, int]]
 """Memory without activations, by (name of the changed field, chunks, placement, are gradients widened)."""
 
@@ -62,42 +73,29 @@ class Judge:
 
     @remembered(
         *PARTS, "batch", "memory.recompute", "layout.data.size", "layout.data.shard", "layout.pipeline.size",
-        "layout.ranks_per_node",
+        "layout.pipeline.head", "layout.ranks_per_node",
     )  # fmt: skip
     def bound(self, config: Config, chunks: int, transport: TransportName, layers: bool) -> float:
         """Return the lower bound of a layout's seconds, or of its layers' seconds, over all orders of the axes."""
         config = with_field(with_field(config, "layout.pipeline.chunks", chunks), "layout.transport", transport)
-        return min(self.models.least_seconds(each, layers=layers) for each in self.ordered(config))
-
-    def ordered(self, config: Config) -> list[Config]:
-        """Return the layout in each order of the axes that gives a layer's ranks other links."""
-        return [with_field(config, "layout.order", order) for order in self._orders(config)]
+        return self.models.least_seconds(config, self.links(config), layers=layers)
 
     @remembered(
-        *LAYER, "layout.pipeline.size", "layout.data.size", "layout.data.shard", "layout.ranks_per_node",
-        "layout.transport",
+        *LAYER, "model", "bits", "layout.pipeline.size", "layout.pipeline.head", "layout.data.size",
+        "layout.data.shard", "layout.ranks_per_node", "layout.transport",
     )  # fmt: skip
-    def _orders(self, config: Config) -> Collection[tuple[str, ...] | str]:
+    def links(self, config: Config) -> tuple[Links, ...]:
+        """Return the links between a layer's ranks in each order of the axes."""
         links = self.models.links_of_layer
-        return {
-            links(with_field(config, "layout.order", order)): order for order in orders_of(config, self.job)
-        }.values()
+        orders = (links(with_field(config, "layout.order", order)) for order in orders_of(config, self.job))
+        return tuple(dict.fromkeys(orders))
 
     @remembered(
         *PARTS, "batch", "layout.data.size", "layout.data.shard", "layout.pipeline.size", "layout.ranks_per_node",
     )  # fmt: skip
-    def bounds(self, config: Config) -> _Bounds:
-        """Return a table to fill: bounds by recomputation, chunks, transport and whether of layers alone,
-        equal for all syncs and offloads."""
-        return {}
-
-    @remembered(
-        *PARTS, "batch", "layout.data.size", "layout.data.shard", "layout.pipeline.size", "layout.ranks_per_node",
-    )  # fmt: skip
-    def phases(self, config: Config) -> _Phases:
-        """Return a table to fill: seconds of the pipeline phase by tail and transport, equal for all syncs and
-        offloads."""
-        return {}
+    def least(self, config: Config) -> Least:
+        """Return tables to fill, equal for all syncs and offloads."""
+        return Least()
 
     @remembered(*PARTS, "micro", "num_microbatches", "layout.pipeline.size")
     def held(self, config: Config) -> _Held:
@@ -134,16 +132,12 @@ class Cell:
     lowest: float = math.inf
     """The lowest bound computed so far."""
     _for_nothing: dict[str | int, bool] = field(default_factory=dict)
+    _memory: dict[tuple[Tail, str, str], Memory] = field(default_factory=dict)
 
     @cached_property
-    def bounds(self) -> _Bounds:
-        """Lower bounds of seconds by recomputation, chunks and transport."""
-        return self.judge.bounds(self.config)
-
-    @cached_property
-    def phases(self) -> _Phases:
-        """Lower bounds of seconds by tail and transport."""
-        return self.judge.phases(self.config)
+    def least(self) -> Least:
+        """Lower bounds of seconds."""
+        return self.judge.least(self.config)
 
     @cached_property
     def transport(self) -> TransportName:
@@ -170,19 +164,39 @@ class Cell:
         """Return a lower bound of the layout's seconds in any order of axes. `layers`: a lower one, of the layers."""
         chunks = max(CHUNKS, tail.pipeline.chunks)
         key = tail.recompute, chunks, self.transport, layers
-        if key not in self.bounds:
+        if key not in self.least.bounds:
             config = with_field(self.config, RECOMPUTE, tail.recompute)
-            self.bounds[key] = self.judge.bound(config, *key[1:])
-        return self.bounds[key]
+            self.least.bounds[key] = self.judge.bound(config, *key[1:])
+        return self.least.bounds[key]
 
     def phase(self, tail: Tail) -> float:
         """Return a lower bound of the layout's seconds under its own schedule and limit, in any order of axes."""
         key = tail, self.transport
-        if key not in self.phases:
+        if key not in self.least.phases:
             config = with_field(tail.of(self.config), "layout.transport", self.transport)
-            orders = self.judge.ordered(config)
-            self.phases[key] = min(map(self.judge.models.phase_seconds, orders))
-        return self.phases[key]
+            self.least.phases[key] = self.judge.models.phase_seconds(config, self.judge.links(config))
+        return self.least.phases[key]
+
+    def is_fast(self, tail: Tail, cutoff: float, *, phase: bool = False) -> bool:
+        """Return True if the lower bound of the layout's seconds is below `cutoff`. `phase`: the bound under the
+        layout's own schedule must be below `cutoff`, too."""
+        seconds = self.bound(tail, layers=True)
+        if seconds < cutoff:
+            seconds = self.bound(tail)
+        self.lowest = min(seconds, self.lowest)
+        return seconds < cutoff and (not phase or cutoff == math.inf or self.phase(tail) < cutoff)
+
+    def fast(self, tails: tuple[Tail, ...], cutoff: float) -> list[Tail]:
+        """Return the tails with bounds below `cutoff` without recomputation, which needs no recording of recomputed
+        attention."""
+        key = cutoff, self.transport, tails
+        if key not in self.least.fast:
+            keepers = dict.fromkeys(tail.keeper or tail for tail in tails)
+            fast = {keeper: self.is_fast(keeper, cutoff, phase=True) for keeper in keepers}
+            self.least.fast[key] = self.lowest, [tail for tail in tails if fast[tail.keeper or tail]]
+        lowest, left = self.least.fast[key]
+        self.lowest = min(lowest, self.lowest)
+        return left
 
     def without_activations(self, tail: Tail, field: str = "", value: str = "") -> tuple[Memory, int]:
         """Return Estimates.alone_memory of the layout, or of the same layout with another value of a field."""
@@ -194,9 +208,13 @@ class Cell:
 
     def memory(self, tail: Tail, field: str = "", value: str = "") -> Memory:
         """Return Estimates.estimated_memory of the layout, or of the same layout with another value of a field."""
-        if tail not in self.held:
-            self.held[tail] = self.judge.models.held_activations(tail.of(self.config))
-        return self.judge.models.with_activations(*self.without_activations(tail, field, value), *self.held[tail])
+        key = tail, field, value
+        if key not in self._memory:
+            if tail not in self.held:
+                self.held[tail] = self.judge.models.held_activations(tail.of(self.config))
+            alone = self.without_activations(tail, field, value)
+            self._memory[key] = self.judge.models.with_activations(*alone, *self.held[tail])
+        return self._memory[key]
 
     def recomputes_for_nothing(self, tail: Tail) -> bool:
         """Return True if the layout recomputes attention although the kernel keeps too little (MAX_KEPT_SHARE)."""

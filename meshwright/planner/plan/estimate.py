@@ -1,15 +1,16 @@
 """Estimates for the search: a layout's memory and seconds at a hundredth of a prediction's cost.
 
 The memory of weights is that of the real kit's parameters in the real buckets. Seconds are composed as in a prediction
-(predict.py), but of interpolated parts (timed_parts.py), and with a formula (`pipeline_seconds`) instead of a simulated
+(predict.py), but of interpolated parts (timed_parts.py), and with a formula (`PipelineSeconds`) instead of a simulated
 pipeline. Recomputation is not recorded, but computed: a longer backward pass and fewer kept activations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise, product
+from operator import truediv
 from typing import TYPE_CHECKING
 
 from meshwright.compute.model import EMBEDDINGS, HEAD
@@ -31,6 +32,7 @@ from meshwright.planner.plan.timing import slowed
 from meshwright.ranks.grid import PIPE
 from meshwright.strategies.pipeline.partition import balanced, ranges_of
 from meshwright.strategies.pipeline.placement import ChunkPlacement
+from meshwright.strategies.pipeline.schedule import ScheduleRule
 from meshwright.strategies.pipeline.stages import placement_of, rule_of
 
 if TYPE_CHECKING:
@@ -112,7 +114,9 @@ class Estimates:
 
     def estimated_seconds(self, config: Config) -> float:
         """Return SURE times the estimated seconds of a step."""
-        passes = self._quickest_passes(config, self.planner.site.links(config, PIPE))
+        links = self.planner.site.links(config, PIPE)
+        candidates = (self._passes(config, partition, links) for partition in self._partitions(config))
+        passes = min(candidates, key=lambda each: each.seconds)
         ending = self._ending(config, self._partition(config))
         # Slices are summed among a shard's ranks for every microbatch. The rest, or whole gradients, are summed once,
         # under the last task of the phase. Buckets of other chunks than the last task's have been sent before.
@@ -130,27 +134,59 @@ class Estimates:
         steps = 0.0 if streams(config) else ending.steps
         return SURE * (passes.seconds + exposed + hidden + ending.norm + steps)
 
-    def links_of_layer(self, config: Config) -> Hashable:
+    def links_of_layer(self, config: Config) -> Links:
         """Return the links that a layer uses: the only influence of the order of axes on a layer's seconds."""
         return self.planner.site.links(config)
 
-    def phase_seconds(self, config: Config) -> float:
+    def phase_seconds(self, config: Config, every: tuple[Links, ...] = ()) -> float:
         """Return SURE times the estimated seconds of the pipeline phase with messages that take no time. This is a
-        lower bound of estimated_seconds in all orders of axes with these links inside of a layer."""
-        return SURE * self._quickest_passes(config, self.planner.site.links(config), False).seconds
+        lower bound of estimated_seconds in all orders of axes with one of the links `every` inside of a layer; without
+        `every`: with the links of the config's own order."""
+        rule, placement, limits = self._limits(config)
+        turns = self.stage_seconds(config, every or (self.planner.site.links(config),), placement, rule.splits)
+        count = config.num_microbatches
+        return SURE * min(each.seconds(count, limits) for each in turns)
 
-    def least_seconds(self, config: Config, *, layers: bool = False) -> float:
+    def least_seconds(self, config: Config, every: tuple[Links, ...] = (), *, layers: bool = False) -> float:
         """Return a lower bound of the estimated seconds of all layouts that differ in schedule, limit or sync only:
-        the chain's work, shared equally among stages. `layers`: the work of layers alone, which records no head."""
-        count, layout = config.num_microbatches, config.layout
-        # The whole model as one stage; an equal share of this work is at most the slowest stage's work.
+        the chain's work, shared equally among stages. `layers`: the work of layers alone, which records no head.
+        `every`: as in phase_seconds."""
+        count, pipeline = config.num_microbatches, config.layout.pipeline
+        # The last stage begins when the first microbatch has passed one chunk of each other stage.
+        fill = (pipeline.size - 1) / max(CHUNKS, pipeline.chunks)
+        whole = self.whole_seconds(config, every or (self.planner.site.links(config),), layers)
+        return SURE * min(count * (forward + backward) + fill * forward for forward, backward in whole) / pipeline.size
+
+    @remembered(*PARTS, "micro", WIDENS, "memory.recompute")
+    def whole_seconds(self, config: Config, every: tuple[Links, ...], layers: bool) -> list[tuple[float, float]]:
+        """Return the seconds forward and backward of the whole model as one stage, for each of the links. An equal
+        share of this work is at most the slowest stage's work."""
         shape = self.parts.shapes(config, (config.model.num_blocks,))[0]
         if layers:
             shape = tuple(each for each in shape if 0 <= each[0] < config.model.num_blocks)
-        whole, stages = self._work(config, shape, self.planner.site.links(config), split=False), layout.pipeline.size
-        # The last stage begins when the first microbatch has passed one chunk of each other stage.
-        filled = (stages - 1) * whole.forward / max(CHUNKS, layout.pipeline.chunks)
-        return SURE * (count * (whole.forward + whole.backward) + filled) / stages
+        works = (self._work(config, shape, links, False) for links in every)
+        return [(work.forward, work.backward) for work in works]
+
+    @remembered("layout.pipeline", "num_microbatches", "layout.data.exchange", "layout.data.expert")
+    def _limits(self, config: Config) -> tuple[ScheduleRule, ChunkPlacement, tuple[int, ...]]:
+        """Return the schedule, the placement of chunks, and each stage's limit of microbatches in flight."""
+        rule, placement, count = rule_of(config), placement_of(config), config.num_microbatches
+        return rule, placement, tuple(rule.limit_at(stage, placement, count) for stage in range(placement.num_stages))
+
+    @remembered(
+        *PARTS, "micro", WIDENS, "memory.recompute", "replica_batch", "layout.pipeline.size", "layout.pipeline.chunks",
+        "layout.pipeline.partition",
+    )  # fmt: skip
+    def stage_seconds(
+        self, config: Config, every: tuple[Links, ...], placement: ChunkPlacement, splits: bool
+    ) -> list[PipelineSeconds]:
+        """Return the seconds of stages without messages, for each of the links and each candidate partition, equal for
+        all schedules and limits."""
+        turns = []
+        for links, partition in product(every, self._partitions(config)):
+            chunks = self._works(config, partition, links, splits)
+            turns.append(PipelineSeconds.of(chunks, [0.0] * (len(chunks) - 1), placement))
+        return turns
 
     def estimated_memory(self, config: Config) -> Memory:
         """Return SURE_BYTES times the estimated memory of the fullest rank, equal in every order of axes. Temporaries
@@ -206,44 +242,42 @@ class Estimates:
         memory = memory_of(ordered, buckets, Peak(0, 0), self.planner.site)
         return memory, held_of(config, buckets).passing
 
-    def _quickest_passes(self, config: Config, links: Links, sends: bool = True) -> _Passes:
-        """Return the faster pipeline phase of two: with balanced stages, or with equal numbers of layers. The clock's
-        search for stages starts at balanced ones; under GPipe with a large head the search ends at even stages."""
+    def _partitions(self, config: Config) -> tuple[tuple[int, ...], ...]:
+        """Return balanced stages, and stages with equal numbers of layers if these differ. The clock's search for
+        stages starts at balanced ones; under GPipe with a large head the search ends at even stages."""
         partition = self._partition(config)
         each, rest = divmod(config.model.num_blocks, len(partition))
         even = (each + 1,) * rest + (each,) * (len(partition) - rest)
         # A position inside of the chain has at least one layer.
-        both = {partition, even} if each and config.layout.pipeline.partition == "auto" else {partition}
-        return min(
-            (self._passes(config, candidate, links, sends) for candidate in both), key=lambda passes: passes.seconds
-        )
+        both = even != partition and each and config.layout.pipeline.partition == "auto"
+        return (partition, even) if both else (partition,)
+
+    def _works(self, config: Config, partition: tuple[int, ...], links: Links, splits: bool) -> list[_Work]:
+        """Return the work of each position of the chain. `links`: of the axes that cut a layer."""
+        shapes = self.parts.shapes(config, partition)
+        works = {shape: self._work(config, shape, links, splits) for shape in dict.fromkeys(shapes)}
+        return [works[shape] for shape in shapes]
 
     @remembered(*PARTS, "micro", "num_microbatches", WIDENS, "memory.recompute", "layout.pipeline")
-    def _passes(self, config: Config, partition: tuple[int, ...], links: Links, sends: bool = True) -> _Passes:
-        """Estimate the pipeline phase. `sends`: count messages between stages; `links` then has the pipe axis."""
-        shapes, works, placement = self.parts.shapes(config, partition), {}, placement_of(config)
-        rule, count = rule_of(config), config.num_microbatches
+    def _passes(self, config: Config, partition: tuple[int, ...], links: Links) -> _Passes:
+        """Estimate the pipeline phase. `links`: with the pipe axis."""
+        rule, placement, limits = self._limits(config)
         # A layer's seconds depend on the strides of the layer's own axes only.
         layer_links = replace(links, strides=tuple(each for each in links.strides if each[0] != PIPE))
-        for shape in shapes:
-            if shape not in works:
-                works[shape] = self._work(config, shape, layer_links, split=rule.splits)
-        chunks = [works[shape] for shape in shapes]
-        forward = [chunk.forward for chunk in chunks]
-        backward = [chunk.backward for chunk in chunks]
-        weights = [chunk.weights for chunk in chunks]
-        limits = [rule.limit_at(stage, placement, count) for stage in range(placement.num_stages)]
+        chunks = self._works(config, partition, layer_links, rule.splits)
         # Messages of rank 0's pipeline only; a prediction takes each stage's first rank.
-        ranks, site = links.stages() if sends else [], self.planner.site
+        ranks, site, count = links.stages(), self.planner.site, config.num_microbatches
         hops = [
-            site.message_seconds(config, links, ranks[start], ranks[end], chunk.outgoing_bytes)
-            if sends and start != end else 0.0
+            site.message_seconds(config, links, ranks[start], ranks[end], chunk.outgoing_bytes) if start != end else 0.0
             for (start, end), chunk in zip(pairwise(placement.stage_of), chunks[:-1], strict=True)
-        ]  # fmt: skip
-        seconds, ends = pipeline_seconds(forward, backward, weights, hops, limits, count, placement)
-        return _Passes(seconds, sum(forward) + sum(hops), max(weights if rule.splits else backward), ends)
+        ]
+        phase = PipelineSeconds.of(chunks, hops, placement)
+        last = max(chunk.weights if rule.splits else chunk.backward for chunk in chunks)
+        forward = sum(chunk.forward for chunk in chunks) + sum(hops)
+        return _Passes(phase.seconds(count, limits), forward, last, tuple(phase.ends(count)))
 
-    def _work(self, config: Config, shape: StageShape, links: Links, *, split: bool) -> _Work:
+    @remembered(*PARTS, "micro", WIDENS, "memory.recompute")
+    def _work(self, config: Config, shape: StageShape, links: Links, split: bool) -> _Work:
         parts = self.parts.of(config, links)
         stage = [(parts[layer], times) for layer, times in shape]
         policy, again = config.memory.policy, 0.0
@@ -341,35 +375,63 @@ class Estimates:
         return balanced(self.planner.work(replica), pipeline.size * pipeline.chunks)
 
 
-def pipeline_seconds(
-    forward: Sequence[float], backward: Sequence[float], weights: Sequence[float], hops: Sequence[float],
-    limits: Sequence[int], count: int, placement: ChunkPlacement,
-) -> tuple[float, tuple[float, ...]]:  # fmt: skip
-    """Estimate (seconds, least seconds until each stage is done) of a pipeline for `count` = m microbatches.
+@dataclass
+class PipelineSeconds:
+    """Seconds of the pipeline phase of any number m of microbatches under any limits.
 
     A position of the chain takes f, b, w for tasks F, B, W, and h for a message to the next position; w = 0 if B
     includes W. Stage s has its first chunk at position s and at most k microbatches in flight, counted once for each
-    chunk.
+    chunk. The phase takes the maximum over s of
 
-    | the maximum over s of the seconds until                | seconds                                            |
+    | the seconds until                                      | seconds                                            |
     |--------------------------------------------------------|----------------------------------------------------|
     | s has done all tasks, after one F of each stage ahead  | sum of f + h ahead of s, m (f + b + w) of chunks   |
     | stage 0 has received the gradients of the last B of s  | the same without w, sum of b + h ahead of s, w_0   |
     | the limit of s has let all microbatches pass           | m / k times from each chunk of s to the end and    |
     |                                                        | back: sum of f + b + 2h                            |
     """
-    ahead, behind = (
-        list(accumulate((task_seconds + hop for task_seconds, hop in zip(seconds, hops, strict=False)), initial=0.0))
-        for seconds in (forward, backward)
-    )  # seconds until a message has reached each stage, with one task in each stage before
-    there_and_back = ahead[-1] + forward[-1] + backward[-1] + behind[-1]
-    longest, ends = 0.0, []
-    for s, limit in enumerate(limits):
-        positions = placement.positions[s]
-        turned = count * sum(forward[at] + backward[at] for at in positions)
-        busy = ahead[s] + turned + count * sum(weights[at] for at in positions)
-        back = ahead[s] + turned + behind[s] + weights[0]
-        passed = count / limit * sum(there_and_back - ahead[at] - behind[at] for at in positions)
-        longest = max(longest, busy, back, passed)
-        ends.append(busy)
-    return longest, tuple(ends)
+
+    ahead: list[float]
+    """By stage, the sum of f + h ahead."""
+    turned: list[float]
+    """By stage, f + b of a microbatch."""
+    weights: list[float]
+    """By stage, w of a microbatch."""
+    behind: list[float]
+    """By stage, the sum of b + h ahead, and w of stage 0."""
+    back: list[float]
+    """By stage, the seconds from each chunk to the end and back."""
+    _unlimited: dict[int, float] = field(default_factory=dict)
+    """The first two rows of the table, by m."""
+
+    @classmethod
+    def of(cls, chunks: Sequence[_Work], hops: Sequence[float], placement: ChunkPlacement) -> PipelineSeconds:
+        """Sum the work of the chain's positions by stage. `hops`: seconds of the message after each position."""
+        ahead, behind = (
+            list(accumulate((each + hop for each, hop in zip(seconds, hops, strict=False)), initial=0.0))
+            for seconds in ([chunk.forward for chunk in chunks], [chunk.backward for chunk in chunks])
+        )  # seconds until a message has reached each position, with one task in each position before
+        there_and_back = ahead[-1] + chunks[-1].forward + chunks[-1].backward + behind[-1]
+        of_stage = placement.positions
+        return cls(
+            ahead[: len(of_stage)],
+            [sum([chunks[at].forward + chunks[at].backward for at in positions]) for positions in of_stage],
+            [sum([chunks[at].weights for at in positions]) for positions in of_stage],
+            [behind[stage] + chunks[0].weights for stage in range(len(of_stage))],
+            [sum([there_and_back - ahead[at] - behind[at] for at in positions]) for positions in of_stage],
+        )
+
+    def ends(self, count: int) -> list[float]:
+        """Return the least seconds until each stage has done the tasks of `count` microbatches."""
+        stages = zip(self.ahead, self.turned, self.weights, strict=True)
+        return [ahead + count * turned + count * weights for ahead, turned, weights in stages]
+
+    def seconds(self, count: int, limits: Sequence[int]) -> float:
+        """Return the seconds of `count` microbatches. `limits`: by stage, the most microbatches in flight."""
+        unlimited = self._unlimited.get(count)
+        if unlimited is None:
+            received = map(
+                lambda ahead, turned, behind: ahead + count * turned + behind, self.ahead, self.turned, self.behind
+            )
+            unlimited = self._unlimited[count] = max(*self.ends(count), *received)
+        return max(unlimited, count * max(map(truediv, self.back, limits)))

@@ -104,6 +104,11 @@ class SearchState:
         if slow:
             self.slow.add(strategy_of(config))
 
+    def note_least(self, cell: Cell) -> None:
+        """Keep the lowest bound of the cell's layouts for the cut of the layer."""
+        layer = cell.config.layout.layer
+        self.least[layer] = min(cell.lowest, self.least.get(layer, cell.lowest))
+
     def include_runner_up(self, runner_up: RunnerUp) -> None:
         """Keep the layout that lacks the least memory; of two equal ones, the earlier."""
         known = self.closest.get(runner_up.strategy, runner_up)
@@ -135,10 +140,11 @@ class Evaluator:
             tails, refused = self._judge.tails(sized)
             for problem in refused.values():
                 found.refused.setdefault(family.layout.tensor.kind, problem)
-            for tail in tails:
-                # Without recomputation the bound is lower, and needs no recording of recomputed attention.
-                if not self._may_be_fast(cell, tail.keeper or tail, found, cutoff, phase=True):
-                    continue
+            left = cell.fast(tails, cutoff)
+            found.note_least(cell)
+            for _ in range(len(tails) - len(left)):
+                found.count(sized, slow=True)
+            for tail in left:
                 # Computed once, and only if a layout may be fast. Weights do not depend on the microbatch's size, so
                 # the largest microbatch, with the narrowest gradients, is checked for all sizes.
                 if has_room is None:
@@ -204,16 +210,11 @@ class Evaluator:
     def _may_be_fast(self, cell: Cell, tail: Tail, found: SearchState, cutoff: float, *, phase: bool = False) -> bool:
         """Return True if the lower bound of a layout's seconds, over all orders of its axes, is below `cutoff`.
         `phase`: the bound under the layout's own schedule must be below `cutoff`, too."""
-        seconds = cell.bound(tail, layers=True)
-        if seconds < cutoff:
-            seconds = cell.bound(tail)
-        if seconds < cell.lowest:
-            cell.lowest, layer = seconds, cell.config.layout.layer
-            found.least[layer] = min(seconds, found.least.get(layer, seconds))
-        if seconds < cutoff and (not phase or cutoff == math.inf or cell.phase(tail) < cutoff):
-            return True
-        found.count(cell.config, slow=True)
-        return False
+        fast = cell.is_fast(tail, cutoff, phase=phase)
+        found.note_least(cell)
+        if not fast:
+            found.count(cell.config, slow=True)
+        return fast
 
     def _room(
         self, cell: Cell, tail: Tail, found: SearchState, cutoff: float, full: Collection[Config] = ()
@@ -283,12 +284,14 @@ def strategy_of(config: Config) -> str:
     return layout.data.sync if layout.data.strategy.slices else "data"
 
 
-def round_of(layout: Layout) -> tuple[bool, int, int]:
-    """Return the sort key of a search's rounds: one stage before several, then the number of cuts (tensor, context),
-    then the ranks that share a layer. The cuts of `cuts_within` belong to earlier rounds."""
-    # One stage and few ranks give few and mostly fast layouts, so that later rounds begin with a low cutoff.
-    cuts = bool(layout.tensor.axes) + bool(layout.context.axes)
-    return layout.pipeline.size > 1, cuts, ranks_of_layer(layout)
+def round_of(layout: Layout) -> tuple[bool, bool, int, int]:
+    """Return the sort key of a search's rounds: layers on a node's ranks before layers on more, one stage before
+    several, then the number of cuts (tensor, context), then the ranks that share a layer. The cuts of `cuts_within`
+    belong to earlier rounds."""
+    # Layers on few ranks give the fastest layouts, so that later rounds begin with a low cutoff.
+    cuts, ranks = bool(layout.tensor.axes) + bool(layout.context.axes), ranks_of_layer(layout)
+    across = layout.ranks_per_node != "auto" and ranks > layout.ranks_per_node
+    return across, layout.pipeline.size > 1, cuts, ranks
 
 
 def cuts_within(layout: Layout) -> Iterator[Hashable]:

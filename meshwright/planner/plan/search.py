@@ -15,8 +15,9 @@
 | the memory of its tensors | the same recordings, the first microbatches simulated       | memory is exceeded   |
 | its memory                | allocations, replayed (process.py)                          | memory is exceeded   |
 
-The run file's own layout is predicted first, if it is legal. Layouts follow in rounds (evaluator.round_of): one stage
-before several; whole layers, then layers cut inside or along the sequence over more and more ranks, then both cuts.
+The run file's own layout is predicted first, if it is legal. Layouts follow in rounds (evaluator.round_of): layers on a
+node's ranks before layers on more; one stage before several; whole layers, then layers cut inside or along the sequence
+over more and more ranks, then both cuts.
 Both cuts are tried only if each cut alone is fast enough. After each round at most SIMULATED layouts are predicted, in
 the order of estimated seconds. Layouts slower than the K fastest predictions are left out of the next round. The search
 ends when the next estimate is above the K-th prediction: estimates are at most 1/SURE of predictions (estimate.py).
@@ -507,7 +508,7 @@ class _Search:
 
 def _in_rounds(every: Sequence[Config]) -> list[list[Config]]:
     """Group families of layouts by round, in the order of rounds."""
-    rounds: dict[tuple[bool, int, int], list[Config]] = {}
+    rounds: dict[tuple[bool, bool, int, int], list[Config]] = {}
     for family in every:
         rounds.setdefault(round_of(family.layout), []).append(family)
     return [rounds[this] for this in sorted(rounds)]

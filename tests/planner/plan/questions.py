@@ -91,14 +91,16 @@ class MadeUp:
     def estimated_seconds(self, config: Config) -> float:
         return self.seconds(config) * (0.7 + 0.25 * self.drawn(config, "estimate"))
 
-    def least_seconds(self, config: Config, *, layers: bool = False) -> float:
+    def least_seconds(self, config: Config, every: tuple[Hashable, ...] = (), *, layers: bool = False) -> float:
         return 0.7
 
-    def phase_seconds(self, config: Config) -> float:
+    def phase_seconds(self, config: Config, every: tuple[Hashable, ...] = ()) -> float:
         """The same whichever the sync, the offload and the carrier of messages."""
-        return 0.7 * (1 + self.drawn(with_field(config, "layout.transport", "auto"), "seconds"))
+        config = with_field(config, "layout.transport", "auto")
+        orders = [with_field(config, "layout.order", order) for order in every] or [config]
+        return 0.7 * (1 + min(self.drawn(each, "seconds") for each in orders))
 
-    def links_of_layer(self, config: Config) -> Hashable:
+    def links_of_layer(self, config: Config) -> Any:
         return config.layout.order
 
     def recomputes_for_nothing(self, config: Config) -> bool:

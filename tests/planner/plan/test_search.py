@@ -14,20 +14,21 @@ from markupsafe import escape
 from meshwright.compute.tensor.section import Megatron
 from meshwright.config import dump_config, load_config, parse_config
 from meshwright.config.layout import Layout
+from meshwright.config.section import with_field
 from meshwright.config.yaml_text import plain_values
 from meshwright.configs import SCHEMA
 from meshwright.data.files import ShowProgress
 from meshwright.output.outputs import refuse_existing
 from meshwright.planner.plan.answer import answer
 from meshwright.planner.plan.estimate import Estimates
-from meshwright.planner.plan.evaluator import strategy_of
+from meshwright.planner.plan.evaluator import cuts_within, round_of, strategy_of
 from meshwright.planner.plan.memory import verdict
 from meshwright.planner.plan.page import write_plan_page
 from meshwright.planner.plan.predict import Planner
 from meshwright.planner.plan.report import as_dict, render, write_run
 from meshwright.planner.plan.search import SearchResult, layout_text, search, without_savings
 from meshwright.planner.plan.software import Software
-from meshwright.planner.plan.space import SearchJob, fixed_fields, legal_layouts
+from meshwright.planner.plan.space import SearchJob, families, fixed_fields, legal_layouts
 from meshwright.ranks.errors import ConfigError
 from tests.planner.plan.clusters import NODES
 from tests.planner.plan.questions import TREE, made_up, memory_of
@@ -56,6 +57,47 @@ def test_it_finds_what_predicting_everything_finds(seed: int) -> None:
     assert {runner_up.strategy for runner_up in found.runner_ups} | {strategy_of(found.predictions[0].config)} == {
         strategy_of(one) for one in everything
     }
+
+
+def test_a_cut_is_judged_after_the_cuts_in_it() -> None:
+    model = TREE["model"] | {"positions": 8192}
+    run = parse_config(TREE | {"model": model, "data": {"sequence": 8192}, "batch": {"global": 64}})
+    every = [family.layout for family in families(SearchJob(run, NODES, 16), {})]
+    first: dict[object, tuple[object, ...]] = {}
+    for layout in every:
+        first[layout.layer] = min(round_of(layout), first.get(layout.layer, round_of(layout)))
+    compared = [(first[cut], round_of(layout)) for layout in every for cut in cuts_within(layout) if cut in first]
+    assert len(compared) > 100
+    assert all(before < now for before, now in compared)
+
+
+def test_a_bound_over_links_is_the_least_and_below_the_estimate() -> None:
+    models = Estimates(Planner(NODES))
+    for stages, chunks, schedule, micro in (
+        (1, 1, "1f1b", 2),
+        (2, 1, "1f1b", 1),
+        (2, 2, "1f1b", 1),
+        (4, 1, "gpipe", 2),
+    ):
+        pipeline = {"size": stages, "chunks": chunks, "schedule": schedule}
+        layout = {"tensor": {"kind": "megatron", "size": 2}, "pipeline": pipeline, "data": {"size": 8 // stages}}
+        run = parse_config(
+            TREE
+            | {
+                "model": TREE["model"] | {"layers": 8},
+                "layout": layout | {"ranks_per_node": 4},
+                "batch": {"global": 32, "micro": micro},
+            }
+        )
+        inner, outer = run, with_field(run, "layout.order", ("tensor", "data", "pipe"))
+        both = tuple(map(models.links_of_layer, (inner, outer)))
+        assert len(set(both)) == 2
+        alone = [models.phase_seconds(each) for each in (inner, outer)]
+        assert alone[0] < alone[1]
+        assert models.phase_seconds(run, both) == min(alone)
+        assert models.least_seconds(run, both) == min(map(models.least_seconds, (inner, outer)))
+        assert models.least_seconds(run, both, layers=True) < models.least_seconds(run, both) <= min(alone)
+        assert all(models.phase_seconds(each) <= models.estimated_seconds(each) for each in (inner, outer))
 
 
 def test_ctrl_c_ends_a_search_with_the_best_so_far(capsys: pytest.CaptureFixture[str]) -> None:
