@@ -62,6 +62,16 @@ def test_generation_is_training(config: Config, capsys: pytest.CaptureFixture[st
     assert as_dict(found)["holds"] is True
 
 
+@pytest.mark.long
+def test_1000_tokens_have_training_s_bits_under_six_layouts(config: Config) -> None:
+    found = verify_generated(config, steps=2, tokens=1000)
+    found.check()
+    assert found.tokens == 1000
+    layouts = [way for way in found.ways if way.name.startswith("training, ")]
+    assert len(layouts) == 6
+    assert all(way.differing == 0 and way.tokens == 1000 for way in found.ways if way.demanded)
+
+
 def stale(self: CachedRun, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
     """Attention that forgets the first run's last key."""
     if self.cache is not None and self.index:
