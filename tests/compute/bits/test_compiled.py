@@ -40,12 +40,13 @@ MIXED = (
     "layout.data=2", "layout.data.sync=zero3", "layout.pipeline=2", "layout.pipeline.schedule=1f1b", "batch.micro=1",
     "memory.recompute=1",
 )  # fmt: skip
+STAGES = "layout.pipeline=2", "layout.pipeline.schedule=1f1b", "batch.micro=2"
 LAYOUTS: tuple[tuple[str, ...], ...] = (
     MIXED,
+    STAGES,
     ("layout.data=2",),
     ("layout.data=4", "layout.data.sync=zero1", "batch.micro=2"),
     ("layout.data=2", "layout.data.sync=zero3"),
-    ("layout.pipeline=2", "layout.pipeline.schedule=1f1b", "batch.micro=2"),
     ("batch.micro=1",),
     ("memory.recompute=1",),
     ("memory.recompute=offload", "batch.micro=2"),
@@ -64,7 +65,7 @@ def on_one_device(run: str) -> Ended:
 
 def cases() -> list[Any]:
     found = [(run, words) for run in RUNS for words in LAYOUTS if run in ("float32", "bf16") or words == MIXED]
-    return [pytest.param(*case, marks=() if case == ("bf16", MIXED) else pytest.mark.long) for case in found]
+    return [pytest.param(*case, marks=() if case == ("bf16", STAGES) else pytest.mark.long) for case in found]
 
 
 @needs_inductor
