@@ -317,11 +317,6 @@ def test_islands_of_a_cpu_hide_single_operations() -> None:
         resolve_process(config, Machine(cores=8, memory=2**36))
 
 
-def test_equal_bits_are_not_compiled() -> None:
-    with pytest.raises(ConfigError, match=r"compile=blocks has sums or kernels whose bits depend on the layout"):
-        with_blocks(config_for("gpt2", WHOLE, bits="layout-free", precision={"level": "O0", "dtype": "float32"}))
-
-
 GPU = Machine(cores=8, memory=2**36, gpus=1)
 
 
