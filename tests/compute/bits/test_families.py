@@ -105,6 +105,27 @@ def test_ranks_of_two_threads_end_with_the_bits_of_one(run: str) -> None:
     assert ended(config_of(kind, ("layout.data=2",), 2), threads=2).differing(on_one_device(kind, 2)) == []
 
 
+SYNCS = ("allreduce", "ring", "rooted", "server-gradient", "zero1", "zero2", "zero3")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*MEGATRON, "layout.pipeline=2"),
+        *(
+            pytest.param(
+                ("layout.data=4", f"layout.data.sync={sync}", "batch.micro=1"),
+                marks=() if sync in ("server-gradient", "zero3") else pytest.mark.long,
+            )
+            for sync in SYNCS
+        ),
+    ],
+)
+def test_pairs_of_integers_are_sent_by_processes(words: tuple[str, ...]) -> None:
+    kind = "gpt2", "float64"
+    assert ended(config_of(kind, words, 2), transport="torch").differing(on_one_device(kind, 2)) == []
+
+
 def sums_squares_of_own_heads(mesh: Mesh) -> None:
     """A rank's norm over all heads is a norm over the heads of that rank."""
     norms.all_rows = lambda sums, comm: sums.unsqueeze(0).expand(comm.size, *sums.shape)
