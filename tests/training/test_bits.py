@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.compute.parameters.gradients import RowGradient
+from meshwright.compute.parameters.writes import RowGradient
 from meshwright.config import Config, parse_config
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh

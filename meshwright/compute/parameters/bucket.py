@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshwright.compute.parameters.fixed import floats_in
 from meshwright.compute.parameters.owners import DealtOver, Segments, dealt
 from meshwright.compute.parameters.role import Role, RuleOf, StepRule
 from meshwright.compute.parameters.shard import Box, ShardSpec
@@ -106,8 +107,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Flat memory of parameters: `values` [n] and `gradients` [n], perhaps in a wider dtype (gradient_dtype), or pairs
-    of int64 [n, 2] (fixed.py).
+    """Flat memory of parameters: `values` [n] and `gradients` [n], perhaps wider (gradient_dtype), or int64 [n, 2].
 
     Parameters are views of `values`; `views` holds each parameter's view of `gradients`. n is padded to a multiple of
     the number of ranks that sum the bucket. `parts`: indices of the model's parts that use the bucket, if weights are
@@ -130,10 +130,6 @@ class Bucket:
     segments: Segments = ()
     """The first element of each rank's matrices, and the end of the last rank's (BucketKey)."""
 
-    def sums(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the memory of the gradients of elements start..stop, flat, for a transport."""
-        return self.gradients[start:stop].view(-1)
-
     def slot(self, start: int, stop: int, *, part_axes: tuple[str, ...]) -> Slot:
         """Make the slot of elements start..stop. `part_axes`: sum axes with ranks that step the other parts, of equal
         length and in order; empty if all ranks step the same part."""
@@ -149,15 +145,6 @@ class Bucket:
         copies = tuple(axis for axis in self.copy_axes if axis not in part_axes)
         axes = (*self.cut_axes, *part_axes)
         return Slot(parameter, places, self.rule, axes, self.shared, slices, copies)
-
-
-def floats_in(gradients: Tensor) -> Tensor:
-    """Return the memory [n] of a slot's gradient. For int64 sums: the first half of the bytes, as float32, or as
-    float64 for pairs [n, 2]."""
-    if gradients.dtype != torch.int64:
-        return gradients
-    dtype = torch.float32 if gradients.dim() == 1 else torch.float64
-    return gradients.view(dtype).view(-1)[: len(gradients)]
 
 
 Fill = Callable[[str, Tensor], nn.Parameter]

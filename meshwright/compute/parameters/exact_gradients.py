@@ -8,15 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.compute.parameters.fixed import GRADIENT_DIGITS, FixedPoint
-from meshwright.compute.parameters.gradients import (
-    Gradients,
-    OnFirst,
-    OnGradient,
-    RowGradient,
-    ScaledGradient,
-    Views,
-    WriteGradient,
-)
+from meshwright.compute.parameters.gradients import Gradients, OnFirst, OnGradient, Views, WriteGradient
+from meshwright.compute.parameters.writes import RowGradient, ScaledGradient
 
 
 class ExactGradients(Gradients):

@@ -154,6 +154,15 @@ class PairedFixedPoint(FixedPoint):
         return values
 
 
+def floats_in(gradients: Tensor) -> Tensor:
+    """Return the memory [n] of a slot's gradient. For int64 sums: the first half of the bytes, as float32, or as
+    float64 for pairs [n, 2]."""
+    if gradients.dtype != torch.int64:
+        return gradients
+    dtype = torch.float32 if gradients.dim() == 1 else torch.float64
+    return gradients.view(dtype).view(-1)[: len(gradients)]
+
+
 def integers_of(x: Tensor) -> npt.NDArray[np.int64]:
     """Return the memory of x [n], of 8 bytes an element on a CPU, as integers of numpy.
 

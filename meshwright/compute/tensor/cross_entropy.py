@@ -45,8 +45,8 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.compute.model import IGNORED
 from meshwright.compute.parameters.bucket import VECTOR
-from meshwright.compute.parameters.gradients import ScaledGradient
 from meshwright.compute.parameters.shard import WriteGradient
+from meshwright.compute.parameters.writes import ScaledGradient
 from meshwright.compute.tensor.islands import Islands
 from meshwright.compute.tensor.linear import autocast_device, cast
 from meshwright.compute.tensor.products import PLAIN, Products

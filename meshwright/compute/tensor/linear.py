@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.compute.parameters.gradients import RowGradient
 from meshwright.compute.parameters.shard import ShardedModule, ShardSpec
+from meshwright.compute.parameters.writes import RowGradient
 from meshwright.compute.precision import DTYPES
 from meshwright.compute.tensor.products import PLAIN, Products, add_gradients, write_part
 from meshwright.ranks.collectives import start_all_reduce

@@ -33,7 +33,7 @@ class Rooted(Policy):
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
         rows = comm.size if comm.index == _ROOT else 0
-        sums = bucket.sums()
+        sums = bucket.gradients.view(-1)
         everyone = sums.new_empty(rows, sums.numel())
         comm.gather(everyone, sums, _ROOT)
         if comm.index == _ROOT:

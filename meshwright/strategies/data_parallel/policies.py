@@ -36,7 +36,7 @@ class Ring(Policy):
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
         size, index = comm.size, comm.index
-        blocks = bucket.sums().view(size, -1)
+        blocks = bucket.gradients.view(-1).view(size, -1)
         after, before = (index + 1) % size, (index - 1) % size
         incoming = torch.empty_like(blocks[0])
         for step in range(size - 1):  # reduce-scatter: my partial sum moves on, the one behind it arrives

@@ -30,7 +30,8 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from meshwright.compute.parameters.bucket import Bucket, floats_in
+from meshwright.compute.parameters.bucket import Bucket
+from meshwright.compute.parameters.fixed import floats_in
 from meshwright.ranks.grid import ENDS, PIPE, REPLICATE
 from meshwright.ranks.mesh import Mesh
 from meshwright.strategies.data_parallel.policies import Zero1

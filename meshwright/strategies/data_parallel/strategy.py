@@ -13,11 +13,10 @@ from enum import Enum
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import nn
 
 from meshwright.compute.model import Batch, Chunk, Hidden, LoadRows, Model, RunsParts, Scales
-from meshwright.compute.parameters.bucket import Bucket, FlatWeights, PartsUsing, floats_in
+from meshwright.compute.parameters.bucket import Bucket, FlatWeights, PartsUsing
 from meshwright.compute.parameters.exact_gradients import ExactGradients
 from meshwright.compute.parameters.fixed import FixedPoint
 from meshwright.compute.parameters.gradients import Gradients, OnFirst, OnGradient
@@ -26,6 +25,7 @@ from meshwright.ranks.agreement import make_equal, same_everywhere
 from meshwright.ranks.comm import DONE, Comm, Later, Work, size_bytes, together
 from meshwright.ranks.grid import DATA_AXES, PIPE
 from meshwright.ranks.mesh import Mesh
+from meshwright.strategies.data_parallel.pieces import convert, pieces_of
 
 
 class Policy:
@@ -45,7 +45,7 @@ class Policy:
     blocks = False
     """Whether `reduce` returns only after the other ranks have called it, too."""
     by_pieces = False
-    """Whether integers may be summed by one rank each, which sends float32 (`BucketSum.to_floats`)."""
+    """Whether each rank may sum a piece of integers (pieces.py)."""
     apart: tuple[str, ...] = ()
     """Axes along which ranks own the same part: summed over the other axes first, then once a step over these."""
 
@@ -69,17 +69,17 @@ class Policy:
         """Sum the gradients over the comm into (at least) the owned part."""
         match self.owners:
             case "all":
-                return comm.all_reduce(bucket.sums(), wait=False)
+                return comm.all_reduce(bucket.gradients.view(-1), wait=False)
             case "each" if bucket.segments:
                 return together(
-                    comm.reduce(bucket.sums(start, stop), owner, wait=False)
+                    comm.reduce(bucket.gradients[start:stop].view(-1), owner, wait=False)
                     for owner, start, stop in owners(bucket.segments)
                 )
             case "each":
                 start, stop = self.owned(bucket, comm)
-                return comm.reduce_scatter(bucket.sums(start, stop), bucket.sums(), wait=False)
+                return comm.reduce_scatter(bucket.gradients[start:stop].view(-1), bucket.gradients.view(-1), wait=False)
             case "first":
-                return comm.reduce(bucket.sums(), 0, wait=False)
+                return comm.reduce(bucket.gradients.view(-1), 0, wait=False)
 
     def publish(self, bucket: Bucket, comm: Comm) -> Work:
         """Send the owners' new values to every rank."""
@@ -150,16 +150,8 @@ class BucketSum:
         """The ranks over which the policy sums and publishes the bucket."""
         self.copies = mesh.comm(*(axis for axis in bucket.sum_axes if axis in policy.apart))
         """The ranks that own the same part."""
-        self.piece: slice | None = None
-        """The piece of the integers that this rank sums; None: the policy sums. If a sum begins when waited for, no
-        message is hidden by a backward pass, and 12 bytes an element are sent and copied instead of 16."""
-        if (
-            policy.by_pieces
-            and self.comm.begins_when_waited_for
-            and floats_in(bucket.gradients).dtype == torch.float32 != bucket.gradients.dtype
-        ):
-            length = len(bucket.gradients) // self.comm.size
-            self.piece = slice(self.comm.index * length, (self.comm.index + 1) * length)
+        self.pieces = pieces_of(bucket, self.comm) if policy.by_pieces else None
+        """Pieces of integers that ranks sum; None: the policy sums."""
         start, stop = policy.owned(bucket, self.comm)
         self.slot = bucket.slot(start, stop, part_axes=() if policy.owners == "all" else axes)
         """The part of the bucket that this rank's optimizer steps."""
@@ -202,10 +194,8 @@ class BucketSum:
         # Zero the padding, which slices and the norm may contain: a slice's memory is new, and integer sums leave
         # floats there.
         self.bucket.gradients[self.bucket.places[-1].stop :].zero_()
-        reduce, self.state = partial(self.policy.reduce, self.bucket, self.comm), State.SUMMING
-        if self.piece is not None:
-            gradients = self.bucket.gradients
-            reduce = partial(self.comm.reduce_scatter, gradients[self.piece], gradients, wait=False)
+        usual, self.state = partial(self.policy.reduce, self.bucket, self.comm), State.SUMMING
+        reduce = usual if self.pieces is None else self.pieces.reduce
         self.work = Later(lambda: reduce().wait()) if self.policy.blocks else reduce()
 
     def cross(self) -> None:
@@ -219,17 +209,6 @@ class BucketSum:
         work, self.work = self.work, DONE
         work.wait()
         self.state = State.SUMMED
-
-    def to_floats(self, fixed: FixedPoint) -> None:
-        """Convert the sum of integers to the slot's float32, and receive the other ranks' pieces if there are any."""
-        if self.piece is None:
-            fixed.to_floats(self.total)
-            return
-        values = floats_in(self.bucket.gradients)
-        piece = fixed.to_floats(self.bucket.gradients[self.piece])
-        if piece.data_ptr() != values[self.piece].data_ptr():
-            values[self.piece].copy_(piece)
-        self.comm.all_gather(values, values[self.piece])
 
     def publish(self) -> None:
         """Send the slot's stepped values to ranks that do not step the slot; begin filling again."""
@@ -378,7 +357,7 @@ class Synchroniser:
         for index, sum_ in enumerate(self.sums):
             sum_.end()
             if self.fixed is not None:
-                sum_.to_floats(self.fixed)
+                convert(self.fixed, sum_.total, sum_.pieces)
             yield index
 
     def finish(self) -> None:

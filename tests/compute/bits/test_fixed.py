@@ -19,7 +19,7 @@ from meshwright.compute.parameters.fixed import (
     rounded_loss,
     rounded_sum,
 )
-from meshwright.compute.parameters.gradients import RowGradient
+from meshwright.compute.parameters.writes import RowGradient
 
 CPU = torch.device("cpu")
 
