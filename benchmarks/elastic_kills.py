@@ -5,7 +5,7 @@ python -m benchmarks.kills --elastic [--kills 100] [--seed N] [--json LINES]
 A run begins on 8 ranks. A SIGKILL hits one process (a rank or the launcher) at a random moment, and the run goes on by
 `--resume` on 5 ranks under another layout, then on 3, then on 8 to the end. The hash covers the losses and norms of all
 steps and the Merkle root of the last state, which hold no layout. Each run is a line of JSON; runs with a line in the
-file are not made again.
+file and the same undisturbed hash are not made again.
 """
 
 from __future__ import annotations
@@ -132,8 +132,9 @@ def elastic(runs: int, seed: int, lines: Path | None, folder: Path, console: Con
     """Make the runs that the file of lines lacks; return all lines. Ctrl-C ends early with the runs so far."""
     corpus = make_corpus(folder)
     held = lines.read_text().splitlines() if lines is not None and lines.exists() else []
-    found = [line for line in map(json.loads, held) if line["seed"] == seed]
-    expected = next((line["expected"] for line in found), "") or undisturbed(corpus, folder)
+    expected = undisturbed(corpus, folder)
+    # Lines of another state of the code have other bits.
+    found = [line for line in map(json.loads, held) if (line["seed"], line["expected"]) == (seed, expected)]
     made = {line["run"] for line in found}
     try:
         for index in range(runs):
