@@ -285,10 +285,10 @@ def as_dict(adopted: Adopted) -> dict[str, Any]:
 
 def program_as_dict(entries: Sequence[Entry], changes: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """Return program.json's object: distinct events, and rows of (event, phase, module, stream)."""
-    numbers: dict[Any, int] = {}
+    numbers: dict[Kernel | Copy | Sync | Collective, int] = {}
     rows = [[numbers.setdefault(e.event, len(numbers)), e.phase, e.module, e.stream] for e in entries]
     events = [
-        [type(event).__name__.lower(), event._asdict() if hasattr(event, "_asdict") else asdict(event)]
+        [type(event).__name__.lower(), event._asdict() if isinstance(event, Kernel) else asdict(event)]
         for event in numbers
     ]
     return {"form": FORM, "events": events, "rows": rows, "memory": [n for change in changes for n in change]}
