@@ -1,4 +1,4 @@
-"""Entry functions of training workers that something happens to. They patch their own process only."""
+"""Entry functions of training workers with planted events. Each patches this process alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def die() -> None:
 
 
 def dies_at(call: int, function: Callable[..., Any], *, after: bool) -> Callable[..., Any]:
-    """The function, whose `call`-th call (from 1) ends this process before or after its work."""
+    """Return the function, except that the `call`-th call (from 1) ends this process before or after the work."""
     count = 0
 
     def wrapped(*arguments: Any, **named: Any) -> Any:
@@ -68,7 +68,7 @@ MOMENTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
 
 
 def killed(rank: Rank, *, moment: str, victim: int, **arguments: Any) -> None:
-    """`kill -9` of the rank `victim` at a moment of its first attempt: of its fifth step or its second checkpoint."""
+    """`kill -9` the rank `victim` at a moment of the first attempt, in the fifth step or the second checkpoint."""
     owner, name, deed = MOMENTS[moment]
     doomed = rank.environment.rank == victim and rank.environment.attempt == 0
     with patch.object(owner, name, deed) if doomed else nullcontext():
@@ -76,14 +76,14 @@ def killed(rank: Rank, *, moment: str, victim: int, **arguments: Any) -> None:
 
 
 def counting(rank: Rank, *, counts: Path, **arguments: Any) -> None:
-    """The number of parameters of each rank whose initial values are drawn is a file's text."""
+    """Write the number of parameters with drawn initial values to a file for each rank."""
     with patch.object(assembly, "draw_values", wraps=assembly.draw_values) as drawing:
         worker.train_rank(rank, **arguments)
     (counts / str(rank.environment.rank)).write_text(str(drawing.call_count))
 
 
 def interrupting(rank: Rank, *, launcher: int, **arguments: Any) -> None:
-    """Ctrl-C reaches the launcher in the fifth step."""
+    """Send Ctrl-C to the launcher in the fifth step."""
     turn = Trainer.turn
 
     def interrupt(self: Trainer, *words: Any) -> Any:
@@ -98,14 +98,14 @@ def interrupting(rank: Rank, *, launcher: int, **arguments: Any) -> None:
 
 
 def counting_releases(rank: Rank, *, out: Path, **arguments: Any) -> None:
-    """Leaves in `releases` how often free memory was given back."""
+    """Write the number of releases of free memory to `releases-RANK`."""
     with patch.object(loop, "release_free_memory", wraps=loop.release_free_memory) as release:
         worker.train_rank(rank, out=out, **arguments)
     Path(out, f"releases-{rank.environment.rank}").write_text(str(release.call_count))
 
 
 def names_modules(rank: Rank, *, out: Path, **arguments: Any) -> None:
-    """A run that leaves the names of all modules that its process has imported when its first step is over."""
+    """Write the names of all modules that this process has imported by the end of the first step."""
     turn = Trainer.turn
 
     def named(self: Trainer, *parts: Any) -> Any:
@@ -120,7 +120,7 @@ def names_modules(rank: Rank, *, out: Path, **arguments: Any) -> None:
 
 
 def corrupted(rank: Rank, *, victim: int, at: int, **arguments: Any) -> None:
-    """A low bit of a weight of the rank `victim` flips before step `at` of its first attempt."""
+    """Flip a low bit of a weight of the rank `victim` before step `at` of the first attempt."""
 
     def flip(weights: Tensor) -> None:
         weights.view(torch.int64)[5] ^= 1
@@ -129,7 +129,7 @@ def corrupted(rank: Rank, *, victim: int, at: int, **arguments: Any) -> None:
 
 
 def spoiled(rank: Rank, *, victim: int, at: int, **arguments: Any) -> None:
-    """A weight of the rank `victim` is no number before step `at` of its first attempt."""
+    """Write NaN into weights of the rank `victim` before step `at` of the first attempt."""
     _damaged(rank, victim, at, lambda weights: weights[:9].fill_(torch.nan), arguments)
 
 
@@ -152,7 +152,7 @@ def _damaged(
 
 
 def straggles(rank: Rank, *, straggler: int, **arguments: Any) -> None:
-    """A run of which one rank takes 150 ms longer for each of its backward passes."""
+    """Lengthen each backward pass of the rank `straggler` by 150 ms."""
     backward = step_module.replica_backward
 
     def slow(*parts: Any) -> Any:
@@ -164,8 +164,8 @@ def straggles(rank: Rank, *, straggler: int, **arguments: Any) -> None:
 
 
 def validating(rank: Rank, *, losses: dict[str, float], dies_in: int = 0, **arguments: Any) -> None:
-    """A run whose validations give these losses by step, on rank 1 others. Rank 1 dies in a step unless it resumes,
-    after all earlier checkpoints are written."""
+    """Return these losses by step from the validations of rank 0, and other losses from rank 1. Unless the run resumes,
+    rank 1 dies in step `dies_in`, after all earlier checkpoints are written."""
     turn = Trainer.turn
 
     def dying(self: Trainer, *words: Any) -> Any:
@@ -185,5 +185,5 @@ def validating(rank: Rank, *, losses: dict[str, float], dies_in: int = 0, **argu
 
 
 def loses_rank_2(rank: Rank, **arguments: Any) -> None:
-    """A job whose third rank is killed in its fifth step, as long as it has one."""
+    """Kill the third rank of a job in the fifth step, if the job has a third rank."""
     killed(rank, moment="optimizer", victim=2, **arguments)

@@ -1,4 +1,4 @@
-"""Trainers of small runs in which a bit flips or a number is not finite."""
+"""Trainers of small runs with a flipped bit or a number that is not finite."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.workers import run_ranks
 
 
 def ended(trainer: Trainer, turns: int, *, flushes: bool = False) -> tuple[int, str, str]:
-    """The last step that was begun, and the error that it ended in."""
+    """Return the number of the last begun step, and the type and text of the error in this step."""
     try:
         for _ in range(turns):
             trainer.turn(None)
@@ -30,10 +30,11 @@ def ended(trainer: Trainer, turns: int, *, flushes: bool = False) -> tuple[int, 
 
 
 def spoil(trainer: Trainer, name: str, victim: int, bad: float) -> tuple[int, str, str, bool]:
-    """One number of the victim's is bad before the third step; the error, and whether other weights were left alone."""
+    """Write a bad number into a weight of the victim before the third step. Return the step, the error, and whether all
+    weights of other ranks are unchanged."""
     mesh = trainer.parts.mesh
     ended(trainer, 2)
-    weights = trainer.parts.strategy.weights  # waits for those that travel still, which would mend the bad one
+    weights = trainer.parts.strategy.weights  # waits for weights in transfer, which would overwrite the bad number
     if mesh.rank == victim:
         parameter = dict(trainer.parts.model.named_parameters())[name]
         parameter.data.view(-1)[1] = bad
@@ -78,7 +79,7 @@ def trainer_of(mesh: Mesh, config: Config) -> Trainer:
 
 
 def outcome(trainer: Trainer, turns: int, **arguments: Any) -> tuple[int, str]:
-    """The last step that was begun, and the CorruptionError that it ended in."""
+    """Return the number of the last begun step, and the text of the CorruptionError in this step."""
     try:
         for _ in range(turns):
             trainer.turn(None, **arguments)
@@ -88,5 +89,5 @@ def outcome(trainer: Trainer, turns: int, **arguments: Any) -> tuple[int, str]:
 
 
 def run_layout(function: Any, config: Config, *arguments: Any) -> list[Any]:
-    """Ranks are processes: functions patch what one of them computes."""
+    """Run a function on ranks that are processes, because functions patch one rank's computation."""
     return run_ranks(function, config.grid, config, *arguments, token_axes=config.layout.token_axes, transport="torch")

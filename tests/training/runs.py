@@ -1,4 +1,4 @@
-"""A tiny corpus, tiny runs of `meshwright train`, and what they leave."""
+"""A tiny corpus, tiny runs of `meshwright train`, and readers of the runs' files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_text(folder: Path, seed: int = 1) -> Path:
 
 
 def make_corpus(folder: Path, seed: int = 1) -> Path:
-    """A prepared folder of bytes."""
+    """Prepare a folder of bytes."""
     prepare(str(make_text(folder, seed)), "bytes", folder / "corpus")
     return folder / "corpus"
 
@@ -62,7 +62,7 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
 
 
 def losses_of(out: Path) -> list[tuple[int, str]]:
-    """Steps and losses, to the letter."""
+    """Return steps and losses as exact text."""
     return [(line["step"], repr(line["loss"])) for line in lines_of(out)]
 
 
@@ -72,7 +72,7 @@ def run(config: Config, out: Path, *, resume: bool = False, trace: Sequence[int]
 
 
 def run_as(entry: str, config: Config, out: Path, *, resume: bool = False, **arguments: Any) -> str:
-    """The run by another entry function of tests/training/entries.py; why it failed, or nothing."""
+    """Run with an entry function of tests/training/entries.py. Return the reason of a failure, or an empty text."""
     out.mkdir(parents=True, exist_ok=True)
     resolved = resolve(config, this_machine()).config
     ranks = resolved.ranks(str(out))
@@ -85,7 +85,7 @@ def run_as(entry: str, config: Config, out: Path, *, resume: bool = False, **arg
 
 
 def preferring_run(folder: Path, *words: str) -> Config:
-    """Six steps of a small Llama on 40 pairs of answers, which are made in the folder."""
+    """Return six steps of a small Llama on 40 pairs of answers; the pairs are written to the folder."""
     tokenizer = folder / "tokenizer" / "tokenizer.json"
     if not tokenizer.is_file():
         make_tokenizer(folder / "tokenizer")

@@ -1,5 +1,5 @@
-"""The best validation: its checkpoint stays beside the newest and has a name; a run that gets no better ends early; one
-that was killed and resumed does the same to the step."""
+"""The checkpoint of the best validation is kept next to the newest and has a name. A run without improvement ends
+early, and a killed and resumed run ends at the same step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.training.checkpoint.manifest import Best
 from tests.training.runs import config_for, lines_of, make_corpus, run, run_as
 
 LOSSES = {"2": 3.0, "4": 2.0, "6": 2.5, "8": 2.0, "10": 2.2, "12": 1.0}
-"""The best is step 4: an equal one is no better."""
+"""The best is step 4: an equal loss is no improvement."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_the_best_stays_and_the_run_ends_early(
     assert f"best: step-4, validation loss 2.0000: {tmp_path / 'best'}" in said
     for name in (tmp_path / "best", tmp_path / "checkpoints" / "best"):
         assert find_checkpoint(name) == tmp_path / "checkpoints" / "step-4"
-    # It is over: resumed it makes no step, and with more patience it goes on.
+    # The run is over: resumed, no step is made; with more patience, the run continues.
     assert run_as("validating", config, tmp_path, resume=True, losses=LOSSES) == ""
     assert folders(tmp_path) == ["step-10", "step-4"]
     patient = configured(corpus, validation={"every": 2, "batches": 1, "patience": 4})
@@ -80,7 +80,7 @@ def test_the_best_stays_and_the_run_ends_early(
 
 
 def test_a_run_by_accuracy_and_its_export(corpus: Path, tmp_path: Path) -> None:
-    """A real validation; the command reads the name."""
+    """The validation is real, and the export command reads the name `best`."""
     validation = {"every": 2, "batches": 1, "metric": "accuracy"}
     run(configured(corpus, steps=4, validation=validation), tmp_path / "out")
     best = Checkpoint(tmp_path / "out" / "checkpoints" / folders(tmp_path / "out")[-1]).manifest.progress.best

@@ -1,6 +1,6 @@
 """Two runs of one config give the same bits, with several threads a rank and in single and half precision.
 
-In float64 torch's CPU kernels add in one order; in float32 some let threads add as they come.
+In float64 torch's CPU kernels add in one order; in float32 some kernels let threads add in any order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ ONLY_LONG = [(layout, level) for layout in LAYOUTS for level in (SINGLE, HALF) i
 
 
 def config_for(layout: str, precision: dict[str, str]) -> Config:
-    """512 tokens and more a microbatch, of few words: their rows are added up by all threads at once."""
+    """Return a config with 512 or more tokens a microbatch, from few words: all threads add rows of the same words at
+    once."""
     tree = {
         "model": {
             "family": "gpt2", "layers": 2, "hidden": 128, "heads": 4, "positions": 64, "vocabulary": 300,
@@ -58,7 +59,7 @@ def config_for(layout: str, precision: dict[str, str]) -> Config:
 
 
 def digests(mesh: Mesh, config: Config) -> list[str]:
-    """Hashes of each step's loss, gradients and their norm, and of the weights at the end, on this rank."""
+    """Return hashes of each step's loss, gradients and gradient norm, and of the last weights, on this rank."""
     parts, found = build(config, mesh), []
     for step in range(config.steps):
         torch.manual_seed(1000 * step + mesh.rank)
@@ -87,7 +88,7 @@ def test_two_runs_have_the_same_bits(layout: str, precision: dict[str, str]) -> 
 
 
 def varieties(mesh: Mesh, dtype: str) -> int:
-    """How many different sums of the same rows come out."""
+    """Return the number of different sums of the same rows."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(50, (4096,), generator=generator)
     rows = torch.randn(4096, 256, generator=generator).to(getattr(torch, dtype))

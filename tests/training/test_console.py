@@ -1,4 +1,4 @@
-"""The printed line of a step: the share done, the time left and the utilisation stand beside the loss."""
+"""The printed line of a step: the share done, the time left and the utilisation next to the loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def line(step: int, **numbers: Any) -> dict[str, Any]:
 def shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *lines: dict[str, Any], start: int = 0
 ) -> list[str]:
-    """The lines that a run of 800 steps prints, one made every second."""
+    """Return the lines that a run of 800 steps prints, one line a second."""
     clock = iter(range(1000))
     now = [0]
     monkeypatch.setattr("meshwright.training.console.time.monotonic", lambda: now[0])
@@ -36,7 +36,7 @@ def test_share_time_and_utilisation(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     first, second, last = shown(monkeypatch, capsys, line(700), line(720, mfu=0.1234), line(800), start=699)
     assert first.startswith("step 700/800 (87 %)  loss 2.0000")
     assert "left" not in first  # no pace is known yet
-    assert "MFU" not in first  # nor the peak of the device
+    assert "MFU" not in first  # nor the device's peak
     assert "12.3 % MFU  validation loss 2.5000  0:04 left" in second  # 80 steps at 20 a second
     assert last.startswith("step 800/800 (100 %)")
     assert "left" not in last

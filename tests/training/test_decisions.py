@@ -1,4 +1,5 @@
-"""`auto` becomes a value before any process starts: from what is really there, and the same for a plan and its run."""
+"""`auto` becomes a value before any process starts, from the machine's devices and memory, and equal for a plan and the
+planned run."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ BLOCKS = tiny(layout={"tensor": {"kind": "tesseract", "q": 2}}, batch={"global":
 
 
 class Sized(Weightless):
-    """Stages that hold what a test says."""
+    """Stages with the bytes that a test sets."""
 
     fixed, blocks, microbatch = [0, 0], [[0], [0]], [0, 0]
 
@@ -131,9 +132,9 @@ def test_nothing_is_left_for_ranks_to_decide() -> None:
     ],
 )
 def test_what_was_planned_is_what_runs(layout: dict[str, Any], sections: dict[str, Any], room: int) -> None:
-    """The planner's records and a run's built stages give the same decisions, however full the machine is.
+    """The planner's records and a run's built stages give the same decisions, at any amount of free memory.
 
-    `room`: microbatches for which the fullest stage has memory.
+    `room`: the number of microbatches that fit into the fullest stage.
     """
     config = tiny(layout=layout, **sections)
     free, built = resolve_layout(config, machine()).config, BuiltStages()
@@ -148,14 +149,14 @@ def test_what_was_planned_is_what_runs(layout: dict[str, Any], sections: dict[st
 
 @pytest.mark.parametrize("recompute", ["none", "selective", 1, "auto"])
 def test_a_microbatch_is_counted_as_it_is_held(recompute: str | int) -> None:
-    """The count on the meta device is what real tensors of a stage's first and last hold after F and after B."""
+    """The count on the meta device equals the bytes of real tensors of a stage's first and last after F and after B."""
     config = tiny(layout={"pipeline": {"size": 2, "partition": [2, 2]}}, memory={"recompute": recompute})
     config = with_field(config, "model.dropout", 0.0)
     assert BuiltStages().microbatch_bytes(config) == run_ranks(bytes_in_flight, Grid(config.layout.axes), config)
 
 
 def bytes_in_flight(mesh: Mesh, config: Config) -> int:
-    """What the second microbatch of a stage's step leaves between its tasks; of the last stage, before W alone."""
+    """Return the bytes of the second microbatch of a stage's step between tasks; for the last stage, before W alone."""
     parts = build(config, mesh)
     batch = empty_batch(config, parts.kit, parts.model, mesh.device)
     ends, (stage,) = parts.stages.ends(mesh.index("pipe")), parts.pipeline.stages
@@ -164,7 +165,7 @@ def bytes_in_flight(mesh: Mesh, config: Config) -> int:
 
 
 def test_a_limit_has_a_place_for_each_chunk() -> None:
-    """One microbatch, and no memory at all: the second chunk must be able to begin, or nothing returns."""
+    """With one microbatch and no memory at all, the second chunk must be able to begin, or no gradient returns."""
     config = tiny(layout={"pipeline": {"size": 2, "chunks": 2}}, batch={"global": 4, "micro": 4})
     assert resolve_layout(config, machine(0)).config.layout.pipeline.limit == 2
 
@@ -172,7 +173,7 @@ def test_a_limit_has_a_place_for_each_chunk() -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("recompute", ["selective", "none", "auto"])
 def test_the_limit_uses_the_memory_that_recomputation_leaves(recompute: str) -> None:
-    """12 billion parameters in 24 stages: a count of all activations twice had left room for one microbatch."""
+    """12 billion parameters in 24 stages: a count of all activations twice left memory for one microbatch."""
     config = parse_config({
         "model": "axonn-12b", "data": {"sequence": 512}, "batch": {"global": 512, "micro": 1},
         "precision": {"level": "O2", "dtype": "fp16"}, "memory": {"recompute": recompute},
@@ -184,7 +185,7 @@ def test_the_limit_uses_the_memory_that_recomputation_leaves(recompute: str) -> 
 
 
 def test_moments_and_gradients_to_come_are_not_free() -> None:
-    """Before the first step they are pages that nobody has touched, which the system counts as available."""
+    """Before the first step, moments and gradients are untouched pages, which the system counts as available."""
     config = tiny(layout={"tensor": {"kind": "tesseract", "q": 1}})
     parts = build(config, solo_mesh(CPU, ("data", "pipe", "depth", "row", "col")))
     elements = sum(slot.parameter.numel() for slot in parts.strategy.slots)
@@ -192,7 +193,7 @@ def test_moments_and_gradients_to_come_are_not_free() -> None:
 
 
 def test_the_ranks_of_a_node_share_its_memory() -> None:
-    """Those of other nodes have their own: a job over 100 nodes is not a hundred times as cramped."""
+    """Ranks of other nodes have other memory: a job over 100 nodes has no less memory a rank."""
     assert 0 < Machine.here().rank_bytes(1) <= available_memory_bytes() * 2
     shared = machine(4 * (RANK_BYTES + 2_000), shared=True)
     assert shared.rank_bytes(4) == 2_000
@@ -270,7 +271,7 @@ def test_auto_takes_torch_where_mpi_does_not_serve(layout: dict[str, Any], devic
         (2, "none", "cuda", ""),
         (1, "none", "cpu", "device=auto takes cpu: 1 GPU for 2 ranks here"),
         (1, "torchrun", "cpu", "device=auto takes cpu: 1 GPU for 2 ranks here"),
-        (1, "slurm", "cuda", ""),  # --gpus-per-task=1: each rank is shown its own
+        (1, "slurm", "cuda", ""),  # --gpus-per-task=1: each rank sees one GPU
         (0, "none", "cpu", ""),
     ],
 )
@@ -314,7 +315,8 @@ def test_restarts_inside_another_launcher(monkeypatch: pytest.MonkeyPatch, launc
 
 @pytest.mark.skipif(find_mpiexec() is None, reason="no MPI here")
 def test_ranks_that_are_none_of_mpis() -> None:
-    """As under `srun` without --mpi: each rank finds itself alone in MPI's world. It had needed no place to meet."""
+    """Under `srun` without --mpi, each rank is alone in MPI's world and needs no rendezvous. The launcher started 2
+    ranks."""
     environment = Environment(1, 2, 1, 2, 0, "slurm")
     with pytest.raises(LaunchError, match=r"rank 1 finds 1 ranks in MPI's world, where its launcher started 2: start"):
         with open_mesh(Grid((("data", 2),)), environment, "mpi", torch.device("cpu"), None):
@@ -351,7 +353,7 @@ def test_forged_decisions_are_refused(resolved: dict[str, Any], message: str) ->
 
 
 def test_train_keeps_what_it_decided_and_resumes_with_it(tmp_path: Path) -> None:
-    """A manifest that says otherwise than this machine would decide is what the resumed run follows."""
+    """A resumed run follows the manifest, also if this machine would decide otherwise."""
     layout = {"pipeline": {"size": 2, "partition": "measured"}, "transport": "torch"}
     model = MODEL | {"layers": 3, "dropout": 0.0}
     parts = {"layout": layout, "model": model, "checkpoint": {"every": 2}, "batch": {"global": 4, "micro": 1}}
@@ -371,7 +373,7 @@ def test_train_keeps_what_it_decided_and_resumes_with_it(tmp_path: Path) -> None
 
 
 def test_epochs_are_steps_once_the_data_is_known(tmp_path: Path) -> None:
-    """As many steps as show each window so often, the last batch whole."""
+    """The number of steps shows each window `epochs` times; the last batch is whole."""
     (tmp_path / "text.txt").write_text("twelve words\n" * 130)
     config = config_for(tmp_path / "text.txt", epochs=2, optimizer={"schedule": {"warmup": 2}})
     folder = config.data.prepare(config, lambda *_: None)
@@ -403,7 +405,7 @@ def test_epochs_of_data_without_a_size_are_refused(tmp_path: Path, monkeypatch: 
     [
         ({"global": 12}, {"data": 4}, 3, 3),
         ({"global": 8}, {"data": 4}, 3, 2),  # 3 does not divide the batch
-        ({"global": 12, "micro": 3}, {"data": 4}, 3, 2),  # 4 samples a replica are no microbatches of 3
+        ({"global": 12, "micro": 3}, {"data": 4}, 3, 2),  # 4 samples a replica are not divisible into microbatches of 3
         ({"global": 12}, {"data": 4, "pipeline": 2}, 7, 3),
         ({"global": 12}, {"data": 4, "pipeline": 2}, 5, 2),
         ({"global": 12}, {"data": {"size": 4, "sync": "zero3", "shard": 2}}, 3, 2),

@@ -1,4 +1,4 @@
-"""Numbers that go bad end a run at once, name the first bad parameter and its rank, and are never saved."""
+"""A number that is not finite ends a run at once, names the first bad parameter and rank, and is never saved."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_weight_that_is_no_number_is_named(case: str) -> None:
 @pytest.mark.parametrize("sync", ["allreduce", "zero1", "server-loss"])
 @pytest.mark.parametrize("every", [1, 8])
 def test_a_replica_whose_weight_is_no_number_is_corrupt(sync: str, every: int) -> None:
-    """Two of three are right: that is a fault of the rank, and a restart may help."""
+    """Two of three replicas are right: the rank has a fault, and a restart may help."""
     config = config_of({"data": {"size": 3, "sync": sync}}, every)
     for step, kind, text, untouched in run_layout(spoiled, config, EXPAND, 2, math.inf):
         assert (step, kind) == (3, "CorruptionError")

@@ -1,4 +1,5 @@
-"""A run's folder has one writer; a run goes on from what it wrote itself, and says what has changed."""
+"""A run's folder has one writer. A run continues from checkpoints of the same run, and prints the changes of the
+config."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def write_steps(mesh: Mesh, out: Path, config: Config, run: str, steps: list[int
 
 
 def leave(out: Path, config: Config, run: str, *steps: int, keep: int = 9) -> None:
-    """A folder as a run leaves it that wrote checkpoints at these steps."""
+    """Write the folder of a run with checkpoints at these steps."""
     run_ranks(write_steps, ONE, out, config, run, list(steps), keep)
 
 
@@ -74,7 +75,7 @@ def steps_of(out: Path) -> list[str]:
 
 @pytest.fixture
 def used(corpus: Path, tmp_path: Path) -> Path:
-    """The folder of a run that was stopped behind step 6."""
+    """Return the folder of a run that was stopped after step 6."""
     out = tmp_path / "run"
     out.mkdir()
     folder.begin(out, config_for(corpus))
@@ -98,7 +99,7 @@ def hold(out: Path, ready: Any) -> None:
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_second_run_is_refused_at_once(resume: bool, corpus: Path, used: Path) -> None:
-    """Also one that would go on with the live one; and the dead one's lock is no obstacle."""
+    """A run that would resume next to the live run is refused as well. A dead run's lock is no obstacle."""
     if not resume:
         shutil.rmtree(used / folder.CHECKPOINTS)
     context = multiprocessing.get_context("fork")
@@ -123,7 +124,8 @@ def test_second_run_is_refused_at_once(resume: bool, corpus: Path, used: Path) -
 
 @pytest.mark.parametrize("lives", [True, False])
 def test_a_lock_that_holds_on_one_host_only(lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Lustre's with localflock: what excludes another host's run is that it gives signs of life."""
+    """Under Lustre with localflock, a lock excludes this host's runs alone. Signs of life exclude a run on another
+    host."""
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     monkeypatch.setattr(folder, "TOUCH_SECONDS", 0.1)
     monkeypatch.setattr(folder, "WATCH_SECONDS", 2.0)
@@ -160,7 +162,7 @@ def test_lock_that_does_not_exist_here_is_said(tmp_path: Path, monkeypatch: pyte
 
 
 def test_fresh_run_in_a_folder_with_checkpoints_is_refused(corpus: Path, used: Path) -> None:
-    """It once deleted its own new checkpoints, which were older by number, and said that it had finished."""
+    """Such a run once deleted the new checkpoints, which had smaller numbers, and reported success."""
     with pytest.raises(
         ConfigError, match=r"holds a run already \(checkpoints/step-3\); valid: another folder, or --res"
     ):
@@ -183,7 +185,7 @@ def test_another_runs_checkpoint_is_not_gone_on_from(corpus: Path, used: Path) -
     text = r"step-100 is of another run \(aaaa\) than .*: move it aside to go on with this run, or .*run.json"
     with pytest.raises(CheckpointError, match=text):
         go_on(used, config_for(corpus))
-    with pytest.raises(CheckpointError, match=text):  # what a restarted worker does
+    with pytest.raises(CheckpointError, match=text):  # in a restarted worker
         resume.checkpoint_of_run(used)
     (used / folder.IDENTITY).unlink()
     go_on(used, config_for(corpus))
@@ -216,7 +218,7 @@ def test_damaged_shard_of_the_older_one_is_not_offered(corpus: Path, used: Path)
 
 
 def test_renamed_checkpoint_is_refused(corpus: Path, used: Path) -> None:
-    """Its number would be taken for newer than it is, and the run's own set aside."""
+    """Under the new name, step 3 would be taken for the newest, and the real checkpoints would be set aside."""
     (used / folder.CHECKPOINTS / "step-3").rename(used / folder.CHECKPOINTS / "step-9")
     text = r"step-9 holds the checkpoint of step 3: name it so; the newest whole one is step-6: --resume-from 6"
     with pytest.raises(CheckpointError, match=text):
@@ -264,7 +266,7 @@ def test_decisive_change_is_refused_unless_accepted(
 def test_another_shape_cannot_be_accepted(
     change: dict[str, Any], why: str, accept: bool, corpus: Path, used: Path
 ) -> None:
-    """It is told before ranks start, which could only end by it; what would only need a yes is told beside it."""
+    """The misfit is an error before ranks start. Changes that --accept-changes would allow are in the same error."""
     plain = config_for(corpus).model_dump(mode="json", by_alias=True)
     config = Config.model_validate(plain | {"seed": 4, "model": {**plain["model"], **change}})
     with pytest.raises(ConfigError) as caught:

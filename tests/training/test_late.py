@@ -1,4 +1,4 @@
-"""Numbers that are read a step late, as on a GPU: the same bits, the same lines, the same errors, one step on."""
+"""Numbers that are read one step late, as on a GPU: the same bits and lines, and the same errors one step later."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def changed(layout: dict[str, Any], changes: dict[str, Any]) -> Config:
 
 
 def flushed(mesh: Mesh, config: Config) -> list[tuple[dict[str, Any], float, float]]:
-    """Lines of four steps, the second and the last of them flushed; the seconds of each by its own phases, and from the
-    end of the step before."""
+    """Return the lines of four steps, flushed after the second and the last; each with the seconds of the step's own
+    phases, and from the end of the step before."""
     trainer, lines, phases = Trainer(build(config, mesh), Rows(config), late=True), [], []
     for step in range(4):
         lines += trainer.turn(None)[0]
@@ -61,8 +61,8 @@ def flushed(mesh: Mesh, config: Config) -> list[tuple[dict[str, Any], float, flo
 
 
 def test_a_step_that_is_flushed_took_as_long_as_any() -> None:
-    """By when the host reads, it took no time: an H100 was said to do 18 M tokens a second where a run paused for a
-    validation. What comes behind a flush is no part of the next step."""
+    """By the host's reads, a flushed step took no time: an H100 showed 18 M tokens a second before a validation. The
+    time after a flush is no part of the next step."""
     [(first, second, third, fourth)] = run_layout(flushed, changed(SERIAL, {}))
     for (line, by_itself, _), number in ((first, 1), (third, 3)):
         assert (line["step"], line["step_seconds"]) == (number, by_itself)
@@ -72,7 +72,7 @@ def test_a_step_that_is_flushed_took_as_long_as_any() -> None:
 
 
 def trained(mesh: Mesh, config: Config, late: bool) -> tuple[list[dict[str, str]], list[torch.Tensor]]:
-    """The lines of some steps, the second of which is flushed, and all that a checkpoint would hold."""
+    """Return the lines of some steps, flushed after the second, and all tensors that a checkpoint would have."""
     trainer = Trainer(build(config, mesh), Rows(config), late=late)
     lines = []
     for step in range(STEPS):
@@ -124,7 +124,7 @@ def test_a_last_step_that_diverges_is_seen_when_it_is_flushed() -> None:
 
 
 def awaited(mesh: Mesh, config: Config) -> list[tuple[str, tuple[int, ...]]]:
-    """Verb and ranks of the waits that are known while the host waits for a step's numbers."""
+    """Return the verb and ranks of the waits that are known while the host waits for a step's numbers."""
     trainer, known = Trainer(build(config, mesh), Rows(config), late=True), list[Waiting]()
 
     class Copied:
@@ -139,7 +139,7 @@ def awaited(mesh: Mesh, config: Config) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def test_a_host_that_waits_for_its_device_is_seen_by_the_watchdog() -> None:
-    """Unless the device can wait for nobody."""
+    """A device that waits for no rank adds no wait."""
     assert run_layout(awaited, config_of({"data": {"size": 2}})) == [[(DEVICE, (0, 1))] * 2] * 2
     assert run_layout(awaited, config_of(SERIAL)) == [[]]
 
@@ -159,8 +159,8 @@ def test_a_flipped_bit_is_seen_in_the_next_step() -> None:
 
 
 def test_a_run_that_is_resumed_ends_with_the_same_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bits of bf16 and its masters, with a validation behind each checkpoint, as on a GPU whose kernels have an
-    order."""
+    """Bits of bf16 and the masters are equal, with a validation after each checkpoint, as on a GPU with ordered
+    kernels."""
     once = Trainer.__init__
     monkeypatch.setattr(Trainer, "__init__", lambda self, *parts, **more: once(self, *parts, **more | {"late": True}))
     (tmp_path / "run.yaml").write_text(RUN)

@@ -1,4 +1,4 @@
-"""Ranks that hold different things are refused before anything is built; those that hold the same meet in silence."""
+"""Ranks with different facts are refused before anything is built. Ranks with equal facts print no message."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.workers import run_ranks as run_threads
 
 TRIO = Grid((("data", 3),))
 run_ranks = partial(run_threads, transport="torch")
-"""Processes: a rank patches its own host's name, and restarts count in its own environment."""
+"""Ranks are processes: a rank patches the name of this host and the environment's restart count."""
 
 
 def said(mesh: Mesh, facts: list[dict[str, str]]) -> str:
@@ -43,7 +43,7 @@ def test_ranks_that_agree_meet() -> None:
 
 
 def test_the_first_that_differs_is_named_on_every_rank() -> None:
-    """Keys that a rank has more, lacks, or has other values of, in texts of different lengths."""
+    """A rank has additional keys, lacks keys, or has other values, in texts of different lengths."""
     facts = [{"optimizer.lr": "0.1", "steps": "8"}, {"optimizer.lr": "0.1", "steps": "8"}, {"optimizer.lr": "0.2"}]
     host = socket.gethostname()
     text = f"rank 2 on {host} differs from rank 0 on {host}: optimizer.lr is 0.2, not 0.1; steps is absent, not 8; "
@@ -56,7 +56,7 @@ def train_joined(mesh: Mesh, config: Config, out: Path, data: Path, attempts: li
 
 
 def test_a_restart_that_one_node_has_counted_goes_on(corpus: Path, tmp_path: Path) -> None:
-    """Rank 0's own launcher has counted none: alone it would refuse the folder of its own job."""
+    """The launcher of rank 0 has counted no restart: alone, rank 0 would refuse the folder of this job."""
     config = resolve(config_for(corpus, steps=4), this_machine()).config
     data, grid = config.data.prepare(config, silent), Grid(config.layout.axes)
     run_ranks(train_joined, grid, config, tmp_path, data, [0, 0])

@@ -1,4 +1,4 @@
-"""A run's files beside its checkpoints: a line a step, the resolved config, TensorBoard's events, a picture."""
+"""A run's files next to the checkpoints: a line a step, the resolved config, TensorBoard's events, a picture."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.workers import run_ranks
 
 PEAK = 1e9
 REPORT_BYTES = (12 + 1) * 8
-"""Twelve numbers, and the hash of what replicas hold in common."""
+"""Twelve numbers, and the hash of the replicas' common tensors."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def config_of(corpus: Path, sync: str = "allreduce", size: int = 2, **changes: A
 
 @pytest.fixture(scope="module")
 def whole_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with everything turned on."""
+    """Return the folder of a run with everything turned on."""
     config = config_of(
         corpus,
         validation={"every": 2, "batches": 3},
@@ -66,13 +66,13 @@ def whole_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         optimizer={"lr": 1e-2, "schedule": {"warmup": 2, "decay": "linear", "floor": 0.0}},
     )
     out = tmp_path_factory.mktemp("run")
-    (out / "config.yaml").write_text("steps: 4")  # what `train` writes before the launch is tested below
+    (out / "config.yaml").write_text("steps: 4")  # the config.yaml of `train` is tested below
     assert run_as("counting_releases", config, out) == ""
     return out
 
 
 def papers_flops(model: Any, s: int) -> float:
-    """The formula of one sequence, letter by letter."""
+    """Return the flops of one sequence by the paper's formula."""
     h, layers, V = model.hidden, model.layers, model.padded_vocabulary
     return 96 * s * layers * h**2 * (1 + s / (6 * h) + V / (16 * layers * h))
 
@@ -144,7 +144,7 @@ def test_the_peak_is_that_of_the_runs_products(gpu: str, precision: Precision, p
 def test_loss_is_the_global_mean(
     sync: str, size: int, corpus: Path, whole_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """To twelve digits whatever the layout, and printed by one process."""
+    """The loss is equal to twelve digits under any layout, and one process prints."""
     run(config_of(corpus, sync, size, steps=1), tmp_path)
     line, expected = lines_of(tmp_path)[0], lines_of(whole_run)[0]
     for key in ("loss", "grad_norm"):
@@ -163,7 +163,7 @@ def parameter_bytes(config: Config) -> int:
 
 @pytest.mark.parametrize("sync, size, norm", [("allreduce", 3, 0), ("ring", 2, 0), ("zero1", 3, 10)])
 def test_sent_bytes(sync: str, size: int, norm: int, corpus: Path, tmp_path: Path) -> None:
-    """2(n-1)/n of the gradients, and where ranks own parts, the norm's 8 bytes; the step report over all axes."""
+    """2(n-1)/n of the gradients, and the norm's 8 bytes if ranks own parts; the step report is sent over all axes."""
     config = config_of(corpus, sync, size, steps=3)
     run(config, tmp_path)
     expected = 2 * (size - 1) * parameter_bytes(config) // size + norm
@@ -173,7 +173,8 @@ def test_sent_bytes(sync: str, size: int, norm: int, corpus: Path, tmp_path: Pat
 
 
 def second_step(mesh: Mesh, config: Config) -> tuple[dict[str, int], set[str]]:
-    """Its reported bytes, which rank 0 knows, and the axes over which this rank has sent anything."""
+    """Return the reported bytes of the second step, known on rank 0 alone, and the axes with messages from this
+    rank."""
     trainer = Trainer(build(config, mesh), Stream(config))
     trainer.turn(None)
     (line,), _ = trainer.turn(None)
@@ -198,7 +199,7 @@ def test_sent_bytes_of_stages(sync: str, shares: int) -> None:
 
 
 def plain_loss(mesh: Mesh, run_folder: Path, corpus: Path, num_windows: int) -> float:
-    """The mean over the first windows of the validation file, one by one, by torch's own cross entropy."""
+    """Return the mean over the first windows of the validation file, window by window, by torch's cross entropy."""
     checkpoint = Checkpoint(find_checkpoint(run_folder))
     config = config_of(corpus, size=1)
     parts = build(config, mesh)
@@ -217,7 +218,7 @@ def plain_loss(mesh: Mesh, run_folder: Path, corpus: Path, num_windows: int) -> 
 
 @pytest.mark.parametrize("sync", ["allreduce", "zero3"])
 def test_validation_loss(sync: str, corpus: Path, tmp_path: Path) -> None:
-    """Whole global batches from the file's beginning, over two ranks, without the dropout that the run trains with."""
+    """A validation reads whole global batches from the file's beginning, over two ranks, without the run's dropout."""
     model = config_of(corpus).model.model_dump() | {"dropout": 0.5}
     run(config_of(corpus, sync, model=model, steps=2, validation={"every": 2, "batches": 3}), tmp_path)
     (expected,) = run_ranks(plain_loss, Grid((("data", 1),)), tmp_path, corpus, 3 * 12)
@@ -247,7 +248,7 @@ def meets(mesh: Mesh, config: Config, corpus: Path) -> str:
 
 
 def test_ranks_that_know_of_different_metrics_do_not_begin(corpus: Path) -> None:
-    """One host has a package that the other has not."""
+    """One host has a package that the other host lacks."""
     config = config_of(corpus, size=2)
     for text in run_ranks(meets, Grid(config.layout.axes), config, corpus, transport="torch"):
         assert "the metrics of other packages" in text
@@ -268,7 +269,7 @@ def test_overflow_is_marked(corpus: Path, tmp_path: Path, capfd: pytest.CaptureF
 
 
 def test_lines_are_strict_json(tmp_path: Path) -> None:
-    """A diverged run's file can still be read by programs that know no NaN."""
+    """Programs without NaN can read the file of a diverged run."""
     writer = MetricsWriter(tmp_path, 0)
     writer.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "sent_bytes": {"data": 1}})
     writer.close()
@@ -282,7 +283,7 @@ def test_lines_are_strict_json(tmp_path: Path) -> None:
 
 
 def test_free_memory_is_given_back(whole_run: Path) -> None:
-    """Every third of four steps is one."""
+    """One of four steps is divisible by 3."""
     assert [(whole_run / f"releases-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
 
 
@@ -325,7 +326,7 @@ def test_busy_clock_counts_work() -> None:
 
 
 def report(busy: float = 1.0, pipeline: float = 1.0, tasks: float = 1.0) -> dict[str, Any]:
-    """One rank's numbers."""
+    """Return the numbers of one rank."""
     return {
         "loss": 0.5, "stop": False, "next_counts": [8], "busy_seconds": busy, "own_seconds": 0.5, "dropped_pairs": 0.0,
         "pipeline_seconds": pipeline, "task_seconds": tasks, "peak_memory_bytes": 1, "sent_bytes": (3, 0, 0),
@@ -334,7 +335,7 @@ def report(busy: float = 1.0, pipeline: float = 1.0, tasks: float = 1.0) -> dict
 
 
 def arrived(*each: dict[str, Any]) -> StepReports:
-    """The ranks' reports, when all of them are there."""
+    """Return the reports of all ranks, received."""
     return StepReports(TABLE, each[0], torch.stack([row_of(TABLE, values) for values in each]), DONE)
 
 
@@ -342,7 +343,7 @@ WORK = StepWork(tokens=6 * 10**6, flops=6.0, paper_flops=8.0, peak_flops=None)
 
 
 def line_of(grid: Grid, *each: dict[str, Any]) -> dict[str, Any]:
-    """The line of a step of 2 seconds."""
+    """Return the line of a step of 2 seconds."""
     sent = [3, *(0 for _ in grid.axis_sets[1:])]
     return metrics_line(2.0, WORK, arrived(*(values | {"sent_bytes": sent} for values in each)), grid)
 
@@ -353,7 +354,7 @@ def test_utilisation_that_nobody_can_tell() -> None:
 
 
 def test_idle_shares_are_of_stages() -> None:
-    """Two replicas of two stages, whose longest pipeline phase is 4 seconds."""
+    """Two replicas of two stages have a longest pipeline phase of 4 seconds."""
     reports = [
         report(pipeline=4, tasks=3),
         report(pipeline=3, tasks=2),
@@ -365,14 +366,14 @@ def test_idle_shares_are_of_stages() -> None:
 
 
 def test_estimates() -> None:
-    """3 million tokens a second: 1e5 seconds."""
+    """3 million tokens a second: 3e11 tokens take 1e5 seconds."""
     line = line_of(Grid((("data", 1), ("pipe", 1))), report())
     assert line["days_for_300g_tokens"] == pytest.approx(1e5 / 86400)
     assert line["paper_flops_per_second"] == 4.0
 
 
 def test_a_report_arrives_as_it_was_sent() -> None:
-    """Halves and bits of every dtype: what is no number, beyond float64's integers, or negative, too."""
+    """A report keeps every bit: NaN, integers beyond float64's, and negative numbers."""
     sent = report() | {"loss": -0.1, "busy_seconds": math.inf, "peak_memory_bytes": 2**60 + 1, "hashes": [-(2**63), 5]}
     (read,) = ({name: arrived(sent)[name][0] for name in sent},)
     assert read == sent | {"sent_bytes": [3, 0, 0]}
@@ -401,7 +402,7 @@ def test_what_all_must_know_is_read_by_column() -> None:
 
 
 def test_a_driver_that_does_not_answer_costs_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under MIG: NVML knows no utilisation there."""
+    """NVML has no utilisation under MIG."""
     asked: list[object] = []
 
     def refuse(device: object) -> int:
@@ -429,7 +430,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_full_log_drops_lines_with_one_warning(small_disk: Path) -> None:
-    """Whole lines: the one that fits in part is taken back."""
+    """Lines are whole: a line that fits in part is removed."""
     writer = MetricsWriter(small_disk, 0)
     (small_disk / "other").write_bytes(bytes(40 * 1024))
     said = {}
@@ -502,7 +503,7 @@ def test_damaged_log_is_named_by_line(line: str, tmp_path: Path) -> None:
 
 
 def test_a_driver_that_does_not_answer_ends_no_run() -> None:
-    """NVML's errors (MIG, a permission that is lost): it is asked once, and nobody can tell."""
+    """NVML refuses under MIG or without permission. The clock asks NVML once, and the utilisation is unknown."""
     silent = patch.object(torch.cuda, "utilization", side_effect=RuntimeError("NVML: Insufficient Permissions"))
     with patch.object(step_report, "find_spec", lambda name: name), silent as asked:
         clock = step_report.RankClock(torch.device("cuda", 0), FlightRecorder())

@@ -1,4 +1,4 @@
-"""Meta tensors as on a device: an attention in steps, dropout, GELU, by the kernels and the bytes that they make."""
+"""Meta tensors as on a device: kernels and bytes of an attention in steps, dropout and GELU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def programs(
 
 
 def attended(attention: Attention, *, dropout: float = 0.1) -> tuple[Program, Program]:
-    # As models have them: one linear's output, in three, with heads before tokens.
+    # As in the models: one linear's output in three, with heads before tokens.
     def attend(x: Tensor) -> Tensor:
         query, key, value = (part.transpose(1, 2) for part in x.unbind(2))
         return F.scaled_dot_product_attention(query, key, value, None, dropout, True)
@@ -81,7 +81,8 @@ def test_steps_apart_pass_over_the_scores_twice_more() -> None:
 
 @pytest.mark.parametrize("fuses, expected", [(False, 11), (True, 7)])
 def test_dropout_and_the_sum_after_it(fuses: bool, expected: int) -> None:
-    """Read, written and the mask: 5 bytes; two read, one written: 6; together without what passes between: 7."""
+    """Dropout reads, writes, and writes the mask: 5 bytes. The sum reads two and writes one: 6 bytes. Fused, without
+    the tensor between both: 7 bytes."""
     x = torch.empty(64, dtype=HALF, device="meta", requires_grad=True)
     mode = AsOnDevice("cuda", "fused")
     forward, backward = programs(lambda x: x + F.dropout(x, 0.1, True), x, mode, fuses_dropout=fuses)
@@ -99,7 +100,7 @@ def test_gelu_in_steps_is_eight_kernels() -> None:
 
 
 def cast_by_torch(device: str) -> set[str]:
-    """The functions for which torch's dispatcher has an autocast kernel of the device, whether it is there or not."""
+    """Return the functions with an autocast kernel of the device in torch's dispatcher, also without such a device."""
     key = f"Autocast{device.upper()}"
     ops = (op for op in torch._C._dispatch_get_all_op_names() if op.startswith("aten::"))
     casting = (op for op in ops if torch._C._dispatch_has_kernel_for_dispatch_key(op, key))
@@ -110,13 +111,13 @@ OF_PYTHON = {
     "__matmul__": "matmul", "__rmatmul__": "matmul", "cross_entropy": "nll_loss", "__pow__": "pow", "__rpow__": "pow",
     "__rdiv__": "reciprocal",
 }  # fmt: skip
-"""Names that Python alone has."""
+"""Names in Python alone, and the names in the dispatcher."""
 PROMOTED = frozenset(["cat", "stack", "addcmul", "index_put", "scatter_add"])
-"""Functions whose tensors autocast brings to the widest dtype, as the functions do themselves."""
+"""Functions with tensors that autocast widens to the widest dtype; the functions do the same without autocast."""
 
 
 class Called(TorchFunctionMode):
-    """Remembers what is called."""
+    """Records the names of called functions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +133,7 @@ class Called(TorchFunctionMode):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_autocast_knows_what_torch_casts(device: str) -> None:
-    """Whatever is listed torch casts, and whatever any family calls of what torch casts is listed."""
+    """torch casts every listed function. Every function that a family calls and torch casts is listed."""
     registered, listed = cast_by_torch(device), LOWERED | WIDENED[device]
     assert {OF_PYTHON.get(name, name) for name in listed} <= registered
     called = set()

@@ -16,14 +16,14 @@ NAP = 0.02
 
 
 def slow(count: int) -> Iterator[int]:
-    """Each takes a nap to arrive."""
+    """Yield each index after a nap."""
     for index in range(count):
         time.sleep(NAP)
         yield index
 
 
 def test_waits_are_told_from_the_work_between_them() -> None:
-    """Two waits of one nap, two naps of work on each."""
+    """Two waits of one nap each, and two naps of work after each."""
     recorder = FlightRecorder()
     start, clock = time.monotonic(), PhaseClock(torch.device("cpu"), recorder)
     clock.begin("passes")

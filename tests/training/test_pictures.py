@@ -1,4 +1,4 @@
-"""Pictures of losses, drawn from metrics.jsonl, also from one that a kill cut short; and of timelines."""
+"""Pictures of losses from metrics.jsonl, also from a file cut short by a kill; and of timelines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def metrics(path: Path, steps: int) -> Path:
 
 
 def size_of(picture: Path) -> tuple[int, int]:
-    """Width and height in pixels, from the PNG's header."""
+    """Return width and height in pixels from the PNG's header."""
     head = picture.read_bytes()[:24]
     assert head.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", head[16:24])
@@ -39,7 +39,7 @@ def test_a_picture_of_one_run(tmp_path: Path, steps: int) -> None:
 
 
 def test_a_smoothed_loss_lies_on_the_curve_that_it_smooths() -> None:
-    """On a falling one too, and at its two ends; a step without a finite loss is passed over."""
+    """A falling curve is smoothed without a shift, also at both ends. A step without a finite loss is skipped."""
     line = [8.0 - step / 100 for step in range(200)]
     assert smoothed(line) == pytest.approx(line)
     assert smoothed([*line[:50], math.inf, math.nan, *line[52:]]) == pytest.approx(line)

@@ -1,4 +1,4 @@
-"""Runs on pairs of answers: the first weights' numbers are kept, and a resumed run reads them."""
+"""Runs on pairs of answers: the numbers of the first weights are kept, and a resumed run reads these numbers."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def test_numbers_of_other_weights_pairs_or_none_are_refused(tmp_path: Path) -> N
 class InFloat64:
     """The head of TRL's trainers in the dtype of the weights.
 
-    trl/kernels/chunked_logprob.py (1.16) has its sums, log-probabilities and gradients in float32, also those of a
-    model in float64: `ChunkedLogProbFunction.forward` makes `sum_exp` and `target_logit` so, `.backward` `grad_hidden`
-    and `grad_weight`. With them the loss of equal models is 0.6931471824645996, log 2 in float32.
+    trl/kernels/chunked_logprob.py (1.16) computes sums, log-probabilities and gradients in float32, also for a model in
+    float64: `ChunkedLogProbFunction.forward` makes `sum_exp` and `target_logit` in float32, and `.backward`
+    `grad_hidden` and `grad_weight`. With float32 the loss of equal models is 0.6931471824645996, log 2 in float32.
     """
 
     @staticmethod
@@ -104,14 +104,14 @@ class InFloat64:
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore")  # of the libraries, on their own fields
+@pytest.mark.filterwarnings("ignore")  # from the libraries, about fields of the libraries
 @pytest.mark.parametrize("head, bound", [("in float32", 1e-6), ("in float64", 1e-12)])
 def test_two_steps_are_those_of_trls_trainer(
     tmp_path: Path, head: str, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From one folder, on all pairs at once by plain SGD: TRL's weights and ours after two steps.
 
-    `head`: TRL's own rounds to float32; with the head in float64, all other lines of the trainer are TRL's.
+    `head`: TRL's head rounds to float32. With the head in float64, all other lines of the trainer are TRL's.
     """
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     if head == "in float64":

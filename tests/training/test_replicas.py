@@ -1,4 +1,5 @@
-"""Hashes of what replicas hold alike: a flipped bit is seen, the odd rank is named, and a restart gives equal bits."""
+"""Hashes of the replicas' equal tensors: a flipped bit is seen, the odd rank is named, and a restart gives equal
+bits."""
 
 from __future__ import annotations
 
@@ -52,12 +53,12 @@ HEADS = "blocks.1.attention.query_key_value.weight"
 
 
 def flipped_weight(mesh: Mesh, config: Config, name: str, victim: int) -> tuple[int, str]:
-    """A run in which one of the victim's bits flips before the third step."""
+    """Flip a bit of the victim before the third step. Return the step and the error."""
     trainer = trainer_of(mesh, config)
     assert outcome(trainer, 2) == (2, "")
     if mesh.rank == victim:
         parameter = trainer.parts.model.get_parameter(name)
-        with trainer.parts.strategy.whole_weights():  # no others' values arrive any more
+        with trainer.parts.strategy.whole_weights():  # no values of other ranks are received after this
             flip(parameter, parameter.numel() // 2, 3)
     return outcome(trainer, 4)
 
@@ -70,7 +71,7 @@ SEVERAL_AXES = {
     "tesseract": {"data": {"size": 1}, "tensor": {"kind": "tesseract", "q": 2, "d": 2}},
 }
 NAMED = [
-    # A victim and who it is told to differ from. Ranks: (data, pipe, ...), outermost first.
+    # A victim, and the ranks that the error names as different. Ranks: (data, pipe, ...), outermost first.
     ("megatron", NORM, 3, "rank 3 differs from ranks 0, 1 and 2, which agree"),
     ("megatron", EXPAND, 1, "ranks 1 and 3 should hold the same bits"),
     ("pipe", TABLE, 1, "rank 1 differs from ranks 0, 2 and 3, which agree"),
@@ -104,7 +105,7 @@ def test_a_flipped_bit_of_a_head_that_ranks_share() -> None:
 
 
 def test_noticed_within_so_many_steps() -> None:
-    """A bit is another from the third step on; the fourth compares."""
+    """A bit differs from the third step on; the fourth step compares."""
     for step, text in run_layout(flipped_weight, config_of(DATA[0], every=4), EXPAND, 1):
         assert step == 4
         assert "rank 1 differs" in text
@@ -160,14 +161,14 @@ def test_a_restart_ends_with_the_bits_of_a_run_that_nothing_happened_to(
 
 
 def digests(out: Path) -> dict[str, str]:
-    """SHA-256 of the last checkpoint's tensors."""
+    """Return SHA-256 of the last checkpoint's tensors."""
     shards = sorted((out / "checkpoints" / "step-8").glob("*.safetensors"))
     assert shards
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in shards}
 
 
 def spoiled_states(mesh: Mesh, config: Config) -> str:
-    """A moment that one replica has wrong is named, though no weight tells yet."""
+    """Return the error for a wrong moment of one replica, before any weight differs."""
     trainer = trainer_of(mesh, config)
     outcome(trainer, 2)
     before = copy_hashes(trainer.parts, trainer.parts.strategy.weights)

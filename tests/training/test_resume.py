@@ -1,4 +1,4 @@
-"""`kill -9` of any rank at any moment, then resume: to the letter the losses of the run that was not killed."""
+"""`kill -9` of any rank at any moment, then resume: the losses equal an uninterrupted run's as exact text."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_killed_and_resumed(moment: str, victim: int, corpus: Path, undisturbed:
 
 
 def test_a_resumed_run_draws_no_initial_values(corpus: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """A checkpoint holds all values. A run in a folder without one draws as before."""
+    """A checkpoint has all values. A run in a folder without a checkpoint draws values."""
     counts, parameters = tmp_path / "counts", 16
     for resume, drawn in ((False, parameters), (True, 0)):
         counts.mkdir(exist_ok=True)
@@ -71,8 +71,8 @@ def test_a_resumed_run_draws_no_initial_values(corpus: Path, undisturbed: Path, 
 
 
 def test_stages_of_several_chunks_killed_and_resumed(corpus: Path, tmp_path: Path) -> None:
-    """In a v one stage holds both ends of the chain; what is under way between chunks is lost, and done again, slices
-    of gradients among it."""
+    """One stage of a v has both ends of the chain. Tensors between chunks, such as slices of gradients, are lost and
+    computed again."""
     pipeline = {"size": 2, "chunks": 2, "placement": "v", "schedule": "message-driven", "limit": 4}
     layout = {"data": {"size": 2, "sync": "zero2"}, "pipeline": pipeline, "transport": "torch"}
     model = config_for(corpus).model.model_dump() | {"layers": 3}
@@ -102,7 +102,7 @@ def test_launcher_restarts_by_itself(
 
 
 def interrupt(corpus: Path, out: Path) -> None:
-    """A launcher that Ctrl-C reaches."""
+    """Run a launcher that receives Ctrl-C."""
     config = resolve(config_for(corpus), this_machine()).config
     given = {"config": config, "asked": config_for(corpus), "out": out, "data": corpus, "resume": False}
     try:
@@ -123,7 +123,7 @@ def test_control_c_writes_a_checkpoint(corpus: Path, undisturbed: Path, tmp_path
 
 
 def test_resumed_with_several_threads_a_rank(corpus: Path, tmp_path: Path) -> None:
-    """In float32, with words enough for every thread: losses, norms and weights to the letter."""
+    """In float32, with enough words for every thread, losses, norms and weights are equal as exact text."""
     model = config_for(corpus).model.model_dump() | {"hidden": 128, "positions": 64}
     wide = {
         "model": model, "data": {"source": str(corpus), "sequence": 64}, "batch": {"global": 32, "micro": 16},
@@ -143,7 +143,7 @@ def test_resumed_with_several_threads_a_rank(corpus: Path, tmp_path: Path) -> No
 
 
 def test_slices_killed_and_resumed(corpus: Path, tmp_path: Path) -> None:
-    """Weights, gradients and states are slices, in two groups that hold the same: nobody has a whole model."""
+    """Weights, gradients and states are slices in two equal groups: no rank has a whole model."""
     layout = {"data": {"size": 4, "sync": "zero3", "shard": 2}, "transport": "torch"}
     config = config_for(corpus, layout=layout, batch={"global": 16, "micro": 2})
     expected = run(config, tmp_path / "undisturbed")
@@ -152,7 +152,7 @@ def test_slices_killed_and_resumed(corpus: Path, tmp_path: Path) -> None:
     run(config, tmp_path / "resumed", resume=True)
     assert losses_of(tmp_path / "resumed") == losses_of(expected)
     first, second = ((tmp_path / out / "checkpoints" / "step-8") for out in ("undisturbed", "resumed"))
-    for rank in range(2):  # the others' are copies, which nobody writes
+    for rank in range(2):  # the other ranks have copies, which are not written
         shard = f"rank-{rank}.safetensors"
         assert (first / shard).read_bytes() == (second / shard).read_bytes(), shard
 
@@ -175,7 +175,7 @@ EXPERTS = {
     ],
 )
 def test_experts_killed_and_resumed(data: dict[str, object], level: str, corpus: Path, tmp_path: Path) -> None:
-    """Ranks hold different experts: losses and every file of the last checkpoint to the letter."""
+    """Ranks have different experts: losses and every file of the last checkpoint are equal to the byte."""
     precision = {"level": level, "dtype": "float64" if level == "O0" else "bf16"}
     settings = {"model": EXPERTS, "batch": {"global": 8, "micro": 2}, "precision": precision}
     config = config_for(corpus, **settings, layout={"data": data, "transport": "torch"})
@@ -216,7 +216,8 @@ MOVES_OF_EXPERTS: list[tuple[dict[str, object], int]] = [
     "moves", [MOVES, pytest.param(MOVES_OF_EXPERTS, marks=pytest.mark.long)], ids=["plain", "experts"]
 )
 def test_resume_by_another_layout(moves: list[tuple[dict[str, object], int]], corpus: Path, tmp_path: Path) -> None:
-    """Each move with another sync or kit: the losses of one run. (No dropout: its masks are the replicas' own.)"""
+    """Each move has another sync or kit, and the losses equal one run's. Dropout is off: the masks differ by
+    replica."""
     model = EXPERTS if moves is MOVES_OF_EXPERTS else config_for(corpus).model.model_dump() | {"dropout": 0.0}
     plain = {"model": model, "batch": {"global": 12}, "checkpoint": {"every": 0}}
 
@@ -250,7 +251,7 @@ def test_nothing_left_to_do(corpus: Path, undisturbed: Path, tmp_path: Path, cap
 def test_damaged_checkpoint_ends_the_resume_and_names_a_whole_one(
     corpus: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """The offer works: the older checkpoint, and from there on the losses of the run that was not damaged."""
+    """The offered resume works: from the older checkpoint on, the losses equal the undamaged run's."""
     out = Path(shutil.copytree(undisturbed, tmp_path / "run"))
     shard = out / "checkpoints" / "step-8" / "rank-1.safetensors"
     content = bytearray(shard.read_bytes())
@@ -282,14 +283,15 @@ def test_validation_split_too_short(corpus: Path, tmp_path: Path) -> None:
 def test_a_decision_for_ranks_that_are_threads_is_said_once(
     corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Their launcher has decided: they need not decide again, as ranks of another launcher do."""
+    """The launcher has decided; ranks in threads decide no second time, unlike ranks of another launcher."""
     layout = {"pipeline": {"size": 2}, "transport": "threads"}
     run(config_for(corpus, layout=layout, steps=1), tmp_path)
     assert capfd.readouterr().out.count("layout.pipeline.partition=auto") == 1
 
 
 def test_a_run_of_epochs_is_that_of_its_steps(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """To the letter, with a schedule that knows the last step; stopped and resumed, its config still says epochs."""
+    """Losses are equal as exact text, with a schedule that knows the last step. A stopped and resumed run keeps
+    `epochs`."""
     optimizer = {"lr": 1e-2, "schedule": {"warmup": 2, "decay": "cosine"}}
     epochs = config_for(corpus, epochs=0.005, batch={"global": 4}, optimizer=optimizer)
     run(epochs, tmp_path / "epochs")

@@ -1,4 +1,4 @@
-"""Trackers: each gets every step's numbers, offline; a fake stands for those that are not installed here."""
+"""Trackers: each gets every step's numbers, offline. Fakes replace packages that are not installed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def track(name: str, folder: Path, lines: list[dict[str, Any]], project: str = "
 
 
 class Fake:
-    """What wandb and trackio have in common: init gives a run that logs numbers of a step, and finishes."""
+    """The common interface of wandb and trackio: `init` returns a run that logs numbers of a step, and finishes."""
 
     def __init__(self) -> None:
         self.given: list[dict[str, Any]] = []
@@ -67,7 +67,7 @@ def test_a_tracker_gets_every_number_of_a_step(name: str, tmp_path: Path, monkey
 
 
 class FakeMlflow:
-    """The calls of mlflow's client that are made, as its page documents them, on a store that outlives a client."""
+    """The calls of mlflow's client as documented by mlflow, on a store that outlives a client."""
 
     def __init__(self) -> None:
         self.experiments: dict[str, str] = {}
@@ -186,7 +186,7 @@ def test_the_field_of_version_0_1_0_is_read() -> None:
 
 @pytest.mark.skipif(find_spec("prometheus_client") is None, reason="prometheus-client is not installed")
 def test_prometheus_is_answered_while_a_run_is_made(tmp_path: Path) -> None:
-    """At loopback, with the newest step's numbers; the port is free again when the run has ended."""
+    """The server is at loopback, with the newest step's numbers. The port is free again after the run."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A rank's imports before its first step: over MPI, and on every node, each rank pays for it."""
+"""A rank's imports before the first step: over MPI, and on every node, each rank pays for each import."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ mw.train(mw.load("run.yaml"), "out")
 
 @pytest.mark.parametrize("transport", ["torch", "mpi"])
 def test_a_launcher_starts_its_ranks_before_anybody_has_imported_torch(tmp_path: Path, transport: str) -> None:
-    """Its two seconds pass beside those of the ranks, or never."""
+    """Two seconds of the launcher's import of torch run in parallel to the ranks' import, or never."""
     tree = tree_for(make_corpus(tmp_path), layout={"data": {"size": 2}, "transport": transport})
     (tmp_path / "run.yaml").write_text(json.dumps(tree))
     ran = subprocess.run(

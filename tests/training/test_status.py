@@ -1,4 +1,4 @@
-"""`meshwright train --status OUT`: alive, ended, killed or never there; who waits for whom."""
+"""`meshwright train --status OUT`: alive, ended, killed or never started; and the ranks that wait for other ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_run_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_run_that_is_alive_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 renews its record; rank 1, for which it waits, does not."""
+    """Rank 0 renews the record. Rank 1, the rank that rank 0 waits for, does not."""
     monkeypatch.setattr("meshwright.training.status.PATIENCE_SECONDS", 1.5)
     leave(tmp_path, 1, "running", 1.0)
     over = threading.Event()

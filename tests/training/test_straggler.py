@@ -1,4 +1,4 @@
-"""A rank that is slow for many steps is named; one slow step, or the work of another stage, says nothing."""
+"""A rank that is slow for many steps is named; one slow step, or the work of another stage, is not."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_stages_have_work_of_their_own() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_others_are_all_but_the_rank_itself(size: int) -> None:
-    """Also where several are equally fast."""
+    """The median is right also if several ranks are equally fast."""
     draw = random.Random(size)
     for _ in range(20):
         own = [draw.choice((1.0, 2.0, draw.random())) for _ in range(2 * size)]
@@ -74,7 +74,7 @@ def test_waits_are_not_a_ranks_own_seconds(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_slow_rank_of_a_run_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """In metrics.jsonl, and once on the display."""
+    """The rank is named in metrics.jsonl, and once on the display."""
     corpus, out = make_corpus(tmp_path), tmp_path / "out"
     layout = {"data": {"size": 3}, "transport": "torch"}
     config = config_for(corpus, layout=layout, steps=2 * STEPS, checkpoint={"every": 0})

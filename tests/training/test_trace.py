@@ -1,4 +1,4 @@
-"""Traces of real steps: every task of every stage once, in the run's folder; and what `--trace` may say."""
+"""Traces of real steps: every task of every stage once, in the run's folder; and the valid words of `--trace`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(corpus: Path, layout: dict[str, Any], **changes: Any) -> Config:
-    """Six microbatches a step."""
+    """Return a config with six microbatches a step."""
     common = {"layout": layout | {"transport": "torch"}, "steps": 3, "checkpoint": {"every": 0}}
     return config_for(corpus, **common | changes)
 
 
 def test_every_task_of_every_stage_once(corpus: Path, tmp_path: Path) -> None:
-    """Two stages of two replicas, of which the first is traced, before the validation has other passes."""
+    """Of two replicas with two stages, the first is traced, without the passes of the validation."""
     config = config_of(
         corpus,
         {"pipeline": {"size": 2, "schedule": "message-driven"}, "data": {"size": 2}},
@@ -42,7 +42,7 @@ def test_every_task_of_every_stage_once(corpus: Path, tmp_path: Path) -> None:
     expected = [(stage, f"{kind}{index}") for stage in range(2) for kind in "FBW" for index in range(6)]
     assert Counter((span.stage, span.name) for span in timeline.tasks) == Counter(expected)
     starts = {(span.stage, span.name): span.start_seconds for span in timeline.tasks}
-    for index in range(6):  # both stages' clock is one; a message may come before the task that sends it is over
+    for index in range(6):  # both stages share one clock; a message may arrive before the sending task is over
         assert starts[0, f"F{index}"] < starts[1, f"F{index}"]
         assert starts[1, f"B{index}"] < starts[0, f"B{index}"]
     phases = {(span.stage, span.name) for span in timeline.spans if span.microbatch is None}
@@ -56,13 +56,13 @@ def test_every_task_of_every_stage_once(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_run_without_stages(corpus: Path, tmp_path: Path) -> None:
-    """One stage is a pipeline, too, of a forward and a backward pass a microbatch, and never waits."""
+    """A run without stages is a pipeline of one stage, with a forward and a backward pass a microbatch and no waits."""
     config = config_of(corpus, {"data": {"size": 1}}, steps=2)
     run(config, tmp_path, trace=(2,))
     timeline = read_trace(tmp_path / "trace-step-2.json")
     assert [span.name for span in timeline.tasks] == [f"{kind}{index}" for index in range(6) for kind in "FB"]
     assert timeline.idle_shares == pytest.approx((0.0,), abs=1e-9)
-    # Of the wall's time: a busy machine takes its part between two tasks, but never all of it.
+    # Shares of wall time: a busy machine takes a part between two tasks, but never all of the time.
     assert 0 <= lines_of(tmp_path)[1]["idle_shares"][0] < 1
 
 

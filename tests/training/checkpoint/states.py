@@ -1,11 +1,11 @@
-"""The states of all ranks, put together so that layouts can be compared, and training between two checkpoints."""
+"""The whole states of all ranks, to compare layouts, and training between two checkpoints."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-import torch._dynamo  # torch's optimizers import it at their first use: a second in every forked rank
+import torch._dynamo  # imported at the first use of an optimizer of torch: 1 s in every forked rank
 from torch import Tensor
 
 from meshwright.config import Config
@@ -22,7 +22,7 @@ States = dict[tuple[str, str], Tensor]
 """Whole tensors by kind and parameter."""
 
 Leg = tuple[list[float], list["Held"], list["Held"]]
-"""A leg's losses, what this rank took up before it, and what it wrote after it."""
+"""A leg's losses, and this rank's restored and written states."""
 
 Held = tuple[str, str, tuple[int, ...], tuple[int, ...], Tensor]
 """Kind, parameter, its global shape, offsets, the part."""
@@ -54,7 +54,7 @@ def held_by(parts: Parts) -> list[Held]:
 
 
 def whole(ranks: list[list[Held]]) -> States:
-    """The global tensors; every element must come from exactly one rank."""
+    """Return the global tensors. Raises AssertionError unless exactly one rank holds each element."""
     states: States = {}
     counts: States = {}
     for kind, name, shape, offsets, part in (held for rank in ranks for held in rank):
@@ -66,7 +66,7 @@ def whole(ranks: list[list[Held]]) -> States:
 
 
 def run_leg(mesh: Mesh, config: Config, source: Path | None, target: Path | None, first: int, last: int) -> Leg:
-    """Steps first..last-1 from the checkpoint `source`, or from the seed; leaves a checkpoint in `target`."""
+    """Train steps first..last-1 from the checkpoint `source` or the seed, and write a checkpoint to `target`."""
     parts = build(config, mesh, drawn=source is None)
     if source is not None:
         assert restore(parts, Checkpoint(source)).step == first

@@ -1,4 +1,5 @@
-"""A folder without a whole checkpoint of this model and optimizer is refused by the file's name before it is used."""
+"""A folder without a whole checkpoint of this model and optimizer is refused before use, and the error names the
+file."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def test_whole_one_is_read(step: Path) -> None:
 
 @pytest.mark.parametrize("bits", [200, pytest.param(1000, marks=pytest.mark.long)])
 def test_every_flipped_bit_is_refused_by_name(step: Path, bits: int) -> None:
-    """Bits over all files, each file with its share of the bits, and the smallest with a tenth at least."""
+    """A flipped bit in any file is refused. A file's share of the bits is proportional to the file's size, at least
+    1/10."""
     choose = random.Random(1)
     files = sorted(step.iterdir())
     sizes = {path: path.stat().st_size for path in files}
@@ -100,7 +102,7 @@ def test_truncated_manifest(step: Path, left: float) -> None:
 
 
 def rewrite(step: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """A manifest that somebody has changed, its checksum with it."""
+    """Change a manifest and recompute the checksum."""
     path = step / MANIFEST
     body = json.loads(path.read_text())
     del body["checksum"]
@@ -111,7 +113,7 @@ def rewrite(step: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def refresh(step: Path, name: str) -> None:
-    """A shard that somebody has changed, and its size and SHA-256 in the manifest."""
+    """Recompute the size and SHA-256 of a changed shard in the manifest."""
     path = step / name
     content = path.read_bytes()
     header = min(8 + length(content), len(content))
@@ -126,7 +128,7 @@ def test_manifest_of_a_later_format(step: Path) -> None:
 
 
 def run(body: dict[str, Any]) -> dict[str, Any]:
-    """A run that both files hold a part of, of a parameter that does not begin its bucket."""
+    """Return a run that both files hold a part of, from a parameter that does not begin a bucket."""
     return next(each for each in body["runs"] if 0 < each["start"] < each["length"] < each["start"] + size(each))
 
 
@@ -222,7 +224,7 @@ def length(content: bytes) -> int:
 
 @pytest.mark.parametrize("change, text", SHARDS.values(), ids=SHARDS)
 def test_forged_shard(change: Callable[[bytes], bytes], text: str, step: Path) -> None:
-    """With a right SHA-256 in the manifest: safetensors' own complaints are sentences too."""
+    """A forged shard with a right SHA-256 in the manifest is refused. Errors of safetensors are sentences as well."""
     path = step / "rank-1.safetensors"
     path.write_bytes(change(path.read_bytes()))
     refresh(step, path.name)
@@ -242,14 +244,14 @@ def test_config_of_another_version(step: Path) -> None:
 
 
 OLD = Path(__file__).parent / "format_2"
-"""What version 0.2.0 wrote: elements 0 to 19 of a bucket, `w` [5, 3] and `b` [4] behind it, in two slices."""
+"""A checkpoint of version 0.2.0: elements 0 to 19 of a bucket, `w` [5, 3] and then `b` [4], in two slices."""
 
 FORMAT_3 = OLD.with_name("format_3")
-"""The same tensors as version 0.3.0 wrote them: runs, SHA-256 digests of blocks, and a root of version 1."""
+"""The same tensors by version 0.3.0: runs, SHA-256 digests of blocks, and a root of version 1."""
 
 
 def as_format_1(step: Path) -> None:
-    """The checkpoint of format 2 as version 0.1.0 wrote it."""
+    """Rewrite the checkpoint of format 2 in the format of version 0.1.0."""
     path = step / MANIFEST
     body = json.loads(path.read_text())
     shards = [file for file in body["files"] if file["file"] != "tokenizer.json"]
@@ -370,7 +372,7 @@ def test_another_optimizer(step: Path, name: str) -> None:
 
 
 def test_no_pickle_can_be_loaded() -> None:
-    """No file of the package imports pickle or calls torch.load, which would run what a crafted file says."""
+    """No file of the package imports pickle or calls torch.load, which would run code of a crafted file."""
     forbidden = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
     for path in Path(meshwright.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -384,7 +386,7 @@ def test_no_pickle_can_be_loaded() -> None:
 
 
 def test_crafted_pickle_is_not_run(step: Path, tmp_path: Path) -> None:
-    """A shard that is a pickle with a shell command in it: refused, and nothing has run."""
+    """A shard that is a pickle with a shell command is refused, and the command does not run."""
     victim = tmp_path / "victim"
     (step / "rank-0.safetensors").write_bytes(f"cos\nsystem\n(S'touch {victim}'\ntR.".encode())
     with pytest.raises(CheckpointError, match="is damaged"):

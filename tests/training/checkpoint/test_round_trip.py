@@ -1,4 +1,4 @@
-"""A checkpoint knows no layout: what one wrote, any other takes up bit for bit, and trains on as one device would."""
+"""A checkpoint is independent of the layout: any layout restores the same bits and continues as one device does."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ OTHERS = {
 @pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("sync", ["allreduce", "zero1", "zero3"])
 def test_resumed_run_is_the_run(sync: str, changes: dict[str, object], tmp_path: Path) -> None:
-    """Not a bit differs from the run that was not interrupted: momentum, masters and the loss's scale are all there."""
+    """A resumed run has the bits of an uninterrupted run: momentum, masters and the loss scale are restored."""
     through = legs(sync, 2, None, None, range(LAST), **changes)
     before = legs(sync, 2, None, tmp_path, range(FIRST), **changes)
     after = legs(sync, 2, tmp_path / f"step-{FIRST}", None, range(FIRST, LAST), **changes)

@@ -1,4 +1,5 @@
-"""A manifest grows with the parameters, not with the ranks; a reader hashes what it reads, and no other block."""
+"""A manifest grows with the parameters, not with the ranks. A reader hashes the blocks that are read, and no other
+block."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from tests.workers import run_ranks
 
 
 def listed(ranks: int, rank: int) -> tuple[Any, tuple[StoredRun, ...]]:
-    """The groups and runs that a rank of a planned zero1 lists."""
+    """Return the groups and runs that a rank of a planned zero1 lists."""
     config = config_for("zero1", ranks)
     parts = build(config, planned_mesh(Grid(config.layout.axes), rank, config.layout.token_axes))
     parts.optimizer.prepare_states(1)
@@ -48,7 +49,7 @@ SHAPE = (7, 5, 3)
 
 @pytest.fixture
 def sliced(tmp_path: Path) -> Checkpoint:
-    """A tensor that begins at element 4 of flat memory, in 10 slices of 12 elements."""
+    """Return a tensor that begins at element 4 of flat memory, in 10 slices of 12 elements."""
     whole = torch.arange(105.0)
     files = []
     for rank in range(10):
@@ -67,7 +68,7 @@ def test_any_box_of_slices_is_read_from_the_files_that_hold_it(sliced: Checkpoin
         box = Box(tuple(start for start, _ in sides_of_box), tuple(stop - start for start, stop in sides_of_box))
         assert torch.equal(sliced.read("w", "weight", box), whole[box.slices])
     fresh = Checkpoint(sliced.folder)
-    fresh.read("w", "weight", Box((1, 0, 0), (2, 5, 3)))  # elements 15 to 44, which are 19 to 48 of flat memory
+    fresh.read("w", "weight", Box((1, 0, 0), (2, 5, 3)))  # elements 15 to 44: elements 19 to 48 of flat memory
     assert list(fresh.shards) == [f"rank-{rank}.safetensors" for rank in (1, 2, 3, 4)]
 
 
@@ -81,7 +82,7 @@ def test_only_blocks_that_are_read_are_hashed(tmp_path: Path) -> None:
     file, _ = write_shard(tmp_path / "rank-0.safetensors", parts)
     path = tmp_path / file.file
     content = bytearray(path.read_bytes())
-    content[-4 * length - 20] ^= 1  # in the third of four blocks of the tensor that comes last
+    content[-4 * length - 20] ^= 1  # in the third of four blocks of the last tensor
     path.write_bytes(content)
     runs = [
         StoredRun(name, "weight", (size,), (0,), (size,), "float32", f"weight/{name}", group=0, start=0, length=size)
@@ -103,7 +104,7 @@ def test_only_blocks_that_are_read_are_hashed(tmp_path: Path) -> None:
 
 
 def touched(mesh: Mesh, config: Any, folder: Path) -> list[tuple[str, int]]:
-    """The bytes of shards that this rank checks when it takes up a checkpoint: `file, -1` for a header."""
+    """Return the bytes of shards that this rank checks when a checkpoint is restored: `file, -1` for a header."""
     seen: list[tuple[str, int]] = []
     opened, read = StoredShard.__init__, StoredShard._read
 
@@ -125,7 +126,7 @@ def touched(mesh: Mesh, config: Any, folder: Path) -> list[tuple[str, int]]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("sync, ranks", [("allreduce", 2), ("zero1", 3)])
 def test_a_resume_checks_every_byte_of_every_shard(sync: str, ranks: int, tmp_path: Path) -> None:
-    """Also of a replica's shard, in which nothing lies: a bit of its header that flips is damage, and said to be."""
+    """A replica's shard without tensors is checked as well: a flipped bit of the header is reported as damage."""
     run_ranks(run_leg, Grid((("data", ranks),)), config_for(sync, ranks), None, tmp_path, 0, 1)
     folder = tmp_path / "step-1"
     for readers in (2, 1):

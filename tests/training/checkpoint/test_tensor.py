@@ -1,6 +1,5 @@
-"""Checkpoints move freely between serial, 1-D, 2-D, 2.5-D and sub-graphs: bit for bit, and training goes on as one
-device would.
-"""
+"""Checkpoints move freely between serial, 1-D, 2-D, 2.5-D and sub-graph layouts: bit for bit, and training continues as
+on one device."""
 
 from __future__ import annotations
 
@@ -81,7 +80,7 @@ def test_moves(source: str, target: str, sync: str, serial: list[float], tmp_pat
     [("serial", "1-D of 4", "zero1"), ("1-D of 4", "1-D cut", "zero1"), ("1-D of 4", "serial", "allreduce")],
 )
 def test_moves_of_key_value_heads_that_ranks_share(source: str, target: str, sync: str, tmp_path: Path) -> None:
-    """A head that two ranks hold is written once."""
+    """A head on two ranks is written once."""
     before = legs(source, None, tmp_path, 0, FIRST, sync, "grouped")
     after = legs(target, tmp_path / f"step-{FIRST}", None, FIRST, LAST, sync, "grouped")
     assert_same_bits(taken_up(after), written(before))

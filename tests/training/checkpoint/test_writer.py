@@ -1,4 +1,4 @@
-"""Writing: beside the step, whole or not at all, whatever happens meanwhile; only the newest stay."""
+"""A checkpoint is written during the next steps, whole or not at all, under any failure. Only the newest are kept."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from tests.training.checkpoint.states import open_writer
 from tests.workers import run_ranks as run_threads
 
 run_ranks = partial(run_threads, transport="torch")
-"""Processes: disks are mounted for a rank alone, and what a killed rank leaves is looked for."""
+"""Ranks are processes: a disk is mounted for a single rank, and a killed rank leaves files."""
 
 ONE, THREE = Grid((("data", 1),)), Grid((("data", 3),))
 ROWS = 4
 
 
 def pieces(mesh: Mesh, value: Tensor | float) -> Iterator[Piece]:
-    """This rank's rows of a weight [world · ROWS, 2]."""
+    """Yield this rank's rows of a weight [world · ROWS, 2]."""
     shape, box = (mesh.grid.world_size * ROWS, 2), Box((mesh.rank * ROWS, 0), (ROWS, 2))
     tensor = value if isinstance(value, Tensor) else torch.full((ROWS, 2), float(value))
     yield Piece("weight", Place("w", shape, box, 0, 2 * ROWS), tensor)
@@ -67,7 +67,8 @@ def config_of(mesh: Mesh) -> Any:
 
 
 def save_behind(mesh: Mesh, folder: Path) -> tuple[list[str], list[str]]:
-    """Save while the disk stands still, change the weights at once; what is there before and after it moves on."""
+    """Save on a blocked disk and change the weights at once. Return the names of steps before the disk is released, and
+    all names after."""
     moving = threading.Event()
     write_shard = writer.write_shard
 
@@ -99,7 +100,8 @@ def save_steps(mesh: Mesh, folder: Path, steps: list[int], keep: int) -> None:
 
 
 def test_a_single_element_of_a_column_is_written(tmp_path: Path) -> None:
-    """A slice of one element is contiguous to torch, which keeps its stride and refuses to read bytes of it."""
+    """A slice of one element is contiguous to torch, but the stride is kept, and torch refuses to read bytes of the
+    slice."""
     column = torch.arange(48.0).view(2, 24)[:1, 5]
     stored, _ = write_shard(
         tmp_path / "one.safetensors", [Stored("weight/x", "weight of x", (1,), Box((0,), (1,)), column)]
@@ -144,7 +146,7 @@ MOMENTS: dict[str, tuple[object, str, Callable[..., None]]] = {
 
 
 def killed_at(moment: str, folder: Path) -> None:
-    """A process that writes step 1, and dies while it writes step 2."""
+    """Write step 1, and end this process while step 2 is written."""
     owner, name, deed = MOMENTS[moment]
     environment = Environment(0, 1, 0, 1, 0, "torchrun")
     with open_mesh(ONE, environment, "torch", torch.device("cpu"), Rendezvous("127.0.0.1", 0, hosted=False)) as mesh:
@@ -173,7 +175,7 @@ def test_killed_while_writing(moment: str, tmp_path: Path) -> None:
 
 
 def fail_on(mesh: Mesh, folder: Path, failing: int) -> str:
-    """Step 1 is written; at step 2 a rank's disk is full. What this rank says."""
+    """Write step 1, then step 2 with a full disk on one rank. Return this rank's error."""
     write_shard = writer.write_shard
 
     def full(*arguments: Any) -> StoredFile:
@@ -205,7 +207,8 @@ def test_disk_full(failing: int, tmp_path: Path) -> None:
 
 
 def fail_for_a_while(mesh: Mesh, folder: Path) -> list[list[str]]:
-    """Steps 1 to 6, of which rank 1 cannot write 2 and 3: what each save says, and the wait behind the last."""
+    """Save steps 1 to 6; rank 1 cannot write steps 2 and 3. Return the notes of each save, and of the wait after the
+    last."""
     write_shard = writer.write_shard
     checkpoints = open_writer(mesh, config_of(mesh), folder)
     said = []
@@ -235,7 +238,7 @@ Usage = namedtuple("Usage", "total used free")
 
 
 def save_with_room(mesh: Mesh, folder: Path, keep: int, before: list[int], freed: int) -> tuple[list[str], list[str]]:
-    """Steps 1, 2, ... are kept; then step 9 meets a disk with no room but the `freed` bytes of each that is removed."""
+    """Save the steps of `before`, then step 9 on a disk with no room except `freed` bytes a removed step."""
     save_steps(mesh, folder, before, 9)
     checkpoints = open_writer(mesh, config_of(mesh), folder, keep)
 
@@ -268,7 +271,8 @@ def test_room_is_asked_for_first(keep: int, before: list[int], freed: int, left:
 
 
 def on_a_full_disk(mesh: Mesh, folder: Path) -> list[str]:
-    """Step 1 fits; another process fills the disk; step 2 does not fit, nor step 3 that was promised room."""
+    """Save step 1, fill the disk from another process, then save step 2 and step 3, which is promised room that the
+    disk lacks."""
     checkpoints = open_writer(mesh, config_of(mesh), folder)
     said = checkpoints.save(Progress(step=1), pieces(mesh, 1))
     checkpoints.wait()
@@ -319,7 +323,7 @@ def test_real_full_disk(small_disk: Path) -> None:
 
 
 def lose_folder(mesh: Mesh, folder: Path) -> tuple[list[str], list[str], list[str]]:
-    """The folder is removed between two saves, and then while one is written."""
+    """Remove the folder between two saves, and then during a write."""
     checkpoints = open_writer(mesh, config_of(mesh), folder)
     checkpoints.save(Progress(step=1), pieces(mesh, 1))
     checkpoints.wait()

@@ -1,5 +1,4 @@
-"""Hugging Face's folders as transformers saves them: random models, the way there and back, and settings that are
-refused."""
+"""Hugging Face's folders as transformers saves them: random models, import and export, and refused settings."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from meshwright.training.convert import export_folder, import_folder
 
 
 def saved(kind: Any, settings: Any, folder: Path, dtype: torch.dtype = torch.float64, **how: Any) -> Any:
-    """A random model of a class of transformers, saved."""
+    """Return a random model of a class of transformers, and save the model."""
     torch.manual_seed(4)
     model = kind(settings).to(dtype).eval()
     with torch.no_grad():
@@ -27,7 +26,7 @@ def saved(kind: Any, settings: Any, folder: Path, dtype: torch.dtype = torch.flo
 
 
 def check_round_trip(folder: Path, dtype: torch.dtype, *copies: str) -> None:
-    """`folder / "hf"` comes back with the same bits; without `copies` of what another tensor says."""
+    """Assert that `folder / "hf"` is exported with the same bits, without the `copies` of other tensors."""
     import_folder(folder / "hf", folder / "run" / "checkpoints" / "step-0")
     export_folder(folder / "run", folder / "back")
     before, after = (load_file(folder / name / "model.safetensors") for name in ("hf", "back"))
@@ -42,7 +41,7 @@ def check_round_trip(folder: Path, dtype: torch.dtype, *copies: str) -> None:
 
 
 def check_refused(folder: Path, change: dict[str, object], message: str) -> None:
-    """`folder / "hf"` with other settings is refused with a message, and leaves nothing behind."""
+    """Assert that changed settings of `folder / "hf"` are refused with a message, and that no folder is left."""
     path = folder / "hf" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(CheckpointError, match=message):

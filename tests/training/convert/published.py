@@ -1,7 +1,7 @@
-"""Published folders in small: the settings of each family of docs/models.md, as its authors publish them, with a
-model of a few thousand parameters and a tokenizer of the 256 bytes and the family's special tokens.
+"""Small published folders: the settings of each family of docs/models.md, as published by the authors, with a model of
+a few thousand parameters and a tokenizer of the 256 bytes and the family's special tokens.
 
-A setting of an id holds the token's spelling here; the tokenizer numbers it.
+A setting of an id has the token's spelling here; the tokenizer supplies the number.
 """
 
 from __future__ import annotations
@@ -44,13 +44,19 @@ GPT_OSS_CHAT = (
     "{{ '<|return|>' if message['role'] == 'assistant' and loop.last else '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant<|message|>' }}{% endif %}"
 )
-"""Without channels."""
+"""The template of gpt-oss without channels."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A family's folder. `special`: its special tokens in the order of their ids; `begin`, `end`, `stops`: what is read
-    of it."""
+    """A family's folder.
+
+    Attributes:
+        special: The special tokens in the order of their ids.
+        begin: The begin token that is read from the folder.
+        end: The end token that is read from the folder.
+        stops: The stop tokens that are read from the folder.
+    """
 
     special: tuple[str, ...]
     config: dict[str, Any]
@@ -61,7 +67,7 @@ class Published:
     end: str
     stops: tuple[str, ...]
     template: str | None = None
-    """chat_template.jinja, where the template is no setting of tokenizer_config.json."""
+    """chat_template.jinja, if the template is no setting of tokenizer_config.json."""
     closes: str | None = None
     """The token that ends an answer, if it is not `end`."""
     opens: bool = field(default=False)
@@ -183,7 +189,7 @@ GEMMA_CHAT = (
     "{{ '<start_of_turn>' + role + '\n' + message['content'] + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-# GemmaTokenizer would build a model of sentence pieces, which the 256 bytes are not.
+# GemmaTokenizer would build a model of sentence pieces; the 256 bytes are none.
 GEMMA_TOKENIZER = {
     "add_bos_token": True, "add_eos_token": False, "bos_token": "<bos>", "chat_template": GEMMA_CHAT,
     "clean_up_tokenization_spaces": False, "eos_token": "<eos>", "model_max_length": 1000000000000000019884624838656,
@@ -200,7 +206,7 @@ DEEPSEEK_CHAT = (
 
 
 def added(text: str) -> dict[str, Any]:
-    """A token with its properties, as DeepSeek's and older files write it."""
+    """Return a token with properties, as written by DeepSeek and in older files."""
     return {"__type": "AddedToken", "content": text, "lstrip": False, "normalized": True, "single_word": False}
 
 
@@ -436,7 +442,7 @@ FAMILIES = {
 
 
 def tokenizer_of(family: Published) -> tokenizers.Tokenizer:
-    """The 256 bytes, and the family's special tokens behind them."""
+    """Return a tokenizer of the 256 bytes and then the family's special tokens."""
     tree = json.loads(byte_tokenizer().to_json())
     tree["added_tokens"] = []
     library = tokenizers.Tokenizer.from_str(json.dumps(tree))
@@ -451,7 +457,7 @@ def tokenizer_of(family: Published) -> tokenizers.Tokenizer:
 
 
 def numbered(settings: dict[str, Any], library: tokenizers.Tokenizer) -> dict[str, Any]:
-    """Settings in which ids are the tokenizer's."""
+    """Return settings with the tokenizer's ids."""
 
     def ids(value: Any) -> Any:
         return [ids(one) for one in value] if isinstance(value, list) else library.token_to_id(value)
@@ -460,7 +466,7 @@ def numbered(settings: dict[str, Any], library: tokenizers.Tokenizer) -> dict[st
 
 
 def publish(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A family's folder with random weights; the model of transformers."""
+    """Write a family's folder with random weights, and return the model of transformers."""
     family = FAMILIES[name]
     library = tokenizer_of(family)
     config = TINY | {"vocab_size": 256 + len(family.special)} | numbered(family.config, library)

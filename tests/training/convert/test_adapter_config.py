@@ -1,4 +1,4 @@
-"""adapter_config.json of others: every kind of value is read, or refused as a folder or a field is."""
+"""adapter_config.json of other programs: every kind of value is read, or refused as a folder or a field is refused."""
 
 from __future__ import annotations
 

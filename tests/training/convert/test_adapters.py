@@ -1,5 +1,6 @@
-"""peft's folders: peft loads an export over the base without a warning and computes the same logits; an export's
-tensors are the trained ones to the bit, merged weights compute as adapters do, and a run begins from peft's folder."""
+"""peft's folders: peft loads an export over the base without a warning and computes the same logits. An export's
+tensors are the trained tensors to the bit, merged weights compute as adapters do, and a run begins from peft's
+folder."""
 
 from __future__ import annotations
 
@@ -73,9 +74,9 @@ def logits(model: Any) -> torch.Tensor:
 def in_peft(base: Path, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # one program's of the other
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # a warning between the two libraries
         model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
-        model.set_experts_implementation("eager")  # a grouped product knows no float64
+        model.set_experts_implementation("eager")  # a grouped product does not support float64
         return peft.PeftModel.from_pretrained(model, folder)
 
 
@@ -155,7 +156,8 @@ EXPERTS = ["feed_forward.expand", "feed_forward.contract"]
 def test_adapters_of_experts_are_pefts_target_parameters(
     kind: str, on: list[str], tmp_path: Path, corpus: Path
 ) -> None:
-    """In float64: peft's logits over the base are ours, before and after the way back, to the bit."""
+    """In float64, peft's logits over the base are the run's. An import and a second export keep the tensors to the
+    bit."""
     base, out = base_of(tmp_path / "hf", kind), tmp_path / "out"
     train(run_of(base, corpus, DOUBLE, on=on, begin="random"), out, resume=False)
     export_folder(out, tmp_path / "adapter")
@@ -199,7 +201,7 @@ def test_a_run_begins_from_pefts_dora(kind: str, tmp_path: Path, corpus: Path) -
     export_folder(first, tmp_path / "again")
     before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("peft", "again"))
     assert before.keys() == after.keys()
-    for name, tensor in before.items():  # of magnitudes one rounded sum and one rounded difference
+    for name, tensor in before.items():  # magnitudes: one rounded sum and one rounded difference
         torch.testing.assert_close(after[name], tensor, rtol=1e-15 * ("magnitude" in name), atol=0)
 
 
@@ -226,7 +228,7 @@ def test_a_run_goes_on_under_another_layout_from_adapters_alone(tmp_path: Path, 
 
 
 def run_of_kept(out: Path, *words: str) -> Config:
-    """The run's own config: the folder of the base is not there any more."""
+    """Load the run's own config: the base's folder is removed."""
     from meshwright.config.load import load_config
 
     return load_config(out / "config.yaml", [*words, "steps=4"])

@@ -1,4 +1,4 @@
-"""The card of an exported run as the Hub's client reads it, and an upload to a server that takes the Hub's requests."""
+"""The card of an exported run, read by the Hub's client, and an upload to a server that answers the Hub's requests."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_other_lines_are_no_evaluation(text: str, tmp_path: Path) -> None:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Takes the requests of an upload without large files."""
+    """A server for the requests of an upload without large files."""
 
     files: dict[str, bytes]
     created: dict[str, Any]

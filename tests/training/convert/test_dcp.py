@@ -1,4 +1,5 @@
-"""torch's distributed checkpoints in and out: torch reads and writes the other side, and forged tables run nothing."""
+"""torch's distributed checkpoints, imported and exported: torch reads and writes the other side, and forged tables run
+no code."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def settings_beside(hf: Path, folder: Path) -> None:
 
 
 def check_equal(folder: Path, hf: Path) -> None:
-    """A checkpoint has the tensors of a folder of transformers, to the bit."""
+    """Assert that a checkpoint has the tensors of a folder of transformers, to the bit."""
     export_folder(folder, folder / "again")
     ours, theirs = load_file(folder / "again" / "model.safetensors"), load_file(hf / "model.safetensors")
     assert ours.keys() == theirs.keys()
@@ -114,7 +115,7 @@ def test_torchtitans_names_and_rows() -> None:
     assert from_torchtitan("output.weight") == from_torchtitan("lm_head.weight") == "lm_head.weight"
     assert from_torchtitan("layers.3.moe.router.gate.weight") == "model.layers.3.mlp.gate.weight"
     assert from_torchtitan("layers.3.moe.shared_experts.w1.weight") == "layers.3.moe.shared_experts.w1.weight"
-    # A head of width 6: pairs (0, 1), (2, 3), (4, 5) there; halves 0, 2, 4 and 1, 3, 5 here.
+    # A head of width 6: pairs (0, 1), (2, 3), (4, 5) in torchtitan; halves 0, 2, 4 and 1, 3, 5 in transformers.
     rows = torch.arange(12.0)[:, None]
     halves = halves_of(lambda: rows, 6)
     assert halves.flatten().tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
@@ -222,7 +223,7 @@ def test_a_folder_without_settings_says_which_files_to_copy(tmp_path: Path) -> N
 
 
 class Runs:
-    """A pickle that makes a folder as Python's unpickler reads it."""
+    """A pickle that creates a folder when Python's unpickler reads the pickle."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -258,7 +259,7 @@ def test_code_in_a_tensors_header_is_never_run(tmp_path: Path) -> None:
 
 
 def forged(folder: Path, change: Any) -> None:
-    """Change the table of a checkpoint as torch reads and writes it."""
+    """Change the table of a checkpoint with torch's own format."""
     table = folder / ".metadata"
     metadata: Metadata = pickle.loads(table.read_bytes())  # noqa: S301 - from this test
     change(metadata)

@@ -1,4 +1,4 @@
-"""Hugging Face folders that are broken or forged: refused in a sentence, soon, and nothing is left behind."""
+"""Broken or forged Hugging Face folders: refused in a sentence, soon, and no files are left."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.s
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small GPT-2 as we export it."""
+    """Return a small GPT-2, exported by Meshwright."""
     folder = tmp_path_factory.mktemp("sound")
     tiny_checkpoint(folder, tiny_config())
     export_folder(folder, folder / "hf")
-    import_folder(folder / "hf", folder / "again")  # it can be imported
+    import_folder(folder / "hf", folder / "again")  # the folder can be imported
     return folder / "hf"
 
 
@@ -87,7 +87,7 @@ def complaint(hf: Path) -> str:
 )
 def test_settings(hf: Path, key: str, value: Any, says: str) -> None:
     settings = json.loads((hf / CONFIG).read_text())
-    dropouts = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # of which ours is one
+    dropouts = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # Meshwright reads all three as one setting
     settings |= dict.fromkeys(dropouts if key in dropouts else (key,), value)
     (hf / CONFIG).write_text(json.dumps(settings))
     assert says in complaint(hf)
@@ -112,7 +112,7 @@ def test_settings_files(hf: Path, content: bytes, says: str) -> None:
 
 
 def with_header(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
-    """A file whose header is changed, its data kept."""
+    """Return a function that changes a file's header and keeps the data."""
 
     def changed(content: bytes) -> bytes:
         (length,) = struct.unpack("<Q", content[:8])
@@ -213,7 +213,7 @@ def test_a_dtype_that_no_run_has(hf: Path) -> None:
 )
 def test_indices(hf: Path, content: bytes, says: str) -> None:
     (hf / INDEX).write_bytes(content)
-    import_folder(hf, hf.parent / "out")  # beside a whole file an index is not read, nor by transformers
+    import_folder(hf, hf.parent / "out")  # next to a whole file, neither we nor transformers read an index
     shutil.rmtree(hf.parent / "out")
     (hf / WEIGHTS).unlink()
     assert says in complaint(hf)
@@ -226,14 +226,15 @@ def test_tokenizers(hf: Path, content: bytes) -> None:
 
 
 def test_any_byte_may_change(sound: Path, tmp_path: Path) -> None:
-    """100 damaged folders: each is imported or refused by one of our errors, and what is refused leaves nothing."""
+    """Each of 100 damaged folders is imported or refused with an error of Meshwright. A refused import leaves no
+    files."""
     draw = random.Random(5)
     refused = 0
     for number in range(100):
         hf = Path(shutil.copytree(sound, tmp_path / "hf"))
         name = draw.choice([CONFIG, WEIGHTS])
         content = bytearray((hf / name).read_bytes())
-        place = draw.randrange(min(len(content), 2000))  # of the weights mostly the header
+        place = draw.randrange(min(len(content), 2000))  # in the weights mostly the header
         content[place] ^= 1 << draw.randrange(8)
         (hf / name).write_bytes(content)
         out = tmp_path / "out"
@@ -271,7 +272,7 @@ WRONG = (None, "x", "", [1], [], {}, {"a": 1}, -1, 0, 10**9, 10**30, 0.5, True, 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_any_setting_may_be_anything(name: str, tmp_path: Path) -> None:
-    """Every key of a family's config.json, with every kind of value: read, or refused as a checkpoint is."""
+    """Every key of a family's config.json is read or refused as a checkpoint is refused, for every kind of value."""
     assert MODELS.keys() == families().keys()
     family, path = families()[name], tmp_path / CONFIG
     right = json.loads(json.dumps(family.settings(MODELS[name]) | {"torch_dtype": "float32"}))

@@ -1,4 +1,4 @@
-"""`model: {from: FOLDER}`: a run starts from weights that there are, with their tokenizer, on any layout."""
+"""`model: {from: FOLDER}`: a run starts from existing weights with their tokenizer, under any layout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config_of(hf: Path | str, corpus: Path, *words: str, **model: Any) -> Config
         "model": {"from": str(hf)} | model,
         "data": {"source": str(corpus), "sequence": 12},
         "batch": {"global": 4, "micro": 2},
-        "layout": {"transport": "torch"},  # forked ranks import nothing anew; each of MPI's imports torch
+        "layout": {"transport": "torch"},  # forked ranks import no module again; each rank of MPI imports torch
         "precision": {"level": "O0", "dtype": "float64"},
         "metrics": {"sinks": []},
         "device": "cpu",
@@ -61,7 +61,7 @@ def test_a_run_starts_from_them_on_every_layout(tmp_path: Path, corpus: Path) ->
 
 
 def test_a_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From what was downloaded before; without a network a name that was not is refused."""
+    """A name of the Hub is read from an earlier download. Without a network, a name without a download is refused."""
     snapshot = tmp_path / "hub" / "models--some--llama" / "snapshots" / ("0" * 40)
     hugging_face(snapshot, "llama")
     (tmp_path / "hub" / "models--some--llama" / "refs").mkdir()

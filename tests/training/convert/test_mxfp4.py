@@ -1,4 +1,4 @@
-"""Folders with experts in MXFP4: the numbers are those of transformers' own reader, to the bit."""
+"""Folders with experts in MXFP4: the numbers equal the numbers of transformers' own reader, to the bit."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ LINEARS = {"gate_up_proj": (128, 64), "down_proj": (64, 64)}
 
 
 def stored(sizes: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
-    """Random blocks and scales near one; their sizes without the last."""
+    """Return random blocks and scales near one; `sizes` are the sizes without the last dim."""
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randint(256, (*sizes, 16), generator=generator).to(torch.uint8)
     return blocks, torch.randint(120, 125, sizes, generator=generator).to(torch.uint8)
 
 
 def packed_folder(folder: Path) -> None:
-    """A gpt-oss of two layers whose experts are stored as its authors do."""
+    """Write a gpt-oss of two layers, with experts stored in MXFP4 as the authors publish."""
     settings = transformers.GptOssConfig(
         vocab_size=257, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=64, sliding_window=3, num_local_experts=3,

@@ -1,5 +1,5 @@
-"""What a folder says comes back as it was: every setting of every published family, through an import and through a
-run; where transformers ends a text `generate` ends as well; and the dtype that is asked for."""
+"""Every setting of every published family is kept by an import and export, and by a run. `generate` ends a text at the
+token that ends a text of transformers. An export has the dtype that the command asks for."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHATS = [
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """Every setting by file and key."""
+    """Return every setting by file and key."""
     read = {}
     for name in FILES:
         path = folder / name
@@ -112,7 +112,7 @@ def test_marks_are_read_from_the_tokenizers_own_files(tmp_path: Path, name: str)
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["llama-3.1", "mistral-instruct", "qwen3-base", "deepseek-r1-distill-qwen"])
 def test_a_run_of_text_writes_them_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """And its documents stand between the family's marks, as transformers' tokenizer begins a text."""
+    """The run's documents are between the family's marks, as transformers' tokenizer begins a text."""
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
     publish(name, tmp_path / "hf")
     config = run_of(tmp_path / "hf", texts(tmp_path))
@@ -133,7 +133,7 @@ def test_a_run_of_text_writes_them_back(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", CHATS)
 def test_a_chat_stops_where_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A run that has learned one answer by heart."""
+    """A run that has learned a single answer stops at the end of this answer."""
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
     publish(name, tmp_path / "hf", torch.float32)
     optimizer = {"lr": 0.03, "schedule": {"warmup": 0}}
@@ -157,7 +157,7 @@ def test_a_chat_stops_where_transformers_does(tmp_path: Path, monkeypatch: pytes
 def test_a_template_of_the_runs_own_ends_what_transformers_generates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A base model, whose own end its chat never says; and the export needs the run's folder alone."""
+    """The chat of this base model never has the model's own end. The export reads the run's folder alone."""
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
     publish("qwen2.5", tmp_path / "hf")
     own = CHATML.replace("\n", " ")
@@ -191,7 +191,7 @@ def test_the_dtype_that_is_asked_for(tmp_path: Path, asked: str, named: str) -> 
 
 
 def test_the_dtype_of_a_run_that_drew_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its precision's; and begin and end are its own tokenizer's."""
+    """The dtype is the precision's; begin and end are from the run's own tokenizer."""
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
     model = {"family": "llama", "layers": 1, "hidden": 16, "heads": 2, "feed_forward": 24, "vocabulary": 300}
     data = {"source": str(texts(tmp_path)), "sequence": 16, "validation": 0.2}
@@ -204,7 +204,8 @@ def test_the_dtype_of_a_run_that_drew_its_weights(tmp_path: Path, monkeypatch: p
 
 
 def test_a_mixtral_is_trained_as_its_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    """Without the balance loss, which transformers leaves out under output_router_logits=false; with it under true."""
+    """Under output_router_logits=false the loss has no balance loss, as in transformers; under true the loss has
+    one."""
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
     model = publish("mixtral", tmp_path / "hf", torch.float32)
     config = run_of(tmp_path / "hf", texts(tmp_path))

@@ -1,5 +1,5 @@
-"""Shipped sizes against the config.json that their authors publish, read as any folder's; transformers' own model of it
-has as many parameters."""
+"""Shipped sizes equal the config.json that the authors publish, read like any folder's. transformers' model of this
+config.json has the same number of parameters."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_shipped_size_is_the_published_one(tmp_path: Path, name: str) -> None:
     assert published.width_of_head == shipped.width_of_head
     assert published.num_key_value_heads == shipped.num_key_value_heads
     spelled = ("head_width", "key_value_heads")  # null, or the number that null means
-    if published.experts is not None:  # a run that begins with no weights has the balance that its authors trained with
+    if published.experts is not None:  # a run without weights to begin from has the balance of the authors' training
         assert published.experts.balance == 0, "output_router_logits=false leaves it out"
         balanced = published.experts.model_copy(update={"balance": settings["router_aux_loss_coef"]})
         published = published.model_copy(update={"experts": balanced})

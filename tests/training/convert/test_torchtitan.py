@@ -1,4 +1,5 @@
-"""Exports read by torchtitan, if the package is installed: the names of its models, its adapters' tensors."""
+"""Exports read by torchtitan, if the package is installed: the names of torchtitan's models, and the tensors of
+torchtitan's adapters."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def config_of(name: str) -> tuple[Any, Any, Any]:
-    """Return torchtitan's config, its adapter, and the same model of transformers."""
+    """Return torchtitan's config, torchtitan's adapter, and the same model of transformers."""
     if name == "llama3":
         from torchtitan.models.llama3 import Llama3StateDictAdapter as Adapter
         from torchtitan.models.llama3 import llama3_configs as configs

@@ -1,8 +1,8 @@
 """`python -m tests.training.typed`: the 32 planted mistakes and 30 right programs of tests.parity, by types alone.
 
-Each program's rank runs on meta tensors, its torch.distributed verbs told to meshwright/typed; no other rank is there,
-and no number. Prints a row a mistake: what is said of it, or why types cannot tell it; and the programs that are right
-and refused.
+Each program's rank runs on meta tensors, and meshwright/typed follows the verbs of torch.distributed. There is no other
+rank and no number. Prints a row a mistake: the error, or the reason why types cannot tell the mistake; and the right
+programs that are refused.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Verbs:
 
 @dataclass
 class Job:
-    """Stands for a ParityJob: answers what the programs ask of one."""
+    """A stand-in for ParityJob with the attributes and methods that the programs use."""
 
     mesh: Mesh
     setting: Setting
@@ -103,7 +103,7 @@ CUT = {"qkv.weight": 0, "qkv.bias": 0, "up.weight": 0, "up.bias": 0, "out.weight
 
 
 def cut_dim(name: str, setting: Setting) -> int | None:
-    """The dim of a parameter that tp cuts."""
+    """Return the dim of a parameter that tp cuts."""
     if "tp" not in dict(setting.axes):
         return None
     if setting.vocabulary and name in ("tokens.weight", "head.weight"):
@@ -112,7 +112,7 @@ def cut_dim(name: str, setting: Setting) -> int | None:
 
 
 def run_rank(setting: Setting, wrong: str, rank: int, watch: Watch) -> None:
-    """A rank's step. Raises SumError."""
+    """Run a rank's step. Raises SumError."""
     mesh = typed_mesh(Grid(setting.axes), rank, (), watch)
     with patch.object(programs, "dist", Verbs(mesh)):
         program: Any = Program(Job(mesh, setting), setting, wrong)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def run_rank(setting: Setting, wrong: str, rank: int, watch: Watch) -> None:
 
 
 def refusal(setting: Setting, wrong: str = "") -> str:
-    """The sentence with which types refuse a program; empty where they find nothing."""
+    """Return the sentence of types that refuses a program; empty if types find no mistake."""
     grid = Grid(setting.axes)
     neighbours = []
     for axis, _ in setting.axes:

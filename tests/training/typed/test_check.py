@@ -1,6 +1,6 @@
 """Sums are followed before ranks start: every built-in layout's fit, and each planted mistake is refused by a sentence.
 
-The mistakes are those of somebody who writes a kit, a policy or a model: each is put where a plug-in's own code stands.
+The mistakes are typical of the author of a kit, a policy or a model: each is planted in the code of a plug-in.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FEW = few_of(
     [{axis: (case | {"kind": TENSORS[case["tensor"]]["kind"]})[axis] for axis in SHOWN}
      | {axis: FIXED[0][axis] for axis in FIXED[0] if axis not in SHOWN} for case in FIXED], [],
 )  # fmt: skip
-"""The numbers of the fixed cases that have every kind of layout and context; the others are long."""
+"""The numbers of the fixed cases that cover every kind of layout and context; the other cases are long."""
 
 
 @numbered(FIXED, FEW)
@@ -121,7 +121,7 @@ def test_a_wrong_sum_is_refused_with_module_axis_and_remedy(name: str) -> None:
 
 
 def some(cases: Sequence[Any], every: int) -> list[Any]:
-    """The cases with ids, of which each `every`-th is not long."""
+    """Return the cases with ids; each `every`-th is not long."""
     marks = [() if number % every == 0 else pytest.mark.long for number in range(len(cases))]
     names = [case.wrong if isinstance(case, PlantedMistake) else str(case) for case in cases]
     return [pytest.param(case, id=name, marks=mark) for case, name, mark in zip(cases, names, marks, strict=True)]

@@ -1,4 +1,4 @@
-"""What is said of a value, as its tensor is viewed, added, multiplied and summed."""
+"""The sharding of a value when the value's tensor is viewed, added, multiplied and summed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.training.typed.watch import Watch, part_dim
 
 
 def sharding(*shape: int, partial: str = "", **cuts: int) -> Sharding:
-    """Of a shape, partial over an axis, cut by axes along dims."""
+    """Return a sharding of a shape, partial over an axis, cut by axes along dims."""
     made = Sharding(uncut(shape), frozenset([partial]) if partial else NONE)
     for axis, dim in cuts.items():
         made = cut_at(made, dim, axis)
@@ -100,7 +100,7 @@ def test_what_is_not_linear_refuses_a_partial_sum(made, shown: str) -> None:
 
 
 def test_a_region_holds_what_was_written_last() -> None:
-    """A bucket's gradients are written through views, and read whole."""
+    """A bucket's gradients are written through views and read whole."""
     watch, (flat,) = followed(sharding(10))
     watch.say(flat[:4].view(2, 2), sharding(2, 2, partial="data"))
     assert watch.sharding(flat[:4]).word("data") == "partial"
