@@ -1,4 +1,4 @@
-"""Every sync computes what one device computes: float64 gradients to 1e-12 relative, 20 steps' losses to 1e-10."""
+"""Every sync computes as one device does: float64 gradients to 1e-12 relative, 20 steps' losses to 1e-10."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_equals_serial(sync: str, size: int, serial: tuple) -> None:
 @pytest.mark.parametrize("sync, shard", [("zero1", 2), ("zero1", 1), ("zero2", 2), ("zero3", 2), ("zero3", 1)])
 def test_equals_serial_in_shard_groups(sync: str, shard: int, serial: tuple) -> None:
     layout = {"data": {"size": 4, "sync": sync, "bucket": 8192, "shard": shard}}
-    check(config_for(sync, 4, layout=layout, batch={"global": 12, "micro": 3 // shard}), serial)  # of one, or three
+    check(config_for(sync, 4, layout=layout, batch={"global": 12, "micro": 3 // shard}), serial)  # of 1 or 3 samples
 
 
 @pytest.mark.parametrize("sync", ["zero3", "server-gradient"])
@@ -37,7 +37,7 @@ def test_equals_serial_with_inputs_in_host_memory(sync: str, serial: tuple) -> N
 
 
 def check(config: Config, serial: tuple) -> None:
-    """The config's run against one device's."""
+    """Compare the config's run with one device's."""
     results = run_ranks(train, Grid(config.layout.axes), config, token_axes=config.layout.token_axes)
     serial_losses, serial_gradients = serial
     for losses, _ in results:

@@ -1,4 +1,4 @@
-"""Every sync that MPI carries computes over it what one device computes, as test_equality says of gloo."""
+"""Every sync that supports MPI computes over MPI as one device does; test_equality has the same over gloo."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.oracle.run import assembled, train
 from tests.workers import run_ranks
 
 STEPS = 8
-"""Where gloo takes 20: four ranks on two cores are slow under MPI."""
+"""gloo has 20: four ranks on two cores are slow under MPI."""
 
 
 def train_for_files(mesh: Mesh, sync: str, size: int) -> tuple[list[float], dict[str, Tensor]]:

@@ -1,6 +1,6 @@
-"""Stepped weights travel under the next forward pass, and nobody reads them before they have come.
+"""Stepped weights are sent during the next forward pass, and read only after the wait.
 
-What is on its way is NaN here until it is waited for: who reads it early says so. Mistakes are planted to see that.
+Weights in transfer are NaN here until the wait, so that an early read is an error. Planted mistakes prove this.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def config_of(layout: dict[str, Any]) -> Config:
 
 
 def poison(parts: Parts, events: list[str]) -> None:
-    """Values that are on their way are NaN, but for the slot that this rank has stepped, until they are waited for."""
+    """Fill values in transfer with NaN until the wait, except the slot that this rank has stepped."""
     strategy: Any = parts.strategy
     publish, run_part = strategy.policy.publish, parts.model.run_part
 
@@ -78,12 +78,12 @@ def poison(parts: Parts, events: list[str]) -> None:
 
 
 def without_parts(trainer: Trainer) -> None:
-    """A model whose parts wait for nothing."""
+    """Plant a model with parts that wait for no weights."""
     trainer.parts.model.run_part = run_directly
 
 
 def without_waits(trainer: Trainer) -> None:
-    """Weights are given away as they are."""
+    """Plant a read of weights without the wait."""
     strategy: Any = trainer.parts.strategy
     wait = strategy._wait
     strategy._wait = lambda indices=None: None if indices is None else wait(indices)
@@ -93,7 +93,8 @@ MISTAKES: dict[str, Callable[[Trainer], None]] = {"parts": without_parts, "betwe
 
 
 def trained(mesh: Mesh, config: Config, poisons: bool, mistake: str) -> dict[str, Any]:
-    """Some steps, with all between them that reads weights: the numbers, or the error that they ended in."""
+    """Make some steps, with every reader of weights between the steps. Return the numbers, or the error that ended the
+    steps."""
     parts, events = build(config, mesh), list[str]()
     trainer = Trainer(parts, Validated(config))
     if poisons:
@@ -119,7 +120,7 @@ def trained(mesh: Mesh, config: Config, poisons: bool, mistake: str) -> dict[str
 
 @pytest.fixture(autouse=True)
 def own_verbs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gloo's own, which travel; ranks of one node would else gather at once, in memory that they share."""
+    """Use gloo's own verbs, which take time. Ranks of one node would gather at once, in shared memory."""
     monkeypatch.setattr("meshwright.ranks.torch_comm.open_window", lambda *arguments: None)
 
 
@@ -140,7 +141,8 @@ def test_nobody_reads_weights_that_are_on_their_way(name: str) -> None:
 
 
 def assert_travels_under_the_forward_pass(events: list[str]) -> None:
-    """Buckets set out in the order in which the forward pass reads them, and each part waits for its own."""
+    """Assert that buckets are sent in the order of the forward pass's reads, and that each part waits for the part's
+    own buckets."""
     first = events.index("publish 0") + 1
     published = [event for event in events[:first] if event.startswith("publish")]
     assert published == [f"publish {index}" for index in range(len(published))][::-1]

@@ -1,4 +1,4 @@
-"""A rank that starts with another weight is found by name, and mended; so are the float32 masters behind it."""
+"""A rank that starts with a wrong weight is named and mended; the float32 masters are mended as well."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ HALF = {"precision": {"level": "O2", "dtype": "bf16"}}
 def plant_in_bucket(
     mesh: Mesh, sync: str, changes: dict
 ) -> tuple[list[str], list[str], dict[str, Tensor], list[Tensor]]:
-    """Rank 1 begins with a wrong element; what was found twice in a row, the weights, the masters' weights."""
+    """Begin with a wrong element on rank 1. Return the results of two searches in a row, the weights, and the masters'
+    weights."""
     parts = build(config_for(sync, mesh.size("data"), **changes), mesh)
     if mesh.rank == 1:
         parts.model.get_parameter(WRONG).data[-1, -1] += 1
-    optimizer = Optimizer(parts.config, parts.strategy.slots, mesh)  # its masters are copies of the wrong weights
+    optimizer = Optimizer(parts.config, parts.strategy.slots, mesh)  # the masters are copies of the wrong weights
     found = parts.strategy.make_replicas_equal()
     optimizer.make_replicas_equal()
     again = [*parts.strategy.make_replicas_equal(), *optimizer.make_replicas_equal()]

@@ -1,5 +1,5 @@
-"""Gradients and weights as slices: what is sent in each microbatch, the most that is whole at any time, and that the
-next part's weights travel while a part is computed."""
+"""Gradients and weights as slices: the sends of each microbatch, the most whole bytes at any time, and the next part's
+weights, sent while a part is computed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MICRO = 2
 
 
 def step(mesh: Mesh, sync: str, count: int = 3) -> dict[str, Any]:
-    """A step of so many microbatches: what each phase sent, and the most bytes of gradients while it ran."""
+    """Run a step of `count` microbatches. Return each phase's sends, and the most bytes of gradients and of weights."""
     size = mesh.size(*mesh.grid.names)
     layout = {"data": {"size": size, "sync": sync, "shard": mesh.size("data"), "bucket": 8192}}
     config = config_for(sync, size, batch={"global": count * MICRO * size, "micro": MICRO}, layout=layout)
@@ -92,8 +92,8 @@ def test_zero2_sums_in_every_microbatch_and_holds_few_buckets(size: int) -> None
 
 
 def test_shard_groups_sum_their_slices_once_a_step() -> None:
-    """HSDP: 2 groups of 2 send in a microbatch and hold what 2 ranks would; the slices go over the groups once, all
-    but the last bucket's under the last backward pass."""
+    """HSDP: 2 groups of 2 send in a microbatch and hold the same bytes as 2 ranks. Slices are summed over the groups
+    once, all but the last bucket's during the last backward pass."""
     grid = Grid((("replicate", 2), ("data", 2), ("pipe", 1)))
     for sync in ("zero2", "zero3"):
         alone = run_ranks(step, Grid((("data", 2),)), sync)
@@ -101,7 +101,7 @@ def test_shard_groups_sum_their_slices_once_a_step() -> None:
             buckets = seen["buckets"]
             calls, under = seen["microbatch 2"].pop("all_reduce")
             assert calls == len(buckets) - 1
-            assert seen["finish"] == {"all_reduce": (1, sum(buckets) // 2 - under)}  # 2 (r-1)/r of S/k in all
+            assert seen["finish"] == {"all_reduce": (1, sum(buckets) // 2 - under)}  # in all 2 (r-1)/r of S/k
             kept = (
                 "microbatch 0",
                 "microbatch 1",
@@ -124,8 +124,8 @@ def test_a_single_microbatch_sums_each_bucket_once(sync: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_zero3_gathers_a_part_at_a_time_and_holds_two(size: int) -> None:
-    """Of two layers and a tied table a microbatch gathers: embeddings, both layers, the head, and layer 0 again; the
-    next one finds layer 0."""
+    """With two layers and a tied table, a microbatch gathers the embeddings, both layers, the head, and layer 0 again.
+    The next microbatch finds layer 0."""
     for seen in run_ranks(step, Grid((("data", size),)), "zero3"):
         buckets, parts = seen["buckets"], seen["parts"]
 
@@ -152,7 +152,7 @@ def test_zero3_gathers_a_part_at_a_time_and_holds_two(size: int) -> None:
 
 
 def trace_gathers(strategy: Gathering, events: list[str], look: Callable[[], None] = lambda: None) -> None:
-    """Write down when each bucket's weights set out and when they are there. `look`: called when they have set out."""
+    """Record the begin of each bucket's gather, and the end of the wait. `look`: called when a gather has begun."""
     for one in strategy.sums:
 
         def traced(one: GatheredSum = one, gather: Callable[[], None] = one.gather) -> None:
@@ -166,7 +166,7 @@ def trace_gathers(strategy: Gathering, events: list[str], look: Callable[[], Non
 
 
 def trace(mesh: Mesh) -> list[str]:
-    """The order in which a step's parts are computed, and their weights set out and are waited for."""
+    """Return the order of a step's computed parts, begun gathers and waits."""
     parts = build(config_for("zero3", mesh.size("data"), batch={"global": 4, "micro": 2}), mesh)
     strategy, events = parts.strategy, []
     trace_gathers(strategy, events)
@@ -183,14 +183,14 @@ def test_the_next_parts_weights_travel_while_a_part_is_computed() -> None:
     for events in run_ranks(trace, Grid((("data", 2),))):
         assert events.index("gather (1,)") < events.index("computed 0") < events.index("have (1,)")
         assert events.index("gather (0,)") < events.index("have (0,)") < events.index("computed 0")
-        last = len(events) - 1 - events[::-1].index("gather (0,)")  # of the backward pass, under layer 1
+        last = len(events) - 1 - events[::-1].index("gather (0,)")  # in the backward pass, during layer 1
         assert last > events.index("computed 1")
         assert "have (0,)" not in events[events.index("computed 1") : last]
 
 
 def trace_of_chunks(mesh: Mesh, config: Config) -> tuple[list[str], int, int]:
-    """A step of a stage of two chunks: what it gathers, waits for and computes; the most bytes of weights that are
-    whole at a time, and those of two neighbouring parts."""
+    """Run a step of a stage of two chunks. Return the gathers, waits and computed parts; the most bytes of whole
+    weights at a time, and the bytes of two neighbouring parts."""
     parts = build(config, mesh)
     strategy, events, most = parts.strategy, [], 0
 
@@ -223,7 +223,7 @@ def test_stages_of_two_chunks_gather_ahead_and_hold_two_parts() -> None:
 
 
 def sums_of(mesh: Mesh, config: Config) -> list[tuple[str, int]]:
-    """The sums of a microbatch: when they leave and when their ends are waited for, by bucket."""
+    """Return the sums of a microbatch by bucket: the begin of each sum, and the wait for each sum's end."""
     parts, events = build(config, mesh), list[tuple[str, int]]()
 
     def noted(event: str, index: int, run: Callable[[], None]) -> Callable[[], None]:
@@ -239,7 +239,7 @@ def sums_of(mesh: Mesh, config: Config) -> list[tuple[str, int]]:
 
 
 def test_a_sum_begins_before_the_one_before_it_is_waited_for() -> None:
-    """So a link is never without a sum while the device adds one to its slice."""
+    """A link always has a sum while the device adds another sum to a slice."""
     layout = {"data": {"size": 2, "sync": "zero2", "bucket": 8192}}
     config = config_for("zero2", 2, layout=layout, batch={"global": 2 * MICRO, "micro": MICRO})
     for events in run_ranks(sums_of, Grid(config.layout.axes), config):
@@ -250,7 +250,7 @@ def test_a_sum_begins_before_the_one_before_it_is_waited_for() -> None:
 
 
 def first_slices(mesh: Mesh, config: Config) -> list[tuple[str, Box, Tensor]]:
-    """This rank's slices of the initial weights, of buckets of which no two were whole at a time."""
+    """Return this rank's slices of the initial weights. At most one bucket is whole at a time."""
     taken: list[Bucket] = []
 
     def one_by_one(*arguments: Any, **options: Any) -> Iterator[Bucket]:
@@ -273,7 +273,7 @@ def first_slices(mesh: Mesh, config: Config) -> list[tuple[str, Box, Tensor]]:
 
 @pytest.mark.parametrize("level, dtype", [("O0", "float64"), ("O2", "bf16")])
 def test_zero3_draws_and_cuts_one_bucket_after_the_other(level: str, dtype: str) -> None:
-    """The values are those of a whole model, to the bit, and every element is on one rank."""
+    """The values equal a whole model's, to the bit, and every element is on one rank."""
     config = config_for("zero3", 2, precision={"level": level, "dtype": dtype})
     serial = build_model(config, SerialKit(alone := solo_mesh(torch.device("cpu"))), alone)
     whole = {name: parameter.detach() for name, parameter in serial.named_parameters()}

@@ -1,4 +1,4 @@
-"""Each sync's sends, phase by phase, against the formulas of its page; S: the bytes of the padded buckets."""
+"""Each sync's sends, phase by phase, against the formulas of the sync's page. S: the bytes of the padded buckets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Entries = dict[str, tuple[int, int]]
 
 
 def measure(mesh: Mesh) -> dict[str, dict[str, Any]]:
-    """One step of three microbatches or more with every sync; what each phase sent."""
+    """Run one step of three or more microbatches with every sync, and return each phase's sends."""
     return {sync: _measure(mesh, sync) for sync in SYNCS}
 
 
@@ -75,7 +75,7 @@ def size(request: pytest.FixtureRequest) -> int:
 
 
 def phases_of(sync: str, size: int) -> list[dict[str, Any]]:
-    """By rank."""
+    """Return the phases by rank."""
     return [rank[sync] for rank in measured(size)]
 
 
@@ -124,7 +124,7 @@ def test_server(sync: str, size: int) -> None:
             }
             assert phases["backward 2"] == outputs | gradients
             assert phases["backward 0"] == phases["backward 1"] == outputs
-        # the norm is the server's alone: one number for all
+        # the norm is the server's alone: one number for all ranks
         assert set(phases["step"]) == {"all_reduce"}
 
 
@@ -155,7 +155,7 @@ def test_only_the_final_microbatch_sends(sync: str, size: int) -> None:
     ],
 )
 def test_a_bucket_grows_with_the_ranks_that_sum_it(layout: dict[str, Any], bucket: str, expected: int) -> None:
-    """Each rank sends a MiB at least."""
+    """Each rank sends at least 1 MiB."""
     data = layout["data"] | {"bucket": bucket}
     config = parse_config({"layout": layout | {"data": data}, "batch": {"global": 128}})
     assert bucket_bytes(config) == expected * 2**20

@@ -1,4 +1,5 @@
-"""A head of its own: its bucket is full first, under server-loss on the server alone; all must send in one order."""
+"""A separate head fills the head's bucket first, under server-loss on the server alone. All ranks must send in one
+order."""
 
 from __future__ import annotations
 

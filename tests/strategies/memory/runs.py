@@ -1,4 +1,4 @@
-"""Short O2 runs whose bits are compared: some with states in place, some with states elsewhere."""
+"""Short O2 runs with compared bits: some with states in place, some with states in another memory."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "momentum": {"name": "momentum", "lr": 0.1},
 }
 BUCKET = 512
-"""Elements: pieces of 256, of which the model's slots have many, and last ones that are no multiple of a vector."""
+"""Elements: pieces of 256. The model's slots have many pieces, and last pieces that are no multiple of a vector."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """The parts of a run; `to` says where its states live."""
+    """The parts of a run. `to` is the place of the states."""
 
     sync: str = "allreduce"
     dtype: str = "bf16"
@@ -62,7 +62,8 @@ def config_of(case: Case, size: int) -> Config:
 
 
 def parts_of(mesh: Mesh, case: Case, folder: Path) -> Parts:
-    """`to: none` gets the buckets of an offloaded run, so that both sum the same numbers in the same order."""
+    """Build the parts of a run. `to: none` gets the buckets of an offloaded run, for sums of the same numbers in the
+    same order."""
     if case.to != "none":
         return build(config_of(case, mesh.size("data")), mesh, folder)
     parts = build(config_of(replace(case, to="host"), mesh.size("data")), mesh)
@@ -71,7 +72,7 @@ def parts_of(mesh: Mesh, case: Case, folder: Path) -> Parts:
 
 
 def train_step(parts: Parts, step: int) -> tuple[float, bool]:
-    """One step; in fp16 some overflow. The norm, and whether it applied."""
+    """Make one step; some steps overflow in fp16. Return the norm, and whether the step was applied."""
 
     def overflow() -> None:
         gradient = parts.strategy.slots[0].parameter.grad
@@ -86,7 +87,7 @@ def train_step(parts: Parts, step: int) -> tuple[float, bool]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A rank's results: norms and applied steps, states as a checkpoint has them, weights."""
+    """A rank's results: norms and applied steps, states as in a checkpoint, weights."""
 
     steps: list[tuple[float, bool]]
     held: list[Held]

@@ -1,4 +1,5 @@
-"""Inputs in host memory: a backward pass reads the numbers of its own forward pass, one group's copies ahead."""
+"""Inputs in host memory: a backward pass reads the numbers of the same microbatch's forward pass, copied one group
+ahead."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ LAYERS = 4
 
 @dataclass
 class LateLane(Lane):
-    """A lane that has done a copy only when somebody waits for it, or for a later one: as a GPU may."""
+    """A lane that runs a copy only at a wait for this copy or a later one, as a GPU may."""
 
     waiting: list[Callable[[], None]] = field(default_factory=list)
     handed_in: int = 0
@@ -43,7 +44,7 @@ class LateLane(Lane):
 
 
 class Layers:
-    """Layers x -> sin(w x) that are run by the policy, and the inputs that their second passes have read."""
+    """Layers x -> sin(w x), run by the policy, and the inputs of the layers' second passes."""
 
     def __init__(self, lane: Lane) -> None:
         self.copies = HostCopies(lane)
@@ -94,7 +95,8 @@ def test_copies_are_started_one_group_ahead() -> None:
     for layer, weight in enumerate(layers.weights):
         weight.register_hook(lambda _, layer=layer: handed.append(lane.handed_in - LAYERS))  # type: ignore[misc]
     end.sum().backward()  # type: ignore[no-untyped-call]
-    # The last layer's inputs are still on the device; as it is computed again, those of the layer before are fetched.
+    # The last layer's inputs are still on the device. While the last layer is recomputed, the inputs of the layer
+    # before are fetched.
     assert handed == [1, 2, 3, 3]
 
 
@@ -106,7 +108,7 @@ def test_without_gradients_nothing_is_copied() -> None:
 
 
 def test_an_input_leaves_when_the_next_is_handed_in() -> None:
-    """On the meta device a copy counts as the device's memory: it stands for the host's here."""
+    """On the meta device, a copy counts as device memory: the test gives host copies an eighth of the bytes."""
 
     class Elsewhere(HostCopies):
         def __init__(self) -> None:
@@ -136,7 +138,7 @@ def planned(setting: str | int, *words: str, host_link: float = 5e10, cluster: s
 
 def test_a_plan_counts_the_host_memory_and_no_device_memory() -> None:
     again, moved = planned(1), planned("offload")
-    # Both hold a checkpoint's copy there: the states, and the few weights without a master.
+    # Both plans have a checkpoint's copy in host memory: the states, and the few weights without a master.
     assert 0.999 * again.fullest.host < again.fullest.states <= again.fullest.host
     assert moved.fullest.host - again.fullest.host == LAYERS * HIDDEN_BYTES
     assert moved.fullest.activations == again.fullest.activations - LAYERS * HIDDEN_BYTES
@@ -158,8 +160,8 @@ def test_a_plan_on_a_cpu_counts_the_copies_as_its_memory() -> None:
 def test_a_slow_link_is_waited_for() -> None:
     again, moved, slow = planned(1).seconds, planned("offload").seconds, planned("offload", host_link=1e8).seconds
     assert moved == planned("offload", host_link=1e12).seconds  # hidden
-    # A copy ends a row of compiled kernels: one more to issue for a layer and microbatch.
+    # A copy ends a sequence of compiled kernels: one more to issue a layer and microbatch.
     assert 0 <= moved - again <= 4 * LAYERS * load_cluster("dgx-h100").device.issue_seconds
-    # To the host and back, for each of four microbatches; a copy goes on under its layer alone.
+    # To the host and back, for each of four microbatches; a copy runs during one layer alone.
     copied = 4 * LAYERS * 2 * HIDDEN_BYTES / 1e8
     assert 0.5 * copied < slow - again < copied

@@ -1,4 +1,4 @@
-"""The follower of live bytes, on a graph whose bytes are known."""
+"""The counter of live bytes, on a graph with known bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ BYTES = 4 * SIDE * SIDE
 
 
 def followed(mesh: Mesh) -> list[int]:
-    """Live and peak after each of: a product, its exponential in place of it, the backward pass of both."""
+    """Return live and peak bytes after a product, after the product's exponential, and after the backward pass of
+    both."""
     weight = torch.ones(SIDE, SIDE, requires_grad=True)
     view = weight.detach()[1:]
     seen = []
@@ -24,7 +25,7 @@ def followed(mesh: Mesh) -> list[int]:
         seen += [live.live, live.peak]
         y = y.exp()
         seen += [live.live, live.peak]
-        y.backward(torch.ones_like(y))  # ones, and dL/d product, and dL/d weight
+        y.backward(torch.ones_like(y))  # ones, dL/d product, and dL/d weight
         seen += [live.live, live.peak]
         del y
         seen += [live.live, live.peak]
@@ -33,5 +34,5 @@ def followed(mesh: Mesh) -> list[int]:
 
 def test_what_lives() -> None:
     (seen,) = run_ranks(followed, Grid((("data", 1),)))
-    # exp keeps its result and the product is let go
+    # exp keeps the result, and the product is freed
     assert [number / BYTES for number in seen] == [1, 1, 1, 2, 2, 4, 1, 4]

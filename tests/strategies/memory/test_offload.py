@@ -1,4 +1,4 @@
-"""Where the states live changes no bit: ten steps of every optimizer, with overflows, clipping and checkpoints."""
+"""The place of the states changes no bit: ten steps of every optimizer, with overflows, clipping and checkpoints."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def run_all(mesh: Mesh, cases: list[Case], folder: Path) -> dict[Case, Outcome]:
 )
 def test_no_bit_changes(to: str, size: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     grid = Grid((("data", size),))
-    # Of each store every optimizer, precision and sync; all combinations with --long.
+    # Every optimizer, precision and sync for each store; all combinations with --long.
     few = CASES if request.config.getoption("--long") else CASES[2 * (to == "disk") :: 3]
     pairs = {case: replace(case, to=to) for case in few}
     for answers in run_ranks(run_all, grid, [*pairs, *pairs.values()], tmp_path):
@@ -83,12 +83,12 @@ def test_no_bit_changes(to: str, size: int, tmp_path: Path, request: pytest.Fixt
             assert_same_bits(answers[elsewhere], answers[case])
             skipped = [applied for _, applied in answers[case].steps].count(False)
             assert skipped == (3 if case.dtype == "fp16" else 0), case
-    assert list(tmp_path.iterdir()) == []  # nothing is left behind
+    assert list(tmp_path.iterdir()) == []  # no file is left
 
 
 @pytest.mark.parametrize("to", ["host", "disk"])
 def test_no_bit_of_what_is_rounded_at_random_changes(to: str, tmp_path: Path) -> None:
-    """The pieces, of 256 elements, are others than those in place."""
+    """The pieces, of 256 elements, differ from the pieces in place."""
     pairs = {case: replace(case, to=to) for case in ROUNDED}
     ranks = run_ranks(run_all, Grid((("data", 2),)), [*pairs, *pairs.values()], tmp_path)
     for case, elsewhere in pairs.items():
@@ -101,7 +101,7 @@ def test_no_bit_of_what_is_rounded_at_random_changes(to: str, tmp_path: Path) ->
 
 
 def compared_alone(mesh: Mesh, case: Case, folder: Path) -> list[str]:
-    """Compare the replicas of a rank that has none: no state may be read."""
+    """Compare the replicas of a lone rank: no state may be read."""
     parts = parts_of(mesh, case, folder)
     with patch.multiple(Offloaded, tensors=None, update_masters=None, refresh=None):
         return [*parts.strategy.make_replicas_equal(), *parts.optimizer.make_replicas_equal()]
@@ -112,7 +112,7 @@ def test_a_lone_rank_reads_no_state_to_compare_replicas(tmp_path: Path) -> None:
 
 
 def test_the_size_of_chunks_changes_no_weight(tmp_path: Path) -> None:
-    """Slots are longer or shorter, the norm by which all are clipped is the same."""
+    """Slots are longer or shorter; the norm that clips all slots is the same."""
     cases = [Case("zero1", to="host", chunk=chunk) for chunk in (1, 3, 1000)]
     for answers in run_ranks(run_all, Grid((("data", 2),)), cases, tmp_path):
         for case in cases[1:]:
@@ -121,14 +121,15 @@ def test_the_size_of_chunks_changes_no_weight(tmp_path: Path) -> None:
 
 
 def test_parameter_server(tmp_path: Path) -> None:
-    """The workers' slots are empty: there is nothing to walk, and nothing to keep."""
+    """The workers' slots are empty: no state is stepped or kept."""
     case = Case("server-gradient")
     for answers in run_ranks(run_all, Grid((("data", 2),)), [case, replace(case, to="host")], tmp_path):
         assert_same_bits(answers[replace(case, to="host")], answers[case])
 
 
 def resume(mesh: Mesh, first: Case, second: Case, folder: Path) -> tuple[Outcome, Outcome]:
-    """Half of the steps with one, a checkpoint, the rest with the other; and all of them with the first."""
+    """Make half of the steps with the first case, write a checkpoint, and make the rest with the second; then all steps
+    with the first."""
     parts = parts_of(mesh, first, folder)
     steps = [train_step(parts, step) for step in range(STEPS // 2)]
     writer = open_writer(mesh, parts.config, folder / "checkpoints")
@@ -186,7 +187,7 @@ def test_a_streamed_step_still_finds_out_that_a_run_has_diverged(tmp_path: Path)
 
 
 def order(mesh: Mesh, case: Case, folder: Path) -> tuple[list[str], int]:
-    """An event of a step: a slot's arrival, or the first write to it."""
+    """Return the slots that are stepped at each slot's arrival, and the number of slots."""
     parts = parts_of(mesh, case, folder)
     slots, events = parts.strategy.slots, []
     before = [slot.parameter.detach().clone() for slot in slots]
@@ -195,7 +196,7 @@ def order(mesh: Mesh, case: Case, folder: Path) -> tuple[list[str], int]:
 
     def arrivals() -> Iterator[int]:
         for index in range(len(slots)):
-            if index == len(slots) - 1:  # by now all before it must get stepped without it
+            if index == len(slots) - 1:  # all earlier slots must be stepped before the last slot arrives
                 for earlier in range(index if parts.optimizer.streams else 0):
                     _await_change(slots[earlier], before[earlier])
             moved = [not torch.equal(slot.parameter, old) for slot, old in zip(slots, before, strict=True)]
@@ -227,7 +228,7 @@ def test_nothing_is_written_before_a_norm_that_decides_is_known(case: Case, tmp_
 
 
 def step_one(mesh: Mesh, length: int, folder: Path) -> list[tuple[int, int, int]]:
-    """A slot of `length`: the sizes of what the states say they hold, and of a float32 slot."""
+    """Step a slot of `length`. Return the sizes by the states' own count, and the sizes of a float32 slot."""
     config = config_of(Case(to="host"), 1)
     sizes = []
     for place in (10**9, folder / "f"):
@@ -238,7 +239,7 @@ def step_one(mesh: Mesh, length: int, folder: Path) -> list[tuple[int, int, int]
         states = Offloaded(config, [Slot(parameter, (), DECAYS, ()) for parameter in parameters], mesh.device, place)
         states.step(range(2), Optimizer(config, [], mesh)._update(0.5), Draw(0, 0))
         half, full = (states.tensors(index) for index in range(2))
-        assert full["weight"].data_ptr() == parameters[1].data_ptr()  # float32 is its own master
+        assert full["weight"].data_ptr() == parameters[1].data_ptr()  # float32 is the slot's own master
         assert torch.equal(half["weight"].cpu(), full["weight"].cpu())
         sizes.append((half["weight"].numel(), full["exp_avg"].numel(), len(half)))
     return sizes
@@ -251,7 +252,7 @@ def test_slots_of_every_length(length: int, tmp_path: Path) -> None:
 
 
 def test_the_ranks_of_a_node_share_the_memory_of_their_stores() -> None:
-    """Not those of the whole job, and none has all of it."""
+    """A rank has a fourth of the memory: the memory is shared by the ranks of the node, not of the whole job."""
     mesh = replace(solo_mesh(torch.device("cpu")), ranks_here=4)
     with (
         patch.object(parts_file, "available_memory_bytes", lambda: 4000),

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the same bits of every gradient with dropout on, and less kept."""
+"""Recomputation: the same bits of every gradient with dropout on, and fewer kept bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Left = tuple[list[float], list[list[Tensor]]]
 
 
 def config_of(model: str, stages: int, tensor: dict[str, Any], **changes: Any) -> Config:
-    """Dropout 0.1, one step, four microbatches."""
+    """Return a config with dropout 0.1, one step and four microbatches."""
     tree = pipelined(model, stages, "message-driven", tensor).model_dump(mode="json", by_alias=True)
     tree["model"] |= {"dropout": changes.pop("dropout", 0.1), "layers": LAYERS}
     tree["optimizer"]["schedule"]["warmup"] = 1
@@ -46,7 +46,7 @@ def with_setting(config: Config, setting: str | int) -> Config:
 
 
 def left_by(mesh: Mesh, configs: list[Config]) -> list[Left]:
-    """The results of each config, one after the other. (Epochs of a mailbox grow: only the first may have stages.)"""
+    """Return the results of each config in turn. Only the first may have stages: epochs of a mailbox grow."""
     results = []
     for config in configs:
         parts = build(config, mesh)
@@ -88,7 +88,7 @@ def test_no_bit_changes_in_any_model(model: str) -> None:
 
 def compare(model: str, layout: str) -> None:
     stages, tensor = LAYOUTS[layout]
-    # 2-D products are added up in place, so that none is there to be kept.
+    # 2-D products are added up in place: no product is left to keep.
     settings = (
         SETTINGS if tensor is WHOLE else ("auto", "selective", "offload", *(["ops"] if tensor is not BLOCKS[1] else []))
     )
@@ -125,7 +125,7 @@ def test_dropout_is_on() -> None:
 
 @cache
 def counted(model: str, setting: str | int, dropout: float) -> int:
-    """Bytes that a microbatch's forward pass keeps."""
+    """Return the bytes that a microbatch's forward pass keeps."""
     config = with_setting(config_of(model, 1, WHOLE, dropout=dropout), setting)
     parts = plan(config)
     batch = empty_batch(config, parts.kit, parts.model, torch.device("meta"))
@@ -147,7 +147,7 @@ def test_groups_keep_less(model: str) -> None:
 
 @pytest.mark.parametrize("model, dropout", [("gpt2", 0.1), ("bert", 0.1), ("bert", 0.0), ("vit", 0.1)])
 def test_selective_keeps_less(model: str, dropout: float) -> None:
-    """With dropout on the attention weights, or a mask, the core keeps its weights [B, A, T, T]."""
+    """With dropout on the attention weights, or a mask, the core keeps the weights [B, A, T, T]."""
     assert counted(model, "selective", dropout) < counted(model, "none", dropout)
     assert counted(model, "selective", dropout) > counted(model, "auto", dropout)
 

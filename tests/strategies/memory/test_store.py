@@ -1,4 +1,4 @@
-"""Stores: zeros at first, what is given back comes again, and what goes wrong is said before the first step."""
+"""Stores: zeros at first, values that are kept when memory is given back, and errors before the first step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MANY = 8 * 2**20
 
 
 def resident_bytes(x: torch.Tensor) -> int:
-    """The bytes in memory of the mapping that holds the tensor: nobody else's pages."""
+    """Return the bytes in memory of the tensor's mapping, which has no other tensor's pages."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -43,7 +43,8 @@ def test_a_file_is_as_long_as_it_must_be_and_gone_when_it_is_mapped(tmp_path: Pa
 
 
 def touch_and_give_back(mesh: Mesh, path: Path) -> tuple[int, int, int, bool]:
-    """Resident bytes of the file: all touched, half given back, all given back; and whether the values are there."""
+    """Return the resident bytes of the file: all touched, half given back, all given back; and whether the values are
+    kept."""
     kept = DiskStore(MANY, path)
     kept.values.copy_(torch.arange(MANY))
     touched = resident_bytes(kept.values)
@@ -79,7 +80,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 
 
 def too_large(mesh: Mesh, path: Path) -> str:
-    """A limit on the size of files is the disk's end that a test can set."""
+    """Limit the size of files, as a full disk does, and return the error."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
     try:
         DiskStore(MANY, path)
@@ -105,7 +106,7 @@ def test_not_enough_host_memory() -> None:
 
 
 class Runtime:
-    """Pins and frees nothing, and notes the pieces: address and bytes."""
+    """A runtime that pins and frees no memory, and records the address and bytes of each piece."""
 
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""O2 adds up the gradients of microbatches in float32: bf16's sums of equal terms stop growing after 256 of them."""
+"""O2 adds up the gradients of microbatches in float32: a bf16 sum of equal terms stops growing after 256 terms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.oracle.run import train_step
 from tests.workers import run_ranks
 
 TERMS = 400
-"""Equal microbatches of a replica. A bf16 sum of them is a fifth less than it should be."""
+"""Equal microbatches of a replica. A bf16 sum of 400 terms is a fifth too small."""
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "serial": {},
@@ -37,7 +37,7 @@ Gradients = dict[str, dict[tuple[int, ...], torch.Tensor]]
 
 
 def config_for(layout: str, terms: int, **precision: str) -> Config:
-    """Tied and with biases: gradients of look-ups, heads, linears and sums."""
+    """Return a tied config with biases: gradients of look-ups, heads, linears and sums."""
     changes = LAYOUTS[layout]
     replicas = changes.get("layout", {}).get("data", {}).get("size", 1)
     rows = {"tesseract": 2}.get(layout, 1)
@@ -56,13 +56,13 @@ def config_for(layout: str, terms: int, **precision: str) -> Config:
 
 
 def alike(config: Config, step: int) -> Batch:
-    """All rows are one."""
+    """Return a batch of equal rows."""
     one = global_batch(config.model_copy(update={"batch": config.batch.model_copy(update={"global_": 1})}), step)
     return {name: rows.expand(config.batch.global_, *rows.shape[1:]).contiguous() for name, rows in one.items()}
 
 
 def gradients_of(mesh: Mesh, config: Config) -> tuple[Gradients, set[torch.dtype]]:
-    """A step's gradients, and the types that they were summed in."""
+    """Return a step's gradients, and the dtypes of the sums."""
     _, gradients = train_step(build(config, mesh), 0, alike(config, 0))
     return gradients, {part.dtype for held in gradients.values() for part in held.values()}
 
@@ -73,7 +73,7 @@ def run(config: Config) -> list[tuple[Gradients, set[torch.dtype]]]:
 
 
 def errors(config: Config) -> dict[str, float]:
-    """How far each gradient is from that of float32 weights, which takes all rows at once, relative to its norm."""
+    """Return each gradient's relative distance from the gradient of float32 weights and all rows at once."""
     one = config_for("serial", 1, level="O0", dtype="float32")
     ((expected, _),) = run(one.model_copy(update={"model": config.model}))
     found = {}
@@ -91,13 +91,13 @@ def errors(config: Config) -> dict[str, float]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("layout", CASES)
 def test_equal_terms_add_up(layout: str) -> None:
-    """To bf16's own precision: what is left is the rounding of activations and of each term."""
+    """The sums are right to bf16's own precision: the error is the rounding of activations and of each term."""
     found = errors(config_for(layout, TERMS))
     assert max(found.values()) < 0.05, found
 
 
 def test_stored_sums_stop_growing() -> None:
-    """As the paper's half-precision sums do: `accumulate: stored` is a choice."""
+    """The paper's half-precision sums stop growing as well: `accumulate: stored` is a choice."""
     found = errors(config_for("serial", TERMS, accumulate="stored"))
     assert max(found.values()) > 0.2, found
 
@@ -105,7 +105,7 @@ def test_stored_sums_stop_growing() -> None:
 @pytest.mark.parametrize(
     "terms, precision, summed_in",
     [
-        (1, {}, {torch.bfloat16, torch.float32}),  # norms are float32 anyway
+        (1, {}, {torch.bfloat16, torch.float32}),  # norms are float32 in any case
         (2, {}, {torch.float32}),
         (2, {"accumulate": "stored"}, {torch.bfloat16, torch.float32}),
         (2, {"dtype": "fp16"}, {torch.float32}),

@@ -1,4 +1,4 @@
-"""Muon: matrices become orthogonal, layouts equal plain torch in float64, and what cuts matrices is refused."""
+"""Muon: matrices become orthogonal, layouts equal plain torch in float64, and layouts that cut matrices are refused."""
 
 from __future__ import annotations
 

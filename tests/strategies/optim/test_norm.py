@@ -1,4 +1,4 @@
-"""The gradient's norm counts each element once, whoever holds it; clipping bounds it."""
+"""The gradient's norm counts each element once, on any rank; clipping bounds the norm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DECAYS = StepRule("elements", decays=True)
 
 
 def norms(mesh: Mesh, clip: float | None) -> dict[str, tuple[float, float, float]]:
-    """By sync: the norm, what the optimizer says it was, and the norm of what it stepped with."""
+    """Return by sync the norm, the norm that the optimizer reports, and the norm of the stepped gradient."""
     return {sync: _norms(mesh, sync, clip) for sync in SYNCS}
 
 
@@ -52,7 +52,7 @@ def test_every_sync_has_the_serial_norm(size: int) -> None:
     for answers in run_ranks(norms, Grid((("data", size),)), None, transport="torch"):
         for sync, (norm, reported, stepped) in answers.items():
             assert norm == pytest.approx(serial(), rel=1e-12), sync
-            assert reported == stepped == norm, sync  # nothing to clip
+            assert reported == stepped == norm, sync  # no gradient to clip
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -60,16 +60,17 @@ def test_clipping_bounds_what_is_stepped_and_reports_what_was(size: int) -> None
     for answers in run_ranks(norms, Grid((("data", size),)), 0.25, transport="torch"):
         for sync, (_, reported, stepped) in answers.items():
             assert reported == pytest.approx(serial(), rel=1e-12), sync
-            # As torch.nn.utils.clip_grad_norm_: by 0.25 / (norm + 1e-6).
+            # By 0.25 / (norm + 1e-6), like torch.nn.utils.clip_grad_norm_.
             assert stepped == pytest.approx(0.25 * serial() / (serial() + 1e-6), rel=1e-12), sync
 
 
 LARGE = 2**24 + 12345
-"""Elements of GPT-2 small's table are 2.3 times as many."""
+"""GPT-2 small's table has 2.3 times this number of elements."""
 
 
 def norms_of_large(mesh: Mesh, dtype: str) -> tuple[float, list[float]]:
-    """numpy's norm of a large gradient in float64, and ours of it in one slot and in several."""
+    """Return numpy's norm of a large gradient in float64, and Meshwright's norms of the gradient in one slot and in
+    several."""
     generator = torch.Generator().manual_seed(1)
     whole = torch.randn(LARGE, generator=generator).mul_(1e-3).to(getattr(torch, dtype))
     found = []
@@ -86,13 +87,14 @@ def norms_of_large(mesh: Mesh, dtype: str) -> tuple[float, list[float]]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_large_gradients(dtype: str) -> None:
-    """Whatever the precision, and however buckets cut the gradient."""
+    """The norm is right at any precision and with any cuts of the gradient by buckets."""
     ((wanted, found),) = run_ranks(norms_of_large, Grid((("data", 1),)), dtype)
     assert found == pytest.approx([wanted] * len(found), rel=1e-12, abs=0)
 
 
 def half_slots(mesh: Mesh) -> float:
-    """fp16 gradients whose squares overflow fp16; one part is held by all, one part is cut."""
+    """Return the norm of fp16 gradients with squares that overflow fp16; all ranks hold one part, and one part is
+    cut."""
 
     def slot(values: list[float], axes: tuple[str, ...]) -> Slot:
         parameter = nn.Parameter(torch.zeros(len(values), dtype=torch.float16))
@@ -109,7 +111,8 @@ def test_parts_are_summed_over_their_axes_and_copies_are_not() -> None:
 
 
 def stages(mesh: Mesh) -> float:
-    """Three stages of two replicas; the ends share a slot, whole on both (3), and another in parts (1, 2)."""
+    """Return the norm of three stages of two replicas. The ends share a slot, whole on both (3), and another in parts
+    (1, 2)."""
 
     def slot(values: list[float], axes: tuple[str, ...], tied: bool = False) -> Slot:
         parameter = nn.Parameter(torch.zeros(len(values)))

@@ -1,4 +1,4 @@
-"""The optimizer against plain torch, and its all-or-nothing steps."""
+"""The optimizer against plain torch, and steps that are applied whole or not at all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.workers import run_ranks
 
 STEPS = 6
 CLIPS = (None, 1.0, 1e4)
-"""None; below the norm of the gradients; above it, where nothing is scaled."""
+"""No clipping; a clip below the norm of the gradients; a clip above the norm, which scales no gradient."""
 SYNCS = ("allreduce", "zero1", "server-gradient")
 OPTIMIZERS = {
     "adamw": {"name": "adamw", "lr": 1e-2, "betas": [0.8, 0.9], "epsilon": 1e-6, "weight_decay": 0.2},
@@ -37,7 +37,7 @@ def planted(name: str, shape: torch.Size, step: int) -> Tensor:
 
 
 def plant(parts: Parts, step: int) -> None:
-    """Give every slot its part of a gradient made from the parameter's name."""
+    """Give every slot the slot's part of a gradient made from the parameter's name."""
     for slot in parts.strategy.slots:
         gradient = torch.zeros_like(slot.parameter)
         for place in slot.places:
@@ -60,7 +60,7 @@ def step_ours(mesh: Mesh, sync: str, settings: dict[str, Any], clip: float | Non
 
 
 def step_torchs(mesh: Mesh, settings: dict[str, Any], clip: float | None) -> dict[str, Tensor]:
-    """Plain torch: two groups by hand, torch's clipping, torch's schedulers' rates written out."""
+    """Step with plain torch: two groups by hand, torch's clipping, the rates of torch's schedulers written out."""
     model = build(config_for("allreduce", 1), mesh).model
     parameters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
     decayed = [p for name, p in parameters.items() if name.endswith("weight") and "norm" not in name]
@@ -85,7 +85,7 @@ def step_torchs(mesh: Mesh, settings: dict[str, Any], clip: float | None) -> dic
 
 
 def step_all(mesh: Mesh, sync: str) -> dict[tuple[str, float | None], dict[str, Tensor]]:
-    """Every optimizer, clipped and not; `sync`: one of ours, or torch."""
+    """Step every optimizer, clipped and not; `sync`: a sync of Meshwright, or torch."""
     return {
         (name, clip): step_torchs(mesh, settings, clip) if sync == "torch" else step_ours(mesh, sync, settings, clip)
         for name, settings in OPTIMIZERS.items()
@@ -112,7 +112,8 @@ def test_equals_torch(name: str, clip: float | None, sync: str, size: int) -> No
 
 
 def overflow(mesh: Mesh, sync: str, level: str, bad: float) -> list[tuple[bool, float, bool]]:
-    """Good, bad, good, good steps in fp16, the bad value on the last rank alone: (applied, scale, moved) of each."""
+    """Make good, bad, good, good steps in fp16, with the bad value on the last rank alone. Return (applied, scale,
+    moved) of each step."""
     precision = {"level": level, "dtype": "fp16", "loss_scale": {"initial": 256.0, "interval": 2}}
     config = config_for(sync, mesh.size("data"), batch={"global": 12}, precision=precision)
     parts = build(config, mesh)
@@ -128,9 +129,7 @@ def overflow(mesh: Mesh, sync: str, level: str, bad: float) -> list[tuple[bool, 
             parameter = parts.model.get_parameter("blocks.0.attention.output.bias")
             assert parameter.grad is not None
             parameter.grad[0] = bad
-        zeros = batch | {
-            "labels": torch.full_like(batch["labels"], -100)
-        }  # the final microbatch brings the sums, and nothing else
+        zeros = batch | {"labels": torch.full_like(batch["labels"], -100)}  # the final microbatch adds the sums alone
         forward_and_backward(parts, zeros, {"labels": 1.0}, final=True)
         parts.strategy.finish()
         before = snapshot(parts)
@@ -144,7 +143,7 @@ def overflow(mesh: Mesh, sync: str, level: str, bad: float) -> list[tuple[bool, 
 
 
 def snapshot(parts: Parts) -> list[Tensor]:
-    """All that a step may change on this rank: states, masters, weights."""
+    """Return all tensors that a step may change on this rank: states, masters, weights."""
     held = parts.optimizer.held
     assert isinstance(held, InPlace)
     states = [value.clone() for index in range(len(held.slots)) for value in held.tensors(index).values()]

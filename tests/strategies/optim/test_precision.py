@@ -1,4 +1,4 @@
-"""O1 and O2 train as float32 does, within what a half-precision rounding can move; O2 keeps float32 masters."""
+"""O1 and O2 train like float32, within the effect of half-precision rounding. O2 keeps float32 masters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.workers import run_ranks
 
 STEPS = 10
 TOLERANCE = {"bf16": 2e-2, "fp16": 4e-3}
-"""Relative, on each step's loss: about five units in the last place of 8 and 11 bits."""
+"""Relative tolerance of each step's loss: about five units in the last place of 8 and 11 bits."""
 
 
 def config_of(sync: str, size: int, level: str, dtype: str, name: str) -> Config:
@@ -37,7 +37,7 @@ def config_of(sync: str, size: int, level: str, dtype: str, name: str) -> Config
 
 
 def losses(mesh: Mesh, sync: str, level: str, dtype: str, name: str = "adamw") -> list[float]:
-    """The global losses of ten steps over the same batch, so that they fall by a lot."""
+    """Return the global losses of ten steps over the same batch, which makes the losses fall by a lot."""
     config = config_of(sync, mesh.size("data"), level, dtype, name)
     parts = build(config, mesh)
     everyone = global_batch(config, 0)
@@ -48,7 +48,7 @@ def losses(mesh: Mesh, sync: str, level: str, dtype: str, name: str = "adamw") -
 
 
 def _check_storage(parts: Parts, config: Config) -> None:
-    """Every state is stored in its dtype, and weights are the rounded masters."""
+    """Assert that every state is stored in the state's dtype, and that weights are the rounded masters."""
     wanted = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}[config.precision.dtype]
     held = parts.optimizer.held
     assert isinstance(held, InPlace)
@@ -84,12 +84,12 @@ def test_losses_follow_float32(sync: str, level: str, dtype: str) -> None:
     assert reference[0] - reference[-1] > 0.3
     for answers in half_precision(sync):
         assert answers[level, dtype] == pytest.approx(reference, rel=TOLERANCE[dtype])
-        assert answers[level, dtype] != reference  # it did run in half
+        assert answers[level, dtype] != reference  # the run was in half precision
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_loss_scale_is_taken_out_again(level: str) -> None:
-    """With SGD, whose step is as long as its gradient: AdamW would not notice."""
+    """The optimizer is SGD, with steps proportional to the gradient: AdamW would hide a wrong scale."""
     (reference,) = run_ranks(losses, Grid((("data", 1),)), "allreduce", "O0", "float32", "sgd")
     assert reference[0] - reference[-1] > 0.3
     (mine,) = run_ranks(losses, Grid((("data", 1),)), "allreduce", level, "fp16", "sgd")
@@ -97,9 +97,9 @@ def test_the_loss_scale_is_taken_out_again(level: str) -> None:
 
 
 def summed(mesh: Mesh, sync: str) -> tuple[bool, bool, bool]:
-    """Both ranks have the same rows, and a loss so large that twice its gradient, stored in fp16, is too large for it.
+    """Give both ranks the same rows, and a loss large enough that twice the gradient is too large for fp16.
 
-    Whether a rank's own gradients are finite, their sums, and their sums where the loss was divided beforehand.
+    Returns whether a rank's own gradients are finite, the sums, and the sums of a loss that was divided beforehand.
     """
     config = config_of(sync, mesh.size("data"), "O2", "fp16", "sgd")
     stored = config.precision.model_copy(update={"accumulate": "stored"})
@@ -136,7 +136,7 @@ def test_half_precision_sums_do_not_overflow_as_the_loss_is_divided_beforehand(s
 
 
 def widened(mesh: Mesh, limit: int) -> tuple[list[torch.Tensor], int]:
-    """Three steps of one microbatch in bf16: the masters, and the most bytes of gradients that a call was given."""
+    """Make three steps of one microbatch in bf16. Return the masters, and the most bytes of gradients in one call."""
     config = config_for("allreduce", 1, batch={"global": 12, "micro": 12}, precision={"level": "O2", "dtype": "bf16"})
     parts, most = build(config, mesh), 0
     states: Any = parts.optimizer.held

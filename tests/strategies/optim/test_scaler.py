@@ -1,4 +1,4 @@
-"""The loss scale's life: halved on an overflow, doubled after enough good steps in a row."""
+"""The loss scale: halved on an overflow, doubled after enough good steps in a row."""
 
 from __future__ import annotations
 

@@ -23,12 +23,13 @@ from tests.oracle.batches import global_batch
 from tests.workers import run_ranks
 
 MOST = 4
-"""Microbatches without a backward pass in a chunk of `crossing`: few, so that chunks' backward passes alternate."""
+"""Microbatches without a backward pass in a chunk of `crossing`. The number is small, so that chunks' backward passes
+alternate."""
 
 
 @dataclass(frozen=True)
 class Bits:
-    """A rank's results of a step: its loss, its slots' gradients, and what it did, in order."""
+    """A rank's results of a step: the loss, the slots' gradients, and the tasks in order."""
 
     loss: float
     gradients: list[Tensor]
@@ -36,7 +37,7 @@ class Bits:
 
 
 class Delaying:
-    """A mailbox whose messages are late, and overtake each other, as a seed says."""
+    """A mailbox with late messages that overtake each other, by a seed."""
 
     def __init__(self, inner: Mailbox, seed: str) -> None:
         self.inner = inner
@@ -72,7 +73,7 @@ class Delaying:
 
 
 def with_dropout(config: Config, **pipeline: Any) -> Config:
-    """Eight microbatches a step."""
+    """Return a config with dropout and eight microbatches a step."""
     tree = config.model_dump(mode="json", by_alias=True)
     tree["model"]["dropout"] = 0.1
     tree["layout"]["pipeline"] |= pipeline
@@ -81,7 +82,8 @@ def with_dropout(config: Config, **pipeline: Any) -> Config:
 
 
 def crossing() -> Schedule:
-    """Message-driven, but for weight gradients: each follows another chunk's backward pass, or waits for the end."""
+    """Return a message-driven schedule, except that each weight gradient follows another chunk's backward pass or waits
+    for the end."""
     before: Task | None = None
 
     def schedule(view: View) -> Task | None:
@@ -102,8 +104,8 @@ def crossing() -> Schedule:
 
 
 def bits_of(mesh: Mesh, config: Config, seeds: Sequence[int | None], crosses: bool = False) -> list[Bits]:
-    """The same step again and again, each with the delays of a seed; None: without. `crosses`: the steps behind the
-    first have the order `crossing`."""
+    """Repeat one step, each time with the delays of a seed; None: without delays. `crosses`: the steps after the first
+    have the order `crossing`."""
     parts = build(config, mesh)
     pipeline = parts.pipeline
     mailbox, everyone = pipeline.mailbox, to_device(global_batch(config, 0), mesh.device)
@@ -116,7 +118,7 @@ def bits_of(mesh: Mesh, config: Config, seeds: Sequence[int | None], crosses: bo
         loss = pipeline.train(parts.microbatches(everyone), scales, seeded)
         parts.strategy.finish()
         gradients = [slot.parameter.grad.clone() for slot in parts.strategy.slots]
-        parts.strategy.publish()  # nothing was stepped
+        parts.strategy.publish()  # no parameter was stepped
         results.append(Bits(float(loss), gradients, tuple(span.name for span in pipeline.spans)))
     return results
 
@@ -126,7 +128,7 @@ def seeded(index: int, chunk: int) -> None:
 
 
 def runs_of(config: Config, seeds: Sequence[int | None]) -> list[list[Bits]]:
-    """By rank and seed."""
+    """Return the bits by rank and seed."""
     return run_ranks(
         bits_of, Grid(config.layout.axes), config, seeds, token_axes=config.layout.token_axes, transport="torch"
     )

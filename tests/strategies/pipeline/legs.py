@@ -1,4 +1,4 @@
-"""Runs of stages in two legs, with a checkpoint between."""
+"""Runs of stages in two legs, with a checkpoint between the legs."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def legs(config: Config, source: Path | None, target: Path | None, span: range) 
 
 
 def losses_of(ranks: list[Leg]) -> list[float]:
-    """The losses of the rank that holds the chain's end: every other one's are 0."""
+    """Return the losses of the rank with the chain's end: the losses of all other ranks are 0."""
     return [max(losses) for losses in zip(*(rank[0] for rank in ranks), strict=True)]

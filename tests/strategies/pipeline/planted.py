@@ -1,4 +1,4 @@
-"""Workers of `verify` whose pipeline has a bug planted in it."""
+"""Workers of `verify` with a planted bug in the pipeline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.tools.verify.job import verify_rank
 
 
 def dropped_work(*arguments: Any, **named: Any) -> None:
-    """The last stage leaves out one weight gradient of microbatch 0."""
+    """Leave out one weight gradient of microbatch 0 on the last stage."""
     right = Stage.weights
 
     def wrong(self: Stage, index: int, *, final: bool) -> None:

@@ -1,4 +1,4 @@
-"""The order in which messages arrive changes no bit: neither of the losses nor of a gradient, with dropout on."""
+"""The order of messages changes no bit of the losses and gradients, with dropout on."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_order_of_arrival_changes_no_bit(case: tuple[Any, ...]) -> None:
         for other in others:
             assert_same_bits(other, first)
     orders = set(zip(*([bits.order for bits in rank] for rank in ranks), strict=True))
-    one_order = schedule == "axonn" and stages == 2  # forward up to the limit, then each gradient's turn
+    one_order = schedule == "axonn" and stages == 2  # forward up to the limit, then each gradient in turn
     assert (len(orders) == 1) == one_order, "all runs did the same in the same order: nothing was tested"
 
 
 def test_a_table_of_two_chunks_is_summed_by_chunk_whatever_ran_before() -> None:
-    """Its look-ups' gradients are weight gradients of the first chunk, here after backward passes of the last."""
+    """The look-ups' gradients are weight gradients of the first chunk, here after backward passes of the last."""
     config = with_dropout(pipelined("gpt2", *CASES["2 stages of 2 chunks as a v, a tied table"][:3], 1, V), limit=16)
     first, _ = run_ranks(bits_of, Grid(config.layout.axes), config, (None, None), True)
     usual, crossed = first
@@ -54,7 +54,7 @@ def test_a_table_of_two_chunks_is_summed_by_chunk_whatever_ran_before() -> None:
 
 
 def test_other_limits_and_other_processes_change_no_bit() -> None:
-    """How many microbatches are in flight is a matter of memory."""
+    """The number of microbatches in flight is a matter of memory."""
     config = pipelined("gpt2", 3, "message-driven", WHOLE)
     runs = [runs_of(with_dropout(config, limit=limit), (1,)) for limit in (1, 8, 8)]
     for run in runs[1:]:

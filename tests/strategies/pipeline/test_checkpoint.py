@@ -1,4 +1,4 @@
-"""Checkpoints of stages: any other layout takes them up bit for bit, and goes on as one device would."""
+"""Checkpoints of stages: any other layout restores the same bits, and continues as one device does."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def serial() -> list[float]:
 )
 def test_another_layout_goes_on(writer: str, readers: tuple[str, ...], serial: list[float], tmp_path: Path) -> None:
     before = legs(config_of(writer), None, tmp_path, range(FIRST))
-    states = written(before)  # asserts that every element comes from one rank, a tied weight's too
+    states = written(before)  # asserts that every element is written by one rank, also a tied weight's
     step = tmp_path / f"step-{FIRST}"
     assert_same_bits(read_whole(Checkpoint(step), KINDS), states)
     for reader in readers:

@@ -1,4 +1,4 @@
-"""The clock that computes: totals that can be counted by hand, and what message-driven gains under trouble."""
+"""The computed clock: totals that are counted by hand, and the gain of message-driven under troubles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOW_STAGE = 3
 
 
 def work(split: bool, factor: Callable[[int, str], float]) -> TaskSeconds:
-    """F, B and W take one second each, times factor(stage, F3); an unsplit backward pass is B and W together."""
+    """Return F, B and W of one second each, times factor(stage, F3); an unsplit backward pass is B and W together."""
 
     def costs(stage: int, task: Task) -> float:
         if split or task.kind is TaskKind.FORWARD:
@@ -36,7 +36,7 @@ def work(split: bool, factor: Callable[[int, str], float]) -> TaskSeconds:
 
 
 def cell(name: str, split: bool, seed: int = 0) -> tuple[TaskSeconds, MessageSeconds]:
-    """The benchmark's four conditions; the same seed gives every schedule the same troubles."""
+    """Return one of the benchmark's four conditions; the same seed gives every schedule the same troubles."""
 
     def uniform(*key: object) -> float:
         return random.Random(repr((seed, *key))).random()
@@ -77,7 +77,7 @@ def test_message_driven_against_1f1b(num_microbatches: int, name: str, bound: fl
 
 @pytest.mark.parametrize("name", ["no jitter", "jitter", "slow stage", "late messages"])
 def test_message_driven_with_the_memory_of_1f1b(name: str) -> None:
-    """At the limit of 1F1B's first stage it is ahead too: of 1F1B and of AxoNN."""
+    """At the limit of 1F1B's first stage, message-driven is faster than 1F1B and AxoNN as well."""
     ours = total(MESSAGE_DRIVEN.limited(8), name, 16)
     assert ours < 0.9 * total(ONE_F_ONE_B, name, 16)
     assert ours < 0.9 * total(AXONN, name, 16)
@@ -92,7 +92,7 @@ def test_no_total_below_the_work(rule: ScheduleRule) -> None:
 
 
 def test_latency_counts_on_every_link() -> None:
-    """One microbatch: four stages forward, three messages, and all of it back."""
+    """One microbatch: four stages forward, three messages, and the same backward."""
     timeline = simulate(4, 1, ONE_F_ONE_B, work(False, lambda stage, name: 1.0), lambda a, b, message: 0.25)
     assert timeline.total_seconds == 4 * 1 + 4 * 2 + 6 * 0.25
 
@@ -120,14 +120,15 @@ def test_each_cost_and_latency_is_asked_once() -> None:
 
 
 def test_stages_that_share_a_core_take_turns() -> None:
-    """One core: a step takes the sum of its tasks, and a lone stage does not wait for it."""
+    """On one core, a step takes the sum of the tasks; a lone stage waits for no core."""
     costs = work(True, lambda stage, name: 1.0 + stage)
     timeline = simulate(3, 4, MESSAGE_DRIVEN, costs, lambda a, b, message: 0.0, lambda busy: 1 / max(1, busy))
     assert timeline.total_seconds == pytest.approx(3 * 4 * (1 + 2 + 3))
 
 
 def test_a_task_goes_faster_while_its_neighbour_waits() -> None:
-    """Two stages on one core. F0 of the first is alone for 1 s. Then its F1 and the other's F0, of 1 s each, take 2."""
+    """Two stages on one core: F0 of the first stage is alone for 1 s. Then F1 of the first and F0 of the second, of 1 s
+    each, take 2 s."""
     timeline = simulate(
         2, 2, FORWARD_ONLY, lambda stage, task: 1.0, lambda a, b, message: 0.0, lambda busy: 1 / max(1, busy)
     )
@@ -137,7 +138,7 @@ def test_a_task_goes_faster_while_its_neighbour_waits() -> None:
 
 @pytest.mark.parametrize("num_microbatches", [16, 64])
 def test_a_v_with_little_memory_has_less_bubble_than_zb_v(num_microbatches: int) -> None:
-    """With ZB-V's memory F and B go in its order, and weight gradients fill what waits it has."""
+    """With ZB-V's memory, F and B run in ZB-V's order, and weight gradients fill the waits."""
     v, bubbles = ChunkPlacement(8, 2, "v"), {}
     for rule in (ZB_V, MESSAGE_DRIVEN.limited(16)):
         timeline = simulate(8, num_microbatches, rule, *cell("no jitter", True), placement=v)
@@ -158,7 +159,7 @@ def test_a_v_with_little_memory_has_less_bubble_than_zb_v(num_microbatches: int)
 )
 @pytest.mark.parametrize("seed", range(8))
 def test_fixed_orders_need_no_events(rule: ScheduleRule, placement: ChunkPlacement, seed: int) -> None:
-    """Spans along the orders are those of the events, to the bit, also where stages begin at one moment."""
+    """Spans along the orders equal the spans of the events, to the bit, also if stages begin at the same moment."""
     rng = random.Random(seed)
     seconds = [rng.choice((0.5, 1.0, rng.random())) for _ in range(40)]
 

@@ -1,4 +1,4 @@
-"""Weight gradients as work for later: the same gradients and the same messages, and each parameter announced once."""
+"""Weight gradients as deferred work: the same gradients and messages, and each parameter announced once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KITS: dict[str, tuple[dict[str, Any], str]] = {
 
 @dataclass(frozen=True)
 class Left:
-    """Gradients by parameter, how often each was announced in the last microbatch, bytes sent by axes and verb."""
+    """Gradients by parameter, the announcements of each in the last microbatch, bytes sent by axes and verb."""
 
     gradients: dict[str, Tensor]
     announced: Counter[str]
@@ -41,7 +41,7 @@ class Left:
 
 
 class Run:
-    """A model whose strategy counts what it is told."""
+    """A model with a strategy that counts announcements."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.parts: Parts = build(config, mesh)
@@ -63,7 +63,7 @@ class Run:
         self.batches = self.parts.microbatches(everyone)
 
     def step(self, num_microbatches: int, *, defers: bool) -> Left:
-        """A forward and backward pass of each microbatch. `defers`: the weights' gradients at the very end."""
+        """Run a forward and backward pass of each microbatch. `defers`: the weights' gradients at the very end."""
         self.announced.clear()
         before = self._traffic()
         works = []
@@ -103,7 +103,7 @@ Pair = tuple[Left, Left]
 
 
 def both_ways(mesh: Mesh, configs: dict[str, Config]) -> dict[tuple[str, int], Pair]:
-    """The results of each config and number of microbatches: at once, deferred."""
+    """Return the results of each config and number of microbatches: at once, deferred."""
     results = {}
     for name, config in configs.items():
         run = Run(config, mesh)
@@ -114,7 +114,8 @@ def both_ways(mesh: Mesh, configs: dict[str, Config]) -> dict[tuple[str, int], P
 
 
 def check(results: dict[tuple[str, int], Pair], tolerance: float) -> None:
-    """One microbatch: the same bits. Two, or a table that look-up and head share: summed in another order."""
+    """Assert the same bits with one microbatch. With two, or a table shared by look-up and head, the order of the sum
+    differs."""
     for (name, number), (at_once, deferred) in results.items():
         assert deferred.num_works >= len(deferred.gradients) / 2 * number, f"{name}: little was deferred"
         for parameter, wanted in at_once.gradients.items():
@@ -130,7 +131,7 @@ def check(results: dict[tuple[str, int], Pair], tolerance: float) -> None:
 @pytest.mark.parametrize("kit", KITS)
 def test_later_is_the_same(kit: str) -> None:
     tensor, summa = KITS[kit]
-    # Blocks hold no experts: refused. Over half of the parameters of a delta net are vectors, which are not deferred.
+    # Blocks refuse experts. Over half of the parameters of a delta net are vectors, which are not deferred.
     kept = {model: section for model, section in MODELS.items() if section["family"] != "qwen3-next"}
     models = [model for model, section in kept.items() if "experts" not in section or tensor["kind"] != "tesseract"]
     configs = {model: config_for(model, tensor, memory={"summa": summa}) for model in models}
@@ -142,7 +143,8 @@ def test_later_is_the_same(kit: str) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_later_is_the_same_in_half_precision(level: str, dtype: str) -> None:
-    """O1: works compute in autocast's dtype, though it is off by then. O2: a sum is rounded after its last product."""
+    """O1: works compute in autocast's dtype, though autocast is off by then. O2: a sum is rounded after the last
+    product."""
     precision = {"level": level, "dtype": dtype}
     configs = {model: config_for(model, {"kind": "none"}, precision=precision) for model in ("gpt2", "vit")}
     (results,) = run_ranks(both_ways, Grid((("data", 1),)), configs)

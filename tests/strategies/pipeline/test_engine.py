@@ -35,7 +35,8 @@ RULES = {
 
 
 def middle(schedule: Schedule, num_microbatches: int = 4, rule: ScheduleRule = MESSAGE_DRIVEN) -> list[View]:
-    """Run the middle stage of three with all messages sent in order, one at a time; the views that its schedule saw."""
+    """Run the middle stage of three, with all messages sent in order, one at a time. Return the views of the
+    schedule."""
     views: list[View] = []
 
     def seen(view: View) -> Task | None:
@@ -144,10 +145,11 @@ def test_no_stage_begins_below_a_limit_of_one() -> None:
 def test_any_order_of_arrival(
     rule: str, num_stages: int, num_chunks: int, shape: Shape, num_microbatches: int, seed: int
 ) -> None:
-    """No clock: stages take turns at random, and messages of a link arrive in any order, many at once or one by one."""
+    """Without a clock, stages take turns at random, and messages of a link arrive in any order, many at once or one by
+    one."""
     chosen, draw = RULES.get(rule, MESSAGE_DRIVEN.limited(2 * num_stages)), random.Random(seed)
     if "limit" in rule:
-        chosen = chosen.limited(num_chunks)  # the least with which every chunk can begin
+        chosen = chosen.limited(num_chunks)  # the least that lets every chunk begin
     if rule in ("zb-v", "scarce"):
         num_chunks, shape = 2, "v"
     placement = ChunkPlacement(num_stages, num_chunks if shape in chosen.shapes else 1, shape)

@@ -1,4 +1,4 @@
-"""Every schedule computes what one device computes: float64 gradients to 1e-12 relative, losses to 1e-10."""
+"""Every schedule computes as one device does: float64 gradients to 1e-12 relative, losses to 1e-10."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_equals_serial(stages: int, schedule: str) -> None:
 
 @pytest.mark.parametrize("stages, schedule, placed", CHUNKED)
 def test_chunks_equal_serial(stages: int, schedule: str, placed: dict[str, Any]) -> None:
-    """Loops and lines of stages that hold several chunks; in a v one stage holds both copies of the tied table."""
+    """Stages have several chunks in loops and lines; in a v one stage has both copies of the tied table."""
     check(run(pipelined("gpt2", stages, schedule, WHOLE, placed=placed)), serial("gpt2"))
 
 
@@ -61,7 +61,7 @@ def test_with_sub_graphs(model: str, common: str, branch: str, schedule: str) ->
 
 @pytest.mark.parametrize("common", ["all", pytest.param("one", marks=pytest.mark.long)])
 def test_sub_graphs_with_data_parallelism(common: str) -> None:
-    """Eight ranks."""
+    """The layout has eight ranks."""
     tensor = {"kind": "subgraph", "size": 2, "common": common, "branch": "block"}
     batch = {"batch": {"global": 24, "micro": 6}}
     check(run(pipelined("gpt2", 2, "message-driven", tensor, 2, **batch)), serial("gpt2"))

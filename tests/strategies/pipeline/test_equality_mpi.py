@@ -1,4 +1,4 @@
-"""Pipelines over MPI compute what one device computes."""
+"""Pipelines over MPI compute as one device does."""
 
 from __future__ import annotations
 

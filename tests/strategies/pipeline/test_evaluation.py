@@ -1,4 +1,4 @@
-"""A run with stages is evaluated, verified and asked like any other."""
+"""A run with stages is evaluated, verified and queried like any other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(corpus: Path, stages: int, data: int = 1, tensor: dict[str, Any] | None = None) -> Config:
-    """No dropout, three steps, each looked at."""
+    """Return a config without dropout, with three steps and a validation after each."""
     model = {"layers": 3, "hidden": 16, "heads": 4, "positions": 16, "vocabulary": 300, "vocabulary_multiple": 8}
     layout = {
         "data": {"size": data},
@@ -70,7 +70,7 @@ def test_validation_is_that_of_one_device(layout: str, corpus: Path) -> None:
 
 @pytest.fixture(scope="module")
 def staged(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run with 2 stages."""
+    """Return the folder of a whole run with 2 stages."""
     return run(config_of(corpus, 2), tmp_path_factory.mktemp("staged"))
 
 

@@ -1,4 +1,4 @@
-"""Moments are in seconds since the epoch, on either kind of device."""
+"""Moments are in seconds since the epoch, on both kinds of device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_on_a_host() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_on_a_gpu_work_counts_where_it_is_done() -> None:
-    """The host is through with giving out the products long before the device has done them."""
+    """The host has issued all products long before the device has computed the products."""
     x = torch.ones(4096, 4096, device="cuda")
     x @ x
     torch.cuda.synchronize()

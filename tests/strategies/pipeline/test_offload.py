@@ -1,4 +1,4 @@
-"""An offloaded optimizer under stages, tied embeddings among them, changes no bit."""
+"""An offloaded optimizer under stages, also with tied embeddings, changes no bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers a stage holds: the cheapest cut of all, and any cut computes what one device computes."""
+"""The layers of each stage: the cheapest cut of all, and every cut computes as one device does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.oracle.run import check, run
 
 
 def dearest(costs: Costs, partition: tuple[int, ...]) -> float:
-    """The most expensive stage."""
+    """Return the seconds of the most expensive stage."""
     stages = [sum(costs.layers[layer] for layer in layers) for layers in ranges_of(partition)]
     stages[0] += costs.embedding
     stages[-1] += costs.head
@@ -54,7 +54,7 @@ def test_no_cut_is_cheaper(costs: Costs, num_stages: int) -> None:
 
 
 def test_the_clock_prefers_a_first_stage_that_is_the_bottleneck_to_a_last_one() -> None:
-    """3 + 1 layers are better balanced where the head weighs 2.8 of them; 4 + 0 are done sooner."""
+    """If the head costs 2.8 layers, 3 + 1 layers are better balanced, but 4 + 0 are done sooner."""
     costs, two = Costs(0.15, (1.0,) * 4, 2.8), ChunkPlacement(2)
     assert balanced(costs, 2) == (3, 1)
     assert fastest(costs, two, MESSAGE_DRIVEN, 4) == (4, 0)
@@ -64,7 +64,7 @@ def test_the_clock_prefers_a_first_stage_that_is_the_bottleneck_to_a_last_one() 
 
 @pytest.mark.parametrize("rule", [GPIPE, ONE_F_ONE_B, MESSAGE_DRIVEN], ids=["gpipe", "1f1b", "message-driven"])
 def test_a_long_step_goes_on_as_its_first_part_did(rule: ScheduleRule) -> None:
-    """A cut whose first stages are the faster way in is the slower one in the long run, and is not taken."""
+    """A cut with fast first stages may be slower in a long step, and is not taken."""
     costs, four = Costs(0.6, (1.0,) * 12, 5.0), ChunkPlacement(4)
     for cut in ((4, 4, 4, 0), (2, 6, 4, 0)):
         whole = step_seconds(costs, cut, four, rule, 64)
@@ -83,7 +83,7 @@ def test_a_run_and_its_plan_are_cut_alike_by_the_clock() -> None:
 
 
 def test_the_clock_counts_all_chunks_of_a_stage() -> None:
-    """In a v the first stage holds the head as well: a balance of positions would give it two layers besides."""
+    """In a v the first stage has the head as well: a balance of positions would add two layers to this stage."""
     costs, v = Costs(0.0, (1.0,) * 8, 2.0), ChunkPlacement(2, 2, "v")
     cut = fastest(costs, v, MESSAGE_DRIVEN, 8)
     assert cut[0] + cut[3] + 2 <= cut[1] + cut[2]
@@ -94,20 +94,20 @@ def test_the_clock_counts_all_chunks_of_a_stage() -> None:
     [
         (0, 0, (4, 4, 4)),
         (1, 1, (4, 5, 3)),
-        (0, 4, (6, 5, 1)),  # 5 + 4: as dear as (5, 5, 2)
+        (0, 4, (6, 5, 1)),  # 5 + 4: the cost of (5, 5, 2)
         (20, 0, (0, 6, 6)),
-        (0, 20, (6, 6, 0)),  # of equals, the most even
+        (0, 20, (6, 6, 0)),  # the most even of equal cuts
     ],
 )
 def test_ends_weigh(begin: float, end: float, partition: tuple[int, ...]) -> None:
     costs = Costs(begin, (1.0,) * 12, end)
     assert dearest(costs, balanced(costs, 3)) == dearest(costs, partition)
-    if begin == end == 0 or 20 in (begin, end):  # the others have equals
+    if begin == end == 0 or 20 in (begin, end):  # other ends have several best cuts
         assert balanced(costs, 3) == partition
 
 
 def test_a_gpus_optimizer_weighs_more_beside_its_products() -> None:
-    """A table costs no product and is all work on parameters; few tokens a step, so that it shows."""
+    """A table has no product, only work on parameters. The step has few tokens, to show this work."""
     model = {"layers": 8, "hidden": 64, "heads": 4, "positions": 32, "vocabulary": 6_000, "tied": False}
     tree = {"model": model, "data": {"sequence": 32}, "batch": {"global": 8, "micro": 4}, "steps": 1}
     cuts = {
@@ -143,7 +143,7 @@ BY_HAND: list[tuple[str, int, Any]] = [
     ("gpt2", 2, (0, 4)),
     ("gpt2", 2, (4, 0)),
     ("gpt2", 3, (3, 1, 0)),
-    ("gpt2", 6, "auto"),  # as many as layers + 2: embedding and head alone
+    ("gpt2", 6, "auto"),  # layers + 2 stages: embedding and head alone
     ("gpt2", 3, "measured"),
     ("untied", 3, (0, 4, 0)),
     ("bert", 3, (0, 3, 0)),
@@ -155,7 +155,7 @@ BY_HAND: list[tuple[str, int, Any]] = [
 @pytest.mark.parametrize("model, stages, partition", BY_HAND, ids=str)
 def test_any_cut_equals_serial(model: str, stages: int, partition: Any) -> None:
     config = pipelined(model, stages, "message-driven", WHOLE, batch={"global": 24, "micro": 6})
-    cut = resolved(laid_out(config, pipeline={"partition": partition}))  # once: ranks would each measure for themselves
+    cut = resolved(laid_out(config, pipeline={"partition": partition}))  # once: each rank would measure anew
     check_against_serial(cut, model)
 
 
@@ -172,8 +172,8 @@ def test_every_sync_of_replicas(sync: str, schedule: str) -> None:
 
 
 LEAVES_EARLY: list[tuple[str, tuple[int, ...]]] = [("gpt2", (2, 2)), ("gpt2", (4, 0)), ("untied", (4, 0))]
-"""Models and partitions whose last stage has a full bucket while the first still waits for its gradient: a table is a
-bucket of its own, and under message-driven a head alone has no weight gradient to put off."""
+"""Models and partitions with a full bucket on the last stage while the first stage still waits for a gradient. A table
+is a separate bucket, and under message-driven a head alone has no weight gradient to defer."""
 
 
 @pytest.mark.few(3)
@@ -181,7 +181,7 @@ bucket of its own, and under message-driven a head alone has no weight gradient 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("sync", SYNCS)
 def test_no_sum_keeps_a_stage_from_its_messages(sync: str, schedule: str) -> None:
-    """A tied table is summed over the first and the last stage, so that one replica is enough to wait for itself."""
+    """A tied table is summed over the first and the last stage: a single replica is enough for a deadlock."""
     for model, partition in LEAVES_EARLY:
         config = pipelined(model, 2, schedule, WHOLE, batch={"global": 24, "micro": 6})
         check_against_serial(

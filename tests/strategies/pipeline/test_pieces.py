@@ -1,7 +1,7 @@
-"""Rows that travel to experts as messages: float64 gradients to 1e-12 of one device's, losses to 1e-10, and the same
-bits in whatever order rows come.
+"""Rows that are sent to experts as messages: float64 gradients to 1e-12 of one device's, losses to 1e-10, and the same
+bits in any order of rows.
 
-Each replica has four microbatches or more, so that several are under way at a time.
+Each replica has four or more microbatches, so that several are in flight at a time.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_equals_serial(name: str) -> None:
     ids=str,
 )
 def test_equals_serial_with_recomputation(changes: dict[str, Any]) -> None:
-    """Parts of a layer are computed again, and rows travel once."""
+    """Parts of a layer are computed again, and rows are sent once."""
     check(run(experts(LAYOUTS["stages"], batch=BATCH, **changes)), serial())
 
 
@@ -84,13 +84,13 @@ def tied_serial() -> Any:
 
 
 def test_a_table_of_the_first_and_the_last_piece() -> None:
-    """One rank embeds and has the head, and rows say which of them is done first."""
+    """One rank has the embeddings and the head; the rows decide which of both is computed first."""
     check(run(experts(LAYOUTS["one stage"], model=MODEL | {"tied": True}, batch=BATCH)), tied_serial())
 
 
 @pytest.mark.parametrize("name", [pytest.param("stages", marks=pytest.mark.long), "ring x stages"])
 def test_a_capacity_is_a_sequences(name: str) -> None:
-    """All ranks send as many rows, of which none tells the others."""
+    """All ranks send equal numbers of rows, and no row announces the others."""
     check(run(experts(LAYOUTS[name], model=BOUNDED, batch=BATCH)), bounded_serial())
 
 
@@ -98,12 +98,12 @@ def test_a_capacity_is_a_sequences(name: str) -> None:
     "name, model", [("routed", SHAPE), pytest.param("later", LATER, marks=pytest.mark.long)], ids=["routed", "later"]
 )
 def test_deepseek_equals_serial(name: str, model: dict[str, Any]) -> None:
-    """A shared expert, biases that move, a dense layer; and layers of later tokens, whose rows are waited for."""
+    """The model has a shared expert, moving biases, a dense layer, and layers of later tokens that wait for rows."""
     check(run(deepseek(model, LAYOUTS["one stage"], batch=BATCH)), deepseek_serial(name))
 
 
 class Late(Exchanges):
-    """Rows are late, and overtake each other, as a seed says."""
+    """Exchanges with late rows that overtake each other, by a seed."""
 
     def __init__(self, inner: Exchanges, seed: str) -> None:
         super().__init__(inner.comm)
@@ -123,7 +123,7 @@ class Late(Exchanges):
 
 
 def late_bits(mesh: Mesh, config: Config, seeds: Sequence[int | None]) -> list[Bits]:
-    """The same step again and again, each with the delays of a seed; None: without."""
+    """Repeat one step, each time with the delays of a seed; None: without delays."""
     parts = build(config, mesh)
     pieces, everyone = parts.pipeline.pieces, to_device(global_batch(config, 0), mesh.device)
     assert pieces is not None
@@ -137,14 +137,14 @@ def late_bits(mesh: Mesh, config: Config, seeds: Sequence[int | None]) -> list[B
         loss = parts.pipeline.train(parts.microbatches(own), scales, seeded)
         parts.strategy.finish()
         gradients = [slot.parameter.grad.clone() for slot in parts.strategy.slots]
-        parts.strategy.publish()  # nothing was stepped
+        parts.strategy.publish()  # no parameter was stepped
         results.append(Bits(float(loss), gradients, tuple(span.name for span in parts.pipeline.spans)))
     return results
 
 
 @pytest.mark.parametrize("name", ["one stage", "stages"])
 def test_order_of_arrival_changes_no_bit(name: str) -> None:
-    """Over gloo, with dropout."""
+    """Over gloo, with dropout, the order of rows changes no bit."""
     config = experts(LAYOUTS[name], model=MODEL | {"tied": True, "dropout": 0.1}, batch={"global": 12, "micro": 1})
     grid, axes = Grid(config.layout.axes), config.layout.token_axes
     ranks = run_ranks(late_bits, grid, config, (None, 1, 2), token_axes=axes, transport="torch")
@@ -182,8 +182,8 @@ STAGES, MANY, EXCHANGE = 4, 16, 0.5
 
 
 def total(name: str) -> float:
-    """A step by the clock, in forward passes of a stage of two layers, whose rows travel half as long in each of F and
-    B; experts are half of a layer."""
+    """Return the step's seconds by the clock, in forward passes of a stage of two layers. An exchange of rows takes
+    half a pass in each of F and B; experts are half of a layer."""
     latency = 0.1
     if name == "messages":
         placement = ChunkPlacement(STAGES, pieces=(5,) * STAGES)
@@ -204,12 +204,12 @@ def total(name: str) -> float:
 
 
 def test_a_step_is_shorter_by_the_clock() -> None:
-    """Than 1F1B's, whose layers wait for their rows: the aim is 0.85."""
+    """1F1B's layers wait for the rows. The aim is 0.85 of 1F1B's step."""
     assert total("messages") <= 0.75 * total("1f1b")
 
 
 def test_no_memory_is_left_of_a_step() -> None:
-    """A microbatch's graphs and trades are gone when it is through."""
+    """A microbatch's graphs and exchanges are freed after the microbatch."""
     config = experts(LAYOUTS["one stage"], batch=BATCH)
     grid = Grid(config.layout.axes)
     assert run_ranks(left_behind, grid, config, token_axes=config.layout.token_axes) == [0, 0]

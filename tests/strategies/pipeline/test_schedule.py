@@ -1,4 +1,4 @@
-"""Each schedule's decisions, and the rules that all of them keep."""
+"""Each schedule's decisions, and the common rules of all schedules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LETTERS = {"forward": "F", "backward": "B", "weight": "W"}
 
 
 def orders(timeline: Timeline) -> list[str]:
-    """The tasks of each stage, in order."""
+    """Return the tasks of each stage, in order."""
     names: dict[int, list[str]] = defaultdict(list)
     for span in sorted(timeline.tasks, key=lambda span: span.start_seconds):
         names[span.stage].append(span.name)
@@ -36,12 +36,12 @@ def orders(timeline: Timeline) -> list[str]:
 
 
 def unit(stage: int, task: Task) -> float:
-    """B and W a forward pass each."""
+    """Return the seconds of a forward pass for each of F, B and W."""
     return 1.0
 
 
 def unit_whole(stage: int, task: Task) -> float:
-    """An unsplit backward pass two forward passes."""
+    """Return two forward passes for an unsplit backward pass."""
     return 2.0 if task.kind is TaskKind.BACKWARD else 1.0
 
 
@@ -62,7 +62,8 @@ def test_1f1b() -> None:
 
 
 def test_axonn() -> None:
-    """The first stage injects two, then one after each backward pass; the last stage goes backward at once."""
+    """The first stage injects two microbatches, then one after each backward pass; the last stage runs backward at
+    once."""
     assert orders(simulate(2, 4, AXONN, unit_whole, at_once)) == ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
 
 
@@ -97,7 +98,7 @@ def test_forward_only_holds_nothing() -> None:
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
 @pytest.mark.parametrize("num_microbatches", [1, 3, 8, 32])
 def test_textbook_bubble(rule: ScheduleRule, num_stages: int, num_microbatches: int) -> None:
-    """Without latency a step takes (n + p - 1)(F + B), and a stage is idle for (p - 1) / (n + p - 1) of it."""
+    """Without latency a step takes (n + p - 1)(F + B), and a stage is idle for (p - 1) / (n + p - 1) of the step."""
     timeline = simulate(num_stages, num_microbatches, rule, unit_whole, at_once)
     assert timeline.total_seconds == 3 * (num_microbatches + num_stages - 1)
     bubble = (num_stages - 1) / (num_microbatches + num_stages - 1)
@@ -107,23 +108,24 @@ def test_textbook_bubble(rule: ScheduleRule, num_stages: int, num_microbatches: 
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
 @pytest.mark.parametrize("num_microbatches", [8, 32])
 def test_message_driven_has_only_the_bubble_of_the_first_forward(num_stages: int, num_microbatches: int) -> None:
-    """Without latency, with the limit at 2p and n >= p: (p - 1) F until the last stage begins, and then it never waits.
+    """Without latency, with the limit at 2p and n >= p: (p - 1) F until the last stage begins, and no later wait of
+    this stage.
 
-    No schedule can be shorter: the last stage has 3 n of work, and nothing to do before.
+    No schedule can be shorter: the last stage has 3 n of work, and no earlier task.
     """
     timeline = simulate(num_stages, num_microbatches, MESSAGE_DRIVEN, unit, at_once)
     assert timeline.total_seconds == num_stages - 1 + 3 * num_microbatches
 
 
 def test_rising_limits_deadlock_a_static_order() -> None:
-    """Stage 0 waits for its first gradient, stage 1 for its second activation: found, not waited for."""
+    """Stage 0 waits for a first gradient, stage 1 for a second activation: the deadlock is an error, not a hang."""
     planted = ScheduleRule(forward_first, WHOLE, lambda stage, num_stages, num_microbatches: stage + 1)
     with pytest.raises(AssertionError, match="deadlock: all wait, and no message is under way: stage 0, stage 1"):
         simulate(2, 3, planted, unit_whole, at_once)
 
 
 def check(timeline: Timeline, rule: ScheduleRule, num_microbatches: int) -> None:
-    """Every task once, each kind in order, one at a time, after what it needs, and the limit kept."""
+    """Assert every task once, each kind in order, one task at a time, after the task's inputs, and within the limit."""
     ends = {(span.stage, span.name): span.end_seconds for span in timeline.spans}
     kinds = [str(kind) for kind in rule.kinds]
     by_stage: dict[int, list[Span]] = defaultdict(list)
@@ -150,7 +152,7 @@ def check(timeline: Timeline, rule: ScheduleRule, num_microbatches: int) -> None
 
 
 def message_driven_at(limits: list[int]) -> ScheduleRule:
-    """Any limits, also rising and falling from stage to stage."""
+    """Return message-driven with any limits, also rising and falling from stage to stage."""
     return ScheduleRule(
         MESSAGE_DRIVEN.schedule,
         MESSAGE_DRIVEN.kinds,
@@ -177,7 +179,8 @@ ANY_RULE = st.one_of(
 def test_any_pipeline_ends(
     rule: ScheduleRule, num_stages: int, num_microbatches: int, seed: int, spread: float
 ) -> None:
-    """Any durations and latencies; with a wide spread messages overtake each other. Some tasks take no time at all."""
+    """Any durations and latencies end; with a wide spread, messages overtake each other. Some tasks take no time at
+    all."""
     draw = random.Random(seed)
 
     def costs(stage: int, task: Task) -> float:

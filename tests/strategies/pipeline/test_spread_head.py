@@ -1,5 +1,5 @@
-"""The head over all stages computes what one device computes: float64 gradients to 1e-12, losses to 1e-10; the same
-bits in whatever order messages come."""
+"""The head over all stages computes as one device does: float64 gradients to 1e-12, losses to 1e-10; the same bits in
+any order of messages."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_equals_serial(stages: int, data: int, placed: dict[str, Any]) -> None:
 
 
 def rows_and_validation(mesh: Mesh, config: Config) -> tuple[int, dict[str, float]]:
-    """The rows of the head's table on this rank, and the validation of random batches."""
+    """Return the number of rows of the head's table on this rank, and the validation of random batches."""
     parts = build(config, mesh)
     return len(parts.model.get_parameter("head.weight")), validate(parts, HeldOut(config), 3)
 
 
 def test_every_stage_has_its_part_and_validates_with_it() -> None:
-    """Five microbatches for each of the rounds in which stages meet."""
+    """Each round of the stages has five microbatches."""
     config = spread(3, batch={"global": 24, "micro": 3})
     ranks = run_ranks(rows_and_validation, Grid(config.layout.axes), config)
     alone = pipelined("untied", 1, "gpipe", WHOLE)
@@ -72,7 +72,7 @@ def test_order_of_arrival_changes_no_bit() -> None:
 
 
 def test_another_layout_goes_on(tmp_path: Path) -> None:
-    """A table that stages share out is read whole, and a whole one shared out."""
+    """A table split over stages is read whole, and a whole table is split."""
     whole, cut = (pipelined("untied", size, "message-driven", WHOLE, placed=placed, steps=LAST)
                   for size, placed in ((1, {}), (3, SPREAD)))  # fmt: skip
     wanted = losses_of(legs(whole, None, None, range(LAST)))
@@ -87,15 +87,15 @@ def test_another_layout_goes_on(tmp_path: Path) -> None:
 
 
 def test_the_head_goes_before_layers() -> None:
-    """A stage that comes late keeps all waiting; a microbatch goes into the head when the one before has left it."""
+    """A late stage makes all others wait. A microbatch enters the head when the microbatch before has left the head."""
     placement = ChunkPlacement(3, spreads_head=True)
     process = stage_process(MESSAGE_DRIVEN.limited(3).view(1, 3, 4, placement), with_spread_head)
     forward, backward, weight = (partial_task(kind) for kind in TaskKind)
-    assert next(process) == forward(0, 1)  # the gate: hidden states may come
+    assert next(process) == forward(0, 1)  # the gate: hidden states may arrive
     arrived: list[Arrival] = [forward(0, 0), forward(1, 0)]
     done = [process.send(arrived), process.send([forward(0, 2)])]
     assert done == [forward(0, 0), forward(0, 2)]
-    # Its part of the gradient leaves at once, and the gate opens for the next microbatch.
+    # The stage's part of the gradient is sent at once, and the gate opens for the next microbatch.
     assert [process.send([]) for _ in range(4)] == [backward(0, 2), weight(0, 2), forward(1, 1), forward(1, 0)]
 
 

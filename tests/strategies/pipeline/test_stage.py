@@ -1,4 +1,4 @@
-"""Both ends of a pipeline share tied weights; all stages decide together on the norm and on skipped steps."""
+"""Both ends of a pipeline share tied weights. All stages decide together on the norm and on skipped steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Outcome:
 
 
 def train(parts: Parts, step: int, overflow: bool = False) -> tuple[float, float, bool]:
-    """One step: its loss, the gradient's norm, whether it was applied. `overflow`: this rank's gradient does."""
+    """Make one step. Return the loss, the gradient's norm, and whether the step was applied. `overflow`: on this
+    rank."""
 
     def damage() -> None:
         if overflow:
@@ -47,7 +48,7 @@ def train(parts: Parts, step: int, overflow: bool = False) -> tuple[float, float
 
 
 def outcome(mesh: Mesh, config: Config, overflows: tuple[tuple[int, int], ...] = ()) -> Outcome:
-    """`overflows`: (step, rank) pairs."""
+    """Return the results of a rank. `overflows`: (step, rank) pairs."""
     parts = build(config, mesh)
     steps = [train(parts, step, (step, mesh.rank) in overflows) for step in range(config.steps)]
     losses, norms, applied = (list(column) for column in zip(*steps, strict=True))
@@ -83,7 +84,7 @@ def serial() -> Outcome:
 @pytest.mark.few(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_copies_of_a_tied_weight_stay_one(layout: str, serial: Outcome) -> None:
-    """And the norm counts it once: it is serial's, which the steps are clipped by."""
+    """The norm counts the weight once: the norm equals serial's, and the steps are clipped by this norm."""
     stages, tensor, data = LAYOUTS[layout]
     config = pipelined("gpt2", stages, "message-driven", tensor, data)
     results = run(config)
@@ -99,7 +100,8 @@ def test_both_copies_of_a_tied_weight_stay_one(layout: str, serial: Outcome) -> 
 
 
 def planted(mesh: Mesh, config: Config) -> tuple[list[str], list[str], list[str], Tensor | None]:
-    """The last stage's copy of the tied weight, and a weight of its own, are wrong. What is found; what is left."""
+    """Plant a wrong copy of the tied weight, and another wrong weight, on the last stage. Return the results of two
+    searches, and the weight after."""
     parts = build(config, mesh)
     wrong = (TIED, "norm.weight")
     if mesh.index("pipe") == mesh.size("pipe") - 1:
@@ -117,7 +119,7 @@ def planted(mesh: Mesh, config: Config) -> tuple[list[str], list[str], list[str]
 def test_a_copy_that_differs_is_found_and_mended(stages: int, level: str, dtype: str) -> None:
     config = in_precision(pipelined("gpt2", stages, "message-driven", WHOLE), level, dtype)
     first, *between, last = run_ranks(planted, Grid(config.layout.axes), config)
-    assert first[0] == last[0] == [TIED]  # a weight that one rank alone holds cannot differ from anybody's
+    assert first[0] == last[0] == [TIED]  # a weight on one rank alone has no copy to differ from
     for _, _, again, _ in (first, *between, last):
         assert again == []
     assert torch.equal(first[3], last[3])
@@ -162,7 +164,7 @@ def test_all_stages_skip_a_step_that_overflows_on_one(level: str) -> None:
 
 
 def test_a_scale_that_is_too_large_shrinks_on_all_stages() -> None:
-    """Real overflows: of gradients in fp16, on whichever stage they come."""
+    """The overflows are real: gradients in fp16, on any stage."""
     config = pipelined("gpt2", 2, "message-driven", WHOLE, steps=12)
     tree = config.model_dump(mode="json", by_alias=True)
     precision = {"level": "O2", "dtype": "fp16", "loss_scale": {"initial": 2.0**24}}

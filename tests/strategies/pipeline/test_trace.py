@@ -1,4 +1,4 @@
-"""Traces: valid JSON with every span, the same from either clock, and back."""
+"""Traces: valid JSON with every span, equal from both clocks, and read back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.strategies.pipeline.trace import read_trace, write_trace
 
 
 def step() -> Timeline:
-    """Three stages of a pipeline, and two phases after it that overlap."""
+    """Return three stages of a pipeline, and then two phases that overlap."""
     timeline = simulate(3, 4, MESSAGE_DRIVEN, lambda stage, task: 1.0 + stage / 8, lambda a, b, message: 0.25)
     end = timeline.total_seconds
     phases = [
@@ -60,7 +60,7 @@ def test_a_process_a_stage_and_a_row_a_phase(tmp_path: Path) -> None:
 
 
 def test_times_count_from_the_first_span(tmp_path: Path) -> None:
-    """A clock that runs counts from the machine's start."""
+    """A real clock counts from the machine's start."""
     late = tuple(task_span(0, Task(kind, 0), 9e5 + index, 9e5 + index + 0.5) for index, kind in enumerate(TaskKind))
     write_trace(Timeline(1, late), tmp_path / "trace.json")
     assert [event["ts"] for event in events_of(tmp_path / "trace.json")] == [0, 1e6, 2e6]
@@ -85,7 +85,7 @@ def test_an_empty_step(tmp_path: Path) -> None:
 
 
 def test_idle_shares_are_of_the_pipeline_phase() -> None:
-    """Stage 0 works 3 of 4 seconds, stage 1 two; what comes after is no idleness of the pipeline."""
+    """Stage 0 works 3 of 4 seconds, stage 1 two; the time after the pipeline is no idleness of the pipeline."""
     tasks = [(0, TaskKind.FORWARD, 0.0, 1.0), (1, TaskKind.FORWARD, 1.0, 2.0), (1, TaskKind.BACKWARD, 2.0, 3.0)]
     spans = [task_span(stage, Task(kind, 0), start, end) for stage, kind, start, end in tasks]
     last = task_span(0, Task(TaskKind.BACKWARD, 0), 2.0, 4.0)
