@@ -1,8 +1,8 @@
 """`python -m tests.parity`: planted mistakes and right programs through `meshwright parity`, in three precisions.
 
-Prints how many of the mistakes are found, at the right module, of the right kind; the false alarms among right
-programs, and how near the worst of them came to what is allowed; the seconds of a check without the start of its
-processes, and of examples/parity/ddp.py with it. All cases of one number of ranks share their processes.
+Prints the number of mistakes that are found, at the right module, of the right kind; the false alarms among right
+programs, and the largest error relative to the tolerance; the seconds of a check without the start of processes, and of
+examples/parity/ddp.py with the start. All cases with equal numbers of ranks share processes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def settings() -> list[tuple[str, Any, PlantedMistake | None]]:
-    """Every case: its name, its program's setting, and the mistake that is planted in it."""
+    """Return every case: the name, the program's setting, and the planted mistake."""
     wrong = [(mistake.wrong, mistake.setting, mistake) for mistake in MISTAKES]
     return [*wrong, *((f"right-{number}", setting, None) for number, setting in enumerate(RIGHT, 1))]
 
 
 def run_cases(rank: Rank, names: Sequence[str], precisions: Sequence[str], out: Path) -> list[float]:
-    """One rank of all cases of a number of ranks; the seconds of each."""
+    """Run one rank of all cases of a number of ranks. Return the seconds of each."""
     seconds, chosen = [], {name: (setting, mistake) for name, setting, mistake in settings()}
     for precision in precisions:
         for name in names:
@@ -48,7 +48,7 @@ def run_cases(rank: Rank, names: Sequence[str], precisions: Sequence[str], out: 
 
 
 def results_of(precisions: Sequence[str], folder: Path) -> dict[tuple[str, str], ParityResult]:
-    """Run all cases and judge what they left."""
+    """Run all cases and judge the records."""
     results = {}
     cases = settings()
     for axes in sorted({setting.axes for _, setting, _ in cases}, key=len):
@@ -62,7 +62,7 @@ def results_of(precisions: Sequence[str], folder: Path) -> dict[tuple[str, str],
 
 
 def names_it(result: ParityResult, mistake: PlantedMistake) -> bool:
-    """Whether the module that is named is one of the mistake's, lies in one, or is the parent of one."""
+    """Return whether the named module is one of the mistake's modules, is inside one, or is the parent of one."""
     named = result.finding.module if result.finding is not None else ""
     return any(named == m or named.startswith(f"{m}.") or m in named.split(".") for m in mistake.modules)
 
@@ -93,7 +93,7 @@ def report(results: dict[tuple[str, str], ParityResult], precisions: Sequence[st
 
 
 def start_seconds(rounds: int) -> list[float]:
-    """Whole checks of two ranks as `meshwright parity` runs them: processes, both models, the comparison."""
+    """Time whole checks of two ranks under `meshwright parity`: processes, both models, the comparison."""
     check = collect(ROOT / "examples/parity/ddp.py")[0]
     return [run_check(check).seconds for _ in range(rounds)]
 

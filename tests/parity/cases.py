@@ -12,7 +12,10 @@ ALL = "(all parameters)"
 
 @dataclass(frozen=True)
 class PlantedMistake:
-    """`modules`: the named one must be one of these paths, or lie in one; `kinds`: names that are right for it."""
+    """A planted mistake.
+
+    `modules`: The named module must be one of these paths, or inside one. `kinds`: The right names of the mistake.
+    """
 
     wrong: str
     setting: Setting
@@ -66,8 +69,8 @@ MISTAKES = (
     PlantedMistake("stale-copy", Setting(DATA), (ALL,), ("stale weights",)),
     PlantedMistake("decay-on-all", Setting(TENSOR, optimizer="adam"), ("tokens", ALL), ("optimizer", "stale weights")),
 )
-"""`kinds` and `modules` were written before the first run; the classifier was then mended until it met them: the
-counts say what it knows, and not what it would say of a mistake that nobody has thought of."""
+"""`kinds` and `modules` were written before the first run, and the classifier was then mended until all matched. The
+counts are no measure of unknown mistakes."""
 
 RIGHT = (
     *(Setting(DATA, optimizer=name) for name in ("sgd", "adam", "adamw")),

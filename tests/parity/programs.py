@@ -1,8 +1,8 @@
-"""A small Transformer and hand-written parallel programs of it, with places where a mistake can be planted.
+"""A small Transformer and hand-written parallel programs of it, with places for planted mistakes.
 
-The programs are what people write: Megatron's column and row linears with f and g, sequence parallelism, a table cut by
-vocabulary, data parallelism by sums over valid tokens, an optimizer whose owners broadcast. `wrong` names one mistake;
-without it a program is right. Used by `python -m tests.parity`.
+The programs are typical user code: Megatron's column and row linears with f and g, sequence parallelism, a table cut by
+vocabulary, data parallelism by sums over valid tokens, an optimizer with owners that broadcast. `wrong` names one
+mistake; with no name, a program is right. Used by `python -m tests.parity`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ IGNORED = -100
 
 
 class Attention(nn.Module):
-    """Causal attention over as many heads as qkv gives."""
+    """Causal attention. The number of heads is from the width of qkv."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """gelu between two linears."""
+    """A gelu between two linears."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`start`: where this rank's tokens begin in the sequence."""
+    """A model with `start`, the position of this rank's first token in the sequence."""
 
     def __init__(self, dropout: float = 0.0, tied: bool = False) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def sum_of_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The mean over valid labels."""
+    """Return the mean over valid labels."""
     return sum_of_losses(model(batch["tokens"]), batch["labels"]) / (batch["labels"] != IGNORED).sum()
 
 
@@ -93,7 +93,8 @@ def batch_of(generator: torch.Generator) -> dict[str, Tensor]:
 
 
 class Reduce(torch.autograd.Function):
-    """All-reduce in the forward or in the backward pass, some times; the other pass copies. (Megatron's g and f)"""
+    """All-reduce `forward` times in the forward pass and `backward` times in the backward pass, like Megatron's g and
+    f; else copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, forward: int, backward: int) -> Tensor:
@@ -113,7 +114,7 @@ def _summed(x: Tensor, group: Any, times: int) -> Tensor:
 
 
 class Gather(torch.autograd.Function):
-    """Concatenate along the sequence; backward: sum, and this rank's part."""
+    """Concatenate along the sequence. Backward: sum, then take this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -126,7 +127,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """Sum, and this rank's part of the sequence; backward: concatenate."""
+    """Sum, then take this rank's part of the sequence. Backward: concatenate."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -149,7 +150,7 @@ def _own(x: Tensor, group: Any) -> Tensor:
 
 
 class Cut(nn.Module):
-    """A linear with a part of its weight. `enter` and `leave` say what its input and output pass through."""
+    """A linear with a part of the weight. The input passes `enter`, the output passes `leave`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, enter: Any = None, leave: Any = None) -> None:
         super().__init__()
@@ -193,7 +194,7 @@ class Setting:
     optimizer: str = "sgd"
     micro: int = 1
     dropout: float = 0.0
-    owners: bool = False  # each parameter is stepped by one rank, which broadcasts it
+    owners: bool = False  # one rank steps each parameter and broadcasts the weights
 
 
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
@@ -204,7 +205,7 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
 
 
 class Program:
-    """One rank of a hand-written program, right but for what `wrong` names."""
+    """One rank of a hand-written program, right except for the mistake `wrong`."""
 
     def __init__(self, job: ParityJob, setting: Setting, wrong: str = "") -> None:
         self.job, self.setting, self.wrong = job, setting, wrong
@@ -228,7 +229,7 @@ class Program:
         return x.chunk(self.n_tp)[index]
 
     def _cut(self) -> None:
-        """Megatron's layers in place of the whole ones."""
+        """Replace the whole layers by Megatron's."""
         model, group = self.model, self.tp
         for i, block in enumerate(model.blocks):
             for parent, column, row in (("attention", "qkv", "out"), ("feed_forward", "up", "down")):
@@ -255,7 +256,7 @@ class Program:
         return (torch.rand(x.shape, generator=generator) >= rate).to(x.dtype) / (1 - rate)
 
     def _enter(self, name: str) -> Callable[[Tensor], Tensor]:
-        """Before a column linear: f, or the gathering of the sequence."""
+        """Return f or the gathering of the sequence, for the input of a column linear."""
         wrong = self.wrong.partition("@")
         if self.setting.sequence:
             return lambda x: Gather.apply(x, self.tp)
@@ -263,7 +264,7 @@ class Program:
         return lambda x: Reduce.apply(x, self.tp, 0, times)
 
     def _leave(self, name: str) -> Callable[[Tensor, Tensor], Tensor]:
-        """After a row linear: g or the scattering of the sequence, then the bias."""
+        """Return g or the scattering of the sequence, and then the bias, for the output of a row linear."""
         wrong, _, place = self.wrong.partition("@")
         here = wrong if place == name else ""
         if self.setting.sequence:
@@ -274,7 +275,7 @@ class Program:
         return lambda y, bias: Reduce.apply(y, self.tp, times, 0) + bias
 
     def share(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's rows, and its part of the sequence."""
+        """Return this rank's rows and this rank's part of the sequence."""
         if self.dp is not None:
             index = 0 if self.wrong == "same-rows" else self.job.index("data")
             batch = {key: x.chunk(self.n_dp)[index] for key, x in batch.items()}
@@ -283,7 +284,7 @@ class Program:
         return batch
 
     def step(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """One step; the loss of the global batch."""
+        """Make one step. Return the loss of the global batch."""
         if self.wrong != "not-zeroed":
             self.optimizer.zero_grad()
         count = (batch["labels"] != IGNORED).sum()
@@ -317,7 +318,7 @@ class Program:
                 for name, p in model.named_parameters():
                     p.copy_(self.cached[name])
         logits = model(batch["tokens"])
-        if self.wrong == "tied-once":  # the head's term is lost: its product is taken with a copy of the table
+        if self.wrong == "tied-once":  # the head's term is lost: the product uses a copy of the table
             hidden = model.norm.output
             logits = F.linear(hidden, model.tokens.weight.detach())
         if self.setting.vocabulary:
@@ -336,7 +337,8 @@ class Program:
         return loss
 
     def _cut_cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Logits [B, T, V/tp]: the sum of exponentials and the label's logit are added over ranks."""
+        """Return the loss of logits [B, T, V/tp]: the sum of exponentials and the label's logit are added over
+        ranks."""
         logits, labels = logits.flatten(0, 1), labels.flatten()
         first, valid = self.index * logits.shape[1], labels != IGNORED
         times = 0 if self.wrong == "softmax-local" else 1
@@ -372,7 +374,7 @@ class Program:
         return not left_out.get(self.wrong, False)
 
     def _clip(self) -> None:
-        """By the global norm: squares of cut parameters are added over tp."""
+        """Clip by the global norm: squares of cut parameters are added over tp."""
         assert self.setting.clip is not None
         cut, whole = torch.zeros(()), torch.zeros(())
         for name, p in self.model.named_parameters():
@@ -393,7 +395,7 @@ class Program:
     def _update(self) -> None:
         before = self.model.blocks[1].norm2.weight.detach().clone()
         self.optimizer.step()
-        if self.setting.owners:  # what the others have computed as well is overwritten by the owner's
+        if self.setting.owners:  # the owner's weights overwrite the weights of the other ranks
             for i, (name, p) in enumerate(self.model.named_parameters()):
                 owner = i % self.n_dp
                 if self.job.rank != owner and not (self.wrong == "not-published" and name == "blocks.1.norm2.weight"):
@@ -409,7 +411,7 @@ _VOCABULARY = ("tokens.weight", "head.weight")
 
 
 def run_program(job: ParityJob, setting: Setting, wrong: str = "") -> None:
-    """The check of one program."""
+    """Check one program."""
     job.reference(
         Transformer(setting.dropout, setting.tied), loss_of, batch_of,
         optimizer=OPTIMIZERS[setting.optimizer], clip=setting.clip,

@@ -26,7 +26,7 @@ WIDTH, LOW = 8, 2
 
 
 class Adapted(nn.Module):
-    """A frozen linear with two factors beside it."""
+    """A frozen linear and two factors."""
 
     def __init__(self, start_b: bool = False, is_used: bool = True) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def kinds(probe: AdapterProbe) -> list[str]:
 
 @pytest.fixture
 def done() -> tuple[nn.Sequential, AdapterProbe]:
-    """A trained model of one process, with its probe."""
+    """Return a trained model of one process and the model's probe."""
     model = build()
     optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
     probe = parity.adapter_probe(model, optimizer)
@@ -76,7 +76,7 @@ def done() -> tuple[nn.Sequential, AdapterProbe]:
 
 
 def saved(model: nn.Module) -> dict[str, Tensor]:
-    """As peft names what it saves."""
+    """Return the trained tensors under peft's names."""
     named = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     return {f"base_model.model.{name.replace('.default', '')}": x for name, x in named.items()}
 
@@ -170,7 +170,7 @@ def test_names_of_peft(name: str, key: str) -> None:
 
 
 def program(name: str, mesh: Mesh) -> tuple[list[str], str]:
-    """Train on two ranks and export: the kinds of findings, and the lines."""
+    """Train on two ranks and export. Return the kinds of findings, and the lines."""
     rank = dist.get_rank()
     layout, _, how = name.partition(":")
     model: nn.Module = build(rank if how == "seed" or layout == "parts" else 0)

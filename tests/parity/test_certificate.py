@@ -1,4 +1,4 @@
-"""A proof's facts as YAML, and the steps of the GitHub Action as the runner executes them."""
+"""A proof's facts as YAML, and the steps of the GitHub Action in a runner's environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WRONG = RIGHT.replace("DistributedDataParallel(job.copy())", "job.copy()")
 
 @pytest.fixture
 def checks(tmp_path: Path) -> Path:
-    """A folder with a file of checks that hold, one of a check that differs, and a module beside both."""
+    """Return a folder with a file of checks that hold, a file with a check that differs, and a module."""
     (tmp_path / "right.py").write_text(RIGHT)
     (tmp_path / "wrong.py").write_text(WRONG)
     (tmp_path / "beside.py").write_text("import numpy\n")
@@ -67,7 +67,7 @@ def test_a_check_that_differs_leaves_no_certificate(checks: Path) -> None:
 
 
 def test_a_model_card_carries_a_certificate(checks: Path) -> None:
-    """The reader of model cards takes the fields and writes the same again."""
+    """The reader of model cards reads the fields and writes the same fields again."""
     hub = pytest.importorskip("huggingface_hub")
     assert run_parity(checks, "right.py", "--certificate", "right.yaml").returncode == 0
     told = (checks / "right.yaml").read_text()
@@ -77,7 +77,7 @@ def test_a_model_card_carries_a_certificate(checks: Path) -> None:
 
 
 def test_the_action_compares_all_files_and_tells_the_pull_request(checks: Path) -> None:
-    """The step as a runner executes it: bash with -e and -o pipefail, inputs in place, files of the runner."""
+    """The step runs as in a runner: bash with -e and -o pipefail, inputs in place, files of the runner."""
     action = yaml.safe_load((ROOT / "packaging/parity/action.yml").read_text())
     used = yaml.safe_load((ROOT / "examples/github/parity.yml").read_text())["jobs"]["parity"]["steps"]
     [given] = [step["with"] for step in used if step.get("uses", "").endswith("packaging/parity")]

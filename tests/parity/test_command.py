@@ -1,4 +1,4 @@
-"""The command and the plugin, on processes of their own."""
+"""The command and the plugin, on separate processes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_mistakes_are_said_before_any_process_starts(tmp_path: Path) -> None:
 
 
 def test_rounding_alone_stands_for_no_kind() -> None:
-    """The gradient of a key's bias is rounding, and may be off by all of itself; a wrong row comes before any other."""
+    """The gradient of a key's bias is rounding, with a relative error of 1 or more. A wrong row precedes all others."""
     bias, weight = Row("gradient", "k.bias", 1.5, 12.0), Row("gradient", "k.weight", 1e-16, 2e-15)
     assert worst_row([bias, weight]) == weight
     assert worst_row([bias]) == bias

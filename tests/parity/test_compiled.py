@@ -1,4 +1,4 @@
-"""Programs under torch.compile: traced as they are written, stepped as they were compiled."""
+"""Programs under torch.compile: traced as written, stepped as compiled."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def batch_of(generator: torch.Generator) -> Tensor:
 
 
 def wrong_backend(graph: Any, inputs: Any) -> Callable[..., Any]:
-    """A compiler that is off by a thousandth."""
+    """Return a compiler's output with an error of 1/1000."""
     return lambda *arguments: tuple(1.001 * x for x in graph(*arguments))
 
 
@@ -74,7 +74,7 @@ BACKENDS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler's own, of the version that is here
+@pytest.mark.filterwarnings("ignore")  # warnings of the installed compiler
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiled_program_holds(backend: str, tmp_path: Path) -> None:
     run_ranks(compiled_ddp, Grid((("data", 2),)), tmp_path, backend, transport="torch")

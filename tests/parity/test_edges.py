@@ -144,7 +144,7 @@ def test_a_policy_casts_on_one_process_too() -> None:
 
 
 def statistics_and_rounding(mesh: Mesh, folder: Path) -> None:
-    """The reference's own statistics stay where they are, and its own rounding is told."""
+    """The reference's own statistics do not move, and the reference's own rounding is reported."""
 
     def check(job: ParityJob) -> None:
         model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))

@@ -1,4 +1,5 @@
-"""Which functions of a file are checks, and under which names: factories, lambdas, partials, methods, equal names."""
+"""The functions of a file that are checks, and the checks' names: factories, lambdas, partials, methods, equal
+names."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ def write(folder: Path, body: str, name: str = "checks.py") -> Path:
 def test_each_function_is_a_check_of_its_own_name(form: str, tmp_path: Path) -> None:
     body, names = FORMS[form]
     checks = collect(write(tmp_path, body))
-    # The order of a name is that of the marks, and of the marks on one function the inner one is the first.
+    # The order of a name is the order of the marks; of two marks on one function, the inner is first.
     assert sorted(check.name for check in checks) == sorted(names)
     assert len({check.title for check in checks}) == len(checks)
     marked = vars(load_checks(tmp_path / "checks.py"))[MARKED]
@@ -125,7 +126,7 @@ def test_checks_of_two_files_keep_their_files_and_have_names_of_their_own(tmp_pa
     body = "from other_checks import make as theirs, ddp as their_ddp\n@mark\ndef ddp(job): program(job)\n"
     ours, made, theirs = collect(write(tmp_path, body + "made = mark(theirs(False))\n"))
     assert [ours.name, made.name, theirs.name] == ["ddp", "made", "their_ddp"]
-    # A factory of another file makes checks of the file that calls it.
+    # A factory of another file makes checks of the calling file.
     assert [each.file.name for each in (ours, made, theirs)] == ["checks.py", "checks.py", "other_checks.py"]
     assert (ours.number, made.number, theirs.number) == (0, 1, 0)
 

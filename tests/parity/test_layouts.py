@@ -1,4 +1,4 @@
-"""Meshwright's own layouts as anybody's program: parity is given plain torch's model, and what `build` made of it."""
+"""Meshwright's layouts as a user's program: parity gets plain torch's model, and the model that `build` made."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from tests.oracle.tensor import config_for as tensor_config
 from tests.workers import run_ranks
 
 IN_SLOTS = ("zero1", "zero2", "zero3", "server-loss", "server-gradient")
-"""Under these a rank steps slices of flat memory, all of it, or nothing: so its slots are what is compared, and what it
-computes with by the outputs and losses. Under the others its parameters and their gradients are."""
+"""Syncs that step slices of flat memory, all of it, or none on a rank. For these syncs, slots are compared, and outputs
+and losses show the computing weights; for all other syncs, parameters and gradients are compared."""
 
 
 def config_for(model: str, layout: dict[str, Any], layers: int = 2, micro: int = 12) -> Config:
@@ -54,13 +54,13 @@ def config_for(model: str, layout: dict[str, Any], layers: int = 2, micro: int =
 
 
 def compared(config: Config) -> Config:
-    """The run with Adam without decay, so that torch's takes the same step from the parameters alone."""
+    """Return the run with Adam without decay: torch's Adam then takes the same step from the parameters alone."""
     tree = config.model_dump(mode="json", by_alias=True)
     return parse_config(tree | {"optimizer": {"lr": 1e-2, "clip": None, "weight_decay": 0.0}})
 
 
 def layout_name(config: Config) -> str:
-    """What the layout of a run sets, in words."""
+    """Return the fields that the layout of a run sets, in words."""
     words = [config.model.family]
     for section, tree in config.layout.model_dump(mode="json", exclude_defaults=True).items():
         fields = tree.items() if isinstance(tree, dict) else [("", tree)]
@@ -69,14 +69,14 @@ def layout_name(config: Config) -> str:
 
 
 def loss_of(model: Any, batch: Batch) -> torch.Tensor:
-    """The sum of the labels' mean losses, and the experts' balance over all samples."""
+    """Return the sum of the labels' mean losses, and the experts' balance over all samples."""
     samples = len(next(iter(batch.values())))
     (loss,) = model(batch, scales_of(model.labels, counts_of(batch, model.labels), 1.0, samples))
     return loss
 
 
 def check_layout(job: ParityJob, mesh: Mesh, config: Config) -> None:
-    """The check: what a user of Meshwright would write."""
+    """Check a layout like a user of Meshwright."""
 
     def batch_of(generator: torch.Generator) -> Batch:
         return BATCHES[config.model.family](config, generator.initial_seed())
@@ -112,7 +112,7 @@ def check_layout(job: ParityJob, mesh: Mesh, config: Config) -> None:
         return name, tuple(slice(o, o + n) for o, n in zip(starts, sizes, strict=True))
 
     def step(model: nn.Module, batch: Batch) -> float:
-        parts.strategy.publish()  # parity has written the reference's norms and biases where slots are
+        parts.strategy.publish()  # parity has written the reference's norms and biases to the slots
         return train_step(parts, batch, observe=lambda: job.keep_gradients(slot_places(gradients=True))).loss
 
     weights = slot_places if sliced else None
@@ -176,7 +176,7 @@ ROOMS = {
     "experts": [experts(layout) for layout in EXPERTS.values()],
     "capacity": [experts(layout, model=BOUNDED) for layout in BOUNDED_LAYOUTS.values()],
 }
-"""The layouts of the rooms' equality tests."""
+"""The layouts of the equality tests of each strategy."""
 
 MANY = {f"{room}-{index} {layout_name(config)}": config
         for room, configs in ROOMS.items() for index, config in enumerate(configs)}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Planted mistakes are found, at their modules and of their kinds; right programs are not disturbed."""
+"""Planted mistakes are found, with the right modules and kinds. Right programs are not disturbed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_some_on_two_tensor_ranks(tmp_path: Path) -> None:
 
 
 def test_copies_in_half_precision_have_equal_bits(tmp_path: Path) -> None:
-    """A norm that lacks the other rank's part moves gradients by less than bf16 rounds."""
+    """A norm without the other rank's part moves gradients by less than bf16 rounds."""
     check_cases(["clip-local", "right-20"], TENSOR, "bf16", tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The norm probe: right loops pass and train to the same bits, wrong norms are named with module and remedy."""
+"""The norm probe: right loops pass and train to the same bits. Wrong norms are named with module and remedy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STEPS = 3
 
 
 class Experts(nn.Module):
-    """A dense layer that all ranks hold, and experts of this rank's own."""
+    """A dense layer on all ranks, and experts on this rank alone."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
         for expert in self.experts:
             nn.init.zeros_(expert.bias)  # type: ignore[arg-type]
-        # Equal on all ranks at first, though each rank has its own: nothing beside it tells.
+        # Equal on all ranks at first, though each rank has a separate part: no other tensor tells.
         self.experts_norm = nn.LayerNorm(HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def average(parameters: Any, group: Any = None) -> None:
 
 
 def total(copies: list[Tensor], parts: list[Tensor], group: Any = None) -> Tensor:
-    """The right norm: parts of all ranks, copies once."""
+    """Return the right norm: parts of all ranks, copies once."""
     squares = torch.zeros((), dtype=parts[0].dtype if parts else torch.float64)
     for p in parts:
         squares += p.grad.square().sum() if p.grad is not None else 0
@@ -89,14 +89,14 @@ def split_experts(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def split_cut(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Copies and parts of the model that tests.parity.training cuts by hand."""
+    """Return copies and parts of the model that tests.parity.training cuts by hand."""
     named = list(model.named_parameters())
     return [p for n, p in named if ".up." not in n and ".down." not in n], \
         [p for n, p in named if ".up." in n or ".down." in n]  # fmt: skip
 
 
 def program(name: str, mesh: Mesh, probed: bool) -> tuple[list[Tensor], NormProbe | None]:
-    """Train a few steps; the weights, and the probe."""
+    """Train a few steps. Return the weights and the probe."""
     layout, _, how = name.partition(":")
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
@@ -129,7 +129,7 @@ def program(name: str, mesh: Mesh, probed: bool) -> tuple[list[Tensor], NormProb
     elif layout == "pipe":
         model = nn.ModuleDict({"first" if rank == 0 else "last": nn.Linear(HIDDEN, HIDDEN)})
     if layout == "owners":
-        # Each rank steps its own parameters, sums gradients for them alone, and sends them to the others.
+        # Each rank steps the rank's own parameters, sums gradients of these alone, and sends the weights to the others.
         trained = list(model.parameters())[rank::size]
     elif how == "frozen":
         trained = [p for n, p in model.named_parameters() if "adapter" not in n and not n.startswith("0.")]
@@ -224,7 +224,7 @@ def program(name: str, mesh: Mesh, probed: bool) -> tuple[list[Tensor], NormProb
 
 
 def outcomes(mesh: Mesh, names: list[str]) -> list[dict[str, Any]]:
-    """For each program: the findings and the verdict, and whether the probe left no trace."""
+    """Return the findings and the verdict for each program, and whether the probe left no trace."""
     found = []
     cells = [f.__closure__[0].cell_contents for f in (clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_)]  # type: ignore[attr-defined]
     for name in names:
@@ -269,7 +269,7 @@ BOTH = {"tp": "", "hsdp": "", "ddp": "", "tp:local": "own part", "tp:each": "cop
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, list[dict[str, Any]]]:
-    """What each of two ranks saw, by program."""
+    """Return the outcomes of both ranks by program."""
     names = [*RIGHT, *WRONG, "ddp:order", "ddp:unclipped"]
     per_rank = run_ranks(outcomes, Grid((("data", 2),)), names, transport="torch")
     return {name: [rank[place] for rank in per_rank] for place, name in enumerate(names)}
@@ -322,7 +322,7 @@ def test_a_grid_of_data_and_tensor_axes() -> None:
 
 
 def test_one_process(capfd: pytest.CaptureFixture[str]) -> None:
-    """Two optimizers of one backward pass, in bf16; then a stale gradient that neither steps."""
+    """Two optimizers step after one backward pass, in bf16; then there is a stale gradient of no optimizer."""
     torch.manual_seed(1)
     model = plain().bfloat16()
     stale = nn.Linear(HIDDEN, HIDDEN).bfloat16()
@@ -362,7 +362,7 @@ def test_settings_without_a_sense_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_probes_end_in_any_order() -> None:
-    """Two probes watch one function of torch: the first to end leaves the other's."""
+    """Two probes watch one function of torch: the first to end leaves the other probe in place."""
     inner = clip_grad._clip_grads_with_norm_.__closure__[0].cell_contents  # type: ignore[attr-defined]
     models = [plain(), plain()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -382,21 +382,21 @@ def test_probes_end_in_any_order() -> None:
     "words, said", [([], "expert: the loop clips by"), (["--right"], "3 steps of 2 ranks clip by")]
 )
 def test_a_script_under_torchrun(words: list[str], said: str) -> None:
-    """Rank 0 alone prints, and the documentation shows what it prints."""
+    """Rank 0 alone prints, and the documentation shows the printed line."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = ["examples/parity/norm_probe.py", *words]
     result = subprocess.run(
         [*launcher, *script], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=True
     )
     (line,) = [line for line in result.stderr.splitlines() if "norm probe" in line]
-    # Numbers may round elsewhere.
+    # Numbers may round differently on other machines.
     shown = re.sub(r"\d+\.\d+", "N", line)
     assert shown in re.sub(r"\d+\.\d+", "N", (ROOT / "docs/parity_probes.md").read_text())
     assert ("3 steps of 2 ranks clip by the norm" if words else "expert: the loop clips by") in line
 
 
 def step_of(place: str, square: float, name: str, total: float) -> RankStep:
-    """A rank with one copy of a tied tensor, and a part of its own."""
+    """Return a rank with one copy of a tied tensor, and a part of this rank alone."""
     marks = (0.0, 3.0), (0.0, square**0.5)
     parts = {name: Part(place, False, True, marks[0], marks[0]), "own": Part(name, False, True, marks[1], marks[1])}
     return RankStep(parts, (Clip(frozenset(parts), 100.0, total),), 1e-6)
@@ -404,7 +404,7 @@ def step_of(place: str, square: float, name: str, total: float) -> RankStep:
 
 @pytest.mark.parametrize("tied, total, kinds", [("tied", 5.0, []), ("tied", 34**0.5, ["copies"]), ("", 34**0.5, [])])
 def test_a_tied_tensor_of_two_stages_counts_once(tied: str, total: float, kinds: list[str]) -> None:
-    """It has a name on each; equal weights and gradients tell. 9 + 7 + 9, or twice the first 9."""
+    """The tensor has a name on each stage, and equal weights and gradients tell. 9 + 7 + 9, or twice the first 9."""
     steps = [[step_of(tied or "first", 7.0, "tokens", total), step_of(tied or "last", 9.0, "head", total)]]
     verdict = judged(steps, None)
     assert [finding.kind for finding in verdict.findings] == kinds, verdict.sentences
@@ -414,7 +414,8 @@ def test_a_tied_tensor_of_two_stages_counts_once(tied: str, total: float, kinds:
     "total, is_right", [(29**0.5, True), (20**0.5, True), (25**0.5, True), (4.0, False), (30**0.5, False)]
 )
 def test_a_norm_may_count_what_is_open_either_way(total: float, is_right: bool) -> None:
-    """A tensor of ones on two ranks, with squares 4 and 9: one of two copies, or two parts, beside 16 on both."""
+    """A tensor of ones has squares 4 and 9 on two ranks: one of two copies, or two parts. Both ranks have another
+    16."""
     step = []
     for square in (4.0, 9.0):
         marks = {"norm.weight": (0.0, square**0.5), "up.weight": (0.0, 4.0)}

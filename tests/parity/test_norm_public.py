@@ -1,4 +1,4 @@
-"""The norm probe on public mistakes of clipping: programs that were written for checks, before there was a probe."""
+"""The norm probe on public mistakes of clipping, in programs that were written for checks before the probe."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMED = {
 
 
 class Job:
-    """As much of a check's job as the programs use: their steps run under a probe, without a reference."""
+    """The methods of a check's job that the programs use. Steps run under a probe, without a reference."""
 
     def __init__(self, axis: str, clip: float | None) -> None:
         self.rank, self.clip = dist.get_rank(), clip
@@ -60,7 +60,7 @@ class Job:
 
 
 def probed(mesh: Mesh) -> dict[str, tuple[list[Any], str]]:
-    """The findings and the verdict on each program, the wrong and the right one."""
+    """Return the findings and the verdict on each program, wrong and right."""
     sys.path.insert(0, str(FOLDER))
     found = {}
     for name in NAMED:

@@ -1,4 +1,4 @@
-"""What a local tensor is of the reference's: parts of weights, found by value, and explanations of outputs."""
+"""Local tensors as parts of the reference's: parts of weights, found by value, and explanations of outputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_part_is_found_by_its_values(local: torch.Tensor, dtype: torch.dtype) 
 
 
 def test_a_single_element_of_a_column_is_a_part(tmp_path: Path) -> None:
-    """torch keeps its stride of 24, and refuses to read bytes of it."""
+    """torch keeps the stride of 24, and refuses to read bytes of such a tensor."""
     whole = torch.arange(48, dtype=torch.float64).view(2, 24)
     single = whole[:1, 5]
     assert single.stride() == (24,)
@@ -126,7 +126,7 @@ def test_a_cast_keeps_the_imaginary_part_of_rotary_tables(dtype: torch.dtype, ta
 
 
 def test_a_rank_without_rows_has_the_loss_of_one_microbatch(tmp_path: Path) -> None:
-    """Each microbatch's loss is 0 there, and has the gradient 1: together they are no loss that is scaled by 2."""
+    """Each microbatch's loss is 0 on this rank, with the gradient 1: the sum of both is no loss scaled by 2."""
     losses = {("output", step, ""): torch.tensor(0.0) for step in (0, 1)}
     gradients = {("output-gradient", step, ""): torch.tensor(1.0) for step in (0, 1)}
     write_record(tmp_path, "rank-0", losses | gradients, PartFacts([0.0], {}, {"branch": 1}))

@@ -1,4 +1,4 @@
-"""Programs of a user's own: a module that is called several times in a pass, heads that ranks share unevenly."""
+"""User programs: a module that is called several times in a pass, and heads split unevenly over ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEALT = [[0, 1], [2]]
 
 
 class Recurrent(nn.Module):
-    """One block, three times, as ALBERT has it."""
+    """One block, three times, as in ALBERT."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Recurrent(nn.Module):
 
 
 class Heads(nn.Module):
-    """Attention over as many heads as qkv gives."""
+    """Attention. The number of heads is from the width of qkv."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def cut(column: nn.Linear, row: nn.Linear, rows: Tensor, columns: Tensor, job: ParityJob, wrong: str) -> list[Cut]:
-    """Megatron's two linears, of which this rank has some rows and some columns."""
+    """Return Megatron's two linears with some rows and some columns on this rank."""
     group = job.device_mesh.get_group("tp")
     backward, forward = int(wrong != "f-missing"), int(wrong != "g-missing")
     return [
@@ -72,7 +72,7 @@ def called_three_times(mesh: Mesh, folder: Path, wrong: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def step(model: nn.Module, batch: Tensor) -> Tensor:
-            """Two microbatches, so that the block is called six times."""
+            """Make two microbatches, which call the block six times."""
             optimizer.zero_grad()
             losses = [loss_of(model, part) / 2 for part in batch.chunk(2)]
             for loss in losses:

@@ -1,4 +1,4 @@
-"""Public mistakes, each a program of a few lines beside its right form: the kind and the module that parity names."""
+"""Public mistakes, each a program of a few lines next to the right form; parity names the kind and the module."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ NAMED = {
     "stage_norm": ("clipping", ALL),
 }
 SHORT = ("expert_norm_mean", "muon_off", "plan_hook_accumulates", "router_sentinels")
-"""Kinds that the tests of planted mistakes are not full of; the others are long."""
+"""Kinds that are rare in the tests of planted mistakes; all other kinds are long."""
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_every_program_is_tried() -> None:
 
 
 def test_documents_that_are_packed_alike_in_all_rows_are_no_wrong_data(tmp_path: Path) -> None:
-    """Their numbers are equal from row to row: values do not say which rows and positions a rank took."""
+    """Documents have equal numbers in all rows: values do not tell the rows and positions of a rank."""
     text = (FOLDER / "packed_context_parallel.py").read_text()
     alike = text.replace("torch.tensor([[1, 4], [2, 5], [3, 4], [1, 3]])", "torch.tensor([[2, 4]] * 4)")
     assert alike != text

@@ -1,4 +1,4 @@
-"""The register of a library's plans: right ones pass, wrong ones are named, and an interrupted register goes on."""
+"""The register of a library's plans: right plans pass, wrong plans are named, and an interrupted register continues."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def entries(folder: Path) -> dict[str, dict[str, Any]]:
 def test_a_register_of_tensor_plans(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In transformers 5.24 each rank keeps its own gradient of apertus' activation, and the norms of Qwen3's heads are
-    summed again in the second of two backward passes."""
+    """In transformers 5.24 no rank sums the gradient of apertus' activation, and the norms of Qwen3's heads are summed
+    again in the second of two backward passes."""
     words = [*REGISTER, "--conditions", "plain", "--out", str(tmp_path)]
     types, tried = ("apertus", "granite", "qwen3"), []
     checks = [found for found in register.checks_of(["tensor"], "") if found[0] in types]
@@ -56,7 +56,7 @@ def test_a_register_of_tensor_plans(
     assert "| tensor | 3 | 1 | 2 | 0 | 0 | " in said
     assert "3 of 3 have a verdict (100.0 %)" in said
     assert "missing reduction at model.layers.1.mlp.act_fn" in (tmp_path / "register.html").read_text()
-    # The last line is lost, and one is of another version: they are tried again.
+    # The last line is lost, and another line is from another version: both are tried again.
     lines = (tmp_path / "register.jsonl").read_text().splitlines()
     other = lines[0].replace(found["apertus"]["library"], "transformers 0.1")
     (tmp_path / "register.jsonl").write_text(f"{other}\n{lines[1]}\n")
@@ -82,8 +82,8 @@ def test_sections_of_positions_fit_the_head() -> None:
 def test_conditions_have_verdicts_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Qwen3's plan is wrong with microbatches alone: a clipped step is right. Doge's mask is not cut as its heads are:
-    the plan raises, and other conditions would say the same."""
+    """Qwen3's plan is wrong with microbatches alone; a clipped step is right. Doge's mask is not cut like the heads:
+    the plan raises, and other conditions would raise as well."""
     types = ("qwen3", "doge")
     checks = [found for found in register.checks_of(["tensor"], "", CONDITIONS) if found[0] in types]
     monkeypatch.setattr(register, "checks_of", lambda *_: checks)
@@ -108,8 +108,8 @@ def test_conditions_have_verdicts_of_their_own(
     [("tensor", "raises", "tensor_parallel.py"), ("fsdp", "missing reduction", "(all parameters)")],
 )
 def test_adapters_under_plans(plan: str, kind: str, module: str) -> None:
-    """peft 0.21.2 gives the linears of an adapter a rank's sizes, which transformers 5.24 takes for the whole's; behind
-    fully_shard nobody averages the gradients of adapters."""
+    """peft 0.21.2 gives the linears of an adapter a rank's sizes, which transformers 5.24 takes for the whole's. After
+    fully_shard, no rank averages the gradients of adapters."""
     pytest.importorskip("peft")
     (check,) = (found for name, found, _ in register.checks_of([plan], "granite", ["lora"]) if name == "granite")
     entry = Entry.of("granite", run_check(check), "transformers")
@@ -117,7 +117,7 @@ def test_adapters_under_plans(plan: str, kind: str, module: str) -> None:
 
 
 def test_an_adapter_that_is_lost_without_a_plan_says_nothing_of_the_plan() -> None:
-    """An adapter inside of the k_proj of Inkling 2 has other values after it is saved and read."""
+    """An adapter inside Inkling 2's k_proj has other values after saving and reading."""
     pytest.importorskip("peft")
     (check,) = (found for name, found, _ in register.checks_of(["tensor"], "inkling2_text", ["lora"]))
     entry = Entry.of("inkling2_text", run_check(check), "transformers")
@@ -139,7 +139,7 @@ def test_a_model_goes_on_from_its_own_checkpoint(condition: str) -> None:
 
 
 class Kept(torch.nn.Linear):
-    """A model that saves in several files, and reads with a bias that is off by a number."""
+    """A model that saves in several files, and reads with a wrong number in the bias."""
 
     config, off, files = None, 0.0, 2
 
@@ -157,7 +157,7 @@ def test_what_a_checkpoint_loses_is_named(
     off: float, files: int, error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, taken = Kept(2, 3), []
-    model.weight.data[0] = float("nan")  # which is kept as well as a number
+    model.weight.data[0] = float("nan")  # NaN is kept like a number
     model.files = files
 
     def again(*_: Any) -> Kept:
@@ -219,24 +219,24 @@ def test_a_refusal_is_no_mistake() -> None:
     ],
 )
 def test_samples_are_those_that_a_forward_reads(model_type: str, names: tuple[str, ...]) -> None:
-    """The part of a composite type without a model of its own is tried inside of the composite's."""
+    """A part of a composite type without a separate model is tried inside the composite's model."""
     model, found = small_model(model_type)
     assert found == names
     samples = samples_of(model, found, torch.Generator(), rows=6)
-    assert all(len(x) % 6 == 0 for x in samples.values())  # so that each rank has an equal share of images and rows
+    assert all(len(x) % 6 == 0 for x in samples.values())  # each rank has an equal share of images and rows
 
 
 @pytest.mark.parametrize(
     "model_type, length",
     [
-        ("dbrx", None),  # reads a field that its configuration does not have
+        ("dbrx", None),  # reads a field that the configuration lacks
         ("xlnet", None),  # positions without an end
-        ("reformer", 12),  # positions of two axes, whose sizes multiply to the samples' length
+        ("reformer", 12),  # positions of two axes; the product of the sizes is the samples' length
         ("mamba2", None),  # refuses several sizes at once
         ("zamba2", None),  # layers of a kind share weights
-        ("dots3_note_text", None),  # sliding layers have sizes of their own, and a configuration refuses to tell one
+        ("dots3_note_text", None),  # sliding layers have other sizes, and a configuration refuses to name one
         ("muse_spark", None),  # a tuple of widths
-        ("blt", None),  # no width of its own
+        ("blt", None),  # no separate width
     ],
 )
 def test_a_small_model_of_a_class_with_rules_of_its_own(model_type: str, length: int | None) -> None:
@@ -247,7 +247,7 @@ def test_a_small_model_of_a_class_with_rules_of_its_own(model_type: str, length:
 
 
 def test_an_id_behind_the_last_class_is_the_last_class() -> None:
-    """Moshi's table of ids has a row more than its head has classes."""
+    """Moshi's table of ids has one row more than the head has classes."""
     model, names = small_model("moshi")
     samples = samples_of(model, names, torch.Generator())
     losses = []
@@ -278,7 +278,7 @@ def test_expert_plans_are_of_types_with_experts() -> None:
 
 @pytest.mark.parametrize("name", sorted(register.CHECKS.values()))
 def test_a_library_of_functions_has_the_case_that_its_line_names(name: str) -> None:
-    """The modules of checks are read without the libraries."""
+    """The modules of checks are read without importing the libraries."""
     plans = ["tensor", "fsdp", "tensor-fsdp"]
     found = list(register.function_checks(name, plans, "qwen3"))
     assert {check.name for _, check, _ in found} == set(plans)
@@ -376,7 +376,8 @@ def experts(job, lost):
 
 
 def test_a_module_may_get_its_samples_in_another_arrangement(tmp_path: Path) -> None:
-    """DeepSeek V4's experts multiply other tokens on each rank: the module around them gives the right output."""
+    """DeepSeek V4's experts multiply other tokens on each rank. The module around the experts gives the right
+    output."""
     file = tmp_path / "checks.py"
     file.write_text(IN_OTHER_ROWS)
     right, wrong = (run_check(check) for check in collect(file))
@@ -405,7 +406,7 @@ def interleaved(job):
 
 
 def test_a_dtensor_that_holds_another_part_than_its_placements_say_is_named(tmp_path: Path) -> None:
-    """transformers cuts the tensors of a file before it joins them: each rank holds its half of each."""
+    """transformers cuts the tensors of a file before joining: each rank has a half of each."""
     file = tmp_path / "checks.py"
     file.write_text(LOADED_OTHERWISE)
     (check,) = collect(file)
@@ -462,8 +463,8 @@ def experts(job, again):
 
 
 def test_experts_in_microbatches_hide_no_mistake(tmp_path: Path) -> None:
-    """Inside of experts each microbatch's tokens are sorted by themselves: another arrangement, and no mistake. A first
-    microbatch that counts twice is named as such, with unequal numbers of labels too."""
+    """Inside experts, each microbatch's tokens are sorted separately: this is another arrangement, and no mistake. A
+    first microbatch that counts twice is a finding, also with unequal numbers of labels."""
     file = tmp_path / "checks.py"
     file.write_text(IN_MICROBATCHES)
     right, wrong = (run_check(check) for check in collect(file))
@@ -500,8 +501,8 @@ def empty_buffer(job):
 
 
 def test_what_is_not_a_number_is_named_where_it_comes_from(tmp_path: Path) -> None:
-    """A row of zeros looks like padding of a module that a router deals rows to, of which those with a gradient are
-    compared. Falcon-H1's buffer makes all gradients not-a-number."""
+    """A row of zeros looks like padding of a module with routed rows, and rows with a gradient alone are compared.
+    Falcon-H1's buffer makes all gradients NaN."""
     file = tmp_path / "checks.py"
     file.write_text(NOT_A_NUMBER)
     (check,) = collect(file)

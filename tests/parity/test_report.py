@@ -1,4 +1,4 @@
-"""The page and the summary of results that are made by hand: what a reader of a pull request looks for."""
+"""The page and the summary of handmade results, for a reader of a pull request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Recorded runs and their comparison: right layouts hold, mistakes are found at their modules, records can be read."""
+"""Recorded runs and the comparison of runs: right layouts hold, mistakes are found with the module, records can be
+read."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ ONE, DATA, TENSOR, BOTH = {}, {"data": 2}, {"tp": 2}, {"data": 2, "tp": 2}
 
 
 def recorded(mesh: Mesh, folder: Path, ranks: dict[str, int], runs: list[dict[str, Any]]) -> None:
-    """Several runs of one layout, on the same processes: each folder's name, and what `recording` and `train` take."""
+    """Record several runs of one layout on the same processes. A run has a folder name, and arguments of `recording`
+    and `train`."""
     for run in runs:
         options = {key: run[key] for key in ("most", "perturb", "steps") if key in run}
         with parity.recording(folder / run["name"], axes=run.get("axes", ranks), **options):
@@ -51,7 +53,7 @@ def record_all(folder: Path, ranks: dict[str, int], *runs: dict[str, Any]) -> No
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runs that are compared, each recorded once."""
+    """Return the compared runs, each recorded once."""
     folder = tmp_path_factory.mktemp("runs")
     moved = [{"name": name, "perturb": 1, **more} for name, more in (("one", {}), ("one-sampled", {"most": 64}))]
     record_all(folder, ONE, {"name": "one"}, {"name": "micro", "micro": 2}, {"name": "version", "wrong": "version"},
@@ -112,7 +114,7 @@ def test_a_mistake_is_found_where_it_is(folder: Path, first: str, second: str, m
 
 
 def test_a_layout_says_what_a_rank_holds(folder: Path) -> None:
-    """In a file of the user's, where values do not say it; one that is wrong is a wrong part."""
+    """A user's file tells each rank's parts if the values do not. A wrong part is a finding."""
     rows, columns = ("up.weight", "up.bias"), ("down.weight",)
 
     def part(name: str, rank: int, turn: int = 0) -> tuple[str, tuple[slice, ...]]:
@@ -181,7 +183,8 @@ def test_a_record_says_what_it_kept(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def train_counted(wrong: str) -> None:
-    """Two steps of a model with running statistics. `wrong`: moments that are lost, or another momentum of these."""
+    """Make two steps of a model with running statistics. `wrong`: lost moments, or another momentum of the
+    statistics."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=0.3 if wrong == "buffer" else 0.1),
                           nn.Linear(6, 2)).double()  # fmt: skip
@@ -207,7 +210,8 @@ def test_states_and_buffers_are_recorded(wrong: str, kind: str, module: str, tmp
 
 
 class Container(nn.Module):
-    """Its parts are called, as Lightning's modules are in one process; or all at once, as they are under DDP."""
+    """A model with parts that are called one by one, like Lightning's modules in one process, or all at once, as under
+    DDP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +247,8 @@ def test_a_container_is_recorded_by_its_parts(tmp_path: Path) -> None:
 
 
 def train_closed(closed: bool, clip: float, scale: float) -> None:
-    """Two steps of two microbatches; `closed`: the last is made by the closure that the optimizer calls, and `clip`."""
+    """Make two steps of two microbatches. `closed`: the optimizer calls a closure that makes the last microbatch, with
+    `clip`."""
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(4, 3), nn.GELU(), nn.Linear(3, 2)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -300,7 +305,8 @@ def test_clipping_of_each_microbatch_is_named(tmp_path: Path) -> None:
 
 
 def record_counted(mesh: Mesh, folder: Path, means: list[str]) -> None:
-    """Two steps of data parallelism with unequal labels. `own`: each rank takes the mean over its own."""
+    """Record two steps of data parallelism with unequal labels. `own`: each rank takes the mean over the rank's own
+    labels."""
     size = mesh.comm("data").size
     for name, seed in ((name, seed) for name in means for seed in ((None, 1) if size == 1 else (None,))):
         torch.manual_seed(9)
@@ -332,7 +338,8 @@ def test_a_mean_of_means_is_named(tmp_path: Path) -> None:
 
 
 def train_hidden(scale: float, shown: bool) -> None:
-    """As ZeRO's flat copies: the parameters themselves have no gradient as the optimizer steps. `scale`: of these."""
+    """Step flat copies, like ZeRO: the parameters have no gradient at the optimizer's step. `scale`: of the copies'
+    gradients."""
     torch.manual_seed(6)
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     flat = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
@@ -350,7 +357,7 @@ def train_hidden(scale: float, shown: bool) -> None:
 
 
 def test_an_optimizer_with_tensors_of_its_own_is_compared_by_weights(tmp_path: Path) -> None:
-    """And nothing is said of gradients that nobody has seen."""
+    """Gradients that no recorder has seen get no row."""
     for name, scale, shown, seed in (("one", 1.0, False, None), ("one", 1.0, False, 1), ("same", 1.0, True, None),
                                      ("same", 1.0, True, 1), ("wrong", 2.0, False, None)):  # fmt: skip
         with parity.recording(tmp_path / name, perturb=seed):
@@ -367,7 +374,7 @@ def test_an_optimizer_with_tensors_of_its_own_is_compared_by_weights(tmp_path: P
 
 
 def step_clipped(rank: int, size: int, wrong: str, clip: float = 0.1) -> None:
-    """Two clipped steps of data parallelism by hand. `wrong`: the mistake."""
+    """Make two clipped steps of data parallelism by hand. `wrong`: the mistake."""
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -426,7 +433,7 @@ def test_causes_before_clipping_are_named(clipped: Path, wrong: str, kind: str, 
 
 
 def without_gradients_before(folder: Path, old: Path) -> None:
-    """A record as it was when gradients before clipping were not kept."""
+    """Rewrite a record in the old form without gradients before clipping."""
     shutil.copytree(folder, old)
     for file in old.rglob("step-*.safetensors"):
         kept = TensorFile(file)
@@ -450,7 +457,7 @@ def test_records_without_gradients_before_clipping_compare(
     assert told == ([f"not compared: gradients before clipping, which {missing} does not keep"] if missing else [])
     found = compared(tmp_path, "1-", "2-unreduced")[0].finding
     assert found is not None
-    # By the norm of the reference the cause is found as in a check. An old reference has none.
+    # With the norm of the reference, the cause is found as in a check. An old reference has no norm.
     known = "0" if not old_first else "(all parameters)"
     assert (found.kind, found.module) == ("missing reduction", known), found
 
@@ -478,7 +485,7 @@ sys.exit(int(sys.argv[2]))
 
 
 def test_threads_that_wait_run_before_a_script_is_freed(tmp_path: Path) -> None:
-    """torch frees DDP as it joins gloo's threads, which may wait for Python's lock: one run in three never ended."""
+    """torch frees DDP while joining gloo's threads, which may wait for Python's lock: one run in three never ended."""
     script, freed = tmp_path / "ending.py", tmp_path / "freed"
     script.write_text(ENDING)
     words = [sys.executable, "-m", "meshwright.parity", "record", "--out", str(tmp_path / "out"), str(script)]
@@ -498,7 +505,7 @@ def test_a_model_is_freed_as_its_script_frees_it(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_leaves_what_it_had(tmp_path: Path) -> None:
-    """By the command, around a script that knows nothing of it; the steps before the kill can be compared."""
+    """The command records a script that imports no part of Meshwright. The steps before the kill can be compared."""
     words = [sys.executable, "-m", "meshwright", "parity", "record", "--out", str(tmp_path / "killed"), "--steps"]
     running = subprocess.Popen([*words, ",".join(map(str, range(1, 4000))), "-m", "tests.parity.training",
                                 "--steps", "100000"], cwd=ROOT, stdout=subprocess.DEVNULL)  # fmt: skip

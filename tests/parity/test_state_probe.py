@@ -1,4 +1,4 @@
-"""The state probe: packed programs that keep documents apart pass, and each way to see another one is named."""
+"""The state probe: packed programs with separate documents pass, and each way to see another document is named."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Convolution(nn.Module):
 
 
 class GatedScan(nn.Module):
-    """h = a h + (1 - a) x, with a reset where a document starts."""
+    """h = a h + (1 - a) x, with a reset at each document's start."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class GatedScan(nn.Module):
 
 
 class Model(nn.Module):
-    """Embeddings, two mixers and a head. `wrong`: what leaks."""
+    """Embeddings, two mixers and a head. `wrong`: the mixer that leaks, and how."""
 
     def __init__(self, wrong: str = "") -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_rows_without_documents_are_refused() -> None:
 
 
 def test_a_sequential_model_of_one_tensor() -> None:
-    """The tokens alone, with a recurrent layer of torch's, which leaks without a way to reset it."""
+    """The model reads tokens alone. A recurrent layer of torch leaks, and cannot be reset."""
     torch.manual_seed(0)
 
     class Recurrent(nn.Module):
@@ -176,7 +176,8 @@ def test_a_sequential_model_of_one_tensor() -> None:
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_llama_of_transformers(packed: bool) -> None:
-    """With position ids that restart it makes its own mask of documents; without, one document sees the other."""
+    """Position ids that restart give the model a mask of documents. Without position ids, one document sees the
+    other."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,

@@ -1,4 +1,4 @@
-"""Programs in the styles that people write: right ones hold; mistakes are found, at their modules, of their kinds."""
+"""Programs in common styles: right programs hold; mistakes are found, with the right modules and kinds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEW = {
                "moving_bias:gates"],
     "pieces": ["pieces:", "pieces:piece"],
 }  # fmt: skip
-"""One at least of each thing that was once missed; those of a group share their processes."""
+"""At least one case of each mistake that was once missed. The cases of a group share processes."""
 
 
 def check_cases(names: list[str], folder: Path) -> None:

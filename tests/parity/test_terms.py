@@ -1,4 +1,4 @@
-"""A sum by its terms, and a probe that puts everything back."""
+"""A sum by terms, and a probe that restores all state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_terms_that_are_lost_or_repeated_are_named(weights: tuple[int, ...], kin
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(3))
 def test_drawn_sums_of_terms_have_their_weights(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
-    """Tables of a real vocabulary and tiny biases, terms of sizes a thousand times apart, each as its dtype has it."""
+    """Tables of a real vocabulary and tiny biases; terms of sizes up to a factor of 1,000, each in the terms' dtype."""
     generator = torch.Generator().manual_seed(seed)
     count = 3 if len(shape) == 1 else 8
     draw = lambda: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
@@ -72,7 +72,7 @@ def test_terms_that_were_rounded_before_the_sum_are_known() -> None:
 
 
 class Moving(nn.Module):
-    """A buffer written in place, one that is replaced, a tensor in an attribute; a random number a pass."""
+    """A buffer written in place, a replaced buffer, a tensor in an attribute; a random number a pass."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A training script as anybody may have it: by itself, or by ranks over data and tensor axes that it cuts by hand.
+"""A common training script: on one process, or on ranks over data and tensor axes, cut by hand.
 
 python -m tests.parity.training [--ranks data=2 tp=2] [--wrong NAME] [--steps 2] [--micro 1]
 """
@@ -20,7 +20,7 @@ VOCABULARY, HIDDEN, ROWS, POSITIONS = 32, 16, 8, 6
 
 
 class Sum(torch.autograd.Function):
-    """The sum over a group, forward and backward as asked."""
+    """Sum over a group, forward and backward as asked."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, group: Any, forward: bool, backward: bool) -> Tensor:
@@ -39,7 +39,7 @@ class Sum(torch.autograd.Function):
 
 
 class FeedForward(nn.Module):
-    """`group`: over which the hidden units are cut."""
+    """A feed-forward with the hidden units cut over `group`."""
 
     def __init__(self, group: Any, wrong: str) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Programs in the styles that people write, right and with planted mistakes: `python -m tests.parity.styles`."""
+"""Programs in common styles, right and with planted mistakes: `python -m tests.parity.styles`."""

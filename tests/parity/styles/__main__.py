@@ -20,11 +20,11 @@ from tests.parity.styles import data, frameworks, routed, sequence, tensor, term
 from tests.parity.styles.style import STYLES, Plant, Style
 
 MODULES = (tensor, data, sequence, routed, frameworks, terms)
-"""Imported for the programs that they register."""
+"""Imported to register the programs."""
 
 
 def run_styles(rank: Rank, names: list[str], out: Path, precision: str) -> None:
-    """One rank of some cases `style:wrong`. `precision`: instead of their own, if it is given."""
+    """Run one rank of some cases `style:wrong`. `precision`: replaces the styles' own, if given."""
     for name in names:
         found, _, wrong = name.partition(":")
         folder = out / name.replace(":", "-")
@@ -34,7 +34,7 @@ def run_styles(rank: Rank, names: list[str], out: Path, precision: str) -> None:
 
 
 def result_of(chosen: Style, wrong: str, folder: Path) -> ParityResult:
-    """One case, judged from what its ranks have left."""
+    """Judge one case from the records of the ranks."""
     check = ParityCheck(f"{chosen.name}:{wrong}", Path(__file__), chosen.axes, chosen.precision)
     place = folder / f"{chosen.name}-{wrong}"
 
@@ -46,19 +46,19 @@ def result_of(chosen: Style, wrong: str, folder: Path) -> ParityResult:
 
 
 def names_it(module: str, plant: Plant) -> bool:
-    """Whether the module that is named is one of the mistake's, lies in one, or is called like one."""
+    """Return whether the named module is one of the mistake's modules, is inside one, or has the name of one."""
     return any(module == m or module.startswith(f"{m}.") or m in module.split(".") for m in plant.modules)
 
 
 def marks_of(result: ParityResult, plant: Plant) -> tuple[bool, bool, bool]:
-    """Found; the module is right; the kind is right."""
+    """Return whether the mistake is found, at the right module, of the right kind."""
     if result.finding is None:
         return not result.holds, False, False
     return not result.holds, names_it(result.finding.module, plant), result.finding.kind in plant.kinds
 
 
 def try_cases(chosen: list[Style], only: str, precision: str = "") -> dict[str, ParityResult | str]:
-    """Every case's result, or the error that ended its ranks. `precision`: instead of each style's own."""
+    """Return every case's result, or the error that ended the ranks. `precision`: replaces each style's own."""
     results: dict[str, ParityResult | str] = {}
     with TemporaryDirectory() as text:
         folder = Path(text)
@@ -79,7 +79,7 @@ def try_cases(chosen: list[Style], only: str, precision: str = "") -> dict[str, 
 
 
 def report(results: dict[str, ParityResult | str]) -> None:
-    """A row a case, then the table."""
+    """Print a row a case, then the table."""
     lines, totals = [], [0] * 5
     for one in STYLES.values():
         if f"{one.name}:" not in results and not any(f"{one.name}:{p.wrong}" in results for p in one.plants):

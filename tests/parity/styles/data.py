@@ -1,4 +1,4 @@
-"""Data parallelism as people write it: DDP with accumulation, hooks, ZeRO by hand, FSDP2, batch norm, schedulers."""
+"""Common styles of data parallelism: DDP with accumulation, hooks, ZeRO by hand, FSDP2, batch norm, schedulers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.parity.styles.style import ALL, DATA, style, sum_over
     ("mean_of_micro", "(loss), " + ALL, "token counts, accumulation"),
 )
 def ddp_accumulate(job: ParityJob, wrong: str) -> None:
-    """Four microbatches, three of them under no_sync; the loss over all ranks' labels."""
+    """Four microbatches, three under no_sync; the loss is over all ranks' labels."""
     job.reference(Llama(), loss_of, batch_of, optimizer=adamw)
     model = DistributedDataParallel(job.copy())
     optimizer = adamw(list(model.parameters()))
@@ -82,11 +82,11 @@ def ddp_accumulate(job: ParityJob, wrong: str) -> None:
     ("own_mean", "(loss)", "token counts"),
 )
 def ddp_hook(job: ParityJob, wrong: str) -> None:
-    """DDP's communication hooks, and gradients that travel in a narrower type."""
+    """DDP's communication hooks, and gradients that are sent in a narrower dtype."""
     job.reference(Llama(), loss_of, batch_of, optimizer=momentum)
     model, group = DistributedDataParallel(job.copy()), job.device_mesh.get_group("data")
 
-    def narrow(dtype, bucket):  # torch reads the annotations of hooks, and knows none but its own
+    def narrow(dtype, bucket):  # torch reads the annotations of hooks, and accepts torch's own alone
         x = (bucket.buffer() / 2).to(dtype)
         future = dist.all_reduce(x, group=group, async_op=True).get_future()
         return future.then(lambda f: bucket.buffer().copy_(f.value()[0]))
@@ -119,7 +119,7 @@ class Images(nn.Module):
 
 
 class Norm(nn.Module):
-    """Batch norm whose sums pass `total`; the running statistics are of the whole batch."""
+    """Batch norm with sums through `total`; the running statistics cover the whole batch."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo
     precision="own",
 )
 def fsdp_policy(job: ParityJob, wrong: str) -> None:
-    """FSDP2's mixed precision, as it is."""
+    """FSDP2's mixed precision, unchanged."""
     job.reference(Llama(), parity.cast_like(POLICY, loss_of), batch_of, optimizer=momentum)
     model, mesh = job.copy(), job.device_mesh
     for layer in model.layers:
@@ -312,7 +312,7 @@ def scheduled(job: ParityJob, wrong: str) -> None:
     ("states_local", ALL, "optimizer, stale weights"),
 )
 def zero1(job: ParityJob, wrong: str) -> None:
-    """One flat buffer; each rank steps its half with Adam by hand, and gathers."""
+    """One flat buffer. Each rank steps a half with Adam by hand, and gathers."""
     job.reference(Llama(), loss_of, batch_of, optimizer=lambda p: torch.optim.Adam(p, lr=1e-2))
     model, group = job.copy(), job.device_mesh.get_group("data")
     parameters = list(model.parameters())
@@ -362,7 +362,7 @@ def zero1(job: ParityJob, wrong: str) -> None:
 
 
 class Coarse(Llama):
-    """Logits in float32, as transformers' losses have them."""
+    """A Llama with logits in float32, like the losses of transformers."""
 
     def forward(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
         return super().forward(ids, documents).float()
@@ -370,7 +370,7 @@ class Coarse(Llama):
 
 @style(DATA, ("no_reduce", ALL, "missing reduction"), ("scaled", ALL, "scaled"))
 def float32_inside(job: ParityJob, wrong: str) -> None:
-    """Both programs round to float32 inside of a float64 check."""
+    """Both programs round to float32 inside a float64 check."""
     job.reference(Coarse(), loss_of, batch_of, optimizer=momentum)
     model, group = job.copy(), job.device_mesh.get_group("data")
     optimizer = momentum(list(model.parameters()))

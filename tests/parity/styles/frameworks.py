@@ -1,4 +1,5 @@
-"""torch's own ways (DTensor plans, HSDP, pipelines), halos, an encoder, experts without travel, a loop by hand."""
+"""torch's own strategies (DTensor plans, HSDP, pipelines), halos, an encoder, experts without exchange, a loop by
+hand."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ from tests.parity.styles.style import ALL, CUT, DATA, PIPE, TENSOR, enter, leave
 
 
 class Branches(nn.Module):
-    """Norms and feed-forwards, as DTensor plans cut them."""
+    """Norms and feed-forwards, cut by DTensor plans."""
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ def hsdp(job: ParityJob, wrong: str) -> None:
 
 
 class Part(nn.Module):
-    """Some layers, which own what the reference has under the same names."""
+    """Some layers with the reference's parameter names."""
 
     def __init__(self, model: Llama, index: int) -> None:
         super().__init__()
@@ -180,7 +181,7 @@ def torch_interleaved(job: ParityJob, wrong: str) -> None:
 
 
 class Convolved(nn.Module):
-    """Causal convolutions over the sequence, as state-space models have them."""
+    """Causal convolutions over the sequence, as in state-space models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +197,7 @@ class Convolved(nn.Module):
 
 
 class Halo(torch.autograd.Function):
-    """The last two positions of the rank before; backward, their gradient goes back there."""
+    """Fetch the last two positions of the rank before. Backward: send back the gradient of both positions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, index: int, wrong: str) -> Tensor:
@@ -249,7 +250,7 @@ def halo(job: ParityJob, wrong: str) -> None:
 
 
 class Encoder(nn.Module):
-    """Post-norm, bidirectional, biases everywhere, padding masked; the head shares the table and has a bias."""
+    """Post-norm, bidirectional, biases in every layer, padding masked; the head shares the table and has a bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +286,7 @@ class Encoder(nn.Module):
     ("inner_scaled", "(the model), outer, inner, end", "scaled"),
 )
 def encoder(job: ParityJob, wrong: str) -> None:
-    """One file of a model whose products are functional: its own code makes most of what can go wrong."""
+    """A model with functional products: most mistakes are in the model's own code."""
 
     def batch(generator: torch.Generator) -> dict[str, Tensor]:
         made = batch_of(generator)
@@ -317,7 +318,7 @@ def encoder(job: ParityJob, wrong: str) -> None:
 
 
 class Mixed(nn.Module):
-    """Soft experts: each sees all tokens, weighted by its gate."""
+    """Soft experts: each gets all tokens, weighted by a gate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -380,7 +381,7 @@ def soft_experts(job: ParityJob, wrong: str) -> None:
     ("rank_noise", "norm", "stale weights, wrong part"),
 )
 def loops(job: ParityJob, wrong: str) -> None:
-    """A loop by hand with a tied table: gradients of all ranks are added up, weights stepped everywhere."""
+    """A loop by hand with a tied table: gradients of all ranks are added up, and every rank steps the weights."""
     job.reference(Llama(tied=True), loss_of, batch_of, optimizer=adamw)
     model, group = job.copy(), job.device_mesh.get_group("data")
     if wrong == "tied_untied":

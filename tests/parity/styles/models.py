@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary positions of [B, heads, T, HEAD]."""
+    """Apply rotary positions to [B, heads, T, HEAD]."""
     angles = positions[..., None].to(x.dtype) / 10.0 ** torch.arange(0, 2, dtype=x.dtype)
     cos, sin = angles.cos(), angles.sin()
     a, b = x.chunk(2, -1)
@@ -31,7 +31,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
-    """Causal, and inside of documents where there are any. [B, heads, T, HEAD]."""
+    """Attend causally, and inside documents if `documents` is given. [B, heads, T, HEAD]."""
     mask = positions[..., :, None] >= positions[..., None, :]
     if documents is not None:
         mask = (mask & (documents[:, :, None] == documents[:, None, :]))[:, None]
@@ -39,7 +39,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, document
 
 
 class Attention(nn.Module):
-    """`reduced`: what the sum of the heads passes; `entered`: what the input passes."""
+    """Attention with two hooks: the input passes `entered`, and the sum of the heads passes `reduced`."""
 
     def __init__(self, kv_heads: int = HEADS) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """`positions`: of this rank's tokens, where it has not all."""
+    """A Llama. `positions`: the positions of this rank's tokens, if the rank has a part of the sequence."""
 
     def __init__(
         self, layers: int = 2, kv_heads: int = HEADS, dropout: float = 0.0, tied: bool = False,
@@ -120,7 +120,7 @@ def valid(labels: Tensor) -> Tensor:
 
 
 def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The mean over the labels."""
+    """Return the mean over the labels."""
     return sum_of_losses(model(batch["input_ids"]), batch["labels"]) / valid(batch["labels"])
 
 

@@ -1,4 +1,4 @@
-"""Routed experts on ranks of their own: tokens travel to them, by top-k or with a capacity; a shared one; balance."""
+"""Routed experts on separate ranks: tokens are sent by top-k or with a capacity; a shared expert; balance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Expert(nn.Module):
 
 
 class Routed(nn.Module):
-    """Top-2 of four experts and one that all tokens visit. `travel`: how tokens reach experts elsewhere.
+    """Top-2 of four experts, and a shared expert for all tokens. `travel` sends tokens to experts on other ranks.
 
     `activation` is called once for each expert: fewer times on a rank with some of the experts.
     """
@@ -153,7 +153,8 @@ def experts(job: ParityJob, wrong: str) -> None:
 
 
 class Bounded(nn.Module):
-    """Each token to its best expert, at most `capacity` of a row of the batch; the others pass by."""
+    """Each token is sent to the token's best expert, with at most `capacity` tokens of a row of the batch. All other
+    tokens skip the experts."""
 
     def __init__(self, capacity: int = 3) -> None:
         super().__init__()

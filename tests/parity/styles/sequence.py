@@ -26,7 +26,7 @@ from tests.parity.styles.style import ALL, CUT, PIPE, style, sum_over
 
 
 def packed(generator: torch.Generator) -> dict[str, Tensor]:
-    """Rows of three documents each, whose first labels do not count."""
+    """Return rows of three documents each; the first labels of documents do not count."""
     batch = batch_of(generator)
     ends = torch.stack([torch.randperm(TOKENS - 1, generator=generator)[:2].sort().values + 1 for _ in range(ROWS)])
     batch["documents"] = (torch.arange(TOKENS)[None, :, None] >= ends[:, None, :]).sum(-1)
@@ -39,7 +39,7 @@ def packed_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 class Exchange(torch.autograd.Function):
-    """Everybody's keys, values and documents; backward: the sum of everybody's gradients of mine."""
+    """Gather all ranks' keys, values and documents. Backward: sum all ranks' gradients of this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, index: int, lost: bool) -> Tensor:
@@ -182,7 +182,7 @@ def ulysses(job: ParityJob, wrong: str) -> None:
 
 
 class Stage(nn.Module):
-    """Some layers of a Llama under their own names; the first has the table, the last the head."""
+    """Some layers of a Llama under the Llama's names; the first has the table, the last the head."""
 
     def __init__(self, model: Llama, first: int, last: int) -> None:
         super().__init__()

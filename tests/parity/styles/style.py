@@ -1,4 +1,4 @@
-"""A program in one style of writing, right and with mistakes planted: what `tests.parity.styles` tries."""
+"""A program in one style, right and with planted mistakes: a case of `tests.parity.styles`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Program = Callable[[ParityJob, str], None]
 
 @dataclass(frozen=True)
 class Plant:
-    """A mistake: `modules`: one of these paths must be named, or one inside of it; `kinds`: what it may be called."""
+    """A mistake. `modules`: one of these paths, or a path inside one, must be named. `kinds`: the right names."""
 
     wrong: str
     modules: tuple[str, ...]
@@ -30,7 +30,7 @@ class Plant:
 
 @dataclass(frozen=True)
 class Style:
-    """A program, its axes, the precision that its users check in, and its mistakes."""
+    """A program, the axes, the precision of typical checks of this style, and the mistakes."""
 
     name: str
     run: Program
@@ -45,7 +45,7 @@ STYLES: dict[str, Style] = {}
 def style(
     axes: tuple[tuple[str, int], ...], *plants: tuple[str, str, str], precision: str = "float64"
 ) -> Callable[[Program], Program]:
-    """Register a program. A plant: its name, the modules and the kinds that are right, each a list of words."""
+    """Register a program. A plant: the name, the right modules and the right kinds, each a list of words."""
 
     def mark(run: Program) -> Program:
         known = tuple(Plant(wrong, _list(modules), _list(kinds)) for wrong, modules, kinds in plants)
@@ -60,7 +60,7 @@ def _list(words: str) -> tuple[str, ...]:
 
 
 class Reduce(torch.autograd.Function):
-    """A sum over a group forward, backward, or both; times a factor."""
+    """Sum over a group forward, backward, or both, times a factor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, forward: bool, backward: bool, factor: float) -> Tensor:
@@ -79,17 +79,17 @@ class Reduce(torch.autograd.Function):
 
 
 def enter(x: Tensor, group: Any, factor: float = 1.0) -> Tensor:
-    """Before column-parallel linears: a copy forward, a sum backward."""
+    """Enter column-parallel linears: a copy forward, a sum backward."""
     return Reduce.apply(x, group, False, True, factor)
 
 
 def leave(x: Tensor, group: Any) -> Tensor:
-    """After row-parallel linears: a sum forward, a copy backward."""
+    """Leave row-parallel linears: a sum forward, a copy backward."""
     return Reduce.apply(x, group, True, False, 1.0)
 
 
 class AllToAll(torch.autograd.Function):
-    """Exchange unequal numbers of rows; backward, the other way round."""
+    """Exchange unequal numbers of rows; backward, in the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
@@ -102,7 +102,7 @@ class AllToAll(torch.autograd.Function):
 
 
 def exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
-    """Rows to every rank by way of point-to-point messages, which gloo has."""
+    """Send rows to every rank by point-to-point messages, which gloo has."""
     me, size = dist.get_rank(group), dist.get_world_size(group)
     parts = list(x.contiguous().split(list(sent)))
     out = [x.new_empty((n, *x.shape[1:])) for n in received]
@@ -121,7 +121,7 @@ def exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any
 
 
 def sum_over(x: Tensor, group: Any) -> Tensor:
-    """The sum of a tensor over a group; not differentiable."""
+    """Return the sum of a tensor over a group; not differentiable."""
     x = x.detach().clone()
     dist.all_reduce(x, group=group)
     return x

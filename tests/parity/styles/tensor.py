@@ -1,4 +1,4 @@
-"""Tensor parallelism as people write it: sums outside of linears, shared key-value heads, cut tables, LoRA, Muon."""
+"""Common styles of tensor parallelism: sums outside linears, shared key-value heads, cut tables, LoRA, Muon."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cut(linear: nn.Linear, index: int, dim: int, size: int = 2) -> None:
 
 
 def cut_llama(model: Llama, index: int, group: Any, shared_kv: bool = False) -> None:
-    """Megatron's cuts, with the sums in the parents' own code: `reduced(self.wo(y))`."""
+    """Cut like Megatron, with the sums in the parents' own code: `reduced(self.wo(y))`."""
     for layer in model.layers:
         attention, ffn = layer.attention, layer.feed_forward
         for linear in (attention.wq, ffn.gate, ffn.up, *(() if shared_kv else (attention.wk, attention.wv))):
@@ -56,7 +56,7 @@ def cut_llama(model: Llama, index: int, group: Any, shared_kv: bool = False) -> 
     ("residual_twice", "layers.1", "wrong values, scaled"),
 )
 def gqa(job: ParityJob, wrong: str) -> None:
-    """Two ranks share one key-value head, whose gradients are added after the backward pass."""
+    """Two ranks share one key-value head; the gradients are added after the backward pass."""
     job.reference(Llama(kv_heads=1), loss_of, batch_of, optimizer=adamw)
     group, model = job.device_mesh.get_group("tp"), job.copy()
     cut_llama(model, job.index("tp"), group, shared_kv=True)
@@ -117,7 +117,7 @@ class CutTable(nn.Module):
     ("pad_counted", "(loss)", "wrong values, token counts, scaled"),
 )
 def vocabulary(job: ParityJob, wrong: str) -> None:
-    """Table, head and cross entropy cut over the vocabulary, the backward pass of the loss by hand."""
+    """Table, head and cross entropy cut over the vocabulary, with the backward pass of the loss by hand."""
     job.reference(Llama(), loss_of, batch_of)
     group, index, model = job.device_mesh.get_group("tp"), job.index("tp"), job.copy()
     cut_llama(model, index, group)
@@ -145,7 +145,7 @@ def vocabulary(job: ParityJob, wrong: str) -> None:
 
 
 class Adapted(nn.Module):
-    """A frozen linear and its adapter."""
+    """A frozen linear and the linear's adapter."""
 
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -180,7 +180,8 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     ("b_frozen", "layers.0.attention.wq, layers.1.attention.wq", "no gradient"),
 )
 def lora(job: ParityJob, wrong: str) -> None:
-    """Adapters on cut linears; all else is frozen. lora_a of `down` is cut by columns, lora_b of `wq` by rows."""
+    """Adapters on cut linears; all other weights are frozen. lora_a of `down` is cut by columns, lora_b of `wq` by
+    rows."""
     job.reference(adapt(Llama()), loss_of, batch_of, optimizer=adamw)
     group, index, model = job.device_mesh.get_group("tp"), job.index("tp"), job.copy()
     for layer in model.layers:
@@ -191,7 +192,7 @@ def lora(job: ParityJob, wrong: str) -> None:
             cut(linear, index, 1)
         for module in (attention, ffn):
             module.entered, module.reduced = (lambda x: enter(x, group)), (lambda x: leave(x, group))
-        # The adapter's middle is a partial sum under `down`, which lora_b takes whole: the sum of both is made at once.
+        # The adapter's middle is a partial sum under `down`, and lora_b reads a whole input: one sum covers both.
     if wrong == "alpha":
         model.layers[1].attention.wq.scale = 1.0
     if wrong == "down_partial":
@@ -219,7 +220,7 @@ def lora(job: ParityJob, wrong: str) -> None:
 
 
 def orthogonal(g: Tensor) -> Tensor:
-    """Newton-Schulz, as Muon has it."""
+    """Return Newton-Schulz of a matrix, as in Muon."""
     x = g / (g.norm() + 1e-7)
     wide = x if x.shape[0] <= x.shape[1] else x.T
     for _ in range(5):
@@ -229,7 +230,7 @@ def orthogonal(g: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Matrices by orthogonalised momentum, all else by plain steps. `whole` gathers a cut gradient, or not."""
+    """Matrices by orthogonalised momentum, all other weights by plain steps. `whole` gathers a cut gradient, or not."""
 
     def __init__(self, parameters: list[Tensor], whole: Any = None) -> None:
         super().__init__(parameters, {"lr": 0.02})
@@ -329,7 +330,7 @@ def data_tensor(job: ParityJob, wrong: str) -> None:
     ("positions", "layers.0.attention", "wrong values"),
 )
 def sequence(job: ParityJob, wrong: str) -> None:
-    """Sequence parallelism: norms see half of the tokens; gathers before, scatters after each cut pair."""
+    """Sequence parallelism: norms get half of the tokens; gathers before, scatters after each cut pair."""
     job.reference(Llama(), loss_of, batch_of, optimizer=adamw)
     group, index, model = job.device_mesh.get_group("tp"), job.index("tp"), job.copy()
     cut_llama(model, index, group)

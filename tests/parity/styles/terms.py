@@ -1,4 +1,4 @@
-"""Sums with a term lost, twice or rounded; states by owners; causes that another norm hides; moving buffers."""
+"""Sums with a term lost, twice or rounded; states by owners; causes hidden by a later norm; moving buffers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def network() -> nn.Sequential:
 
 
 def averaged(parameters: Any, group: Any, but: Tensor | None = None) -> None:
-    """Average gradients over a group, but that of one parameter."""
+    """Average gradients over a group, except the gradient of `but`."""
     for p in parameters:
         if p is not but and p.grad is not None:
             p.grad = sum_over(p.grad, group) / dist.get_world_size(group)
@@ -41,7 +41,7 @@ def averaged(parameters: Any, group: Any, but: Tensor | None = None) -> None:
 def stepping(
     optimizer: torch.optim.Optimizer, reduce: Callable[[], object], group: Any = None, loss: Any = square_loss
 ) -> Callable[[Any, Any], Tensor]:
-    """A step: forward, backward, `reduce`, the optimizer; the mean of the two ranks' losses."""
+    """Return a step: forward, backward, `reduce`, the optimizer. The step returns the mean of both ranks' losses."""
 
     def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         value = loss(model, batch)
@@ -55,13 +55,13 @@ def stepping(
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # its package makes scripts, which torch deprecates
+    warnings.simplefilter("ignore")  # torch.distributed.optim makes scripts, which torch deprecates
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
 @style(DATA, ("not_averaged", ALL, "missing reduction, stale weights"))
 def owners(job: ParityJob, wrong: str) -> None:
-    """torch's ZeroRedundancyOptimizer: an owner alone has the states of a parameter."""
+    """torch's ZeroRedundancyOptimizer: the owner alone has the states of a parameter."""
     job.reference(network(), square_loss, rows_of, optimizer=adamw)
     model = job.copy() if wrong else DistributedDataParallel(job.copy())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -69,7 +69,7 @@ def owners(job: ParityJob, wrong: str) -> None:
 
 
 class Momentum(torch.optim.Optimizer):
-    """Momentum of the parameters that this rank owns, which then sends the weights."""
+    """Momentum of the parameters of this owner, which then sends the weights."""
 
     def __init__(self, parameters: Any, group: Any, wrong: str) -> None:
         super().__init__(parameters, {"lr": 0.05})
@@ -89,7 +89,7 @@ class Momentum(torch.optim.Optimizer):
 
 @style(DATA, ("not_sent", "2", "stale weights"), ("decay", ALL, "optimizer"))
 def momentum_by_owners(job: ParityJob, wrong: str) -> None:
-    """Each parameter has one owner, who steps it by hand and broadcasts it."""
+    """Each parameter has one owner, which steps the parameter by hand and broadcasts the weights."""
     job.reference(network(), square_loss, rows_of, optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9))
     model, group = job.copy(), job.device_mesh.get_group("data")
     step = stepping(Momentum(list(model.parameters()), group, wrong), lambda: averaged(model.parameters(), group))
@@ -104,7 +104,7 @@ def momentum_by_owners(job: ParityJob, wrong: str) -> None:
     ("norm_local", ALL, "clipping"),
 )
 def clipped(job: ParityJob, wrong: str) -> None:
-    """Clipping by the norm of all gradients, of which one is wrong; the first weight is frozen."""
+    """Clipping by the norm of all gradients, one of them wrong; the first bias is frozen."""
     model = network()
     model[0].bias.requires_grad_(False)
     job.reference(model, square_loss, rows_of, clip=0.1)
@@ -133,7 +133,7 @@ class Named(nn.Module):
 
 
 class RowParallel(nn.Module):
-    """A linear of some inputs, whose product is added up over a group."""
+    """A linear of some inputs; the product is added up over a group."""
 
     def __init__(self, whole: nn.Linear, own: slice, group: Any, wrong: str) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class RowParallel(nn.Module):
 
 
 class Pair(nn.Module):
-    """A linear cut by its outputs and one cut by its inputs."""
+    """A linear cut by the outputs and a linear cut by the inputs."""
 
     def __init__(self, whole: Named, group: Any, wrong: str) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def row_parallel(job: ParityJob, wrong: str) -> None:
     ("own_deviation", ALL + ", (loss)", "missing reduction, wrong values"),
 )
 def policy(job: ParityJob, wrong: str) -> None:
-    """A policy gradient whose rewards are set against those of all samples. There are no labels."""
+    """A policy gradient with rewards relative to the rewards of all samples. There are no labels."""
 
     def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
         r = batch["y"].sum(1)
@@ -208,7 +208,7 @@ def policy(job: ParityJob, wrong: str) -> None:
 
 
 class Gained(nn.Module):
-    """A parameter of the top-level model's own."""
+    """A model with a parameter at the top level."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def top_level(job: ParityJob, wrong: str) -> None:
 
 
 class Routed(nn.Module):
-    """Two experts and a bias of the router, moved by counts in each pass, which no gradient moves."""
+    """Two experts and a bias of the router. Counts move the bias in each pass; no gradient does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class Routed(nn.Module):
 
 @style(DATA, ("gates", "layers.0.feed_forward", "wrong values, scaled"))
 def moving_bias(job: ParityJob, wrong: str) -> None:
-    """A router's bias that each pass moves; the mistake beside it is no leak."""
+    """A router's bias that each pass moves; the planted mistake is not reported as a leak."""
     job.reference(Llama(feed_forward=Routed), loss_of, batch_of)
     model, group = job.copy(), job.device_mesh.get_group("data")
     for layer in model.layers:
@@ -278,7 +278,7 @@ def moving_bias(job: ParityJob, wrong: str) -> None:
 
 
 class Cut(torch.autograd.Function):
-    """The identity, whose gradient is lost."""
+    """Copy forward, and lose the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ class Cut(torch.autograd.Function):
 
 
 class Once(nn.Linear):
-    """A linear whose weight may get no gradient in a pass."""
+    """A linear with a weight that may get no gradient in a pass."""
 
     lost = False
 
@@ -343,7 +343,7 @@ def pieces(job: ParityJob, wrong: str) -> None:
 
 
 class Thrice(nn.Module):
-    """A table that is looked up, and multiplied by twice."""
+    """A table with one look-up and two products."""
 
     def __init__(self, lost: int = -1) -> None:
         super().__init__()
@@ -364,7 +364,7 @@ def ids_and_labels(generator: torch.Generator) -> dict[str, Tensor]:
 
 @style(DATA, ("first", "table", "incomplete sum"), ("third", "table", "incomplete sum"))
 def used_thrice(job: ParityJob, wrong: str) -> None:
-    """One weight in several functional uses, of which one gives no gradient."""
+    """One weight in several functional uses, one of them without a gradient."""
 
     def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
@@ -379,7 +379,7 @@ def used_thrice(job: ParityJob, wrong: str) -> None:
 
 @style(DATA, ("lost", "2", "incomplete sum, missing reduction"), ("bf16", ALL, "lower precision"))
 def sums_in_transit(job: ParityJob, wrong: str) -> None:
-    """Gradients that are rounded for the way, or of which one rank's term is lost."""
+    """Gradients that are rounded before the sum, or a sum without one rank's term."""
     job.reference(network(), square_loss, rows_of)
     model, group = job.copy(), job.device_mesh.get_group("data")
 
@@ -399,7 +399,7 @@ def sums_in_transit(job: ParityJob, wrong: str) -> None:
     ("own_features", ALL + ", (loss), (the model), projection", "missing reduction, wrong values"),
 )
 def contrastive(job: ParityJob, wrong: str) -> None:
-    """Features of all ranks are gathered, and each is held against all others."""
+    """Features of all ranks are gathered, and each is compared with all others."""
 
     class Encoder(nn.Module):
         def __init__(self) -> None:
