@@ -1,7 +1,7 @@
-"""A device in Python that lags behind its host: queues whose threads do what they were given, each thing in its time.
+"""An asynchronous device in Python: queues with threads, and one duration for each piece of work.
 
-It drives the real pipeline and the real mailbox between devices. Tasks only take time; messages are bytes that go from
-rank to rank, and carry the moment in which their transfer was begun.
+The device drives the real pipeline and the real mailbox between devices. Tasks only take time. Messages are bytes that
+are sent from rank to rank, and contain the moment of the transfer's begin.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DURATION = 0.02
 
 @dataclass
 class Event:
-    """A point in a queue. `seconds`: when it was passed."""
+    """A point in a queue. `seconds`: the moment when the queue passed the point."""
 
     passed: threading.Event = field(default_factory=threading.Event)
     seconds: float = 0.0
@@ -50,7 +50,7 @@ class Event:
 
 
 class Stream:
-    """Does one thing after the other, later."""
+    """A queue that runs work later, in order."""
 
     def __init__(self) -> None:
         self.work: SimpleQueue[tuple[Callable[[], object], Event]] = SimpleQueue()
@@ -70,7 +70,7 @@ class Stream:
 
 
 class Links:
-    """Transfers on streams of their own. `early`: receives that were begun before their send."""
+    """Transfers on separate streams. `early`: receives that began before the send."""
 
     def __init__(self, channels: dict[Side, Channel], compute: Stream) -> None:
         self.channels = channels
@@ -101,7 +101,7 @@ class Links:
 
 
 class SlowWatch(Watch):
-    """The compute queue's moments."""
+    """The moments of the compute queue."""
 
     def __init__(self, compute: Stream) -> None:
         super().__init__(torch.device("cpu"))
@@ -113,7 +113,7 @@ class SlowWatch(Watch):
 
 @dataclass
 class SlowStage:
-    """Tasks that only take time. `order`: in which the device did them."""
+    """Tasks that only take time. `order`: the device's order of tasks."""
 
     index: int
     size: int
@@ -157,7 +157,7 @@ class NoSums:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank's device did, its receives that were begun too early, and the tasks that a stage's ranks told each
+    """A rank's tasks in the device's order, receives that began too early, and tasks that a stage's ranks sent to each
     other."""
 
     order: list[str]
@@ -168,8 +168,8 @@ class Outcome:
 def run_stage(
     mesh: Mesh, rule: ScheduleRule, num_batches: int, durations: Sequence[float] | int, at_once: bool = False
 ) -> Outcome:
-    """A step of a stage. `durations`: of each stage's tasks; a seed: of any length, each task's another. `at_once`: the
-    driver takes a task for done when it has given it."""
+    """Run a step of a stage. `durations`: the seconds of each stage's tasks; or a seed, for a random length of each
+    task. `at_once`: the driver counts a task as done when issued."""
     stage, size, compute = mesh.index("pipe"), mesh.size("pipe"), Stream()
     if isinstance(durations, int):
         draw = random.Random(100 * durations + mesh.rank)

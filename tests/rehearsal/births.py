@@ -1,10 +1,10 @@
-"""NCCL's rule of birth, on gloo: what would hang on GPUs fails here within seconds, and says who waits for whom.
+"""NCCL's rule of birth, on gloo: a hang on GPUs is an error here within seconds, and names the waiting ranks.
 
-A communicator is born at its first use: on the host, which waits there, and by all of its members. A collective and a
-batch of messages use their group's; a message outside of a batch uses one of its two ranks' own. Inside `births`, every
-first use of a communicator meets its members in the job's store.
+A communicator is born at the first use by all members, and the host waits for the birth. A collective and a batch of
+messages use the group's communicator; a message outside a batch uses a communicator of two ranks. Inside `births`,
+every first use of a communicator waits in the job's store for all members.
 
-A rehearsed mesh makes groups as on GPUs, whose device happens to be the host. Headers go over gloo, as there.
+A rehearsed mesh makes groups as on GPUs, with the host as the device. Headers are sent over gloo, as on GPUs.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.torch_comm import TorchComm, TorchTransport
 
 PATIENCE_SECONDS = 30.0
-"""Until a birth has failed: a busy machine is no mistake."""
+"""Seconds until a birth has failed: a busy machine is no mistake."""
 SHORT_SECONDS = 3.0
-"""The same where it must fail."""
+"""Seconds until a birth has failed that must fail."""
 
 COLLECTIVES = (
     "all_reduce", "broadcast", "reduce", "gather", "scatter", "all_to_all_single", "barrier",
     "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single",
 )  # fmt: skip
 MESSAGES = {"send": "group_dst", "isend": "group_dst", "recv": "group_src", "irecv": "group_src"}
-"""The verbs between two ranks, and the argument that names the other."""
+"""The verbs between two ranks, and the argument that names the other rank."""
 
 
 _HEADER = 1
-"""The tag of messages that would go over gloo: both halves of a rehearsed group are one."""
+"""The tag of messages that would be sent over gloo: a rehearsed group has a single half."""
 
 
 class NotBorn(Exception):
-    """Ranks that would wait for each other for ever."""
+    """Ranks that would wait for each other forever."""
 
 
 @dataclass
 class Births:
-    """The communicators of this rank, and how it waits for those that are being born."""
+    """The communicators of this rank, and the waits for births."""
 
     rank: int
     store: dist.Store
@@ -60,7 +60,7 @@ class Births:
     known: set[str] = field(default_factory=set)
 
     def use(self, verb: str, name: str, ranks: Sequence[int]) -> None:
-        """Return when all members have come to the communicator's birth; at once where it is born."""
+        """Return when all members have reached the communicator's birth; at once if the communicator is born."""
         if name in self.known:
             return
         self.store.set(f"waits/{self.rank}", f"rank {self.rank} waits in {verb} for the birth of {name}")
@@ -75,7 +75,7 @@ class Births:
         self.known.add(name)
 
     def explain(self) -> None:
-        """Raise what some rank has found out, if one has: the others then only see a broken connection."""
+        """Raise the finding of a rank, if there is one: all other ranks see only a broken connection."""
         if self.store.check(["failure"]):
             raise NotBorn(self.store.get("failure").decode())
 
@@ -117,11 +117,11 @@ def _named(group: dist.ProcessGroup | None) -> tuple[str, list[int]]:
 
 @contextmanager
 def births(mesh: Mesh, name: str = "", *, with_groups: bool = True, batched: bool = True) -> Iterator[Mesh]:
-    """The mesh as on GPUs. While entered, torch's verbs obey NCCL's rule.
+    """Yield the mesh as on GPUs. While entered, torch's verbs obey NCCL's rule.
 
-    `with_groups`: communicators are born where groups of axes are made, `batched`: messages take the group's; as ours
-    are and do. Else as before 0.7, when pipelines, 2-D layouts and tied embeddings hung. `name`: begins the names of
-    groups that a mesh makes again.
+    `with_groups`: communicators are born when groups of axes are made. `batched`: messages use the group's
+    communicator. Both are as in Meshwright. Without both, the verbs are as before 0.7, when pipelines, 2-D layouts and
+    tied embeddings hung. `name`: the prefix of groups that a mesh makes again.
     """
     c10d: Any = dist.distributed_c10d
     patience = PATIENCE_SECONDS if with_groups and batched else SHORT_SECONDS
@@ -185,7 +185,7 @@ class Rehearsed(TorchTransport):
 
 
 class HostChannel(Channel):
-    """The gloo half of a way, which knows no communicators."""
+    """The gloo half of a way, which has no communicators."""
 
     def send(self, buffer: Tensor) -> Work:
         work = isend(buffer, group=self.outgoing, group_dst=self.peer, tag=_HEADER)
@@ -200,7 +200,7 @@ class HostChannel(Channel):
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a transfer. `thread`: that waits for it."""
+    """The end of a transfer. `thread`: the thread that waits for the end."""
 
     thread: Thread | None = None
 
@@ -210,7 +210,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class HostLinks:
-    """A device that has done everything as soon as it is asked."""
+    """A device that has done all work at once."""
 
     channels: dict[Side, Channel]
 
@@ -226,7 +226,7 @@ class HostLinks:
 
 
 def _ended(work: Work) -> Ended:
-    """gloo never says by itself that a transfer is over."""
+    """Return the end of a transfer by a waiting thread: gloo reports no end without a wait."""
     thread = Thread(target=work.wait, daemon=True)
     thread.start()
     return Ended(thread)

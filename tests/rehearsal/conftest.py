@@ -1,4 +1,4 @@
-"""A fake GPU, compiled where there is a compiler."""
+"""A fake GPU, compiled if there is a compiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.rehearsal.step import FakeGpu
 
 @pytest.fixture(scope="session")
 def fake_gpu() -> Iterator[FakeGpu]:
-    """A process whose torch has a GPU."""
+    """Yield a process with a GPU in torch."""
     if compiler() is None:
         pytest.skip("no C++ compiler here, which the fake GPU is made with: apt-get install g++")
     if torch.version.cuda is not None:

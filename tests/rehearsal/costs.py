@@ -1,7 +1,7 @@
-"""The cost of a step on a GPU, counted on one that is not there: kernels, bytes, and when the host waits.
+"""The cost of a step on a GPU, counted without a GPU: kernels, bytes, and waits of the host.
 
-What a layer costs a microbatch is what two more layers and another microbatch add to a step together, over two.
-torch's operations count as one kernel each, attention as FlashAttention.
+The cost of a layer and microbatch is the cost that two more layers and another microbatch add to a step together,
+halved. torch's operations count as one kernel each, attention as FlashAttention.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 GPT2: dict[str, Any] = {"base": "gpt2-small", "dropout": 0.0}
 EXPERTS: dict[str, Any] = {"base": "qwen3-30b-a3b", "vocabulary": 512}
-"""Its layers of 128 experts, with a small table."""
+"""The layers of 128 experts of this model, with a small table."""
 LAYERS, MICROBATCHES = (2, 4), (2, 3)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """`kernels`, `moved_bytes`: of a layer and microbatch. `step`: the tally of the smallest step."""
+    """The costs of a layout.
+
+    `kernels`, `moved_bytes`: for a layer and microbatch. `step`: the tally of the smallest step.
+    """
 
     kernels: Counter[str]
     moved_bytes: Counter[str]
@@ -42,19 +45,20 @@ class Costs:
 
     @property
     def product_bytes(self) -> float:
-        """The matrix products' and attention's."""
+        """Bytes of the matrix products and of attention."""
         return sum(self.moved_bytes[name] for name in (*PRODUCTS, *ATTENTION))
 
     @property
     def cast_bytes(self) -> float:
-        """Copies' to another dtype."""
+        """Bytes of copies to another dtype."""
         return sum(number for name, number in self.moved_bytes.items() if " to " in name)
 
 
 def config_of(
     layout: dict[str, Any], layers: int, microbatches: int, rows: int, model: dict[str, Any] = GPT2, **changes: Any
 ) -> Config:  # fmt: skip
-    """The model with other layers, in bf16: so many microbatches of `rows` sequences of 1,024 a replica."""
+    """Return a config with `layers` layers in bf16, and `microbatches` microbatches of `rows` sequences of 1,024 a
+    replica."""
     replicas = layout.get("data", {}).get("size", 1)
     if "pipeline" in layout:
         stages = layout["pipeline"]["size"]
@@ -71,7 +75,7 @@ def config_of(
 
 
 def costs(gpu: FakeGpu, names: Iterable[str], rows: int, **changes: Any) -> dict[str, Costs]:
-    """Each layout's, of its last rank in its second step."""
+    """Return each layout's costs, from the second step of the last rank."""
     sizes = [(name, layers, micro) for name in names for layers in LAYERS for micro in MICROBATCHES]
     configs = [config_of(LAYOUTS[name], layers, micro, rows, **changes) for name, layers, micro in sizes]
     runs = [runs_of({str(size): config}, 2)[-1] for size, config in zip(sizes, configs, strict=True)]

@@ -1,11 +1,10 @@
-"""A GPU that is not there: fake tensors on `cuda:0` of a CPU's torch, and a tally of what a GPU would have to do.
+"""A GPU without a device: fake tensors on `cuda:0` of a CPU's torch, and a tally of a GPU's work.
 
 Fake tensors have shapes, dtypes and a device, and no numbers. An operation on tensors of two devices fails as on a GPU,
-each operation that reaches a GPU is one kernel or a few, and each moment in which the host would have to wait for the
-device is known with its file and line. Not seen: time, what NCCL does, the kernels that CUDA alone has (attention takes
-the path of plain products).
+each operation that reaches a GPU is one kernel or a few, and each wait of the host for the device is recorded with file
+and line. Not seen: time, the work of NCCL, and kernels of CUDA alone (attention takes the path of plain products).
 
-torch must be imported after `load`, so all of this runs in a process of its own (step.py).
+torch must be imported after `load`, so all of this runs in a separate process (step.py).
 """
 
 from __future__ import annotations
@@ -31,19 +30,20 @@ PACKAGE = Path(__file__).resolve().parents[2] / "meshwright"
 
 
 def compiler() -> str | None:
-    """The C++ compiler of this machine."""
+    """Return the C++ compiler of this machine."""
     return next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None)
 
 
 def torch_folder() -> Path:
-    """Where torch is installed, without importing it."""
+    """Return torch's folder without importing torch."""
     spec = find_spec("torch")
     assert spec is not None, "torch is not installed"
     return Path(str(spec.origin)).parent
 
 
 def library() -> Path:
-    """The compiled shim, kept among temporary files under a hash of its source, of torch and of torch's place."""
+    """Return the compiled shim, kept among temporary files under a hash of the source, of torch and of torch's
+    folder."""
     found, torch = compiler(), torch_folder()
     assert found is not None, "no C++ compiler here"
     digest = hashlib.sha256(SOURCE.read_bytes() + (torch / "version.py").read_bytes() + bytes(torch)).hexdigest()[:16]
@@ -53,29 +53,29 @@ def library() -> Path:
         flags = ["-std=c++20", "-O0", "-shared", "-fPIC", f"-I{torch / 'include'}", f"-L{torch / 'lib'}"]
         libraries = ["-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}"]
         subprocess.run([found, *flags, str(SOURCE), "-o", str(partial), *libraries], check=True)
-        partial.rename(path)  # another process may compile it as well
+        partial.rename(path)  # another process may compile the same file
     return path
 
 
 def load(path: Path) -> None:
-    """Give the torch that is imported next a CUDA device."""
+    """Give a CUDA device to the next import of torch."""
     assert "torch" not in sys.modules, "the shim must be there before torch"
     ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 @dataclass
 class Tally:
-    """What the device would have done: its kernels, and who made the host wait."""
+    """The work of the device: the kernels, and the waits of the host."""
 
     kernels: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
-    """How often the host waited for the device, by why and who."""
+    """The number of the host's waits for the device, by reason and line."""
     drains: Counter[str] = field(default_factory=Counter)
-    """The waits after which the device had nothing left to do."""
+    """The waits that left the device without work."""
     moved_bytes: Counter[str] = field(default_factory=Counter)
-    """Read and written, by kernel."""
+    """Bytes read and written, by kernel."""
     odd_products: Counter[str] = field(default_factory=Counter)
-    """Half-precision products with a dim that is no multiple of 8, by their shapes: slow kernels take these."""
+    """Half-precision products with a dim that is no multiple of 8, by shapes: slow kernels compute these."""
 
     def clear(self) -> None:
         """Begin anew."""
@@ -85,26 +85,26 @@ class Tally:
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 ATTENTION = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
 FREE = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "lift_fresh", "set_", "resize_", "_unsafe_view")
-"""Operations that launch nothing, beside views."""
+"""Operations without a kernel, in addition to views."""
 SIZED_BY_NUMBERS = ("nonzero", "masked_select")
-"""Operations whose result has a shape that the device alone knows: the host waits for it."""
+"""Operations with a result of a shape that only the device can tell: the host waits for the shape."""
 
 
 class _Device:
-    """The host's view of the device: how much it was given, and how much of that it is known to have done."""
+    """The host's view of the device: the number of issued operations, and of operations known as done."""
 
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
         self.given = self.done = 0
 
     def wait(self, why: str, until: int | None = None) -> None:
-        """The host waits until the device has done so much; what is done already costs nothing."""
+        """Wait on the host until the device has done `until` operations; operations already done cost nothing."""
         self.tally.waits[f"{why}, {_asker()}"] += 1
         self.done = max(self.done, self.given if until is None else until)
         self.tally.drains[f"{why}, {_asker()}"] += self.done == self.given
 
     def note(self, func: Any, inputs: list[Any], outputs: list[Any]) -> None:
-        """An operation with a tensor on the device."""
+        """Record an operation with a tensor on the device."""
         name, tally = func.overloadpacket.__name__, self.tally
         if func.is_view or name in FREE or func.namespace.startswith("c10d"):
             return
@@ -120,7 +120,7 @@ class _Device:
 
 @contextmanager
 def fake_cuda() -> Iterator[Tally]:
-    """Tensors that are made inside are fake, `torch.cuda` has one device, and what happens there is tallied."""
+    """Yield a tally of the device's work. Inside, new tensors are fake and `torch.cuda` has one device."""
     import torch
     import torch.nn.functional as F
     from torch import Tensor
@@ -130,17 +130,17 @@ def fake_cuda() -> Iterator[Tally]:
     device = _Device(tally)
 
     class Watcher(FakeTensorMode):
-        """One mode and not two, each of which every operation would pass. `inside`: an operation is being done, whose
-        parts are not the run's."""
+        """A single mode, because every operation would pass through both of two modes. `inside`: an operation is
+        running, and the parts of this operation are not the run's."""
 
         inside = False
 
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            return False  # nothing is compiled here, and to say so cost as much as to watch
+            return False  # no code is compiled here, and answering takes as long as watching
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.prim.device.default:  # C++ asks a tensor for its device, which takes half of all calls
+            if func is torch.ops.prim.device.default:  # C++ asks for a tensor's device: half of all calls
                 return args[0].fake_device
             kwargs = kwargs or {}
             if self.inside or func.namespace == "prim":
@@ -151,7 +151,7 @@ def fake_cuda() -> Iterator[Tally]:
                 if inputs[0].device.type == "cuda":
                     device.wait("a number")
                 return _answer(inputs[0])
-            if name == "_pin_memory":  # fake host memory is as good as pinned
+            if name == "_pin_memory":  # fake host memory counts as pinned
                 return inputs[0]
             self.inside = True
             try:
@@ -162,7 +162,7 @@ def fake_cuda() -> Iterator[Tally]:
             ends = {x.device.type for x in (*inputs, *outputs)}
             if "cuda" in ends:
                 copies = name in ("_to_copy", "copy_") and len(ends) > 1
-                if copies and not (kwargs.get("non_blocking") or args[2:] == (True,)):  # copy_ takes it as a third
+                if copies and not (kwargs.get("non_blocking") or args[2:] == (True,)):  # third argument of copy_
                     device.wait("a copy")
                 elif name in SIZED_BY_NUMBERS:
                     device.wait(name)
@@ -173,13 +173,13 @@ def fake_cuda() -> Iterator[Tally]:
         for target, stub in _stubs(device).items():
             stack.enter_context(patch.object(torch.cuda, target, stub))
         stack.enter_context(patch.object(F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention)))
-        stack.enter_context(patch.object(FakeTensorMode, "avoid_device_init", True))  # there is nothing to initialise
+        stack.enter_context(patch.object(FakeTensorMode, "avoid_device_init", True))  # no device to initialise
         stack.enter_context(Watcher(allow_non_fake_inputs=True))
         yield tally
 
 
 def _tensors(kind: type, values: Iterable[Any]) -> Iterator[Any]:
-    """The tensors among an operation's arguments or results, which are they or lists of them."""
+    """Yield the tensors among an operation's arguments or results, also inside lists."""
     for value in values:
         if isinstance(value, kind):
             yield value
@@ -188,7 +188,7 @@ def _tensors(kind: type, values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _attention(plain: Any) -> Any:
-    """Attention as a GPU computes it: FlashAttention where that goes, which a CPU's torch would not choose."""
+    """Return attention as on a GPU: FlashAttention if the arguments allow, which a CPU's torch would not choose."""
 
     def attend(
         query: Any, key: Any, value: Any, mask: Any = None, dropout: float = 0.0, causal: bool = False, *,
@@ -206,21 +206,21 @@ def _attention(plain: Any) -> Any:
 
 
 def _answer(x: Any) -> bool | int | float:
-    """A number in place of the one that a fake tensor has not: counts are large, so that nothing looks rare."""
+    """Return a number for a fake tensor without numbers. Counts are large: nothing looks rare."""
     if x.dtype.is_floating_point:
         return 1.0
     return 2**20 if x.element_size() > 1 else False
 
 
 def _label(name: str, inputs: list[Any], outputs: list[Any]) -> str:
-    """The operation; a copy to another dtype says which."""
+    """Return the operation's name, or both dtypes of a copy to another dtype."""
     if name == "_to_copy" and inputs and inputs[0].dtype != outputs[0].dtype:
         return f"{str(inputs[0].dtype)[6:]} to {str(outputs[0].dtype)[6:]}"
     return name
 
 
 def _asker() -> str:
-    """The innermost line of the package on the stack."""
+    """Return the innermost line of the package on the stack."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -231,7 +231,7 @@ def _asker() -> str:
 
 
 def _stubs(device: _Device) -> dict[str, Any]:
-    """`torch.cuda` of a machine with one idle GPU of 80 GB."""
+    """Return `torch.cuda` of a machine with one idle GPU of 80 GB."""
 
     class Event:
         def __init__(self, *arguments: Any, **options: Any) -> None:

@@ -1,7 +1,7 @@
-"""The runs that are rehearsed on a fake GPU: every layout of the equality tests, as ranks that do different things.
+"""The runs on a fake GPU: every layout of the equality tests, with one rank of each kind of work.
 
-For --long waits what gives a device the same operations as another run: one that differs in a number of ranks alone, a
-kit's further sizes under a second model, another dtype of the same width, and a second rank that does as the first.
+Layouts that give a device the operations of another layout run with --long alone: another number of ranks, a kit's
+further sizes under a second model, another dtype of equal width, and a second rank with the work of the first.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ BESIDE_STAGES: tuple[dict[str, Any], ...] = (
 )
 HALF = {"level": "O2", "dtype": "bf16"}
 ALIKE = "alike"
-"""The group that waits for --long."""
+"""The group that runs with --long alone."""
 
 
 def layouts() -> dict[str, dict[str, Config]]:
-    """Configs by name, in groups; the last is `ALIKE`."""
+    """Return configs by name, in groups; the last is `ALIKE`."""
     groups = {
         "data parallelism": dict(_data_parallelism()),
         "tensor kits": dict(_tensors()),
@@ -48,26 +48,27 @@ def layouts() -> dict[str, dict[str, Config]]:
 
 
 def _without_size(name: str) -> str:
-    """The name, without how many replicas, stages, parts of 1-D or of a context there are."""
+    """Return the name without the number of replicas, stages, or parts of 1-D or of a context."""
     return re.sub(r"(?<= x)\d$|(?<=megatron )\d|(?<= )\d$", "", name)
 
 
 def _second_sizes() -> Iterator[str]:
-    """A kit's other sizes under a second model, and blocks of 3 x 3, which do as 2 x 2 do, one time more."""
+    """Yield a kit's other sizes under a second model, and blocks of 3 x 3, which repeat the work of 2 x 2 once more."""
     for model, cut, data, _ in tensor.CASES:
         if (model in ("bert", "vit") and cut not in tensor.FEW) or cut.get("q") == 3:
             yield f"{model} {_words(cut)} x{data}"
 
 
 def _second_schedules() -> Iterator[str]:
-    """Schedules beside replicas or kits: a task is the same under all, but where weight gradients are apart."""
+    """Yield schedules with replicas or kits: a task is equal under all schedules, except with split weight
+    gradients."""
     yield from (f"{schedule} x2" for schedule in ("gpipe", "axonn"))
     yield from (f"1f1b {_words(cut)}" for cut in BESIDE_STAGES)
 
 
 def _second_dtypes() -> Iterator[str]:
-    """O0 is what the kits' own group runs; a loss scale is no kit's matter, and O1's casts are a linear layer's: of
-    the kits blocks have them, which multiply by themselves."""
+    """Yield dtypes that other groups cover. The kits' group runs O0. A loss scale is independent of the kit. O1's casts
+    are in the linear layers; of the kits, only blocks multiply without these layers."""
     for name in CUTS:
         if name != "serial":
             yield from (f"{name} O0 float32", f"{name} O2 fp16")
@@ -75,8 +76,8 @@ def _second_dtypes() -> Iterator[str]:
 
 
 def _second_models(every: Iterable[str]) -> Iterator[str]:
-    """Two models that differ from GPT-2 and BERT in a table and in their norms' places: in stages each is shown, the
-    table under 1-D as well."""
+    """Yield two models that differ from GPT-2 and BERT in a table and in the places of norms. Both are shown in stages,
+    the table under 1-D as well."""
     for name in every:
         if ("untied" in name or "megatron-bert" in name) and name not in (
             "untied",
@@ -87,9 +88,9 @@ def _second_models(every: Iterable[str]) -> Iterator[str]:
 
 
 def _second_places(every: Iterable[str]) -> Iterator[str]:
-    """A bucket's sum does on sub-grids as it does without them; an offloaded optimizer steps pieces of flat memory,
-    whose model it does not know; a ring sends the keys of a second model as those of the first, and of a sequence that
-    1-D cuts between its pairs as of one that it does not."""
+    """Yield further places of a strategy. A bucket's sum is equal on sub-grids and without. An offloaded optimizer
+    steps pieces of flat memory, independent of the model. A ring sends equal keys for a second model, and for a
+    sequence that 1-D cuts between pairs."""
     yield from (name for name in every if name.endswith(" subgraph") and not name.startswith("zero1"))
     yield from ("offload transformer", "ring bert 3", "ulysses bert 3")
     yield from (f"{kind} {_words(context.CUT)}" for kind in context.KINDS)
@@ -108,7 +109,7 @@ def _data_parallelism() -> Iterator[tuple[str, Config]]:
 def _tensors() -> Iterator[tuple[str, Config]]:
     for model, cut, data, _ in tensor.CASES:
         yield f"{model} {_words(cut)} x{data}", tensor.config_for(model, cut, data)
-    for cut in (tensor.ONE_D[2], tensor.BLOCKS[1]):  # as many ranks of 1-D as heads of keys
+    for cut in (tensor.ONE_D[2], tensor.BLOCKS[1]):  # 1-D has one rank a head of keys
         yield f"llama {_words(cut)}", tensor.config_for("llama", cut, precision=HALF)
 
 
@@ -161,7 +162,7 @@ def _precision_and_memory() -> Iterator[tuple[str, Config]]:
 
 
 def changed(config: Config, changes: dict[str, Any]) -> Config:
-    """The config with other values in some sections."""
+    """Return the config with other values in some sections."""
     return parse_config(_merged(config.model_dump(mode="json", by_alias=True), changes))
 
 
@@ -173,8 +174,8 @@ def _merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def ranks_of(config: Config, *, ends: bool) -> list[int]:
-    """The first and the last rank where stages, a server or branches make them different, or `ends` are asked for; else
-    the second, which in a 2-D layout lies off the diagonal."""
+    """Return the first and the last rank if stages, a server or branches differ by rank, or `ends` are asked for; else
+    the second rank, which is off the diagonal in a 2-D layout."""
     layout = config.layout
     data, branches = layout.data, "branch" in dict(layout.axes)
     rooted = data.size > 1 and (data.sync == "rooted" or data.sync.startswith("server"))
@@ -184,7 +185,7 @@ def ranks_of(config: Config, *, ends: bool) -> list[int]:
 
 
 def runs_of(configs: dict[str, Config], steps: int = 1, *, ends: bool = True) -> list[Run]:
-    """The ranks of each (`ranks_of`)."""
+    """Return the runs of each config's ranks (`ranks_of`)."""
     trees = {
         name: resolved(config.model_copy(update={"device": "cuda"})).model_dump(mode="json", by_alias=True)
         for name, config in configs.items()

@@ -1,10 +1,10 @@
-"""One step of some layouts, as one of their ranks would take it on a GPU: in a process that has a fake one.
+"""One step of some layouts on one rank, as on a GPU, in a process with a fake GPU.
 
     python -m tests.rehearsal.step LIBRARY       # a line of JSON in is a run, a line out its report
 
-One process takes all runs: torch is imported once, and knows the shapes of most operations from the runs before.
-A run is a config's tree and a rank. Its collectives go through torch.distributed to the backend `fake`, which answers
-at once; a stage's messages are there when it asks.
+One process takes all runs: torch is imported once, and has the shapes of most operations from earlier runs. A run is a
+config's tree and a rank. Collectives pass through torch.distributed to the backend `fake`, which answers at once. A
+stage's messages arrive at once.
 """
 
 from __future__ import annotations
@@ -30,9 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A rank of a layout, and how many steps it takes, of which the last is tallied: the first makes moments that later
-    ones have. An only one is flushed. `tree`: its config's, resolved. `evaluated`: batches of an evaluation, which is
-    tallied instead; `staged`: so are the copies of two checkpoints."""
+    """A rank of a layout.
+
+    Attributes:
+        tree: The resolved config's tree.
+        steps: The number of steps. The last is tallied, because the first makes moments for all later steps. A single
+            step is flushed.
+        evaluated: The batches of an evaluation, which is tallied instead.
+        staged: Whether the copies of two checkpoints are tallied instead.
+    """
 
     name: str
     rank: int
@@ -44,9 +50,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Report:
-    """What the rank's step took, or why it failed; without an error `tally` has what the fake device saw.
+    """The costs of a rank's step, or the reason of a failure; without an error, `tally` has the work of the fake
+    device.
 
-    `host_bytes`: the most bytes of tensors that the host held at a time while the rank's parts were built."""
+    `host_bytes`: The most bytes of host tensors at a time while the rank's parts were built.
+    """
 
     name: str
     rank: int
@@ -56,7 +64,7 @@ class Report:
 
 
 class FakeGpu:
-    """The process, while entered."""
+    """The process with a fake GPU, while entered."""
 
     def __init__(self, library: Path) -> None:
         self._command = [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.step", str(library)]
@@ -69,7 +77,7 @@ class FakeGpu:
         self._process.communicate()
 
     def rehearse(self, runs: Iterable[Run]) -> list[Report]:
-        """Each run's report."""
+        """Return each run's report."""
         ask, answers = self._process.stdin, self._process.stdout
         assert ask is not None
         assert answers is not None
@@ -80,13 +88,13 @@ class FakeGpu:
         ask.flush()
         for line in answers:
             report = Report(**json.loads(line))
-            if (report.name, report.rank) == (run.name, run.rank):  # else of a run whose test has given up
+            if (report.name, report.rank) == (run.name, run.rank):  # else the report of a run of an ended test
                 return report
         raise AssertionError(f"{run.name}, rank {run.rank}: the process of the fake GPU has ended")
 
 
 def rehearse(run: Run) -> Report:
-    """The run's last step."""
+    """Run all steps and report the last."""
     from meshwright.config import Config
     from meshwright.training.checkpoint.restore import pieces_of
     from meshwright.training.checkpoint.staging import Staging
@@ -117,7 +125,7 @@ def rehearse(run: Run) -> Report:
 
 @contextmanager
 def host_bytes() -> Iterator[Callable[[], int]]:
-    """Count the bytes of the host's tensors; yields a function that returns the most at a time."""
+    """Count the bytes of the host's tensors. Yields a function that returns the most bytes at a time."""
     from torch import Tensor
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -143,7 +151,8 @@ def host_bytes() -> Iterator[Callable[[], int]]:
 
 @contextmanager
 def _mesh(config: Config, rank: int) -> Iterator[Mesh]:
-    """The rank's mesh on a fake GPU. Those who share a stage decide alike, since nobody is there to be told by."""
+    """Yield the rank's mesh on a fake GPU. Ranks of a stage decide separately and equally: there is no other rank to
+    tell."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -171,7 +180,8 @@ def _mesh(config: Config, rank: int) -> Iterator[Mesh]:
 
 
 def _on_real_tensors(make: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, outside of fake tensors: a DeviceMesh looks for its rank among numbers, which these have not."""
+    """Return the function, run outside fake tensors: a DeviceMesh searches for a rank among numbers, which fake tensors
+    lack."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     def made(*arguments: Any, **named: Any) -> Any:
@@ -182,7 +192,7 @@ def _on_real_tensors(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _transport(rank: int) -> Any:
-    """torch's transport, but for the mailbox, which has every message at once."""
+    """Return torch's transport, except for the mailbox, which has every message at once."""
     from datetime import timedelta
 
     import torch
@@ -216,7 +226,7 @@ def main() -> None:
             report = Report(run.name, run.rank, error=traceback.format_exc())
         print(json.dumps(vars(report)), flush=True)
         gc.collect()
-        gc.freeze()  # what torch keeps for the next run need not be looked through again
+        gc.freeze()  # torch's caches for the next run need no collection
 
 
 if __name__ == "__main__":

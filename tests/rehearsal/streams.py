@@ -1,6 +1,6 @@
-"""CUDA's streams on a host: a stream's transfers are waited for by threads, and an event is past when those have ended.
+"""CUDA's streams on a host: threads wait for a stream's transfers, and an event is past when these threads have ended.
 
-With them the mailbox between GPUs does what it would do there, call by call, over gloo.
+With these streams, the mailbox between GPUs makes the same calls as on GPUs, over gloo.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.rehearsal.births import HostChannel
 
 @dataclass(frozen=True)
 class Event:
-    """The end of what a stream had been given when it was recorded."""
+    """The end of a stream's work at the record of the event."""
 
     threads: tuple[Thread, ...]
 
@@ -35,7 +35,7 @@ class Event:
 
 @dataclass(eq=False)
 class Stream:
-    """What it was given and has not done."""
+    """The work of a stream that is not done."""
 
     threads: list[Thread] = field(default_factory=list)
     priority: int = 0
@@ -45,7 +45,7 @@ class Stream:
 
 
 class Streams:
-    """The streams of a process, and which is the current one."""
+    """The streams of a process, and the current stream."""
 
     def __init__(self) -> None:
         self.current = Stream()
@@ -61,7 +61,7 @@ class Streams:
 
 @dataclass(frozen=True)
 class StreamWork:
-    """A transfer that the current stream waits for, not the host."""
+    """A transfer that the current stream waits for; the host does not."""
 
     work: Work
     streams: Streams
@@ -75,7 +75,7 @@ class StreamWork:
 
 @dataclass(frozen=True)
 class StreamChannel(Channel):
-    """A way whose batches are done in streams."""
+    """A way with batches in streams."""
 
     streams: Streams
 
@@ -103,7 +103,7 @@ class Streamed(TorchTransport):
 
 @contextmanager
 def on_streams(mesh: Mesh) -> Iterator[Mesh]:
-    """The mesh, with the mailbox between GPUs."""
+    """Yield the mesh with the mailbox between GPUs."""
     streams, transport = Streams(), mesh.transport
     assert isinstance(transport, TorchTransport)
     stubs: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""No layout waits for ever for a communicator of NCCL's: train's, verify's and compare's calls, under its rule."""
+"""No layout waits forever for a communicator of NCCL: the calls of train, verify and compare, under NCCL's rule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.workers import free_port, run_ranks
 MIXED = (
     "zero1-megatron", "zero1-subgraph", "stages-megatron", "stages-subgraph", "three-kinds", "vit-2-D-and-data",
 )  # fmt: skip
-"""Layouts of 4 to 8 ranks whose axes others show, alone and beside 2-D: long."""
+"""Layouts of 4 to 8 ranks with axes that other layouts show, alone and with 2-D: long."""
 
 WHOLE = {"kind": "none"}
 SUBGRAPH = {"kind": "subgraph", "size": 2}
@@ -36,7 +36,7 @@ LOOP, V = {"chunks": 2}, {"chunks": 2, "placement": "v"}
 
 
 def layouts() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Name, model and layout: every kit, sync and schedule, alone and with others; 2 to 8 ranks."""
+    """Yield name, model and layout: every kit, sync and schedule, alone and with others; 2 to 8 ranks."""
     for sync in SYNCS:
         yield sync, "gpt2", {"data": {"size": 2, "sync": sync}}
     for schedule in SCHEDULES:
@@ -68,7 +68,7 @@ def config_of(model: str, layout: dict[str, Any]) -> Config:
 
 
 def as_train(mesh: Mesh, config: Config) -> None:
-    """The order of `meshwright train`: replicas compared, a step, a validation."""
+    """Call in the order of `meshwright train`: compare replicas, make a step, validate."""
     parts, samples = build(config, mesh), Drawn(config)
     assert parts.strategy.make_replicas_equal() == []
     assert parts.optimizer.make_replicas_equal() == []
@@ -79,7 +79,8 @@ def as_train(mesh: Mesh, config: Config) -> None:
 
 
 def as_verify_and_compare(mesh: Mesh, config: Config, folder: Path) -> None:
-    """The order of `meshwright verify`, a step first of all; and what `meshwright compare` does after such a step."""
+    """Call in the order of `meshwright verify`, with a step first of all, and then as `meshwright compare` after this
+    step."""
     parts, samples = build(config, mesh), Drawn(config)
     leave_layout(parts, samples, folder, 1)
     count_sent(parts, samples, config.batch.global_)
@@ -96,7 +97,7 @@ def in_order(order: str, mesh: Mesh, config: Config, folder: Path) -> None:
 
 
 def rehearse(mesh: Mesh, config: Config, orders: Sequence[str], folder: Path, *how: bool) -> None:
-    """Each order of calls with communicators of its own."""
+    """Run each order of calls with separate communicators."""
     with_groups, batched = how or (True, True)
     for order in orders:
         name = "" if order == orders[0] else f"{order}: "
@@ -139,7 +140,7 @@ def test_no_layout_waits_for_ever_in_any_order(model: str, layout: dict[str, Any
 
 
 def on_gpus(rank: int, port: int, tree: dict[str, Any], order: str, folder: str) -> None:
-    """One rank of a layout over NCCL itself."""
+    """Run one rank of a layout over NCCL."""
     config = Config.model_validate(tree)
     torch.cuda.set_device(rank)
     size = config.layout.world_size
@@ -162,19 +163,19 @@ def test_no_layout_waits_for_ever_over_nccl(model: str, layout: dict[str, Any], 
 
 
 def test_a_pipeline_of_single_messages_hangs(tmp_path: Path) -> None:
-    """Each end posts its receive first, in a communicator that the other end would have to come to."""
+    """Both ends post the receive first, in a communicator that the other end does not reach."""
     with pytest.raises(AssertionError, match=r"waits in irecv for the birth of pipe \w+:\d-\d's pair"):
         run("gpt2", {"pipeline": {"size": 2}}, ["train"], tmp_path, True, False)
 
 
 def test_blocks_hang_where_a_diagonal_rank_does_not_send(tmp_path: Path) -> None:
-    """A transpose is between mirrored ranks: half of a batch's group never calls it."""
+    """A transpose is between mirrored ranks: half of a batch's group never calls the batch."""
     with pytest.raises(AssertionError, match=r"waits in batch_isend_irecv for the birth of row\+col:"):
         run("gpt2", {"data": {"size": 2}, "tensor": BLOCKS[1]}, ["train"], tmp_path, False, True)
 
 
 def test_a_tied_table_hangs_where_its_sum_is_the_first_use(tmp_path: Path) -> None:
-    """The last stage waits for the first in the sum of the table, before it has sent the gradient. (train has compared
-    the replicas by then, in the same communicator.)"""
+    """The last stage waits for the first in the sum of the table, before the gradient is sent. In train, the replicas
+    have been compared in the same communicator before."""
     with pytest.raises(AssertionError, match=r"rank 2 waits in all_reduce for the birth of data\+ends:0-2"):
         run("gpt2", {"pipeline": {"size": 3, "schedule": "1f1b"}}, ["verify and compare"], tmp_path, False, True)

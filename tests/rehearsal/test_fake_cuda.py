@@ -1,4 +1,4 @@
-"""Every layout takes a step on a GPU that is not there: no operation mixes devices, and its costs are bounded."""
+"""Every layout takes a step on a fake GPU: no operation mixes devices, and the costs are bounded."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def test_every_layout_takes_a_step(
 
 
 WAITS = 1
-"""Times a step in which the host waits for the device: for the step before, whose numbers it reads."""
+"""Waits of the host for the device in a step: one, for the numbers of the step before."""
 FEW_LABELS = "tensor/cross_entropy.py"
-"""Where a head of few labels (BERT's) waits once a microbatch for their number, which spares it most of the logits."""
+"""A head of few labels (BERT's) waits in this file once a microbatch for the number of labels, and skips most
+logits."""
 
 KERNELS = {"serial": 45, "zero1": 45, "megatron": 47, "sequence": 57, "tesseract": 99, "pipeline": 45}
 """Kernels a layer and microbatch, at most."""
@@ -46,14 +47,14 @@ KERNELS = {"serial": 45, "zero1": 45, "megatron": 47, "sequence": 57, "tesseract
     [pytest.param(name, marks=pytest.mark.long if name != "serial" else ()) for name in KERNELS],
 )
 def test_what_a_step_may_cost(layout: str, fake_gpu: FakeGpu) -> None:
-    """GPT-2's layers as they are, in bf16, few rows."""
+    """GPT-2's layers are unchanged, in bf16, with few rows."""
     cost = costs(fake_gpu, [layout], rows=2)[layout]
     assert sum(cost.kernels.values()) <= KERNELS[layout], cost.kernels
     assert sum(cost.step["waits"].values()) <= WAITS, cost.step["waits"]
     assert not +Counter(cost.step["drains"]), "the host waits until the device has nothing left to do"
     assert "select_backward" not in cost.kernels
     assert cost.step["odd_products"] == {}, "dims that are no multiple of 8 take slow kernels"
-    if layout != "tesseract":  # its norms' sums are float64
+    if layout != "tesseract":  # tesseract's norms sum in float64
         assert cost.cast_bytes <= 0.01 * cost.moved_bytes.total(), "activations are copied to another dtype"
 
 
@@ -61,8 +62,9 @@ def test_what_a_step_may_cost(layout: str, fake_gpu: FakeGpu) -> None:
 def test_experts_are_multiplied_at_once_and_sorted_on_the_device(
     layout: str, rows: int, waits: int, fake_gpu: FakeGpu
 ) -> None:
-    """Two products of all experts, each with two gradients, for 2 layers and microbatches; no host in a router's path.
-    Ranks that trade rows wait once each for the sizes of their messages, here 2^20 rows, as the fake device answers."""
+    """There are two products of all experts, each with two gradients, for 2 layers and microbatches; no host is in a
+    router's path. Ranks that exchange rows wait once each for the sizes of messages: here 2^20 rows, the fake device's
+    answer."""
     config = config_of(LAYOUTS_OF_COSTS[layout], 2, 2, rows, EXPERTS)
     report = fake_gpu.rehearse(runs_of({layout: config}, 2))[-1]
     assert not report.error, report.error
@@ -72,7 +74,7 @@ def test_experts_are_multiplied_at_once_and_sorted_on_the_device(
 
 
 def test_an_evaluation_drains_the_device_once(fake_gpu: FakeGpu) -> None:
-    """When all sums are on it."""
+    """The wait is after all sums are on the device."""
     (run,) = runs_of({"evaluated": config_of({}, 2, 2, 2)})
     (report,) = fake_gpu.rehearse([replace(run, evaluated=3)])
     assert not report.error, report.error
@@ -80,7 +82,7 @@ def test_an_evaluation_drains_the_device_once(fake_gpu: FakeGpu) -> None:
 
 
 def test_a_checkpoint_is_copied_while_the_host_goes_on(fake_gpu: FakeGpu) -> None:
-    """Into memory that the second one finds pinned."""
+    """The second checkpoint finds the memory pinned."""
     (run,) = runs_of({"staged": config_of({}, 2, 2, 2)})
     (report,) = fake_gpu.rehearse([replace(run, staged=True)])
     assert not report.error, report.error
@@ -88,14 +90,14 @@ def test_a_checkpoint_is_copied_while_the_host_goes_on(fake_gpu: FakeGpu) -> Non
     assert report.tally["kernels"]["copy_"] > 0
 
 
-OPTIMIZERS: list[dict[str, Any]] = [  # torch's fused SGD has no form for tensors without numbers
+OPTIMIZERS: list[dict[str, Any]] = [  # torch's fused SGD has no kernel for fake tensors
     {"optimizer": {"name": "adamw"}}, {"optimizer": {"name": "muon"}}, {"memory": {"offload": {"to": "host"}}},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", OPTIMIZERS, ids=str)
 def test_an_optimizer_keeps_the_device_busy(changes: dict[str, Any], fake_gpu: FakeGpu) -> None:
-    """The host reads the step before, while the device has passes to do, and no number of this step."""
+    """While the device has passes to do, the host reads the step before, and no number of this step."""
     (report,) = fake_gpu.rehearse(runs_of({str(changes): config_of({}, 2, 2, 2, **changes)}, 2))
     assert not report.error, report.error
     assert list(report.tally["waits"].values()) == [WAITS], report.tally["waits"]

@@ -1,7 +1,7 @@
-"""Casts to FP8 on a GPU that is not there: Inductor lowers and schedules graphs for it, and makes no code.
+"""Casts to FP8 on a fake GPU: Inductor lowers and schedules graphs for this GPU, and makes no code.
 
-The bytes that the scheduled kernels read and write are Inductor's own count (GraphLowering.count_bytes). They are the
-bytes that a plan counts (tests/planner/plan/test_fp8.py).
+The bytes of the scheduled kernels' reads and writes are Inductor's own count (GraphLowering.count_bytes). A plan counts
+the same bytes (tests/planner/plan/test_fp8.py).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def gpu_that_is_not_there() -> Iterator[None]:
         stack.enter_context(patch("torch.cuda.is_available", lambda: True))
         stack.enter_context(patch("torch.cuda.current_device", lambda: 0))
         stack.enter_context(patch("torch._inductor.scheduler.has_triton", lambda: True))
-        # Products by the library: to choose a kernel, Inductor would ask the GPU.
+        # The library multiplies: to choose a kernel, Inductor would ask the GPU.
         libraries = {op: lowering.fallback_handler(op, add_to_fallback_set=False) for op in PRODUCTS}
         stack.enter_context(patch.dict(lowering.lowerings, libraries))
         stack.enter_context(patch("torch.compiler.is_compiling", lambda: True))
@@ -72,7 +72,7 @@ def gpu_that_is_not_there() -> Iterator[None]:
 
 
 def bytes_of_elements(function: Callable[..., object], *shapes: tuple[int, ...]) -> int:
-    """Bytes that all kernels of a graph but products read and write."""
+    """Return the bytes that all kernels of a graph except products read and write."""
     mode = FakeTensorMode()
     with gpu_that_is_not_there(), mode, V.set_fake_mode(mode), DebugContext():
         given = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
@@ -91,7 +91,7 @@ def silu(x: Tensor) -> Tensor:
 
 
 def feed_forward(products: Products) -> Callable[..., object]:
-    """A norm and SwiGLU. x and the inner activation are kept for the backward pass."""
+    """Return a norm and SwiGLU; x and the inner activation are kept for the backward pass."""
 
     def forward(x: Tensor, gain: Tensor, expand: Tensor, contract: Tensor) -> tuple[Tensor, ...]:
         x = F.rms_norm(x, (H,), gain)
@@ -103,7 +103,7 @@ def feed_forward(products: Products) -> Callable[..., object]:
 
 
 def feed_forward_back(products: Products) -> Callable[..., object]:
-    """The input gradients of both linears. The inner gradient is kept for the weight gradient."""
+    """Return the input gradients of both linears; the inner gradient is kept for the weight gradient."""
 
     def backward(dy: Tensor, inputs: Tensor, expand: Tensor, contract: Tensor) -> tuple[Tensor, ...]:
         dinner = products.multiply(dy, contract.t())
@@ -120,7 +120,7 @@ WEIGHTS = H * 2 * INNER + INNER * H
 
 
 def bytes_of_both(mesh: Mesh, pass_of: PassOf, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """In FP8 and in bf16. In a process of its own, as torch remembers a GPU's properties."""
+    """Return the bytes in FP8 and in bf16, in a separate process, because torch remembers a GPU's properties."""
     fuse_multiply_adds()
     return tuple(bytes_of_elements(pass_of(products), *shapes) for products in (FP8, PLAIN))
 
@@ -128,9 +128,10 @@ def bytes_of_both(mesh: Mesh, pass_of: PassOf, shapes: list[tuple[int, ...]]) ->
 @pytest.mark.parametrize(
     "pass_of, shapes, written",
     [
-        # x and the inner activation are written; a weight is read once for scales of its columns, and once for its cast
+        # x and the inner activation are written; a weight is read once for the scales of the columns, and once for the
+        # cast
         (feed_forward, [(N, H), (H,), (H, 2 * INNER), (INNER, H)], N * (H + INNER) + 5 * WEIGHTS),
-        # the inner gradient is written; dy is of another graph, and read; a weight's rows are read once
+        # the inner gradient is written; dy is from another graph, and read; a weight's rows are read once
         (feed_forward_back, [(N, H), (N, 2, INNER), (H, 2 * INNER), (INNER, H)], N * (2 * INNER + 3 * H) + 3 * WEIGHTS),
     ],
     ids=["forward", "backward"],

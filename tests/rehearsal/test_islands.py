@@ -1,4 +1,5 @@
-"""Compiled islands compute what torch's operations do: on a CPU the same functions that Inductor compiles for a GPU."""
+"""Compiled islands compute as torch's operations do; Inductor compiles the same functions for a CPU here and for a
+GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.workers import run_ranks
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler here, which Inductor needs on a CPU"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's compiler by itself
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # warnings inside torch's compiler
     # torch's compiler imports setuptools, perhaps after another test has imported distutils.
     pytest.mark.filterwarnings("ignore:Distutils was imported before Setuptools"),
     pytest.mark.filterwarnings("ignore:Setuptools is replacing distutils"),
@@ -35,7 +36,8 @@ TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6}
 
 
 def losses(islands: Islands | None, dtype: torch.dtype, smoothing: float) -> list[torch.Tensor]:
-    """The loss of 50 tokens over 37 classes of 48 rows, its gradients; GELU's value and gradient."""
+    """Return the loss of 50 tokens over 37 classes of 48 rows and the loss's gradients, and GELU's value and
+    gradient."""
     generator = torch.Generator().manual_seed(3)
     h = torch.randn(50, 8, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     weight = torch.randn(48, 8, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
@@ -72,7 +74,7 @@ def test_one_pass_of_all_classes_is_the_two_passes(smoothing: float) -> None:
     columns = torch.randint(37, (50, 1), generator=generator)
     certain, equal = torch.full((50, 1), 1 - smoothing, dtype=torch.float64), torch.tensor(smoothing / 37).double()
     factors = torch.full((50, 1), scale, dtype=torch.float64)
-    factors[::7] = 0  # uncounted
+    factors[::7] = 0  # not counted
     two, one = logits.clone(), logits.clone()
     top, total, picked = islands.statistics(two, columns, certain, equal, 37).split(1, 1)
     islands.gradients(two, top, columns, certain, equal, factors / total, factors, 37)
@@ -83,14 +85,14 @@ def test_one_pass_of_all_classes_is_the_two_passes(smoothing: float) -> None:
 
 
 def three_steps(mesh: Mesh, config: Config, times: int) -> list[list[float]]:
-    """The losses of a run of three steps, so many times from the beginning."""
+    """Return the losses of a run of three steps, made `times` times from the beginning."""
     runs = [build(config, mesh) for _ in range(times)]
     return [[train_step(parts, BATCHES["gpt2"](config, step), step).loss for step in range(3)] for parts in runs]
 
 
 @pytest.mark.long
 def test_a_run_with_islands_is_the_run_without() -> None:
-    """Two ranks that share the vocabulary; twice the same bits."""
+    """Two ranks share the vocabulary; two runs have the same bits."""
     config = config_for("gpt2", ONE_D[0], compile="islands", steps=3)
     ranks = run_ranks(three_steps, Grid(config.layout.axes), config, 2, transport="torch")
     ((plain,),) = run_ranks(three_steps, ONE, config_for("gpt2", {"kind": "none"}, steps=3), 1, transport="torch")

@@ -1,4 +1,4 @@
-"""A start on a GPU that is not there: no part of a model is held on the host longer than its copy takes."""
+"""A start on a fake GPU: the host holds no part of a model longer than the part's copy takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOST = {"offload": {"to": "host"}}
 
 
 PARAMETERS = 1_235_814_400
-"""Of llama-3.2-1b."""
+"""The parameters of llama-3.2-1b."""
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ PARAMETERS = 1_235_814_400
 def test_the_host_holds_blocks_of_one_parameter(
     base: str, optimizer: dict[str, Any], memory: dict[str, Any], stored: int, fake_gpu: FakeGpu
 ) -> None:
-    """A block in float32 and two rounded copies; and the offloaded states once."""
+    """The host holds a block in float32 and two rounded copies, and the offloaded states once."""
     tree = {
         "model": {"base": base}, "data": {"sequence": 64, "tokenizer": "bytes"}, "batch": {"global": 1, "micro": 1},
         "precision": HALF, "optimizer": optimizer, "memory": memory, "compile": "none", "steps": 1,
