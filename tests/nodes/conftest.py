@@ -1,4 +1,4 @@
-"""Networks of nodes, and what the runs on them are held against."""
+"""Networks of nodes, and the losses of one rank to compare with."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def can_make_nodes() -> None:
 
 @pytest.fixture
 def nodes(tmp_path: Path, can_make_nodes: None) -> Iterator[Nodes]:
-    """nodes(n): a network of n nodes, gone at the test's end."""
+    """Yield a function that makes a network of n nodes, closed at the test's end."""
     with ExitStack() as stack:
 
         def make(num_nodes: int, **options: str) -> Network:
@@ -43,7 +43,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses_of_one(folder: Path, corpus: Path, **changes: object) -> list[float]:
-    """The losses of one rank on this machine."""
+    """Return the losses of one rank on this machine."""
     tree = yaml.safe_load(write_run(folder, corpus, 1, **changes).read_text())
     return [line["loss"] for line in lines_of(run(parse_config(tree), folder / "out"))]
 
@@ -55,7 +55,7 @@ def one_node(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[flo
 
 @pytest.fixture
 def slurm() -> Iterator[Callable[[Network], Slurm]]:
-    """slurm(network): Slurm's daemons on the network's nodes; they go with the nodes."""
+    """Yield a function that starts Slurm's daemons on the network's nodes; the daemons end with the nodes."""
     if reason := why_no_slurm():
         pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="mw", dir="/tmp") as short:

@@ -1,4 +1,4 @@
-"""Runs over nodes of which one fails."""
+"""Runs over nodes with one failing node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts one job over several nodes, as each launcher is used."""
+"""Starters of one job over several nodes, by each launcher."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SHELL = Path(remote_shell.__file__)
 
 
 def write_run(folder: Path, corpus: Path, ranks: int, **changes: object) -> Path:
-    """A run of `ranks` replicas that is quick and exact: float64, one layer."""
+    """Write a quick and exact run of `ranks` replicas: float64, one layer."""
     layout = {"data": {"size": ranks}, "transport": "torch"}
     tree = tree_for(corpus, **{"layout": layout, "timeout": {"join": 60, "wait": 5}, **changes})
-    tree["model"]["dropout"] = 0.0  # no two layouts share its masks
+    tree["model"]["dropout"] = 0.0  # no two layouts have the same masks
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
@@ -32,7 +32,7 @@ def train_words(run: Path, out: Path, *words: str) -> list[str]:
 
 
 def by_hand(network: Network, words: Sequence[str], variables: Mapping[str, str] | None = None) -> list[Running]:
-    """One rank a node, started with the variables that Kubernetes' PyTorchJob sets, LOCAL_* by hand."""
+    """Start one rank a node, with the variables of Kubernetes' PyTorchJob, and LOCAL_* by hand."""
     world = len(network.nodes)
     shared = {"MASTER_ADDR": network[0].name, "MASTER_PORT": str(PORT), "WORLD_SIZE": str(world)}
     shared |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **(variables or {})}
@@ -43,7 +43,7 @@ def by_hand(network: Network, words: Sequence[str], variables: Mapping[str, str]
 
 
 def torchrun(network: Network, per_node: int, words: Sequence[str], *options: str) -> list[Running]:
-    """torchrun on every node; its agents meet on the first."""
+    """Start torchrun on every node; the agents meet on the first node."""
     meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={network[0].name}:{PORT}", "--rdzv-id=1"]
     counts = [f"--nnodes={len(network.nodes)}", f"--nproc-per-node={per_node}"]
     command = [sys.executable, "-m", "torch.distributed.run", *counts, *meeting, *options, *words]
@@ -51,7 +51,7 @@ def torchrun(network: Network, per_node: int, words: Sequence[str], *options: st
 
 
 def mpirun(network: Network, per_node: int, words: Sequence[str]) -> Running:
-    """Open MPI on the first node, which starts its daemon on the others by a remote shell."""
+    """Start Open MPI on the first node, which starts a daemon on each other node by a remote shell."""
     mpiexec = find_mpiexec()
     assert mpiexec is not None
     for node in network.nodes[1:]:

@@ -1,11 +1,11 @@
-"""Nodes on one machine: each has its own network, host name, mounts and process numbers; a bridge joins them.
+"""Nodes on one machine: each has a separate network, host name, mounts and process numbers; a bridge joins the nodes.
 
-    lab     one process in a network namespace of its own, which holds the bridge and all cables (and, where we are not
-            root, in a user namespace, in which we are)
-    node i  a process of its own namespaces: eth0 10.77.0.(i + 1), host name and hosts file nodeI, its own /dev/shm
+    lab     one process in a new network namespace, which has the bridge and all cables (and, if the test is not
+            root, in a new user namespace, with the test as root)
+    node i  a process of separate namespaces: eth0 10.77.0.(i + 1), host name and hosts file nodeI, /dev/shm
 
-Nothing is made in the machine's own namespaces, and all of it goes with its processes: the lab dies with the test's
-process, a node with its first process. One kernel, one disk, one clock: this tests reactions, not speeds.
+Nothing is made in the machine's own namespaces, and everything ends with the processes: the lab with the test's
+process, a node with the node's first process. One kernel, one disk, one clock: these nodes test reactions, not speeds.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ WIRE = Path(__file__).parent / "wire.py"
 NETWORK = "10.77.0"
 TOOLS = ("unshare", "nsenter", "setpriv", "ip", "tc", "mount", "env")
 TIED = ("setpriv", "--pdeathsig", "KILL")
-"""What this runs dies with the test's process."""
+"""Words that end a command with the test's process."""
 START_SECONDS = PATIENCE_SECONDS
 
 
 def why_not() -> str:
-    """Why no nodes can be made here; empty where they can."""
+    """Return why no nodes can be made on this machine, or an empty text."""
     if sys.platform != "linux":
         return "nodes are Linux namespaces"
     if missing := [tool for tool in TOOLS if shutil.which(tool, path=_path()) is None]:
@@ -47,7 +47,7 @@ def why_not() -> str:
 
 
 def _path() -> str:
-    """The search path with the system's own tools, which a user's often leaves out."""
+    """Return the search path with the system's own tools, which a user's path often lacks."""
     return os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 
 
@@ -56,7 +56,7 @@ def _variables() -> dict[str, str]:
 
 
 def _unshare() -> list[str]:
-    """Become the root of new namespaces, also where we are nobody."""
+    """Return the words to become root of new namespaces, for users without rights as well."""
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     kinds = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     return ["unshare", *user, *kinds]
@@ -64,14 +64,14 @@ def _unshare() -> list[str]:
 
 @dataclass
 class Running:
-    """A command on a node. `out`: the file that its stdout and stderr go to."""
+    """A command on a node. `out`: the file of stdout and stderr."""
 
     node: Node
     process: subprocess.Popen[bytes]
     out: Path
 
     def wait(self, seconds: float) -> int:
-        """The exit code; -999 where it has not ended by then."""
+        """Return the exit code, or -999 if the command has not ended by then."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -82,7 +82,7 @@ class Running:
         return self.out.read_text(errors="replace")
 
     def processes(self, word: str = "") -> list[psutil.Process]:
-        """The processes under this command in whose command line the word is, the outermost first."""
+        """Return the processes under this command with the word in the command line, the outermost first."""
         try:
             below = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
@@ -106,7 +106,7 @@ def _words_of(process: psutil.Process) -> list[str]:
 
 @dataclass
 class Node:
-    """A node of a network. `first`: the number of its first process, as the machine sees it."""
+    """A node of a network. `first`: the machine's number of the node's first process."""
 
     name: str
     address: str
@@ -121,7 +121,7 @@ class Node:
         return [*self.enters, "env", f"--chdir={self.folder}", *pairs, *words]
 
     def start(self, *words: str, variables: Mapping[str, str] | None = None) -> Running:
-        """Start a command on the node; it is killed with the test."""
+        """Start a command on the node; the command is killed with the test."""
         out = self.folder / f"command-{len(self.processes)}.txt"
         with out.open("wb") as sink:
             process = subprocess.Popen(
@@ -135,23 +135,23 @@ class Node:
         return Running(self, process, out)
 
     def run(self, *words: str) -> str:
-        """Run a short command on the node; its output."""
+        """Run a short command on the node, and return the output."""
         done = subprocess.run(self.command(words), capture_output=True, text=True, timeout=PATIENCE_SECONDS)
         assert done.returncode == 0, f"{' '.join(words)} on {self.name}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def mount(self, source: Path, target: Path) -> None:
-        """What is at `source` lies at `target`, on this node alone."""
+        """Bind `source` to `target`, on this node alone."""
         self.run("mount", "--bind", str(source), str(target))
 
     def die(self) -> None:
-        """Lose power: every process of the node is gone at once, and its cable answers nobody."""
+        """Lose power: every process of the node ends at once, and the cable is dead."""
         os.kill(self.first, signal.SIGKILL)
 
 
 @dataclass
 class Network:
-    """Nodes behind one bridge, while entered. `folder`: holds a folder of each node, its temporary files' too."""
+    """Nodes at one bridge, while entered. `folder`: has a folder for each node, with the node's temporary files."""
 
     num_nodes: int
     folder: Path
@@ -177,7 +177,7 @@ class Network:
         return self.nodes[index]
 
     def close(self) -> None:
-        """End every process of the lab and its nodes; their namespaces go with them."""
+        """End every process of the lab and the nodes; the namespaces end with the processes."""
         for node in self.nodes:
             if psutil.pid_exists(node.first):
                 node.die()
@@ -203,11 +203,11 @@ class Network:
         return ("nsenter", "--target", str(process), *user, "--net", "--uts", "--mount", "--pid")
 
     def _holder(self, words: Sequence[str]) -> tuple[subprocess.Popen[bytes], int]:
-        """A process that stays in new namespaces: who waits for it, and its own number."""
+        """Start a process that stays in new namespaces. Return the parent that waits, and the process's number."""
         process = subprocess.Popen(
             [*TIED, *words, "sleep", "infinity"],
             stdin=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # unshare complains when the process that it waits for is killed
+            stderr=subprocess.DEVNULL,  # unshare complains when the child is killed
             env=_variables(),
         )
         end = time.monotonic() + START_SECONDS
@@ -220,7 +220,7 @@ class Network:
         raise AssertionError(f"no namespaces within {START_SECONDS:g} s")
 
     def lab(self, script: str) -> str:
-        """Run a shell script where the bridge is."""
+        """Run a shell script in the bridge's namespaces."""
         words = [*self._enter(self._first), "sh", "-ec", script]
         done = subprocess.run(words, capture_output=True, text=True, env=_variables(), timeout=PATIENCE_SECONDS)
         assert done.returncode == 0, f"{script}: {done.stderr}"
@@ -231,7 +231,7 @@ class Network:
         folder = self.folder / name
         folder.mkdir(parents=True)
         process, first = self._holder([*self._enter(self._first), *_unshare()[:1], *_unshare()[-7:]])
-        number = _number_in(first, level=1)  # as the lab sees it
+        number = _number_in(first, level=1)  # the lab's number of the process
         cable = f"ip link add v{index} type veth peer name eth0 netns {number} && ip link set v{index} master br0 up"
         self.lab(cable)
         node = Node(name, address, first, folder, self._enter(first), [process])
@@ -249,13 +249,14 @@ class Network:
         return f"tc qdisc add dev {device} root tbf rate {self.rate} burst 64kb latency 100ms"
 
     def set_hosts(self, node: Node, text: str) -> None:
-        """The node's /etc/hosts."""
+        """Write the node's /etc/hosts."""
         hosts = node.folder / "hosts"
         hosts.write_text(text)
         node.mount(hosts, Path("/etc/hosts"))
 
     def lengthen(self, index: int, delay_seconds: float, loss: float) -> None:
-        """Put a long and lossy cable between a node and the others: so much later each way, of so many parts lost."""
+        """Put a long and lossy cable between a node and the others: `delay_seconds` each way, with a share `loss` of
+        frames lost."""
         self.lab(f"ip link add far type bridge && ip link set far up && ip link set v{index} master far")
         words = [
             *TIED,
@@ -275,18 +276,18 @@ class Network:
         self.lab("ip link set near0 master br0 up && ip link set far0 master far up")
 
     def name_as_debian_does(self) -> None:
-        """Give every node the hosts file that Debian's installer writes: its own name is 127.0.1.1 to itself."""
+        """Give every node the hosts file of Debian's installer, with the node's own name at 127.0.1.1."""
         for node in self.nodes:
             others = "".join(f"{other.address} {other.name}\n" for other in self.nodes if other is not node)
             self.set_hosts(node, f"127.0.0.1 localhost\n127.0.1.1 {node.name}\n{others}")
 
     def set_link(self, index: int, state: str) -> None:
-        """Pull a node's cable (`down`), or put it back (`up`)."""
+        """Pull a node's cable (`down`), or put the cable back (`up`)."""
         self.lab(f"ip link set v{index} {state}")
 
 
 def _number_in(process: int, level: int) -> str:
-    """A process's number in the namespace so many levels below the machine's."""
+    """Return a process's number in the namespace `level` levels below the machine's."""
     for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith("NSpid:"):
             return line.split()[1 + level]

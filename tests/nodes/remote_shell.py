@@ -1,7 +1,7 @@
-"""A remote shell for nodes, which have no sshd: `python remote_shell.py serve` there, then `... HOST COMMAND...` here.
+"""A remote shell for nodes without sshd: `python remote_shell.py serve` on a node, then `... HOST COMMAND...` here.
 
-As `ssh HOST COMMAND` to Open MPI and others: stdout and the exit code come back. It listens on the node's own network
-only, which nobody but the test's nodes is on.
+Open MPI and others use this shell as `ssh HOST COMMAND`: stdout and the exit code are returned. The shell listens on
+the node's own network alone, which only the test's nodes can reach.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ END = b"\nexit code "
 
 
 def serve() -> None:
-    """Run what is asked for, until the node is gone."""
+    """Run received commands until the node ends."""
     listener = socket.create_server(("", PORT))
     while True:
         caller, _ = listener.accept()
@@ -39,14 +39,14 @@ def _connect(host: str) -> socket.socket:
     while True:
         try:
             return socket.create_connection((host, PORT))
-        except ConnectionRefusedError:  # it does not listen yet
+        except ConnectionRefusedError:  # the shell does not listen yet
             if time.monotonic() > end:
                 raise
             time.sleep(0.05)
 
 
 def ask(host: str, command: str) -> int:
-    """Run the command there; its exit code."""
+    """Run the command on the host, and return the exit code."""
     with _connect(host) as there:
         there.sendall(command.encode() + b"\n")
         output, _, code = there.makefile("rb").read().rpartition(END)

@@ -1,4 +1,4 @@
-"""A real Slurm on the tests' nodes: slurmctld on the first, slurmd on each, munged for all, in folders of their own."""
+"""A real Slurm on the tests' nodes: slurmctld on the first, slurmd on each, munged for all, in separate folders."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def why_not() -> str:
-    """Why there can be no Slurm here; empty where there can."""
+    """Return why there can be no Slurm on this machine, or an empty text."""
     if os.geteuid() != 0:
         return "Slurm's daemons want to be root"
     missing = [name for name in PROGRAMS if shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin") is None]
@@ -53,7 +53,7 @@ def why_not() -> str:
 
 @dataclass
 class Slurm:
-    """The cluster, on a network that is up. `folder`: a short path, since a socket lies there."""
+    """A cluster on a started network. `folder`: a short path, because the folder has a socket."""
 
     network: Network
     folder: Path
@@ -70,7 +70,7 @@ class Slurm:
         head = self.network[0]
         text = _CONFIG.format(head=f"{head.name}({head.address})", folder=self.folder, nodes="\n".join(nodes))
         (self.folder / "slurm.conf").write_text(text)
-        (self.folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")  # as if GPUs were
+        (self.folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")  # no real GPUs
         version = "v2" if Path("/sys/fs/cgroup/cgroup.controllers").exists() else "v1"
         (self.folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/{version}\n")
         files = {name: f"--{name}-file={self.folder}/munge.{name}" for name in ("pid", "log", "seed", "key")}
@@ -97,7 +97,7 @@ class Slurm:
             time.sleep(0.2)
 
     def ask(self, *words: str) -> str:
-        """A command of Slurm's on the first node; its stdout, also where it failed."""
+        """Run a command of Slurm on the first node. Return stdout, also after a failure."""
         running = self.network[0].start(*words, variables=self.variables)
         running.wait(30)
         return running.text
@@ -106,14 +106,14 @@ class Slurm:
         return self.network[0].start("srun", *words, variables=self.variables)
 
     def sbatch(self, script: Path, folder: Path) -> int:
-        """Submit a script; the job's number."""
+        """Submit a script, and return the job's number."""
         answer = self.ask("sbatch", f"--chdir={folder}", str(script))
         found = re.search(r"Submitted batch job (\d+)", answer)
         assert found, answer
         return int(found[1])
 
     def state(self, job: int) -> str:
-        """RUNNING, PENDING, COMPLETED, FAILED, ..."""
+        """Return RUNNING, PENDING, COMPLETED, FAILED, ..."""
         found = re.search(r"JobState=(\w+)", self.ask("scontrol", "show", "job", str(job)))
         return found[1] if found else "gone"
 

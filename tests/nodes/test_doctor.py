@@ -1,4 +1,4 @@
-"""`doctor --nodes` finds the network that the tests have built, and writes it for the planner."""
+"""`doctor --nodes` measures the tests' network, and writes the network for the planner."""
 
 from __future__ import annotations
 

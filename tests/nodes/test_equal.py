@@ -1,4 +1,4 @@
-"""Runs over several nodes have the losses of one rank, whoever starts them."""
+"""Runs over several nodes have the losses of one rank, under any launcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = PATIENCE_SECONDS
 
 
 def assert_equal(started: list[Running], out: Path, losses: list[float]) -> None:
-    """All have ended well, with these losses."""
+    """Assert that all commands have ended without an error, with these losses."""
     codes = [one.wait(SECONDS) for one in started]
     assert set(codes) == {0}, "\n".join(one.text for one in started)
     assert [line["loss"] for line in lines_of(out)] == pytest.approx(losses, rel=1e-10, abs=0)
@@ -75,7 +75,7 @@ def test_a_slow_link(nodes: Nodes, corpus: Path, one_node: list[float], tmp_path
 def test_a_tenth_of_a_second_and_lost_packets(
     nodes: Nodes, corpus: Path, one_node: list[float], tmp_path: Path
 ) -> None:
-    """100 ms between two nodes, and every hundredth packet lost."""
+    """The latency between two nodes is 100 ms, and every hundredth packet is lost."""
     if not os.access("/dev/net/tun", os.W_OK):
         pytest.skip("no TAP devices here (/dev/net/tun), of which a long cable is made")
     network = nodes(2)
@@ -88,7 +88,7 @@ def test_a_tenth_of_a_second_and_lost_packets(
 
 @pytest.mark.long
 def test_torchrun_starts_all_nodes_again(nodes: Nodes, corpus: Path, one_node: list[float], tmp_path: Path) -> None:
-    """After a rank of one node was killed, both go on from the newest checkpoint."""
+    """After a rank of one node was killed, both nodes resume from the newest checkpoint."""
     run = write_run(tmp_path, corpus, 2, steps=300, checkpoint={"every": 5, "keep": 2})
     started = torchrun(nodes(2), 1, train_words(run, tmp_path / "out"), "--max-restarts=2")
     log = tmp_path / "out" / "metrics.jsonl"

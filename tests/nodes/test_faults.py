@@ -1,4 +1,4 @@
-"""Faults between nodes: each ends by itself, within its timeout, in a message that names rank and host."""
+"""Faults between nodes: each run ends by itself, within the timeout, with a message that names rank and host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MARGIN_SECONDS = PATIENCE_SECONDS
 
 
 def text_after(fault: Callable[[], object], survivor: Running, seconds: float) -> str:
-    """The survivor's words, who must have ended so soon after the fault."""
+    """Return the survivor's output. The survivor must have ended within `seconds` of the fault."""
     fault()
     code = survivor.wait(seconds)
     assert code not in (0, -999), survivor.text
@@ -33,7 +33,7 @@ def text_after(fault: Callable[[], object], survivor: Running, seconds: float) -
 
 
 def trains_on(process: psutil.Process) -> bool:
-    """Whether it is no zombie, either: the first process of a node's namespace, a `sleep`, reaps none."""
+    """Return whether the process runs and is no zombie: a node's first process, a `sleep`, reaps none."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -42,7 +42,7 @@ def trains_on(process: psutil.Process) -> bool:
 
 @pytest.fixture
 def pair(nodes: Nodes, corpus: Path, tmp_path: Path) -> tuple[Network, list[Running]]:
-    """Two nodes with a rank each, which train."""
+    """Start two training nodes with a rank each."""
     network = nodes(2)
     words = train_words(write_run(tmp_path, corpus, 2, steps=FOR_EVER), tmp_path / "out")
     started = by_hand(network, words)
@@ -59,7 +59,7 @@ def test_a_node_dies(pair: tuple[Network, list[Running]]) -> None:
 
 @pytest.mark.long
 def test_a_cable_is_pulled(pair: tuple[Network, list[Running]]) -> None:
-    """No connection breaks: nothing comes any more. The run's folder is a shared one, so one message knows of both."""
+    """No connection breaks, but no data arrives. The run's folder is shared, so one message names both ranks."""
     network, started = pair
     text = text_after(lambda: network.set_link(1, "down"), started[0], WAIT_SECONDS + MARGIN_SECONDS)
     either = (
@@ -73,7 +73,7 @@ def test_a_cable_is_pulled(pair: tuple[Network, list[Running]]) -> None:
 
 
 def test_a_cable_is_pulled_and_put_back(nodes: Nodes, corpus: Path, tmp_path: Path, one_node: list[float]) -> None:
-    """Within the timeout, the run goes on as if nothing had been."""
+    """Within the timeout, the run continues with unchanged losses."""
     network = nodes(2)
     run = write_run(tmp_path, corpus, 2, steps=100, timeout={"join": 60, "wait": 30})
     started = by_hand(network, train_words(run, tmp_path / "out"))
@@ -90,8 +90,8 @@ def test_a_cable_is_pulled_and_put_back(nodes: Nodes, corpus: Path, tmp_path: Pa
 
 
 def test_an_agent_of_torchrun_dies(nodes: Nodes, corpus: Path, tmp_path: Path, one_node: list[float]) -> None:
-    """Up to then the losses are those of one node, though the nodes call themselves loopback. Then the agent's rank
-    goes with it, the other node sees that, and no orphan trains on."""
+    """Until the kill, the losses equal one node's, though the nodes call themselves loopback. Then the agent's rank
+    ends with the agent, the other node reports the loss, and no orphan continues."""
     network = nodes(2)
     network.name_as_debian_does()
     words = train_words(write_run(tmp_path, corpus, 2, steps=FOR_EVER), tmp_path / "out")
@@ -146,7 +146,7 @@ time.time, time.time_ns = (lambda: now() + 86400), (lambda: nanoseconds() + 8640
 @pytest.mark.long
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_two_clocks_apart(ahead: int, nodes: Nodes, corpus: Path, tmp_path: Path, one_node: list[float]) -> None:
-    """A run, and its end again from a checkpoint, by ranks of which one is a day ahead: one node's losses."""
+    """A run, and the run's end resumed from a checkpoint, have one node's losses with one rank's clock a day ahead."""
     network, out, clock, plain = nodes(2), tmp_path / "out", tmp_path / "clock", tmp_path / "plain"
     clock.mkdir()
     plain.mkdir()

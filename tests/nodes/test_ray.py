@@ -1,4 +1,4 @@
-"""Ranks placed on a real Ray cluster, of the tests' own nodes: Ray opens its ports on their networks alone."""
+"""Ranks placed on a real Ray cluster of the tests' nodes: Ray opens ports on the nodes' networks alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS = PATIENCE_SECONDS
 
 @pytest.fixture
 def variables(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Ray's settings. Its sockets want a folder with a short name."""
+    """Yield Ray's settings. Ray's sockets need a folder with a short name."""
     with tempfile.TemporaryDirectory(prefix="mw", dir="/tmp") as short:
         yield {
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -38,7 +38,7 @@ def variables(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def write_script(folder: Path, corpus: Path, nodes: int) -> Path:
-    """What submit writes, called in the folder, for a run of two ranks that does not end by itself."""
+    """Write the script of submit, called in the folder, for a run of two ranks that does not end by itself."""
     from meshwright.tools.submit import job
 
     run = write_run(folder, corpus, 2, steps=100_000)
@@ -50,7 +50,7 @@ def write_script(folder: Path, corpus: Path, nodes: int) -> Path:
 
 
 def stop_after(steps: int, started: Running, out: Path) -> list[float]:
-    """Ask the script to stop after so many steps; the losses of all that were made and saved."""
+    """Stop the script after `steps` steps. Return the losses of all steps that were made and saved."""
     end = time.monotonic() + SECONDS
     while not (out / "metrics.jsonl").exists() or len(lines_of(out)) < steps:
         assert started.process.poll() is None, started.text
@@ -72,7 +72,7 @@ def test_a_local_cluster(
     variables: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Losses are those of one rank; SIGTERM saves, and ends the script with 75."""
+    """Losses equal one rank's. SIGTERM saves, and ends the script with 75."""
     monkeypatch.chdir(tmp_path)
     inside = ("env", "--chdir", str(tmp_path))
     script = write_script(tmp_path, corpus, nodes=1)
@@ -82,7 +82,7 @@ def test_a_local_cluster(
 
 
 def start_cluster(network: Network, variables: dict[str, str]) -> str:
-    """Ray on every node with one core each; the cluster's address."""
+    """Start Ray on every node with one core each, and return the cluster's address."""
     address = f"{network[0].address}:6379"
     for node in network.nodes:
         way = ["--head", "--port=6379", "--include-dashboard=false"] if node is network[0] else [f"--address={address}"]
@@ -107,7 +107,7 @@ def test_two_nodes(
     variables: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second node's ranks run elsewhere than the script, which alone reads the run file."""
+    """The second node's ranks are on another host than the script, which alone reads the run file."""
     network = nodes(2)
     address = start_cluster(network, variables)
     monkeypatch.chdir(tmp_path)

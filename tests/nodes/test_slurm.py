@@ -1,4 +1,4 @@
-"""Runs under a real Slurm on two nodes: srun, sbatch, requeue, placement. Skipped without its daemons."""
+"""Runs under a real Slurm on two nodes: srun, sbatch, requeue, placement. Skipped without Slurm's daemons."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Start = Callable[[Network], Slurm]
 
 
 def test_srun(nodes: Nodes, slurm: Start, corpus: Path, one_node: list[float], tmp_path: Path) -> None:
-    """Losses are those of one rank; nobody sets MASTER_ADDR. Dealt out in turns, ranks say so."""
+    """Losses equal one rank's, without MASTER_ADDR. A cyclic distribution of ranks prints a warning."""
     cluster = slurm(nodes(2))
     out = tmp_path / "out"
     words = train_words(write_run(tmp_path, corpus, 4, batch={"global": 12, "micro": "auto"}), out)
@@ -50,7 +50,7 @@ print(json.dumps([*facts, os.environ["CUDA_VISIBLE_DEVICES"]]))
 
 
 def test_tasks_with_a_gpu_each(nodes: Nodes, slurm: Start, tmp_path: Path) -> None:
-    """--gpus-per-task: each rank knows its place, and sees one GPU alone, as number 0 or by its own."""
+    """With --gpus-per-task, each rank has a place and sees a single GPU, as number 0 or by the GPU's own number."""
     cluster = slurm(nodes(2))
     started = cluster.srun("-N2", "-n4", "--gpus-per-task=1", sys.executable, "-c", ASK)
     assert started.wait(SECONDS) == 0, started.text
@@ -70,7 +70,8 @@ def wait_for_steps(out: Path, steps: int) -> None:
 def test_a_job_that_is_stopped_is_queued_again_and_goes_on(
     stopped_by: str, nodes: Nodes, slurm: Start, corpus: Path, tmp_path: Path, one_node: list[float]
 ) -> None:
-    """What submit writes: a signal as --signal sends it, or an operator's requeue; the second attempt goes on."""
+    """The script is submit's. The job is stopped by a signal, as --signal sends, or by an operator's requeue; the
+    second attempt continues."""
     cluster, out = slurm(nodes(2)), tmp_path / "out"
     steps = 600
     run = write_run(tmp_path, corpus, 2, steps=steps, timeout={"join": 60, "wait": 30})
@@ -95,7 +96,7 @@ def test_a_job_that_is_stopped_is_queued_again_and_goes_on(
 def test_options_setup_lines_and_the_folder_of_logs(
     nodes: Nodes, slurm: Start, corpus: Path, tmp_path: Path, one_node: list[float]
 ) -> None:
-    """What submit writes of `sbatch.KEY=VALUE` is taken by sbatch, which refuses what it does not know."""
+    """sbatch refuses unknown options, and accepts the options that submit writes for `sbatch.KEY=VALUE`."""
     cluster, out, script = slurm(nodes(2)), tmp_path / "out", tmp_path / "job.sbatch"
     run = write_run(tmp_path, corpus, 2, timeout={"join": 60, "wait": 30})
     asked = ["comment=first", "gres=gpu:1", "exclusive=", "nice=7", "mem=0"]

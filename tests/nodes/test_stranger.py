@@ -1,4 +1,4 @@
-"""Another process of the network, which knows a job's address and port and not its secret."""
+"""Another process of the network, with a job's address and port and without the secret."""
 
 from __future__ import annotations
 

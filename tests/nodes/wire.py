@@ -1,7 +1,8 @@
-"""A long and lossy cable: `python wire.py A B DELAY_SECONDS LOSS` joins two TAP devices, as netem would delay and drop.
+"""A long and lossy cable: `python wire.py A B DELAY_SECONDS LOSS` joins two TAP devices, with the delay and loss of
+netem.
 
-Not every kernel has netem. Frames wait here in the order in which they came, each for the delay, and every so many
-are lost, by a generator of a fixed seed.
+Some kernels lack netem. Frames wait here in order of arrival, each for the delay, and a share is lost, by a generator
+of a fixed seed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LARGEST_FRAME = 65536
 
 
 def open_tap(name: str) -> int:
-    """The TAP device, made here; it goes with this process."""
+    """Make the TAP device, which ends with this process."""
     tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TAP | _IFF_NO_PI))
     return tap
