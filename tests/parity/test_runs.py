@@ -505,7 +505,7 @@ def test_a_model_is_freed_as_its_script_frees_it(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_leaves_what_it_had(tmp_path: Path) -> None:
-    """The command records a script that imports no part of Meshwright. The steps before the kill can be compared."""
+    """The command records an unchanged script. The steps before the kill can be compared."""
     words = [sys.executable, "-m", "meshwright", "parity", "record", "--out", str(tmp_path / "killed"), "--steps"]
     running = subprocess.Popen([*words, ",".join(map(str, range(1, 4000))), "-m", "tests.parity.training",
                                 "--steps", "100000"], cwd=ROOT, stdout=subprocess.DEVNULL)  # fmt: skip

@@ -49,7 +49,7 @@ mw.train(mw.load("run.yaml"), "out")
 
 @pytest.mark.parametrize("transport", ["torch", "mpi"])
 def test_a_launcher_starts_its_ranks_before_anybody_has_imported_torch(tmp_path: Path, transport: str) -> None:
-    """Two seconds of the launcher's import of torch run in parallel to the ranks' import, or never."""
+    """The launcher's import of torch, 2 s, runs in parallel to the ranks' imports, or never."""
     tree = tree_for(make_corpus(tmp_path), layout={"data": {"size": 2}, "transport": transport})
     (tmp_path / "run.yaml").write_text(json.dumps(tree))
     ran = subprocess.run(
