@@ -162,7 +162,7 @@ def test_lock_that_does_not_exist_here_is_said(tmp_path: Path, monkeypatch: pyte
 
 
 def test_fresh_run_in_a_folder_with_checkpoints_is_refused(corpus: Path, used: Path) -> None:
-    """Such a run once deleted the new checkpoints, which had smaller numbers, and reported success."""
+    """A fresh run once deleted the new checkpoints, which had smaller numbers, and reported success."""
     with pytest.raises(
         ConfigError, match=r"holds a run already \(checkpoints/step-3\); valid: another folder, or --res"
     ):

@@ -117,7 +117,7 @@ PROMOTED = frozenset(["cat", "stack", "addcmul", "index_put", "scatter_add"])
 
 
 class Called(TorchFunctionMode):
-    """Records the names of called functions."""
+    """A recorder of the names of called functions."""
 
     def __init__(self) -> None:
         super().__init__()

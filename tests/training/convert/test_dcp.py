@@ -115,7 +115,7 @@ def test_torchtitans_names_and_rows() -> None:
     assert from_torchtitan("output.weight") == from_torchtitan("lm_head.weight") == "lm_head.weight"
     assert from_torchtitan("layers.3.moe.router.gate.weight") == "model.layers.3.mlp.gate.weight"
     assert from_torchtitan("layers.3.moe.shared_experts.w1.weight") == "layers.3.moe.shared_experts.w1.weight"
-    # A head of width 6: pairs (0, 1), (2, 3), (4, 5) in torchtitan; halves 0, 2, 4 and 1, 3, 5 in transformers.
+    # A head of width 6: pairs (0, 1), (2, 3), (4, 5) in torchtitan; halves 0, 2, 4 and 1, 3, 5 in Meshwright.
     rows = torch.arange(12.0)[:, None]
     halves = halves_of(lambda: rows, 6)
     assert halves.flatten().tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
