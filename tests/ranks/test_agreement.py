@@ -1,4 +1,4 @@
-"""Hashes of bits: any flipped bit changes them, and ranks that hold the same say so in 16 bytes."""
+"""Hashes of bits: any flipped bit changes the hash, and ranks compare equal tensors with 16 bytes."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def test_a_part_that_begins_anywhere_has_the_hash_of_its_copy() -> None:
 
 
 def test_any_single_bit_changes_the_hash() -> None:
-    """The hash is a sum of words times factors, so that a flipped bit k changes it by ±2^k times its word's factor.
+    """The hash is a sum of words times factors, so a flipped bit k changes the hash by ±2^k times the word's factor.
 
-    Here is each word's factor: an odd one, whose product with 2^k is not 0 modulo 2^64, and nobody else's.
+    A word's factor is odd, so its product with 2^k is not 0 modulo 2^64, and differs from all other words' factors.
     """
     words = torch.zeros(3 * COLUMNS + 7, dtype=torch.int64)
     factors = []
@@ -59,7 +59,10 @@ def test_any_single_bit_changes_the_hash() -> None:
 
 
 def equal_in_bytes(mesh: Mesh, dtype: torch.dtype) -> tuple[list[bool], list[float], int]:
-    """Rank 1 holds another bit, in the last element of an odd number: what is told before and after it is mended."""
+    """Return `make_equal`'s answers before and after the repair, the last elements, and the bytes of the second call.
+
+    Rank 1 has a flipped bit in the last element of an odd number of elements.
+    """
     x = torch.ones(3, 2 * COLUMNS + 1, dtype=dtype)
     if mesh.rank == 1:
         flip(x, x.numel() - 1, 3)
@@ -78,7 +81,7 @@ def test_one_bit_is_found_and_mended(dtype: torch.dtype) -> None:
 
 
 def zeros_or_ones(mesh: Mesh, dtype: torch.dtype, length: int) -> tuple[bool, bool]:
-    """Rank 0 holds ones, the others zeros: whether that is seen, and mended."""
+    """Return whether ranks with ones (rank 0) and zeros (all others) differ, and whether all hold ones afterwards."""
     x = torch.full((length,), float(mesh.rank == 0), dtype=dtype)
     return make_equal(x, mesh.world), bool(x.all())
 

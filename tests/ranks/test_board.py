@@ -24,7 +24,7 @@ def open_board(mesh: Mesh, folder: Path, kind: str) -> Board:
 
 
 def told(mesh: Mesh, folder: Path, kind: str) -> tuple[list[list[str]], int]:
-    """Some rounds of notes, beside as many sums; what rank 0 has read, and how often it has looked into the folder."""
+    """Post and collect notes in rounds, each with a sum; return rank 0's texts and number of `await_path` calls."""
     board, x = open_board(mesh, folder, kind), torch.ones(1000)
 
     def round_of(number: int) -> list[str]:

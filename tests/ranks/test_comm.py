@@ -1,4 +1,4 @@
-"""Every verb on every transport: the right result on each rank, and the ledger's bytes equal to its own formulas."""
+"""Every verb on every transport gives the right result on each rank; bytes in the ledger equal the verb's formula."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def on_threads(size: int) -> list[Answer]:
 
 @cache
 def on_gloo_alone(size: int) -> list[Answer]:
-    """The answers over gloo's own verbs, which ranks of several nodes use: they share no memory."""
+    """Return the results of gloo's verbs without a shared window, as on ranks of several nodes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshwright.ranks.torch_comm.open_window", lambda *arguments: None)
         return run_ranks(run_verbs, Grid((("data", size),)), transport="torch")
@@ -52,7 +52,7 @@ LOCAL = {"gloo": on_gloo, "gloo alone": on_gloo_alone, "threads": on_threads}
     ],
 )
 def answers(request: pytest.FixtureRequest) -> list[Answer]:
-    """The answers of all ranks of one transport and size."""
+    """Return the results of all ranks of one transport and size."""
     transport, size = request.param
     if transport in LOCAL:
         return LOCAL[transport](size)
@@ -134,7 +134,7 @@ def test_subgroups(transport: TransportName, request: pytest.FixtureRequest) -> 
         assert results["outer"].tolist() == [2 * inner + 2, inner + 2]
         assert results["inner"].tolist() == [4 * outer + 1, 2 * outer + 1]
         assert results["outer+inner"].tolist() == [6, 1]
-        # all-reduce of 4 bytes: 4 of two ranks, 6 of four; broadcast at its root: 4 for each of the others
+        # all-reduce of 4 bytes: 4 bytes with two ranks, 6 with four; broadcast at the root: 4 bytes for each other rank
         wanted = {"outer": 4 + 4 * outer, "inner": 4 + 4 * inner, "outer+inner": 6 + 12 * (rank == 1)}
         assert facts["sent"] == wanted
 

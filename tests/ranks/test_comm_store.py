@@ -1,4 +1,4 @@
-"""Who comes to a job's store, who does not, who does not belong there; over loopback, each rank a forked process."""
+"""Ranks that join a job's store, are missing, or belong to another job. Each rank is a forked process on loopback."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_rank_that_never_comes_is_named_by_all_who_did() -> None:
 
 
 def test_a_rank_without_a_gpu_may_wait_in_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under mpirun `transport: auto` is MPI on a host that shows no GPU: its rank never comes to the others' store."""
+    """Under mpirun, `transport: auto` is MPI on a host without a GPU, so this host's rank never joins the store."""
     for name, value in {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     hint = "A rank that finds no GPU waits in MPI instead: set device, and see that every host shows its GPUs"
@@ -93,7 +93,7 @@ def test_nobody_there() -> None:
 
 
 def test_a_rank_of_another_job_is_turned_away_and_does_not_disturb() -> None:
-    """Job B was given job A's port: its rank 1 comes first, and A trains with its own rank 1 all the same."""
+    """Job B has job A's port. Job B's rank 1 connects first, and job A still meets with its rank 1."""
     port = free_port()
     ours, theirs = (Rendezvous("127.0.0.1", port, hosted=False, job=name) for name in ("out/a", "out/b"))
     with job([0], 2, ours, 20) as (answers, _):
@@ -116,7 +116,7 @@ def test_a_rank_that_comes_twice() -> None:
 
 
 def test_a_restart_meets_over_the_store_of_the_attempt_before() -> None:
-    """torchrun's agent keeps the store; the one of the node that failed has counted, that of rank 0's node has not."""
+    """torchrun's agent keeps the store. The failed node's agent has counted the attempt, rank 0's agent has not."""
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     point = Rendezvous("127.0.0.1", agent.port, hosted=True, job="out/a")
     assert answers_of([0, 1], 2, point) == {0: "met", 1: "met"}
@@ -124,7 +124,7 @@ def test_a_restart_meets_over_the_store_of_the_attempt_before() -> None:
     again = [CONTEXT.Process(target=come, args=(rank, 2, point, 20.0, answers, rank)) for rank in (1, 0)]
     for process in again:
         process.start()
-        time.sleep(1.0)  # rank 1 comes while the dead attempt's rank 0 is all that it finds
+        time.sleep(1.0)  # rank 1 joins while the store has only the dead attempt's rank 0
     assert sorted(answers.get(timeout=PATIENCE_SECONDS) for _ in again) == [(0, "met"), (1, "met")]
     for process in again:
         process.join(PATIENCE_SECONDS)
@@ -161,7 +161,7 @@ def test_a_host_that_does_not_exist() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_ends_a_rank_that_waits(rank: int) -> None:
-    """Rank 0 for a rank that never comes; rank 1 for a rank 0 that has opened the store and said nothing."""
+    """Rank 0 waits for a rank that never joins. Rank 1 waits for a rank 0 that has opened the store and is silent."""
     point = Rendezvous("127.0.0.1", free_port(), hosted=False)
     with job([rank], 2, point, 60) as (_, processes):
         time.sleep(1.0)

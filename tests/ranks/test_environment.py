@@ -1,4 +1,4 @@
-"""Launchers' variables, as real ones set them, read into one form."""
+"""The variables of each launcher, with values of real launchers, are read into one form."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRA
         (OPEN_MPI, Environment(1, 2, 1, 2, 0, "mpi")),
         ({**OPEN_MPI, "MESHWRIGHT_ATTEMPT": "3"}, Environment(1, 2, 1, 2, 3, "mpi")),
         (MPICH, Environment(1, 2, 0, 1, 0, "mpi")),
-        # mpirun and MPICH's mpiexec inside a Slurm step: the step's numbers belong to their daemons
+        # mpirun and MPICH's mpiexec inside a Slurm step: the step's numbers describe the MPI daemons
         ({**SLURM, **OPEN_MPI}, Environment(1, 2, 1, 2, 0, "mpi")),
         ({**SLURM, **MPICH}, Environment(1, 2, 0, 1, 0, "mpi")),
         # srun --mpi=pmi2 sets PMI_RANK but not the local rank
         ({**SLURM, "PMI_RANK": "6", "PMI_SIZE": "7"}, Environment(6, 7, 0, 1, 0, "slurm")),
-        # an interactive shell, a batch script: nobody started several of us
+        # an interactive shell or a batch script: no launcher has started several ranks
         ({**SLURM, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, Environment(0, 1, 0, 1, 0, "none")),
         ({**SLURM, "SLURM_STEP_ID": "4294967291"}, Environment(0, 1, 0, 1, 0, "none")),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Environment(0, 1, 0, 1, 0, "none")),
@@ -86,7 +86,7 @@ PAIR = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "
 @pytest.mark.parametrize(
     "variables, expected",
     [
-        # one rank a node: nothing speaks of other ranks of this node
+        # one rank a node: no variable says that this node has more ranks
         (PAIR, (2, 4, 0, 1)),
         ({**PAIR, "LOCAL_WORLD_SIZE": "1"}, (2, 4, 0, 1)),
         ({**PAIR, "GROUP_RANK": "2", "GROUP_WORLD_SIZE": "4"}, (2, 4, 0, 1)),
@@ -102,7 +102,7 @@ PAIR = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "
         ({"WORLD_SIZE": "1"}, (0, 1, 0, 1)),
         ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1, 0, 1)),
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, (0, 1, 0, 1)),
-        # a script exports the names that torch reads, and srun or mpirun knows the rest
+        # a script exports the names that torch reads; srun or mpirun sets the remaining variables
         ({**SLURM, "RANK": "6", "WORLD_SIZE": "7"}, (6, 7, 0, 1)),
         ({**SLURM, "WORLD_SIZE": "7"}, (6, 7, 0, 1)),
         ({**SLURM, "RANK": "6"}, (6, 7, 0, 1)),
@@ -263,7 +263,7 @@ def test_a_rank_is_given_the_users_python_path_back(own: str | None) -> None:
     started = {**users, **import_variables(["/venv/bin", "/lib"], users)}
     assert started["PYTHONPATH"] == "/venv/bin:/lib"
     restore_python_path(started)
-    assert started == {**users, "PYTHONSAFEPATH": "1"}  # what the rank starts keeps the current folder out as well
+    assert started == {**users, "PYTHONSAFEPATH": "1"}  # the rank's children leave out the current folder as well
 
 
 def test_a_fork_servers_variables_are_gone_when_it_has_started(tmp_path: Path) -> None:

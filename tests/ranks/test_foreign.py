@@ -1,4 +1,4 @@
-"""Files of a folder that somebody else may have made."""
+"""Files of a folder that another person may have made."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_link_between_is_refused_and_the_named_folder_may_be_one(folder: Path)
 
 
 def test_a_snapshot_of_the_hubs_cache_is_read(tmp_path: Path) -> None:
-    """The Hub's client keeps files in blobs, and links in snapshots to them."""
+    """The Hub's client keeps files in `blobs`, and in `snapshots` links to these files."""
     repository = tmp_path / "models--a--b"
     snapshot, blobs = repository / "snapshots" / "0123", repository / "blobs"
     (snapshot / "sub").mkdir(parents=True)
@@ -181,7 +181,7 @@ OWN = {
     "data/renderer.py": "the answer of a process of ours",
     "data/template_process.py": "the question of a process of ours",
 }
-"""Modules that parse JSON which no folder of somebody else's holds."""
+"""Modules that parse JSON from no other person's folder."""
 
 
 def test_json_of_other_peoples_folders_has_one_reader() -> None:
@@ -195,11 +195,11 @@ def test_json_of_other_peoples_folders_has_one_reader() -> None:
 
 
 READERS = {"training/convert", "training/checkpoint"}
-"""Rooms whose every file is somebody else's."""
+"""Folders of modules that read only other people's files."""
 
 
 def test_other_peoples_folders_are_opened_by_one_door() -> None:
-    """In rooms that read models and checkpoints nothing is opened for reading but by meshwright/ranks/foreign.py."""
+    """Modules of models and checkpoints open files for reading through meshwright/ranks/foreign.py alone."""
     mistakes = []
     for room in READERS:
         modules = list((PACKAGE / room).rglob("*.py"))

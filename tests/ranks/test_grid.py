@@ -15,7 +15,7 @@ NAMES = ("data", "pipe", "depth", "row", "col")
 
 @st.composite
 def grids(draw: st.DrawFn) -> Grid:
-    """Grids of one to three ranks an axis, some axes split into parts that lie anywhere."""
+    """Draw grids of one to three ranks an axis, with some axes split into parts at any depth of the nesting."""
     names = draw(st.permutations(NAMES))[: draw(st.integers(0, 4))]
     parts = {name: draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)) for name in names}
     nesting = draw(st.permutations([(name, size) for name, sizes in parts.items() for size in sizes]))

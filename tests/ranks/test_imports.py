@@ -1,4 +1,4 @@
-"""Processes of ours and the folder that they are started in: nothing is imported from there."""
+"""A process that Meshwright starts imports nothing from the current folder."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ PLANTED = 'open({mark!r}, "a").write(__file__ + "\\n")\nraise SystemExit("plante
 
 
 def plant(folder: Path) -> Path:
-    """Modules that a run imports, with names of the standard library's, torch's and our own; the file that they write
-    to."""
+    """Write modules named as the standard library's, torch's and Meshwright's; return the path of the modules' log."""
     mark = folder.parent / "mark"
     for name in ("random", "statistics", "torch", "queue", "secrets", "tempfile", "numpy", "ctypes"):
         (folder / f"{name}.py").write_text(PLANTED.format(mark=str(mark)))
@@ -63,7 +62,7 @@ def test_which_program_leaves_its_folder(
 ) -> None:
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(sys, "orig_argv", words)
-    monkeypatch.setattr(sys, "path", ["/here", "/here", "/lib"])  # PYTHONPATH names it as well
+    monkeypatch.setattr(sys, "path", ["/here", "/here", "/lib"])  # twice, since PYTHONPATH names the folder as well
     leave_current_folder("meshwright")
     assert sys.path == (["/here", "/lib"] if leaves else ["/here", "/here", "/lib"])
 

@@ -1,4 +1,4 @@
-"""Messages between neighbours: the same over gloo and MPI, whatever comes first; and what needs no transport."""
+"""Messages between neighbours are equal over gloo and MPI in any order of arrival; and tests without a transport."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ LOCAL = {"gloo": on_gloo, "gpus": between_gpus, "threads": on_threads}
 
 @pytest.fixture(params=["gloo", "gpus", "threads", "mpi"])
 def answers(request: pytest.FixtureRequest) -> Callable[[str], list[Answer]]:
-    """The answers of both ranks of one transport to a case."""
+    """Return a function from a case's name to the answers of both ranks of one transport."""
     if request.param in LOCAL:
         return LOCAL[request.param]
     mpi: Callable[[int], dict[str, list[Answer]]] = request.getfixturevalue("mpi")
@@ -117,7 +117,7 @@ def test_no_message_survives_its_epoch(answers: Callable[[str], list[Answer]]) -
 
 
 def check_relay(grid: Grid, answers: list[Answer]) -> None:
-    """There: every stage's rank added, the first's and the last's too. Back: doubled by each stage between."""
+    """Compare relayed values: forward, each stage adds a value; backward, each stage between the ends doubles."""
     size, count = grid.size("pipe"), 5
     for rank, (facts, results) in enumerate(answers):
         stage, row = grid.index(rank, "pipe"), grid.group(rank, "pipe")
@@ -161,7 +161,7 @@ def _leave(rank: int, port: int, answer: Connection) -> None:
                 received += len(mailbox.wait())
         except ConnectionError as error:
             answer.send((received, str(error)))
-            sys.exit(0)  # a rank whose neighbour is dead leaves by an exception: there is nobody to leave together with
+            sys.exit(0)  # a rank with a dead neighbour raises: no rank is left to close with
 
 
 def test_a_dead_neighbour_is_told() -> None:
@@ -205,7 +205,7 @@ def test_tensors_with_gaps_and_gradients_are_sent_as_numbers() -> None:
 
 
 class Slow(PackedMailbox):
-    """Nothing arrives but what a test lets in."""
+    """A mailbox with messages that arrive only when the test lets a message in."""
 
     def __init__(self, ahead: int) -> None:
         super().__init__(RankGroup("pipe", (0, 1, 2), 1), HOST, ahead)
@@ -261,7 +261,7 @@ def test_each_side_has_its_own_forms() -> None:
 
 
 def test_subjects_of_a_side_have_messages_of_one_size() -> None:
-    """A receive is posted before anybody knows of what its message will be."""
+    """A receive is posted before the subject of the message is known."""
     mailbox, other = Slow(ahead=2), TensorMeta((100,), torch.float32)
     subjects = {4: CutForms((FORM,), True), 7: CutForms((other, FORM), False)}
     mailbox.open(1, {"before": subjects, "after": {}}, 4, 0)

@@ -1,4 +1,4 @@
-"""Groups are made by their members alone, so that stages may ask for different ones."""
+"""Groups are made by their members alone, so stages may ask for different groups."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_rank_that_raises_reports_before_anything_that_waits(
 
 
 def two_halves(rank: int, port: int) -> None:
-    """Groups for tensors on hosts and on devices, as under NCCL, of which a host has only the one half to try."""
+    """Make groups for host and device tensors, as under NCCL. A host without GPUs tries only the host's group."""
     patience = timedelta(seconds=30)
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=patience)
     dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=rank, world_size=2, timeout=patience)

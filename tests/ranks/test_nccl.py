@@ -1,8 +1,8 @@
 """Ranks under NCCL that share one GPU: `pytest --device cuda -k nccl`.
 
-NCCL refuses two ranks of one host on one GPU, and compares hosts by NCCL_HOSTID: with an id for each process they are
-of two hosts, and send over the loopback interface. So order, streams, deadlocks and results are those of NCCL; speed is
-not. Without a GPU the same processes run over gloo on CPUs, a few of them unless all are asked for (`--long`).
+NCCL refuses two ranks of one host on one GPU, and compares hosts by NCCL_HOSTID. With an id for each process, the ranks
+count as ranks of two hosts, and send over the loopback interface. So order, streams, deadlocks and results are NCCL's;
+the speed is not. Without a GPU, a few of these processes (with `--long`, all) run over gloo on CPUs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SIZES = (2, 4)
 
 
 def on_device(mesh: Mesh, function: Any) -> Any:
-    """The result of function(mesh), whose new tensors are on the rank's device."""
+    """Return function(mesh) with new tensors on the rank's device."""
     with torch.device(mesh.device):
         return function(mesh)
 
@@ -69,7 +69,7 @@ def test_nccl_carries_messages_of_neighbours(case: str) -> None:
 
 
 def test_messages_of_tests_are_not_empty() -> None:
-    """What the case above compares has content."""
+    """The values that the case above compares are not all zero."""
     assert any(values(3, form).count_nonzero() for forms in FORMS.values() for form in forms)
 
 

@@ -1,4 +1,4 @@
-"""Which address gloo listens at, and whom a broken connection has lost."""
+"""The address for gloo to listen, and the ranks that a broken connection has lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.ranks.peers import Peer, Peers, interface_at
 
 FIRST, BESIDE, SECOND, THIRD = (
     Peer(0, "node0"),  # opened the store
-    Peer(1, "node0", "127.0.0.1", "127.0.1.1"),  # beside it, where Debian names the host so
+    Peer(1, "node0", "127.0.0.1", "127.0.1.1"),  # on the same host; Debian maps the host's name to 127.0.1.1
     Peer(2, "node1", "10.77.0.2", "10.77.0.1"),
     Peer(3, "node1", "10.77.0.2", "10.77.0.1"),
 )

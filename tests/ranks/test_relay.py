@@ -1,4 +1,4 @@
-"""A store that is reached over a network: by who knows the job's secret, and by nobody else."""
+"""A store with a gate is reached over a network only with the job's secret."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OURS, THEIRS = b"0123456789abcdef", b"fedcba9876543210"
 
 @pytest.fixture
 def guarded() -> tuple[dist.TCPStore, int]:
-    """A store, and the port of its gate."""
+    """Return a store and the port of the store's gate."""
     store, gate = listening_store(HERE, 0, PATIENCE), listener_at(HERE, 0)
     port = gate.getsockname()[1]
     relay.start("gate", gate, HERE, store.port, OURS)
@@ -47,7 +47,7 @@ def test_ranks_of_the_job_share_a_store(guarded: tuple[dist.TCPStore, int]) -> N
     assert clients[1].add("count", 2) == 2
     store.set("late", "1")
     clients[2].wait(["late", "large"])
-    assert cast(Any, clients[1]).clone().get("count") == b"2"  # a board's own connection
+    assert cast(Any, clients[1]).clone().get("count") == b"2"  # a connection of a board
 
 
 def test_a_stranger_reads_and_writes_nothing(guarded: tuple[dist.TCPStore, int]) -> None:
@@ -64,7 +64,7 @@ def test_a_stranger_reads_and_writes_nothing(guarded: tuple[dist.TCPStore, int])
                 heard += part
             assert heard.startswith(relay.GREETING)
             assert len(heard) == len(relay.GREETING) + len(relay.NO_FILE) + 32
-    # A number that was answered once is another one the next time.
+    # A gate's challenge differs at each connection, so an answered challenge opens no second connection.
     with socket.create_connection((HERE, port), PATIENCE_SECONDS) as ours:
         assert relay.admitted(ours, OURS, relay.greeted(ours)[1])
     assert store.get("leader") == b"ours"
@@ -88,7 +88,7 @@ def test_a_relay_ends_with_the_process_that_started_it() -> None:
                 way.recv(1)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-    for _ in range(100):  # this process has closed the socket as well: nobody listens once the relay is gone
+    for _ in range(100):  # this process has closed the socket as well, so no process listens after the relay's end
         try:
             socket.create_connection((HERE, port), PATIENCE_SECONDS).close()
         except ConnectionError:
@@ -103,7 +103,7 @@ def test_a_jobs_own_secret_is_in_its_folder(tmp_path: Path, monkeypatch: pytest.
     first, name = new_secret(folder)
     assert known_secret(folder, name) == first
     assert stat.S_IMODE((folder / f"store-{name}.secret").stat().st_mode) == 0o600
-    second, other = new_secret(folder)  # each start of rank 0 has another, under another name
+    second, other = new_secret(folder)  # each start of rank 0 makes another secret with another name
     assert (second != first, other != name) == (True, True)
     with pytest.raises(FileNotFoundError):
         known_secret(folder, name)

@@ -1,4 +1,4 @@
-"""Texts that are not ours on a stream or a terminal: every letter is there, none is obeyed, none ends the process."""
+"""Foreign texts on a stream or a terminal: each letter is printed, no escape sequence acts, no text ends the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTROLS = {
     "\x1b[2J\x1b[31mred": r"\x1b[2J\x1b[31mred",
     "\x07bell\x08back": r"\x07bell\x08back",
     "over\rwritten": r"over\rwritten",
-    "\x9b31m": r"\x9b31m",  # C1's own escape sequence
+    "\x9b31m": r"\x9b31m",  # C1's escape sequence
     "\x7fdelete": r"\x7fdelete",
     "\u202egpj.exe": r"\u202egpj.exe",
     "\u2066isolated\u2069": r"\u2066isolated\u2069",
@@ -77,7 +77,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_is_shown_whole(name: str) -> None:
-    """In a print, a cell, a head and a title: as no markup, no picture, no escape sequence."""
+    """A name is printed unchanged in a print, a cell, a head and a title: as no markup, picture or escape sequence."""
     for forced in (False, True):
         written = io.StringIO()
         console = terminal.PlainConsole(file=cast(TextIO, PatientStream(written)), force_terminal=forced, width=200)
@@ -121,7 +121,7 @@ SILENT = {
 
 
 def test_prints_are_of_texts_that_are_escaped() -> None:
-    """`print` writes JSON and our own words; what may be somebody else's is said by `say`."""
+    """`print` writes JSON and fixed texts; a text that may be foreign is written by `say`."""
     mistakes = [
         f"{path}:{call.lineno} {ast.unparse(call)[:80]}" for path, call in calls()
         if ast.unparse(call.func) == "print" and path not in SILENT

@@ -1,4 +1,4 @@
-"""Ranks that are threads: one runs at a time, nobody waits for ever, a failure is named."""
+"""Ranks that are threads: one runs at a time, no rank waits for ever, and a failure is named."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_function_of_no_module_runs_on_every_rank_and_returns_what_it_likes() 
 
 
 def test_one_rank_runs_at_a_time() -> None:
-    """Until it waits for another: a list that two ranks write to has no mixture of both in it."""
+    """A rank runs until it waits for another rank, so a list written by two ranks has no mixture of both."""
     lines: list[int] = []
 
     def write(rank: Rank) -> None:
@@ -84,7 +84,7 @@ def test_every_rank_has_random_numbers_to_itself() -> None:
 
 
 def test_every_rank_has_a_default_dtype_to_itself() -> None:
-    """Entered and left in turns, as parity's checks do: the last to leave would put back what the first has set."""
+    """Ranks set and restore the dtype in turns, as parity's checks do. A shared dtype would end as the first rank's."""
 
     def widened(rank: Rank) -> str:
         before = torch.get_default_dtype()
@@ -150,7 +150,7 @@ def test_ranks_that_wait_for_one_that_failed_are_told() -> None:
 
 
 def test_a_rank_set_aside_lets_the_others_run() -> None:
-    """One that waits for a thread of its own, which waits for what another rank does."""
+    """A rank that waits for a thread is set aside, since the thread may wait for another rank."""
     happened = threading.Event()
 
     def work(rank: Rank) -> bool:
@@ -164,7 +164,7 @@ def test_a_rank_set_aside_lets_the_others_run() -> None:
 
 
 def test_a_run_has_the_bits_that_processes_give_it(tmp_path: Path) -> None:
-    """Its losses, and its weights: dropout's masks, stages, gathered weights and checkpoints too."""
+    """Losses and weights equal the processes', with dropout's masks, stages, gathered weights and checkpoints."""
     (tmp_path / "run.yaml").write_text(RUN)
     seen = {}
     for transport in ("threads", "torch"):
@@ -185,7 +185,7 @@ def test_what_cannot_be_had_is_refused_before_a_thread_starts(tmp_path: Path) ->
 
 def test_a_request_to_stop_ends_in_who_asked() -> None:
     def asks(rank: Rank) -> bool:
-        heard = rank.stop.requested  # listens from here on
+        heard = rank.stop.requested  # the rank listens from here on
         rank.mesh.world.barrier()
         signal.raise_signal(signal.SIGTERM)
         rank.mesh.world.barrier()
@@ -200,8 +200,8 @@ def sums_small_alone(mesh: Mesh) -> None:
 
 
 def test_what_a_function_leaves_changed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a test that comes later runs with it."""
-    monkeypatch.setattr(window_comm, "SMALL_BYTES", window_comm.SMALL_BYTES)  # which puts it back
+    """A change that a function leaves would change later tests."""
+    monkeypatch.setattr(window_comm, "SMALL_BYTES", window_comm.SMALL_BYTES)  # monkeypatch restores the value
     grid = Grid((("data", 1),))
     with pytest.raises(pytest.fail.Exception, match=r"sums_small_alone leaves meshwright\S+\.SMALL_BYTES changed"):
         run_ranks(sums_small_alone, grid)

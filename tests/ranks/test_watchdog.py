@@ -1,4 +1,4 @@
-"""The watchdog under a clock of the test's; what ranks' records say of a hang; nothing waits by the time of day."""
+"""The watchdog under the test's clock; messages made of ranks' records; no wait reads the time of day."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SUM = Call("data", "all_reduce", 4000, (0, 1), 12)
 
 
 class Rank:
-    """A watchdog whose clock stands still until the test moves it; it notes what it would have ended with."""
+    """A watchdog with a clock that the test moves, and with lists of exit codes and printed texts."""
 
     def __init__(self, folder: Path | None) -> None:
         self.now = 1000.0
@@ -74,7 +74,7 @@ def test_who_computes_is_not_ended_alone_but_answers_who_gave_up(tmp_path: Path)
     rank.now += 10**6
     rank.watchdog.look()
     assert rank.codes == []
-    (tmp_path / "hung-1").touch()  # of another attempt
+    (tmp_path / "hung-1").touch()  # a mark of another attempt
     rank.watchdog.look()
     assert rank.codes == []
     (tmp_path / "hung-0").touch()
@@ -82,11 +82,11 @@ def test_who_computes_is_not_ended_alone_but_answers_who_gave_up(tmp_path: Path)
     assert rank.codes == [EXIT_CODE]
     (record,) = read_records(tmp_path)
     assert record.state == "hung"
-    assert "test_watchdog.py" not in "".join(record.stacks.values())  # the watchdog's own thread is left out
+    assert "test_watchdog.py" not in "".join(record.stacks.values())  # without the watchdog's thread
 
 
 def test_a_rank_that_has_joined_has_the_number_of_its_job(tmp_path: Path) -> None:
-    """Its own launcher has counted no restart, another node's two."""
+    """The rank's launcher has counted no restart, another node's launcher two."""
     peers = Peers([Peer(0, "node0", attempt=0), Peer(1, "node1", attempt=2)], me=0)
     rank = Rank(tmp_path)
     (tmp_path / "hung-2").touch()
@@ -149,7 +149,7 @@ def test_of_two_who_do_not_come_both_are_named() -> None:
 
 
 def test_who_has_begun_it_and_gone_on_has_come() -> None:
-    """Rank 1 is at #30 by now and remembers none as old as #12."""
+    """Rank 1 is at #30 and has no record as old as #12."""
     records = [
         record(0, in_sum(12), begun=begun(12)),
         record(1, None, begun=begun(30)),
@@ -161,7 +161,7 @@ def test_who_has_begun_it_and_gone_on_has_come() -> None:
 
 
 def test_the_first_cause_is_named_and_not_who_waits_for_it() -> None:
-    """0 waits for 1 in one collective, 1 for 2 by a message, 2 computes."""
+    """Rank 0 waits for 1 in a collective, rank 1 for 2 by a message, and rank 2 computes."""
     message = Waiting("pipe", "receive", 64, (2,), 0, 31.0)
     records = [record(0, replace(in_sum(12), ranks=(0, 1))), record(1, message), record(2, None)]
     first = (explain_hang(records) or "").splitlines()[0]
@@ -177,7 +177,7 @@ def test_a_circle_is_named_whole() -> None:
 
 
 def test_a_rank_that_holds_up_devices_is_named() -> None:
-    """Under NCCL a host waits for its device alone. Rank 2 computes; if none does, nobody is accused."""
+    """Under NCCL a host waits only for its device. Rank 2 computes and is named; if no rank computes, none is named."""
     device = Waiting("world", DEVICE, 0, (0, 1, 2), 0, 31.0)
     message = explain_hang([record(0, device), record(1, device), record(2, None)]) or ""
     assert message.startswith("no progress: rank 2 (here) gives the devices of others nothing to go on with, on axis")
@@ -225,7 +225,7 @@ BY_THE_CALENDAR = {
     "training/status.py": 1, "ranks/watchdog.py": 1, "ranks/thread_world.py": 1, "planner/nodes.py": 1,
     "parity/report.py": 1, "parity/certificate.py": 1, "tools/compare/report.py": 1, "tools/certify.py": 1,
 }  # fmt: skip
-"""Fields that are shown to a person or only name something."""
+"""Uses of the time of day that are shown to a person or only name something."""
 
 
 def test_nothing_waits_by_the_time_of_day() -> None:

@@ -1,4 +1,4 @@
-"""The window and its verbs, with threads for ranks; and what a killed rank of MPI's leaves."""
+"""The window and its verbs, with threads for ranks; and an MPI job after a rank was killed."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from meshwright.ranks.window_comm import SMALL_BYTES, WindowComm
 from tests.patience import PATIENCE_SECONDS
 
 SIZES = (1, 5, SMALL_BYTES // 4, SMALL_BYTES // 4 + 3, SLOT_BYTES // 4 * 2 + 7)
-"""Elements of float32: small, at the edge, in pieces that nothing divides."""
+"""Elements of float32: small, at the limit, and in pieces of unequal sizes."""
 
 
 class ThreadComm(WindowComm):
-    """A member that sends nobody anything by itself."""
+    """A member without verbs of messages."""
 
     def __init__(self, group: RankGroup, window: SharedWindow) -> None:
         super().__init__(group)
@@ -47,7 +47,7 @@ class ThreadComm(WindowComm):
 
 
 def on_threads(size: int, body: Callable[[RankGroup, ExchangeTexts], Any]) -> list[Any]:
-    """body(group, exchange) as each of `size` members."""
+    """Return body(group, exchange) of each of `size` members."""
     barrier, texts = threading.Barrier(size, timeout=PATIENCE_SECONDS), [""] * size
 
     def member(index: int) -> Any:
@@ -113,7 +113,7 @@ def test_sums_have_the_bits_of_an_addition_in_the_order_of_ranks(size: int) -> N
 
 
 def test_sums_that_all_have_begun_share_their_meetings() -> None:
-    """A member that begins one after the other takes part in what the others have begun together."""
+    """A member that begins sums one by one takes part in the sums that other members have begun together."""
 
     def body(group: RankGroup, exchange: ExchangeTexts) -> tuple[list[Tensor], int]:
         comm = ThreadComm(group, opened(group, exchange))
@@ -157,7 +157,7 @@ def test_a_member_that_is_gone_is_named() -> None:
 
     def body(group: RankGroup, exchange: ExchangeTexts) -> None:
         window = opened(group, exchange)
-        window._processes = (os.getpid(), gone.pid)  # the second member is that process, and never comes
+        window._processes = (os.getpid(), gone.pid)  # the second member is an ended process, and never meets
         if group.index == 0:
             with pytest.raises(LostRankError, match=r"^lost rank 1 on .*: its process is gone"):
                 window.meet()
@@ -193,7 +193,7 @@ def test_memory_that_is_refused_is_said_by_all() -> None:
 
 
 def kill_one_in_a_sum(environment: Environment, stop: StopRequest) -> None:
-    """Rank 1 dies while the others sum without it."""
+    """Kill rank 1 while the other ranks sum."""
     point = Rendezvous("127.0.0.1", 0, hosted=False)
     with open_mesh(Grid((("data", 3),)), environment, "mpi", torch.device("cpu"), point) as mesh:
         x = mesh.comm("data").zeros(2**20, torch.float32, mesh.device)

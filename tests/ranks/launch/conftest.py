@@ -1,4 +1,4 @@
-"""Both transports; MPI only where its mpiexec is."""
+"""Both transports; MPI only on a machine with mpiexec."""
 
 from __future__ import annotations
 

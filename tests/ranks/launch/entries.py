@@ -18,7 +18,7 @@ from tests.patience import PATIENCE_SECONDS
 
 
 def note(environment: Environment, stop: StopRequest, out: str, text: str = "") -> None:
-    """Leave who and where we are."""
+    """Write the rank, the numbers of ranks and the launcher."""
     facts = f"{environment.rank}/{environment.world_size} {environment.local_rank} {environment.launcher}{text}"
     Path(out, f"{environment.attempt}-{environment.rank}").write_text(facts)
 
@@ -30,21 +30,21 @@ def greet(environment: Environment, stop: StopRequest) -> None:
 
 
 def count_threads(environment: Environment, stop: StopRequest, out: str) -> None:
-    """Leave torch's number of threads."""
+    """Write torch's number of threads."""
     import torch
 
     Path(out, str(environment.rank)).write_text(str(torch.get_num_threads()))
 
 
 def use_threads(environment: Environment, stop: StopRequest) -> None:
-    """A parallel operation."""
+    """Run a parallel operation."""
     import torch
 
     torch.ones(2**20).exp_()
 
 
 def wait_for_peers(environment: Environment, out: str) -> None:
-    """Return when every rank is here, each having left its process id."""
+    """Write this rank's process id; return when every rank has written one."""
     partial = Path(out, f"partial-{environment.rank}")
     partial.write_text(str(os.getpid()))
     partial.rename(Path(out, f"pid-{environment.rank}"))
@@ -53,7 +53,7 @@ def wait_for_peers(environment: Environment, out: str) -> None:
 
 
 def wait(environment: Environment, stop: StopRequest, out: str) -> None:
-    """Take steps until asked to stop, then take a moment for a checkpoint."""
+    """Take steps until asked to stop, then spend a moment as for a checkpoint."""
     assert not stop.requested
     wait_for_peers(environment, out)
     end = time.monotonic() + PATIENCE_SECONDS
@@ -71,13 +71,13 @@ def wait_deaf(environment: Environment, stop: StopRequest, out: str) -> None:
 
 
 def prepare(environment: Environment, stop: StopRequest, out: str) -> None:
-    """Never get as far as a first step: in a call that returns to Python when it is done."""
+    """Never reach a first step: wait in a call that returns to Python only at the end."""
     wait_for_peers(environment, out)
     threading.Event().wait()
 
 
 def fail(environment: Environment, stop: StopRequest, out: str, how: str) -> None:
-    """Rank 1 fails; the others wait for it in vain."""
+    """Fail on rank 1; the other ranks wait in vain."""
     wait_for_peers(environment, out)
     if environment.rank != 1:
         time.sleep(PATIENCE_SECONDS)
@@ -94,18 +94,18 @@ def fail(environment: Environment, stop: StopRequest, out: str, how: str) -> Non
 
 
 def fail_each_time(environment: Environment, stop: StopRequest, out: str, place: str) -> None:
-    """An unforeseen exception in every attempt: at the `same` place, or each time at `another`."""
+    """Raise an unforeseen exception in every attempt: at the `same` place, or each time at `another`."""
     note(environment, stop, out)
     raise ValueError(f"in step {environment.attempt if place == 'another' else 7}")
 
 
 def refuse(environment: Environment, stop: StopRequest) -> None:
-    """A user's mistake on every rank."""
+    """Raise a user's mistake on every rank."""
     raise DataError("corpus.bin is damaged: build it again")
 
 
 def fail_in_a_row(environment: Environment, stop: StopRequest, out: str, first: str) -> None:
-    """Rank 1 dies, then rank 0 breaks on it, as on a lost connection; rank 0's end may be seen first."""
+    """Kill rank 1, then raise on rank 0 as after a lost connection; rank 0's end may be seen first."""
     wait_for_peers(environment, out)
     if environment.rank == 1:
         Path(out, "dying").touch()
@@ -119,7 +119,7 @@ def fail_in_a_row(environment: Environment, stop: StopRequest, out: str, first: 
 
 
 def fail_once(environment: Environment, stop: StopRequest, out: str) -> None:
-    """The last rank of attempt 0 is killed; attempt 1 succeeds."""
+    """Kill the last rank in attempt 0; attempt 1 succeeds."""
     if environment.attempt == 0:
         if environment.rank == environment.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -128,7 +128,7 @@ def fail_once(environment: Environment, stop: StopRequest, out: str) -> None:
 
 
 def reduce_after_restart(environment: Environment, stop: StopRequest, out: str) -> None:
-    """A gloo all-reduce in each attempt, over the launcher's store; rank 1 is killed after the first."""
+    """Run a gloo all-reduce in each attempt, over the launcher's store; kill rank 1 after the first."""
     import torch
     import torch.distributed as dist
 
@@ -148,7 +148,7 @@ def reduce_after_restart(environment: Environment, stop: StopRequest, out: str) 
 
 
 def kill_mpiexec(environment: Environment, stop: StopRequest, out: str) -> None:
-    """Rank 0 kills what started it."""
+    """Kill rank 0's parent process."""
     wait_for_peers(environment, out)
     if environment.rank == 0:
         os.kill(os.getppid(), signal.SIGKILL)
@@ -156,7 +156,7 @@ def kill_mpiexec(environment: Environment, stop: StopRequest, out: str) -> None:
 
 
 def abort(environment: Environment, stop: StopRequest) -> None:
-    """MPI's own way out."""
+    """Call MPI's Abort on rank 1."""
     from mpi4py import MPI
 
     if environment.rank == 1:
@@ -165,7 +165,7 @@ def abort(environment: Environment, stop: StopRequest) -> None:
 
 
 def lose_store(environment: Environment, stop: StopRequest, out: str) -> None:
-    """Rank 0 kills the process that holds the store, the fork server's first child; no rank would end by itself."""
+    """Kill, from rank 0, the store's process, the fork server's first child; no rank would end by itself."""
     if environment.rank == 0 and environment.attempt == 0:
         min(psutil.Process(os.getppid()).children(), key=lambda child: child.pid).kill()
     while environment.attempt == 0:
@@ -174,7 +174,7 @@ def lose_store(environment: Environment, stop: StopRequest, out: str) -> None:
 
 
 def lose(environment: Environment, stop: StopRequest, out: str, who: str, times: int) -> None:
-    """In each of the first `times` attempts rank 0 kills a process of the job; no rank would end by itself."""
+    """Kill, from rank 0, a process of the job in each of the first `times` attempts; no rank would end by itself."""
     Path(out, f"begun-{environment.attempt}-{environment.rank}").write_text(str(os.getpid()))
     if environment.attempt < times:
         if environment.rank == 0:
@@ -190,7 +190,7 @@ def lose(environment: Environment, stop: StopRequest, out: str, who: str, times:
 
 
 def last(environment: Environment, stop: StopRequest, out: str) -> None:
-    """Take steps until the test says that it is enough."""
+    """Take steps until the test writes the file `enough`."""
     Path(out, f"begun-{environment.attempt}-{environment.rank}").touch()
     end = time.monotonic() + PATIENCE_SECONDS
     while not Path(out, "enough").exists() and time.monotonic() < end:

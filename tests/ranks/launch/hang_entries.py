@@ -1,4 +1,4 @@
-"""Jobs in which a rank waits in vain. `axes`: of the mesh; every wait of theirs has a timeout of some seconds."""
+"""Jobs in which a rank waits in vain. `axes`: of the mesh; every wait has a timeout of some seconds."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def reduced(mesh: Mesh) -> None:
 
 
 def stand_still(mesh: Mesh) -> None:
-    """The last rank is stopped before its third collective."""
+    """Stop the last rank before the third collective."""
     reduced(mesh)
     mesh.recorder.step = 7
     if mesh.rank == mesh.world.size - 1:
-        time.sleep(1.6)  # its record says step 7
+        time.sleep(1.6)  # the rank's record says step 7
         os.kill(os.getpid(), signal.SIGSTOP)
     mesh.comm("data").all_reduce(torch.ones(1000))
 
 
 def compute(mesh: Mesh) -> None:
-    """Rank 1 loads data for ever."""
+    """Load data for ever on rank 1."""
     reduced(mesh)
     mesh.recorder.enter("data")
     if mesh.rank == 1:
@@ -46,7 +46,7 @@ def compute(mesh: Mesh) -> None:
 
 
 def skip(mesh: Mesh) -> None:
-    """Rank 1 forgets a collective, and is one ahead in the next."""
+    """Skip a collective on rank 1, so that rank 1 is one ahead in the next."""
     reduced(mesh)
     if mesh.rank != 1:
         mesh.comm("data").all_reduce(torch.ones(1000))
@@ -54,7 +54,7 @@ def skip(mesh: Mesh) -> None:
 
 
 def say_nothing(mesh: Mesh) -> None:
-    """Stage 0 of a pipeline never sends."""
+    """Never send from stage 0 of a pipeline."""
     mailbox = mesh.mailbox("data")
     mailbox.open(0, both_sides(FORM), before=int(mesh.rank == 1), after=0)
     if mesh.rank == 0:
@@ -64,7 +64,7 @@ def say_nothing(mesh: Mesh) -> None:
 
 
 def leave_early(mesh: Mesh) -> None:
-    """Rank 1 is done while rank 0 is not."""
+    """End rank 1 while rank 0 still runs."""
     reduced(mesh)
     if mesh.rank == 0:
         mesh.comm("data").barrier()
@@ -73,7 +73,7 @@ def leave_early(mesh: Mesh) -> None:
 def hang(
     environment: Environment, stop: StopRequest, transport: str, how: str, out: str, wait: float = TIMEOUT.wait
 ) -> None:
-    """Do what `how` says in the first attempt; in the others sum over all ranks."""
+    """Call the function named `how` in the first attempt; in the other attempts sum over all ranks."""
     if how == "never_join" and environment.rank == 1:
         time.sleep(600)
     grid = Grid((("data", environment.world_size), ("pipe", 1)))

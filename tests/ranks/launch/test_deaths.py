@@ -1,6 +1,6 @@
-"""Whoever dies is named and replaced: ranks, store, fork server, mpiexec, by itself or at random moments.
+"""A process that dies is named and replaced: ranks, store, fork server, mpiexec, by itself or at random moments.
 
-The launcher is another process: its fork server is not that of the tests.
+The launcher is another process with another fork server than the tests.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ each_kind = pytest.mark.parametrize(
 def launch_and_tell(
     out: Path, transport: TransportName, restarts: int, entry: str, arguments: dict[str, object]
 ) -> None:
-    """Leave the outcome in `outcome`, and in `fewer` a line for each time that a rank was lost."""
+    """Write the outcome to `outcome`, and to `fewer` a line for each lost rank."""
 
     def fewer(most: int) -> None:
         with (out / "fewer").open("a") as stream:
@@ -92,12 +92,12 @@ def test_a_kind_that_dies_again_and_again_is_replaced_until_restarts_run_out(tmp
     assert attempts(tmp_path) == 2
     left = [int(path.read_text()) for path in tmp_path.glob("begun-*")]
     assert not psutil.wait_procs([psutil.Process(pid) for pid in left if psutil.pid_exists(pid)], PATIENCE_SECONDS)[1]
-    # Where a rank is lost, `shrink` may go on with fewer; no other process is one.
+    # After the loss of a rank, `shrink` may go on with fewer ranks; no other process is a rank.
     assert (tmp_path / "fewer").exists() == kind.startswith("rank")
 
 
 def victims(launcher: BaseProcess, kind: str) -> list[psutil.Process]:
-    """The processes of a kind that are there, of this attempt or of one that is ending."""
+    """Return the living processes of a kind, of this attempt or of an attempt that is ending."""
     found: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(launcher.pid).children():

@@ -1,4 +1,4 @@
-"""One cause out of many deaths."""
+"""The failure's explanation is the first cause of many deaths."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ENDED = "rank 2 failed: ValueError: x\nTraceback of it"
         (Death(0, 1), [report(2, 4), report(0, 5)], ENDED),
         (Death(1, -6), [report(2, 5)], ENDED),
         (Death(1, -6, host="h"), [], "rank 1 was killed by signal 6 (SIGABRT) on h"),
-        # Ranks report lost connections where a process was killed that they need.
+        # If a process that ranks need was killed, ranks report lost connections.
         (Death(STORE, -9, host="h"), [report(2, 5)], f"{STORE} was killed by signal 9 (SIGKILL) on h"),
         (Death(SERVER, -15, host="h"), [report(2, 5)], f"{SERVER} was killed by signal 15 (SIGTERM) on h"),
         (Death(SERVER, None, host="h"), [report(2, 5)], f"{SERVER} has died on h"),

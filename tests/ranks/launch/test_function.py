@@ -1,4 +1,4 @@
-"""A function on every rank: by name, with plain arguments, and what each rank returned."""
+"""A function on every rank: by name, with plain arguments, and the value that each rank returned."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_ranks_are_forked_with_what_they_will_import(modules: tuple[str, ...], t
 
 
 def test_stages_and_recomputation_bring_the_compiler() -> None:
-    """torch imports it for them, in each rank, where the process that ranks are forked from has not."""
+    """torch imports the compiler for stages and recomputation in each rank, unless the fork server has imported it."""
     decided = ("device=cpu", "threads=1", "layout.transport=torch")
     words = ((), ("layout.pipeline.size=2",), ("memory.recompute=1",))
     configs = [parse_config({}, (*decided, *more)) for more in words]
@@ -77,12 +77,12 @@ def test_stages_and_recomputation_bring_the_compiler() -> None:
     inductor = ("torch._inductor.compile_fx", "torch.utils.cpp_extension")
     compiled = [parse_config({}, (*decided, f"compile={each}")) for each in ("islands", "blocks")]
     assert [config.ranks().modules for config in compiled] == [inductor, inductor]
-    # Inductor may look for a GPU at its import, and no GPU's rank may be forked from a process that has.
+    # Inductor may look for a GPU at its import, and no rank with a GPU may be forked from a process that has looked.
     assert parse_config({}, ("device=cuda", *decided[1:], "compile=blocks")).ranks().modules == ()
 
 
 def stay_behind(rank: Rank, folder: Path) -> bool:
-    """Rank 1 is done at once; rank 0 later looks whether it is still there."""
+    """Return on rank 1 at once; return on rank 0, a second later, whether rank 1's process is still alive."""
     left = folder / "pid"
     if rank.mesh.rank == 1:
         left.write_text(str(os.getpid()))
@@ -92,7 +92,7 @@ def stay_behind(rank: Rank, folder: Path) -> bool:
 
 
 def test_ranks_leave_together(tmp_path: Path) -> None:
-    """A rank that had left was a crashed peer to one that was still connecting: on busy machines 6 runs of 100."""
+    """A rank that had ended was a crashed peer to a rank that was still connecting: on busy machines 6 runs of 100."""
     assert run(stay_behind, 2, folder=tmp_path) == [True, True]
 
 
@@ -170,7 +170,7 @@ def place(rank: Rank) -> list[int]:
 
 
 def test_ranks_of_split_axes() -> None:
-    """A row in two parts around a column; a square whose rows are innermost."""
+    """The first layout has a row in two parts around a column, the second a square with rows innermost."""
     ranks = Ranks((("row", 4), ("col", 1)), nesting=(("row", 2), ("col", 1), ("row", 2)))
     assert run(place, ranks) == [[0, 0], [1, 0], [2, 0], [3, 0]]
     ranks = Ranks((("row", 2), ("col", 2)), nesting=(("col", 2), ("row", 2)))

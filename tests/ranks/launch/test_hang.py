@@ -1,4 +1,4 @@
-"""A rank that waits too long: who did not come to what is named, nothing is left behind, and a restart applies."""
+"""A rank waits too long: the message names the missing rank and call, no process is left, and a restart applies."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.patience import PATIENCE_SECONDS
 from tests.ranks.launch.conftest import needs_mpi
 
 on_each = pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=[needs_mpi, pytest.mark.long])])
-"""MPI's ranks spin while they wait; a stopped rank and one that never joins are tried over both each time."""
+"""MPI's ranks spin while waiting; a stopped rank and a rank that never joins are always tried over both."""
 
 NOTICED_SECONDS = 60
-"""Far above what it takes, since the machine may be busy; and far below any timeout of a library."""
+"""Far above the time needed, since the machine may be busy, and far below any timeout of a library."""
 
 
 def hung(tmp_path: Path, transport: TransportName, how: str, num_ranks: int = 2, **arguments: float) -> str:
-    """The message of a job that hangs; nothing of it is left."""
+    """Return the message of a job that hangs, after checking that all processes of the job have ended."""
     status = tmp_path / "status"
     given = {"transport": transport, "how": how, "out": str(tmp_path), **arguments}
     with pytest.raises(LaunchError) as caught:
@@ -72,7 +72,7 @@ def test_a_stage_that_never_sends_is_named(tmp_path: Path, transport: TransportN
 
 @needs_mpi
 def test_a_rank_that_has_left_is_named(tmp_path: Path) -> None:
-    """Over gloo its connections break, which is an error at once."""
+    """Over gloo the left rank's connections break, which is an error at once."""
     message = hung(tmp_path, "mpi", "leave_early")
     assert "did not come to barrier #3 on axis data; rank 0 waits" in message
 

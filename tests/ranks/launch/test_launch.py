@@ -69,7 +69,7 @@ def test_a_dying_rank_ends_the_job_with_one_message(
 def test_a_rank_that_ends_without_a_report_has_said_why(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], transport: TransportName
 ) -> None:
-    """The last lines of its standard error, which the launcher's has as well."""
+    """The message has the last lines of the rank's standard error; the launcher's standard error has all lines."""
     with pytest.raises(LaunchError) as caught:
         launch(Job(f"{HERE}:fail", {"out": str(tmp_path), "how": "words"}), 2, transport, threads=1)
     first, *rest = str(caught.value).splitlines()
@@ -98,7 +98,7 @@ def ran(script: Path, condition: str, function: str) -> subprocess.CompletedProc
 
 
 def test_a_script_without_a_main_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
-    """Ranks import the script, which starts ranks of its own: a rank dies before any line of ours."""
+    """Ranks import the script, and the script starts ranks again, so a rank dies before any line of Meshwright."""
     error = ran(tmp_path / "script.py", "True", '"builtins:repr"').stderr.rpartition("LaunchError: rank ")[2]
     assert "exited with code 1 and left no message, on " in error
     assert "; the end of its standard error:\n" in error
@@ -173,7 +173,7 @@ def test_a_wrong_entry_fails_before_any_process(entry: str, message: str) -> Non
 
 
 def use_threads_and_launch() -> None:
-    """OpenMP's threads start, then a worker uses its own."""
+    """Start OpenMP's threads, then launch a worker that uses threads."""
     torch.set_num_threads(2)
     torch.ones(2**20).exp_()
     launch(Job(f"{HERE}:use_threads", {}), 1, "torch", threads=2)
@@ -217,7 +217,7 @@ def test_a_temporary_folder_too_long_for_a_socket(tmp_path: Path, monkeypatch: p
 def test_a_childs_launch_leaves_the_folder_of_its_parents_fork_server(
     method: str, moves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It once took the lock on it, and died: the next launch removed what the living parent needs."""
+    """A child's launch once took the folder's lock and died: the next launch removed a folder that the parent needs."""
     folder = Path(get_temp_dir())
     lock, kept = folder / "launcher.lock", tmp_path / "kept"
     if lock.exists():

@@ -1,4 +1,4 @@
-"""Memory and open files that end, in one sentence that says what to set. Limits are of forked processes."""
+"""A rank without memory or open files is told the limit to raise, in one sentence. Limits are of forked processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def in_a_fork(function: Callable[[], Any]) -> Any:
 
 
 def starved(ask: Callable[[], object]) -> str:
-    """A rank's report on what it asks for beyond `ulimit -v`: 256 MiB above what it has."""
+    """Return a rank's report on an allocation beyond `ulimit -v`, which is 256 MiB above the memory in use."""
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + 2**28, resource.RLIM_INFINITY))
     try:

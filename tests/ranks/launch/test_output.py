@@ -1,4 +1,4 @@
-"""A display that breaks, and one that was never there: the run goes on without it."""
+"""A run goes on without a display, if the display breaks or was never there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.training.runs import lines_of, make_corpus, make_text, tree_for
 
 @pytest.mark.parametrize("kind", ["closed pipe", "full disk"])
 def test_a_stream_that_breaks_falls_silent(kind: str) -> None:
-    """Twice: what is written after the break, and what the stream still held when it broke."""
+    """The stream drops the text written after the break, and the text still buffered at the break."""
     if kind == "closed pipe":
         reader, writer = os.pipe()
         os.close(reader)
@@ -32,7 +32,7 @@ def test_a_stream_that_breaks_falls_silent(kind: str) -> None:
 
 
 def train(folder: Path, redirections: str) -> int:
-    """A run on one rank, from a shell that redirects its output so; the exit code."""
+    """Run one rank from a shell with these redirections of output; return the exit code."""
     tree = tree_for(make_corpus(folder), layout={"transport": "torch"}, batch={"global": 4}, steps=2)
     (folder / "run.yaml").write_text(yaml.safe_dump(tree))
     words = [sys.executable, "-m", "meshwright.cli", "train", str(folder / "run.yaml"), "--out", str(folder / "out")]
@@ -55,7 +55,7 @@ def test_training_goes_on_without_a_display(tmp_path: Path, redirections: str) -
 
 @pytest.mark.parametrize("variable, where", [("HOME", "/proc"), ("MESHWRIGHT_CACHE", "/proc/nowhere")])
 def test_a_cache_that_cannot_be_written_names_the_way_out(tmp_path: Path, variable: str, where: str) -> None:
-    """/proc: nobody can write there, root neither."""
+    """No user can write in /proc, not even root."""
     tree = tree_for(make_text(tmp_path), layout={"transport": "torch"}, batch={"global": 4}, steps=1)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
     words = [

@@ -31,7 +31,7 @@ _STARTED: list[BaseProcess] = []
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
-    """Processes that a test starts end with it, also where it fails; workers end with their launcher."""
+    """End all processes that a test has started, also if the test fails; workers end with their launcher."""
     yield
     while _STARTED:
         started = _STARTED.pop()
@@ -49,7 +49,7 @@ def children_of(started: BaseProcess) -> list[psutil.Process]:
 
 
 def launch_and_tell(entry: str, out: Path, transport: TransportName, grace_seconds: float) -> None:
-    """A launcher in a process group of its own, like a shell's foreground job; leaves the outcome in `outcome`."""
+    """Launch in a new process group, like a shell's foreground job; write the outcome to `outcome`."""
     os.setpgid(0, 0)
     signals.GRACE_SECONDS = grace_seconds
     text = "success"
@@ -65,8 +65,8 @@ def launch_and_tell(entry: str, out: Path, transport: TransportName, grace_secon
 def start(
     entry: str, out: Path, transport: TransportName, grace_seconds: float = PATIENCE_SECONDS
 ) -> tuple[BaseProcess, list[psutil.Process]]:
-    """A launcher whose two workers run, and all processes below it."""
-    # A forked launcher would share our fork server; that of mpiexec has none, and starts without importing torch.
+    """Return a launcher with two running workers, and all processes below the launcher."""
+    # A forked launcher would share the tests' fork server. mpiexec's launcher has none, and imports no torch.
     context: BaseContext = multiprocessing.get_context("fork" if transport == "mpi" else "spawn")
     launcher = context.Process(target=launch_and_tell, args=(entry, out, transport, grace_seconds))
     launcher.start()
@@ -95,7 +95,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 
 
 def lives(process: psutil.Process) -> bool:
-    """A killed process whose new parent, the container's first, has not looked yet is dead all the same."""
+    """Return whether a process lives; a killed process that its new parent has not reaped yet counts as dead."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -136,7 +136,7 @@ def test_workers_that_do_not_listen_are_killed_after_the_grace(tmp_path: Path, t
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A short TMPDIR of the launcher's own: its sockets lie there."""
+    """Return a short TMPDIR with the launcher's sockets, which no other test uses."""
     with tempfile.TemporaryDirectory(prefix="mw-", dir="/tmp") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         tempfile.tempdir = None  # read TMPDIR again
@@ -148,7 +148,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def in_shared_memory() -> set[str]:
-    """The files of Open MPI and launchers there; other tests may run beside us, whose launchers live."""
+    """Return the files of Open MPI and of launchers in shared memory; launchers of other tests may run meanwhile."""
     names = {path.name for path in SHARED_MEMORY.iterdir()}
     return {name for name in names if name.startswith(("sm_segment", "ucx", "psm", "pmix"))}
 
@@ -173,7 +173,7 @@ def test_a_killed_launcher_leaves_no_orphans_and_the_next_one_sweeps(
 
 
 def test_the_sweep_leaves_what_lives(temporary: Path) -> None:
-    """A session in use, another program's folder of the same name, and one that is being made."""
+    """The sweep leaves a session in use, another program's folder with an equal name, and a session in the making."""
     for name in ("meshwright-kept", "pymp-of-another-program"):
         (temporary / name).mkdir()
     with open_session() as session:
@@ -254,7 +254,7 @@ def test_a_joined_worker_stops_softly_on_sigterm(
     join_as(launcher, monkeypatch)
     worker = start_joined("wait", {"out": str(tmp_path)})
     wait_for((tmp_path / "pid-0").exists)
-    for _ in range(2):  # torchrun and srun forward what their workers have got already
+    for _ in range(2):  # torchrun and srun forward a signal that their workers have already received
         os.kill(pid(worker), signal.SIGTERM)
         time.sleep(0.05)
     join(worker)
