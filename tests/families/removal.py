@@ -1,4 +1,4 @@
-"""Rooms of the package that stay if a room is deleted."""
+"""A script that imports and uses the rest of the package after a folder was deleted."""
 
 from __future__ import annotations
 

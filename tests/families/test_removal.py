@@ -1,4 +1,4 @@
-"""A family is a folder: without it, and without its lines of the registry, everything else is as it was."""
+"""A family is a folder: without this folder and the registry's lines, the rest of the package is unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAMILIES = sorted(path.parent.name for path in PACKAGE.glob("families/*/__init__
 
 
 NEEDED = ("gpt", "seq2seq")
-"""The default, and the one of which other rooms know most; the others run with --long."""
+"""The default family, and the family that other folders use most; the others run with --long."""
 
 
 @pytest.mark.few(1)
@@ -26,9 +26,9 @@ NEEDED = ("gpt", "seq2seq")
     "family", [name if name in NEEDED else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
 )
 def test_the_rest_goes_on_without_a_family(family: str, tmp_path: Path) -> None:
-    """Every other module is imported, all that is named as text is there, and a run of another family is trained."""
+    """All other modules are imported, each name in a text exists, and a run of another family is trained."""
     copy = tmp_path / "meshwright"
-    shutil.copytree(PACKAGE, copy)  # with its bytecode, which is known by the files' times
+    shutil.copytree(PACKAGE, copy)  # with bytecode, which is matched by the files' times
     shutil.rmtree(copy / "families" / family)
     registry = copy / "config/registry.py"
     lines = registry.read_text().splitlines(keepends=True)

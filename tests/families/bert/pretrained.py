@@ -31,7 +31,7 @@ KINDS = {
 def hugging_face(
     folder: Path, order: str = "original", pairs: bool = True, *, dtype: torch.dtype = torch.float64, **changes: Any
 ) -> Any:
-    """A random BERT as transformers saves it, with a tokenizer."""
+    """Save a random BERT with transformers, and a tokenizer; return the model."""
     kind = getattr(transformers, KINDS[order, pairs])
     model = saved(kind, kind.config_class(**{**SIZES, **changes}), folder, dtype)
     tokenizer = byte_tokenizer()

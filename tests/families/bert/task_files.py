@@ -1,4 +1,4 @@
-"""Small files in the forms of MNLI, QQP, SQuAD and RACE, whose answers can be told from the texts."""
+"""Small files in the forms of MNLI, QQP, SQuAD and RACE, with answers that follow from the texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face's BERT in and out: the same logits there and here, the same bits after a round trip."""
+"""Hugging Face's BERT imported and exported: both programs' logits are equal, and a round trip keeps all bits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BOTH = pytest.mark.parametrize("order, pairs", KINDS)
 
 @torch.no_grad()
 def our_logits(folder: Path) -> list[torch.Tensor]:
-    """The logits of the masked-language-model head and, where there is one, of the other."""
+    """Return the logits of the masked-language-model head and, if present, of the next-sentence head."""
     checkpoint = Checkpoint(folder)
     model, mesh = checkpoint.config.model, solo_mesh(torch.device("cpu"))
     assert isinstance(model, Bert)
@@ -55,7 +55,7 @@ def their_logits(model: Any, pairs: bool) -> list[torch.Tensor]:
 
 
 def our_checkpoint(folder: Path, order: Any, pairs: bool) -> Path:
-    """A random model's step folder."""
+    """Save a random model's step folder."""
     model = Bert(
         family="bert", layers=2, hidden=16, heads=2, positions=8, vocabulary=261, norm_order=order,
         next_sentence=pairs, dropout=0.25,
@@ -109,7 +109,7 @@ def test_round_trip_keeps_every_bit(tmp_path: Path, order: str, pairs: bool) -> 
 
 
 def test_old_names_and_copies(tmp_path: Path) -> None:
-    """As the first published folders are."""
+    """Names and copied tensors of the first published folders are read."""
     model = hugging_face(tmp_path / "hf")
     path = tmp_path / "hf" / "model.safetensors"
     old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}

@@ -1,4 +1,4 @@
-"""Hugging Face's fine-tuned BERTs in and out, a task begun from a BERT that was pre-trained, trained and measured."""
+"""Hugging Face's fine-tuned BERTs are imported and exported; a task from a pre-trained BERT is trained and measured."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def their_loss(model: Any, family: str, batch: Batch) -> float:
 
 
 def labelled(family: str) -> Batch:
-    """A batch whose every answer counts: transformers' choices know no other."""
+    """Return a batch without ignored answers, since transformers' model of choices has no ignored answer."""
     batch = BATCHES[family](config_for(family, {}), 3)
     answers = {name: x.clamp(min=0) for name, x in batch.items() if x.shape[1:] == (1,)}
     return batch | answers
@@ -86,7 +86,7 @@ def test_the_same_losses_here_and_there_and_back(tmp_path: Path, family: str, pr
     export_folder(tmp_path / "run", tmp_path / "back")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
     drop = {"qa_outputs.bias"} | ({"classifier.bias"} if family == "bert-choice" else set())
-    if family == "bert-spans":  # behind it no softmax feels an addend that all tokens have
+    if family == "bert-spans":  # the softmax after it is free of an addend that all tokens share
         drop.add("bert.encoder.ln.bias" if prefix else "bert.encoder.layer.1.output.LayerNorm.bias")
     assert before.keys() == after.keys()
     for name, tensor in after.items():
@@ -115,7 +115,7 @@ def make_source(folder: Path, task: str) -> Path:
     "task", ["squad", *(pytest.param(task, marks=pytest.mark.long) for task in RUNS if task != "squad")]
 )
 def test_a_task_from_a_pretrained_bert(tmp_path: Path, task: str) -> None:
-    """The head is drawn from the seed, the same under every layout; then `eval --task` of what was trained."""
+    """The head is drawn from the seed, equally under every layout; then `eval --task` measures the trained run."""
     family, layout = RUNS[task]
     pretrained(tmp_path / "hf", max_position_embeddings=128)
     source = make_source(tmp_path, task)

@@ -1,4 +1,4 @@
-"""Masked accuracy: against a plain count, whatever the batches; on the run's held-out split; its mistakes."""
+"""Masked accuracy equals a plain count with any batches, and is measured on the run's held-out split; mistakes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def text(tmp_path: Path) -> str:
 
 @torch.no_grad()
 def plainly(loaded: LoadedText, tokens: np.ndarray, *, next_sentence: bool) -> dict[str, float]:
-    """Sample by sample, from whole logits."""
+    """Count sample by sample, from whole logits."""
     specials = specials_of(loaded.tokenizer)
     samples = MaskedSamples(
         tokens, specials, loaded.context, loaded.config.seed, next_sentence=next_sentence, name="text"

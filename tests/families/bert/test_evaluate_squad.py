@@ -1,4 +1,4 @@
-"""SQuAD's official numbers on answers whose score is known; the span that scores, in windows that overlap."""
+"""SQuAD's official scores of known answers; the best span in windows that overlap."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ASKED = SquadQuestion("q", "?", PASSAGE, (("four", PASSAGE.index("four")),), "")
 
 
 def scored(start: int, end: int, nothing: float = 0.0) -> list[Scored]:
-    """Windows of 12 characters, 4 apart, in which these places of the passage score highest."""
+    """Return windows of 12 characters, begun every 4, with the highest scores at `start` and `end` of the passage."""
     found = []
     for window in squad_windows(ASKED, byte_tokenizer(), 16, 4):
         scores = np.zeros((2, 16))

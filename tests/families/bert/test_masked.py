@@ -1,4 +1,4 @@
-"""BERT's samples: of which tokens they are made, what is asked for, and that a sample's number is all they need."""
+"""BERT's samples: their tokens and their masked tokens depend on the sample's number alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPECIALS = Specials(padding=257, first=258, separator=259, mask=260, end=END, vo
 
 
 def stream(*lengths: int) -> np.ndarray:
-    """Documents of these many tokens; token i of document d is (40 d + i) mod 256, so a place can be read off."""
+    """Return documents of these lengths; token i of document d is (40 d + i) mod 256, so a place can be read off."""
     parts = [[*((40 * number + at) % 256 for at in range(length)), END] for number, length in enumerate(lengths)]
     return np.array([token for part in parts for token in part], dtype=np.uint16)
 
@@ -38,7 +38,7 @@ def made(tokens: np.ndarray, sequence: int = T, seed: int = 1, *, next_sentence:
 
 
 def originals(batch: Batch) -> torch.Tensor:
-    """The tokens as they were before the masking."""
+    """Return the tokens before the masking."""
     return torch.where(batch["labels"] == IGNORED, batch["tokens"], batch["labels"])
 
 
@@ -117,7 +117,7 @@ def test_what_is_asked_for_is_masked_replaced_or_left() -> None:
     masked, same = int((tokens[asked] == 260).sum()), int((tokens[asked] == labels[asked]).sum())
     other = total - masked - same
     assert masked / total == pytest.approx(0.8, abs=0.02)
-    assert same / total == pytest.approx(0.1 + 0.1 / 256, abs=0.015)  # a random token may be the same one
+    assert same / total == pytest.approx(0.1 + 0.1 / 256, abs=0.015)  # a random token may equal the masked token
     assert other / total == pytest.approx(0.1, abs=0.015)
     replaced = tokens[asked & (tokens != 260) & (tokens != labels)]
     assert int(replaced.max()) < END

@@ -1,6 +1,6 @@
-"""BERT against transformers' own with the same random weights, in float64, in both orders of norms; padding; counts.
+"""BERT against transformers' BERT with equal random weights, in float64, in both orders of norms; padding; counts.
 
-The original order is held against BertForPreTraining, Megatron's against MegatronBertForPreTraining.
+BertForPreTraining is the reference of the original order, MegatronBertForPreTraining of Megatron's order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def config_of(**model: Any) -> Config:
 
 
 def batch_of(step: int = 0, real: tuple[int, ...] = (T, T - 2, T - 5)) -> Batch:
-    """Rows with so many real tokens; four labels each; both answers occur."""
+    """Return rows with `real` tokens before the padding, four labels a row, and both next-sentence answers."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCABULARY, (B, T), generator=generator)
     labels = torch.full((B, T), IGNORED)
@@ -59,12 +59,12 @@ def batch_of(step: int = 0, real: tuple[int, ...] = (T, T - 2, T - 5)) -> Batch:
 
 
 def loss_of(model: BERT, batch: Batch) -> Tensor:
-    """The sum of the two means, as Hugging Face's."""
+    """Return the sum of the two means, as Hugging Face does."""
     return model(batch, scales_of(model.labels, counts_of(batch, model.labels), 1.0))[0]
 
 
 def hugging_face(model: BERT, config: Config) -> nn.Module:
-    """Theirs, with our weights."""
+    """Return transformers' model with our weights."""
     import transformers as theirs
 
     shape = config.model
@@ -91,7 +91,7 @@ def hugging_face(model: BERT, config: Config) -> nn.Module:
 
 
 def as_theirs(model: Bert, ours: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors, weights or gradients, under their names and in their dims, without the padding."""
+    """Rename and reshape our weights or gradients as transformers', without the padding."""
     theirs: dict[str, Tensor] = {}
     for pair in BertFamily().pairs(model):
         parts = pair.to_theirs(ours[pair.name][: pair.shape[0] - pair.padding])
@@ -114,7 +114,7 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 
 
 def compare_gradients(mesh: Mesh, order: Order) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Relative distances of the logits, of both losses and their sum, and of each gradient."""
+    """Return relative distances of the logits, of both losses and the losses' sum, and of each gradient."""
     config = config_of(norm_order=order)
     model, batch = random_model(BERT, mesh, config), batch_of()
     theirs = hugging_face(model, config)
@@ -148,7 +148,7 @@ def compare_gradients(mesh: Mesh, order: Order) -> tuple[dict[str, float], dict[
     distances = {}
     for name, parameter in theirs.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
-        # The bias of the keys adds the same to all of a query's scores: its gradient is noise around 0 on both sides.
+        # The keys' bias adds one value to all of a query's scores: its gradient is noise around 0 in both programs.
         if name.endswith("key.bias"):
             assert max(float(ours.pop(name).norm()), float(parameter.grad.norm())) < 1e-15
             continue
@@ -159,7 +159,7 @@ def compare_gradients(mesh: Mesh, order: Order) -> tuple[dict[str, float], dict[
 
 @pytest.fixture(scope="module", autouse=True)
 def transformers() -> Any:
-    """Imported before the ranks are forked."""
+    """Import transformers before the ranks are forked."""
     pytest.importorskip("transformers.models.megatron_bert.modeling_megatron_bert", reason="pip install transformers")
     return pytest.importorskip("transformers.models.bert.modeling_bert", reason="pip install transformers")
 
@@ -177,7 +177,7 @@ def compare_training(mesh: Mesh, order: Order) -> tuple[list[float], list[float]
     config = config_of(norm_order=order)
     model = random_model(BERT, mesh, config)
     theirs = hugging_face(model, config)
-    # Adam would blow up the noise that is the gradient of the keys' biases: its epsilon stands above that noise.
+    # Adam would amplify the noise in the gradient of the keys' biases, so epsilon is above this noise.
     settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
     optimizers = [torch.optim.AdamW(each.parameters(), **settings) for each in (model, theirs)]
 
@@ -196,7 +196,7 @@ def test_twenty_steps_equal_hugging_faces(order: Order) -> None:
 
 
 def padded_losses(mesh: Mesh, next_sentence: bool) -> tuple[float, float, int]:
-    """The losses of a batch, and of the same with other tokens and segments where its rows are padding."""
+    """Return the losses of a batch, and of the batch with other tokens and segments in its padding."""
     model = random_model(BERT, mesh, config_of(next_sentence=next_sentence))
     batch = batch_of()
     other = dict(batch)
@@ -215,14 +215,14 @@ def test_padding_is_seen_by_nobody(next_sentence: bool) -> None:
 
 
 def right_counts(mesh: Mesh) -> tuple[list[int], list[int], list[int]]:
-    """The counts of the model, of its logits, and of the labels."""
+    """Return the model's counts, the counts from the logits, and the numbers of labels."""
     model = random_model(BERT, mesh, config_of())
     batch = batch_of()
     with torch.no_grad():
         h = model.hidden_states(batch)[0]
         likeliest = model.head.logits(model.transformed(h)).argmax(-1)
         answers = model.next_sentence_head.logits(model.pooled(h)).argmax(-1)
-        batch["labels"][0] = torch.where(batch["labels"][0] == IGNORED, IGNORED, likeliest[0])  # a row of right ones
+        batch["labels"][0] = torch.where(batch["labels"][0] == IGNORED, IGNORED, likeliest[0])  # a row of right answers
         wanted = [int((likeliest == batch["labels"]).sum()), int((answers == batch["next_sentence"]).sum())]
         return model.num_correct(h, batch), wanted, counts_of(batch, model.labels)
 
@@ -235,7 +235,7 @@ def test_right_answers_are_counted() -> None:
 
 
 def loss_without_next_sentence(mesh: Mesh) -> tuple[tuple[str, ...], float, float, list[str]]:
-    """Labels; the loss of a model without the head; the masked loss of one with it; the parameters it has more."""
+    """Return the small model's labels and loss, the large model's masked loss and additional parameters."""
     small, large = random_model(BERT, mesh, config_of(next_sentence=False)), random_model(BERT, mesh, config_of())
     weights = dict(large.named_parameters())
     with torch.no_grad():
@@ -254,7 +254,7 @@ def test_without_next_sentence() -> None:
 
 
 def dropout_facts(mesh: Mesh, order: Order) -> tuple[bool, bool]:
-    """Whether two passes differ: while training, while evaluating."""
+    """Return whether two passes differ, in training and in evaluation."""
     model = random_model(BERT, mesh, config_of(dropout=0.5, norm_order=order))
     with torch.no_grad():
         training = [float(loss_of(model, batch_of())) for _ in range(2)]
@@ -281,7 +281,7 @@ def test_an_untrained_model_knows_nothing(order: Order) -> None:
 
 
 def count(mesh: Mesh, name: str) -> tuple[int, int]:
-    """Parameters of a shipped model, and those of its padding; on the meta device."""
+    """Return the numbers of a shipped model's parameters and of the padding's, on the meta device."""
     model = parse_config({"model": name}).model
     assert isinstance(model, Bert)
     with torch.device("meta"):

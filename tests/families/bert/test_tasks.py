@@ -1,4 +1,4 @@
-"""MNLI, QQP, SQuAD and RACE from their official forms to batches; what is not in form is named and nothing written."""
+"""MNLI, QQP, SQuAD and RACE from the official forms to batches; a bad file is named, and nothing is written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def opened(config: Config) -> Any:
 
 
 def texts(batch: Batch, row: tuple[int, ...]) -> tuple[str, str]:
-    """Both texts of a row, whose form is checked."""
+    """Return both texts of a row, after checking the row's form."""
     tokens, segments, mask = (batch[name][row].tolist() for name in ("tokens", "segments", "mask"))
     length = sum(mask)
     assert mask == [1] * length + [0] * (len(mask) - length)

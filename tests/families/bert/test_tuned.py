@@ -46,7 +46,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 OTHERS = {("bert-choice", "branches"), ("bert-choice", "branches, one")}
 OTHERS |= {(family, kind) for family in FAMILIES[1:] for kind in ("ulysses", "ring")}
-"""Layouts that a family is refused beside."""
+"""Layouts that a family refuses."""
 ONLY_LONG = {(family, name) for family in FAMILIES for name in ("2.5-D", "zero3", "branches", "ring")}
 ONLY_LONG |= {(family, name) for family in FAMILIES[1:] for name in ("1-D", "cut x stages", "branches, one")}
 
@@ -76,7 +76,7 @@ def test_what_does_not_go_is_refused(family: str, layout: str) -> None:
 
 
 def losses(mesh: Mesh, config: Config) -> tuple[float, float]:
-    """Ours of a batch on one device, and the reference's."""
+    """Return the loss of a batch on one device, and the reference's loss."""
     batch = BATCHES[config.model.family](config, 0)
     return train_step(build(config, mesh), batch, 0).loss, Reference(config, torch.device("cpu")).backward(batch)
 

@@ -1,4 +1,4 @@
-"""Configs of DeepSeek under layouts, and its serial reference."""
+"""Configs of DeepSeek under layouts, and the serial reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPE: dict[str, Any] = MODELS["deepseek"] | {"layers": 2, "hidden": 24, "vocabu
 
 DENSE = SHAPE | {"experts": None, "heads": 4}
 
-# One layer leaves none for dense ones.
+# The one layer has experts, so no layer is dense.
 LATER = SHAPE | {"layers": 1, "later_tokens": 2, "experts": SHAPE["experts"] | {"dense_layers": 0}}
 
 
@@ -29,7 +29,7 @@ def deepseek(model: dict[str, Any], layout: dict[str, Any], **changes: Any) -> C
 
 @cache
 def serial(name: str) -> Any:
-    """One device's losses and gradients."""
+    """Return the losses and gradients of one device."""
     return run(
         deepseek({"dense": DENSE, "routed": SHAPE, "later": LATER, "later of 3": LATER | {"layers": 3}}[name], {})
     )[0]

@@ -1,5 +1,7 @@
-"""Hugging Face's DeepSeek-V3 in and out: the same logits there and here, the same bits after a round trip; shipped
-sizes are the published ones; what we do not compute is refused by its name."""
+"""Hugging Face's DeepSeek-V3 imported and exported: both programs' logits are equal, and a round trip keeps all bits.
+
+Shipped sizes are the published sizes. Settings that Meshwright does not compute are refused by name.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def hugging_face(folder: Path, case: str, dtype: torch.dtype = torch.float64) -> Any:
-    """A folder with random weights, and biases that change what is chosen."""
+    """Save a folder with random weights, and with biases that change the choice of experts."""
     settings = transformers.AutoConfig.for_model("deepseek_v3", **SIZES | CASES[case])
     model = saved(transformers.DeepseekV3ForCausalLM, settings, folder, dtype, max_shard_size="8KB")
     byte_tokenizer().save(folder / "tokenizer.json")
@@ -50,13 +52,13 @@ def hugging_face(folder: Path, case: str, dtype: torch.dtype = torch.float64) ->
 
 
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of an exported folder, as its files have them."""
+    """Return the tensors in the files of an exported folder."""
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_logits_here_and_there_and_back(tmp_path: Path, case: str) -> None:
-    """Their norms and routers go through float32 whatever they are given, which the distance shows."""
+    """transformers' norms and routers compute in float32 for every dtype, so the tolerance is float32's."""
     model = hugging_face(tmp_path / "hf", case)
     imported = import_folder(tmp_path / "hf", tmp_path / "run" / "checkpoints" / "step-0", shard_bytes=5000)
     assert imported.has_tokenizer
@@ -66,14 +68,14 @@ def test_the_same_logits_here_and_there_and_back(tmp_path: Path, case: str) -> N
     assert not any(facts.values()), facts
     before, stored = model.state_dict(), stored_tensors(tmp_path / "back")
     for name, tensor in again.state_dict().items():
-        # From 5.24 on transformers loads routers in float32 whatever the folder has: what it has is compared as well.
+        # From 5.24 on transformers loads routers in float32 in any folder, so the stored tensors are compared as well.
         assert torch.equal(tensor, before[name].to(tensor.dtype)), name
         assert name not in stored or torch.equal(stored[name], before[name]), name
     torch.testing.assert_close(their_logits(again.eval()), their_logits(model), rtol=0, atol=0)
 
 
 def test_later_tokens_come_and_go_under_the_names_of_published_folders(tmp_path: Path) -> None:
-    """A layer behind the last, with the table and the head once more, which transformers passes over."""
+    """A layer after the last is stored with copies of the table and the head, and transformers ignores this layer."""
     from tests.tools.evaluate.tiny import tiny_checkpoint
 
     experts = {"count": 4, "width": 8, "shared": 8, "scores": "sigmoid", "bias_rate": 0.001, "dense_layers": 1}
@@ -109,7 +111,7 @@ def test_later_tokens_come_and_go_under_the_names_of_published_folders(tmp_path:
 
 
 def test_a_run_from_a_folder_says_how_its_experts_are_trained(tmp_path: Path) -> None:
-    """Rates and losses are no settings of the folder; who has biases is."""
+    """Rates and losses are no settings of the folder; the presence of biases is one."""
     hugging_face(tmp_path / "hf", "groups")
     source = {"from": str(tmp_path / "hf")}
 
@@ -162,7 +164,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840,
     },
 }  # fmt: skip
-"""config.json of each size, as its authors publish it, but for FP8 scales of which a bf16 folder has none."""
+"""config.json of each size as published by the authors, without FP8 scales, which a bf16 folder has not."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -177,7 +179,7 @@ def test_a_shipped_size_is_the_published_one(tmp_path: Path, name: str) -> None:
     assert isinstance(shipped, DeepSeek)
     assert published.experts is not None
     assert shipped.experts is not None
-    # How a run that draws its weights keeps experts busy is no setting of the file.
+    # A config.json does not say how a run with drawn weights keeps experts busy.
     trained = {"bias_rate": shipped.experts.bias_rate, "balance": shipped.experts.balance}
     published = published.model_copy(update={"experts": published.experts.model_copy(update=trained)})
     assert published == shipped

@@ -1,9 +1,8 @@
-"""DeepSeek's layers under every axis compute what one device computes: float64 gradients to 1e-12 relative, losses to
-1e-10.
+"""DeepSeek's layers under every axis equal one device: float64 gradients to 1e-12 relative, losses to 1e-10.
 
-Latent attention alone, with the rotary key that all heads share: on every tensor rank its gradient is a part of a sum,
-which a layout that cuts heads forgets first. And with experts: chosen by groups and biases, which move, beside a shared
-feed-forward.
+Latent attention alone has a rotary key that all heads share: on every tensor rank the key's gradient is a part of a
+sum, which a layout that cuts heads must not forget. With experts, groups and moving biases choose the experts, next to
+a shared feed-forward.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def test_later_tokens_equal_serial(name: str) -> None:
 
 
 def test_later_tokens_of_other_documents_are_not_counted() -> None:
-    """Where documents are kept apart."""
+    """With `documents: separate`, the last stage counts no later token of another document."""
     data = {"sequence": 24, "documents": "separate"}
     layout = {"context": RING, "pipeline": {"size": 2, "partition": [1, 0]}}
     check(run(deepseek(LATER, layout, data=data)), run(deepseek(LATER, {}, data=data))[0])
@@ -102,7 +101,7 @@ def test_later_tokens_of_other_documents_are_not_counted() -> None:
 
 @pytest.mark.parametrize("name, recompute", [("experts x cut", 1), ("ring", "selective")])
 def test_equals_serial_with_recomputation(name: str, recompute: str | int) -> None:
-    """Tokens of an expert are counted once, also where layers are computed twice."""
+    """Tokens of an expert are counted once, also if layers are computed twice."""
     check(run(deepseek(SHAPE, LAYOUTS[name], memory={"recompute": recompute})), serial("routed"))
 
 
@@ -113,7 +112,7 @@ def test_twenty_steps_of_a_mixture() -> None:
 
 
 def free_of_layout(*words: str, cuts: bool = True) -> Config:
-    """A run whose bits are free of the layout; `cuts`: layouts may cut its layers and sequences."""
+    """Return a run with the same bits in every layout; `cuts`: whether layouts may cut layers and sequences."""
     shape = {
         "family": "deepseek", "layers": 2, "hidden": 64, "heads": 8, "query_rank": 32, "key_value_rank": 32,
         "head_width": 8, "rotary_width": 8, "value_width": 16, "feed_forward": 256, "positions": 32, "vocabulary": 301,

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 against transformers' with the same random weights in float64: logits, gradients, steps; the cache."""
+"""DeepSeek-V3 against transformers' with equal random weights in float64: logits, gradients, steps; the cache."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def config_of(dtype: str = "float64", length: int = T, **model: Any) -> Config:
 
 
 class WideRouter(nn.Module):
-    """Theirs rounds to float32 whatever it is given; this one is written from the paper (equations 12 to 16)."""
+    """A router in float64, from the paper's equations 12 to 16; transformers' router rounds every input to float32."""
 
     def __init__(self, theirs: nn.Module) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class WideRouter(nn.Module):
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Their settings of a model of ours."""
+    """Return transformers' settings of a config's model."""
     shape, rope = config.model, config.model.rope.model_dump(exclude_none=True)
     names = {
         "factor": "factor", "original": "original_max_position_embeddings", "slow": "beta_slow", "fast": "beta_fast",
@@ -116,7 +116,7 @@ EXPERTS = {
 
 
 def layer_as_theirs(ours: dict[str, Tensor], config: Config, place: str, *, routed: bool) -> dict[str, Tensor]:
-    """A layer's parameters, or their gradients, under their names and in their shapes."""
+    """Rename and reshape a layer's parameters, or gradients, as transformers'."""
     theirs: dict[str, Tensor] = {}
     for name, x in ours.items():
         part, kind = name.rsplit(".", 1)
@@ -139,7 +139,7 @@ def layer_as_theirs(ours: dict[str, Tensor], config: Config, place: str, *, rout
 
 
 def as_theirs(ours: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Parameters, or their gradients, under their names and in their shapes."""
+    """Rename and reshape parameters, or gradients, as transformers'."""
     model, theirs = config.model, dict[str, Tensor]()
     layers: dict[int, dict[str, Tensor]] = {}
     for name, x in ours.items():
@@ -163,7 +163,7 @@ def as_theirs(ours: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
 
 
 def in_float64(theirs: nn.Module) -> None:
-    """Norms and routers that go through float32 whatever they are given are replaced by ones that do not."""
+    """Replace norms and routers, which compute in float32 for every dtype, with modules that stay in float64."""
     for path, module in list(theirs.named_modules()):
         parent, _, name = path.rpartition(".")
         if type(module).__name__.endswith("RMSNorm"):
@@ -174,7 +174,7 @@ def in_float64(theirs: nn.Module) -> None:
 
 
 def put(theirs: nn.Module, values: dict[str, Tensor]) -> None:
-    """Our values in their parameters and buffers."""
+    """Copy our values into transformers' parameters and buffers."""
     wanted = dict(theirs.named_parameters()) | {n: b for n, b in theirs.named_buffers() if n.endswith("tion_bias")}
     with torch.no_grad():
         for name, parameter in wanted.items():
@@ -182,7 +182,7 @@ def put(theirs: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 def mtp_layers(theirs: nn.Module, depths: int) -> nn.ModuleList:
-    """transformers' own layers of later tokens, which it uses to draft."""
+    """Return transformers' layers of later tokens, which transformers uses to draft."""
     from transformers.modeling_layers import MtpLayer
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as library
 
@@ -191,8 +191,10 @@ def mtp_layers(theirs: nn.Module, depths: int) -> nn.ModuleList:
 
 
 def their_loss_of(theirs: nn.Module, config: Config, tokens: Tensor, labels: Tensor) -> Tensor:
-    """The mean loss of the next token, and of those behind it by equations 21 to 25: each depth's over T - k tokens,
-    divided by T."""
+    """Return the mean loss of the next token, plus the losses of later tokens by equations 21 to 25.
+
+    The loss at depth k is a sum over T - k tokens, divided by T.
+    """
     loss, model = losses_of(theirs, tokens, labels), config.model
     if not model.later_tokens:
         return loss
@@ -210,7 +212,7 @@ def their_loss_of(theirs: nn.Module, config: Config, tokens: Tensor, labels: Ten
 
 
 def hugging_face(model: DeepSeekModel, config: Config) -> nn.Module:
-    """Theirs, with our weights."""
+    """Return transformers' model with our weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = AutoConfig.for_model("deepseek_v3", **settings_of(config))
@@ -230,7 +232,7 @@ def loss_of(model: DeepSeekModel, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def distances(mesh: Mesh, case: str) -> tuple[float, float, dict[str, float], list[list[float]]]:
-    """Relative distance of logits, the losses', each gradient's; the losses of some steps."""
+    """Return the relative distances of logits, losses and each gradient, and the losses of some steps."""
     config = config_of(**CASES[case])
     model = random_model(DeepSeekModel, mesh, config)
     theirs = hugging_face(model, config)
@@ -264,7 +266,7 @@ def distances(mesh: Mesh, case: str) -> tuple[float, float, dict[str, float], li
 
 @pytest.fixture(scope="module", autouse=True)
 def transformers() -> Any:
-    """Imported before the ranks are forked."""
+    """Import transformers before the ranks are forked."""
     return pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3", reason="needs transformers")
 
 
@@ -280,7 +282,7 @@ def test_logits_gradients_and_steps_equal_hugging_faces(case: str) -> None:
 
 
 def cached_logits(mesh: Mesh, prompt: int) -> tuple[Tensor, Tensor, int]:
-    """The logits of the tokens from the prompt's last on: in one pass, and one token after another."""
+    """Return the logits of the tokens from the prompt's last token on, in one pass and token by token."""
     model = random_model(DeepSeekModel, mesh, config_of(**CASES["yarn"])).eval()
     tokens, _ = batch()
     cache = KeyValueCache()

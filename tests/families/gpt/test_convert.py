@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2 in and out: the same logits there and here, the same bits after a round trip."""
+"""Hugging Face's GPT-2 imported and exported: both programs' logits are equal, and a round trip keeps all bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
 def hugging_face(folder: Path, *, dtype: torch.dtype = torch.float64, shard: str = "1GB", **changes: Any) -> Any:
-    """A random GPT-2 as transformers saves it, with a tokenizer."""
+    """Save a random GPT-2 with transformers, and a tokenizer; return the model."""
     settings = transformers.GPT2Config(**{**SIZES, **changes}, bos_token_id=256, eos_token_id=256)
     model = saved(transformers.GPT2LMHeadModel, settings, folder, dtype, max_shard_size=shard)
     byte_tokenizer().save(folder / "tokenizer.json")
@@ -100,7 +100,7 @@ def test_padding_rows_are_zero_here_and_gone_there(tmp_path: Path) -> None:
 
 
 def test_fine_tuning_begins_from_an_import(tmp_path: Path) -> None:
-    """The parts of a run take up the imported weights, with no optimizer state."""
+    """A run's parts get the imported weights, and no optimizer state."""
     model = hugging_face(tmp_path / "hf")
     folder = tmp_path / "run" / "checkpoints" / "step-0"
     import_folder(tmp_path / "hf", folder)
@@ -114,7 +114,7 @@ def test_fine_tuning_begins_from_an_import(tmp_path: Path) -> None:
 
 
 def test_names_without_the_prefix_and_stored_masks(tmp_path: Path) -> None:
-    """As the first published folders are."""
+    """The first published folders have names without the prefix, and stored masks; both are read."""
     model = hugging_face(tmp_path / "hf")
     path = tmp_path / "hf" / "model.safetensors"
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}

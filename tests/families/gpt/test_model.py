@@ -1,4 +1,4 @@
-"""GPT-2 against transformers' own with the same random weights, in float64; the cache; the padding; the count."""
+"""GPT-2 against transformers' GPT-2 with equal random weights, in float64; cache, padding, count."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def batch(step: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: GPT, tokens: Tensor, labels: Tensor) -> Tensor:
-    """The mean over all tokens."""
+    """Return the mean over all tokens."""
     return model({"tokens": tokens, "labels": labels}, {"labels": 1 / labels.numel()})[0]
 
 
 def hugging_face(model: GPT, config: Config) -> nn.Module:
-    """Theirs, with our weights."""
+    """Return transformers' model with our weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     shape = config.model
@@ -85,7 +85,7 @@ def our_name(name: str) -> str:
 
 
 def as_theirs(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Without the rows of padding, the three groups side by side."""
+    """Return a tensor without the rows of padding, with the three groups side by side."""
     if ours.shape[0] > theirs.shape[0]:
         return ours[: theirs.shape[0]]
     return ours.reshape(theirs.shape)
@@ -96,7 +96,7 @@ def losses_of(theirs: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def compare_gradients(mesh: Mesh, tied: bool) -> tuple[float, dict[str, float], float]:
-    """Relative distance of the logits and of each gradient; the losses' distance."""
+    """Return the relative distances of the logits and of each gradient, and the losses' distance."""
     config = config_of(tied=tied)
     model = random_model(GPT, mesh, config)
     theirs = hugging_face(model, config)
@@ -124,7 +124,7 @@ def compare_gradients(mesh: Mesh, tied: bool) -> tuple[float, dict[str, float], 
 
 @pytest.fixture(scope="module", autouse=True)
 def transformers() -> Any:
-    """Imported before the ranks are forked."""
+    """Import transformers before the ranks are forked."""
     return pytest.importorskip("transformers.models.gpt2.modeling_gpt2", reason="pip install transformers")
 
 
@@ -158,7 +158,7 @@ def test_twenty_steps_equal_hugging_faces() -> None:
 
 
 def cached_logits(mesh: Mesh, prompt: int) -> tuple[Tensor, Tensor, int]:
-    """The logits of the tokens from the prompt's last on: in one pass, and one token after another."""
+    """Return the logits of the tokens from the prompt's last token on, in one pass and token by token."""
     model = random_model(GPT, mesh, config_of()).eval()
     tokens, _ = batch()
     cache = KeyValueCache()
@@ -188,7 +188,7 @@ def padded_loss(mesh: Mesh, multiple: int) -> tuple[int, float, Tensor]:
 
 
 def random_model_without_padding(mesh: Mesh, multiple: int) -> GPT:
-    """Its padding rows, where it has some, are large, so that they would be seen."""
+    """Return a model with large weights in the padding rows, so that a use of the padding changes the loss."""
     model = build_model(config_of(vocabulary_multiple=multiple), SerialKit(mesh), mesh)
     assert isinstance(model, GPT)
     with torch.no_grad():
@@ -206,7 +206,7 @@ def test_padding_rows_change_nothing() -> None:
 
 
 def count(mesh: Mesh, name: str) -> tuple[int, int]:
-    """Parameters of a shipped model, and those of its padding; on the meta device."""
+    """Return the numbers of a shipped model's parameters and of the padding's, on the meta device."""
     config = parse_config({"model": name})
     with torch.device("meta"):
         model = GPT(config.model, SerialKit(Mesh(mesh.grid, 0, torch.device("meta"), mesh.transport)))
@@ -229,7 +229,7 @@ def test_parameter_counts_are_the_published_ones(name: str, wanted: int) -> None
 
 
 def dropout_facts(mesh: Mesh) -> tuple[bool, bool]:
-    """Whether two passes differ: while training, while evaluating."""
+    """Return whether two passes differ, in training and in evaluation."""
     model = random_model(GPT, mesh, config_of(dropout=0.5))
     tokens, labels = batch()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Configs of Llama with experts under layouts, and its serial references."""
+"""Configs of Llama with experts under layouts, and the serial references."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OSS: dict[str, Any] = MODEL | {
     "rope": {"kind": "yarn", "factor": 4.0, "original": 16, "fast": 4.0, "slow": 0.25, "truncate": False},
     "experts": {"count": 6, "per_token": 2, "balance": 0.3},
 }  # fmt: skip
-"""gpt-oss. Its gates and ups are bounded near their median: about half of the slopes are zero."""
+"""gpt-oss, with gates and ups bounded near the median: about half of the slopes are zero."""
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1-D": {"tensor": ONE_D},
@@ -70,7 +70,7 @@ def experts(layout: dict[str, Any], **changes: Any) -> Config:
 
 @cache
 def serial() -> Any:
-    """One device's losses and gradients."""
+    """Return the losses and gradients of one device."""
     return run(experts({}))[0]
 
 

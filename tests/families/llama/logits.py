@@ -158,7 +158,7 @@ def our_logits(folder: Path) -> torch.Tensor:
 
 @torch.no_grad()
 def their_logits(model: Any) -> torch.Tensor:
-    model.set_experts_implementation("eager")  # a grouped product knows no float64
+    model.set_experts_implementation("eager")  # a grouped product has no float64
     if getattr(model.config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # sdpa leaves the soft cap out in transformers 5.17
     logits: torch.Tensor = model(TOKENS).logits

@@ -1,4 +1,4 @@
-"""Small Llama models of both programs, their batches and losses."""
+"""Small Llama models of both programs, and batches and losses for both."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def their_logits(theirs: nn.Module, tokens: Tensor) -> Tensor:
 
 
 class WideNorm(nn.RMSNorm):
-    """Theirs go through float32 whatever they are given; this one stays in float64."""
+    """A norm in float64; transformers' norms compute in float32 for every dtype."""
 
 
 class WideSoftmax(TorchFunctionMode):
-    """A softmax keeps its operand's dtype; theirs goes through float32 whatever it is asked for."""
+    """A mode with a softmax in the operand's dtype; transformers' softmax computes in float32."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         how = dict(kwargs or {})
@@ -59,14 +59,14 @@ class WideSoftmax(TorchFunctionMode):
 
 
 class AroundOne(nn.RMSNorm):
-    """Gemma's: the weight is added to 1."""
+    """Gemma's norm, with the weight added to 1."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight + 1, self.eps)
 
 
 def hugging_face(kind: str, model: LlamaModel, config: Config) -> nn.Module:
-    """Theirs, with our weights. In float64 their norms are replaced by ones that stay in it."""
+    """Return transformers' model with our weights; for float64, norms are replaced with float64 norms."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = config.model
@@ -100,7 +100,7 @@ def hugging_face(kind: str, model: LlamaModel, config: Config) -> nn.Module:
         settings["no_rope_layers"] = [int(shape.rotates(layer)) for layer in range(shape.layers)]
     if kind == "gpt_oss":
         settings |= {"swiglu_alpha": shape.gate_slope, "swiglu_limit": shape.gate_limit}
-        settings["sliding_window"] = shape.window or 128  # the class makes a mask of it even if no layer has a window
+        settings["sliding_window"] = shape.window or 128  # the class makes a window's mask in any case
     if kind.startswith(("qwen", "smollm3", "olmo3", "gemma", "gpt_oss")):
         settings["use_sliding_window"] = shape.window is not None
         settings["layer_types"] = layer_types(shape)
@@ -114,12 +114,12 @@ def hugging_face(kind: str, model: LlamaModel, config: Config) -> nn.Module:
     theirs: nn.Module = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(kind, **settings),
         experts_implementation="eager",
-        attn_implementation="eager" if kind.startswith(("gemma", "gpt")) else "sdpa",  # which has no caps, no sinks
+        attn_implementation="eager" if kind.startswith(("gemma", "gpt")) else "sdpa",  # sdpa has no caps, no sinks
     ).to(DTYPES[config.precision.dtype])
     for path, module in list(theirs.named_modules()) if config.precision.dtype == "float64" else ():
         if type(module).__name__.endswith("RMSNorm"):
             parent, _, name = path.rpartition(".")
-            around_one = hasattr(module, "eps")  # Gemma's
+            around_one = hasattr(module, "eps")  # Gemma's norm
             epsilon = module.eps if around_one else module.variance_epsilon
             norm = (AroundOne if around_one else WideNorm)(module.weight.shape[0], eps=epsilon, dtype=torch.float64)
             setattr(theirs.get_submodule(parent), name, norm)
@@ -163,11 +163,11 @@ GPT_OSS = {
     "feed_forward.expand": "mlp.experts.gate_up_proj", "feed_forward.contract": "mlp.experts.down_proj",
 }  # fmt: skip
 GPT_OSS_ENDS = {(True, "weight"): ".weight", (True, "bias"): ".bias", (False, "weight"): "", (False, "bias"): "_bias"}
-"""Ends of names of the router's parameters, and of others', by ours."""
+"""Ends of transformers' names of a parameter of the router or of another module, by our names."""
 
 
 def as_theirs(ours: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Parameters, or their gradients, under their names and in their shapes."""
+    """Rename and reshape parameters, or gradients, as transformers'."""
     model = config.model
     theirs: dict[str, Tensor] = {}
     for name, x in ours.items():
@@ -231,4 +231,4 @@ COUNTS = {
     "qwen3-30b-a3b": 30_532_122_624,
     "mixtral-mini": 19_400_000,
 }
-"""Parameters of each size, as its authors publish them; those of laptops are about so many."""
+"""Parameters of each size, as published by the authors; the sizes for laptops have about these numbers."""

@@ -52,7 +52,7 @@ class Base:
 def distances(
     mesh: Mesh, kind: str, changes: dict[str, Any], adapter: dict[str, Any]
 ) -> tuple[float, dict[str, float], list[list[float]]]:
-    """Relative distance of logits, and of each gradient of an adapter; the losses of some steps."""
+    """Return the relative distances of logits and of each gradient of an adapter, and the losses of some steps."""
     import peft
 
     config = config_of(**changes, adapter=adapter)
@@ -62,7 +62,7 @@ def distances(
     settings = config.model.adapter
     alpha = 2 * settings.rank if settings.alpha is None else settings.alpha
     base = hugging_face(kind, cast(LlamaModel, Base(model)), config)
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # of transformers, about peft
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # transformers warns about peft
     theirs = peft.get_peft_model(
         base,
         peft.LoraConfig(
@@ -108,7 +108,7 @@ def distances(
 
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
-    """Imported before the ranks are forked."""
+    """Import transformers and peft before the ranks are forked."""
     for kind in ("llama", "qwen2", "qwen3"):
         pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}", reason="pip install transformers")
     pytest.importorskip("peft", reason="pip install peft")

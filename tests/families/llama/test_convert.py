@@ -1,5 +1,8 @@
-"""Hugging Face's Llama, Qwen2, Qwen3 and Mistral in and out: the same logits there and here, the same bits after a
-round trip, no more in memory than a shard; what we do not compute is refused by its name."""
+"""Hugging Face's Llama, Qwen2, Qwen3 and Mistral imported and exported: both programs' logits are equal.
+
+A round trip keeps all bits, with at most a shard in memory. Settings that Meshwright does not compute are refused by
+name.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_logits_here_and_there_and_back(tmp_path: Path, case: str) -> None:
-    """Their norms go through float32 whatever they are given, which the distance shows."""
+    """transformers' norms compute in float32 for every dtype, so the tolerance is float32's."""
     model = hugging_face(tmp_path / "hf", case, shard="4KB")
     imported = import_folder(tmp_path / "hf", tmp_path / "run" / "checkpoints" / "step-0", shard_bytes=5000)
     assert imported.has_tokenizer
@@ -48,7 +51,7 @@ def test_the_same_logits_here_and_there_and_back(tmp_path: Path, case: str) -> N
 
 @pytest.mark.parametrize("case", ["llama", "qwen2"])
 def test_half_precision_comes_back_as_it_was(tmp_path: Path, case: str) -> None:
-    """A tied and an untied table in bf16: the dtype, the bits and so the logits are theirs again."""
+    """A tied and an untied table in bf16 return from a round trip with equal dtype, bits and logits."""
     hugging_face(tmp_path / "hf", case, dtype=torch.bfloat16)
     import_folder(tmp_path / "hf", tmp_path / "step-0")
     export_folder(tmp_path / "step-0", tmp_path / "back")
@@ -59,7 +62,7 @@ def test_half_precision_comes_back_as_it_was(tmp_path: Path, case: str) -> None:
 
 
 def test_settings_as_they_were_before(tmp_path: Path) -> None:
-    """rope_theta and rope_scaling instead of rope_parameters, as published folders have them."""
+    """Older folders have rope_theta and rope_scaling instead of rope_parameters."""
     model = hugging_face(tmp_path / "hf", "llama")
     path = tmp_path / "hf" / "config.json"
     settings = json.loads(path.read_text())
@@ -78,7 +81,7 @@ def test_an_import_generates_what_transformers_does(tmp_path: Path, case: str) -
     import_folder(tmp_path / "hf", tmp_path / "step-0")
     loaded = load_text(tmp_path / "step-0")
     prompt = torch.tensor([list(b"abc")])
-    model.set_experts_implementation("eager")  # a grouped product knows no float64
+    model.set_experts_implementation("eager")  # a grouped product has no float64
     theirs = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=256)[0, 3:].tolist()
     ours = "".join(generate_text(loaded, "abc", 8, Sampling()))
     ended = theirs[: theirs.index(256)] if 256 in theirs else theirs
@@ -98,8 +101,10 @@ def peak_growth(source: Path, out: Path, back: Path, shard_bytes: int, sent: Any
 
 
 def test_no_more_than_a_shard_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """96 MB of weights, in shards of 24 MB: the peak of the process grows by a shard, and tensors of 4 MB on their
-    way. What is freed goes back to the system at once, as tensors above 32 MB always do."""
+    """For 96 MB of weights in shards of 24 MB, a process's peak grows by a shard and some tensors of 4 MB.
+
+    Freed memory returns to the system at once, as tensors above 32 MB always do.
+    """
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**16))
     shape = {"vocab_size": 257, "hidden_size": 512, "num_hidden_layers": 6, "intermediate_size": 2048}
     config = transformers.LlamaConfig(**SIZES | shape | {"num_attention_heads": 8, "num_key_value_heads": 8})
@@ -276,7 +281,7 @@ def test_what_transformers_has_not_is_refused(fields: dict[str, Any], rule: str,
 
 @pytest.mark.parametrize("fields", [GPT_OSS, {"family": "gemma", "norm_epsilon": 1e-6}], ids=["gpt-oss", "gemma"])
 def test_a_new_model_without_windows_is_one_of_transformers(fields: dict[str, Any], tmp_path: Path) -> None:
-    """The class makes a mask of the window's key, also if no layer has a window."""
+    """transformers' class makes a mask from the window's key, even if no layer has a window."""
     from tests.tools.evaluate.tiny import tiny_checkpoint
 
     shape = {"layers": 1, "hidden": 16, "heads": 2, "feed_forward": 24, "vocabulary": 257, "positions": 16}

@@ -1,4 +1,4 @@
-"""Experts against transformers' Mixtral and Qwen3-MoE with the same random weights, in float64."""
+"""Experts against transformers' Mixtral and Qwen3-MoE with equal random weights, in float64."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 class WideRouter(nn.Module):
-    """Theirs rounds to float32 whatever it is given; this one stays in float64."""
+    """A router in float64; transformers' router rounds every input to float32."""
 
     def __init__(self, theirs: nn.Module) -> None:
         super().__init__()
         self.weight, self.chosen = theirs.weight, theirs.top_k
-        self.renormalises = vars(theirs).get("norm_topk_prob", True)  # a Mixtral has no such field: always
+        self.renormalises = vars(theirs).get("norm_topk_prob", True)  # a Mixtral has no such field, and always does
 
     def forward(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(h.flatten(0, -2), self.weight)
@@ -48,8 +48,10 @@ class WideRouter(nn.Module):
 
 
 def balance_of(logits: list[Tensor], experts: Any, rows: int) -> Tensor:
-    """Their function by layer and sequence, in float64: over all layers at once it would take the first expert of one
-    for the first of another."""
+    """Return the mean of transformers' loss by layer and sequence, in float64.
+
+    Over all layers at once, transformers' function would count the first experts of all layers as one expert.
+    """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     with patch.object(torch.Tensor, "float", lambda x: x), patch.object(torch, "float32", torch.float64):
@@ -62,7 +64,7 @@ def balance_of(logits: list[Tensor], experts: Any, rows: int) -> Tensor:
 
 
 def distances(mesh: Mesh, kind: str, experts: dict[str, Any], changes: dict[str, Any], coefficient: float) -> Any:
-    """Relative distance of logits, the losses', each gradient's, and the loss without the balance."""
+    """Return the relative distances of logits, losses and each gradient, and the balance's part of the loss."""
     config = config_of(**changes, experts=experts | {"balance": coefficient})
     model = random_model(LlamaModel, mesh, config)
     theirs = hugging_face(kind, model, config)
@@ -93,7 +95,7 @@ def distances(mesh: Mesh, kind: str, experts: dict[str, Any], changes: dict[str,
 
 @pytest.fixture(scope="module", autouse=True)
 def transformers() -> Any:
-    """Imported before the ranks are forked."""
+    """Import transformers before the ranks are forked."""
     for kind in THEIRS:
         pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}", reason="pip install transformers")
 
@@ -106,7 +108,7 @@ def test_logits_losses_and_gradients_equal_hugging_faces(case: str, coefficient:
     assert logits < 1e-9
     assert loss < 1e-9
     assert max(gradients.values()) < 1e-9, gradients
-    assert balance >= coefficient * experts["per_token"] * 0.5  # about k where experts are equally busy
+    assert balance >= coefficient * experts["per_token"] * 0.5  # about k for equally busy experts
 
 
 REAL_SIZES: dict[str, dict[str, Any]] = {
@@ -119,11 +121,11 @@ REAL_SIZES: dict[str, dict[str, Any]] = {
         "feed_forward": 96, "experts": {"count": 128, "per_token": 8},
     },
 }  # fmt: skip
-"""The vocabularies, experts and heads of Mixtral 8x7B and Qwen3-30B-A3B; fewer layers, and narrower ones."""
+"""The vocabularies, experts and heads of Mixtral 8x7B and Qwen3-30B-A3B; fewer and narrower layers."""
 
 
 def real_distances(mesh: Mesh, kind: str) -> tuple[float, float, dict[str, float]]:
-    """Relative distances of logits, losses and gradients of 1,024 tokens; theirs as it comes, in float32."""
+    """Return the relative distances of logits, losses and gradients of 1,024 tokens, both programs in float32."""
     config = config_of("float32", 512, **REAL_SIZES[kind], positions=512, vocabulary_multiple=128)
     model = random_model(LlamaModel, mesh, config)
     theirs = hugging_face(kind, model, config)
@@ -149,7 +151,7 @@ def real_distances(mesh: Mesh, kind: str) -> tuple[float, float, dict[str, float
 @pytest.mark.long
 @pytest.mark.parametrize("kind", REAL_SIZES)
 def test_real_vocabularies_and_many_experts_in_float32(kind: str) -> None:
-    """With two threads. Each token of 1,024 takes the experts that it takes there."""
+    """With two threads, each of 1,024 tokens takes the same experts in both programs."""
     ((logits, loss, gradients),) = run_ranks(real_distances, ONE, kind, threads=2)
     assert logits < 1e-5
     assert loss < 1e-6

@@ -1,8 +1,7 @@
-"""Experts under every axis compute what one device computes: float64 gradients to 1e-12 relative, losses, the balance
-among them, to 1e-10.
+"""Experts under every axis equal one device: float64 gradients to 1e-12 relative, losses and balance to 1e-10.
 
-Labels are masked and unlike from sequence to sequence, so a balance that went by tokens that count, by microbatch or by
-replica would be another number; so would a capacity that went by anything but whole sequences.
+Labels are masked and differ from sequence to sequence, so a balance by counted tokens, by microbatch or by replica
+would be another number. So would a capacity that is not by whole sequences.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def test_equals_serial(name: str) -> None:
     [("experts x cut", "relu2"), ("experts x stages x ring", "gelu"), ("experts x replicas", "gelu"), ("1-D", "relu2")],
 )
 def test_experts_of_two_plain_linears_equal_serial(name: str, activation: str) -> None:
-    """Another function between them, with a shared expert beside them."""
+    """Experts with another function between the linears, next to a shared expert, equal one device."""
     model = MODEL | {"activation": activation, "experts": MODEL["experts"] | {"shared": 12}}
     alone = run(experts({}, model=model))[0]
     check(run(experts(LAYOUTS[name], model=model)), alone)
@@ -64,7 +63,7 @@ ROWS_OVER_MPI = {2: 8, 3: 6, 4: 8}
 
 
 def train_for_files(mesh: Mesh, layout: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    """Two ranks train experts without a capacity, whose rows travel by the router's counts; more ranks, with one."""
+    """Train on two ranks experts without a capacity, with rows sent by the router's counts; on more ranks, with one."""
     size = mesh.grid.world_size
     model, rows = MODEL if size == 2 else BOUNDED, ROWS_OVER_MPI[size]
     losses, gradients = train(mesh, experts(layout, model=model, batch={"global": rows, "micro": 2}))
@@ -101,7 +100,7 @@ def test_equals_serial_with_every_sync(sync: str) -> None:
     ],
 )
 def test_equals_serial_with_recomputation(name: str, recompute: str | int) -> None:
-    """Where layers are recomputed rows travel anew."""
+    """If layers are recomputed, rows are sent again."""
     check(run(experts(LAYOUTS[name], memory={"recompute": recompute})), serial())
 
 
@@ -126,7 +125,7 @@ ON_HOST, ON_DISK = ({"offload": {"to": to, "bucket": 4096, "chunk": 512}} for to
     ],
 )
 def test_half_precision_trains_as_on_one_device(level: str, name: str, memory: dict[str, Any]) -> None:
-    """Masters and moments of a rank's own experts may be off the device."""
+    """Masters and moments of a rank's experts may be off the device."""
     precision = {"level": level, "dtype": "bf16"}
     expected, _ = run(experts({}, precision=precision))[0]
     for losses, _ in run(experts(LAYOUTS[name], precision=precision, memory=memory)):

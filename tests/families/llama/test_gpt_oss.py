@@ -1,4 +1,4 @@
-"""gpt-oss under every axis computes what one device computes: float64 gradients to 1e-12 relative, losses to 1e-10."""
+"""gpt-oss under every axis equals one device: float64 gradients to 1e-12 relative, losses to 1e-10."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OWN: dict[str, dict[str, Any]] = {
     "ring of 4 x replicas": {"context": RING | {"size": 4}, "data": ZERO1},
 }
 FEW = {"1-D", "1-D, cut", "ulysses x cut", "experts x cut", "experts x stages x ring", "experts x slices"}
-"""Layouts that run without --long; the others show combinations of these."""
+"""Layouts that run without --long; the others are combinations of these."""
 
 
 def oss(layout: dict[str, Any], **changes: Any) -> Config:
@@ -46,7 +46,7 @@ def test_equals_serial(name: str) -> None:
 
 
 def test_ranks_that_copy_keys_equal_serial() -> None:
-    """Four ranks of two key-value heads: each has some queries of a head, and their sinks."""
+    """Four ranks copy two key-value heads; each rank has some queries of a head, and these queries' sinks."""
     model = OSS | {"key_value_heads": 2}
     check(run(oss({"tensor": CUT | {"size": 4}}, model=model)), run(oss({}, model=model))[0])
 

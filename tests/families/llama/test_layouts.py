@@ -1,7 +1,7 @@
-"""Llama under every axis computes what one device computes: float64 gradients to 1e-12 relative, losses to 1e-10.
+"""Llama under every axis equals one device: float64 gradients to 1e-12 relative, losses to 1e-10.
 
-Grouped queries, norms of heads, biases everywhere and YaRN's positions at once: what a layout could mistake. A norm of
-heads is one weight for all heads, so where ranks have different heads each has a part of its gradient.
+The model has all that a layout could mistake: grouped queries, norms of heads, biases everywhere and YaRN's positions.
+A norm of heads is one weight for all heads, so ranks with different heads each have a part of the norm's gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_feed_forwards_of_two_plain_linears_equal_serial(name: str, activation: 
 
 
 ONLY_LONG = {"1-D of 4, cut", "2.5-D", "branches", "ring of 4 x replicas", "stages x 2-D", "ulysses x 1-D", "1-D"}
-"""Layouts whose parts others show."""
+"""Layouts that other layouts cover in parts."""
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ SHARED = {
     "1-D x ulysses x zero2": (1, {"tensor": CUT, "context": ULYSSES, "data": {"size": 2, "sync": "zero2"}}),
     "ring": (1, {"tensor": ONE_D, "context": RING}),
 }
-"""Key-value heads, fewer than the ranks that heads are cut or dealt over."""
+"""Key-value heads, fewer than the ranks that share the heads, and layouts."""
 SHARED_ONLY_LONG = {"zero3", "2.5-D", "2-D x stages", "ulysses x 1-D"}
 
 
@@ -79,13 +79,13 @@ def few(heads: int, layout: dict[str, Any], **changes: Any) -> Config:
     "name", [pytest.param(name, marks=pytest.mark.long) if name in SHARED_ONLY_LONG else name for name in SHARED]
 )
 def test_key_value_heads_that_ranks_share(name: str) -> None:
-    """Losses hold the clipped norm, too: each parameter is counted once, however many ranks have it."""
+    """Losses depend on the clipped norm: a parameter is counted once, though several ranks have the parameter."""
     heads, layout = SHARED[name]
     check(run(few(heads, layout)), serial_of_few(heads))
 
 
 def hugging_faces(mesh: Mesh, config: Config) -> tuple[float, dict[str, Tensor], dict[str, torch.Size]]:
-    """The loss of a step's batch and its gradients by transformers' Qwen3 with this run's first weights; our shapes."""
+    """Return loss and gradients of transformers' Qwen3 for a step's batch and the run's first weights; our shapes."""
     model = build(config, mesh).model
     assert isinstance(model, LlamaModel)
     theirs, batch = hugging_face("qwen3", model, config), global_batch(config, 0)
@@ -99,7 +99,7 @@ def hugging_faces(mesh: Mesh, config: Config) -> tuple[float, dict[str, Tensor],
     "name", [pytest.param(name, marks=pytest.mark.long) if name != "1-D" else name for name in SHARED]
 )
 def test_shared_key_value_heads_equal_hugging_faces(name: str) -> None:
-    """The layouts' gradients, put together, against a model that knows neither our kits nor our serial run."""
+    """The layouts' gradients, put together, equal the gradients of a model without our kits and our serial run."""
     pytest.importorskip("transformers.models.qwen3.modeling_qwen3", reason="pip install transformers")
     heads, layout = SHARED[name]
     model = MODELS["llama"] | {

@@ -1,4 +1,4 @@
-"""Llama against transformers' Llama, Qwen2, Qwen3 and Mistral with the same random weights, in float64; the cache."""
+"""Llama against transformers' Llama, Qwen2, Qwen3 and Mistral with equal random weights, in float64; the cache."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ROPES: dict[str, dict[str, Any]] = {
 OLMO: dict[str, Any] = {"norms": "behind", "whole_norms": True}
 
 GEMMA: dict[str, Any] = {"family": "gemma", "hidden": 36, "head_width": 8, "query_scalar": 11}
-"""The factor of the embeddings is 6, which has no digits to be rounded."""
+"""The factor of the embeddings is 6, which is not rounded."""
 
 GPT_OSS: dict[str, Any] = {"family": "gpt-oss", "experts": {"count": 4, "per_token": 2}}
 
@@ -106,7 +106,7 @@ def loss_of(model: LlamaModel, tokens: Tensor, labels: Tensor) -> Tensor:
 def distances(
     mesh: Mesh, kind: str, changes: dict[str, Any]
 ) -> tuple[float, float, dict[str, float], list[list[float]]]:
-    """Relative distance of logits, the losses', each gradient's; the losses of some steps."""
+    """Return the relative distances of logits, losses and each gradient, and the losses of some steps."""
     config = config_of(**changes)
     model = random_model(LlamaModel, mesh, config)
     theirs = hugging_face(kind, model, config)
@@ -137,7 +137,7 @@ def distances(
 
 @pytest.fixture(scope="module", autouse=True)
 def transformers() -> Any:
-    """Imported before the ranks are forked."""
+    """Import transformers before the ranks are forked."""
     for kind in THEIRS:
         pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}", reason="pip install transformers")
 
@@ -155,7 +155,7 @@ def test_logits_gradients_and_steps_equal_hugging_faces(case: str) -> None:
 
 
 def cached_logits(mesh: Mesh, prompt: int) -> tuple[Tensor, Tensor, int, tuple[int, ...]]:
-    """The logits of the tokens from the prompt's last on: in one pass, and one token after another."""
+    """Return the logits of the tokens from the prompt's last token on, in one pass and token by token."""
     model = random_model(LlamaModel, mesh, config_of(rope=ROPES["yarn"], head_norms=True)).eval()
     tokens, _ = batch()
     cache = KeyValueCache()
@@ -176,7 +176,7 @@ def test_the_cache_holds_key_value_heads_and_changes_nothing(prompt: int) -> Non
 
 
 def count(mesh: Mesh) -> dict[str, tuple[int, int]]:
-    """Parameters of each shipped model without its table's padding: of a model on meta tensors, and of its products."""
+    """Return each shipped model's parameters without the table's padding: of meta tensors, and from `products`."""
     meta = SerialKit(Mesh(mesh.grid, 0, torch.device("meta"), mesh.transport))
     counts = {}
     for name in COUNTS:
@@ -197,8 +197,8 @@ def test_shipped_models_have_their_published_sizes() -> None:
         table = 0 if parse_config({"model": name, "data": {"sequence": 1}}).model.tied else 1
         model = parse_config({"model": name, "data": {"sequence": 1}}).model
         idle = model.experts.count - model.experts.per_token if model.experts is not None else 0
-        # Each weight of a matrix multiplies a token once, but for an embedding of its own and idle experts.
+        # Each weight of a matrix multiplies a token once, except an untied embedding and idle experts.
         unused = table * model.vocabulary + 3 * idle * model.layers * model.feed_forward
-        if model.expert_biases:  # 2 N and H of each idle expert
+        if model.expert_biases:  # 2 N and H for each idle expert
             unused += idle * model.layers * (2 * model.feed_forward / model.hidden + 1)
         assert products == pytest.approx(built - unused * model.hidden, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Llama's relatives under every axis compute what one device computes: float64 gradients to 1e-12 relative."""
+"""Llama's relatives under every axis equal one device: float64 gradients to 1e-12 relative."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def alone(name: str) -> Any:
 
 
 FEW = {"1-D", "2-D", "branches", "ulysses", "ring x cut x stages x replicas", "ring of 4 x replicas", "slices"}
-"""Layouts that run without --long; the others show combinations of these."""
+"""Layouts that run without --long; the others are combinations of these."""
 
 
 @pytest.mark.parametrize("name", RELATIVES)
@@ -70,7 +70,7 @@ def test_equals_serial(layout: str, name: str) -> None:
 
 
 def usual(name: str, field: str) -> Any:
-    """A field's default."""
+    """Return a field's default."""
     return entries("models")[shape(name)["family"]].model_fields[field].default
 
 
@@ -78,7 +78,7 @@ CHANGES = [
     (name, field)
     for name, fields in RELATIVES.items()
     for field, value in fields.items()
-    if field not in ("family", "window") and value != usual(name, field)  # layers with a window need one
+    if field not in ("family", "window") and value != usual(name, field)  # a layer with a window needs the window
 ]
 
 
@@ -105,7 +105,7 @@ EQUAL: dict[str, list[tuple[str, ...]]] = {
         ("layout.tensor=tesseract", "layout.tensor.q=2", "batch.micro=2"),
     ],
 }
-"""Layouts that end with the bits of one device, without cuts and with them."""
+"""Layouts that end with the bits of one device, without cuts and with cuts."""
 WIDE = {"hidden": 64, "heads": 8, "key_value_heads": 4, "head_width": 8, "feed_forward": 256, "vocabulary": 301}
 
 
@@ -119,7 +119,7 @@ def with_bits(name: str, cut: bool, words: tuple[str, ...] = ()) -> Config:
         "bits": {"kind": "layout-free"} | (BITS if cut else {}),
     }
     if shape(name).get("norms") == "behind":
-        # A norm divides by the small outputs of first weights: gradients of biases before it exceed the range of sums.
+        # A norm divides by the small outputs of first weights; gradients of biases before it exceed the range of sums.
         tree["model"]["biases"] = ["query-key-value"]
     return parse_config(tree, words)
 

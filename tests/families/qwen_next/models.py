@@ -17,7 +17,7 @@ from meshwright.ranks.grid import Grid
 ONE = Grid((("data", 1),))
 
 B, T, STEPS, VOCABULARY = 3, 70, 20, 300
-"""T: more than a chunk of the delta rule."""
+"""T is more than a chunk of the delta rule."""
 
 SHAPE: dict[str, Any] = {
     "family": "qwen3-next", "layers": 4, "hidden": 24, "heads": 6, "key_value_heads": 2, "head_width": 8,
@@ -39,7 +39,7 @@ FAMILIES = {"qwen3-next": QwenNextFamily(), "qwen3.5": Qwen35Family()}
 
 
 class InFloat64(TorchFunctionMode):
-    """Casts of float64 to float32 keep float64: theirs compute states, norms and softmaxes in float32."""
+    """A mode in which float64 stays float64 in a cast to float32; transformers casts states, norms and softmaxes."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         how = dict(kwargs or {})
@@ -70,7 +70,7 @@ def their_logits(theirs: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def as_theirs(ours: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Parameters, or their gradients, under their names and in their shapes; transformers stacks the experts."""
+    """Rename and reshape parameters, or gradients, as transformers', with the experts stacked."""
     theirs: dict[str, Tensor] = {}
     for pair in FAMILIES[config.model.family].pairs(config.model):
         x = ours[pair.name]
@@ -90,7 +90,7 @@ def as_theirs(ours: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
 
 
 def hugging_face(model: QwenNextModel, config: Config) -> nn.Module:
-    """Theirs, with our weights, in float64; angles are float32 as in every dtype."""
+    """Return transformers' model with our weights, in float64; angles are float32 as in every dtype."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = FAMILIES[config.model.family].settings(config.model)

@@ -1,5 +1,7 @@
-"""Hugging Face's Qwen3-Next and Qwen3.5 in and out: the same logits there and here, the same bits after a round trip,
-the same texts; the published size; settings of other models are refused by name."""
+"""Hugging Face's Qwen3-Next and Qwen3.5 imported and exported: both programs' logits and texts are equal.
+
+A round trip keeps all bits. The published size is read. Settings of other models are refused by name.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,7 @@ def test_the_same_logits_here_and_there_and_back(tmp_path: Path, case: str) -> N
     assert not any(facts.values()), facts
     before = model.state_dict()
     for name, tensor in again.state_dict().items():
-        # transformers may load a parameter in float32 whatever the folder has.
+        # transformers may load a parameter in float32 in any folder.
         assert torch.equal(tensor, before[name].to(tensor.dtype)), name
     again.eval().set_experts_implementation("eager")
     torch.testing.assert_close(their_logits(again.double()), their_logits(model), rtol=1e-6, atol=1e-6)
@@ -109,7 +111,7 @@ def test_an_import_generates_what_transformers_does(tmp_path: Path, case: str) -
 
 
 def test_the_text_model_of_a_folder_with_vision_is_saved_alone_first(tmp_path: Path) -> None:
-    """As docs/delta_nets.md has it: by transformers, which keeps the names of the folder."""
+    """transformers saves the text model and keeps the folder's names, as docs/delta_nets.md says."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "mrope_interleaved": True}
     settings = transformers.Qwen3_5Config(
         text_config=SIZES | {"rope_parameters": rope},
@@ -153,7 +155,7 @@ QWEN35: dict[str, Any] = {
     },
     "tie_word_embeddings": False, "use_cache": True, "vocab_size": 248320,
 }  # fmt: skip
-"""The `text_config` of a published folder, which has vision besides."""
+"""The `text_config` of a published folder, which has vision as well."""
 QWEN35_EXPERTS = QWEN35 | {
     "model_type": "qwen3_5_moe_text", "output_router_logits": False, "router_aux_loss_coef": 0.001,
     "num_key_value_heads": 2,
@@ -191,7 +193,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
     },
 }  # fmt: skip
-"""config.json of each size, as its authors publish it."""
+"""config.json of each size, as published by the authors."""
 COUNTS = {
     "qwen3.5-0.8b": 752_393_024, "qwen3.5-27b": 26_895_998_464, "qwen3.5-35b-a3b": 34_660_610_688,
     "qwen3.5-397b-a17b": 396_346_350_336, "qwen3-next-80b-a3b": 79_674_391_296,

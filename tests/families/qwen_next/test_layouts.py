@@ -1,6 +1,6 @@
-"""Gated delta nets and gated attention under every axis compute what one device computes: float64 gradients to 1e-12.
+"""Gated delta nets and gated attention under every axis equal one device: float64 gradients to 1e-12.
 
-Ranks with parts of sequences pass the delta nets' states on; documents of a sequence begin with states of zeros.
+Ranks with parts of sequences send delta nets' states on; each document of a sequence begins with states of zeros.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALSO: dict[str, dict[str, Any]] = {
 }
 ALL = LAYOUTS | ALSO
 FEW = {"1-D", "1-D of 4, cut", "2-D", "branches", "branches' cores", "ring", "ulysses x 1-D", "slices"}
-"""Layouts that run without --long; the others show combinations of these."""
+"""Layouts that run without --long; the others are combinations of these."""
 
 
 def model_of(name: str, layout: dict[str, Any], fields: dict[str, Any] | None = None, **changes: Any) -> Config:
@@ -111,7 +111,7 @@ def test_verify_holds(layout: str) -> None:
 
 
 def test_verify_holds_with_steps_of_matrices() -> None:
-    """Taps and decays step by elements; taps decay, decays do not."""
+    """Taps and decays take a step for each element; weight decay applies to taps, and not to decays."""
     optimizer = {"name": "muon", "lr": 1e-2, "weight_decay": 0.1, "schedule": {"warmup": 0}}
     layout = {"data": {"size": 2, "sync": "zero1"}}
     assert mw.verify(model_of("dense", layout, optimizer=optimizer), steps=2).holds

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5 against transformers with the same random weights, in float64; the cache."""
+"""Qwen3-Next and Qwen3.5 against transformers with equal random weights, in float64; the cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def loss_of(model: QwenNextModel, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def distances(mesh: Mesh, changes: dict[str, Any]) -> tuple[float, float, dict[str, float], list[list[float]]]:
-    """Relative distance of logits, the losses', each gradient's; the losses of some steps."""
+    """Return the relative distances of logits, losses and each gradient, and the losses of some steps."""
     config = config_of(**changes)
     model = random_model(QwenNextModel, mesh, config)
     theirs = hugging_face(model, config)
@@ -63,7 +63,7 @@ def distances(mesh: Mesh, changes: dict[str, Any]) -> tuple[float, float, dict[s
 
 @pytest.fixture(scope="module", autouse=True)
 def transformers() -> Any:
-    """Imported before the ranks are forked."""
+    """Import transformers before the ranks are forked."""
     for kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
         pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}", reason="pip install transformers")
 
@@ -79,8 +79,10 @@ def test_logits_gradients_and_steps_equal_hugging_faces(kind: str) -> None:
 
 
 def cached_logits(mesh: Mesh, prompt: int) -> tuple[Tensor, Tensor, Tensor, Tensor, KeyValueCache]:
-    """The logits of the tokens from the prompt's last on: in one pass, and one token after another; and of rows that
-    change places in the middle."""
+    """Return the logits of the tokens from the prompt's last token on, in one pass and token by token.
+
+    The third and fourth are logits of rows that change places after the prompt.
+    """
     model = random_model(QwenNextModel, mesh, config_of(**KINDS["qwen3_next"])).eval()
     tokens, _ = batch()
     cache, moved = KeyValueCache(), KeyValueCache()

@@ -1,4 +1,4 @@
-"""Gated delta nets in a plan: one recording for each kind of layer, products as `products` counts them."""
+"""A plan of gated delta nets has one recording for each kind of layer, with the products of `products`."""
 
 from __future__ import annotations
 

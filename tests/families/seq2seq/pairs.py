@@ -1,4 +1,4 @@
-"""Shared by the tests of both encoder-decoders."""
+"""Batches and counts for the tests of both encoder-decoders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ B = 3
 
 
 def pair_batch(vocabulary: int, source: int, target: int, padded: bool) -> Batch:
-    """B pairs of such lengths; `padded`: some are shorter."""
+    """Return B pairs of these lengths; `padded`: some pairs are shorter."""
     generator = torch.Generator().manual_seed(7)
     shorter = torch.tensor([[0], [3], [5]]) * padded
     tokens = torch.randint(vocabulary, (B, source + 2 * target), generator=generator)
@@ -33,8 +33,10 @@ def pair_batch(vocabulary: int, source: int, target: int, padded: bool) -> Batch
 
 
 def decoded(mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tensor]:
-    """The hidden states of padded pairs [B, T, H]: of the trunk; token by token behind a cache; and so again with the
-    rows in another order from the fourth token on."""
+    """Return the hidden states [B, T, H] of padded pairs: of the trunk, and twice token by token with a cache.
+
+    The last run reorders the rows from the fourth token on.
+    """
     model = random_model(EncoderDecoderChain, mesh, config)
     batch = pair_batch(config.model.vocabulary, 8, 6, True)
     order = torch.tensor([2, 0, 1])
@@ -55,7 +57,7 @@ def decoded(mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dropout_facts(mesh: Mesh, config: Config) -> tuple[bool, bool]:
-    """Whether two passes differ: while training, while evaluating."""
+    """Return whether two passes differ, in training and in evaluation."""
     model = random_model(EncoderDecoderChain, mesh, config)
     batch = pair_batch(config.model.vocabulary, 8, 6, True)
     scales = scales_of(model.labels, counts_of(batch, model.labels), 1.0)
@@ -67,7 +69,7 @@ def dropout_facts(mesh: Mesh, config: Config) -> tuple[bool, bool]:
 
 
 def counted_parameters(mesh: Mesh, name: str) -> int:
-    """The number of a shipped model's parameters, without the padding; on the meta device."""
+    """Return the number of a shipped model's parameters without the padding, on the meta device."""
     config = parse_config({"model": name})
     shape = config.model
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Beam search over made-up models: a prefix's hash says what follows. Against every sequence there is."""
+"""Beam search against all possible sequences of made-up models. A prefix's hash gives the next probabilities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ END, START, VOCABULARY = 0, 7, 3
 
 
 def following(source: int, prefix: list[int]) -> Tensor:
-    """The log-probabilities [V] of a made-up model; of some sources, an end is unlikely."""
+    """Return the log-probabilities [V] of a made-up model; some sources make an end unlikely."""
     generator = torch.Generator().manual_seed(hash((source, *prefix)) % 2**31)
     logits = 2 * torch.randn(VOCABULARY, generator=generator, dtype=torch.float64)
     logits[END] -= source % 3
@@ -24,7 +24,7 @@ def following(source: int, prefix: list[int]) -> Tensor:
 
 
 class Model:
-    """A step that keeps what it saw, row by row, as a cache does; and the number of its calls."""
+    """A step that stores each row's tokens, as a cache does, and counts the calls."""
 
     def __init__(self, sources: list[int]) -> None:
         self.rows: list[tuple[int, list[int]]] = [(source, []) for source in sources]
@@ -48,7 +48,7 @@ def score_of(source: int, tokens: list[int], alpha: float) -> float:
 
 
 def best_of_all(source: int, limit: int, alpha: float) -> Answer:
-    """The best of all sequences that end within the limit."""
+    """Return the best of all sequences that end within the limit."""
     words = [word for word in range(VOCABULARY) if word != END]
     bodies = [list(body) for length in range(limit) for body in product(words, repeat=length)]
     body = max(bodies, key=lambda body: score_of(source, [*body, END], alpha))
@@ -86,7 +86,7 @@ def test_one_place_is_greedy() -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 4.0])
 def test_the_early_stop_is_exact_and_early(alpha: float) -> None:
-    """Against a search, a source at a time, that goes on until no place is open or the limit is reached."""
+    """The reference searches a source at a time until no place is open or the limit is reached."""
     limit, places, steps = 7, 3, 0
     for source in range(40):
         live: list[list[int]] = [[]]

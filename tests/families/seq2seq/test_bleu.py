@@ -1,4 +1,4 @@
-"""BLEU, perplexity and answers of a Transformer that has learned a rule, as a user asks for them."""
+"""BLEU, perplexity and answers, by a user's commands, of a Transformer that has learned a rule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAIRS_OF_COLOURS = [(f"{a} {b}", f"the {b} and then the {a} one") for a, b in pr
 
 
 def learn(mesh: Mesh, config: Config, folder: str) -> float:
-    """Train until the rule is known; the last step's loss."""
+    """Train until the rule is learned; return the last step's loss."""
     parts = build(config, mesh)
     opened = config.data.open(config, config.data.prepare(config, silent))
     trainer = Trainer(parts, opened.train)
@@ -42,7 +42,7 @@ def learn(mesh: Mesh, config: Config, folder: str) -> float:
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run, its data and caches; seen.tsv has the pairs that it did not hold out."""
+    """Return the folder of a run, its data and caches; seen.tsv has the pairs that the run did not hold out."""
     folder = tmp_path_factory.mktemp("colours")
     source = folder / "pairs.tsv"
     source.write_text("".join(f"{read}\t{written}\n" for read, written in PAIRS_OF_COLOURS))

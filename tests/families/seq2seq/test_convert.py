@@ -1,4 +1,4 @@
-"""Hugging Face's T5 in and out: the same logits there and here, the same bits after a round trip."""
+"""Hugging Face's T5 imported and exported: both programs' logits are equal, and a round trip keeps all bits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SIZES = {
 
 
 def hugging_face(folder: Path, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
-    """A random T5 as transformers saves it."""
+    """Save a random T5 with transformers; return the model."""
     config = transformers.T5Config(**{**SIZES, **changes}, decoder_start_token_id=0)
     return saved(transformers.T5ForConditionalGeneration, config, folder, dtype)
 
@@ -56,7 +56,7 @@ def our_logits(folder: Path) -> torch.Tensor:
 
 @torch.no_grad()
 def their_logits(model: Any) -> torch.Tensor:
-    """With norms in float64: theirs are in float32 whatever they are given."""
+    """Return transformers' logits with norms in float64; transformers' norms compute in float32 for every dtype."""
     norms = [(name, module) for name, module in model.named_modules() if name.endswith("layer_norm")]
     for name, norm in norms:
         exact = torch.nn.RMSNorm(norm.weight.shape, norm.variance_epsilon)
@@ -79,7 +79,7 @@ def test_import_gives_the_same_logits(tmp_path: Path) -> None:
 
 
 def our_checkpoint(folder: Path) -> Path:
-    """A random model's step folder."""
+    """Save a random model's step folder."""
     model = T5(
         family="t5", layers=2, hidden=16, heads=3, head_width=6, feed_forward=24, vocabulary=300, dropout=0.25,
         distance_buckets=8, distance_max=5, positions=8,
@@ -107,7 +107,7 @@ def with_tokens(model: T5, text: str) -> str:
 
 
 def test_exported_tokenizer_and_model_go_together(tmp_path: Path) -> None:
-    """300 tokens have room for a padding behind the 257, and for no sentinels; 360 for both."""
+    """A vocabulary of 300 fits padding after the 257 tokens, and no sentinels; a vocabulary of 360 fits both."""
     our_checkpoint(tmp_path)
     export_folder(tmp_path, tmp_path / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")

@@ -1,4 +1,4 @@
-"""The data of encoder-decoders from a file to batches: both objectives, what is left out, what is damaged."""
+"""The data of encoder-decoders from a file to batches: both objectives, pairs left out, and damaged files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def opened(config: Config) -> Opened:
 
 
 def texts_of(batch: Batch, library: Tokenizer, specials: Any) -> list[tuple[str, str]]:
-    """The pairs in a batch; what surrounds them is checked."""
+    """Return the pairs in a batch, after checking the tokens around each pair."""
     found = []
     for source, mask, target, labels in zip(*(batch[name].tolist() for name in batch), strict=True):
         read, written = sum(mask), sum(label != IGNORED for label in labels)
@@ -83,7 +83,7 @@ def test_every_short_pair_is_in_one_split(tsv: Path, family: str, tokenizer: str
     lengths = {batch["source"].shape[1] for batch in batches}
     assert all(batch["source"].shape == batch["target"].shape == batch["labels"].shape for batch in batches)
     assert lengths == {SEQUENCE} if buckets == 1 else len(lengths) > 1
-    if tokenizer == "bytes":  # lengths are those of the texts
+    if tokenizer == "bytes":  # a text's length is the number of tokens
         assert train | set(held_out) == {pair for pair in TEXTS if max(map(len, pair)) < SEQUENCE}
 
 
@@ -107,7 +107,7 @@ def test_parts_of_a_batch_make_the_batch(tsv: Path, buckets: int) -> None:
     data, again = (opened(config_of(tsv, buckets=buckets)) for _ in range(2))
     assert data.held_out is not None
     assert again.held_out is not None
-    for step in (0, 5, 77):  # step 77 lies in a later epoch
+    for step in (0, 5, 77):  # step 77 is in a later epoch
         whole = data.train.samples(step * 8, 8)
         parts = [again.train.samples(step * 8 + first, 2) for first in range(0, 8, 2)]
         assert same(whole, {name: torch.cat([part[name] for part in parts]) for name in whole})

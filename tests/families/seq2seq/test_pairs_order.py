@@ -1,4 +1,4 @@
-"""Which pairs share a global batch: of one bucket, every one in its turn, the same in every layout."""
+"""Pairs of a global batch are of one bucket; every pair of a bucket has its turn, equally in every layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_edges_cut_the_pairs_into_equal_shares(lengths: list[int], sequence: int
     assert len(edges) <= buckets
     assert all(edge % 8 == 0 or edge == sequence for edge in edges)
     assert max(lengths) <= edges[-1] <= min(sequence, max(lengths) + 7)
-    for share in range(1, buckets):  # this many pairs fit the share's edge, and with 8 tokens less they would not
+    for share in range(1, buckets):  # the share's pairs fit the edge, and not the edge less 8 tokens
         shortest = sorted(lengths)[: -(-len(lengths) * share // buckets)]
         assert any(max(shortest) <= edge < max(shortest) + 8 for edge in edges)
 
@@ -46,7 +46,7 @@ def test_all_pairs_of_a_bucket_come_equally_often(buckets: int) -> None:
         seen[length].update(pairs.tolist())
     assert sum(map(len, seen.values())) == len(LENGTHS), "every pair is of one bucket"
     for counts in seen.values():
-        times = set(counts.values())  # of the last epoch's batches some are still to come
+        times = set(counts.values())  # some batches of the last epoch are still missing
         assert max(times) - min(times) <= 2
         assert min(times) >= 10
 

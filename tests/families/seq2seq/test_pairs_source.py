@@ -1,4 +1,4 @@
-"""Pairs of every form: what is read, in which order, and what a bad line is told."""
+"""Pairs of every form: the pairs read and their order, and the message for a bad line."""
 
 from __future__ import annotations
 

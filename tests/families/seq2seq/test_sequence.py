@@ -1,4 +1,4 @@
-"""Encoder-decoders that are asked: batches, caches and beams change no answer; losses are those of the training."""
+"""Answers of encoder-decoders: batches, caches and beams change no answer; losses equal the training's."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ FAMILIES = pytest.mark.parametrize("family", ["transformer", "t5"])
 
 
 def checkpoint(folder: Path, family: str, **changes: str) -> Path:
-    """A random model's; its run read pairs, or with `objective` spans of the same file."""
+    """Save a random model of a run that reads pairs or, with `objective`, spans of the same file."""
     source = folder / "pairs.tsv"
     source.write_text("".join(f"{text} {index}\t{text[::-1]}.\n" for index, text in enumerate(TEXTS * 6)))
     config = sequence_config(family, source, **changes)
     parts = lively(build(config, solo_mesh(torch.device("cpu"))))
     for name, weight in parts.model.named_parameters():
         if family == "t5" and name.endswith("cross.output.weight"):
-            weight.data.mul_(8)  # else what a token says of itself drowns the source: one table reads and writes
+            weight.data.mul_(8)  # else a token's embedding outweighs the source: one table reads and writes
     return save(parts, folder / family)
 
 
 @torch.no_grad()
 def without_cache(loaded: LoadedSequence, ids: list[int], beam: Beam, limit: int) -> Answer:
-    """One source, read alone; every step computes the whole target again."""
+    """Return one source's answer; every step computes the whole target again."""
     source = torch.tensor([ids])
     mask = torch.ones_like(source)
     memory = loaded.model.encode(source, mask)
@@ -74,7 +74,7 @@ def test_answers_are_those_of_one_source_without_cache(tmp_path: Path, family: s
 
 @FAMILIES
 def test_the_loss_is_the_models_own_without_smoothing(tmp_path: Path, family: str) -> None:
-    """Over pairs in batches of their own, and beside them too long a pair that is left out."""
+    """The loss covers pairs in separate batches, and leaves out a pair that is too long."""
     step = checkpoint(tmp_path, family)
     source = tmp_path / "asked.tsv"
     source.write_text("ab\tcd\nabc\tdefghi\n" + "x" * 40 + "\ty\n\t\n")
@@ -116,7 +116,7 @@ def test_held_out_spans_are_those_of_validation(tmp_path: Path, monkeypatch: pyt
 
 def test_sentinels_are_read_and_written(tmp_path: Path) -> None:
     loaded = load_sequence(checkpoint(tmp_path, "t5", objective="spans"), "cpu")
-    first = loaded.tokenizer.vocabulary_size + 1  # behind the padding
+    first = loaded.tokenizer.vocabulary_size + 1  # after the padding
     ids = source_ids(loaded, "a<extra_id_0>b<extra_id_12><extra_id_99>")
     assert ids == [97, first, 98, first + 12, first + 99, 256]
     assert text_of(loaded, ids[:-1]) == "a<extra_id_0>b<extra_id_12><extra_id_99>"

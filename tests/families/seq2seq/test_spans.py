@@ -1,4 +1,4 @@
-"""T5's spans: source and target together are the text, and a sample's number is all that it needs."""
+"""T5's spans: source and target together are the text, and a sample depends on its number alone."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ T = 64
 
 
 def made(tokens: int = 1000, sequence: int = T, seed: int = 1) -> SpanSamples:
-    """Over a stream whose token at a place tells the place (modulo 251)."""
+    """Return samples of a stream in which a token equals its place (modulo 251)."""
     stream = np.arange(tokens, dtype=np.uint16) % 251
     return SpanSamples(stream, SPECIALS, span_lengths(sequence), seed, "the stream")
 
 
 def put_back(source: list[int], target: list[int]) -> list[int]:
-    """The text: each sentinel of the source replaced by the span that follows it in the target."""
+    """Return the text: each sentinel of the source is replaced by the span after the sentinel in the target."""
     spans: dict[int, list[int]] = {}
     for token in target:
         if token >= S0:
@@ -41,7 +41,7 @@ def put_back(source: list[int], target: list[int]) -> list[int]:
 
 
 def rows(batch: Batch) -> list[tuple[list[int], list[int]]]:
-    """(source, labels) of each sample without padding and end."""
+    """Return (source, labels) of each sample without padding and end."""
     sources = [row[mask == 1].tolist() for row, mask in zip(batch["source"], batch["source_mask"], strict=True)]
     targets = [row[row != IGNORED].tolist() for row in batch["labels"]]
     assert all(row[-1] == END for row in (*sources, *targets))
@@ -76,7 +76,7 @@ def test_entries() -> None:
 
 
 def test_the_papers_sizes() -> None:
-    """512 tokens of source need 568 of text, of which 85 go in 28 spans: a target of 114 (T5's public code)."""
+    """512 tokens of source need 568 of text. 85 tokens are cut in 28 spans, for a target of 114 (T5's public code)."""
     size = window_of(512, 100)
     assert (size.text, size.cut, size.spans, size.lengths) == (568, 85, 28, Lengths(512, 114))
     assert max(Window(size.text + 1).lengths) > 512

@@ -1,4 +1,4 @@
-"""T5 against transformers' own with the same random weights, in float64; padding, buckets, cache, counts, dropout."""
+"""T5 against transformers' T5 with equal random weights, in float64; padding, buckets, cache, counts, dropout."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def config_of(**model: Any) -> Config:
 
 
 def their_names(name: str) -> list[str]:
-    """Their name of one of our parameters; several where ours is several of theirs side by side."""
+    """Return transformers' names of one of our parameters, several if transformers splits the parameter."""
     name = name.removesuffix(".weight")
     theirs = OUTSIDE.get(name)
     if theirs is None:
@@ -72,7 +72,7 @@ def their_names(name: str) -> list[str]:
 
 
 def as_theirs(ours: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors, weights or gradients, by their names, in their order of dims."""
+    """Rename our weights or gradients, and order the dims, as transformers'."""
     made = {}
     for name, value in ours.items():
         keeps = value.dim() == 1 or name in ("tokens.weight", "encoder_distances.weight", "decoder_distances.weight")
@@ -82,7 +82,7 @@ def as_theirs(ours: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def hugging_face(model: T5Model, config: Config) -> nn.Module:
-    """Theirs, with our weights, and norms in float64: their own are in float32 at most."""
+    """Return transformers' model with our weights, and with norms in float64 instead of at most float32."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     shape = config.model
@@ -112,7 +112,7 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 
 
 def compare(mesh: Mesh, padded: bool) -> tuple[float, float, dict[str, float]]:
-    """Relative distances of the logits, of the loss, of each gradient."""
+    """Return the relative distances of the logits, of the loss, and of each gradient."""
     config = config_of()
     model = random_model(EncoderDecoderChain, mesh, config)
     assert isinstance(model, T5Model)
@@ -141,7 +141,7 @@ def compare(mesh: Mesh, padded: bool) -> tuple[float, float, dict[str, float]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def transformers() -> Any:
-    """Imported before the ranks are forked."""
+    """Import transformers before the ranks are forked."""
     return pytest.importorskip("transformers.models.t5.modeling_t5", reason="pip install transformers")
 
 
@@ -183,13 +183,13 @@ def test_parameter_counts_are_the_published_ones(name: str, wanted: int) -> None
 
 
 def test_thirty_two_heads_are_wider() -> None:
-    """16 heads more of 64 in each of 72 attentions, and in two tables."""
+    """There are 16 heads more of 64 in each of 72 attentions, and in two tables."""
     (counted,) = run_ranks(counted_parameters, ONE, "t5-large-32heads")
     assert counted == 737_668_096 + 72 * 4 * 1024 * 16 * 64 + 2 * 32 * 16
 
 
 def first_loss(mesh: Mesh) -> tuple[float, float]:
-    """Untrained, at the published widths; and the spread of the scores of the first self-attention."""
+    """Return the untrained loss at the published widths, and the spread of the first self-attention's scores."""
     config = config_of(hidden=96, heads=6, head_width=16)
     model = build_model(config, SerialKit(mesh), mesh)
     assert isinstance(model, T5Model)

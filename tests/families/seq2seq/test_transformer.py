@@ -1,4 +1,4 @@
-"""The original Transformer against torch's own with the same random weights, in float64; positions, cache, counts."""
+"""The original Transformer against torch's with equal random weights, in float64; positions, cache, counts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DECODER = ENCODER | {
     "norm2.": ("cross_norm",),
     "norm3.": ("feed_forward_norm",),
 }
-"""torch's names in a layer, and ours: several where theirs is several of ours side by side."""
+"""torch's names in a layer, and our names; several if torch's parameter joins several of ours side by side."""
 
 
 def config_of(**model: Any) -> Config:
@@ -52,7 +52,7 @@ def config_of(**model: Any) -> Config:
 
 
 def torchs(config: Config) -> nn.Transformer:
-    """torch's, in its form with a norm behind each sum, without the norms at the end that the paper does not have."""
+    """Return torch's model with a norm after each sum, and without the last norms, which the paper has not."""
     shape = config.model
     theirs = nn.Transformer(
         shape.hidden, shape.heads, shape.layers, shape.layers, shape.inner, 0.0, layer_norm_eps=shape.norm_epsilon,
@@ -63,7 +63,7 @@ def torchs(config: Config) -> nn.Transformer:
 
 
 def as_theirs(ours: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """Tensors of our blocks, weights or gradients, by their names and in their order of dims."""
+    """Rename our blocks' weights or gradients, and order the dims, as torch's."""
     made = {}
     for block in range(2 * layers):
         stack, layer = ("encoder", block) if block < layers else ("decoder", block - layers)
@@ -78,7 +78,7 @@ def as_theirs(ours: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
 
 
 def their_logits(theirs: nn.Transformer, table: Tensor, batch: Batch) -> Tensor:
-    """[B, T, V]: embeddings, positions and softmax as sections 3.4 and 3.5 say."""
+    """Return the logits [B, T, V], with embeddings, positions and softmax of sections 3.4 and 3.5."""
     hidden = table.shape[1]
 
     def embedded(ids: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 
 
 def compare(mesh: Mesh, padded: bool, smoothing: float) -> tuple[float, float, dict[str, float]]:
-    """Relative distances of the logits, of the loss, of each gradient."""
+    """Return the relative distances of the logits, of the loss, and of each gradient."""
     config = config_of(label_smoothing=smoothing)
     model, theirs, batch = (
         random_model(EncoderDecoderChain, mesh, config),
@@ -158,12 +158,12 @@ def test_dropout_acts_in_training_alone() -> None:
 
 @pytest.mark.parametrize("name, wanted", [("transformer-base", 65e6), ("transformer-big", 213e6)])
 def test_parameter_counts_are_the_published_ones(name: str, wanted: float) -> None:
-    """Table 3's are rounded; counted by hand: 37000 H + L (8 H² + 2 H + 4 HN + 2 N + ...)."""
+    """Table 3's counts are rounded; counted by hand: 37000 H + L (8 H² + 2 H + 4 HN + 2 N + ...)."""
     assert run_ranks(counted_parameters, ONE, name) == [pytest.approx(wanted, rel=0.03)]
 
 
 def counted_flops(mesh: Mesh) -> int:
-    """The flops of products that torch runs forward and backward, without the attention's, whose kernel hides them."""
+    """Return torch's flops of products, forward and backward, without attention's, which torch's kernel hides."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model = random_model(EncoderDecoderChain, mesh, config_of(vocabulary_multiple=1))

@@ -1,4 +1,4 @@
-"""Hugging Face's ViT in and out: the same logits there and here, the same bits after a round trip."""
+"""Hugging Face's ViT imported and exported: both programs' logits are equal, and a round trip keeps all bits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES = {
 
 
 def hugging_face(folder: Path, **changes: Any) -> Any:
-    """A random ViT as transformers saves it."""
+    """Save a random ViT with transformers; return the model."""
     settings = transformers.ViTConfig(**{**SIZES, **changes}, attn_implementation="sdpa")
     return saved(transformers.ViTForImageClassification, settings, folder)
 

@@ -1,4 +1,4 @@
-"""A classifier's accuracy on images: what is measured, and that the numbers are those of the logits."""
+"""A classifier's accuracy on images: the measured images, and scores equal to the logits' scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness import build
 from tests.tools.evaluate.commands import run_json
 from tests.tools.evaluate.tiny import lively, save, tiny_checkpoint
 
-if find_spec("sklearn") is None:  # imported by the first test that reads digits: it takes three seconds
+if find_spec("sklearn") is None:  # imported by the first test of digits, in three seconds
     pytest.skip("pip install 'meshwright[images]'", allow_module_level=True)
 image = pytest.importorskip("PIL.Image", reason="pip install 'meshwright[images]'")
 

@@ -1,4 +1,4 @@
-"""Images: the digits and class folders, packed once; what is held out; what a batch holds; every refusal by name."""
+"""Images: digits and class folders are packed once; the held-out images; a batch's tensors; refusals by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.families.vision.section import Vit
 from meshwright.ranks.errors import ConfigError, DataError
 from meshwright.ranks.foreign import RefusedError
 
-if find_spec("sklearn") is None:  # imported by the first test that reads digits: it takes three seconds
+if find_spec("sklearn") is None:  # imported by the first test of digits, in three seconds
     pytest.skip("pip install 'meshwright[images]'", allow_module_level=True)
 image = pytest.importorskip("PIL.Image", reason="pip install 'meshwright[images]'")
 
@@ -44,7 +44,7 @@ def paint(path: Path, colour: tuple[int, int, int] | int, size: tuple[int, int] 
 
 
 def paint_classes(folder: Path, each: int = 5) -> Path:
-    """`each` images a colour, one of them a JPEG."""
+    """Paint `each` images of a colour, one image as a JPEG."""
     for name, colour in COLOURS.items():
         for number in range(each):
             paint(folder / name / f"{number}.{'JPG' if number == 0 else 'png'}", colour)

@@ -1,4 +1,4 @@
-"""ResNeXt against plain torch's grouped convolutions and norms, in float64; and every layout against one device."""
+"""ResNeXt against torch's grouped convolutions and norms, in float64; and every layout against one device."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Plain(nn.Module):
 
 
 def as_plain(ours: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our weights, or their gradients, by the plain model's names; a 1 x 1 convolution's lack its last dims."""
+    """Rename our weights, or gradients, as the plain model's; a 1 x 1 convolution's lack the last dims."""
     return {
         name.removeprefix("stem."): value[:CLASSES] if name.startswith("head")
         else value if name.endswith("kernels.weight") or value.dim() == 1
@@ -104,7 +104,7 @@ def as_plain(ours: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def compare(mesh: Mesh, stem: str) -> tuple[float, dict[str, float]]:
-    """The losses' distance, and the relative one of each gradient."""
+    """Return the losses' distance, and the relative distance of each gradient."""
     config = config_of(stem=stem, image=24 if stem == "imagenet" else 12)
     model, plain = random_model(ResNeXtModel, mesh, config), Plain(config).double()
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_values_and_gradients_equal_plain_torchs(stem: str) -> None:
 
 
 def explicit_paths(mesh: Mesh) -> float:
-    """A block's distance from the sum of its paths, each computed by itself (figure 3 (a) of the paper)."""
+    """Return a block's distance from the sum of its paths, each computed separately (figure 3 (a) of the paper)."""
     config = config_of()
     model, paths = random_model(ResNeXtModel, mesh, config), config.model.paths
     block: Any = model.blocks["2"]
@@ -169,11 +169,11 @@ def test_the_published_size_and_cost() -> None:
     assert num_parameters(list(shard_specs(model).values())) - padding * 2049 == 25_028_904
     costs = chain_of(config).products(config)
     assert costs.total == pytest.approx(4.2e9, rel=0.01)
-    assert len(set(costs.layers)) == 3  # the first block, those that begin another stage, all others
+    assert len(set(costs.layers)) == 3  # the first block, the first block of another stage, all others
 
 
 def first_facts(mesh: Mesh) -> tuple[float, int, int, int]:
-    """The untrained loss, how many of the likeliest classes are right, the same with one ignored, counted products."""
+    """Return the untrained loss, the right answers of the likeliest classes, also with one ignored, and the flops."""
     from torch.utils.flop_counter import FlopCounterMode
 
     config = config_of(channels=1, vocabulary_multiple=1)
@@ -225,7 +225,7 @@ def subgraph(size: int, common: str, branch: str) -> dict[str, Any]:
 
 SUBGRAPHS = [
     *[subgraph(2, common, branch) for common in ("all", "one") for branch in ("attention-core", "attention")],
-    subgraph(2, "one", "block"),  # a block has no feed-forward: the same as attention
+    subgraph(2, "one", "block"),  # a block has no feed-forward, so `block` equals `attention`
     *[subgraph(4, common, branch) for common, branch in (("all", "attention"), ("one", "attention-core"))],
 ]
 ONE_D = {"kind": "megatron", "size": 2}
@@ -320,7 +320,7 @@ def test_layers_that_are_alike_are_measured_once() -> None:
 
 
 def test_what_does_not_fit() -> None:
-    """Every mistake, with the values that work."""
+    """Every mistake is refused, and the message has the valid values."""
     base: dict[str, Any] = {"data": {"source": "digits"}, "batch": {"global": 12}}
     told = []
     for model, more in (

@@ -1,4 +1,4 @@
-"""ViT against transformers' own with the same random weights, in float64; its padding, its count, its dropout."""
+"""ViT against transformers' ViT with equal random weights, in float64; padding, count, dropout."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def batch(step: int = 0, channels: int = 3) -> dict[str, Tensor]:
 
 
 def loss_of(model: ViT, rows: dict[str, Tensor]) -> Tensor:
-    """The mean over all images."""
+    """Return the mean over all images."""
     return model(rows, {"labels": 1 / B})[0]
 
 
 def hugging_face(model: ViT, config: Config) -> nn.Module:
-    """Theirs, with our weights."""
+    """Return transformers' model with our weights."""
     from transformers import ViTConfig, ViTForImageClassification
 
     shape = config.model
@@ -70,13 +70,13 @@ def hugging_face(model: ViT, config: Config) -> nn.Module:
     with torch.no_grad():
         for name, value in as_theirs({name: value.detach() for name, value in model.named_parameters()}).items():
             parameters.pop(name).copy_(value.reshape(theirs.get_parameter(name).shape))
-        parameters.pop("vit.embeddings.cls_token").zero_()  # it is in row 0 of our positions
+        parameters.pop("vit.embeddings.cls_token").zero_()  # row 0 of our positions has the class token
     assert parameters == {}, f"without a counterpart: {list(parameters)}"
     return theirs
 
 
 def as_theirs(ours: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our weights, or their gradients, by their names, in their order of dims; shapes may still differ."""
+    """Rename our weights or gradients, and order the dims, as transformers'; shapes may still differ."""
     made = {}
     patches = ours.pop("patches.weight")
     made["vit.embeddings.patch_embeddings.projection.weight"] = patches[:-1].t()
@@ -102,7 +102,7 @@ def their_loss(theirs: nn.Module, rows: dict[str, Tensor]) -> Tensor:
 
 
 def compare_gradients(mesh: Mesh) -> tuple[float, dict[str, float], float]:
-    """Relative distance of the logits and of each gradient; the losses' distance."""
+    """Return the relative distances of the logits and of each gradient, and the losses' distance."""
     config = config_of()
     model = random_model(ViT, mesh, config)
     theirs = hugging_face(model, config)
@@ -117,7 +117,7 @@ def compare_gradients(mesh: Mesh) -> tuple[float, dict[str, float], float]:
     for name, gradient in as_theirs(gradients).items():
         reference = theirs.get_parameter(name).grad
         assert reference is not None
-        # A key's bias moves no attention: its gradient is rounding alone, so it has no scale of its own.
+        # A key's bias moves no attention: the gradient is rounding alone, and has no scale.
         scale = reference.norm() if "k_proj.bias" not in name else torch.ones(())
         distances[name] = float((gradient.reshape(reference.shape) - reference).norm() / scale)
     return float((logits - wanted).norm() / wanted.norm()), distances, abs(float(loss.detach() - other.detach()))
@@ -125,7 +125,7 @@ def compare_gradients(mesh: Mesh) -> tuple[float, dict[str, float], float]:
 
 @pytest.fixture(scope="module", autouse=True)
 def transformers() -> Any:
-    """Imported before the ranks are forked."""
+    """Import transformers before the ranks are forked."""
     return pytest.importorskip("transformers.models.vit.modeling_vit", reason="pip install transformers")
 
 
@@ -138,7 +138,7 @@ def test_logits_and_gradients_equal_hugging_faces() -> None:
 
 
 def compare_training(mesh: Mesh) -> tuple[list[float], list[float]]:
-    """Losses under AdamW. Theirs has our class token's row twice, as a sum: one of the two is left as it is."""
+    """Return losses under AdamW. transformers sums two rows for our class token's; one of the two rows is fixed."""
     config = config_of()
     model = random_model(ViT, mesh, config)
     theirs = hugging_face(model, config)
@@ -164,12 +164,12 @@ def test_a_row_is_a_patch_and_a_one() -> None:
     assert rows.shape == (2, 5, 13)
     assert rows[:, 0].count_nonzero() == 0
     assert (rows[:, 1:, -1] == 1).all()
-    torch.testing.assert_close(rows[1, 2, :-1], pixels[1, :, 0:2, 2:4].flatten())  # right of the first
-    torch.testing.assert_close(rows[1, 3, :-1], pixels[1, :, 2:4, 0:2].flatten())  # below it
+    torch.testing.assert_close(rows[1, 2, :-1], pixels[1, :, 0:2, 2:4].flatten())  # right of the first patch
+    torch.testing.assert_close(rows[1, 3, :-1], pixels[1, :, 2:4, 0:2].flatten())  # below the first patch
 
 
 def padded_loss(mesh: Mesh, multiple: int) -> tuple[list[tuple[int, ...]], float, Tensor]:
-    """The padding rows, where there are some, are large, so that they would be seen."""
+    """Compute the loss with large padding rows, so that a use of the padding changes the loss."""
     model = build_model(config_of(hidden=32, heads=4, vocabulary_multiple=multiple), SerialKit(mesh), mesh)
     assert isinstance(model, ViT)
     with torch.no_grad():
@@ -194,7 +194,7 @@ def test_padding_rows_change_nothing() -> None:
 
 
 def count(mesh: Mesh, name: str) -> tuple[int, int]:
-    """Parameters of a shipped model, and those of its padding; on the meta device."""
+    """Return the number of a shipped model's parameters without the padding, and the hidden size."""
     shape = parse_config({"model": name, "data": {"source": "digits"}}).model
     with torch.device("meta"):
         model = ViT(shape, SerialKit(Mesh(mesh.grid, 0, torch.device("meta"), mesh.transport)))
@@ -218,7 +218,7 @@ def test_parameter_counts_are_the_published_ones(name: str, wanted: int) -> None
 
 
 def dropout_facts(mesh: Mesh) -> tuple[bool, bool]:
-    """Whether two passes differ: while training, while evaluating."""
+    """Return whether two passes differ, in training and in evaluation."""
     model = random_model(ViT, mesh, config_of(dropout=0.5))
     with torch.no_grad():
         training = [float(loss_of(model, batch())) for _ in range(2)]
@@ -232,7 +232,7 @@ def test_dropout_acts_in_training_alone() -> None:
 
 
 def first_facts(mesh: Mesh) -> tuple[float, int, int]:
-    """The untrained loss; how many answers are right of the likeliest classes, and of one label ignored."""
+    """Return the untrained loss, and the right answers of the likeliest classes, without and with an ignored label."""
     model = build_model(config_of(channels=1), SerialKit(mesh), mesh)
     assert isinstance(model, ViT)
     rows = batch(channels=1)
@@ -252,7 +252,7 @@ def test_an_untrained_model_knows_nothing_and_right_answers_are_counted() -> Non
 
 
 def counted_flops(mesh: Mesh) -> int:
-    """The flops of products that torch runs forward and backward, without the attention's, whose kernel hides them."""
+    """Return torch's flops of products, forward and backward, without attention's, which torch's kernel hides."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model = build_model(config_of(vocabulary_multiple=1), SerialKit(mesh), mesh)
