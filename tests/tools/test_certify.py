@@ -66,7 +66,7 @@ def traced(made: Path, folder: Path, key: Path) -> Path:
 
 @pytest.fixture
 def out(made: Path, tmp_path: Path) -> Path:
-    """A copy to be spoilt."""
+    """A copy to be damaged."""
     return Path(shutil.copytree(made, tmp_path / "out"))
 
 
@@ -101,7 +101,7 @@ def test_the_card_names_what_was_certified(made: Path) -> None:
 
 
 def rewrite_a_tensor(out: Path) -> None:
-    """Change a tensor, its hashes, the header's digest and the manifest's checksum: a whole other checkpoint."""
+    """Change a tensor, the tensor's hashes, the header's digest and the manifest's checksum: a valid checkpoint."""
     from safetensors import safe_open
 
     from meshwright.training.checkpoint.manifest import read_manifest
@@ -382,7 +382,7 @@ def test_a_file_larger_than_any_certificate_is_refused_unread(tmp_path: Path) ->
 
 
 def test_another_processors_first_operation_is_named(traced: Path) -> None:
-    """torch takes other kernels in another process: AVX2's on a processor with AVX-512, else those without vectors."""
+    """torch uses other kernels in another process: AVX2's on a processor with AVX-512, else kernels without vectors."""
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in ("AVX512", "AVX2"):
         pytest.skip("one set of kernels here")

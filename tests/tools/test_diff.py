@@ -1,4 +1,4 @@
-"""Two runs' folders of which one was changed by a bit, a file, or a forger: each is named, and never equal."""
+"""Two runs' folders, one changed by a bit, a file, or a forger: the change is named, and the runs are never equal."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def rewrite(folder: Path, name: str, change: Callable[[bytes], bytes]) -> None:
 
 
 def forge(folder: Path) -> None:
-    """Another tensor, with right digests and the recorded root of the old one: as a writer would who means harm."""
+    """Write another tensor with right digests and the old recorded root, as a malicious writer would."""
     path = shard_in(folder)
     manifest = read_manifest(folder)
     index = next(number for number, file in enumerate(manifest.files) if file.file == path.name)

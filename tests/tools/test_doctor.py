@@ -1,4 +1,4 @@
-"""The doctor names what is there, and for each missing thing the one command that adds it."""
+"""The doctor names each thing found, and for each missing thing the one command that adds this thing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_json_form_is_plain() -> None:
 
 
 def test_every_extra_of_the_package_is_looked_for() -> None:
-    """But those that no run uses, and the one that has all others in it."""
+    """The extras that no run uses, and the extra with all others, are not looked for."""
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
     names = {re.split(r"\W*[<>=]", line)[0] for line in project["dependencies"]}
     assert names <= by_name(examine()).keys()

@@ -49,12 +49,12 @@ def decoder_of(config: Config, *, cached: bool) -> ExactDecoder:
     initialise(decoder.chain, decoder.mesh, 1)
     with torch.no_grad():
         for parameter in decoder.chain.parameters():
-            parameter.mul_(4)  # else all tokens are about equally likely
+            parameter.mul_(4)  # else all tokens have nearly equal probability
     return decoder
 
 
 def up_to(count: int) -> Any:
-    """Greedy tokens until each row has `count` new ones."""
+    """Return a rule that stops a row after `count` new tokens, taken greedily."""
     return lambda place, end, logits: None if end - len(PROMPTS[place]) >= count else greedy(place, end, logits)
 
 
@@ -69,7 +69,7 @@ def test_every_way_has_the_bits_of_the_whole_forward_pass(config: Config) -> Non
     assert alone == whole
     assert [len(row.tokens) for row in whole.values()] == [20, 20]
 
-    # One forward pass over the finished rows, with other tokens behind and the training head's losses.
+    # One forward pass over the finished rows, with other tokens after the rows, and the training head's losses.
     decoder = decoder_of(config, cached=False)
     rows = torch.randint(0, 300, (2, 65), generator=torch.Generator().manual_seed(2))
     for place, row in whole.items():

@@ -1,4 +1,4 @@
-"""Generation: the cache changes nothing, seeds repeat, the context slides, characters come whole."""
+"""Generation: the cache changes nothing, seeds repeat, the context slides, and characters are printed whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedText:
 
 @torch.no_grad()
 def without_cache(loaded: LoadedText, prompt: list[int], most: int) -> list[int]:
-    """Greedy generation that computes the whole window again for every token."""
+    """Generate greedily, with the whole window computed again for every token."""
     made: list[int] = []
     window = prompt or [loaded.tokenizer.end]
     if len(window) > loaded.context:
@@ -54,7 +54,7 @@ def test_chat_is_for_runs_on_dialogues(tmp_path: Path) -> None:
 
 
 def test_experts_go_with_a_cache(tmp_path: Path) -> None:
-    """A token's experts are its own: those before it are in the cache, and their balance is no part of the output."""
+    """A token's experts depend on the token alone: earlier tokens are in the cache, and the balance is no output."""
     model = Llama(
         family="llama",
         layers=2, hidden=16, heads=2, key_value_heads=1, feed_forward=24, positions=8, vocabulary=VOCABULARY,

@@ -1,5 +1,7 @@
-"""A checkpoint in lm-evaluation-harness: known by its name, in batches, with the run's chat template; its tasks give
-what our own functions give."""
+"""A checkpoint in lm-evaluation-harness: found by name, run in batches, with the run's chat template.
+
+The harness's tasks give the scores of our own functions.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from tests.data.dialogues import MARKED, PLAIN, dialogue, make_tokenizer
 from tests.tools.evaluate.tiny import rigged_checkpoint, tiny_checkpoint, tiny_config
 
 FOLLOWS = {ord(" "): ord("c"), ord("c"): ord("a"), ord("a"): ord("t"), ord("b"): ord(" ")}
-"""What the rigged model says behind a letter: `b cat`."""
+"""The rigged model's next byte after a letter: `b cat`."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,7 @@ def needs_harness() -> Any:
 
 
 def write_task(folder: Path, name: str, rows: Sequence[dict[str, Any]], **fields: Any) -> None:
-    """A task of the harness whose questions are a file beside it."""
+    """Write a task of the harness, with the questions in a file next to the task."""
     folder.mkdir(exist_ok=True)
     source = folder / f"{name}.jsonl"
     source.write_text("\n".join(map(json.dumps, rows)))
@@ -48,7 +50,7 @@ def write_task(folder: Path, name: str, rows: Sequence[dict[str, Any]], **fields
 
 
 def write_tasks(folder: Path) -> None:
-    """Three questions of which the rigged model knows two; texts; continuations."""
+    """Write tasks of three questions, two known to the rigged model; of texts; and of continuations."""
     asked = [("see b", ["at", "cat"], 1), ("b", ["cat", "dog"], 0), ("see b", ["dog", "cat"], 0)]
     rows = [{"asked": text, "choices": choices, "right": right} for text, choices, right in asked]
     write_task(
@@ -148,7 +150,7 @@ def test_the_harness_own_command_line(tmp_path: Path) -> None:
 
 
 def test_continuations_are_those_of_each_prompt_alone(tmp_path: Path) -> None:
-    """Prompts of several lengths, some that end early by a token or a word, some whose context must slide."""
+    """Prompts have several lengths; some end early by a token or a word, and some exceed the context."""
     loaded = load_text(tiny_checkpoint(tmp_path, tiny_config(sequence=24, positions=24)), "cpu")
     texts = ["b", "abc", "abd", "to be", "or not", "is the", "a question, isn't it", "", "zzzzz", "xyzzy"]
     asked = [Opening(loaded.tokenizer.encode(text), 9) for text in texts]
@@ -197,7 +199,7 @@ def test_chat_templates_are_transformers(template: str, tmp_path: Path) -> None:
 
 
 def test_tasks_are_asked_by_the_chat_template(tmp_path: Path) -> None:
-    """The harness' own prompts, rendered: as likely as our function finds what the template writes, marks and all."""
+    """The harness's prompts, rendered, are as likely as our function says of the template's text, marks included."""
     lm_eval = needs_harness()
     from lm_eval.tasks import TaskManager
 

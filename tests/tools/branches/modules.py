@@ -1,4 +1,4 @@
-"""Small modules whose branches are known, on the meta device: no numbers, no threads."""
+"""Small modules with known branches, on the meta device: no numbers, no threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def cost(inputs: int, outputs: int, rows: int = ROWS) -> int:
-    """The flops of a linear."""
+    """Return the flops of a linear."""
     return 2 * rows * inputs * outputs
 
 
@@ -27,7 +27,7 @@ def graph_of(module: nn.Module, *shapes: tuple[int, ...]) -> OperatorGraph:
 
 
 class Parts(nn.Module):
-    """Linears a, b, c, ... of the given outputs, each with WIDTH inputs, behind a linear `stem`."""
+    """Linears a, b, c, ... of the given outputs, each with WIDTH inputs, after a linear `stem`."""
 
     def __init__(self, *outputs: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Diamond(Parts):
 
 
 class ThreeUnequal(Parts):
-    """c is two linears deep; the sum is made two at a time."""
+    """c is two linears deep; the sum adds two terms at a time."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.stem(x)
@@ -51,7 +51,7 @@ class ThreeUnequal(Parts):
 
 
 class Nested(Parts):
-    """a splits again behind its linear."""
+    """a splits again after the linear."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.stem(x)
@@ -60,7 +60,7 @@ class Nested(Parts):
 
 
 class Residuals(Parts):
-    """A residual; then attention's and the feed-forward's place side by side, behind one norm, beside a residual."""
+    """A residual; then places of attention and feed-forward side by side, after one norm, next to a residual."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.stem(x)
@@ -70,7 +70,7 @@ class Residuals(Parts):
 
 
 class Sliced(Parts):
-    """Each half has a linear of its own."""
+    """Two halves with a linear each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Sliced(Parts):
 
 
 class TwoInputs(Parts):
-    """An encoder beside what a decoder does before it looks at the memory; afterwards nothing is beside anything."""
+    """An encoder next to the decoder's start, until the decoder reads the memory; afterwards no branches."""
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         memory = self.stem(source)
@@ -105,7 +105,7 @@ class GroupedConvolution(nn.Module):
 
 
 class Heads(nn.Module):
-    """Attention of 4 heads over [2, 5, WIDTH]; with `shows`, the values are seen outside too."""
+    """Attention of 4 heads over [2, 5, WIDTH]; with `shows`, the values are an output too."""
 
     def __init__(self, *, shows: bool) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Heads(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linears with a GELU between, `normed`: and a norm of all that is between."""
+    """Two linears with a GELU between; `normed`: also a norm of the whole inner width."""
 
     def __init__(self, *, normed: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The most that dealing branches out can gain, against numbers worked out by hand."""
+"""The largest gain from dealing out branches, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from meshwright.tools.branches.findings import bound, most_loaded
 
 
 def test_equal_branches() -> None:
-    """100, of which 4 branches of 10 twice: 20 common. 2 sub-grids do 40 of the others each, 4 do 20, and so do 8."""
+    """4 branches of 10, twice, leave 20 of 100 common. Each of 2 sub-grids computes 40 of the 80, each of 4 or 8 20."""
     regions = [((10.0,) * 4, 2)]
     two, four, eight = (bound(100, regions, size) for size in (2, 4, 8))
     assert (two.all_ranks, two.one_subgrid) == (2.0, 100 / 60)

@@ -1,4 +1,4 @@
-"""The findings in the models of every family, against closed forms, hand-made bounds and what the kit cuts."""
+"""The findings in the models of every family, against closed forms, hand-made bounds and the kit's cuts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_bounds_of_layouts_by_hand() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_pair_of_a_model_is_found_by_itself(name: str) -> None:
-    """The linears that are found round branches are those that the models ask the kit for; costs are the family's."""
+    """The linears found around branches are the linears that models ask of the kit; costs are the family's."""
     config, model = config_of(name), traced(name)
     regions = find_operator_parts(model.graph)
     cut = [region for region in regions if model.cut_by(region)]
@@ -89,14 +89,14 @@ def test_every_pair_of_a_model_is_found_by_itself(name: str) -> None:
     seconds = [path for path, at in model.pairs.items() if at == "branches" and path.endswith(("output", "contract"))]
     assert len(heads) == 2 * len(seconds)
     section, products = config.model, 2 * B * chain_of(config).products(config).total
-    if isinstance(section, Bert):  # the trace has the classes of all tokens, the family those of the asked ones
+    if isinstance(section, Bert):  # the trace has the classes of all tokens, the family of asked tokens only
         length = config.data.sequence
         products += 2 * B * (length - round(ASKED_SHARE * length)) * section.padded_vocabulary * section.hidden
     assert model.graph.total_flops == pytest.approx(products, rel=0.05)  # element-wise work; padding of the classes
 
 
 def test_branches_of_whole_operators() -> None:
-    """ResNeXt's shortcut beside its paths; a Transformer's encoder beside the decoder's first steps."""
+    """ResNeXt's shortcut is next to the paths; a Transformer's encoder is next to the decoder's first steps."""
     groups = findings_of(traced("resnext-tiny"), (2,)).groups
     (block,) = [g for g in groups if g.places == ("blocks.1",) and g.region.form == "split/join"]
     assert (block.region.enter, block.region.leave, block.cut_by) == ("split", "sum", ())

@@ -1,4 +1,4 @@
-"""Parts of operators as branches, in modules where they are known."""
+"""Parts of operators as branches, in modules with known parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKENS = (2, 5, WIDTH)
 
 @pytest.mark.parametrize("norm_groups, groups", [(4, 4), (8, 4), (2, 2)])
 def test_groups_of_a_convolution_as_far_as_the_norms_keep_them_apart(norm_groups: int, groups: int) -> None:
-    """A norm over 2 groups of channels needs two of the convolution's 4 together."""
+    """A norm over 2 groups of channels joins two and two of the convolution's 4 groups."""
     core, whole = find_operator_parts(graph_of(GroupedConvolution(norm_groups), IMAGE))
     inside = 2 * PIXELS * 16 * 4 * 9 + 2 * PIXELS * 16  # the convolution; norm and ReLU
     assert (core.form, core.enter, core.leave, core.cuts_linears) == ("groups", "slice", "concat", False)

@@ -1,4 +1,4 @@
-"""Operators side by side, in modules whose branches are known."""
+"""Operators side by side, in modules with known branches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparisons whose runs are made up."""
+"""Comparisons of made-up runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(seconds: Sequence[float], losses: Sequence[float], ranks: Sequence[RankF
 
 
 def predicted(seconds: float, *stages: tuple[int, dict[str, int]]) -> Prediction:
-    """A prediction. `stages`: the bytes of a stage's weights, and those that it sends by axis."""
+    """Return a prediction. `stages`: the bytes of a stage's weights, and the bytes sent by the stage on each axis."""
     memory = tuple(Memory(w, w, 2 * w, activations=5, temporaries=1, context=500) for w, _ in stages)
     traffic = tuple({(axis, "send"): Traffic(1, size) for axis, size in sent.items()} for _, sent in stages)
     phases = {"passes": seconds, "data_parallel": 0.0, "optimizer": 0.0}

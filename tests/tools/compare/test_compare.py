@@ -1,4 +1,4 @@
-"""Two layouts that really run, a round and a half; and what is done around made-up runs."""
+"""Two layouts run for a round and a half; other tests compare made-up runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.tools.compare.runs import MODEL, STAGES, comparison, contender, predicted, rank, run
 
 SMALL = Path(__file__).resolve().parents[2] / "planner" / "calibrate" / "small.yaml"
-STEPS = 100  # so many that a Ctrl-C after the first finds the run under way, also where this process waits for a core
+STEPS = 100  # enough for a Ctrl-C after the first step, even on a busy machine
 LAYOUTS = {"replicas": {"data": {"size": 2, "sync": "zero1"}}, "stages": STAGES}
 
 
@@ -58,7 +58,7 @@ def contenders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Contende
 
 
 class Interrupter:
-    """Sends this process a Ctrl-C when a file is there, as a person at the terminal would."""
+    """Sends this process a Ctrl-C once a file exists, as a person at the terminal would."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,7 +73,7 @@ class Interrupter:
 
 
 def workers() -> list[psutil.Process]:
-    """Ranks that the launcher has forked and that still run."""
+    """Return the launcher's forked ranks that still run."""
     server = vars(forkserver._forkserver)["_forkserver_pid"]
     return [child for child in psutil.Process(server).children() if child.status() != psutil.STATUS_ZOMBIE]
 
@@ -81,7 +81,7 @@ def workers() -> list[psutil.Process]:
 def test_two_layouts_run_agree_and_are_interrupted(contenders: list[Contender], tmp_path: Path) -> None:
     out = tmp_path / "out"
     Interrupter(out / "2-stages" / "round-2" / "metrics.jsonl")
-    # The second round begins with the last layout: the Ctrl-C comes in the third of four runs.
+    # The second round begins with the last layout: the Ctrl-C stops the third of four runs.
     order = Order("tiny", out, steps=STEPS, rounds=2)
     with pytest.raises(Interrupted) as caught:
         compare_layouts(contenders, order, load_cluster(str(SMALL)).model_copy(update={"device": double(SMALL)}))
@@ -118,13 +118,13 @@ def test_two_layouts_run_agree_and_are_interrupted(contenders: list[Contender], 
 
 
 def double(path: Path) -> Any:
-    """The small cluster's device, which knows float64 too."""
+    """Return the small cluster's device, with float64 added."""
     device = load_cluster(str(path)).device
     return device.model_copy(update={"peak_flops_per_second": device.peak_flops_per_second | {"float64": 1e9}})
 
 
 class Balanced(HTMLParser):
-    """Counts elements; fails where one is closed that is not open."""
+    """Counts elements; fails at a closing tag of an element that is not open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,13 +143,13 @@ class Balanced(HTMLParser):
 
 
 def well_formed(page: str) -> int:
-    """How many elements a page has, all of them closed, none of them fetched from anywhere."""
+    """Return the number of a page's elements, after checking that all are closed and none is fetched."""
     parser = Balanced()
     parser.feed(page)
     parser.close()
     assert not parser.open
     assert "<script" not in page
-    # With the colon: a picture's base64 has every four letters some day.
+    # With the colon: a picture's base64 may have any four letters.
     assert "http:" not in page
     assert "https:" not in page
     return parser.count
@@ -237,7 +237,7 @@ def test_the_command_names_the_file_of_a_mistake(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gpus, device", [(1, "cpu"), (2, "auto")])
 def test_all_layouts_run_on_one_type_of_device(gpus: int, device: str) -> None:
-    """One GPU would do for a layout of one rank, which would then be compared with one on a CPU."""
+    """One GPU is enough for a layout of one rank, which would then be compared with a layout on a CPU."""
     alone, pair = (
         Contender(str(size), parse_config({"layout": {"data": {"size": size}}}), "a.yaml") for size in (1, 2)
     )

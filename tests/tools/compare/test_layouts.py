@@ -1,4 +1,4 @@
-"""Layouts files: what lies over what, and what is refused before anything starts, under the file's name."""
+"""Layouts files: which keys replace a run's keys, and errors before any start, under the file's name."""
 
 from __future__ import annotations
 

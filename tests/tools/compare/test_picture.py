@@ -14,7 +14,7 @@ LOSSES = {"a": (5.0, 4.0), "b": (5.0, float("nan")), "c": (5.0, 4.000001)}
 
 
 def height_of(picture: Path) -> int:
-    """In pixels, from the PNG's header."""
+    """Return the height in pixels, from the PNG's header."""
     head = picture.read_bytes()[:24]
     assert head.startswith(b"\x89PNG")
     return int(struct.unpack(">II", head[16:24])[1])

@@ -1,4 +1,4 @@
-"""One table for the terminal and the page: a comparison of which no layout has run has tables, too."""
+"""The terminal and the page have one table, also if no layout of a comparison has run."""
 
 from __future__ import annotations
 

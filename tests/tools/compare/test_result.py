@@ -101,7 +101,7 @@ def test_what_is_no_number_does_not_agree() -> None:
     [
         ({"dropout": 0.1}, (6.0, 4.0, 3.0, 2.0), "Losses of b differ from those of a, as they may: model.dropout is on",
          "2.0e-01 (dropout)"),
-        # Layouts that cut replicas alone share the masks: nothing is said that the numbers deny.
+        # Layouts that cut replicas alone share the masks, so no sentence says that losses may differ.
         ({"dropout": 0.1}, LOSSES, "All losses agree with those of a to 0.0e+00, step by step.", "0.0e+00"),
         ({"dropout": 0.1, "bits": "layout-free"}, LOSSES, "All losses are those of a to the bit", "0.0e+00"),
         ({"bits": "layout-free"}, LOSSES, "All losses are those of a to the bit, step by step", "0.0e+00"),

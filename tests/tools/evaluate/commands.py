@@ -11,7 +11,7 @@ from meshwright.cli import app
 
 
 def run(*words: object) -> str:
-    """The command's stdout."""
+    """Return the command's stdout."""
     result = CliRunner().invoke(app, [str(word) for word in words])
     if result.exception is not None:
         raise result.exception

@@ -1,5 +1,7 @@
-"""`eval` of a run measures the run's own task: documents and dialogues alone, marks as trained, against the run's own
-validation loss and against one forward pass a piece."""
+"""`eval` of a run measures the run's task: documents and dialogues alone, with marks as trained.
+
+The references are the run's validation loss, and one forward pass a piece.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ MODEL |= {"vocabulary": 320}
 
 
 def trained(folder: Path, data: dict[str, Any]) -> Path:
-    """A run of three steps, which validates on its whole held-out split after the last."""
+    """Train for three steps, then validate on the whole held-out split; return the run's folder."""
     tree = {
         "model": MODEL, "data": {"sequence": 24, "validation": 0.2} | data, "batch": {"global": 1}, "steps": 3,
         "validation": {"every": 3, "batches": 10**6}, "precision": "float64", "optimizer": {"lr": 1e-2},
@@ -50,7 +52,7 @@ def documents(folder: Path) -> Path:
 
 
 def loss_of(loaded: LoadedText, ids: list[int], scored: list[bool]) -> tuple[float, int]:
-    """The summed loss of scored tokens of one piece, computed by one plain forward pass."""
+    """Return the summed loss and the number of scored tokens of one piece, by one plain forward pass."""
     with torch.no_grad():
         logits = loaded.head.logits(loaded.model.hidden(torch.tensor([ids[:-1]])))[0].double()
     losses = F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
@@ -95,7 +97,7 @@ def test_eval_holds_the_runs_own_validation_loss(tmp_path: Path, marks: dict[str
                 total, count = total + loss, count + num
             assert len(piece) < 64
             piece = []
-        # Every document whole: of longer ones the windows are another test's.
+        # Every document is whole; another test has windows of longer documents.
         facts = asked(run, context=64)
         assert facts["tokens"] == count
         assert facts["loss_per_token"] == pytest.approx(total / count, rel=1e-9)
@@ -129,7 +131,7 @@ def test_dialogues_have_the_perplexity_of_their_answers(tmp_path: Path, overlong
     data = {"source": str(make_dialogues(tmp_path)), "tokenizer": str(tokenizer), "overlong": overlong, "sequence": 60}
     run = trained(tmp_path / "run", data)
     facts, last = asked(run), lines_of(run)[-1]
-    # The same tokens are scored: the number is the run's own.
+    # The scored tokens are equal, so the numbers are equal.
     assert facts["loss_per_token"] == pytest.approx(last["validation_loss"], rel=1e-9)
     assert facts["validation_loss"] == pytest.approx(last["validation_loss"], rel=1e-9)
     loaded = load_text(run, "cpu")

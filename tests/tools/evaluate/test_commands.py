@@ -1,4 +1,4 @@
-"""The commands eval, generate and convert, as a user or a script calls them."""
+"""The commands eval, generate and convert, as a user or a script calls each."""
 
 from __future__ import annotations
 

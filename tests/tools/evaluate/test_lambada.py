@@ -14,7 +14,7 @@ from meshwright.tools.evaluate.lambada import cloze_accuracy, passages
 from meshwright.tools.evaluate.load import load_text
 from tests.tools.evaluate.tiny import rigged_checkpoint, tiny_checkpoint
 
-# Behind the letter b: a space, then cat.
+# After the letter b: a space, then cat.
 FOLLOWS = {ord("b"): ord(" "), ord(" "): ord("c"), ord("c"): ord("a"), ord("a"): ord("t")}
 
 
@@ -27,12 +27,12 @@ def test_right_only_where_every_sub_token_is(tmp_path: Path) -> None:
     loaded = load_text(rigged_checkpoint(tmp_path, FOLLOWS))
     texts = {
         "see b cat": True,
-        "b cat\n": True,  # the end of a line is not part of the word
-        "b cab": False,  # the last sub-token
-        "b hat": False,  # the first
-        "see z cat": False,  # the space in front of the word is a sub-token of it
-        "x" * 50 + "b cat": True,  # longer than the context: cut from the left
-        "b   cat": True,  # what stands before the word's one space goes
+        "b cat\n": True,  # the line's end is no part of the word
+        "b cab": False,  # the last sub-token differs
+        "b hat": False,  # the first sub-token differs
+        "see z cat": False,  # the space before the word is a sub-token of the word
+        "x" * 50 + "b cat": True,  # longer than the context: cut on the left
+        "b   cat": True,  # all spaces but one before the word are dropped
     }
     result = cloze_accuracy(loaded, written(tmp_path / "all.jsonl", list(texts)))
     assert (result["passages"], result["correct"]) == (len(texts), sum(texts.values()))

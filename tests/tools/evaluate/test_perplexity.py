@@ -1,4 +1,4 @@
-"""Perplexity: every token once, with the context that the stride leaves, per token and per word."""
+"""Perplexity counts every token once, with the context that the stride leaves, per token and per word."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedText:
 
 @torch.no_grad()
 def brute_force(loaded: LoadedText, stream: list[int], stride: int) -> list[float]:
-    """The loss of each target, one window of one token at a time, plainly."""
+    """Return the loss of each target, by one window of one token at a time."""
     losses = []
     for at in range(1, len(stream)):
-        # The first window that holds this target: it begins on the grid of the stride, or ends with the text.
+        # The first window with this target begins on the grid of the stride, or ends with the text.
         begin = 0
         while at > begin + loaded.context:
             begin += stride
@@ -61,7 +61,7 @@ def test_equals_brute_force(loaded: LoadedText, tmp_path: Path, stride: int) -> 
 
 
 def test_more_context_is_the_exact_loss(loaded: LoadedText, tmp_path: Path) -> None:
-    """A text that fits the context once: the plain mean over one window, whatever the stride."""
+    """A text within the context has the mean over one window, with any stride."""
     path = tmp_path / "short.txt"
     path.write_text("cats")
     stream = torch.tensor([256, *b"cats"])

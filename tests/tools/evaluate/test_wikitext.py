@@ -1,4 +1,4 @@
-"""Wikitext's perplexity by its definition, on a text whose plain form and loss are known; what the harness asks."""
+"""Wikitext's perplexity by definition, on a text with a known plain form and loss; likelihoods for the harness."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_likelihoods(tmp_path: Path) -> None:
     with torch.no_grad():
         for start in range(0, len(text), random.context):
             length = min(random.context, len(text) - start)
-            begin = max(0, min(start, len(text) - random.context))  # the last window sees as much as it can
+            begin = max(0, min(start, len(text) - random.context))  # the last window has the most context
             h = random.model.hidden(stream[:, begin : start + length])[:, start - begin :]
             total -= float(random.head.token_losses(h, stream[:, start + 1 : start + length + 1]).sum())
     assert text_likelihoods(random, [text, ""]) == [pytest.approx(total, rel=1e-9), 0.0]

@@ -1,4 +1,4 @@
-"""Tiny checkpoints to measure: random ones, and one that is rigged to know a word by heart."""
+"""Tiny checkpoints to measure: random models, and a model rigged to write a word."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tiny_config(
 
 
 def lively(parts: Parts) -> Parts:
-    """Weights far from zero, so that predictions differ from place to place."""
+    """Draw weights far from zero, so that predictions differ from place to place."""
     generator = torch.Generator().manual_seed(5)
     for parameter in parts.model.parameters():
         noise = torch.empty(parameter.shape, dtype=torch.float64).normal_(0.0, 0.3, generator=generator)
@@ -52,7 +52,7 @@ def lively(parts: Parts) -> Parts:
 
 
 def save(parts: Parts, folder: Path, *, step: int = 1, tokenizer: Tokenizer | None = None) -> Path:
-    """The step folder of a checkpoint in the run's folder `folder`."""
+    """Save a checkpoint in the run's folder `folder`; return the step folder."""
     dump = parts.config.model_dump(mode="json", by_alias=True)
     text = (tokenizer or byte_tokenizer()).to_json()
     writer = CheckpointWriter(folder / "checkpoints", parts.mesh, 9, Origin(dump), {"tokenizer.json": text})
@@ -62,14 +62,14 @@ def save(parts: Parts, folder: Path, *, step: int = 1, tokenizer: Tokenizer | No
 
 
 def tiny_checkpoint(folder: Path, config: Config | None = None, *, step: int = 1) -> Path:
-    """A random model's."""
+    """Save a random model's checkpoint; return the step folder."""
     return save(lively(build(config or tiny_config(), solo_mesh(torch.device("cpu")))), folder, step=step)
 
 
 def rigged_checkpoint(folder: Path, follows: dict[int, int], *, positions: int = 32) -> Path:
-    """A model that says follows[byte] behind a byte, whatever came before, and 0 behind all others.
+    """Save a model that writes follows[byte] after a byte in any context, and 0 after all other bytes.
 
-    Blocks add nothing; the embedding of byte b is the b-th unit vector; the head reads off what follows.
+    Blocks add nothing; the embedding of byte b is the b-th unit vector; the head maps the vector to the next byte.
     """
     config = tiny_config(sequence=positions, positions=positions, tied=False, hidden=VOCABULARY, heads=1)
     parts = build(config, solo_mesh(torch.device("cpu")))
@@ -90,7 +90,7 @@ def rigged_checkpoint(folder: Path, follows: dict[int, int], *, positions: int =
 def sequence_config(
     family: str, source: Path, *, objective: str = "auto", dtype: str = "float64", **model: object
 ) -> Config:
-    """An encoder-decoder over bytes, whose vocabulary has room for two tokens more and the sentinels."""
+    """Return the config of an encoder-decoder over bytes; the vocabulary fits two more tokens and the sentinels."""
     shape = {"layers": 2, "hidden": 16, "heads": 2, "feed_forward": 24, "vocabulary": VOCABULARY + 102, "dropout": 0.1}
     return Config.model_validate(
         {

@@ -1,4 +1,4 @@
-"""What the tests of this room share: a run file, and what an engine writes for it."""
+"""A run file for the tests of this folder, and the text that an engine writes for the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def written(
     engine: str, run: Path, settings: Sequence[str] = (), words: Sequence[str] = (), nodes: int = 2,
     out: Path | None = None,
 ) -> str:  # fmt: skip
-    """What an engine writes. Ray has no volume: its runs are in a folder that all nodes see."""
+    """Return the text that an engine writes. Ray has no volume: runs are in a folder that all nodes see."""
     asked = job.engine_of(engine, settings)
     place = asked.out_of(out or (Path("/shared/first") if engine == "ray" else None), Path("first"))
     return asked.text(job.submission_of(asked, run, words, place, nodes))
@@ -45,7 +45,7 @@ def task(run: Path, *settings: str, **asked: Any) -> dict[str, Any]:
 
 
 def pods(tree: Any) -> list[dict[str, Any]]:
-    """The specs of all pods in a document."""
+    """Return the specs of all pods in a document."""
     if isinstance(tree, dict):
         return [tree] if "containers" in tree else [pod for value in tree.values() for pod in pods(value)]
     return [pod for value in tree for pod in pods(value)] if isinstance(tree, list) else []

@@ -1,9 +1,9 @@
-"""Words that a form fills in, a portal's for instance: each is in its form, quoted or refused, and none is executed.
+"""Words that another program fills in, such as a portal's form: each is valid, quoted or refused, and never executed.
 
 Every setting of every engine has every word once; so have the run's key=value words, --out and the run file's name. A
-batch script runs under a stub of srun that says its words, shells of pods and tasks run under a stub of python,
-manifests are read back, and a Ray script is compiled. A file that a word would make is a failure, and so is a line that
-an engine would read as an option.
+batch script runs with a stub of srun that prints its words, shells of pods and tasks run with a stub of python,
+manifests are read back, and a Ray script is compiled. The test fails if a word makes a file, or a line that an engine
+would read as an option.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OTHERS = {
 """The settings that must be set."""
 
 SHELL = "setup"
-"""Lines of shell by their meaning: the user's own program."""
+"""The setting with lines of shell for the user's program, which is shell by intent."""
 
 NEEDS = {
     "mounts": ["container=image"],
@@ -63,7 +63,7 @@ CASES = [(engine, setting) for engine in OURS["submit"] for setting in settings_
 
 
 def taken(engine: str, run: Path, settings: list[str], words: list[str] = [], out: Path | None = None) -> str | None:  # noqa: B006
-    """What an engine writes; None if it refuses the words, in one line each."""
+    """Return the text that an engine writes, or None if the engine refuses the words, in one line each."""
     device = "device=cuda" if any(setting.startswith("gpu=") for setting in settings) else "device=cpu"
     try:
         return written(engine, run, settings, [device, *words], out=out)
@@ -74,7 +74,7 @@ def taken(engine: str, run: Path, settings: list[str], words: list[str] = [], ou
 
 
 def check_batch(text: str, folder: Path) -> list[str]:
-    """Run a batch script; srun's words. Nothing else is executed, and sbatch reads one option a line."""
+    """Run a batch script; return srun's words. No word is executed, and sbatch reads one option a line."""
     for line in text.splitlines():
         if line.startswith("#SBATCH"):
             assert len(shlex.split(line.removeprefix("#SBATCH"), comments=True)) == 1, line
@@ -91,7 +91,7 @@ def check_batch(text: str, folder: Path) -> list[str]:
 
 
 def check_shell(shell: str, folder: Path, **variables: str) -> list[str]:
-    """Run the shell of a node; the words of its first rank."""
+    """Run the shell of a node; return the words of the node's first rank."""
     (folder / "cwd").mkdir(exist_ok=True)
     stub(folder, "python", '[ "$RANK" != 0 ] || for word in "$@"; do printf "%s\\0" "$word"; done')
     stub(folder, "ulimit", "echo unlimited")
@@ -103,7 +103,7 @@ def check_shell(shell: str, folder: Path, **variables: str) -> list[str]:
 
 
 def as_kubernetes(text: str, variables: dict[str, str]) -> str:
-    """Replace $(NAME) as Kubernetes does in a command: $$ is a $, and a name that it does not know stays."""
+    """Replace $(NAME) as Kubernetes does in a command: $$ is a $, and an unknown name stays."""
     parts, at = [], 0
     while at < len(text):
         if text[at : at + 2] == "$$":
@@ -126,7 +126,7 @@ def program_of(engine: str, text: str) -> str:
 
 
 def check(engine: str, text: str, folder: Path) -> list[str]:
-    """Run or read what was written; the words of a rank's program."""
+    """Run or read an engine's text; return the words of a rank's program."""
     match engine:
         case "slurm":
             words = check_batch(text, folder)
@@ -163,7 +163,7 @@ def test_a_setting_is_in_its_form_quoted_or_refused(
         if text is not None:
             assert not any(control in word for control in "\r\x00\x1b\udc80"), (setting, word)
             program = text if engine in ("slurm", "ray") else program_of(engine, text)
-            # A shell that was run before, and words that no shell would read: once is enough.
+            # Skip a shell that has run before, and words without a character of the shell: one test is enough.
             if program in seen or (engine == "slurm" and not set(word) & set("'\"`$\\#;&|>\n~*")):
                 continue
             seen.add(program)
@@ -193,7 +193,7 @@ def test_the_run_s_words_reach_the_ranks_as_they_are(
 def test_the_run_s_folder_and_file_reach_the_ranks_as_they_are(
     engine: str, number: int, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script of Slurm's writes the run file next to --out, whatever that is called."""
+    """Slurm's script writes the run file next to --out, with any name of --out."""
     monkeypatch.chdir(tmp_path)
     word = WORDS[number]
     out = Path("/runs" if engine in ("kubernetes", "skypilot") else tmp_path / "outs", f"x{word}")
@@ -215,7 +215,7 @@ def test_the_run_s_folder_and_file_reach_the_ranks_as_they_are(
 
 
 def test_the_run_file_of_a_batch_script_ends_where_it_ends(run: Path, tmp_path: Path) -> None:
-    """A line of the run file is no end of it, nor a command, nor an option of sbatch."""
+    """A line of the run file neither ends the file early, nor is a command or an option of sbatch."""
     hostile = "# END_OF_RUN_FILE_0\nmodel: gpt2-mini\n# $(touch PWNED) `touch PWNED`\n#SBATCH --partition=mine\n"
     run.write_text(hostile + "data: {source: stdlib}\nbatch: {global: 8}\nname: |\n  x\nEND_OF_RUN_FILE_0: 1\n")
     with pytest.raises(ConfigError, match="unknown key"):
@@ -223,7 +223,7 @@ def test_the_run_file_of_a_batch_script_ends_where_it_ends(run: Path, tmp_path: 
     run.write_text(hostile + "data:\n  source: |-\n    x\nbatch: {global: 8}\nlayout: {data: {size: 4}}\n"
                    "# next\n")  # fmt: skip
     text = run.read_text().replace("# next", "END_OF_RUN_FILE_0")
-    assert text  # the mark itself as a line is YAML of no key, so that a comment must do
+    assert text  # the mark as a line is YAML without a key, so a comment is needed
     out = tmp_path / "outs" / "x"
     written_text = written("slurm", run, words=["device=cpu"], out=out)
     check_batch(written_text, tmp_path)

@@ -1,8 +1,8 @@
-"""What is written for Kubernetes, KubeRay and SkyPilot holds to the published schemas.
+"""Texts for Kubernetes, KubeRay and SkyPilot match the published schemas.
 
 JobSet, Trainer and core/v1: the models that the Kubeflow project makes from the schemas (kubeflow-trainer-api).
-RayJob, PyTorchJob and SkyPilot's task: the fields of their published references, written down in schemas/; the pods in
-them are core/v1's again. `sky` itself reads a task where it is installed.
+RayJob, PyTorchJob and SkyPilot's task: the fields of the published references, written down in schemas/; pods inside
+are core/v1's as well. If `sky` is installed, `sky` reads the task.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FORMS = {
     "sizeLimit": QUANTITY,
     "nvidia.com/gpu": QUANTITY,
 }
-"""What the models leave open of text that has a form, by the field's name."""
+"""Formats of text fields that the models leave open, by the field's name."""
 
 EVERYTHING = (
     "queue=team", "priority=high", "secrets=hf", "secrets=wandb", "env.HF_HOME=/runs/hf", "memory=64G",
@@ -59,7 +59,7 @@ EVERYTHING = (
 
 
 def settings_of(kind: str, settings: tuple[str, ...]) -> tuple[str, ...]:
-    """A RayJob's program is Ray's own, which no helper can give a capability."""
+    """Return the settings of a kind; a RayJob runs Ray's program, and no helper can give this program a capability."""
     return (*settings, "locked_memory=node") if settings and kind == "rayjob" else settings
 
 
@@ -68,7 +68,7 @@ def schema(name: str) -> Draft202012Validator:
 
 
 def values_of(tree: Any, below: str = "") -> Iterator[tuple[str, object]]:
-    """Every plain value with the field that holds it; an action with the field that holds its rule."""
+    """Yield every plain value with the value's field; for an action, with the field of the action's rule."""
     for key, value in tree.items() if isinstance(tree, dict) else ():
         yield from (
             values_of(value, below if key == "rules" else key)
@@ -80,14 +80,14 @@ def values_of(tree: Any, below: str = "") -> Iterator[tuple[str, object]]:
 
 
 def check(manifest: dict[str, Any]) -> None:
-    """Raises where a manifest has a field that its API has not, a value of another type, or one of no meaning."""
-    from kubeflow_trainer_api import models  # which takes a second and a half: none of a worker's collection
+    """Check that a manifest has only fields of the API, with values of the right type and format."""
+    from kubeflow_trainer_api import models  # imported here: takes 1.5 s, which a worker's collection can save
 
     kind = manifest["kind"]
     if kind in MODELS:
         read = getattr(models, MODELS[kind]).from_dict(manifest)
         assert read is not None
-        assert read.to_dict() == manifest  # the models leave out what they do not know
+        assert read.to_dict() == manifest  # the models leave out unknown fields
     else:
         schema(kind.lower()).validate(manifest)
     for pod in pods(manifest):
@@ -171,7 +171,7 @@ def test_cores_are_requested_without_a_limit(kind: str, run: Path) -> None:
 
 
 def test_a_train_job_ships_its_runtime(run: Path) -> None:
-    """What Trainer knows the ranks by, and the JobSet that it makes is the one of kind=jobset."""
+    """The runtime has the labels that Trainer reads, and Trainer makes the JobSet of kind=jobset."""
     _, runtime, job = documents("trainjob", run)
     assert job["spec"] == {
         "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": "my-run"},
@@ -257,7 +257,7 @@ def test_a_sky_task_holds_to_the_reference(run: Path, asked: dict[str, Any]) -> 
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore")  # its own
+@pytest.mark.filterwarnings("ignore")  # SkyPilot's warnings
 @pytest.mark.skipif(find_spec("sky") is None, reason="no SkyPilot here: pip install skypilot, in a venv of its own")
 @pytest.mark.parametrize("asked", TASKS, ids=str)
 def test_sky_itself_reads_a_task(run: Path, tmp_path: Path, asked: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A patch over manifests is merged as Kubernetes' strategic merge does it."""
+"""A patch over manifests is merged by the rules of Kubernetes' strategic merge."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_patch_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_job_is_patched_and_its_files_too(run: Path, tmp_path: Path) -> None:
-    """A document goes to the manifest of its kind, one without a kind to the job."""
+    """A document patches the manifest of the document's kind; a document without a kind patches the job."""
     file = tmp_path / "patch.yaml"
     file.write_text("""
 metadata: {annotations: {alpha.jobset.sigs.k8s.io/exclusive-topology: rack}}

@@ -1,4 +1,4 @@
-"""Pods as an operator needs them: their user fits the image, RDMA's memory is locked or refused, probes are true."""
+"""Pods for an operator: the user fits the image, RDMA's memory is locked or refused, probes are true."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_way_to_lock_memory_without_effect_is_refused(run: Path) -> None:
     assert "securityContext" in containers(documents("rayjob", run, "rdma=rdma/ib", "user=0"))[1]
     for container in containers(documents("jobset", run, "rdma=rdma/ib", "locked_memory=node")):
         assert "securityContext" not in container
-        assert LOCK_HELPER in container["command"][2]  # the shell looks, whoever is to unlock
+        assert LOCK_HELPER in container["command"][2]  # the shell always tests the limit
 
 
 def lock_shell(run: Path) -> str:
@@ -110,7 +110,7 @@ def test_a_user_without_the_capability_is_told_instead_of_falling_back(run: Path
 
 
 def open_to_others(folder: Path) -> None:
-    """pytest's folders are their maker's alone, on each level below the folder of temporary files."""
+    """Let other users read pytest's folders, which only their maker may read, on each level of the temporary files."""
     for place in (folder, *folder.parents):
         if place == Path(tempfile.gettempdir()) or place.parent == place:
             return
@@ -121,7 +121,7 @@ def open_to_others(folder: Path) -> None:
     os.geteuid() != 0 or not (shutil.which("setpriv") and shutil.which("setcap")), reason="root may give capabilities"
 )
 def test_the_helper_gives_a_user_locked_memory(run: Path, tmp_path: Path) -> None:
-    """What the Dockerfile makes of setpriv; the ranks keep the variables that a privileged start clears."""
+    """The helper is setpriv as in the Dockerfile. Ranks keep the variables that a privileged start clears."""
     open_to_others(tmp_path)
     helper = tmp_path / LOCK_HELPER
     shutil.copy(str(shutil.which("setpriv")), helper)
@@ -145,7 +145,7 @@ def test_root_with_the_capability_needs_no_helper(run: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind, variable", [("jobset", "JOB_COMPLETION_INDEX"), ("pytorchjob", "RANK")])
 def test_probes_tell_ranks_that_live(kind: str, variable: str, run: Path, tmp_path: Path) -> None:
-    """By the records that ranks leave, and by the clock of the pod's own node."""
+    """Probes read the ranks' records, and the clock of the pod's node."""
     (container, *_) = containers(documents(kind, run))
     probes = [container[f"{name}Probe"] for name in ("startup", "readiness", "liveness")]
     (command,) = {tuple(probe["exec"]["command"]) for probe in probes}
@@ -169,7 +169,7 @@ def test_probes_tell_ranks_that_live(kind: str, variable: str, run: Path, tmp_pa
 
 
 def test_metrics_of_a_pod_are_found_by_prometheus(run: Path) -> None:
-    """The page is the cluster's by intent; elsewhere a run answers loopback alone."""
+    """The cluster reads the metrics by intent; elsewhere a run answers on loopback alone."""
     words = ["device=cpu", "metrics.sinks=[prometheus]", "metrics.port=9500"]
     settings = ("image=i", "volume=v")
     text = written("kubernetes", run, settings, words)

@@ -1,4 +1,4 @@
-"""What submit asks for, what it says of mistakes, and its scripts at work: the batch script and a node's shell."""
+"""submit's directives and errors, and the written scripts at work: the batch script and a node's shell."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_batch_script_queues_a_stopped_run_again(run: Path, tmp_path: Path, co
 
 
 def directives_of(text: str) -> dict[str, str | None]:
-    """As sbatch reads them, whose rule of quotes and # is shlex's within double quotes."""
+    """Return the options that sbatch reads; sbatch's rule of quotes and # is shlex's within double quotes."""
     lines = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
     read = [shlex.split(line, comments=True) for line in lines]
     assert all(len(words) == 1 for words in read), read
@@ -63,7 +63,7 @@ def directives_of(text: str) -> dict[str, str | None]:
 
 
 def test_any_option_of_sbatch(run: Path) -> None:
-    """What is asked for in another way is not asked for twice, and what a stop needs is not the user's."""
+    """An option that another setting sets is not written twice, and options that a stop needs are refused."""
     words = ["qos=high", "mem=0", "exclusive=", "gres=gpu:h100:2", "constraint=ib&h100", "reservation=mine"]
     text = text_of("slurm", run, [*(f"sbatch.{word}" for word in words), "logs=logs/mine"], device="cuda")
     directives = directives_of(text)
@@ -85,14 +85,14 @@ def test_any_option_of_sbatch(run: Path) -> None:
 
 
 def test_the_folder_of_logs_is_made(run: Path, tmp_path: Path) -> None:
-    """Slurm does not make it, and a job without it fails without a word."""
+    """Slurm does not make the folder of logs, and a job without this folder fails without a message."""
     words = ["submit", str(run), "device=cpu", "--on", "slurm", "--to", str(tmp_path / "job.sbatch")]
     assert CliRunner().invoke(app, [*words, "--set", f"logs={tmp_path}/logs/mine"]).exit_code == 0
     assert (tmp_path / "logs" / "mine").is_dir()
 
 
 def test_setup_lines_come_before_the_ranks(run: Path, tmp_path: Path) -> None:
-    """An environment's script may read variables that are not set: `set -u` comes after it."""
+    """An environment's script may read unset variables, so `set -u` follows the script."""
     (tmp_path / "env.sh").write_text("echo $not_set\nexport FOUND=yes\n")
     script = tmp_path / "job.sbatch"
     script.write_text(text_of("slurm", run, [f"setup=source {tmp_path}/env.sh", "setup=export MORE=1"]))
@@ -100,7 +100,7 @@ def test_setup_lines_come_before_the_ranks(run: Path, tmp_path: Path) -> None:
     assert subprocess.run(["bash", str(script)], env=with_stubs(tmp_path)).returncode == 0
     asked = (tmp_path / "asked").read_text().split()
     assert asked[:2] == ["yes", "1"]
-    assert "python" in asked  # the environment's, not this one's
+    assert "python" in asked  # python of the environment, not of this process
     assert sys.executable not in asked
 
 
@@ -117,7 +117,7 @@ def test_setup_lines_come_before_the_ranks(run: Path, tmp_path: Path) -> None:
     ],
 )
 def test_ranks_in_a_container(run: Path, tmp_path: Path, runtime: str, device: str, wanted: list[str]) -> None:
-    """It sees the folder of the run and its file, and what else is asked for."""
+    """The container mounts the run's folder, the run file, and the mounts in the settings."""
     out = Path("/shared/runs/first")
     settings = [f"runtime={runtime}", "container=nvcr.io#nvidia/pytorch:1", "mounts=/data", "mounts=/a:/b"]
     text = written("slurm", run, settings, [f"device={device}"], out=out)
@@ -257,7 +257,7 @@ def test_an_engine_of_another_package(run: Path, tmp_path: Path, monkeypatch: py
     (tmp_path / "toys" / "batch.py").write_text(PLUGIN)
     install(tmp_path, {"meshwright.submit": {"batch": "toys.batch:Batch"}})
     monkeypatch.syspath_prepend(str(tmp_path))
-    _points.cache_clear()  # a process reads them once, and this one may have
+    _points.cache_clear()  # a process reads entry points once, and this process may have done so
     _group.cache_clear()
     assert text_of("batch", run, ["queue=large"]) == "large: 2 nodes"
     (tmp_path / "meshwright_toys-1.0.dist-info" / "entry_points.txt").write_text(
@@ -323,7 +323,7 @@ def test_an_engine_that_is_not_here_or_refuses(tmp_path: Path, monkeypatch: pyte
     ],
 )
 def test_folders_may_be_the_cluster_s(on: str, asked: dict[str, Any], absent: str, run: Path) -> None:
-    """A laptop has neither corpus nor tokenizer nor weights: the file is written, and says what was not checked."""
+    """On a laptop without corpus, tokenizer and weights, the file is written, with a note of the unchecked paths."""
     tree = yaml.safe_load(run.read_text())
     tree["data"] |= asked.get("data", {})
     tree["model"] = asked.get("model", tree["model"])
@@ -352,7 +352,7 @@ def test_mistakes_are_refused_next_to_absent_folders(words: list[str], said: str
 
 
 def test_the_default_file_is_never_the_run_s(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a run file is called, and however often it is submitted."""
+    """With any name of a run file, and any number of submissions, the run file stays."""
     monkeypatch.chdir(tmp_path)
     image = [word for setting in VOLUME for word in ("--set", setting)]
     more = {"kubernetes": image, "skypilot": image, "ray": ["--out", "/shared/x"], "slurm": []}

@@ -1,4 +1,4 @@
-"""Tiny runs of every family, and their batches, for what `verify` compares: a rank and the reference both read them."""
+"""Tiny runs of every family, with batches, for `verify`: a rank and the reference both read the batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "router_z": 0.01,
         },
     },
-    "qwen3-next": {  # norms of heads of 5 numbers divide by little where these pass zero: a larger epsilon
+    "qwen3-next": {  # norms of heads of 5 numbers divide by values near zero, hence the larger epsilon
         "family": "qwen3-next", "layers": 2, "key_value_heads": 2, "head_width": 6, "rotary_width": 4,
         "feed_forward": 40, "attention_layers": [False, True], "linear_key_heads": 2, "linear_value_heads": 4,
         "linear_key_width": 6, "linear_value_width": 5,
@@ -61,7 +61,7 @@ IMAGES = ("vit", "resnext")
 
 
 def config_for(name: str = "gpt2", **changes: Any) -> Config:
-    """A run whose every optimizer setting matters: clipping is active, rates rise and fall, weights decay."""
+    """Return a run in which every optimizer setting matters: clipping is active, rates rise and fall, weights decay."""
     shape: dict[str, Any] = {"hidden": 24, "vocabulary_multiple": 8, "dropout": 0.0}
     if name != "resnext":
         shape["heads"] = 4
@@ -80,7 +80,7 @@ def config_for(name: str = "gpt2", **changes: Any) -> Config:
 
 
 class Drawn:
-    """Random global batches in which samples count different numbers of labels."""
+    """Random global batches with different numbers of labels in samples."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -97,7 +97,7 @@ class Drawn:
 
 
 class Repeated(Drawn):
-    """The first sample, always: microbatches whose gradients are the same numbers."""
+    """The first sample, repeated: microbatches with equal gradients."""
 
     def samples(self, first: int, count: int) -> Batch:
         return {name: x.expand(count, *x.shape[1:]) for name, x in super().samples(0, 1).items()}
@@ -111,7 +111,7 @@ def batches(config: Config) -> Iterator[Batch]:
 
 
 Plant = Callable[[], None]
-"""Breaks something in a rank's process, before its parts are built."""
+"""A function that breaks something in a rank's process, before the rank's parts are built."""
 
 
 def layout_rank(mesh: Mesh, train: Drawn, folder: Path, steps: int, plant: Plant | None) -> None:
@@ -127,7 +127,7 @@ def reference_rank(mesh: Mesh, train: Drawn, folder: Path, steps: int, plant: Pl
 
 
 def run_layout(train: Drawn, folder: Path, steps: int, plant: Plant | None = None) -> Path:
-    """The ranks of the layout, forked; `folder` with what they leave."""
+    """Run the layout in forked ranks; return `folder` with the ranks' results."""
     folder.mkdir()
     config = train.config
     run_ranks(layout_rank, config.grid, train, folder, steps, plant, token_axes=config.layout.token_axes)
@@ -141,7 +141,7 @@ def run_reference(train: Drawn, folder: Path, steps: int, plant: Plant | None = 
 
 
 def verdict_of(config: Config, folder: Path, steps: int) -> Verdict:
-    """As `meshwright verify`, in forked ranks."""
+    """Return the verdict of `meshwright verify`, from forked ranks."""
     train = Drawn(config)
     layout = run_layout(train, folder / "layout", steps)
     return compare_runs(config, layout, run_reference(train, folder / "reference", steps), steps)

@@ -1,5 +1,7 @@
-"""Mistakes, planted in a rank's process before it builds its parts. Most are in code that runs on one device as well,
-so that two runs of ours would agree on them. Each patches what it breaks, and nothing else."""
+"""Mistakes, planted in a rank's process before the rank's parts are built. Each patches one thing only.
+
+Most are in code that also runs on one device, so two runs of the training loop would agree on the mistake.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ from tests.tools.verify.cases import Plant
 
 
 def halved_sum() -> None:
-    """The gradients' sum is halved, for every number of ranks."""
+    """Halve the gradients' sum, for every number of ranks."""
     right = AllReduce.reduce
 
     def wrong(self: AllReduce, bucket: Bucket, comm: Comm) -> Work:
@@ -42,12 +44,12 @@ def halved_sum() -> None:
 
 
 def dropped_sum() -> None:
-    """Nobody sums."""
+    """Sum on no rank."""
     AllReduce.reduce = lambda self, bucket, comm: DONE  # type: ignore[method-assign]
 
 
 def one_wrong_element() -> None:
-    """One element of a bucket is off by 1e-9 on one rank."""
+    """Add 1e-9 to one element of a bucket on one rank."""
     right = AllReduce.reduce
 
     def wrong(self: AllReduce, bucket: Bucket, comm: Comm) -> Work:
@@ -59,13 +61,13 @@ def one_wrong_element() -> None:
 
 
 def wrong_norm() -> None:
-    """The norm that clips is a thousandth too large."""
+    """Make the norm that clips a thousandth too large."""
     right = optimizer.norm_of_squares
     optimizer.norm_of_squares = lambda *arguments: right(*arguments) * 1.001  # type: ignore[assignment]
 
 
 def wrong_clipping() -> None:
-    """The norm is right, and what it divides by is not."""
+    """Divide by a wrong number, with the right norm."""
     right = Optimizer._update
 
     def wrong(self: Optimizer, rate: float, divisor: Tensor | None = None, skip: Tensor | None = None) -> StepWeights:
@@ -75,7 +77,7 @@ def wrong_clipping() -> None:
 
 
 def decayed_vectors() -> None:
-    """Weight decay acts on biases and norms as well."""
+    """Decay biases and norms as well."""
     right = InPlace._step_together
 
     def wrong(self: InPlace, members: list[int], rule: StepRule, step: StepWeights) -> None:
@@ -85,19 +87,19 @@ def decayed_vectors() -> None:
 
 
 def late_schedule() -> None:
-    """The learning rate is the next step's."""
+    """Use the next step's learning rate."""
     right = optimizer.learning_rate
     optimizer.learning_rate = lambda peak, schedule, step, steps: right(peak, schedule, step + 1, steps)
 
 
 def wrong_rate() -> None:
-    """The learning rate is a millionth too large."""
+    """Make the learning rate a millionth too large."""
     right = optimizer.learning_rate
     optimizer.learning_rate = lambda *arguments: right(*arguments) * (1 + 1e-6)
 
 
 def wrong_bias_correction() -> None:
-    """Adam counts one step too many."""
+    """Count one step too many in Adam."""
     right = Optimizer._update
 
     def wrong(self: Optimizer, *numbers: Any) -> StepWeights:
@@ -110,7 +112,7 @@ def wrong_bias_correction() -> None:
 
 
 def local_counts() -> None:
-    """Each replica takes the mean over its own labels, and the means are averaged."""
+    """Take the mean over each replica's labels, and the mean of the means."""
     right = step_module.replica_backward
 
     def wrong(parts: Parts, rows: Batch, counts: list[int], samples: int) -> Tensor:
@@ -134,7 +136,7 @@ def doubled_microbatch() -> None:
 
 
 def misplaced_view() -> None:
-    """Two parameters of one shape write their gradients into each other's part of the bucket."""
+    """Swap the gradients of two parameters of one shape in the bucket."""
     make = Bucket.__init__
 
     def wrong(
@@ -151,7 +153,7 @@ def misplaced_view() -> None:
 
 
 def doubled_lookup() -> None:
-    """The embedding's share of the tied table's gradient counts twice."""
+    """Count the embedding's share of the tied table's gradient twice."""
     right = serial.lookup
 
     def wrong(ids: Tensor, layer: Any, runs: int = 1) -> Tensor:
@@ -162,7 +164,7 @@ def doubled_lookup() -> None:
 
 
 def forgotten_smoothing() -> None:
-    """The gradient of the logits leaves out the part of the target that all classes share; the loss is right."""
+    """Leave out the targets' part that all classes share in the gradient of the logits; the loss is right."""
     right = cross_entropy._to_gradients
 
     def wrong(logits: Tensor, targets: Tensor, factors: Tensor, classes: Any, held: int) -> Tensor:
@@ -174,13 +176,13 @@ def forgotten_smoothing() -> None:
 
 
 def lost_bias_gradient() -> None:
-    """A linear's bias has a gradient of zeros."""
+    """Make a linear's bias gradient zeros."""
     right = Products.bias_gradients
     Products.bias_gradients = lambda self, dy: right(self, torch.zeros_like(dy))  # type: ignore[method-assign]
 
 
 def half_sums() -> None:
-    """Gradients of microbatches are added up in half precision."""
+    """Add up gradients of microbatches in half precision."""
     right = Gradients._accumulated
 
     def wrong(self: Gradients, parameter: nn.Parameter) -> None:
@@ -192,7 +194,7 @@ def half_sums() -> None:
 
 
 def wrong_cut() -> None:
-    """The second rank of the tensor axis holds its part of a cut parameter the other way round."""
+    """Reverse the second tensor rank's part of a cut parameter."""
     right = assembly.draw_values
 
     def wrong(out: Tensor, name: str, spec: Any, mesh: Any, seed: int) -> None:
@@ -204,19 +206,19 @@ def wrong_cut() -> None:
 
 
 def dead_block() -> None:
-    """A block gives what it reads."""
+    """Return a block's input."""
     attention.Block.forward = lambda self, h, *others, **tensors: h  # type: ignore[method-assign]
 
 
 def dead_model() -> None:
-    """The loss does not depend on anything."""
+    """Make a loss that depends on nothing."""
     right = gpt.GPT.loss
     gpt.GPT.loss = lambda self, *arguments: right(self, *arguments) * 0  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """`seen`: the kinds of comparisons that must fail; `unseen`: those that cannot. `kind`: the finding's; "": any."""
+    """`seen`: kinds of comparisons that must fail; `unseen`: kinds that cannot. `kind`: the finding's; "": any."""
 
     plant: Plant
     seen: tuple[str, ...]

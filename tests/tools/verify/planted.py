@@ -1,4 +1,4 @@
-"""Workers of `verify` with a mistake planted in them."""
+"""Workers of `verify` with a planted mistake."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from tests.tools.verify.mistakes import one_wrong_element
 
 
 def wrong_gradient(*arguments: Any, **named: Any) -> None:
-    """One element of one rank's gradients is off by 1e-9."""
+    """Add 1e-9 to one element of one rank's gradients."""
     one_wrong_element()
     verify_rank(*arguments, **named)
 
 
 def killed_rank(rank: Rank, **named: Any) -> None:
-    """Rank 1 is killed while rank 0 trains."""
+    """Kill rank 1 while rank 0 trains."""
     if rank.mesh.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     verify_rank(rank, **named)
 
 
 def failing_reference(rank: Rank, config: Config, **named: Any) -> None:
-    """The reference's loss overflows at every step."""
+    """Let the reference's loss overflow at every step."""
     precision = Precision(level="O2", dtype="fp16", loss_scale=LossScale(initial=1e30))
     reference_worker(rank, config.model_copy(update={"precision": precision}), **named)
 
 
 def bits_by_rank(rank: Rank, config: Config, data: Path, steps: int) -> dict[str, dict[str, str]]:
-    """Rank 1 draws dropout's masks from other numbers than one device does."""
+    """Draw rank 1's dropout masks from other numbers than one device does."""
     begin, shift = SampleGrains.begin_step, rank.mesh.rank
 
     def begin_elsewhere(self: SampleGrains, first: int, scale: float) -> None:

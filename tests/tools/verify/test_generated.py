@@ -1,4 +1,4 @@
-"""`verify --generate`: generation against training's forward pass under layouts, and mistakes that it finds."""
+"""`verify --generate`: generation under layouts equals training's forward pass, and finds planted mistakes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_generation_is_training(config: Config, capsys: pytest.CaptureFixture[st
     assert names[:3] == ["training, one device", "training, 1-D tensors of 2", "training, ring of 2"]
     promised = [way for way in found.ways if way.demanded]
     assert all(way.differing == 0 and way.tokens == 80 for way in promised)
-    # The usual forward pass is another sum: so the comparison sees single bits.
+    # The usual forward pass is another sum, so the comparison must see single bits.
     (usual,) = (way for way in found.ways if not way.demanded)
     assert usual.differing > 0
     assert 0 < usual.largest < 1e-4

@@ -1,4 +1,4 @@
-"""verify sees mistakes, also those that a layout shares with a run of ours on one device."""
+"""verify sees mistakes, also mistakes that a layout shares with our run on one device."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_mistake_is_seen(mistake: Mistake, references: dict[str, Path], tmp_pa
 
 
 def test_sums_in_half_precision_are_seen(tmp_path: Path) -> None:
-    """320 microbatches of equal gradients: in bf16 the sum of equal terms stops growing at the 256th."""
+    """320 microbatches have equal gradients: in bf16 the sum of equal terms stops growing at the 256th."""
     shape = MODELS["untied"] | {"hidden": 8, "heads": 2, "dropout": 0.0}
     batch, precision = {"global": 320, "micro": 1}, {"level": "O2", "dtype": "bf16"}
     train = Repeated(config_for(model=shape, batch=batch, precision=precision))
@@ -71,7 +71,7 @@ def test_sums_in_half_precision_are_seen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plant", [dead_block, dead_model])
 def test_equal_zeros_prove_nothing(plant: Any, tmp_path: Path) -> None:
-    """Both sides are dead, and all comparisons hold."""
+    """Both sides are dead, so all comparisons hold and prove nothing."""
     config = config_for()
     reference = run_reference(Drawn(config), tmp_path / "reference", STEPS, plant)
     layout = run_layout(Drawn(config), tmp_path / "layout", STEPS, plant)

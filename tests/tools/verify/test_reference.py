@@ -1,5 +1,7 @@
-"""The reference is plain torch: what it imports, what its autograd graph is made of; and layouts equal it, of every
-family, level and optimizer."""
+"""The reference is plain torch, by its imports and autograd graph.
+
+Layouts of every family, level and optimizer equal the reference.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def test_it_imports_facts_and_the_models_alone() -> None:
 
 
 def functions_of(mesh: Mesh, config: Config) -> tuple[set[str], list[str]]:
-    """The autograd functions of ours in the graph of a loss, and the layers of other kits in the model."""
+    """Return our autograd functions in the graph of a loss, and the model's layers of other kits."""
     run = Reference(config, torch.device("cpu"))
     batch = next(batches(config))
     (loss,) = run.model(run.model.prepared(batch), dict.fromkeys((*run.model.labels, SAMPLES), 1.0))
@@ -80,13 +82,12 @@ def functions_of(mesh: Mesh, config: Config) -> tuple[set[str], list[str]]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_its_graph_is_torchs(model: str) -> None:
-    """The model files themselves have functions of their own: GPT-2's GELU, Llama's rotation and SwiGLU, and what keeps
-    a stage's inputs."""
+    """The model files have autograd functions: GPT-2's GELU, Llama's rotation and SwiGLU, and a stage's kept inputs."""
     ours, layers = run_ranks(functions_of, SOLO, config_for(model))[0]
     family = "experts" if model == "experts" else config_for(model).model.family
     own = {
         "experts": {"_RotateBackward"},
-        "deepseek": {"_RotateBackward", "_SwigluBackward", "_LoadsBackward"},  # the reference's own count of loads
+        "deepseek": {"_RotateBackward", "_SwigluBackward", "_LoadsBackward"},  # the reference counts loads too
         "gpt2": {"_GeluBackward"}, "llama": {"_RotateBackward", "_SwigluBackward"},
         "qwen3-next": {"_RotateBackward", "_SwigluBackward"},
         "transformer": {"_TogetherBackward"}, "t5": {"_TogetherBackward"},
@@ -114,7 +115,7 @@ def test_one_rank_equals_it(model: str, tmp_path: Path) -> None:
     verdict = verdict_of(config_for(model), tmp_path, 4)
     verdict.check()
     names = {row.name for row in verdict.rows if row.kind == "weight"}
-    stepped = [name for name in names if not name.endswith("router.bias")]  # which signs step
+    stepped = [name for name in names if not name.endswith("router.bias")]  # router biases step by signs
     assert len(verdict.rows) == 3 * len(names) + 2 * 4 + 2 * len(stepped)  # Adam has two moments
 
 
@@ -163,7 +164,7 @@ def drawn(mesh: Mesh, config: Config) -> dict[str, torch.Tensor]:
 
 
 def test_initial_values_of_more_than_one_block() -> None:
-    """A table of 2^20 elements and more is drawn in blocks: the same on both sides, to the bit."""
+    """A table of 2^20 elements and more is drawn in blocks, with equal bits on both sides."""
     config = config_for()
     config = config.model_copy(update={"model": config.model.model_copy(update={"hidden": 64, "vocabulary": 20000})})
     (ours,) = run_ranks(drawn, SOLO, config)
@@ -193,7 +194,7 @@ def interface(mesh: Mesh, config: Config) -> Any:
 
 
 def test_the_callable(tmp_path: Path) -> None:
-    """Whole global batches in, numbers by step and whole tensors by name out."""
+    """The callable reads whole global batches, and returns numbers by step and whole tensors by name."""
     (outcome,) = run_ranks(interface, SOLO, config_for())
     assert len(outcome.losses) == len(outcome.norms) == 2
     assert outcome.initial.keys() == outcome.gradients.keys() == outcome.weights.keys()

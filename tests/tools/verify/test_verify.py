@@ -1,4 +1,4 @@
-"""verify as a command: jobs of workers, a verdict, a table. What it sees: test_mistakes.py."""
+"""verify as a command: jobs of workers, a verdict, a table. test_mistakes.py has the mistakes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_right_layout_holds(config: Config) -> None:
 
 
 def test_a_small_reference_has_one_thread(config: Config) -> None:
-    """Its second thread would spend as long as the first, waiting."""
+    """A second thread would use as long as the first, waiting."""
     checked = with_field(comparable(config, as_configured=False), "device", "cpu")
     assert one_device(checked, 5).threads == 1
     steps = FEW_FLOPS // (4 * chain_of(checked).flops_per_sample(checked))
@@ -55,7 +55,7 @@ def test_a_small_reference_has_one_thread(config: Config) -> None:
 
 
 def test_no_rank_imports_dtensors_or_the_compiler_before_they_are_met() -> None:
-    """A second of a core, which the launcher and the fork server would both spend."""
+    """The import takes a second of a core, in the launcher and again in the fork server."""
     heavy = "{'torch._dynamo', 'torch.distributed.tensor', 'sympy'}"
     code = f"import sys, meshwright.tools.verify.table, meshwright.tools.verify.job; print({heavy} & set(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
