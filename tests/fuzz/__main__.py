@@ -1,9 +1,8 @@
-"""`python -m tests.fuzz --minutes 30`: as many drawn runs as fit, each against one device.
+"""`python -m tests.fuzz --minutes 30`: draw runs until the time is up, and compare each with one device.
 
-`--seed`: another sequence; `--ranks`: the most that a run may have; `--jobs`: runs at a time, each of a sequence of its
-own. What fails is written to tests/fuzz/found/, where test_fuzz.py finds it. `python -m tests.fuzz RUN.yaml ...` checks
-these runs instead; `--cover` writes the fixed set anew, with `--keep` adds to it what is missing.
-
+`--seed`: another sequence; `--ranks`: the most ranks of a run; `--jobs`: runs at a time, each of a separate sequence. A
+run that fails is written to tests/fuzz/found/, which test_fuzz.py reads. `python -m tests.fuzz RUN.yaml ...` checks
+these runs instead; `--cover` writes the fixed set anew, and with `--keep` adds the missing cases.
 `--bits`: layouts under `bits: layout-free` (bits.py), each against one device, to the bit; `--cover` writes their set.
 """
 
@@ -61,7 +60,7 @@ def main() -> int:
 
 
 def checked(config: Config) -> list[str]:
-    """The complaint about a run; a rank's error and a hang are one, too."""
+    """Return the complaints about a run; a rank's error and a hang are complaints, too."""
     try:
         return mistakes(config)
     except Exception as error:
@@ -69,9 +68,9 @@ def checked(config: Config) -> list[str]:
 
 
 def replay(runs: list[Path]) -> int:
-    """Check these run files; 1 where one fails."""
+    """Check these run files; return 1 if a run fails."""
     failures = 0
-    chat_tokenizer()  # which runs on pairs name
+    chat_tokenizer()  # named by runs on pairs
     for path in runs:
         wrong = checked(load_config(path))
         failures += bool(wrong)
@@ -80,7 +79,7 @@ def replay(runs: list[Path]) -> int:
 
 
 def fuzz(minutes: float, seed: int, jobs: int, ranks: int) -> int:
-    """Draw and run; a line for each failure, a summary. 1 where something failed."""
+    """Draw and run; print a line for each failure, and a summary. Return 1 if a run failed."""
     started = time.monotonic()
     context = multiprocessing.get_context("fork")
     told: Queue[Any] = context.Queue()
@@ -129,7 +128,7 @@ def cover_bits(seed: int) -> int:
 
 
 def fuzz_bits(minutes: float, seed: int) -> int:
-    """Draw layouts under equal bits and run them; 1 where one does not end with the bits of one device."""
+    """Draw layouts under equal bits and run each; return 1 if a run does not end with the bits of one device."""
     deadline, failures, count = time.monotonic() + 60 * minutes, 0, 0
     while time.monotonic() < deadline:
         kind, config = numbered(1000 * seed + count)
@@ -157,7 +156,7 @@ def _draw_and_run(seed: str, ranks: int, deadline: float, told: Queue[Any]) -> N
 
 
 def _keep(case: Case, wrong: list[str]) -> str:
-    """Write the run to a file; the line that says so."""
+    """Write the run to a file; return a line with the file's name."""
     text = yaml.safe_dump(tree_of(case), sort_keys=False)
     path = FOUND / f"{case['model']}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.yaml"
     noted = "".join(f"# {line}\n" for mistake in wrong[:8] for line in mistake.splitlines()[-12:])

@@ -1,6 +1,6 @@
-"""The axes of a run and their values. A case is one value of each; `tree_of` is the run file that it stands for.
+"""The axes of a run and their values. A case is one value of each; `tree_of` makes the case's run file.
 
-Which values go together is said nowhere here: the config's own rules refuse what does not (draw.py).
+No rule here says which values go together: the config's rules refuse a case that is not legal (draw.py).
 """
 
 from __future__ import annotations
@@ -78,8 +78,10 @@ VOCABULARIES: dict[str, tuple[int, int, int]] = {
     "hollow": (361, 768, 7),
     "real": (50257, 192, 10),
 }
-"""Tokens, the multiple that they are padded to, and a classifier's classes. hollow: with 3 or 4 ranks the last hold
-nothing but padding. real: GPT-2's own; the others take theirs."""
+"""Tokens, the multiple to which tokens are padded, and a classifier's classes.
+
+hollow: with 3 or 4 ranks the last hold nothing but padding. real: GPT-2's numbers; other families have the real ones.
+"""
 REAL = {
     "bert": 30522, "t5": 32128, "llama": 49152, "deepseek": 129280, "gpt-oss": 201088, "qwen3-next": 151936,
     "qwen3.5": 248320,
@@ -99,7 +101,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"name": "sgd"},
     "momentum": {"name": "momentum"},
 }
-"""With a small epsilon Adam's first steps are the signs of the gradients, which the rounding of small ones decides."""
+"""With a small epsilon, Adam's first steps are the gradients' signs, and rounding decides small gradients' signs."""
 
 FROZEN: dict[str, list[str]] = {
     "biases": ["*.bias"],
@@ -148,7 +150,7 @@ AXES: dict[str, tuple[Value, ...]] = {
     "adapter": (None, None, None, *ADAPTERS),
     "loss": (None, None, None, None, "dpo"),
 }  # fmt: skip
-"""A value that stands twice is drawn twice as often: small groups are quick, most tensor layouts have no branches."""
+"""A value listed twice is drawn twice as often: small groups are quick, and most tensor layouts have no branches."""
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "model": ("model.family", "model.tied", "data.documents"),
@@ -184,13 +186,13 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "adapter": ("model.adapter", "bits.kind"),
     "loss": ("loss", "data.kind", "model.experts", "model.later_tokens"),
 }
-"""The fields that an axis writes: where a rule refuses one of them, another value of the axis may do."""
+"""The fields that an axis writes: if a rule refuses one of these fields, another value of the axis may be legal."""
 
 GLOBAL_BATCH, POSITIONS, HIDDEN, STEPS = 24, 24, 24, 2
 
 
 def tree_of(case: Case) -> dict[str, Any]:
-    """The run file that a case stands for."""
+    """Return the run file of a case."""
     model = _model(case)
     images = model["family"] in ("vit", "resnext")
     data = ({"source": "digits"} if images else {"sequence": case["sequence"]}) | _given(case, "documents")
@@ -211,26 +213,30 @@ def tree_of(case: Case) -> dict[str, Any]:
 
 
 def _loss_scale(case: Case) -> dict[str, Any]:
-    """A scale for fp16 with which gradients above 1, of delta nets and of losses over pairs, do not overflow: whether
-    one does, rounding decides."""
+    """Return a scale for fp16 with which gradients above 1, of delta nets and of losses over pairs, do not overflow.
+
+    Rounding would decide whether a gradient overflows.
+    """
     larger = case["loss"] is not None or "linear_key_width" in MODELS[str(case["model"])]
     return {"loss_scale": {"initial": 1024.0}} if larger and case["precision"] == "O2-fp16" else {}
 
 
 @cache
 def chat_tokenizer() -> Path:
-    """A tokenizer with a chat template, which a run on pairs names. The folder has one name, so that a run file that
-    was found can be run again."""
+    """Return a tokenizer with a chat template, which a run on pairs names.
+
+    The folder's name is fixed, so that a run file in found/ can be run again.
+    """
     return make_tokenizer(Path(tempfile.gettempdir()) / "meshwright-fuzz-tokenizer")
 
 
 def read_cases(path: Path) -> list[Case]:
-    """The cases of a file; axes that it does not know yet are left out of their run files."""
+    """Return the cases of a file; an axis that the file does not have is left out of the run file."""
     return [dict.fromkeys(AXES) | json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _given(case: Case, axis: str) -> dict[str, Any]:
-    """The field that is called like the axis, or nothing where the case leaves it out."""
+    """Return the field with the axis's name, or no field if the case leaves the field out."""
     return {} if case[axis] is None else {axis: case[axis]}
 
 
@@ -263,7 +269,7 @@ def _model(case: Case) -> dict[str, Any]:
 
 
 def _blocks(model: dict[str, Any]) -> int:
-    """Links of the model's chain."""
+    """Return the number of links of the model's chain."""
     if model["family"] == "resnext":
         return sum(model["stage_blocks"])
     return model["layers"] * (2 if model["family"] in ("t5", "transformer") else 1)
@@ -287,7 +293,7 @@ def _layout(case: Case, blocks: int) -> dict[str, Any]:
 
 
 def partition_of(name: str, blocks: int, stages: int) -> str | list[int]:
-    """Layers of each stage; what a rule refuses (no stage to be alone on, one between with nothing) included."""
+    """Return the layers of each stage, legal or not (no stage to be alone on, an empty stage between)."""
     if name == "measured" or stages == 1:
         return name if name == "measured" else [blocks]
     if name == "uneven":
@@ -297,7 +303,7 @@ def partition_of(name: str, blocks: int, stages: int) -> str | list[int]:
 
 
 def tensor_axes(case: Case) -> dict[str, int]:
-    """Sizes of the tensor layout's axes by name, outermost first."""
+    """Return sizes of the tensor layout's axes by name, outermost first."""
     tensor = TENSORS[case["tensor"]]
     match tensor["kind"]:
         case "megatron":
@@ -310,7 +316,7 @@ def tensor_axes(case: Case) -> dict[str, int]:
 
 
 def layer_axes(case: Case) -> dict[str, int]:
-    """Sizes of the axes that cut a layer by name, outermost first."""
+    """Return sizes of the axes that cut a layer by name, outermost first."""
     context = {} if case["context"] is None else {"context": CONTEXTS[case["context"]]["size"]}
     return context | tensor_axes(case)
 
@@ -326,9 +332,9 @@ def _order(case: Case) -> list[str]:
 
 
 def _offload(case: Case) -> dict[str, Any]:
-    """Buckets of 256 elements, so that a tiny model has several; a real vocabulary would have thousands."""
+    """Return an offload with several buckets in a tiny model; a real vocabulary would have thousands of this size."""
     if case["offload"] is None:
         return {}
     bucket = 2**16 if case["vocabulary"] == "real" else 256
-    chunk = {} if case["sync"] == "zero3" else {"chunk": 2}  # which sums a layer at once
+    chunk = {} if case["sync"] == "zero3" else {"chunk": 2}  # zero3 sums a layer at once
     return {"offload": {"to": case["offload"], "bucket": bucket, **chunk}}

@@ -1,7 +1,7 @@
 """Layouts drawn along all axes under `bits: layout-free`: each ends with the bits of one device.
 
-A run fixes the model, the precision and the parts that kernels get; a layout is a word of each of AXES, as far as the
-config allows them together.
+A run fixes the model, the precision and the parts for kernels. A layout is a word of each axis of AXES, if the config
+allows the words together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Layout = dict[str, Words]
 """The words of each axis."""
 
 MODEL = {"layers": 2, "hidden": 64, "heads": 8, "positions": 32, "vocabulary": 301, "vocabulary_multiple": 64}
-"""301 tokens in tables of 320 rows: of four ranks the last holds less."""
+"""301 tokens in tables of 320 rows: of four ranks the last has fewer tokens."""
 LLAMA = {"family": "llama", "key_value_heads": 2, "head_width": 8, "feed_forward": 256, "biases": ["query-key-value"]}
 GEMMA = {
     "family": "gemma", "key_value_heads": 2, "head_width": 8, "query_scalar": 8, "feed_forward": 256, "window": 9,
@@ -54,7 +54,7 @@ DEEPSEEK = {
 PARTS = {"tensor": 4, "hidden": 2, "sequence": 4}
 BY_RUNS = {"tensor": 2, "hidden": 2, "sequence": 8, "attention": "runs"}
 BY_FOUR_RUNS = BY_RUNS | {"sequence": 4}
-"""As many as the ranks of the largest ring."""
+"""A sequence has 4 parts, equal to the ranks of the largest ring."""
 
 RUNS: dict[str, dict[str, Any]] = {
     "gpt2": {"model": {"family": "gpt2", "dropout": 0.1}, "bits": PARTS},
@@ -122,8 +122,11 @@ ROUNDED: dict[str, dict[str, str]] = {
     "float32, moments in bf16": {"states": "bf16"},
     "O2, moments and masters in bf16": {"states": "bf16", "masters": "bf16"},
 }
-"""The formats of states that are rounded at random, by precision. Their bits are drawn by seed, name and index, so the
-bound is the one of tests/compute/parameters/test_rounding.py: the bits of one device."""
+"""The formats of states that are rounded at random, by precision.
+
+The random bits are drawn by seed, name and index, so the bound is that of tests/compute/parameters/test_rounding.py:
+the bits of one device.
+"""
 KINDS = [(run, precision) for precision in PRECISIONS for run in RUNS]
 
 
@@ -162,7 +165,7 @@ AXES: dict[str, list[Words]] = {
     "recompute": [(), (), ("memory.recompute=1",), ("memory.recompute=2",), ("memory.recompute=selective",)],
     "offload": [(), (), (), ("memory.offload=host",)],
 }  # fmt: skip
-"""A value that stands twice is drawn twice as often."""
+"""A value listed twice is drawn twice as often."""
 
 MOST_RANKS = 8
 
@@ -179,7 +182,7 @@ def config_of(kind: tuple[str, str], words: Words, steps: int = 1) -> Config:
 
 
 def drawn(random: Random, kind: tuple[str, str], fixed: Layout, most: int = 1000) -> tuple[Layout, Config] | None:
-    """A layout of several ranks that the run's parts allow, with the fixed words; None after `most` refusals."""
+    """Return a layout of several ranks for the run's parts, with the fixed words, or None after `most` refusals."""
     run = RUNS[kind[0]]
     idle = (*(() if run["bits"] else ("tensor", "context")), *(() if "experts" in run["model"] else ("expert",)))
     for _ in range(most):
@@ -197,7 +200,7 @@ def drawn(random: Random, kind: tuple[str, str], fixed: Layout, most: int = 1000
 
 
 def numbered(number: int) -> tuple[tuple[str, str], Config]:
-    """The run and the layout of a number; the runs take turns."""
+    """Return the run and the layout of a number; the runs take turns."""
     kind = KINDS[number % len(KINDS)]
     found = drawn(Random(f"bits/{number}"), kind, {})
     assert found is not None, kind
@@ -209,8 +212,10 @@ def words_of(layout: Layout) -> Words:
 
 
 def covering(seed: int) -> Iterator[tuple[tuple[str, str], Layout]]:
-    """Layouts that have every value of every axis, then some of each run whose states are rounded at random; the runs
-    take turns."""
+    """Yield layouts that have every value of every axis, then some of each run with states rounded at random.
+
+    The runs take turns.
+    """
     random, missing = Random(seed), [(axis, value) for axis, values in AXES.items() for value in values]
     turns = cycle(kind for kind in KINDS if kind[1] not in ROUNDED)
     while missing:
@@ -234,5 +239,5 @@ def on_one_device(kind: tuple[str, str], steps: int) -> Ended:
 
 
 def differing(kind: tuple[str, str], config: Config, **how: Any) -> list[str]:
-    """Steps and tensors in which a layout of the run does not end with the bits of one device."""
+    """Return the steps and tensors in which a run's layout does not end with the bits of one device."""
     return ended(config, **how).differing(on_one_device(kind, config.steps))

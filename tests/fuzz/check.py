@@ -1,22 +1,22 @@
 """One run on its layout's ranks, through the training loop, against `verify`'s reference: plain torch on one device.
 
-In float64 the tolerances are those of `meshwright verify`. Other precisions round sums that are made in another order
-to other numbers, how far apart depends on the model: there both are held against one device in float64, and the layout
-may be FURTHER times as far from it as one device in its precision is, and verify's tolerance. Gradients are the first
-step's.
+In float64 the tolerances are the tolerances of `meshwright verify`. In other precisions, sums in another order round to
+other numbers, and the model decides how far these numbers differ. So the layout and one device in the run's precision
+are both compared with one device in float64. The layout's distance may be FURTHER times the distance of one device,
+plus verify's tolerance. Gradients are the first step's.
 
-That holds where what is computed does not jump or divide by what rounding has left over. Three things do:
+The comparison needs functions that neither jump nor divide by rounding errors. Three functions do:
 
-- ReLU's derivative jumps at zero. A sum on the other side of it, by fp16's last bit, in one token's row moves the
+- ReLU's derivative jumps at zero. A sum on the other side of zero, by fp16's last bit, in one token's row moves the
   gradient of a small model by a fiftieth. So ReLU is ReLU in float64 only; elsewhere layout and oracles have SiLU.
-- A delta net divides queries and keys by their lengths. A length near zero is nothing but rounding, and its gradient a
-  thousand times a weight's. So elsewhere than in float64, the addend to squared lengths is UNIT instead of 1e-6.
-- Adam divides an element of the gradient by its own size. One that is nothing but rounding moves its weight by a tenth
-  of the rate, either way. So in half precision the last weights are one tensor against float64's, as in verify, and in
-  addition each parameter is held, to float32's tolerance, against what torch's optimizer makes of the gradients that
-  the layout itself had, in all steps: whatever they are, that is how they have to be applied.
+- A delta net divides queries and keys by their lengths. A length near zero is rounding alone, with a gradient a
+  thousand times a weight's. So in precisions other than float64, the addend to squared lengths is UNIT instead of 1e-6.
+- Adam divides an element of the gradient by the element's size. An element of rounding alone moves a weight by a tenth
+  of the rate, either way. So in half precision the last weights are compared with float64's as one tensor, as in
+  verify. In addition, each parameter is compared, to float32's tolerance, with a step of torch's optimizer by the
+  layout's gradients of all steps: any gradients have to be applied in this way.
 
-Weights are the masters, which are stepped: a bias after two steps lies below fp16's normal numbers. The half-precision
+Weights are the masters, which are stepped: a bias after two steps is below fp16's normal numbers. The half-precision
 copies have to be the masters, rounded, to the bit.
 """
 
@@ -60,24 +60,26 @@ FURTHER = 6
 UNIT = 1.0
 
 SAME, MOVED = 1e-6, 1e-3
-"""States that are rounded at random: a weight is the same within 16 last bits of float32 of the parameter's largest.
-The share of the weights that may be others: a number in front of the rounding that is off by one last bit is rounded to
-the other neighbour once in 2^16 draws. Of other random bits about half are."""
+"""States that are rounded at random: weights are equal within 16 last bits of float32 of the parameter's largest.
+
+MOVED is the share of the weights that may differ. If a number before the rounding is off by one last bit, the number is
+rounded to the other neighbour once in 2^16 draws. With other random bits about half of the weights differ.
+"""
 
 Pieces = list[tuple[Place, Tensor]]
 """A rank's parts of some tensors."""
 
 
 Plant = Callable[[], None]
-"""Breaks something in a rank's process, before its parts are built."""
+"""A function that breaks something in a rank's process, before the rank's parts are built."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A rank's results of its steps; `gradients` are each step's, unscaled and unclipped; `initial` and `weights`
-    the masters, before the first step and after the last.
+    """A rank's results of all steps.
 
-    `stale`: the parameters whose half-precision copy is not the rounded master.
+    `gradients` are each step's, unscaled and unclipped. `initial` and `weights` are the masters, before the first step
+    and after the last. `stale`: the parameters with a half-precision copy that is not the rounded master.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -90,7 +92,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Stream:
-    """The random batches of a run as its samples, one batch after the other."""
+    """The random batches of a run as samples, one batch after the other."""
 
     config: Config
 
@@ -103,7 +105,7 @@ class Stream:
         return rows_of(batch(self.config, step), slice(row, row + count))
 
     def numbered(self, numbers: np.ndarray) -> Batch:
-        """Pairs with these numbers; in place of a negative number, a pair that does not count."""
+        """Return pairs with these numbers; for a negative number, a pair that does not count."""
         rows = [self.samples(int(number), 1) for number in np.maximum(numbers, 0)]
         batch = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
         batch[PAIRS][numbers < 0] = IGNORED
@@ -114,14 +116,14 @@ class Stream:
 
 
 class HeldOut(Stream):
-    """A stream whose first batches are the held-out ones, too."""
+    """A stream with the first batches as held-out batches, too."""
 
     def held_out(self, first: int, count: int) -> Batch:
         return self.samples(first, count)
 
 
 def oracles_of(config: Config) -> list[Outcome]:
-    """One device in the run's precision; where that is another one in float64, too."""
+    """Return the results of one device in the run's precision, and for other precisions also in float64."""
     tree = config.model_dump(mode="json", by_alias=True) | {"layout": {"transport": "torch"}, "memory": {}}
     tree["optimizer"] |= {"states": "float32", "masters": "float32"}  # torch's optimizer rounds nothing at random
     exact = {"level": "O0", "dtype": "float64"}
@@ -133,7 +135,7 @@ def oracles_of(config: Config) -> list[Outcome]:
 
 
 def train(mesh: Mesh, config: Config, plant: Plant | None) -> tuple[Trained, list[Outcome]]:
-    """Every rank's; on rank 0 the oracles', too."""
+    """Return every rank's results, and on rank 0 the oracles', too."""
     with without_jumps(config), tempfile.TemporaryDirectory(prefix="meshwright-fuzz-") as folder:
         oracles = oracles_of(config) if mesh.rank == 0 else []
         if plant is not None:
@@ -144,7 +146,7 @@ def train(mesh: Mesh, config: Config, plant: Plant | None) -> tuple[Trained, lis
 
 
 def without_jumps(config: Config) -> AbstractContextManager[Any]:
-    """SiLU for ReLU, and longer queries and keys of delta nets, but in float64."""
+    """Replace ReLU by SiLU, and lengthen queries and keys of delta nets, except in float64."""
     if config.precision.dtype == "float64":
         return nullcontext()
     patches = ExitStack()
@@ -157,7 +159,7 @@ def _train(mesh: Mesh, config: Config, folder: Path) -> Trained:
     parts = build(config, mesh, folder)
     assert parts.strategy.make_replicas_equal() == [], "replicas begin with different weights"
     stream: Any = Stream(config)
-    if config.loss is not None:  # the layout's own pass under the first weights
+    if config.loss is not None:  # the layout's pass under the first weights
         stream = ReferredPairs(stream, log_probabilities(parts, stream, np.arange(len(stream))))
     trainer, trained = Trainer(parts, stream, late=False), Trained(initial=_masters(parts))
     for _ in range(config.steps):
@@ -174,13 +176,13 @@ def _train(mesh: Mesh, config: Config, folder: Path) -> Trained:
 
 
 def _watched(parts: Parts, gradients: list[Pieces]) -> AbstractContextManager[Any]:
-    """A step's gradients are noted, each as it arrives: an optimizer that streams goes on streaming."""
+    """Note a step's gradients as each arrives: an optimizer that streams goes on streaming."""
     arrivals, scale = parts.strategy.arrivals, parts.optimizer.scaler.scale
     noted: Pieces = []
     gradients.append(noted)
 
     def watched() -> Iterator[int]:
-        return noting(arrivals())  # at the call, what has not left yet leaves
+        return noting(arrivals())  # the call itself sends the remaining messages
 
     def noting(arriving: Iterable[int]) -> Iterator[int]:
         for index in arriving:
@@ -205,13 +207,13 @@ def _part(x: Tensor, place: Place) -> Tensor:
 
 
 def mistakes(config: Config, plant: Plant | None = None) -> list[str]:
-    """The differences, in words. Raises what the ranks raise, and AssertionError where they hang.
+    """Return the differences, in words. Raises the ranks' errors, and AssertionError if ranks hang.
 
-    Ranks have two threads each in float32, so that what only shows with several is seen there; one in other precisions.
+    A rank has two threads in float32, to show mistakes of several threads, and one thread in other precisions.
     """
     threads = 2 if config.precision.dtype == "float32" else 1
     config = resolved(config)
-    with without_jumps(config):  # here as well: ranks that are threads would restore each other's
+    with without_jumps(config):  # here as well: ranks that are threads would restore each other's patches
         results = run_ranks(
             train,
             config.grid,
@@ -247,7 +249,7 @@ def _weights(config: Config, ranks: list[Trained], oracles: list[dict[str, Tenso
 
 
 def _weights_of_half(config: Config, ranks: list[Trained], oracles: list[dict[str, Tensor]]) -> Iterator[str]:
-    """All of them as one tensor against the oracles; each against torch's step of the layout's own gradients."""
+    """Compare all weights as one tensor with the oracles, and each with torch's step of the layout's gradients."""
     shapes = {name: x.shape for name, x in oracles[-1].items()}
     mine = _whole([trained.weights for trained in ranks], shapes)
     yield from _together(mine, oracles, tolerance_of(config).weight)
@@ -265,8 +267,11 @@ def _together(mine: dict[str, Tensor], oracles: list[dict[str, Tensor]], toleran
 
 
 def _weights_of_rounded(config: Config, ranks: list[Trained], oracles: list[dict[str, Tensor]]) -> Iterator[str]:
-    """All together to bf16's tolerance, in which the states are stored; and each element against our own step of the
-    layout's gradients on one device, which draws the same bits: by seed, name and number of the element."""
+    """Compare all weights as one tensor, to the tolerance of bf16, the format of the stored states.
+
+    Each element is compared with our step of the layout's gradients on one device, which draws the same random bits: by
+    seed, name and number of the element.
+    """
     shapes = {name: x.shape for name, x in oracles[-1].items()}
     mine = _whole([trained.weights for trained in ranks], shapes)
     yield from _together(mine, oracles, TOLERANCES["bf16"].weight)
@@ -279,7 +284,7 @@ def _weights_of_rounded(config: Config, ranks: list[Trained], oracles: list[dict
 
 
 def _stepped_alone(config: Config, gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The weights that our own optimizer makes of these steps' gradients on one device."""
+    """Return the weights after our optimizer's steps by these gradients on one device."""
     tree = config.model_dump(mode="json", by_alias=True) | {"layout": {"transport": "torch"}, "memory": {}}
     alone = resolved(parse_config(tree))
     parts = build(alone, solo_mesh(torch.device("cpu"), alone.grid.names))
@@ -294,7 +299,7 @@ def _stepped_alone(config: Config, gradients: list[dict[str, Tensor]]) -> dict[s
 
 
 def _whole(ranks: Iterable[Pieces], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """All ranks' pieces put together; of what several hold, the last's."""
+    """Return all ranks' pieces put together; of elements that several ranks hold, the last rank's."""
     whole = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     for pieces in ranks:
         for place, part in pieces:
@@ -303,12 +308,12 @@ def _whole(ranks: Iterable[Pieces], shapes: Mapping[str, torch.Size]) -> dict[st
 
 
 def _stepped(config: Config, initial: dict[str, Tensor], gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The weights that torch's optimizer makes of these steps' gradients; one that overflowed is not applied.
+    """Return the weights after steps of torch's optimizer by these gradients, without steps that overflowed.
 
-    It begins with the layout's own: fully sharded masters are not rounded to half precision before the first step.
+    The first weights are the layout's: fully sharded masters are not rounded to half precision before the first step.
     """
     reference = Reference(config, torch.device("cpu"))
-    reference.scaler = torch.amp.GradScaler("cpu", enabled=False)  # they are unscaled already
+    reference.scaler = torch.amp.GradScaler("cpu", enabled=False)  # the gradients are unscaled already
     for name, parameter in reference.parameters.items():
         parameter.data.copy_(initial[name])
     for step, of_step in enumerate(gradients):
@@ -321,7 +326,7 @@ def _stepped(config: Config, initial: dict[str, Tensor], gradients: list[dict[st
 
 
 def _scalars(kind: str, ranks: list[list[float]], oracles: list[list[float]], tolerance: float) -> Iterator[str]:
-    """Every rank's number of each step against the last oracle's."""
+    """Compare every rank's number of each step with the last oracle's."""
     for rank, numbers in enumerate(ranks):
         for step, (mine, wanted) in enumerate(zip(numbers, oracles[-1], strict=True)):
             error, rounding = (abs(one - wanted) / abs(wanted) for one in (mine, oracles[0][step]))
@@ -330,7 +335,7 @@ def _scalars(kind: str, ranks: list[list[float]], oracles: list[list[float]], to
 
 
 def _pieces(kind: str, ranks: list[Pieces], oracles: list[dict[str, Tensor]], tolerance: float) -> Iterator[str]:
-    """Each rank's part of each parameter against the same part of the whole one, and whether all parts are there."""
+    """Compare each rank's part of each parameter with the whole parameter, and report missing parts."""
     alone, whole = ({name: x.double() for name, x in oracle.items()} for oracle in (oracles[0], oracles[-1]))
     sizes = {name: float(x.norm()) for name, x in whole.items()}
     rounding = {name: float((alone[name] - x).norm()) / (sizes[name] or 1) for name, x in whole.items()}
@@ -347,5 +352,5 @@ def _pieces(kind: str, ranks: list[Pieces], oracles: list[dict[str, Tensor]], to
 
 
 def _allowed(tolerance: float, rounding: float) -> float:
-    """`rounding`: how far one device in the run's precision is from one in float64."""
+    """Return the allowed error; `rounding`: the error of one device in the run's precision, against float64."""
     return tolerance + FURTHER * rounding

@@ -1,6 +1,6 @@
-"""Legal cases: drawn at random, mended by what the config refuses, and arranged so that few cover every pair of values.
+"""Legal cases: drawn at random, mended by the config's refusals, and arranged so that few cover every pair of values.
 
-The config's rules are the only ones. A refusal names fields; the axes that write them are drawn again.
+The config's rules are the only rules. A refusal names fields; the axes that write these fields are drawn again.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ TRIES = 40
 """Values drawn again before a case is given up."""
 
 RARE = 3000
-"""Runs that are drawn for pairs that the fixed set lacks still."""
+"""Runs drawn for pairs that the fixed set still lacks."""
 
 BESIDE = 4
-"""Times that another value is changed, too, where a case may not take a pair over."""
+"""Attempts with another value changed as well, if a case cannot take a pair alone."""
 
 Pair = tuple[tuple[str, Value], tuple[str, Value]]
 """Two axes' values."""
@@ -31,7 +31,7 @@ Pair = tuple[tuple[str, Value], tuple[str, Value]]
 
 @dataclass
 class Drawing:
-    """Draws legal cases of at most `most_ranks` ranks, and counts what was refused."""
+    """Draws legal cases of at most `most_ranks` ranks, and counts refusals."""
 
     random: Random
     most_ranks: int = 8
@@ -40,7 +40,7 @@ class Drawing:
     """Refusals by field."""
 
     def case(self, fixed: Mapping[str, Value] | None = None) -> tuple[Case, Config] | None:
-        """A legal case that has the fixed values, or None where none was found."""
+        """Return a legal case with the fixed values, or None if no case was found."""
         fixed = fixed or {}
         case = {axis: self.random.choice(values) for axis, values in AXES.items()} | fixed
         for _ in range(TRIES):
@@ -62,7 +62,7 @@ class Drawing:
         return isinstance(self._refused(case), Config)
 
     def _refused(self, case: Case) -> Config | list[str]:
-        """The config of a legal case, or the fields that are refused."""
+        """Return the config of a legal case, or the refused fields."""
         if world_size(case) > self.most_ranks:
             return ["ranks"]
         try:
@@ -71,11 +71,11 @@ class Drawing:
             return [problem.field for problem in error.problems]
 
     def _again(self, case: Case, refused: str, fixed: Mapping[str, Value]) -> Case:
-        """Another value of an axis that writes the refused field, or where these are fixed of any other."""
+        """Return another value of an axis that writes the refused field or, if all are fixed, of any other axis."""
         writes = [axis for axis, fields in FIELDS.items() if _writes(fields, refused) and axis not in fixed]
         if refused == "ranks":
             writes = [axis for axis in ("data", "stages", "tensor", "context") if axis not in fixed]
-        if not writes or self.random.random() < 0.3:  # the other side of the rule may be what has to give way
+        if not writes or self.random.random() < 0.3:  # the rule's other side may have to change
             writes = [axis for axis in AXES if axis not in fixed]
         axis = self.random.choice(writes)
         plain = None in AXES[axis] and self.random.random() < 0.5
@@ -87,12 +87,12 @@ def _writes(fields: tuple[str, ...], refused: str) -> bool:
 
 
 def pairs_of(case: Case) -> set[Pair]:
-    """All pairs of values of a case."""
+    """Return all pairs of values of a case."""
     return set(combinations(case.items(), 2))
 
 
 def all_pairs() -> list[Pair]:
-    """Every pair of values of two axes, legal or not, in a fixed order."""
+    """Return every pair of values of two axes, legal or not, in a fixed order."""
     pairs = dict.fromkeys(
         ((one, a), (other, b)) for one, other in combinations(AXES, 2) for a in AXES[one] for b in AXES[other]
     )
@@ -100,13 +100,15 @@ def all_pairs() -> list[Pair]:
 
 
 def covering(seed: int, kept: Sequence[Case] = (), tries: int = 8, climbs: int = 150) -> list[Case]:
-    """Few legal cases that have every pair of values that any drawn case has.
+    """Return few legal cases that have every pair of values of any drawn case.
 
-    Each is the best of some that are drawn around a pair that is missing, and then changed, a value or two at a time,
-    as long as that covers more. At last a case goes where others can take its pairs over, and the rest become cheaper.
-    A pair with which `tries` draws find no legal case counts as impossible. `kept`: cases that come first, where they
-    are still legal; of axes that they do not know they have no value, and only pairs with a value that none of them has
-    are looked for. They stay as they are: plants are looked for in cases by their names.
+    Each case is the best of some drawn around a missing pair, then changed, a value or two at a time, while the case
+    covers more. At last a case is removed if the others can take the case's pairs, and the remaining cases become
+    cheaper. A pair for which `tries` draws find no legal case counts as impossible.
+
+    `kept`: the first cases, if still legal. A kept case has no value of an axis that is new since then, and only pairs
+    with a value that no kept case has are looked for. Kept cases stay unchanged: plants are looked for in cases by
+    name.
     """
     drawing = Drawing(Random(seed))
     cases = [case for case in kept if drawing.is_legal(case)]
@@ -124,7 +126,7 @@ def covering(seed: int, kept: Sequence[Case] = (), tries: int = 8, climbs: int =
         for covered in pairs_of(cases[-1]):
             missing.pop(covered, None)
     have = set().union(*map(pairs_of, cases))
-    for case, _ in islice(drawing.cases(), RARE):  # pairs that few draws around them find
+    for case, _ in islice(drawing.cases(), RARE):  # pairs that few draws around a pair find
         if not pairs_of(case) <= have:
             cases.append(case)
             have |= pairs_of(case)
@@ -135,7 +137,7 @@ def covering(seed: int, kept: Sequence[Case] = (), tries: int = 8, climbs: int =
 
 
 def _climbed(case: Case, pair: Pair, missing: Mapping[Pair, None], drawing: Drawing, climbs: int) -> Case:
-    """The case with other values of the axes beside its pair, where it then covers more."""
+    """Return the case with other values of the axes outside its pair, if the case then covers more."""
     axes = [axis for axis in AXES if axis not in dict(pair)]
     for _ in range(climbs):
         changed = drawing.random.sample(axes, drawing.random.choice((1, 1, 2)))
@@ -146,15 +148,15 @@ def _climbed(case: Case, pair: Pair, missing: Mapping[Pair, None], drawing: Draw
 
 
 class Arrangement:
-    """Cases that have every pair, of which those behind the first `num_kept` are changed as long as none is lost."""
+    """Cases that have every pair; cases after the first `num_kept` are changed while no pair is lost."""
 
     def __init__(self, cases: Sequence[Case], drawing: Drawing, num_kept: int) -> None:
         self.cases, self.drawing, self.num_kept = dict(enumerate(cases)), drawing, num_kept
         self.holders = Counter(pair for case in cases for pair in pairs_of(case))
-        """How many cases have a pair."""
+        """The number of cases that have a pair."""
 
     def spread(self) -> None:
-        """Take out each case whose pairs the others can have: that with the fewest of its own first."""
+        """Remove each case with pairs that the others can have: first the case with the fewest pairs alone."""
         alone = {
             index: sum(self.holders[pair] == 1 for pair in pairs_of(self.cases[index])) for index in self._changeable
         }
@@ -166,7 +168,7 @@ class Arrangement:
                 self.cases, self.holders = before, holders
 
     def cheapen(self, tries: int = 200) -> None:
-        """Give each case values with which it costs less, one to three at a time."""
+        """Give each case cheaper values, one to three at a time."""
         for index in self._changeable:
             for _ in range(tries):
                 other = self.cases[index] | self._drawn(self.drawing.random.choice((1, 2, 3)))
@@ -178,7 +180,7 @@ class Arrangement:
         return [index for index in self.cases if index >= self.num_kept]
 
     def _placed(self, pair: Pair) -> bool:
-        """Whether a case took the pair over and lost nothing by it: the cheapest that can."""
+        """Return whether a case took the pair over without losing another pair; cheap cases first."""
         values = dict(pair)
         for index in sorted(self._changeable, key=lambda index: cost(self.cases[index] | values)):
             case = self.cases[index]
@@ -189,12 +191,12 @@ class Arrangement:
         return False
 
     def _drawn(self, number: int) -> Case:
-        """Values of some axes."""
+        """Return values of some axes."""
         random = self.drawing.random
         return {axis: random.choice(AXES[axis]) for axis in random.sample(list(AXES), number)}
 
     def _keeps_all(self, case: Case, other: Case) -> bool:
-        """Whether another case has every pair that only this one has."""
+        """Return whether another case has every pair that only this case has."""
         changed = {axis for axis in AXES if case[axis] != other[axis]}
         return all(
             self.holders[one, two] > 1
@@ -203,7 +205,7 @@ class Arrangement:
         )
 
     def _replaced(self, index: int, other: Case) -> bool:
-        """Whether another case could take this one's place: it is legal, and no pair is lost."""
+        """Replace a case by another case if the other is legal and no pair is lost; return whether it was replaced."""
         case = self.cases[index]
         if not self._keeps_all(case, other) or not self.drawing.is_legal(other):
             return False
@@ -214,8 +216,10 @@ class Arrangement:
 
 
 def few_of(cases: Sequence[Case], axes: Collection[tuple[str, str]]) -> set[int]:
-    """The numbers of few cases that have every value, and every pair of values of these pairs of axes, that any has:
-    each is the one that has the most of what is missing for its cost, and those that turn out to be needless go."""
+    """Return the numbers of few cases with every value, and every pair of values of these pairs of axes, of all cases.
+
+    Each is the case with the most missing values and pairs for its cost. Needless cases are removed at the end.
+    """
     held = {number: {*case.items(), *pairs_of_axes(case, axes)} for number, case in enumerate(cases)}
     missing, chosen = set().union(*held.values()), dict[int, None]()
     while missing:
@@ -229,15 +233,15 @@ def few_of(cases: Sequence[Case], axes: Collection[tuple[str, str]]) -> set[int]
 
 
 def pairs_of_axes(case: Case, axes: Iterable[tuple[str, str]]) -> Iterator[Pair]:
-    """The pairs of a case's values of these pairs of axes."""
+    """Yield the pairs of a case's values of these pairs of axes."""
     return (((one, case[one]), (other, case[other])) for one, other in axes)
 
 
 def cost(case: Case) -> float:
-    """What it takes to run a case: its ranks, and the products of a real vocabulary."""
+    """Return the relative cost of a case: the ranks, and the products of a real vocabulary."""
     return (12 + world_size(case)) * (4 if case["vocabulary"] == "real" else 1)
 
 
 def _worth(case: Case, missing: Mapping[Pair, None]) -> float:
-    """How many missing pairs it covers for its cost."""
+    """Return the number of missing pairs that a case covers, for the case's cost."""
     return len(pairs_of(case) & missing.keys()) / cost(case)

@@ -17,7 +17,7 @@ from tests.fuzz.bits import AXES, KINDS, ROUNDED, config_of, differing, numbered
 
 COVERING = [json.loads(line) for line in COVERING_BITS.read_text().splitlines()]
 OF_ROUNDED = ("gpt2", "llama", "bert", "t5", "delta nets", "experts")
-"""Runs whose states are rounded at random without --long: rounding knows elements, and no layers."""
+"""Runs with states rounded at random without --long: rounding is by elements, not by layers."""
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ OF_ROUNDED = ("gpt2", "llama", "bert", "t5", "delta nets", "experts")
 )
 def test_a_covering_set_of_layouts_ends_with_the_bits_of_one_device(case) -> None:
     kind = case["run"], case["precision"]
-    # The second step reads what the first has rounded.
+    # The second step reads the states that the first step has rounded.
     assert differing(kind, config_of(kind, case["words"], steps=1 + (kind[1] in ROUNDED))) == []
 
 
@@ -51,7 +51,7 @@ def test_the_covering_set_has_every_value_of_every_axis() -> None:
 
 @pytest.mark.parametrize("precision", ROUNDED)
 def test_bits_that_a_layout_draws_by_itself_are_seen(precision: str) -> None:
-    """As random bits that count a rank's own elements would be."""
+    """The planted random bits count the elements of a rank."""
 
     def plant(mesh: Mesh) -> None:
         def own(shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:

@@ -1,6 +1,7 @@
-"""Runs over all axes compute what one device computes: every value, every kind of tensor layout with each model, sync
-and schedule, and what was found before; with --long every pair of values that may stand together, and two thousand
-drawn at random (an hour or two on 2 cores).
+"""Runs over all axes equal one device: every value, every kind of tensor layout with each model, sync and schedule.
+
+Runs that failed before are included. With --long, every legal pair of values runs, and two thousand runs drawn at
+random (an hour or two on 2 cores).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def test_more_equal_one_device(case: Case) -> None:
 
 
 def drawn(random: Random, changed: Callable[[Case], dict[str, Any] | None]) -> tuple[Case, Config]:
-    """The first drawn run that the config allows, with a change.
+    """Return the first drawn run that the config allows, with a change.
 
     `changed(case)` gives the tree of a changed run, or None for the next case.
     """
@@ -54,8 +55,10 @@ def drawn(random: Random, changed: Callable[[Case], dict[str, Any] | None]) -> t
 
 
 def with_experts(random: Random) -> tuple[Case, Config]:
-    """A drawn run of Llama or DeepSeek with experts. In float64 alone a router chooses and a capacity drops: a choice
-    jumps where rounding moves it (check.py)."""
+    """Return a drawn run of Llama or DeepSeek with experts.
+
+    In float64 alone, a router chooses and a capacity drops: in other precisions a choice jumps by rounding (check.py).
+    """
 
     def changed(case: Case) -> dict[str, Any] | None:
         if case["data"] == 1:
@@ -96,7 +99,7 @@ RELATIVES = (
 
 
 def with_gpt_oss(random: Random) -> tuple[Case, Config]:
-    """A drawn run of gpt-oss: windows, sinks, biases of all linears, and clamps that act."""
+    """Return a drawn run of gpt-oss: windows, sinks, biases of all linears, and clamps that act."""
 
     def changed(case: Case) -> dict[str, Any]:
         tree = tree_of(case | {"model": "llama"})
@@ -121,7 +124,7 @@ def test_drawn_gpt_oss_equals_one_device(seed: int) -> None:
 
 
 def relative(random: Random) -> tuple[Case, Config]:
-    """A drawn run of Llama with the fields of one or two relatives."""
+    """Return a drawn run of Llama with the fields of one or two relatives."""
 
     def changed(case: Case) -> dict[str, Any]:
         tree = tree_of(case | {"model": "llama"})
@@ -139,10 +142,10 @@ def test_drawn_relatives_equal_one_device(seed: int) -> None:
 
 
 def with_states(random: Random) -> tuple[Case, Config]:
-    """A drawn run of a model with gated delta nets, with or without experts."""
+    """Return a drawn run of a model with gated delta nets, with or without experts."""
 
     def changed(case: Case) -> dict[str, Any] | None:
-        if case["frozen"] == "biases":  # there are none
+        if case["frozen"] == "biases":  # the model has no biases
             return None
         heads = int(case["heads"] or 0)
         delta = {
@@ -168,16 +171,16 @@ def test_drawn_delta_nets_equal_one_device(seed: int) -> None:
 
 
 def trace_alone() -> None:
-    """Layers as graphs by torch's own kernels, as tests/compute/tensor/test_graphs.py has them."""
+    """Compile layers as graphs with torch's kernels, as tests/compute/tensor/test_graphs.py does."""
     graphs.BACKEND = "aot_eager"
 
 
 def with_graphs(random: Random, compiles: str) -> tuple[Case, Config]:
-    """A drawn run whose layers are graphs: `blocks`, or `kernels` with their references; the head is not in graphs."""
+    """Return a drawn run with layers as graphs: `blocks`, or `kernels` with their references; the head is no graph."""
     return drawn(random, lambda case: None if case["vocabulary"] == "real" else tree_of(case) | {"compile": compiles})
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler by itself, as the next one
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns in any use; so the next line
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     "seed", [0, 3, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(60) if seed not in (0, 3))]
@@ -188,7 +191,7 @@ def test_drawn_layers_as_graphs_equal_one_device(seed: int) -> None:
 
 
 def in_fp8(random: Random, **settings: str) -> tuple[Case, Config]:
-    """A drawn run with linears in FP8, and with other settings."""
+    """Return a drawn run with linears in FP8, and with other settings."""
     for case, _ in Drawing(random).cases():
         if settings and case["vocabulary"] == "real":
             continue
@@ -209,9 +212,9 @@ def test_drawn_runs_in_fp8_are_within_the_bound_of_one_device(seed: int) -> None
     assert mistakes(config) == [], case
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler by itself, as the next one
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns in any use; so the next line
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.long  # tests/compute/tensor/test_graphs.py has fixed ones
+@pytest.mark.long  # tests/compute/tensor/test_graphs.py has fixed runs
 @pytest.mark.parametrize("seed", range(40))
 def test_drawn_layers_as_graphs_in_fp8_are_within_the_bound(seed: int) -> None:
     case, config = in_fp8(Random(f"graphs in fp8/{seed}"), compile="blocks")
@@ -219,7 +222,7 @@ def test_drawn_layers_as_graphs_in_fp8_are_within_the_bound(seed: int) -> None:
 
 
 def rounded_at_random(random: Random) -> tuple[Case, Config]:
-    """A drawn run whose moments, masters or both are stored in bf16."""
+    """Return a drawn run with moments, masters or both stored in bf16."""
 
     def changed(case: Case) -> dict[str, Any]:
         formats = random.choice(({"states": "bf16"}, {"masters": "bf16"}, {"states": "bf16", "masters": "bf16"}))
@@ -244,13 +247,13 @@ def test_the_fixed_set_has_the_pairs_of_all_others() -> None:
 
 @pytest.mark.parametrize("path", sorted(FOUND.glob("*.yaml")), ids=lambda path: path.stem)
 def test_what_was_found_stays_mended(path) -> None:
-    chat_tokenizer()  # which runs on pairs name
+    chat_tokenizer()  # named by runs on pairs
     assert mistakes(load_config(path)) == []
 
 
 @pytest.mark.parametrize("seed, runs", [(5, 25), pytest.param(6, 300, marks=pytest.mark.long)])
 def test_a_drawn_run_holds_no_new_pair(seed: int, runs: int) -> None:
-    """The fixed set covers what the config's rules allow; where they change: `python -m tests.fuzz --cover`."""
+    """The fixed set covers all pairs that the config's rules allow. After a change: `python -m tests.fuzz --cover`."""
     covered = set().union(*map(pairs_of, FIXED))
     for case, _ in islice(Drawing(Random(seed)).cases(), runs):
         assert pairs_of(case) <= covered, f"`python -m tests.fuzz --cover`: nothing has {pairs_of(case) - covered}"

@@ -27,7 +27,7 @@ PLAIN: Case = {axis: values[0] for axis, values in AXES.items()} | {"layers": 1,
 
 
 def halved_zero1() -> None:
-    """zero1 gives half of the sum."""
+    """Halve zero1's sum."""
     right = Zero1.reduce
 
     def wrong(self: Zero1, bucket: Bucket, comm: Comm) -> Work:
@@ -38,7 +38,7 @@ def halved_zero1() -> None:
 
 
 def dropped_weight() -> None:
-    """A linear's weight has a gradient of zeros."""
+    """Make a linear's weight gradient zeros."""
     right = Products.write_product
 
     def wrong(self: Products, a: Tensor, b: Tensor, out: Tensor, beta: int) -> None:
@@ -48,7 +48,7 @@ def dropped_weight() -> None:
 
 
 def wrong_axis() -> None:
-    """A bias, whole on every rank, is summed over the replicas and not over the ranks that split the sequence."""
+    """Sum a bias, whole on every rank, over the replicas and not over the ranks that split the sequence."""
     right = ShardSpec.sum_axes
 
     def wrong(self: ShardSpec, mesh: Mesh) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ def wrong_axis() -> None:
 
 
 def forgotten_vectors() -> None:
-    """The optimizer steps matrices only."""
+    """Step matrices only."""
     right = InPlace._step_together
 
     def wrong(self: InPlace, members: list[int], *numbers: Any) -> None:
@@ -70,13 +70,13 @@ def forgotten_vectors() -> None:
 
 
 def stale_copies() -> None:
-    """The half-precision copies stay what they were."""
+    """Keep the half-precision copies unchanged."""
     InPlace.refresh = lambda self: None  # type: ignore[method-assign]
 
 
 def run_of(**values: Value) -> Config:
     tree = tree_of(PLAIN | values)
-    return parse_run(tree | {"check": {"every": 0}})  # that replicas become different is seen by itself
+    return parse_run(tree | {"check": {"every": 0}})  # the check of replicas alone would see the difference
 
 
 PLANTS: Sequence[tuple[Plant, str, dict[str, Value]]] = (
@@ -100,7 +100,7 @@ def test_a_mistake_is_seen(plant: Plant, told: str, values: dict[str, Value], pr
 
 
 def own_numbers() -> None:
-    """Random bits are drawn by the number of an element in a rank's part, not in the whole parameter."""
+    """Draw random bits by the number of an element in a rank's part, not in the whole parameter."""
 
     def own(shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
         return torch.arange(box.num_elements, dtype=torch.int32, device=device)
