@@ -1,4 +1,4 @@
-"""A step's batch in a sentence: replicas, microbatches, and gradient accumulation by its name."""
+"""A step's batch in a sentence: replicas, microbatches, and gradient accumulation under this name."""
 
 from __future__ import annotations
 

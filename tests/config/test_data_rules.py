@@ -1,4 +1,4 @@
-"""A run's sources and fields must suit its model; mistakes name the values that would."""
+"""A run's sources and fields must suit the run's model; mistakes name the values that would."""
 
 from __future__ import annotations
 

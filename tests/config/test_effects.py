@@ -1,4 +1,4 @@
-"""Every field has an effect in every run, or is in the table of those that have one in some: no third kind."""
+"""Every field has an effect in every run, or is in the table of fields with an effect in some runs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ ALWAYS = {
     ),
     *("batch.global", "batch.micro", "bits.kind"),
     *("loss.kind", "loss.beta", "loss.label_smoothing"),  # the section is null in a run on single texts
-    *("data.mixture", "data.validation"),  # eval measures on what is held out, whether the run validated or not
-    *("data.split", "data.column"),  # refused by a rule of their own, which looks at the source (records_section.py)
+    *("data.mixture", "data.validation"),  # eval measures the held-out data, also of a run without validation
+    *("data.split", "data.column"),  # refused by another rule, which reads the source (records_section.py)
     *("data.kind", "data.tokenizer", "data.sequence", "data.target", "data.languages", "data.buckets"),
     *(
         "data.begin",
@@ -52,13 +52,13 @@ ALWAYS = {
     *("precision.level", "precision.dtype"),
     *("memory.recompute", "memory.offload.to", "memory.empty_cache_every"),
     *("optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip"),
-    *("optimizer.masters",),  # refused by a rule where no weights are bf16
+    *("optimizer.masters",),  # refused by a rule if no weights are bf16
     *("optimizer.schedule.warmup", "optimizer.schedule.decay"),
     *("checkpoint.every", "checkpoint.keep", "validation.every"),
     *("metrics.sinks", "metrics.peak_flops", "check.every", "check.root_every", "check.sums", "logging.level"),
 }
-"""Fields that no other field can switch off. A model's are all of this kind: a family has no field of another's,
-and a kind of data none of another's (test_kinds.py)."""
+"""Fields that no other field can switch off. A model's fields are of this kind: a family has no field of another
+family, and a kind of data no field of another kind (test_kinds.py)."""
 
 EFFECTIVE: dict[str, tuple[str, ...]] = {
     "steps=5": (),
@@ -109,7 +109,7 @@ EFFECTIVE: dict[str, tuple[str, ...]] = {
     "bits.sequence=2": ("bits=layout-free",),
     "bits.attention=runs": ("bits=layout-free", "bits.sequence=2"),
 }
-"""Every field of the table, and the words that make it effective."""
+"""Every field of the table, with words that make the field effective."""
 
 IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "steps=1000": (("epochs=2",), "beside epochs"),
@@ -160,7 +160,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "bits.sequence=1": ((), "with bits.kind=usual"),
     "bits.attention=runs": (("bits=layout-free",), "where a sequence is one run"),
 }
-"""Every field of the table in a run where it has no effect, at its default or not, and why."""
+"""Every field of the table, at any value, with a run in which the field has no effect, and the reason."""
 
 
 def test_replicas_without_a_sample_are_refused_where_an_effect_counts_microbatches() -> None:
@@ -169,7 +169,7 @@ def test_replicas_without_a_sample_are_refused_where_an_effect_counts_microbatch
 
 
 def leaves(annotation: Any, before: str = "") -> Iterator[str]:
-    """The dotted names of all fields that a section, or any of a union's sections, has."""
+    """Yield the dotted names of all fields of a section, or of any section of a union."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         for name, field in annotation.model_fields.items():
             path = f"{before}.{field.alias or name}".removeprefix(".")
@@ -297,6 +297,6 @@ def test_files_are_held_to_it_and_programs_are_not(tmp_path: Path) -> None:
     run.write_text("layout: {tensor: {kind: tesseract, q: 2}}\nmemory: {summa: stream}\n")
     with pytest.raises(ConfigError) as caught:
         from_files(run, [], [layouts])
-    (line,) = str(caught.value).split("\n")  # the run's summa lies idle under this layout, and is no mistake
+    (line,) = str(caught.value).split("\n")  # the run's summa has no effect under this layout, and is no mistake
     assert f"{layouts}: layout.pipeline.schedule=1f1b has no effect with layout.pipeline.size=1" in line
     assert parse_config(tree).optimizer.momentum == 0.9

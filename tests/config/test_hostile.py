@@ -1,4 +1,4 @@
-"""Files and words that no honest user writes, and slips that look like them: a sentence, soon, and no traceback."""
+"""Hostile files and words, and slips that look hostile: each is refused in a sentence, soon, without a traceback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.ranks.errors import ConfigError
 from tests.patience import PATIENCE_SECONDS
 
 CPU_SECONDS = 20
-"""Of this process: each is refused in a tenth of a second; what it guards against takes hours."""
+"""CPU time of this process: each refusal takes a tenth of a second; without the guard, hours."""
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "\n".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]" for old, new in zip("abcdefghi", "bcdefghij", strict=True)
@@ -108,7 +108,7 @@ def test_words(word: str, tmp_path: Path) -> None:
 
 
 def test_large_counts_are_checked_without_counting(tmp_path: Path) -> None:
-    """A batch of a thousand billion: divisors and microbatches are found without trying every number."""
+    """For a batch of a thousand billion, divisors and microbatches are found without trying every number."""
     path = tmp_path / "run.yaml"
     path.write_text("batch: {global: 1000000000000}\n")
     assert "layout.data.size=3 does not divide batch.global=1000000000000" in complaint(path, "layout.data.size=3")

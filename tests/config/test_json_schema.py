@@ -1,4 +1,4 @@
-"""The schema of run files accepts what is loaded and refuses what is a mistake in one field by itself."""
+"""The schema of run files accepts all files that load, and refuses mistakes of a single field."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FUZZ = Path(__file__).resolve().parent.parent / "fuzz"
 
 @cache
 def validator() -> jsonschema.Draft202012Validator:
-    """The schema as it is shipped."""
+    """Return the shipped schema's validator."""
     schema = json.loads(SCHEMA.read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     return jsonschema.Draft202012Validator(schema)
@@ -34,7 +34,7 @@ def complaints(tree: object) -> list[str]:
 
 
 def test_the_shipped_schema_is_up_to_date() -> None:
-    """Else: python -m meshwright config --schema > meshwright/configs/run.schema.json"""
+    """If not: python -m meshwright config --schema > meshwright/configs/run.schema.json"""
     assert json.loads(SCHEMA.read_text()) == json.loads(json.dumps(run_schema()))
     assert SCHEMA.read_text() == json.dumps(run_schema(), indent=1) + "\n"
 
@@ -66,7 +66,7 @@ def test_every_model_by_its_name() -> None:
 
 
 def test_every_layout_of_the_fuzz() -> None:
-    """Each pair of values of all axes, as it is written, and some of them as a run file says it."""
+    """The schema accepts each pair of values of all axes, and a sixth of the cases also as a run file's text."""
     trees = [tree_of(case) for case in read_cases(FUZZ / "covering.jsonl")]
     for tree in trees:
         assert complaints(tree) == [], tree

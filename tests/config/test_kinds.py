@@ -52,7 +52,7 @@ def test_the_kind_follows_the_family_and_the_source(model: dict[str, Any], data:
 
 
 def test_the_kind_is_decided_once(tmp_path: Path) -> None:
-    """A source that is changed afterwards does not change what the run reads."""
+    """A later change of the source does not change the kind of data that the run reads."""
     source = tmp_path / "a.jsonl"
     source.write_text(json.dumps({"source": "a", "target": "b"}) + "\n")
     config = Config.model_validate({"model": T5_MODEL, "data": {"source": str(source)}})
@@ -132,7 +132,7 @@ def test_a_word_switches_off_what_the_file_sets_up() -> None:
 
 
 def test_a_program_may_leave_fields_of_another_kind() -> None:
-    """So may the config of a checkpoint that version 0.1.0 wrote: it has every field of every kind."""
+    """The config of a checkpoint of version 0.1.0 has every field of every kind, and loads."""
     old = {"source": "stdlib", "tokenizer": "bytes", "sequence": 64, "objective": "auto", "validation": 0.05}
     old |= {"target": None, "languages": None, "buckets": 1}
     assert parse_config({"data": old}).data.model_dump() == {

@@ -1,4 +1,4 @@
-"""The order of a layout's axes and its nodes: every mistake with the values that would work."""
+"""The order of a layout's axes and nodes: every mistake is refused with the values that would work."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_order() -> None:
 
 
 def test_axes_of_one_rank_may_be_left_out() -> None:
-    """Where they are named their place says nothing; where they are not, they come first."""
+    """A named axis of one rank may be at any place; an axis that is not named is first."""
     assert layout_of(order=["branch", "data"]).axes == (("pipe", 1), ("branch", 2), ("data", 2))
     assert layout_of(order=["branch", "pipe", "data"]).axes == (("branch", 2), ("pipe", 1), ("data", 2))
     tesseract = layout_of(order=["col", "row", "data"], tensor={"kind": "tesseract", "q": 2})

@@ -1,4 +1,4 @@
-"""A run file and its overrides become one Config; every mistake is named, in one message, before torch is imported."""
+"""A run file and overrides become one Config; every mistake is named, in one message, before torch is imported."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ RUNS = list(shipped("runs").values())
 
 
 def mistakes(tree: dict[str, Any], *overrides: str) -> list[str]:
-    """The lines of the message."""
+    """Return the lines of the message."""
     with pytest.raises(ConfigError) as caught:
         parse_config(tree, overrides)
     return str(caught.value).split("\n")
 
 
 def mistake(tree: dict[str, Any], *overrides: str) -> str:
-    """The message, of one line."""
+    """Return the message of one line."""
     (line,) = mistakes(tree, *overrides)
     return line
 
@@ -187,7 +187,7 @@ def test_all_mistakes_at_once_those_of_rules_too() -> None:
 
 
 def test_a_mistaken_section_does_not_raise_further_mistakes() -> None:
-    # the default model would be too short for the sequence: nobody asked for that one
+    # the default model would be too short for the sequence, but the run does not ask for the default model
     assert "is no model" in mistake({"model": "gpt3", "data": {"sequence": 2048}})
     assert "is not a section" in mistake({"layout": 3, "batch": {"global": 7}})
 
@@ -230,7 +230,7 @@ def test_config_errors_come_without_torch() -> None:
 
 
 def test_help_comes_without_the_config() -> None:
-    """Its schema takes most of the time of a command that needs none."""
+    """The config's schema takes most of the time of a command that needs no schema."""
     heavy = "{'meshwright.config.section', 'meshwright.ranks.launch', 'torch'}"
     code = f"import sys, meshwright.cli; print({heavy} & set(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

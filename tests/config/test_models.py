@@ -1,4 +1,4 @@
-"""The shipped models are of the size that their names say."""
+"""The shipped models have the sizes in their names."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ QWENS = {
 
 
 def num_parameters(model: Model) -> int:
-    """GPT-2's count, from its layers: attention 4 H^2 + 4 H, feed-forward 2 H N + N + H, two norms 4 H."""
+    """Return GPT-2's count, from the layers: attention 4 H^2 + 4 H, feed-forward 2 H N + N + H, two norms 4 H."""
     hidden, inner = model.hidden, model.inner
     layer = (4 * hidden**2 + 4 * hidden) + (2 * hidden * inner + inner + hidden) + 4 * hidden
     embeddings = (model.padded_vocabulary * (1 if model.tied else 2) + model.positions) * hidden

@@ -1,4 +1,4 @@
-"""`meshwright config` and docs/config.md: every field and strategy has a line, and the page says what the code says."""
+"""`meshwright config` and docs/config.md: every field and strategy has a line, and the page equals the code's text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def said(name: str) -> str:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_field_has_a_line(path: str) -> None:
-    """The string beneath the field: one sentence or two, short enough for a line."""
+    """The string below a field has one sentence or two, short enough for a line."""
     topic = topic_of(path)
     assert topic.name == path
     for facts in topic.fields:
@@ -55,7 +55,7 @@ def test_a_field_takes_its_line_from_the_section_that_it_is_of() -> None:
         other: int = 2
         """Replaced."""
 
-    assert field_meanings(Above) == {}  # a class in a function is found nowhere: it says nothing, and nothing breaks
+    assert field_meanings(Above) == {}  # no source is found for a class in a function: no line, and no error
     assert field_meanings(type(load_config("llama").model))["hidden"] == field_meanings(type(Config().model))["hidden"]
 
 
@@ -111,7 +111,7 @@ def test_a_name_that_is_none(name: str, text: str) -> None:
 
 
 def test_the_page_is_up_to_date() -> None:
-    """Else: python -m meshwright config --page > docs/config.md"""
+    """If not: python -m meshwright config --page > docs/config.md"""
     assert (Path(__file__).resolve().parents[2] / "docs/config.md").read_text() == page()
 
 

@@ -1,4 +1,4 @@
-"""What a mistake says is valid can be followed by a program, until the run is legal."""
+"""The valid values that a mistake names can be followed by a program, until the run is legal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.ranks.remedies import LEFT_OUT, Remedy, of_problem, remedies_of
 from tests.fuzz.axes import AXES, tree_of
 
 ROUNDS = 8
-"""Messages that may be followed, each problem of a message by its first remedy, before a run is legal."""
+"""The most messages before a run is legal, if a program follows each problem's first remedy."""
 
 TEXTS: dict[str, list[object]] = {
     "1, 2, 4": ["1", "2", "4"],
@@ -120,7 +120,7 @@ ALWAYS = ("model.base", "batch.global")
 
 
 def drawn_runs(seed: int) -> Iterator[dict[str, Any]]:
-    """Run files of the fuzzer's axes, and of shipped models with fields of `CHOICES`, in turns; few are legal."""
+    """Yield run files of the fuzzer's axes, and of shipped models with fields of `CHOICES`, in turns; few are legal."""
     random = Random(seed)
     while True:
         yield tree_of({axis: random.choice(values) for axis, values in AXES.items()})
@@ -134,7 +134,7 @@ def drawn_runs(seed: int) -> Iterator[dict[str, Any]]:
 
 
 def put(tree: dict[str, Any], field: str, value: object) -> None:
-    """Set a field of a run file as a person would, or take it out."""
+    """Set a field of a run file as a person would, or remove the field."""
     *parents, last = field.split(".")
     node = tree
     for parent in parents:
@@ -154,7 +154,7 @@ def as_edits(tree: dict[str, Any], words: list[str], remedy: Remedy) -> None:
 
 
 def as_words(tree: dict[str, Any], words: list[str], remedy: Remedy) -> None:
-    """Follow a remedy by words; a field that is left out goes from both."""
+    """Follow a remedy by words; remove a field that is left out from the file and from the words."""
     for field, value in remedy.items():
         words[:] = [word for word in words if not f"{word.partition('=')[0]}.".startswith(f"{field}.")]
         if value is LEFT_OUT:
@@ -164,7 +164,7 @@ def as_words(tree: dict[str, Any], words: list[str], remedy: Remedy) -> None:
 
 
 def follow(tree: dict[str, Any], means: Any) -> list[list[Problem]]:
-    """The messages of a run that is mended by the first remedy of each problem, until it is legal."""
+    """Return the messages of a run that is mended by the first remedy of each problem, until the run is legal."""
     tree, words, messages = deepcopy(tree), list[str](), list[list[Problem]]()
     for _ in range(ROUNDS + 1):
         spell_out(tree)
@@ -183,7 +183,7 @@ def follow(tree: dict[str, Any], means: Any) -> list[list[Problem]]:
 @pytest.mark.parametrize("means", [as_edits, as_words])
 def test_every_refusal_of_a_drawn_run_ends_legal(means: Any) -> None:
     rounds = [len(follow(tree, means)) for tree in islice(drawn_runs(7), 300)]
-    assert sum(map(bool, rounds)) > 250  # nearly all of them were refused
+    assert sum(map(bool, rounds)) > 250  # nearly all runs were refused
 
 
 @pytest.mark.long
@@ -195,7 +195,7 @@ def test_every_refusal_of_many_drawn_runs_ends_legal(means: Any, seed: int) -> N
 
 
 def test_a_followed_remedy_loads_where_its_mistake_is_alone() -> None:
-    """Each alternative that is a value of the field, not the first one alone, in runs of one mistake."""
+    """In a run of one mistake, each alternative value of the field is tried, not the first value alone."""
     tried = 0
     for tree in islice(drawn_runs(11), 600):
         spell_out(tree)
@@ -219,7 +219,7 @@ def mistakes_of(tree: Mapping[str, Any], words: list[str]) -> list[Problem]:
 
 
 def test_remedies_of_the_reported_refusals() -> None:
-    """Those that could not be followed: a prose of numbers, fewer than one, 1 to 1."""
+    """Remedies that could not be followed: a prose of numbers, fewer than one, 1 to 1."""
     tree = {"model": {"base": "vit-digits"}, "batch": {"global": 8}, "bits": {"kind": "layout-free", "hidden": 2}}
     told = [str(problem) for problem in mistakes_of(tree, [])]
     assert "bits.samples=2, or bits.hidden=1" in "\n".join(told)

@@ -109,7 +109,7 @@ def test_micro_auto_is_the_replicas_part() -> None:
     ],
 )
 def test_micro_auto_feeds_the_stages(batch: int, layout: dict[str, Any], micro: int) -> None:
-    """Two microbatches a stage where the batch has them, and rows for every rank that splits them."""
+    """A stage has two microbatches if the batch has enough, and every rank that splits rows has rows."""
     assert parse_run({"batch": {"global": batch}, "layout": layout}).micro == micro
 
 

@@ -1,4 +1,4 @@
-"""Words for what Meshwright does not do, in several spellings: as a key, a section, an option and a value."""
+"""Words for features that Meshwright lacks, in several spellings: as a key, a section, an option and a value."""
 
 from __future__ import annotations
 

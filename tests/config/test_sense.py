@@ -1,4 +1,4 @@
-"""A colleague's look: each absurd run gets its one line, with a field that mends it; runs that are meant get none."""
+"""A colleague's look: each absurd run gets one line, with a field that mends the run; meant runs get no line."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ ABSURD: dict[str, tuple[dict[str, Any], Facts, str, str]] = {
         "batch.micro=1",
     ),
 }
-"""A run, facts, the line's words, and the word that mends it."""
+"""A run, facts, the line's words, and the word that mends the run."""
 
 
 @pytest.mark.parametrize("name", ABSURD)

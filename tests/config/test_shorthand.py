@@ -1,4 +1,4 @@
-"""A single value in place of a section, in a file and as a word, alone and beside words on the section's fields."""
+"""A single value instead of a section, in a file and as a word, alone and next to words on the section's fields."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def said(tree: dict[str, Any], *words: str) -> str:
         ({"layout": {"tensor": "megatron"}}, ["layout.tensor.size=2"], {"layout.tensor.size": 2}),
         ({"layout": {"data": 2}}, ["layout.data.sync=zero1"], {"layout.data.size": 2, "layout.data.sync": "zero1"}),
         (MEGATRON, ["layout.data=4"], {"layout.data.size": 4, "layout.data.sync": "zero1"}),
-        (MEGATRON, ["layout.data=1"], {"layout.data.size": 1}),  # the file's sync lies idle, as by layout.data.size=1
+        (MEGATRON, ["layout.data=1"], {"layout.data.size": 1}),  # as layout.data.size=1: the file's sync has no effect
         (MEGATRON, ["layout.tensor=none"], {"layout.tensor.kind": "none", "layout.data.sync": "zero1"}),
         (MEGATRON, ["layout.tensor=4"], {"layout.tensor.kind": "megatron", "layout.tensor.size": 4}),
         (MEGATRON, ["layout.tensor.q=2", "layout.tensor.kind=tesseract"], {"layout.tensor.q": 2}),
@@ -90,7 +90,7 @@ def test_every_shorthand_names_a_section_and_fields_of_it() -> None:
             "is not a section; valid: a section with the keys every, batches, metric, patience, or none, or its eve",
         ),
         ({}, ["layout.data={}", "layout.data=[1]"], "expert, exchange, bucket, or its size, a number, or its sync"),
-        # What words have said together is not thrown away.
+        # Words that belong together are not dropped.
         ({}, ["layout.tensor={kind: megatron, size: 2}", "layout.tensor=none"], "layout.tensor.size=2 is an unknown"),
         (MEGATRON, ["layout.tensor.size=2", "layout.tensor=tesseract"], "layout.tensor.size=2 is an unknown key"),
     ],

@@ -77,7 +77,7 @@ def test_branches() -> None:
 
 
 def test_rows_of_sub_graphs() -> None:
-    """All ranks compute the common layers, each on its share; where one does, a microbatch need not be divisible."""
+    """All ranks compute the common layers, each a share; if one rank does, a microbatch need not be divisible."""
     tensor = {"kind": "subgraph", "size": 4}
     (told,) = mistakes(tensor, batch={"global": 16, "micro": 2})
     split = "is no multiple of layout.tensor.size=4, over which a microbatch's samples are split"
@@ -91,7 +91,7 @@ def test_rows_of_sub_graphs() -> None:
 
 @pytest.mark.parametrize("branch", ["attention-core", "attention", "block"])
 def test_sub_graphs_cut_no_table(branch: str) -> None:
-    """Vocabulary, positions and hidden width are whole: 3 divides none of them."""
+    """Vocabulary, positions and hidden width are whole: 3 divides none of these."""
     model = MODEL | {"hidden": 66, "heads": 6, "positions": 65, "vocabulary_multiple": 1, "vocabulary": 301}
     tree = {"model": model, "batch": {"global": 6}, "data": {"sequence": 64}}
     config = parse_config(tree | {"layout": {"tensor": {"kind": "subgraph", "size": 3, "branch": branch}}})

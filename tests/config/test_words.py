@@ -1,4 +1,4 @@
-"""Words of other tools are answered with ours, and what is told is what was typed."""
+"""Words of other tools are answered with our words, and the answer quotes the typed word."""
 
 from __future__ import annotations
 

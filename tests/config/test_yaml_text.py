@@ -1,4 +1,4 @@
-"""YAML: numbers that have two readings are refused in every text that we read; a text that we write is read back."""
+"""YAML: numbers with two readings are refused in every text that is read; a written text is read back equally."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ REFUSED = {
     "!!int 010": "write 10",
     "!!float 1:30": "write 90",
 }
-"""Numbers that YAML 1.1 reads otherwise than a person, and the remedy of each."""
+"""Numbers that YAML 1.1 and a person read differently, and the remedy of each."""
 
 READ = {
     "10": 10,
@@ -186,5 +186,5 @@ def test_one_module_loads_yaml() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in loads and ast.unparse(node.value) == "yaml"
     }
-    # A Kubernetes patch is read as Kubernetes reads it: `defaultMode: 0400` is octal there.
+    # A Kubernetes patch is read by Kubernetes' rules: `defaultMode: 0400` is octal.
     assert found == {"tools/submit/manifests.py"}
