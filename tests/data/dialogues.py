@@ -32,7 +32,7 @@ def dialogue(number: int) -> list[dict[str, str]]:
 
 
 def make_tokenizer(folder: Path, template: str = PLAIN) -> Path:
-    """A tiny tokenizer with a chat template, as a Hugging Face folder has it."""
+    """Write a tiny tokenizer with a chat template, as in a Hugging Face folder; return the tokenizer's path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_str(train_bpe([" ".join(WORDS) * 3], 280).to_json())

@@ -1,4 +1,4 @@
-"""A packed file that is not what was packed is refused once, at the start, and located."""
+"""A packed file that differs from the packed bytes is refused once, at the start, with the place of the difference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def flip(path: Path, bit: int) -> None:
 
 @pytest.mark.parametrize("name", ["train.bin", "validation.bin", "tokenizer.json"])
 def test_any_flipped_bit_is_refused(name: str, corpus: PackedCorpus, tmp_path: Path) -> None:
-    """Also behind a check that found the file whole."""
+    """A flipped bit is refused also after a check that found the file whole."""
     path, choose = corpus.folder / name, random.Random(2)
     take_up(corpus, tmp_path / "cache")
     for _ in range(30):
@@ -102,7 +102,7 @@ def test_cache_that_cannot_be_written_costs_a_check(corpus: PackedCorpus, tmp_pa
 
 
 def test_id_beyond_the_vocabulary_is_named_by_its_place(corpus: PackedCorpus, tmp_path: Path) -> None:
-    """The checksums are right: somebody wrote the folder so."""
+    """The checksums are right: another program wrote the folder with this id."""
     path = corpus.folder / "train.bin"
     content = bytearray(path.read_bytes())
     content[200:202] = (257).to_bytes(2, "little")

@@ -1,4 +1,4 @@
-"""Every form of source gives its documents; every mistake is named by file, line and key."""
+"""Every form of source gives the right documents; every mistake is named by file, line and key."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_identity_changes_with_the_files_and_ignores_hidden_ones(tmp_path: Path)
 
 
 def test_pipes_and_devices_are_refused(tmp_path: Path) -> None:
-    """None of them is opened: a pipe waits for ever, and /dev/zero never ends."""
+    """No pipe or device is opened: a pipe waits for ever, and /dev/zero never ends."""
     os.mkfifo(tmp_path / "pipe.jsonl")
     for source in (str(tmp_path / "pipe.jsonl"), "/dev/zero"):
         with pytest.raises(DataError, match=f"{source}: is a pipe or a device, which may never end"):
@@ -188,7 +188,7 @@ def test_a_folder_holds_files_alone(tmp_path: Path) -> None:
     (tmp_path / "linked.txt").symlink_to(tmp_path / "a.txt")
     with pytest.raises(RefusedError, match=r"linked.txt is a link to .*copy the file into the folder"):
         list(documents(str(tmp_path)))
-    assert list(documents(str(tmp_path / "linked.txt"))) == ["text"]  # the user's own word may be a link
+    assert list(documents(str(tmp_path / "linked.txt"))) == ["text"]  # a source that the user names may be a link
 
 
 def test_a_folder_that_leads_back_to_itself(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_bad_json_and_csv_are_named_with_their_place(name: str, content: str, me
 
 
 def test_a_data_set_of_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake: there is no network here."""
+    """The Hub is a fake, without network."""
     datasets = pytest.importorskip("datasets")
     asked = []
 

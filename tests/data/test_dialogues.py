@@ -1,5 +1,7 @@
-"""Records in the forms that data sets have become the messages they mean, tools and weights among them; what a template
-makes of them, and what is learned of it, is what transformers says."""
+"""Records in the forms of data sets become the messages of these forms, tools and weights included.
+
+A template's text, and the learned parts of the text, equal transformers'.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ USED: list[dict[str, Any]] = [
 ]
 """A dialogue with a call of a tool."""
 
-# As Qwen's and Llama's templates do it: tools in front, calls as JSON, a tool's turn as the user's.
+# As in Qwen's and Llama's templates: tools first, calls as JSON, a tool's turn as the user's.
 BEGIN = "{% if tools %}<|turn|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|over|>\n{% endif %}"
 CALLS = (
     "{% if m.tool_calls %}{% for c in m.tool_calls %}<call>{{ c.function.name }} "
@@ -134,7 +136,7 @@ def test_arguments_are_as_the_template_takes_them(arguments: Any) -> None:
     wanted = '<call>add {"x": 1, "y": "zwölf"}</call><|over|>\n'
     assert learned_of(PLAIN, [USED[0], calling]) == [wanted]
     of_texts = PLAIN.replace("c.function.arguments | tojson", "'' + c.function.arguments")
-    # A text stays as it is for a template of texts.
+    # A template of texts gets a text unchanged.
     kept = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     assert learned_of(of_texts, [USED[0], calling]) == [f"<call>add {kept}</call><|over|>\n"]
 
@@ -159,7 +161,7 @@ def test_answers_are_found_however_they_are_written(form: str, content: str) -> 
     text, spans = ChatTemplate(template, "FILE").dialogue(Dialogue(messages, "here"))
     first, second = text.split("[assistant]")[1:]
     answers = [text[begin:end] for begin, end in spans]
-    # The end of the first turn is no end of a dialogue: nothing shows where the turn ends, but that it has ended.
+    # The end of the first turn is no end of a dialogue, so the turn's end is known only from the next turn.
     assert answers in ([first.partition("[user]")[0], second], [first.partition("<over>[user]")[0], second])
 
 
@@ -202,8 +204,7 @@ def test_messages_may_be_read_only(mark: dict[str, Any], tmp_path: Path) -> None
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by difference", "marked"])
 @pytest.mark.parametrize("unlearned", [(), (1,), (3,), (1, 5)])
 def test_texts_and_masks_are_transformers(template: str, unlearned: tuple[int, ...], tmp_path: Path) -> None:
-    """Tool turns and calls; the calls are the assistant's, and learned, the tool's turns are not. Messages that are not
-    learned leave the others' mask as it was."""
+    """Calls are the assistant's, and learned; tool turns are not. Unlearned messages keep the other masks unchanged."""
     transformers = pytest.importorskip("transformers")
     path = make_tokenizer(tmp_path, template)
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), template_of(str(path), None)
@@ -217,7 +218,7 @@ def test_texts_and_masks_are_transformers(template: str, unlearned: tuple[int, .
     assert (tokens & IDS).tolist() == marked["input_ids"]
     said = [bool(flag) for flag in (tokens & SAID)]
     wanted = [bool(one) for one in marked["assistant_masks"]]
-    if template == PLAIN:  # what a message adds ends with the line, which the mark leaves out
+    if template == PLAIN:  # a message ends with the line end, which the mark leaves out
         wanted = [one or (at > 0 and wanted[at - 1]) for at, one in enumerate(wanted)]
     runs = [at for at, one in enumerate(wanted) if one and not wanted[at - 1]]
     for place, message in zip(runs, (1, 3, 5), strict=True):

@@ -1,4 +1,4 @@
-"""Batches and prepared folders are bit for bit those of version 0.1.0: a run that is resumed reads on in the same data.
+"""Batches and prepared folders have the bits of version 0.1.0, so a resumed run reads on in equal data.
 
 The hashes were computed by 0.1.0's code (commit a733e7a) on the same sources.
 """
@@ -54,7 +54,7 @@ def line(number: int) -> str:
 
 
 def write_sources(folder: Path) -> None:
-    """One of each form that a user may hold."""
+    """Write a source of each form that a user may have."""
     texts = ["\n".join(line(100 * n + at) for at in range(2 + n % 5)) for n in range(60)]
     pairs = [(line(n), line(7000 + n)) for n in range(200)]
     (folder / "text.txt").write_text("\n".join(map(line, range(400))))
@@ -94,7 +94,7 @@ def write_optional(folder: Path, case: str) -> None:
 
 
 def hashes_of(case: str, folder: Path) -> tuple[str, str]:
-    """Hashes of a case's batches and of its prepared folder."""
+    """Return hashes of a case's batches and of the prepared folder."""
     model, data = CASES[case]
     paths = {key: str(folder / data[key]) for key in ("source", "target") if key in data and data[key] != "digits"}
     data = {"validation": 0.2} | ({} if model["family"] == "vit" else {"sequence": 32}) | data | paths
@@ -117,7 +117,7 @@ def hashes_of(case: str, folder: Path) -> tuple[str, str]:
 
 
 def as_before(path: Path) -> bytes:
-    """A file's bytes; of a header those of 0.1.0, which did not say what was read."""
+    """Return a file's bytes; of a header, the bytes of 0.1.0, which had no list of read files."""
     if path.name != "header.json":
         return path.read_bytes()
     header = json.loads(path.read_bytes())
@@ -143,7 +143,7 @@ GOLDEN = {
     "digits": ("814cc61b22d59d04", "954c69c5f0295cb4"),
     "class folders": ("8803d56c27dbda43", "7e659f99f2cb1a54"),
 }
-"""The hashes of the batches, of the files."""
+"""The hashes of the batches and of the files."""
 
 
 @pytest.mark.parametrize("case", CASES)

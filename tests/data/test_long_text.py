@@ -1,4 +1,4 @@
-"""A large text file is packed piece by piece into the same bytes as a small one, in little memory."""
+"""A large text file is packed piece by piece into the same bytes as a small file, in little memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT = "\n".join(LINES) + "\n"
 
 
 def chunk_finely(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of 1,000 bytes are large, and chunks end inside of characters."""
+    """Make files of 1,000 bytes large, and let chunks end inside of characters."""
     monkeypatch.setattr(records, "LARGE_BYTES", 1000)
     monkeypatch.setattr(long_text, "_CHUNK_BYTES", 997)
 

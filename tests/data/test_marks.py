@@ -1,5 +1,7 @@
-"""The tokens around a document: what a run names, what packed tokens, checkpoints and measured texts have of it, and
-what is refused."""
+"""The tokens around a document: the marks that a run names, in packed tokens, checkpoints and measured texts.
+
+Some marks are refused.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ END = "<|endoftext|>"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Thirty texts, and a tokenizer with three special tokens more, of which no file says what they are."""
+    """Thirty texts, and a tokenizer with three more special tokens, which no file explains."""
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
     texts = [f"piece {number} of words" for number in range(30)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -52,7 +54,7 @@ def run_of(folder: Path, *words: str, **data: Any) -> Config:
 
 
 def documents_of(config: Config) -> tuple[Path, list[str]]:
-    """The packed folder, and its held-out tokens' text cut behind each `words`."""
+    """Return the packed folder, and the text of the held-out tokens, cut after each `words`."""
     packed = open_packed(config.data.prepare(config, silent))
     text = packed.tokenizer.decode(packed.tokens("validation").tolist())
     return packed.folder, text.split("words")
@@ -79,7 +81,7 @@ def test_documents_stand_between_what_the_run_names(folder: Path, words: tuple[s
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("spelt", ["<｜end▁of▁sentence｜>", {"content": "<｜end▁of▁sentence｜>", "lstrip": False}])
 def test_the_files_beside_a_tokenizer_name_its_end(folder: Path, file: str, spelt: object) -> None:
-    """Whatever its spelling, and before any that is known."""
+    """The end token may have any spelling, and replaces a known one."""
     before = documents_of(run_of(folder))[0]
     (folder / file).write_text(json.dumps({"eos_token": spelt}))
     found, documents = documents_of(run_of(folder))
@@ -134,7 +136,7 @@ def test_a_prepared_folder_has_its_own(folder: Path) -> None:
 
 
 def test_a_run_is_measured_and_exported_as_it_was_trained(folder: Path) -> None:
-    """Between the marks that it named, by its checkpoint's folder alone."""
+    """A measured or exported run has the marks that the run named, by the checkpoint's folder alone."""
     config = run_of(folder, "data.begin=<s>", "data.end=<|im_end|>")
     train(config, folder / "out", resume=False)
     loaded = load_text(folder / "out", "cpu")

@@ -1,5 +1,7 @@
-"""Dialogues become samples: rendered by the tokenizer's own template, only what the assistant says is labelled, each
-dialogue by itself. Texts and masks are held against transformers' apply_chat_template."""
+"""Dialogues become samples: rendered by the tokenizer's template, with labels on the assistant's text alone.
+
+Each dialogue is alone. Texts and masks equal the output of transformers' apply_chat_template.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +158,7 @@ def test_a_run_without_a_template_is_refused(tmp_path: Path) -> None:
 
 
 def test_dialogues_are_prepared_once_for_many_runs(tmp_path: Path) -> None:
-    """With the tokenizer and the template gone, and for other lengths of windows."""
+    """Prepared dialogues are read without the tokenizer and the template, and with other lengths of windows."""
     source, path = make_dialogues(tmp_path), make_tokenizer(tmp_path / "tokenizer")
     given, out = config_for(tmp_path, source, path), tmp_path / "prepared"
     given.data.pack(given, out, lambda *_: None)
@@ -171,8 +173,11 @@ def test_dialogues_are_prepared_once_for_many_runs(tmp_path: Path) -> None:
 
 
 def test_fine_tuning_from_weights(tmp_path: Path) -> None:
-    """`model.from` with its tokenizer and template: the first loss is transformers' own on the same dialogues, each
-    alone, over the assistant's tokens; two layouts train alike."""
+    """`model.from` takes the folder's tokenizer and template.
+
+    The first loss is transformers' loss of the same dialogues, each alone, over the assistant's tokens. Two layouts
+    train equally.
+    """
     settings = transformers.LlamaConfig(
         vocab_size=320, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128,
@@ -185,7 +190,7 @@ def test_fine_tuning_from_weights(tmp_path: Path) -> None:
         "batch": {"global": 4, "micro": 2},
         "precision": {"level": "O0", "dtype": "float64"},
         "metrics": {"sinks": []},
-        "layout": {"transport": "torch"},  # forked ranks import nothing anew
+        "layout": {"transport": "torch"},  # forked ranks import no module again
         "device": "cpu",
         "steps": 2,
     }

@@ -1,4 +1,4 @@
-"""Mixtures: shares that are exact in every block, each source in its own order, the same for every way of asking."""
+"""Mixtures have exact shares in every block, each source in a fixed order, equally for every way of asking."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODEL = {"layers": 1, "hidden": 8, "heads": 1, "positions": 16, "vocabulary": 30
 
 
 class Numbers(ShuffledSamples):
-    """Things that say which they are, of which source."""
+    """Samples that hold their source and number."""
 
     def __init__(self, source: int, size: int) -> None:
         super().__init__(size, 7)

@@ -1,4 +1,4 @@
-"""The prepared folder: its content, its determinism, its errors, and a prepare that is killed."""
+"""The prepared folder: content, determinism, errors, and a prepare that is killed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_all(folder: Path) -> dict[str, bytes]:
 
 
 def texts_of(corpus: PackedCorpus) -> list[str]:
-    """Every document, found by the end tokens."""
+    """Return every document, found by the end tokens."""
     texts = []
     for split in ("train", "validation"):
         tokens = corpus.tokens(split)

@@ -1,4 +1,4 @@
-"""A bijection for every size, other for every seed and stream, and fixed for all time."""
+"""A bijection for every size, different for every seed and stream, and fixed for all time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_streams_and_seeds_differ_and_do_not_look_sorted() -> None:
     orders = [Permutation(10_000, seed, stream)(positions) for seed, stream in [(1, 0), (1, 1), (2, 0)]]
     for at, order in enumerate(orders):
         assert abs(np.corrcoef(positions, order)[0, 1]) < 0.05
-        # Neighbours of a random order rise as often as they fall, and each tenth of it holds every part alike.
+        # In a random order, neighbours rise as often as fall, and each tenth of the order has every part equally.
         assert 0.48 < (np.diff(order) > 0).mean() < 0.52
         assert np.histogram(order[:1000], bins=10, range=(0, 10_000))[0].min() > 60
         for other in orders[:at]:

@@ -1,5 +1,7 @@
-"""Published chat templates are trained on as they are. The templates are read from the installed package `trl`, which
-ships those of many families; texts and marks are held against transformers."""
+"""Published chat templates can be trained on unchanged; texts and marks equal transformers'.
+
+The templates are read from the installed package `trl`, which ships the templates of many families.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from meshwright.ranks.errors import DataError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 DATES = {"date_string": "26 Jul 2024", "current_date": "2024-07-26"}
-"""Variables of templates that write today's date if nothing else is given."""
+"""Variables of templates that write today's date if no date is given."""
 
 
 @cache
@@ -67,13 +69,13 @@ DIALOGUES: dict[str, list[dict[str, Any]]] = {
     "thoughts in tags": [TWO[0], TAGGED[0], TWO[2], TAGGED[1]],
 }
 
-# Templates of models that see take parts, and DeepSeek's take arguments as a text.
+# Templates of models with vision take parts, and DeepSeek's take arguments as a text.
 PARTS = {"smolvlm", "idefics3", "llava_next"}
 TEXT_ARGUMENTS = {"deepseekv3", "deepseek_r1_distill"}
-# Transformers drops a content that is null, where these templates need one.
+# transformers drops a content that is null, and these templates need a content.
 EMPTY = {"deepseekv3", "deepseekv3_training"}
 CANNOT = {"deepseek_r1_distill", "deepseek_r1_distill_training"}
-"""Templates that write calls beside a content of null alone, so that transformers cannot render them."""
+"""Templates that write calls only next to a content of null, so that transformers cannot render the calls."""
 
 WITHOUT_SYSTEM = {"gemma"}
 WITHOUT_TOOLS = {
@@ -81,20 +83,20 @@ WITHOUT_TOOLS = {
     "smolvlm",
 }  # fmt: skip
 KEEPS_ALL_THOUGHTS = {"muse_glimmer", "qwen3_8"}
-"""By the key reasoning_content."""
+"""Templates that keep all thoughts by the key reasoning_content."""
 CUTS_TAGS = {
     "deepseek_r1_distill", "deepseekv3", "glm4moe", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl",
     "nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra", "qwen3", "qwen3_5_nothink",
     "qwen3_5_think", "qwen3_6",
 }  # fmt: skip
-"""At `</think>`."""
+"""Templates that cut thoughts at `</think>`."""
 REFUSED = (
     {(name, "system") for name in WITHOUT_SYSTEM}
     | {(name, case) for name in WITHOUT_TOOLS for case in ("tool", "tool, two turns")}
     | {(name, "thoughts") for name in ORIGINAL if name not in KEEPS_ALL_THOUGHTS}
     | {(name, "thoughts in tags") for name in CUTS_TAGS}
 )
-"""All others are trained on."""
+"""Refused templates and cases; all others can be trained on."""
 
 
 @cache
@@ -105,7 +107,7 @@ def template_of(name: str) -> ChatTemplate:
 
 def record(case: str) -> Dialogue:
     tools = {"tools": TOOLS} if case.startswith("tool") else {}
-    # null keys are keys that are not there
+    # A null key counts as a missing key.
     messages = [{"name": None, "tool_calls": None, **message} for message in DIALOGUES[case]]
     return dialogue_of({"messages": messages, **tools}, "here", list(SPECIAL.values()))
 
@@ -118,7 +120,7 @@ def byte_tokens() -> Any:
 
 
 def theirs(name: str, dialogue: Dialogue, **options: Any) -> Any:
-    """Transformers' text of a dialogue, or its tokens."""
+    """Return transformers' text of a dialogue, or the tokens."""
     family = name.removesuffix("_training")
     messages = json.loads(json.dumps(dialogue.messages))
     for message in messages:
@@ -140,7 +142,7 @@ def without_today(text: str) -> str:
 
 
 def check(text: str, spans: list[tuple[int, int]], dialogue: Dialogue) -> None:
-    """Learned is all that the assistant says, in order, and nothing else is."""
+    """Check that the learned text is all of the assistant's text, in order, and nothing else."""
     learned = [text[begin:end] for begin, end in spans]
     rest = "".join(
         text[end:begin] for (_, end), (begin, _) in zip([(0, 0), *spans], [*spans, (len(text), 0)], strict=True)
@@ -152,7 +154,7 @@ def check(text: str, spans: list[tuple[int, int]], dialogue: Dialogue) -> None:
         said += [ARGUMENTS["city"]] if message.get("tool_calls") else []
         place = 0
         for line in said if not message.get("tool_calls") else said[-1:]:
-            if line not in ("<think>", "</think>"):  # gemma's and gpt-oss' thoughts have marks of their own
+            if line not in ("<think>", "</think>"):  # gemma's and gpt-oss' thoughts have other marks
                 place = part.index(line, place) + len(line)
 
 

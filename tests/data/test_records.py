@@ -1,4 +1,4 @@
-"""The one reader: each suffix of the table gives the same records, splits are chosen, all else is refused by reason."""
+"""The one reader: each suffix of the table gives the same records, splits are chosen, others are refused by reason."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_table_whose_first_row_has_a_number_has_no_names(name: str, mark: str,
             list(documents(str(path), picks))
     write(("2023", "text"), ("1", "two"))
     assert list(documents(str(path))) == ["two"], "a wanted name is a name"
-    for names in (("name", "inf"), ("nan", "body"), ("infinity", "1_0")):  # numbers of Python's, and of nobody's table
+    for names in (("name", "inf"), ("nan", "body"), ("infinity", "1_0")):  # numbers to Python, and names in a table
         write(names, ("one", "two"))
         with pytest.raises(DataError, match=f"has no column `text`; its columns: {names[0]}, {names[1]}"):
             list(documents(str(path)))
@@ -287,7 +287,7 @@ def test_a_split_without_an_effect_is_refused(tmp_path: Path) -> None:
 
 
 def test_links_of_the_hubs_cache_keep_their_names(tmp_path: Path) -> None:
-    """A file there is a link to one whose name is a hash."""
+    """In the Hub's cache, a file is a link to a file named by a hash."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "0a1b").write_bytes(lines([{"text": "one"}]))
     (tmp_path / "a.jsonl").symlink_to(tmp_path / "blobs" / "0a1b")
@@ -298,7 +298,7 @@ def test_other_picks_are_another_corpus(tmp_path: Path) -> None:
     source = write(tmp_path, "train.jsonl", "test.jsonl")
     every = [source_identity(source, picks) for picks in (Picks("train"), Picks("test"), Picks("train", "body"))]
     assert len({json.dumps(one) for one in every}) == 3
-    # 0.1.0 read a.ndjson as one text: what it prepared must not pass for the records.
+    # 0.1.0 read a.ndjson as one text, so its prepared data must not pass for the records.
     (tmp_path / "a.ndjson").write_text("{}")
     assert source_identity(str(tmp_path / "a.ndjson"))[-1] == "as jsonl"
 

@@ -1,4 +1,4 @@
-"""A template is a stranger's program: it may take no more time, memory or depth than a text of a dialogue needs."""
+"""A template is a foreign program, and may use at most the time, memory and depth that a dialogue's text needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOOP = "{% for a in range(99999) %}"
 END = "{% endfor %}"
 TIME, DEPTH = "takes more than 1 s", "calls itself more than"
 MEMORY = f"takes more than 1024 MiB of memory|{TIME}"
-"""Growth ends at the bound that it reaches first, which depends on the machine."""
+"""Growth ends at the first of two bounds, and the machine decides which."""
 
 HOSTILE = {
     "loops in loops": (LOOP * 3 + END * 3, TIME),
@@ -64,7 +64,7 @@ def test_templates_that_loop_grow_or_recurse_are_a_sentence(name: str) -> None:
 
 
 def test_a_text_costs_another_nothing() -> None:
-    """After a bound the same template takes the next dialogue, and other errors are the template's own."""
+    """After a bound, the same template renders the next dialogue, and other errors are reported as the template's."""
     renderer = Renderer("{% if big %}{{ 'x' * 10**11 }}{% endif %}{{ no.such.thing if bad else 'ok' }}", "FILE")
     with pytest.raises(DataError, match="takes more than 1024 MiB"):
         renderer.render({"big": True, "bad": False}, [{}])
@@ -88,7 +88,7 @@ def test_threads_share_a_process_and_a_fork_has_its_own() -> None:
         thread.join()
     assert got == {number: {f"<{number}><{number}>"} for number in range(6)}
     child = os.fork()
-    if child == 0:  # the exit code says what the forked process saw
+    if child == 0:  # the exit code reports the forked process's result
         os._exit(0 if template.render([{"role": "user", "content": "f"}], "here") == "ff" else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     ask(7)

@@ -65,7 +65,7 @@ def test_windows_are_the_tokens_and_labels_the_next_ones(corpus: PackedCorpus, b
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_the_ranks_slices_make_the_global_batch(batches: TokenBatches, num_ranks: int) -> None:
-    for step in (0, 3, 50):  # step 50 lies in a later epoch
+    for step in (0, 3, 50):  # step 50 is in a later epoch
         whole = batches.samples(step * 12 + 0, 12)
         part = 12 // num_ranks
         slices = [batches.samples(step * 12 + rank * part, part) for rank in range(num_ranks)]

@@ -1,4 +1,4 @@
-"""The held-out share is met, by content, whatever the documents look like."""
+"""The held-out share is met, by content, for any documents."""
 
 from __future__ import annotations
 

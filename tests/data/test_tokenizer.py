@@ -1,4 +1,4 @@
-"""Nothing is lost on the way to tokens and back, and training gives the same tokenizer every time."""
+"""Text is unchanged after tokens and back, and training gives the same tokenizer every time."""
 
 from __future__ import annotations
 
