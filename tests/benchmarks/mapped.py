@@ -1,4 +1,4 @@
-"""A contender whose loss is the bytes that a large tensor adds to those that glibc has mapped by themselves."""
+"""A contender with the bytes as loss that a large tensor adds to glibc's separately mapped bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Mallinfo2(ctypes.Structure):
 
 @contextmanager
 def mapped(place: Place) -> Iterator[Step]:
-    """The factory. Needs glibc 2.33."""
+    """Yield the step. Needs glibc 2.33."""
     library = ctypes.CDLL("libc.so.6")
     library.mallinfo2.restype = Mallinfo2
 

@@ -1,4 +1,4 @@
-"""torch's data parallelism is a baseline only if it computes what the plain loop does, compiled or not."""
+"""torch's data parallelism is a baseline only if it computes the plain loop's result, compiled or not."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ BACKENDS = [
 
 
 def trained(mesh: Mesh, form: str, backend: str) -> tuple[list[float], float, bool]:
-    """This rank's losses of three steps by the plain loop's, the largest error of a weight after them, and whether
-    torch has compiled something."""
+    """Train for three steps; return this rank's losses divided by the plain loop's, and the largest error of a weight.
+
+    The third value says whether torch has compiled a graph.
+    """
     plain, own = model(), model()
     counters.clear()
     if form.startswith("DDP"):
@@ -77,7 +79,7 @@ def test_it_trains_as_the_plain_loop_does(form: str) -> None:
     check(form, "none")
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler's own, of the version that is here
+@pytest.mark.filterwarnings("ignore")  # warnings of the installed compiler
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("form", ["DDP, inside", "DDP, outside", "FSDP2, compiled"])
 def test_compiled_it_does(form: str, backend: str) -> None:

@@ -1,4 +1,4 @@
-"""The papers' broadcast loop is a baseline only if it computes what the plain model does."""
+"""The papers' broadcast loop is a baseline only if it computes the plain model's result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = Reference(layers=2, hidden=24, heads=6, sequence=8, batch=12, vocabulary
 
 
 def differences(mesh: Mesh) -> dict[str, float]:
-    """Errors of the loss and of every gradient that this rank holds, in float64, relative to the largest element."""
+    """Return errors of the loss and of this rank's gradients, in float64, relative to the largest element."""
     torch.manual_seed(0)
     plain = PlainGPT(SMALL).double()
     with torch.no_grad():
@@ -34,7 +34,7 @@ def differences(mesh: Mesh) -> dict[str, float]:
     mesh.world.all_reduce(total)
     found = {"loss": abs(float(total / expected.detach()) - 1)}
     for parameter in plain.parameters():
-        parameter.data = parameter.grad  # so that their blocks are cut as the weights' are
+        parameter.data = parameter.grad  # so that gradients are cut like weights
     wanted = BroadcastGPT(plain, shape).parameters()
     for (name, parameter), block in zip(model.named_parameters(), wanted, strict=True):
         if parameter.grad is not None:

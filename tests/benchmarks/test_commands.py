@@ -12,7 +12,7 @@ from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 ORPHAN = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    while time.process_time() < 0.3: pass\n"
-"""A process that goes on when the command is over, as a fork server may: 0.3 processor seconds."""
+"""A process that goes on after the command's end, as a fork server may, for 0.3 processor seconds."""
 
 
 def test_each_command_is_a_line_with_its_seconds() -> None:

@@ -1,4 +1,4 @@
-"""The plain model under DTensor is a baseline only if it computes what the model does on one device."""
+"""The plain model under DTensor is a baseline only if it computes one device's result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = Reference(layers=2, hidden=24, heads=6, sequence=8, batch=3, vocabulary=
 
 
 def differences(mesh: Mesh, sequence_parallel: bool) -> dict[str, float]:
-    """The errors of the loss and of every whole gradient in float64, relative to the largest element."""
+    """Return the errors of the loss and of every whole gradient in float64, relative to the largest element."""
     model = parallel_model(SMALL, mesh.grid.world_size, sequence_parallel).double()
     torch.manual_seed(0)
     plain = PlainGPT(SMALL, HeadwiseBlock).double()

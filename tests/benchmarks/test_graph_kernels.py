@@ -1,4 +1,4 @@
-"""The kernels that Inductor writes for a GPU beside a plan's. It needs Triton, no GPU."""
+"""The kernels that Inductor writes for a GPU, compared with a plan's. The test needs Triton, and no GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 
 @cache
 def counted(compiles: str, words: str) -> list[list[int]]:
-    """Bytes of a layer's kernels, forward and backward, and of a plan's. In a process of its own: torch is patched."""
+    """Return bytes of a layer's kernels, forward and backward, and of a plan's. torch is patched in another process."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, compiles, *words.split()], capture_output=True, text=True, check=True, cwd=ROOT
     )
@@ -52,7 +52,7 @@ def counted(compiles: str, words: str) -> list[list[int]]:
     ],
 )
 def test_a_plan_counts_the_bytes_of_a_layers_kernels(words: str) -> None:
-    """Within a twelfth, forward and backward."""
+    """Bytes agree within a twelfth, forward and backward."""
     found, planned = counted("blocks", words)
     assert planned == pytest.approx(found, rel=1 / 12)
 

@@ -1,4 +1,4 @@
-"""The growth of a figure: the slope's fit and its words, and each question at small sizes."""
+"""The growth of a figure: the slope's fit and words, and each question at small sizes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_planted_power_has_its_word(power: float, word: str) -> None:
 
 
 def test_a_planted_bend_is_found() -> None:
-    """Flat until 4, quadratic behind."""
+    """The planted figure is flat until 4, then quadratic."""
     slope = fit(SIZES, [5.0, 5.0, 5.0, 20.0, 80.0])
     assert slope.bend == 4
     assert (slope.before, slope.after) == (pytest.approx(0, abs=1e-12), pytest.approx(2))
@@ -88,7 +88,7 @@ def first_loss(question: Question, label: str, size: int) -> float:
 
 @pytest.mark.parametrize("name", ["vocabulary", "experts", "microbatches", "layers"])
 def test_ours_and_the_peer_begin_near_an_even_guess(name: str) -> None:
-    """Both are of one size: a head of as many classes, and small first weights."""
+    """Both models have one size, with equal numbers of classes, and small first weights."""
     question, size = QUESTIONS[name], SMALL[name][-1]
     classes = size if name == "vocabulary" else growth.SMALL.vocabulary
     for label in question.contenders(size):
@@ -96,7 +96,7 @@ def test_ours_and_the_peer_begin_near_an_even_guess(name: str) -> None:
 
 
 def test_microbatches_add_up_to_the_batch() -> None:
-    """The plain loop's loss and gradients, by microbatch and at once."""
+    """The plain loop's loss and gradients are equal by microbatch and at once."""
     sizes = replace(growth.SMALL, vocabulary=64, hidden=16, layers=1)
     found = []
     for microbatches in (1, 4):

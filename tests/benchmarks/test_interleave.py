@@ -1,4 +1,4 @@
-"""A table of a benchmark says what it was measured on, and beside what."""
+"""A table of a benchmark names the machine, and the load next to the measurement."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def busy() -> list[psutil.Process]:
 
 
 class Team:
-    """A contender whose step takes as many milliseconds as there are busy processes beside it."""
+    """A contender with a step of one millisecond for each busy process on the machine."""
 
     held_bytes, processor = 0, (1.0,)
 
@@ -97,12 +97,12 @@ def test_ratios_are_taken_within_rounds() -> None:
 
 
 def test_workers_start_at_once_and_are_told_of_the_allocator(tmp_path: Path) -> None:
-    """Two ranks each, forked; every large tensor of a process that was told comes from its heap."""
+    """Two ranks each, forked; a process with the variable allocates large tensors on the heap."""
     found, before = {}, dict(os.environ)
     for allocator in ALLOCATORS:
         made = Contender(allocator, "tests.benchmarks.mapped:mapped", ranks=2, allocator=allocator)
         (found[allocator],) = interleave.interleave([made], Plan(rounds=2))
-    # A variable for workers, left in the caller, reached every process that was started later.
+    # A variable for workers, left in the caller, would reach every process started later.
     assert dict(os.environ) == before
     assert found["told"].loss == 0
     assert found["glibc"].loss >= TENSOR_BYTES
@@ -131,7 +131,7 @@ def test_ours_and_theirs_see_the_same_tokens() -> None:
 
 
 def test_ours_is_resolved_as_a_run_is() -> None:
-    """A step of the train loop: its hooks, and what `compile: auto` is on a CPU."""
+    """The contender is a step of the train loop, with hooks, and with `compile: auto` as resolved on a CPU."""
     assert resolve(reference_config({}), Machine.here()).config.compile == "none"
     with train(Place(0, 1), **{"model.layers": 1}) as step:
         assert step() == pytest.approx(math.log(REFERENCE.vocabulary), rel=0.02)

@@ -1,4 +1,4 @@
-"""Kernels of a step by class: profiles of one_gpu.json beside plans (`python -m benchmarks.one_gpu --classes`)."""
+"""Kernels of a step by class: profiles of one_gpu.json against plans (`python -m benchmarks.one_gpu --classes`)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ from meshwright.planner.plan.predict import Planner
 from meshwright.training.decisions import resolve
 
 HELD = (PRODUCTS, ATTENTION, NORMS, GELU, ROW_SUMS, INTO_SUMS, SUMS, COPIES, OPTIMIZER)
-"""Classes whose plans are held to 1 ms or a tenth. Not held: the loss under islands (1.1 ms of 10.8), kernels of many
-names, the idle device of a profiled step, which waits for its loss."""
+"""Classes with plans that must be within 1 ms or a tenth.
+
+Not checked: the loss under islands (1.1 ms of 10.8), kernels of many names, and the idle device of a profiled step,
+which waits for the loss.
+"""
 
 
 def pairs() -> Iterator[tuple[str, dict[str, float], dict[str, float]]]:

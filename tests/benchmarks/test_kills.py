@@ -1,4 +1,4 @@
-"""Kills at random moments, a few: `python -m benchmarks.kills` has a hundred, over all layouts."""
+"""A few kills at random moments; `python -m benchmarks.kills` has a hundred, over all layouts."""
 
 from __future__ import annotations
 

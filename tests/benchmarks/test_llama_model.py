@@ -1,5 +1,7 @@
-"""The plain Llama of `benchmarks.llama` is a baseline only if it computes what transformers' does, and its parallel
-forms what it does on one device."""
+"""The plain Llama of `benchmarks.llama` is a baseline only if it computes the result of transformers' Llama.
+
+The parallel forms must compute one device's result.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ THEIRS = {
 
 
 class WideRotary(nn.Module):
-    """Theirs makes angles in float32; this one in float64."""
+    """Angles in float64; transformers computes angles in float32."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         width = SMALL.head_width
@@ -37,7 +39,7 @@ class WideRotary(nn.Module):
 
 
 def hugging_face() -> Any:
-    """Theirs in float64 all through."""
+    """Return transformers' model, all in float64."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=SMALL.vocabulary, hidden_size=SMALL.hidden, intermediate_size=SMALL.inner,
@@ -54,7 +56,7 @@ def hugging_face() -> Any:
 
 
 def as_plain(name: str, x: Tensor) -> Tensor:
-    """Their tensor in our rows: they turn the halves of a head, we neighbours."""
+    """Reorder the rows of transformers' tensor: transformers rotates the halves of a head, we rotate neighbours."""
     if not name.endswith(("wq", "wk")):
         return x
     return x.unflatten(0, (-1, 2, SMALL.head_width // 2)).transpose(1, 2).flatten(0, 2)
@@ -85,7 +87,7 @@ def test_it_computes_what_transformers_does() -> None:
 
 
 def distances(mesh: Mesh) -> dict[str, float]:
-    """The errors of the cut model's loss and of every whole gradient in float64, relative to the largest element."""
+    """Return the errors of the cut model's loss and each gradient, in float64, relative to the largest element."""
     untied = Sizes(**{**vars(SMALL), "tied": False})
     torch.manual_seed(0)
     model = parallel_model(untied, mesh.grid.world_size).double()

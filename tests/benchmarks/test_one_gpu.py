@@ -1,4 +1,4 @@
-"""Steps that an H100 and an H200 took, beside what is predicted of them now."""
+"""Measured steps of an H100 and an H200, compared with today's predictions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WITHOUT_ISLANDS = "small, no islands"
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row['gpu']}: {row['name']}" for row in ROWS])
 def test_a_measured_step_is_predicted(row: dict[str, Any]) -> None:
-    """Data sheets alone: time to 8 %, what torch allocates to 2 %, the device to 6 %. Islands are in no prediction."""
+    """From data sheets alone: time to 8 %, torch's allocated bytes to 2 %, the device's to 6 %. No plan has islands."""
     config = resolve(load_config("gpt2", [*COMMON.split(), *row["words"].split()]), H100_HOST).config
     found, predicted = row["found"], Planner(load_cluster(CLUSTERS[row["gpu"]])).predict(config)
     seconds = statistics.median(found["seconds"][UNCOUNTED_STEPS:])

@@ -1,4 +1,4 @@
-"""The table of recorded scripts: its own rows say what they should, and a framework that is missing is named."""
+"""The table of recorded scripts: each row has the expected verdict, and a missing framework is named."""
 
 from __future__ import annotations
 

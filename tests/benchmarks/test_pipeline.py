@@ -1,4 +1,4 @@
-"""Paced stages in real processes do what the clock does, and their spans come back; nothing arrives too early."""
+"""Paced stages in real processes match the clock and return their spans; no message is early."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def steps(mesh: Mesh, runs: list[Run]) -> list[Timeline | None]:
 
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_every_task_once_on_every_rank_and_no_sooner_than_modelled(condition: str) -> None:
-    """Both schedules one after the other in the same processes."""
+    """The two schedules run one after the other in the same processes."""
     runs = [Run(schedule, condition, STAGES, MICROBATCHES, seed=3) for schedule in SCHEDULES]
     first, *others = run_ranks(steps, Grid((("data", 1), ("pipe", STAGES))), runs)
     assert others == [[None, None]] * (STAGES - 1), "rank 0 alone has the spans"
@@ -42,7 +42,7 @@ def test_every_task_once_on_every_rank_and_no_sooner_than_modelled(condition: st
 
 
 def check_times(run: Run, timeline: Timeline) -> None:
-    """A task takes at least what it costs, and begins when the message that it needs has arrived."""
+    """Check that a task takes at least its cost, and begins after the arrival of the needed message."""
     starts = {(span.stage, span.name): span.start_seconds for span in timeline.spans}
     for span in timeline.spans:
         task = Task(TaskKind(span.name[0]), int(span.name[1:]))
@@ -54,7 +54,7 @@ def check_times(run: Run, timeline: Timeline) -> None:
 
 
 class Scripted(Mailbox):
-    """Hands out what it was given, one at each look; `wait` is for a rank that holds nothing."""
+    """A mailbox that returns one given message at each look; `wait` is for a rank without a message."""
 
     def __init__(self, messages: list[Message]) -> None:
         super().__init__("pipe")
@@ -93,7 +93,7 @@ def test_an_epoch_does_not_begin_while_messages_are_held() -> None:
 
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_all_schedules_meet_the_same_troubles(condition: str) -> None:
-    """B and W together take what the whole backward pass takes; and a link is as late."""
+    """B and W together take as long as the whole backward pass, and a link has the same latency."""
     whole, split = (Run(schedule, condition, 8, 16, seed=1) for schedule in SCHEDULES)
     for stage in range(8):
         forward, backward, weight = (Task(kind, 5) for kind in TaskKind)
@@ -110,7 +110,7 @@ def test_schedules_take_turns_and_equal_ones_run_once() -> None:
 
 
 def test_ratios_are_taken_within_a_round() -> None:
-    """The second round ran on a machine of half the speed: totals show it, ratios do not."""
+    """The second round ran on a machine of half the speed: totals show the difference, ratios do not."""
     measured = []
     for run in planned([16], ["jitter"], SCHEDULES, rounds=2, repeats=1):
         clock = replace(run, seed=0).simulated()

@@ -1,4 +1,4 @@
-"""The forms that are compared are runs that `meshwright train` would take, of one model and one work."""
+"""The compared forms are runs that `meshwright train` would take, of one model and one amount of work."""
 
 from __future__ import annotations
 
@@ -38,4 +38,4 @@ def test_sub_grids_do_not_sum_their_branches() -> None:
     assert crossing > 0
     assert whole - common == pytest.approx(
         2 * 4 * branches / 1e6, rel=1e-3
-    )  # both ranks send half of it, there and back
+    )  # both ranks send half of the branches, there and back

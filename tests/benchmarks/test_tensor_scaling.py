@@ -1,4 +1,4 @@
-"""Bytes counted without sending any: for 1-D they are known by heart."""
+"""Bytes are counted without sending; for 1-D the bytes are known in closed form."""
 
 from __future__ import annotations
 

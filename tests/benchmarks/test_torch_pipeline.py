@@ -1,4 +1,4 @@
-"""The plain model under torch's pipelines is a baseline only if it computes what the model does on one device."""
+"""The plain model under torch's pipelines is a baseline only if it computes one device's result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model() -> PlainGPT:
 
 
 def differences(mesh: Mesh, schedule: str, layers: list[float]) -> tuple[list[float], dict[str, float]]:
-    """The losses of three steps, and of every gradient here the largest difference to one device's, relative."""
+    """Return the losses of three steps, and each gradient's largest difference to one device's, both relative."""
     plain, whole = model(), model()
     place = Place(mesh.rank, mesh.grid.world_size)
     pipeline = TorchPipeline(cut(whole, layers), schedule, place, MICROBATCHES)

@@ -1,4 +1,4 @@
-"""The benchmark of two towers: what it counts is what docs/towers.md says."""
+"""The benchmark of two towers counts the numbers of docs/towers.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_towers_send_the_bytes_of_the_page(tmp_path: Path) -> None:
-    """Both columns of the page's table; the example's strategies are registered before the first config is read."""
+    """Both columns of the page's table are right; the example's strategies are registered before the first config."""
     file = tmp_path / "towers.json"
     words = [sys.executable, "-m", "benchmarks.towers", "--only", "bytes", "--json", str(file)]
     subprocess.run(words, cwd=ROOT, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
