@@ -1,4 +1,4 @@
-"""matplotlib and tensorboard may be missing: a run goes on and names the extra; what must draw refuses at once."""
+"""Without matplotlib and tensorboard, a run goes on and names the extra; a command that must draw refuses at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ main()
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command line, where neither package is installed: ranks are threads of the same process."""
+    """Run the command line without these packages: ranks are threads of the same process."""
     return subprocess.run(
         [sys.executable, "-c", WITHOUT, *words], cwd=folder, capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )
@@ -85,7 +85,7 @@ def test_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sink_that_was_asked_for_by_name_alone_is_not_optional(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default is; wandb and the others are refused (tests/training/test_sinks.py)."""
+    """The default sink is optional; wandb and the others are refused (tests/training/test_sinks.py)."""
     monkeypatch.setattr("meshwright.training.sinks.find_spec", lambda name: None)
     metrics = parse_run({}, []).metrics
     require_sinks(metrics)

@@ -1,4 +1,4 @@
-"""What commands write: nothing that exists is replaced unasked, and no message advises to delete a user's file."""
+"""Files that commands write: no existing file is replaced unasked, and no message advises to delete a user's file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PACKAGE = Path(__file__).resolve().parents[2] / "meshwright"
 ADVICE = re.compile(r"\b(remove|delete|unlink|rm|erase)\b(?!d)\s+(it|that|this|them|the|one|\{|-)", re.IGNORECASE)
 
 REPLACED = {("calibrate", "out"): "cluster.yaml"}
-"""Defaults that a command may replace: calibrate measures again what it has written before, and reads no file."""
+"""Defaults that a command may replace: calibrate measures its earlier output again, and reads no file."""
 
 
 def texts_of(path: Path) -> list[tuple[int, str]]:
-    """Every text of a module but its docstrings, f-strings as a whole, with {} for each value."""
+    """Return every text of a module except docstrings; an f-string is one text with {} for each value."""
     tree = ast.parse(path.read_text())
     docstrings = {
         id(node.body[0].value)
@@ -48,7 +48,7 @@ def test_no_message_advises_to_delete_a_user_s_file() -> None:
     advising = [
         f"{path.relative_to(PACKAGE)}:{line}: {text}"
         for path, line, text in texts
-        # A script's own comments and commands are no advice: only what is said to a person has a blank before it.
+        # A script's comments and commands are no advice: only a text for a person has a blank before the word.
         if ADVICE.search(text) and not text.startswith("#")
     ]
     assert advising == []
@@ -61,7 +61,7 @@ def test_the_rule_of_advice_sees_the_old_ones() -> None:
 
 
 def test_a_default_output_equals_no_input() -> None:
-    """Commands choose a free name themselves; one that has a name as its default could replace an input."""
+    """Commands choose a free name; a command with a fixed default name could replace an input."""
     fixed = {}
     for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
         for parameter in command.params:
@@ -75,7 +75,7 @@ def test_a_free_path_is_numbered(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert new_path(asked) == asked
     assert capsys.readouterr().err == ""
     asked.write_text("mine")
-    (tmp_path / "plan-2.yaml").symlink_to("nowhere")  # a link that leads nowhere is somebody's, too
+    (tmp_path / "plan-2.yaml").symlink_to("nowhere")  # a link to a missing file is a user's file, too
     assert free_path(asked) == tmp_path / "plan-3.yaml"
     assert new_path(asked) == tmp_path / "plan-3.yaml"
     assert capsys.readouterr().err == f"{asked} is there already: this command writes {tmp_path}/plan-3.yaml\n"

@@ -59,7 +59,7 @@ def test_words_are_whole_at_every_width(width: int, seed: int) -> None:
     lines = text.splitlines()
     for word in {word for row in (headers, *rows) for cell in row for word in words_of(cell)}:
         assert any(word in line for line in lines), (word, text)
-    if "━" in text or "──" in text:  # a list has lines as long as its texts
+    if "━" in text or "──" in text:  # a list's lines have the length of the texts
         assert max(map(len, lines)) <= width
 
 
@@ -70,7 +70,7 @@ def test_a_text_without_words_to_break_at_stays_as_it_is() -> None:
 
 
 def test_all_tables_are_printed_by_one_function() -> None:
-    """rich's own print breaks names. The doctor's table has no frame, and breaks its texts by `broken`."""
+    """rich's print breaks names. The doctor's table has no frame, and breaks texts by `broken`."""
     for path in PACKAGE.rglob("*.py"):
         names = {
             (node.module, alias.name)
@@ -119,7 +119,7 @@ def test_commands_at_80_columns(words: list[str], names: list[str], monkeypatch:
     assert ran.exit_code == 0, ran.output
     for name in names:
         assert name in ran.output, ran.output
-    # No line of a cell ends inside of a word: the next line of its column would begin with the rest.
+    # No line of a cell ends inside of a word: the column's next line would begin with the rest.
     tables = [line for line in ran.output.splitlines() if line.startswith("│")]
     for cell in (cell for line in tables for cell in line.strip("│").split("│")):
         assert not re.search(r"\w_$", cell.rstrip()), cell
