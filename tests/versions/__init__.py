@@ -1,1 +1,1 @@
-"""Which promise another release of a dependency breaks."""
+"""The promises that another release of a dependency breaks."""

@@ -2,8 +2,8 @@
 
     .venv-oldest/bin/python -m tests.versions [WORDS OF PYTEST ...]        (make test-versions)
 
-A promise is a row of docs/reliability*.md; it breaks if a test that the row names fails. A failed test that no row
-names is printed by its own name. The exit code is pytest's.
+A promise is a row of docs/reliability*.md. A promise breaks if a test in its row fails. A failed test that no row names
+is printed by name. The exit code is pytest's.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def broken(failed: set[tuple[str, str]], page: str) -> tuple[list[str], set[tupl
 
 
 def covers(at: str, own: str, file: str, name: str) -> bool:
-    """True if the reference `at::own` of the page names the test `file::name`; `at` may be a folder."""
+    """Return whether the reference `at::own` of the page names the test `file::name`; `at` may be a folder."""
     return (file == at or file.startswith(at.rstrip("/") + "/")) and own in ("", name)
 
 
