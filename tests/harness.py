@@ -1,4 +1,4 @@
-"""Shared by tests: parts of a run, built as on a machine with plenty of memory; the passes of a microbatch."""
+"""Parts of a run for tests, built as on a machine with plenty of memory; the passes of a microbatch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLENTY = Machine(cores=1, memory=2**50, shared=False, slow_halves=False)
 
 
 class Weightless(BuiltStages):
-    """Stages that take no memory: nothing is built to count it. What says measured is timed in this process."""
+    """Stages without memory: nothing is built to count bytes. `partition: measured` is timed in this process."""
 
     def partition(self, config: Config) -> tuple[int, ...]:
         if config.layout.pipeline.partition != "measured":
@@ -44,17 +44,17 @@ class Weightless(BuiltStages):
 
 
 def resolved(config: Config) -> Config:
-    """The config as a machine with plenty of memory resolves it: all microbatches in flight, weights gathered."""
+    """Resolve a config as a machine with plenty of memory does: all microbatches in flight, weights gathered."""
     return resolve_layout(config, PLENTY, Weightless()).config
 
 
 def build(config: Config, mesh: Mesh, folder: Path = Path(), *, drawn: bool = True) -> Parts:
-    """`parts.build` of a config that may say auto. A word that says measured is resolved before ranks start."""
+    """Call `parts.build` with a config that may say auto; `measured` is resolved before ranks start."""
     return build_resolved(resolved(config), mesh, folder, drawn=drawn)
 
 
 def counted_step(config: Config, rank: int = 0) -> Parts:
-    """A rank built on the meta device, whose ledger holds what a step sends before the norm and the step report."""
+    """Build a rank on the meta device; the ledger has a step's bytes without the norm and the step report."""
     mesh = planned_mesh(config.grid, rank, config.layout.token_axes)
     parts = build(config, mesh)
     mesh.ledger.traffic.clear()
@@ -66,7 +66,7 @@ def counted_step(config: Config, rank: int = 0) -> Parts:
 
 
 def forward_and_backward(parts: Parts, batch: Batch, scales: Scales, *, final: bool = True) -> Tensor:
-    """A microbatch of a run of one stage; its scaled loss. `final`: of the step's last, whose gradients are summed."""
+    """Run a microbatch of one stage; return the scaled loss. `final`: the step's last, with summed gradients."""
     (stage,) = parts.pipeline.stages
     parts.strategy.expect(final)
     (loss,) = stage.forward(0, (), to_device(batch, parts.mesh.device), scales)

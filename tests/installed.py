@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def install(folder: Path, points: dict[str, dict[str, str]], package: str = "meshwright-toys") -> None:
-    """A package's metadata, as pip leaves it."""
+    """Write a package's metadata as pip does."""
     info = folder / f"{package.replace('-', '_')}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")

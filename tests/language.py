@@ -1,10 +1,10 @@
 """Rates of leaning words and pronouns in the repository's prose, by room of the package and by page.
 
-    python -m tests.language            print each room's and page's words, and its rates per 1,000 words
+    python -m tests.language            print the words of each room and page, and the rates per 1,000 words
     python -m tests.language --lower    write tests/language.yaml anew: bounds fall to the rates, and none rises
 
-A leaning word leaves the reader to supply a noun, or gives a tensor a person's verb: "what", "as many", "of which",
-"comes". Prose is the docstrings and comments of Python files, and the text of Markdown files without blocks of code.
+A leaning word leaves the reader to supply a noun, or gives a tensor a person's verb: `what`, `as many`, `of which`,
+`comes`. Prose is the docstrings and comments of Python files, and the text of Markdown files without blocks of code.
 Code in backticks is no prose.
 """
 
@@ -52,7 +52,7 @@ class Rates(NamedTuple):
 
 
 BOUNDS = Rates(5.0, 15.0)
-"""Of every room and page that tests/language.yaml does not list."""
+"""The bounds of every room and page that tests/language.yaml does not list."""
 
 
 class Prose(NamedTuple):

@@ -1,4 +1,4 @@
-"""The bodies of test_mailbox, run on each rank of whatever transport; nothing is judged here."""
+"""The bodies of test_mailbox, run on each rank of any transport, without asserts on the results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORMS: dict[str, tuple[TensorMeta, ...]] = {
     "large": (TensorMeta((1 << 20,), torch.float32),),
     "nothing": (),
 }
-"""By name, what a message of an epoch holds."""
+"""The tensors of a message, by the epoch's name."""
 
 FAST = 50
 """Messages of a sender that runs ahead."""
@@ -44,7 +44,7 @@ def values(number: int, form: TensorMeta) -> Tensor:
 
 
 def take(mailbox: Mailbox, count: int) -> list[Message]:
-    """Exactly `count` messages."""
+    """Return exactly `count` messages."""
     messages: list[Message] = []
     while len(messages) < count:
         messages += mailbox.wait()
@@ -54,7 +54,7 @@ def take(mailbox: Mailbox, count: int) -> list[Message]:
 
 
 def ping_pong(mesh: Mesh) -> Answer:
-    """Three there and back of each form. By `form/index/tensor`: what rank 0 got back, each tensor plus itself."""
+    """Send three messages of each form there and back. Return rank 0's doubled tensors, by `form/index/tensor`."""
     mailbox = mesh.mailbox("pipe")
     results: dict[str, Tensor] = {}
     for epoch, (name, forms) in enumerate(FORMS.items()):
@@ -86,7 +86,7 @@ def traffic(mesh: Mesh) -> dict[str, int]:
 
 
 def there_and_back(rank: int, port: int) -> None:
-    """A process of its own for each GPU: the same, judged here."""
+    """Run ping_pong in a process for each GPU, and compare the results here."""
     torch.cuda.set_device(rank)
     environment, point = Environment(rank, 2, rank, 2, 0, "torchrun"), Rendezvous("127.0.0.1", port, hosted=False)
     with open_mesh(Grid((("pipe", 2),)), environment, "torch", torch.device("cuda", rank), point, ()) as mesh:
@@ -101,8 +101,10 @@ def there_and_back(rank: int, port: int) -> None:
 def spawn_within(
     seconds: float, function: Callable[..., None], *arguments: Any, processes: int, start_method: str = "spawn"
 ) -> None:
-    """function(index, *arguments) in so many processes. One that raises, or one that has not ended by then, fails the
-    caller, and ends the others."""
+    """Run function(index, *arguments) in `processes` processes.
+
+    If a process raises, or has not ended after `seconds`, the caller fails, and the other processes are ended.
+    """
     context = torch.multiprocessing.start_processes(
         function, arguments, processes, join=False, start_method=start_method
     )
@@ -118,12 +120,12 @@ def spawn_within(
 
 
 def asleep(index: int, seconds: float) -> None:
-    """Rank 1 stands still."""
+    """Sleep on rank 1 alone."""
     time.sleep(seconds if index == 1 else 0)
 
 
 def out_of_step(mesh: Mesh) -> Answer:
-    """The order and sums of a receiver that takes its first message after the sender has sent all and overwritten them.
+    """Return the order and sums of a receiver that starts after the sender has sent and overwritten all messages.
 
     The barrier is between the two: a sender that waits for its receiver never ends.
     """
@@ -145,7 +147,7 @@ def out_of_step(mesh: Mesh) -> Answer:
 
 
 def both_ways(mesh: Mesh) -> Answer:
-    """Three messages of 8 MB from each to each, all sent before any is taken."""
+    """Send three messages of 8 MB from each to each, all before any is taken."""
     mailbox, form = mesh.mailbox("pipe"), TensorMeta((1 << 20,), torch.float64)
     first = mesh.index("pipe") == 0
     mailbox.open(0, both_sides(form), 0 if first else 3, 3 if first else 0)
@@ -158,7 +160,7 @@ def both_ways(mesh: Mesh) -> Answer:
 
 
 def epochs(mesh: Mesh) -> Answer:
-    """Rank 1 leaves epoch 3 without its messages; then epoch 4, then epoch 5 of other forms."""
+    """End epoch 3 on rank 1 without taking messages; then run epoch 4, and epoch 5 with other forms."""
     mailbox, form, other = mesh.mailbox("pipe"), TensorMeta((9,), torch.float32), TensorMeta((4, 4), torch.bfloat16)
     seen, results = [], {}
     for epoch, sent, shape in ((3, 6, form), (4, 2, form), (5, 3, other)):
@@ -178,9 +180,10 @@ def epochs(mesh: Mesh) -> Answer:
 
 
 def relay(mesh: Mesh) -> Answer:
-    """Along the row and back, whichever message comes first, with a sum over data after each message.
+    """Send messages along the row and back, in any order of arrival, with a sum over data after each message.
 
-    There every stage adds its world rank, back the stages between double. What the first stage got back.
+    On the way there every stage adds its world rank; on the way back the stages between double. Return the first
+    stage's received tensors.
     """
     mailbox, data, form = mesh.mailbox("pipe"), mesh.comm("data"), TensorMeta((2, 3), torch.float64)
     stage, last, count = mesh.index("pipe"), mesh.size("pipe") - 1, 5

@@ -1,4 +1,4 @@
-"""The body of test_mesh: ranks that ask for different groups, or for the same ones in another order."""
+"""The body of test_mesh: ranks that ask for different groups, or for the same groups in another order."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ASKED = {
     1: (("data", "row"), ("data", "pipe"), ("data",)),
     2: (("data", "pipe"), ("row",), ("data", "row")),
 }
-"""Sets of axes in the order in which a stage asks for them; only data+pipe has ranks of several stages."""
+"""Sets of axes in each stage's order of asking; only data+pipe has ranks of several stages."""
 
 
 def ask_by_stage(mesh: Mesh) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """By set of axes: the sum of the world ranks of my group."""
+    """Return, by set of axes, the sum of the world ranks of my group."""
     results = {}
     for axes in ASKED[mesh.index("pipe")]:
         total = torch.tensor([mesh.rank])

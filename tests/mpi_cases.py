@@ -1,4 +1,4 @@
-"""The cases that the one mpiexec of each world size runs, for whichever test asks first."""
+"""The cases that one mpiexec of each world size runs, at the first test's request."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.mpi_workers import Case
 
 SIZES = (2, 3, 4)
 ODD = 3
-"""The world size that waits for --long: each takes a start of mpiexec, which is half of its time."""
+"""The world size of --long: each size takes a start of mpiexec, which is half of the size's time."""
 
 SYNCS = ("server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1")
-"""Every sync but zero2 and zero3, whose sums are under way while ranks compute."""
+"""Every sync except zero2 and zero3, which sum while ranks compute."""
 
 SCHEDULES = ("gpipe", "1f1b", "axonn", "message-driven")
 
@@ -62,7 +62,7 @@ EXPERTS: dict[int, dict[str, dict[str, Any]]] = {
 OF_EXPERTS = {"family": "llama", "feed_forward": 12, "experts": {"count": 6}}
 
 ORDERED = {"order": ["branch", "data"], "data": {"size": 2}, "tensor": {"kind": "subgraph", "size": 2}}
-"""Axes in an order of their own."""
+"""Axes in another order than the default."""
 
 
 def laid_out(*, model: Mapping[str, object] = MappingProxyType({}), **layout: object) -> Layout:
@@ -72,7 +72,7 @@ def laid_out(*, model: Mapping[str, object] = MappingProxyType({}), **layout: ob
 
 
 def cases(num_ranks: int, *, long: bool) -> list[Case]:
-    """All cases of a world size; `long`: those that wait for --long, too."""
+    """Return all cases of a world size; `long`: also the cases of --long."""
     data = (("data", num_ranks),)
     listed = [Case("verbs", "tests.comm_cases:run_verbs", (), data)]
     if num_ranks == 4:

@@ -1,7 +1,7 @@
 """Runs functions on MPI ranks. Python and torch take seconds to start under mpiexec, so one mpiexec a world size runs
-all.
+all functions.
 
-A test module lists what it wants in CASES (name -> `module:function`, arguments) of `mpi_cases`; the session's fixture
+CASES of `mpi_cases` lists the functions of test modules (name -> `module:function`, arguments). The session's fixture
 `mpi` (conftest) starts each world size at its first use and keeps the answers.
 """
 
@@ -31,14 +31,14 @@ Held = dict[str, dict[tuple[int, ...], torch.Tensor]]
 
 
 def flat(held: Held) -> dict[str, torch.Tensor]:
-    """The parts as a file holds them: `name@offset,offset`."""
+    """Return the parts by a file's names: `name@offset,offset`."""
     return {
         f"{name}@{','.join(map(str, offsets))}": part for name, parts in held.items() for offsets, part in parts.items()
     }
 
 
 def unflat(tensors: Mapping[str, torch.Tensor]) -> Held:
-    """The parts of `flat`, by name and offsets again."""
+    """Return the parts of `flat`, by name and offsets again."""
     held: Held = {}
     for label, part in tensors.items():
         name, _, offsets = label.partition("@")
@@ -71,18 +71,18 @@ class Case:
 
 
 def run_on_mpi(cases: list[Case], num_ranks: int, out: Path) -> None:
-    """Every case on `num_ranks` ranks of one mpiexec; the answers are left in `out`."""
+    """Run every case on `num_ranks` ranks of one mpiexec; write the answers to `out`."""
     listed = [asdict(case) for case in cases]
     launch(Job("tests.mpi_workers:work", {"cases": listed, "out": str(out)}), num_ranks, "mpi", threads=1)
 
 
 def answers_of(cases: list[Case], num_ranks: int, out: Path) -> dict[str, list[Answer]]:
-    """Read what `run_on_mpi` left: the answers in rank order by the case's name."""
+    """Read the answers that `run_on_mpi` has written, in rank order by the case's name."""
     return {case.name: [_read(out, case.name, rank) for rank in range(num_ranks)] for case in cases}
 
 
 def work(environment: Environment, stop: StopRequest, cases: list[Mapping[str, Any]], out: str) -> None:
-    """One rank: run the cases, leave the answers as files."""
+    """Run the cases on one rank, and write the answers to files."""
     for case in _parsed(cases):
         facts, tensors = case.run(environment)
         stem = Path(out, f"{case.name}-{environment.rank}")

@@ -26,12 +26,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipe:2-data-pipe": {"data": {"size": 2, "sync": "zero1"}, "pipeline": {"size": 4, "schedule": "1f1b"}},
     "data:2-tensor-data": {"data": {"size": 4, "sync": "zero2"}, "tensor": MEGATRON},
 }  # fmt: skip
-"""By order. Pipe innermost, branch outermost; a tied table on both ends of a pipeline; slices and roots; axes that are
-split into parts, between which others lie."""
+"""Layouts by order: pipe innermost, branch outermost; a tied table on both ends of a pipeline; slices and roots.
+
+The last are axes split into parts, with other axes between the parts.
+"""
 
 
 def config_for(order: str, **changes: Any) -> Config:
-    """Four layers, so that stages have some; 24 samples in two microbatches a replica."""
+    """Return a config with four layers, so that stages have layers, and 24 samples in two microbatches a replica."""
     layout = {"order": order.split("-"), **LAYOUTS[order]} if order != "auto" else {}
     replicas = layout.get("data", {}).get("size", 1)
     tree = {

@@ -1,7 +1,7 @@
-"""A worker's memory in huge pages, so that forks of it are cheap, and in one arena, so that it stays small.
+"""A worker's memory in huge pages, so that forks are cheap, and in one arena, so that the memory stays small.
 
-A worker of the whole suite holds 0.7 GB when it has collected its tests. A fork copies an entry for each page of 4 KiB,
-and the child's end drops it again: at 0.56 GB 90 ms of processor time, at pages of 2 MiB 15 (Linux 6.18, a loop of
+A worker of the whole suite has 0.7 GB after collecting the tests. A fork copies an entry for each page of 4 KiB, and
+the child's end drops the entry again: at 0.56 GB 90 ms of processor time, at pages of 2 MiB 15 (Linux 6.18, a loop of
 forks). Hundreds of tests fork their ranks once each.
 """
 
@@ -19,7 +19,7 @@ ARENA_MAX = -8  # mallopt(3)'s M_ARENA_MAX
 
 
 def own_memory() -> Iterator[tuple[int, int]]:
-    """start, end of each run of this process's private memory without a file, cut to whole huge pages."""
+    """Yield start and end of each run of this process's private memory without a file, cut to whole huge pages."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         place = re.match(r"(\w+)-(\w+) rw-p \w+ 00:00 0 *(\[heap\])?$", line)
         if place is not None:
@@ -30,7 +30,7 @@ def own_memory() -> Iterator[tuple[int, int]]:
 
 
 def collapse_memory() -> None:
-    """Move what this process has written into huge pages; where the kernel refuses, forks stay as slow as they are."""
+    """Move this process's memory into huge pages; if the kernel refuses, forks stay slow."""
     if sys.platform != "linux":
         return
     advise = ctypes.CDLL(None).madvise
@@ -41,7 +41,9 @@ def collapse_memory() -> None:
 
 
 def use_one_arena() -> None:
-    """Ranks that are threads allocate from one heap: glibc gives each thread its own, which keeps what it has had, and
-    one of them runs at a time."""
-    if hasattr(library := ctypes.CDLL(None), "mallopt"):  # glibc's alone
+    """Let threads allocate from one heap. Ranks are threads, and only one runs at a time.
+
+    glibc gives each thread a heap, and a heap keeps freed memory.
+    """
+    if hasattr(library := ctypes.CDLL(None), "mallopt"):  # glibc alone
         library.mallopt(ARENA_MAX, 1)

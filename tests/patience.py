@@ -1,6 +1,6 @@
-"""How long a test waits for what must come: a guard against a hang, which no load of the machine may break.
+"""How long a test waits for an expected event: a guard against a hang, which no load of the machine may break.
 
-pytest's own timeout (pyproject.toml) is a little longer, so that a test that waits in vain says so itself.
+pytest's timeout (pyproject.toml) is a little longer, so that a test that waits in vain reports the wait itself.
 """
 
 PATIENCE_SECONDS = 800.0

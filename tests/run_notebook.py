@@ -1,9 +1,9 @@
 """Runs a notebook's cells from top to bottom in one namespace, as Jupyter does, without Jupyter.
 
-    python -m tests.run_notebook docs/notebooks/NAME.ipynb [--write]     # --write: keep what the cells print and draw
+    python -m tests.run_notebook docs/notebooks/NAME.ipynb [--write]     # --write: keep all prints and pictures
 
-Cells are Python alone; one that begins with `%%writefile NAME` is written to a file. Figures of matplotlib.pyplot
-that a cell leaves open are its pictures.
+Cells are Python alone; a cell that begins with `%%writefile NAME` is written to a file. Figures of matplotlib.pyplot
+that a cell leaves open are the cell's pictures.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WRITE = "%%writefile "
 
 
 def pictures() -> list[str]:
-    """The open figures as PNGs in base 64; they are closed."""
+    """Return the open figures as PNGs in base 64, and close the figures."""
     plt = sys.modules.get("matplotlib.pyplot")
     if plt is None:
         return []
@@ -36,14 +36,14 @@ def pictures() -> list[str]:
 
 
 def run_cell(source: str, number: int, namespace: dict[str, Any]) -> list[dict[str, Any]]:
-    """The cell's outputs, as a notebook keeps them."""
+    """Return the cell's outputs in a notebook's form."""
     if source.startswith(WRITE):
         name, _, text = source.removeprefix(WRITE).partition("\n")
         Path(name.strip()).write_text(text + "\n")
         return []
     with redirect_stdout(io.StringIO()) as printed:
         exec(compile(source, f"cell {number}", "exec"), namespace)
-    text = printed.getvalue().replace(f"{Path.cwd()}/", "")  # the folder's name is of this run alone
+    text = printed.getvalue().replace(f"{Path.cwd()}/", "")  # the folder's name differs in each run
     outputs: list[dict[str, Any]] = []
     if text:
         outputs.append({"output_type": "stream", "name": "stdout", "text": text.splitlines(keepends=True)})
@@ -53,7 +53,7 @@ def run_cell(source: str, number: int, namespace: dict[str, Any]) -> list[dict[s
 
 
 def run(path: Path) -> dict[str, Any]:
-    """The notebook with new outputs. The cells run in the current folder."""
+    """Run the cells in the current folder; return the notebook with new outputs."""
     book: dict[str, Any] = json.loads(path.read_text())
     namespace: dict[str, Any] = {"__name__": "__main__"}
     cells = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
@@ -68,7 +68,7 @@ def main() -> None:
     os.environ.setdefault("MPLBACKEND", "Agg")
     with TemporaryDirectory() as folder:
         os.chdir(folder)
-        sys.path.insert(0, folder)  # Jupyter has the notebook's folder there
+        sys.path.insert(0, folder)  # Jupyter adds the notebook's folder as well
         book = run(path)
         os.chdir(path.parent)
     if "--write" in sys.argv:

@@ -1,8 +1,8 @@
-"""The server that a process of tests forks the ranks of its launched runs from, started with all that they import.
+"""The server that forks the ranks of launched runs for a process of tests, with all modules that ranks import.
 
-multiprocessing has one server a process, which imports what the first to ask for it names. Where that was a test of
-the launcher, whose ranks need no torch, each rank of every later test imported torch and the package for itself: one
-to three seconds of a processor, a rank.
+multiprocessing has one server a process, which imports the modules named at the server's start. If a test of the
+launcher, with ranks that need no torch, started the server, each rank of every later test imported torch and the
+package: one to three seconds of a processor, a rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RUN = (
 
 
 def start_server() -> None:
-    """Start it as the launcher does, where it does not run yet."""
+    """Start the server as the launcher does, unless the server already runs."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(RUN))
     with server_variables(make_fork_server_folder(), sys.path):
         ensure_running()

@@ -1,4 +1,4 @@
-"""Reads Python sources: their syntax trees, and the names that they import."""
+"""Reads Python sources: syntax trees, and imported names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/api.md, run as it stands; and what the package's names cost before they are used."""
+"""docs/api.md runs unchanged; and the cost of the package's names before use."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_name_is_on_the_page_and_there() -> None:
 
 
 def test_names_survive_each_other_s_imports() -> None:
-    """A name that were a module's too would become the module once that is imported."""
+    """A name that is also a module's would become the module after the module's import."""
     assert callable(mw.train)
     import meshwright.training.job  # noqa: F401
 
@@ -77,7 +77,7 @@ def test_layouts_of_two_tasks_are_not_compared(tmp_path: Path) -> None:
 
 
 def test_the_history_of_a_run_that_goes_on(tmp_path: Path) -> None:
-    """Half a line is being written; of a step that is there twice the last counts; what is not finite is a number."""
+    """An unfinished last line is ignored, of a repeated step the last line counts, and infinite values are numbers."""
     earlier = (
         '{"step": 1, "loss": 2.0, "mfu": "unknown", "utilisation": ["unknown", 0.5], "phase_seconds": {"pipeline": 1}}'
     )
@@ -141,7 +141,7 @@ def test_what_is_asked_after_each_step_may_end_the_run(tmp_path: Path) -> None:
     def fails(step: dict[str, object]) -> None:
         raise LookupError(f"in step {step['step']}")
 
-    # So many steps that a run on a busy machine cannot have made all of them before it is told.
+    # Enough steps that a run on a busy machine cannot have made all steps before the answer.
     config = config_for(corpus, steps=500)
     with pytest.raises(LookupError, match="in step 1"):
         mw.train(config, tmp_path / "out", each=fails)

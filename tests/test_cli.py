@@ -1,4 +1,4 @@
-"""The command line as a user meets it: a process of its own, its texts, its exit codes, its files."""
+"""The command line as a user meets it: in a new process, with texts, exit codes and files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_train_writes_where_it_says(shop: Path) -> None:
 
 
 def test_mistakes_come_at_once_and_without_torch(tmp_path: Path) -> None:
-    """Every mistake in one message; torch, which takes two seconds to import, is not even touched."""
+    """One message has every mistake; torch, which takes two seconds to import, is not imported."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     (tmp_path / "run.yaml").write_text("stepz: 3\nbatch: {global: -4}\nmodel: gpt2-smal\noptimizer: {lr: fast}\n")
     answer = meshwright(tmp_path, "train", "run.yaml", "layout.data.size=0", "layout.data.sync=alreduce")
@@ -107,7 +107,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def started(shop: Path, out: str, *words: str) -> subprocess.Popen[str]:
-    """A long run that has made some steps."""
+    """Start a long run; return after some steps."""
     process = subprocess.Popen(
         [sys.executable, "-m", "meshwright.cli", "train", "run.yaml", "steps=100000", "--out", out, *words],
         cwd=shop,
@@ -123,7 +123,7 @@ def started(shop: Path, out: str, *words: str) -> subprocess.Popen[str]:
 
 
 def workers_below(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The ranks, and before them the process of their store: what has no children of its own."""
+    """Return the store's process and the ranks: descendants without children."""
     below = psutil.Process(process.pid).children(recursive=True)
     return [child for child in below if not child.children() and "resource_tracker" not in " ".join(child.cmdline())]
 
@@ -186,7 +186,7 @@ def test_torchrun(shop: Path) -> None:
 
 
 def test_trace_from_either_clock(shop: Path) -> None:
-    """A step that was run is traced, and one that was planned; a mistake in it is found before anything starts."""
+    """An executed step and a planned step are traced; a mistake in --trace is found before any start."""
     stages = ["layout.data.size=1", "layout.pipeline.size=2", "layout.transport=torch"]
     words = ["train", "run.yaml", *stages, "steps=2"]
     ran = meshwright(shop, *words, "--out", "traced", "--trace", "1", "--trace", "2")
@@ -209,14 +209,14 @@ def test_trace_from_either_clock(shop: Path) -> None:
 @needs_mpi
 @pytest.mark.long
 def test_mpirun(shop: Path) -> None:
-    """A run under mpirun ends with the bits of a launched one; tests/nodes starts mpiexec each time."""
+    """A run under mpirun ends with the bits of a launched run; tests/nodes starts mpiexec each time."""
     ran = joined(shop, [str(find_mpiexec()), "--oversubscribe", "-n", "2", sys.executable], "mpirun")
     assert ran.returncode == 0, ran.stderr
     assert losses_of(shop / "mpirun") == losses_of(shop / "out" / "run")[:5]
 
 
 def test_layout_of_another_size_than_the_job(shop: Path) -> None:
-    """One rank of a torchrun of three: it says so before it waits for the others."""
+    """One rank of a torchrun of three reports the mismatch before waiting for the others."""
     torchrun = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
     ran = meshwright(shop, "train", "run.yaml", "--out", "of-three", **torchrun)
     assert ran.returncode == 2
@@ -225,7 +225,7 @@ def test_layout_of_another_size_than_the_job(shop: Path) -> None:
 
 
 def test_corpus_is_prepared_on_the_way(shop: Path) -> None:
-    """A text file as the source: the prepared folder lands in the cache, and holds what `data prepare` makes of it."""
+    """With a text file as the source, the cache gets the prepared folder, equal to `data prepare`'s."""
     ran = meshwright(
         shop, "train", "run.yaml", "data.source=text.txt", "layout.data.size=1", "steps=1", "--out", "direct"
     )
@@ -237,7 +237,7 @@ def test_corpus_is_prepared_on_the_way(shop: Path) -> None:
 
 @pytest.mark.parametrize("module", ["meshwright", "meshwright.cli"])
 def test_version(module: str, tmp_path: Path) -> None:
-    """As a module, too: `torchrun -m meshwright train ...` starts ranks so."""
+    """The module prints the version, too: `torchrun -m meshwright train ...` starts ranks as a module."""
     ran = subprocess.run(
         [sys.executable, "-m", module, "--version"],
         cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""docs/course: each exercise fails with the words that its lesson has, and passes once its line is mended."""
+"""docs/course: each exercise fails with the lesson's words, and passes once the marked line is mended."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ COURSE = Path(__file__).resolve().parent.parent / "docs/course"
 LESSONS = sorted(path.stem for path in COURSE.glob("[1-9]-*.md"))
 MEND = re.compile(r"^(?P<indent> *).*  # mend\n", re.MULTILINE)
 QUICK = {("5-sub-graphs", True), ("7-experts", True), ("2-columns-and-rows", False), ("9-any-script", False)}
-"""Exercises that start processes, and their states (whether solved), without --long."""
+"""Exercises that start processes, and the tested state (whether solved), without --long."""
 
 
 def block_of(lesson: str, language: str) -> str:
-    """The last block of the lesson in that language: the command of the exercise, what it says, the solution."""
+    """Return the lesson's last block in a language: the exercise's command, its output, or the solution."""
     blocks = re.findall(rf"```{language}\n(.*?)```", (COURSE / f"{lesson}.md").read_text(), re.DOTALL)
     return str(blocks[-1])
 
 
 def command_of(lesson: str) -> list[str]:
-    """The command of the exercise; behind it may stand the one that marks the counted numbers."""
+    """Return the exercise's command; a later command may mark the counted numbers."""
     blocks = re.findall(r"```sh\n(.*?)```", (COURSE / f"{lesson}.md").read_text(), re.DOTALL)
     return str([block for block in blocks if "count.py" not in block][-1]).split()
 
@@ -43,7 +43,7 @@ def exercise_of(lesson: str) -> Path:
 
 
 def copied(lesson: str, folder: Path, *, solved: bool) -> Path:
-    """The exercise in a folder of its own, as it stands or with its line mended."""
+    """Copy the exercise into a new folder, unchanged or with the marked line mended."""
     file = exercise_of(lesson)
     text, solution = file.read_text(), block_of(lesson, "yaml" if file.suffix == ".yaml" else "python")
     assert len(MEND.findall(text)) == 1
@@ -57,14 +57,14 @@ def copied(lesson: str, folder: Path, *, solved: bool) -> Path:
 
 
 def parts_of(page: str) -> tuple[str, dict[str, Any]]:
-    """The page without its facts, and the facts."""
+    """Return the page without its facts, and the facts."""
     match = re.search(r'id="facts">(.*?)</script>', page, re.DOTALL)
     assert match
     return page.replace(match[1], ""), json.loads(match[1])
 
 
 def module_of(path: Path) -> Any:
-    """A script outside of the package, imported."""
+    """Import a script outside of the package."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -101,7 +101,7 @@ COUNTED = [lesson for lesson in LESSONS if "count.py" in (COURSE / f"{lesson}.md
 def test_numbers_are_marked_once_the_line_is_mended(
     lesson: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The solution's numbers are right, the zeros of the lesson's command are not, and no wrong answer tells them."""
+    """The solution's numbers are right, the zeros in the lesson's command are not; no message has a right number."""
     text = (COURSE / f"{lesson}.md").read_text()
     file = copied(lesson, tmp_path, solved=True)
     for name in ("count.py", "4_stages.yaml"):

@@ -1,5 +1,7 @@
-"""docs/extending*.md: a strategy of each kind from another package, found by its entry point. The pages' own code runs:
-it is installed into a folder, as pip would, and each run trains, verifies, is planned, is saved and goes on."""
+"""docs/extending*.md: a strategy of each kind from another package, found by entry point.
+
+The pages' code is installed into a folder, as by pip, and each run trains, verifies, is planned, is saved and resumes.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def test_the_page_shows_each_group() -> None:
     from meshwright.config.registry import OURS
 
     points = tomllib.loads(project)["project"]["entry-points"]
-    assert set(points) == {f"meshwright.{group}" for group in OURS} - {"meshwright.sinks"}  # no strategy
+    assert set(points) == {f"meshwright.{group}" for group in OURS} - {"meshwright.sinks"}  # a sink is no strategy
     named = {value.partition(":")[0] for names in points.values() for value in names.values()}
     assert named < {Path(name).stem for name, _ in BLOCK.findall(PAGE)}
 
@@ -85,7 +87,7 @@ if __name__ == "__main__":
     best = mw.plan(config, "two-cores", fixed=[*fixed, *sys.argv[3].split()]).predictions[0].config.layout
     Path(f"{run}.json").write_text(json.dumps({"tried": tried, "best": best.model_dump(mode="json")}))
 """
-"""All of a run in one process, whose ranks are forked: what the page's commands do, one after the other."""
+"""All commands of the page for a run, one after the other, in one process with forked ranks."""
 
 RUNS = {
     "cut": (
@@ -104,7 +106,7 @@ RUNS = {
         ["none", "message-driven", "allreduce"],
     ),
 }
-"""By run: fields that stay while layouts are sought, further ones while the best is, and what must be tried."""
+"""By run: fields fixed during the search, further fields fixed with the best layout, and strategies to be tried."""
 
 
 DESCRIBE = """
@@ -131,7 +133,7 @@ print(json.dumps({
 
 
 def test_they_are_described_as_ours_are(toys: Path) -> None:
-    """Each field and strategy has a line, the schema takes their runs, and a shell completes their fields."""
+    """Each field and strategy has a line, the schema accepts their runs, and a shell completes the fields."""
     assert json.loads(python(toys, "-c", DESCRIBE).stdout) == {
         "untold": [],
         "wrong": [],
@@ -182,7 +184,7 @@ def test_commands_ask_for_them(toys: Path) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.timeout(600)  # several commands, each with ranks of its own: long on a busy machine
+@pytest.mark.timeout(600)  # several commands, each with new ranks: slow on a busy machine
 def test_they_train_verify_plan_and_go_on(run: str, toys: Path) -> None:
     fixed, chosen, wanted = RUNS[run]
     (toys / "driver.py").write_text(DRIVER)
@@ -195,13 +197,13 @@ def test_they_train_verify_plan_and_go_on(run: str, toys: Path) -> None:
     assert len(trained) == 6
     assert trained[-1] < trained[0]
     metric = [json.loads(line)["largest_weight"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert len({*metric}) == 6  # of weights that each step has changed
+    assert len({*metric}) == 6  # each step has changed the weights
     assert min(metric) > 0
     assert {path.name for path in (out / "checkpoints").iterdir()} == {"step-2", "step-4", "step-6"}
 
 
 def test_what_cannot_be_used_is_said_in_a_line(tmp_path: Path) -> None:
-    """The package, its entry point, the cause; where no strategy is used and the command would work, too."""
+    """The line names the package, the entry point and the cause, also for a command that uses no strategy."""
     points = {
         "meshwright.tensor": {"absent": "no_such_module:Kit", "megatron": "json:loads", "wrong": "json:loads"},
         "meshwright.optimizers": {"raises": "raising:LION"},
@@ -265,7 +267,7 @@ if __name__ == "__main__":
     ["torch", pytest.param("mpi", marks=[pytest.mark.long, pytest.mark.skipif(find_mpiexec() is None, reason="MPI")])],
 )
 def test_a_script_registers_what_its_ranks_then_know(transport: str, tmp_path: Path) -> None:
-    """Two strategies of the page, from modules beside the script, without a package; run from another folder."""
+    """Two strategies of the page, from modules in the script's folder, need no package; the script runs elsewhere."""
     (tmp_path / "study").mkdir()
     for name, text in BLOCK.findall(PAGE):
         if name.startswith(("lion", "depth_first")):
@@ -276,7 +278,7 @@ def test_a_script_registers_what_its_ranks_then_know(transport: str, tmp_path: P
 
 
 def test_a_fact_of_experts_that_is_a_property_of_its_own_is_refused() -> None:
-    """The planner and the optimizer ask `routing`, and would never see it."""
+    """The planner and the optimizer ask `routing`, and would never see a separate property."""
     with pytest.raises(TypeError, match=r"Own says bias_rate, num_experts by itself: its `routing` says it"):
 
         class Own(Network):

@@ -1,4 +1,4 @@
-"""One thing has one name: the second table of docs/glossary.md, held against the words that users read.
+"""One thing has one name: the second table of docs/glossary.md, compared with the words that users read.
 
 These are the names of config fields and of options, the texts of errors, the help, and the fields' descriptions.
 """
@@ -33,7 +33,7 @@ def rows() -> list[tuple[str, list[str]]]:
 
 
 def uses(word: str, text: str) -> bool:
-    """Whether a text, or a name in parts joined by "_", "-" or ".", has the word or its plural."""
+    """Return whether a text, or a name in parts joined by "_", "-" or ".", has the word or the word's plural."""
     plain = re.sub(r"[_.\-]", " ", text)
     return re.search(rf"\b{re.escape(re.sub(r'[_.-]', ' ', word))}(?:s|es)?\b", plain, re.IGNORECASE) is not None
 
@@ -70,14 +70,14 @@ def options(command: Any) -> Iterator[str]:
 
 @cache
 def said() -> frozenset[str]:
-    """All words that users read."""
+    """Return all words that users read."""
     schema = json.loads(SCHEMA.read_text())
     texts = {text for pair in fields(schema) for text in pair}
     texts |= {text for section in SECTIONS.values() for name, field in section.model_fields.items()
               for text in (name, field.alias or "", field.description or "")}  # fmt: skip
     texts |= set(options(get_command(app)))
     for path in (ROOT / "meshwright").rglob("*.py"):
-        if "foreign" not in path.parts:  # whose words are other programs'
+        if "foreign" not in path.parts:  # foreign/ has other programs' words
             texts |= set(error_texts(path.read_text()))
     return frozenset(texts)
 

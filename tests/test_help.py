@@ -1,4 +1,4 @@
-"""The command line before anything runs: help, `config`, what a shell completes, options that are fields."""
+"""The command line before any run: help, `config`, a shell's completions, options that are fields."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LINE = 60
 
 
 def commands(group: typer.core.TyperGroup, before: str = "") -> dict[str, typer.core.TyperCommand]:
-    """All commands by their words, those of groups too."""
+    """Return all commands by their words, also the commands of groups."""
     found = {}
     for name, command in group.commands.items():
         inner = commands(command, f"{before}{name} ") if isinstance(command, typer.core.TyperGroup) else {}
@@ -50,7 +50,7 @@ def test_every_command_says_in_a_line_what_it_does(name: str) -> None:
 
 EXAMPLE = re.compile(r"^Example: (meshwright .+(?:\n\S.*)*)", re.MULTILINE)
 RUNS_OF_EXAMPLES = {"run.yaml": "quickstart"}
-"""Files of the reader's in examples, and a run of ours to read in their place."""
+"""A reader's files in examples, and the shipped run to read instead."""
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -116,7 +116,7 @@ def test_an_option_that_is_a_field(words: list[str], answer: str) -> None:
 
 
 def test_options_of_the_command_are_its_own() -> None:
-    """`--steps` is one of verify's, and what nobody knows stays typer's to tell."""
+    """`--steps` is an option of verify, and typer reports an unknown option."""
     assert "did you mean quickstart" in refused("verify", "quikstart", "--steps", "2")
     assert "No such option: --nonsense" in CliRunner().invoke(app, ["train", "quickstart", "--nonsense"]).output
 
@@ -134,11 +134,11 @@ sys.argv[0] = "meshwright"
 from meshwright.cli import main
 main()
 """
-"""The command line, which at its end says on stderr which heavy packages were imported."""
+"""The command line; at the end, stderr names the imported heavy packages."""
 
 
 def light(tmp_path: Path, *words: str, **told: str) -> subprocess.CompletedProcess[str]:
-    """A command that must import neither torch nor numpy."""
+    """Run a command that must import neither torch nor numpy."""
     done = subprocess.run(
         [sys.executable, "-c", HEAVY, *words],
         cwd=tmp_path,
@@ -151,7 +151,7 @@ def light(tmp_path: Path, *words: str, **told: str) -> subprocess.CompletedProce
 
 
 def completed(tmp_path: Path, *words: str) -> list[str]:
-    """The answer to bash, which takes `=` for a word of its own."""
+    """Return the answer to bash, which reads `=` as a separate word."""
     told = {"_MESHWRIGHT_COMPLETE": "complete_bash", "COMP_CWORD": str(len(words) - 1), "COMP_WORDS": "\n".join(words)}
     done = light(tmp_path, **told)
     assert done.stderr == ""
@@ -170,7 +170,7 @@ def test_a_heavy_import_is_seen(tmp_path: Path) -> None:
 
 
 def answers(*words: str) -> list[str]:
-    """The same in this process, as zsh and fish ask: a word is whole."""
+    """Return the answer in this process, as zsh and fish ask: a word is whole."""
     told = {"_MESHWRIGHT_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": " ".join(("meshwright", *words))}
     text = CliRunner().invoke(app, [], env=told, prog_name="meshwright").stdout
     return [word for word in text.replace('"', " ").replace("\\", "").split() if not word.startswith("_arguments")]
@@ -209,7 +209,7 @@ def test_runs_are_completed() -> None:
 
 
 def test_config_is_printed_for_a_person_a_script_and_an_editor(tmp_path: Path) -> None:
-    """Without torch, each of them."""
+    """Neither form of the answer imports torch."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     told = meshwright(tmp_path, "config", "optimizer.lr").stdout
     assert told.splitlines()[:2] == ["optimizer.lr: The learning rate at its peak.", "  default 0.0003"]

@@ -1,4 +1,4 @@
-"""The rules of the house that a program can hold: sizes, sentences, strategies known in their rooms alone."""
+"""The repository's rules that a program can check: sizes, sentences, strategies known only in certain folders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_glossary_is_short() -> None:
 
 
 DECISION_WORDS = 4500
-"""Of docs/decisions.md and of all pages in docs/decisions/ together."""
+"""The most words of docs/decisions.md and all pages in docs/decisions/ together."""
 
 PAGE_WORDS = 1500
 MADE = ("config.md", "bits_table.md")
@@ -63,7 +63,7 @@ def modules() -> list[Path]:
 
 
 def test_docstrings_are_sentences_with_a_subject() -> None:
-    """A docstring that opens with "Of the" or "What the" leans on the name above it."""
+    """A docstring that opens with `Of the` or `What the` leans on the name above it."""
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in modules()
@@ -91,7 +91,7 @@ def imports_of_tests(source: str) -> Iterator[str]:
 
 
 def test_test_files_are_no_libraries() -> None:
-    """A reader of a test opens modules of helpers (tests/oracle/, ROOM/*.py), and no second test file."""
+    """A reader of a test opens modules of helpers (tests/oracle/, FOLDER/*.py), and no second test file."""
     paths = [path for folder in ("tests", "benchmarks", "validation") for path in (ROOT / folder).rglob("*.py")]
     assert len(paths) > 400
     found = {str(path.relative_to(ROOT)): [*imports_of_tests(path.read_text())] for path in paths}
@@ -118,24 +118,24 @@ ROOMS = {
     "sinks": {"training"},
     "metrics": {"training"},
 }
-"""Where the strategies of a group that runs name may be told apart."""
+"""The folders that may distinguish strategies of a group which runs name."""
 
 OTHER_WORDS = {
-    ("none", ""),  # of offload, recompute, the launcher: no tensor section
-    ("auto", ""),  # of what a run decides
+    ("none", ""),  # for offload, recompute, the launcher: no tensor section
+    ("auto", ""),  # left to a run's decisions
     ("offload", "planner/plan/page.py"), ("offload", "tools/verify/job.py"),  # of the optimizer's states
-    ("megatron", "families/bert/model.py"), ("megatron", "families/bert/convert.py"),  # where BERT's norms are
+    ("megatron", "families/bert/model.py"), ("megatron", "families/bert/convert.py"),  # the order of BERT's norms
     ("tensorboard", "config/schema.py"),  # a field of version 0.1.0
     ("tensorboard", "tools/doctor.py"),  # a package
-    ("ring", "planner/plan/network.py"),  # how a cluster's devices are linked
+    ("ring", "planner/plan/network.py"),  # the links of a cluster's devices
     ("pairs", "tools/evaluate/texts.py"), ("pairs", "cli/weights.py"),  # the records of a packed folder
     ("text", "tools/evaluate/texts.py"),
 }  # fmt: skip
-"""Words that are a strategy's name as well, and the files that mean the other thing."""
+"""Words that are also a strategy's name, and the files that mean another thing."""
 
 
 def strategy_names(source: str, file: str) -> Iterator[str]:
-    """The strategies' names that a file compares with, matches, or looks up by: in conditions and keys of mappings."""
+    """Yield strategies' names that a file compares with, matches, or looks up by, in conditions and mappings' keys."""
     rooms = {*file.removesuffix(".py").split("/")}
     foreign = {name: group for group in ROOMS if not rooms & ROOMS[group] for name in OURS[group]}
     for node in ast.walk(ast.parse(source)):
@@ -159,7 +159,7 @@ def sections_of(base: type[Section]) -> Iterator[type[Section]]:
 
 
 def foreign_sections(source: str, file: str) -> Iterator[str]:
-    """The sections of a strategy that a file tells apart by isinstance, or match. An assert only says what is known."""
+    """Yield the sections of a strategy that a file distinguishes by isinstance, or matches. An assert is allowed."""
     rooms = {*file.split("/")} - {"compute", "strategies"}
     general = {load_entry(base) for base in BASES.values()} | {Config}
     foreign = {
@@ -184,7 +184,7 @@ FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") 
 
 
 def test_strategies_are_told_apart_in_their_own_rooms_alone() -> None:
-    """By the registry a strategy is found, by its own facts it is treated: so another package can bring one."""
+    """A strategy is found by the registry and used by its facts, so another package can add a strategy."""
     sources = {file: (PACKAGE / file).read_text() for file in FILES}
     assert [found for file, source in sources.items() for found in strategy_names(source, file)] == []
     assert [found for file, source in sources.items() for found in foreign_sections(source, file)] == []
@@ -209,7 +209,7 @@ def test_a_planted_comparison_is_seen(planted: str) -> None:
 
 
 BUILT = {"Module", "Context", "Heads", "Kit", "UsesIslands", "Gradients", "LossScaler", "KeyValueCache"}
-"""Classes whose attributes their own methods alone may write, with all that inherit from them."""
+"""Classes with attributes that only methods of the class may write, and all classes that inherit from these."""
 
 OF_TORCH = {"data", "grad", "grad_dtype"}
 """Attributes of a parameter, which torch has others write."""
@@ -250,7 +250,7 @@ def classes_of(tree: ast.Module) -> list[ast.ClassDef]:
 
 @cache
 def built_classes() -> dict[str, set[str]]:
-    """The attributes of each class of the package that BUILT names, or that inherits from one of them."""
+    """Return the attributes of each class of the package in BUILT, or below a class in BUILT."""
     classes = [node for file in FILES for node in classes_of(tree_of(file))]
     built, known = set(BUILT), 0
     while len(built) > known:
@@ -264,7 +264,7 @@ def built_classes() -> dict[str, set[str]]:
 
 
 def written_from_outside(tree: ast.Module) -> list[str]:
-    """The assignments to attributes of finished modules, kits, contexts and their like, outside of their classes."""
+    """Return assignments to attributes of finished modules, kits, contexts and the like, outside of the classes."""
     attributes = set[str]().union(*built_classes().values()) - OF_TORCH | {"setattr"}
     for node in classes_of(tree):
         if node.name not in built_classes():  # another class, which may have an attribute of the same name
@@ -277,7 +277,7 @@ def written_from_outside(tree: ast.Module) -> list[str]:
 
 
 def test_attributes_of_finished_modules_are_written_by_their_own_methods() -> None:
-    """Whoever reads a class then sees all that its attributes can be."""
+    """A reader of a class then sees all possible values of the class's attributes."""
     found = {file: written_from_outside(tree_of(file)) for file in FILES}
     assert {file: lines for file, lines in found.items() if lines} == {}
 
@@ -300,7 +300,7 @@ def test_a_planted_write_is_seen(planted: str) -> None:
 
 
 def told_policies(source: str, file: str) -> Iterator[str]:
-    """Yield the places at which a file tells values of memory.recompute apart."""
+    """Yield the places at which a file distinguishes values of memory.recompute."""
     if "memory" in file.split("/"):
         return
     for node in ast.walk(ast.parse(source)):
@@ -321,7 +321,7 @@ def told_policies(source: str, file: str) -> Iterator[str]:
 
 
 def test_an_activation_policy_is_treated_by_its_facts() -> None:
-    """No file outside of memory/ compares the word; what is computed again, kept or moved are facts of the policy."""
+    """No file outside of memory/ compares the word; tensors computed again, kept or moved are facts of the policy."""
     assert [found for file in FILES for found in told_policies((PACKAGE / file).read_text(), file)] == []
 
 

@@ -1,4 +1,4 @@
-"""Imports go down only: the floors of the house, read from the code's own import statements."""
+"""Imports go down only: the floors of the package, read from import statements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOXES = (
     "ranks", "output", "config", "parity", "compute", "strategies", "data", "training", "planner", "tools", "families",
     "cli",
 )  # fmt: skip
-"""The folders of the package in the order of their imports: each imports boxes before it alone."""
+"""The folders of the package in the order of imports: each imports only earlier folders."""
 
 FLOORS: dict[str, int] = {
     # 0: facts. No torch.
@@ -28,33 +28,33 @@ FLOORS: dict[str, int] = {
     "ranks/streams": 0, "ranks/imports": 0, "ranks/foreign": 0, "ranks/transports": 0, "ranks/timeouts": 0,
     "ranks/grid": 0, "ranks/asked": 0, "output": 0, "config": 0, "config/registry": 0, "config/section": 0,
     "configs": 0, "section": 0, "version": 0,
-    # 1: ranks and what they hold.
+    # 1: ranks and their values.
     "ranks": 1, "compute/model": 1, "compute/parameters": 1, "compute/precision": 1,
-    # 2: rooms that never import each other.
+    # 2: folders that never import each other.
     "compute/context": 2, "compute/tensor": 2, "strategies/data_parallel": 2, "strategies/optim": 2,
     "strategies/pipeline": 2, "strategies/memory": 2,
-    # 3: a kit made of the tensor room's layers; models, written against the kit.
+    # 3: a kit made of the layers in tensor; models, written against the kit.
     "compute/subgraph": 3, "compute/models": 3,
-    # 4: what makes a run of the parts.
+    # 4: modules that make a run of the parts.
     "training/parts": 4, "training/rank_model": 4, "training/fp8_note": 4, "training/all_stages": 4,
     "training/on_device": 4, "training/stage_costs": 4, "training/decisions": 4,
     "training/checkpoint": 4, "training/convert": 4, "data": 4, "ranks/launch": 4,
-    # 4 too: a rank's sums, followed before it starts.
+    # 4 too: a rank's sums, followed before the rank starts.
     "training/typed": 4,
-    # 4 too: equal bits. parts.py and sections name it as a text, and nobody imports it.
+    # 4 too: equal bits. parts.py and sections name bits as a text, and no module imports it.
     "compute/bits": 4,
     # 5: the run. The core ends here.
     "training": 5,
-    # 5 too: the comparison with one process, of any program.
+    # 5 too: the comparison with one process, for any program.
     "parity": 5,
-    # 6: what asks questions of a run, before, beside and after it.
+    # 6: modules that ask questions of a run, before, during and after the run.
     "planner": 6, "tools": 6,
-    # 6 too: what one family alone has, its measures with it. The registry names it, and nobody imports it.
+    # 6 too: modules of one family alone, with the family's measures. The registry names a family; no module imports it.
     "families": 6,
     # On top.
     "__main__": 7, "cli": 7, "api": 7, "__init__": 7, "compute": 7, "strategies": 7,
 }  # fmt: skip
-"""By room: a folder or a module. A module belongs to the longest name that its path begins with."""
+"""The floor of each room, which is a folder or a module. A module belongs to the longest name that begins its path."""
 
 ROOMS_APART = 2
 
@@ -62,8 +62,11 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 SECTION = "section"
-"""A strategy's section.py (or `..._section.py`) stands in its room, and on floor 0: the config is composed of all of
-them. What it is built of it names as text, `module:attribute`, and imports nowhere, not inside of functions either."""
+"""A strategy's section.py (or `..._section.py`) is in the strategy's folder, and on floor 0.
+
+The config is composed of all sections. A section names the classes to build as text, `module:attribute`, and imports
+these classes nowhere, not inside of functions either.
+"""
 
 
 def is_section(name: str) -> bool:
@@ -71,7 +74,7 @@ def is_section(name: str) -> bool:
 
 
 def room_named(parts: tuple[str, ...]) -> str:
-    """The room of a module, by the folders and the name of its file. A section is no part of its folder."""
+    """Return the room of a module, by folders and file name. A section is no part of its folder."""
     if any(map(is_section, parts)):
         return SECTION
     beginnings = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
@@ -79,12 +82,12 @@ def room_named(parts: tuple[str, ...]) -> str:
 
 
 def room_of(path: Path) -> str:
-    """The room that a module of the package belongs to."""
+    """Return the room of a module of the package."""
     return room_named(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
 def nodes_of(path: Path) -> Iterator[ast.AST]:
-    """All of a module; on floor 0 without what is for a type checker."""
+    """Yield all nodes of a module; on floor 0 without imports for a type checker."""
     tree = tree_of(path)
     if FLOORS[room_of(path)] > 0:
         yield from ast.walk(tree)
@@ -96,7 +99,7 @@ def nodes_of(path: Path) -> Iterator[ast.AST]:
 
 @cache
 def imports_of(path: Path) -> list[str]:
-    """The dotted names of everything that a module imports, at its top or inside a function."""
+    """Return the dotted names of all imports of a module, at the top or inside a function."""
     return imported_names(nodes_of(path))
 
 
@@ -108,11 +111,11 @@ def rooms_imported(path: Path) -> Iterator[str]:
 
 
 IMPORT_DEPTH = 20
-"""Modules of the longest chain of imports, at tops of modules. This bound may only go down."""
+"""The most modules in the longest chain of imports, at tops of modules. This bound may only go down."""
 
 
 def imports_run(node: ast.AST, lazy: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    """The imports that run when a module is imported; `lazy`: those of functions as well. None for type checkers."""
+    """Yield the imports that run at a module's import; `lazy`: also in functions. No import for type checkers."""
     for inner in ast.iter_child_nodes(node):
         if isinstance(inner, ast.Import | ast.ImportFrom):
             yield inner
@@ -124,7 +127,7 @@ def imports_run(node: ast.AST, lazy: bool) -> Iterator[ast.Import | ast.ImportFr
 
 @cache
 def modules_imported(lazy: bool) -> dict[str, set[str]]:
-    """Each module of the package and the modules of the package that it imports."""
+    """Return, for each module of the package, the imported modules of the package."""
     named = {".".join(("meshwright", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
              for path in MODULES}  # fmt: skip
     imported: dict[str, set[str]] = {name: set() for name in named}
@@ -139,7 +142,7 @@ def modules_imported(lazy: bool) -> dict[str, set[str]]:
 
 
 def reached(imported: dict[str, set[str]], start: str) -> set[str]:
-    """The modules that a module imports, and those that these import, to the end."""
+    """Return the modules that a module imports, directly or through others."""
     found: set[str] = set()
     waiting = [start]
     while waiting:
@@ -152,13 +155,13 @@ def reached(imported: dict[str, set[str]], start: str) -> set[str]:
 def test_the_longest_chain_of_imports() -> None:
     imported = modules_imported(lazy=False)
     depth: dict[str, int] = {}
-    for name in TopologicalSorter(imported).static_order():  # raises CycleError where modules import each other
+    for name in TopologicalSorter(imported).static_order():  # raises CycleError if modules import each other
         depth[name] = 1 + max((depth[below] for below in imported[name]), default=0)
     assert max(depth.values()) <= IMPORT_DEPTH
 
 
 def test_no_imports_go_in_a_circle() -> None:
-    """Those inside functions count, as they only put off a circle until somebody calls them."""
+    """Imports inside functions count, since these only delay a circle until a call."""
     imported = modules_imported(lazy=True)
     below = {name: reached(imported, name) for name in imported}
     circles = {tuple(sorted(other for other in below[name] if name in below[other])) for name in imported}
@@ -170,7 +173,7 @@ SECTIONS = [path for path in MODULES if is_section(path.stem)]
 
 @pytest.mark.parametrize("path", SECTIONS, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_sections_import_no_room(path: Path) -> None:
-    """Whatever may import the config may import sections, so that they stand on facts alone."""
+    """Any module that may import the config may import sections, so sections import facts alone."""
     facts = {room for room, floor in FLOORS.items() if floor == 0} - {"config"}
     assert set(rooms_imported(path)) <= facts
 
@@ -182,12 +185,12 @@ def test_ranks_know_no_config(path: Path) -> None:
 
 
 def test_every_folder_is_a_box() -> None:
-    """configs/ holds files for people, and one module that finds them."""
+    """configs/ holds files for people, and one module that finds the files."""
     assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} == {*BOXES, "configs"}
 
 
 def box_of(module: str) -> str:
-    """The box of a module by its name: the face of the package is above all, sections are the config's."""
+    """Return the box of a module by name: the package's face is above all boxes, and sections are the config's."""
     parts = module.split(".")[1:]
     if any(map(is_section, parts)) or parts[:1] == ["configs"]:
         return "config"
@@ -201,7 +204,7 @@ def test_boxes_import_one_way() -> None:
 
 
 def test_parity_needs_ranks_alone() -> None:
-    """So do the distributions of both (packaging/)."""
+    """The distributions of both (packaging/) need ranks alone, too."""
     imported = modules_imported(lazy=True)
     for box, allowed in (("ranks", {"ranks"}), ("parity", {"ranks", "parity"})):
         files = {name for name in imported if name.split(".")[1:2] == [box]}
@@ -221,7 +224,7 @@ def test_imports_go_down() -> None:
 
 
 def face_imports(path: Path) -> list[str]:
-    """The imports of the package itself, whose names are those of every floor."""
+    """Return imports of the package itself, which has names of every floor."""
     return [
         name
         for name in imports_of(path)
@@ -245,8 +248,10 @@ def test_a_planted_import_of_the_face_is_seen(planted: str, tmp_path: Path) -> N
 
 
 def test_libraries_stay_in_their_rooms() -> None:
-    """No torch on floor 0. `torch.distributed` for ranks and the launcher, which uses its store; doctor asks both
-    what there is."""
+    """Floor 0 imports no torch. Ranks and the launcher import `torch.distributed`; the launcher uses its store.
+
+    doctor imports `torch.distributed` and `mpi4py` to report both.
+    """
     mistakes = []
     for path in MODULES:
         room, doctor = room_of(path), path.stem == "doctor"
@@ -273,7 +278,7 @@ def test_one_place_reads_the_environment_and_nothing_is_unpickled() -> None:
 
 
 def test_nobody_imports_a_family() -> None:
-    """Nor does one import another: what two of them need stands in models/ or data/."""
+    """No family imports another: code that two families need is in models/ or data/."""
     for name, imported in modules_imported(lazy=True).items():
         folder = ".".join(name.split(".")[:3])
         foreign = {other for other in imported if other.startswith("meshwright.families.")}
@@ -281,7 +286,7 @@ def test_nobody_imports_a_family() -> None:
 
 
 def is_model(path: Path) -> bool:
-    """Whether a module has a chain, or what chains of several families are made of."""
+    """Return whether a module has a chain, or layers for chains of several families."""
     of_family = room_of(path) == "families" and "kit" in path.read_text() and "nn.Module" in path.read_text()
     return room_of(path) == "compute/models" or of_family
 
@@ -297,7 +302,7 @@ def test_models_know_no_axis(path: Path) -> None:
 
 
 def test_the_page_on_extending_imports_what_there_is() -> None:
-    """Whoever renames what packages outside are written against sees it here, before tests/test_extending.py runs."""
+    """A renamed class that outside packages use is seen here, before tests/test_extending.py runs."""
     pages = sorted((PACKAGE.parent / "docs").glob("extending*.md"))
     for block in re.findall(r"```python\n(.*?)```", "".join(path.read_text() for path in pages), re.DOTALL):
         for node in ast.walk(ast.parse(block)):

@@ -1,4 +1,4 @@
-"""docs/notebooks: each runs from top to bottom, on threads as ranks; what it keeps was printed by its own cells."""
+"""docs/notebooks: each runs from top to bottom, on threads as ranks; stored outputs are printed by the same cells."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cells_of(name: str) -> list[dict[str, Any]]:
     "name", [name if name == QUICK else pytest.param(name, marks=pytest.mark.long) for name in BOOKS]
 )
 def test_a_notebook_runs(name: str) -> None:
-    """In a process of its own: a notebook changes its folder, and registers what it likes."""
+    """A notebook runs in a new process, since a notebook changes the folder and registers strategies."""
     pytest.importorskip("matplotlib")
     ran = subprocess.run(
         [sys.executable, "-m", "tests.run_notebook", f"docs/notebooks/{name}.ipynb"],

@@ -1,6 +1,6 @@
-"""One GPU, where there is one: fused kernels against float64, and layouts whose ranks are threads that share it.
+"""One GPU, if present: fused kernels against float64, and layouts of ranks that are threads sharing the GPU.
 
-`pytest --device cuda tests/test_one_gpu.py tests/compute ...` runs these, and ranks of other tests, there.
+`pytest --device cuda tests/test_one_gpu.py tests/compute ...` runs these tests, and ranks of other tests, on the GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def operands(device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """Q, K, V, of which two queries share each key, and the output's gradient, as `dtype` rounds them."""
+    """Return Q, K, V, with a key for every two queries, and the output's gradient, rounded to `dtype`."""
     generator = torch.Generator().manual_seed(5)
     length = sum(LENGTHS[0])
     shapes = [(len(LENGTHS), heads, length, E) for heads in (A, K, K, A)]
@@ -53,7 +53,7 @@ def operands(device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], Te
 
 
 def exact(inputs: list[Tensor], gradient: Tensor, *, documents: bool, window: int | None = None) -> list[Tensor]:
-    """The output, dQ, dK, dV in float64."""
+    """Return the output, dQ, dK, dV in float64."""
     wide = [x.double().requires_grad_() for x in inputs]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
@@ -65,7 +65,7 @@ def exact(inputs: list[Tensor], gradient: Tensor, *, documents: bool, window: in
 
 
 def of_ring(mesh: Mesh, dtype: torch.dtype, kernel: type[Kernel], documents: bool) -> list[float]:
-    """Relative errors of the output, dQ, dK, dV of this rank's tokens."""
+    """Return the relative errors of the output, dQ, dK, dV of this rank's tokens."""
     inputs, gradient = operands(mesh.device, dtype)
     ring = RingAttention(mesh)
     assert type(kernel_of(*inputs, False, "cuda")) is kernel
@@ -87,7 +87,7 @@ def of_ring(mesh: Mesh, dtype: torch.dtype, kernel: type[Kernel], documents: boo
 def test_a_ring_by_fused_kernels(
     dtype: torch.dtype, kernel: type[Kernel], error: float, ranks: int, documents: bool
 ) -> None:
-    """The kernels that CPU functions stand for elsewhere, against float64: bf16 rounds to 2^-9."""
+    """The fused kernels, which CPU functions replace elsewhere, are compared with float64: bf16 rounds to 2^-9."""
     for errors in run_ranks(of_ring, Grid((("context", ranks),)), dtype, kernel, documents):
         assert max(errors) <= error, errors
 
@@ -112,7 +112,7 @@ def test_documents_by_one_varlen_kernel(dtype: torch.dtype, error: float, window
 
 
 def shaped(mesh: Mesh, dtype: torch.dtype, cap: float | None, window: int | None) -> list[float]:
-    """Relative errors of the output, dQ, dK, dV and dsinks, of whole sequences against the same in float64."""
+    """Return the relative errors of the output, dQ, dK, dV and dsinks, of whole sequences, against float64."""
     inputs, gradient = operands(mesh.device, dtype)
     found = []
     for wide in (dtype, torch.float64):
@@ -166,7 +166,7 @@ def test_ranks_that_share_a_gpu_train_as_one(layout: str) -> None:
     check(run(config_of(**LAYOUTS[layout])), run(config_of())[0])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler by itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns in any use
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("layout", [{}, {"data": {"size": 2, "sync": "zero3"}}, {"pipeline": {"size": 2}}])
 def test_layers_as_graphs_by_inductor(layout: dict[str, Any]) -> None:
@@ -177,7 +177,7 @@ def test_layers_as_graphs_by_inductor(layout: dict[str, Any]) -> None:
     check(run(parse_config(tree)), run(plain)[0])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler by itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns in any use
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_fp8_in_graphs_is_within_the_bound_of_fp8_without() -> None:
     if torch.cuda.get_device_capability() < CAPABILITY:
@@ -199,7 +199,7 @@ def test_states_on_the_host_step_as_on_the_gpu(layout: dict[str, Any]) -> None:
 
 
 def test_staged_copies_are_of_their_moment() -> None:
-    """Whatever the device writes behind them; the second time into the same memory."""
+    """Later writes on the device do not change the copies; the second copy uses the same memory."""
     device = torch.device("cuda")
     staging = Staging(device)
     for seed in range(2):
@@ -227,7 +227,7 @@ def test_one_kernel_multiplies_the_rows_of_all_experts() -> None:
 
 
 def grouped(mesh: Mesh, x: Tensor, dy: Tensor, weight: Tensor, rows: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """y, dx and dW of one kernel, and of a product each."""
+    """Return y, dx and dW of one kernel, and of a product each."""
     layer = GroupedLinear(mesh, tuple(weight.shape), {}, Initial(0.5))
     ends = torch.tensor(rows, device=x.device).cumsum(0).int()
     found = []

@@ -1,4 +1,4 @@
-"""Every order of a layout's axes computes what one device computes: float64 gradients to 1e-12, losses to 1e-10."""
+"""Every order of a layout's axes equals one device: float64 gradients to 1e-12, losses to 1e-10."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.workers import run_ranks
 
 @cache
 def serial() -> Any:
-    """One device's losses and gradients."""
+    """Return one device's losses and gradients."""
     return run(config_for("auto"))[0]
 
 
@@ -62,7 +62,7 @@ SPLIT_OTHERS: dict[str, tuple[str, int, dict[str, Any]]] = {
         "data": {"size": 2}, "tensor": SUBGRAPH | {"size": 4, "common": "one"}, "order": ["branch:2", "data", "branch"],
     }),
 }  # fmt: skip
-"""By what is split: the model, the size of a microbatch, the layout."""
+"""The model, the size of a microbatch, and the layout, by the split axis."""
 
 
 @pytest.mark.few(3)
@@ -91,7 +91,7 @@ SPLIT = ("row:2-col:2-row-col", "pipe:2-data-pipe", "data:2-tensor-data", "col-r
 @pytest.mark.parametrize(
     "source, target",
     [
-        pytest.param(*pair, marks=[pytest.mark.long] * (number % 2))  # each order in CI once
+        pytest.param(*pair, marks=[pytest.mark.long] * (number % 2))  # CI runs each order once
         for number, pair in enumerate(pairwise((*SPLIT, SPLIT[0])))
     ],
 )

@@ -1,4 +1,4 @@
-"""What a release holds: both distributions complete, one version everywhere, links that hold on an index, extras."""
+"""A release: both distributions complete, one version everywhere, links that hold on an index, extras."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def project() -> dict[str, Any]:
 
 
 def build(kind: str, source: Path, target: Path, **variables: str) -> Path:
-    """A distribution, made by the build backend alone: no network, no other environment."""
+    """Build a distribution by the build backend alone: no network, no other environment."""
     target.mkdir(exist_ok=True)
     code = f"from setuptools import build_meta; print('made', build_meta.build_{kind}({str(target)!r}))"
     ran = subprocess.run(
@@ -62,7 +62,7 @@ def build(kind: str, source: Path, target: Path, **variables: str) -> Path:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository without what is made from it."""
+    """Return a copy of the repository without built files."""
     if find_spec("setuptools") is None:
         pytest.skip("no setuptools here: pip install setuptools")
     folder = tmp_path_factory.mktemp("packages") / "copy"
@@ -77,8 +77,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sdist(copy: Path) -> Path:
-    """The source distribution, unpacked."""
-    # The copy's files before the build writes its own beside them.
+    """Return the source distribution, unpacked."""
+    # The copy has the files before the build adds others.
     archive = build("sdist", shutil.copytree(copy, copy.with_name("built"), symlinks=True), copy.with_name("dist"))
     with tarfile.open(archive) as tar:
         tar.extractall(copy.with_name("unpacked"), filter="data")
@@ -87,7 +87,7 @@ def sdist(copy: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path) -> zipfile.ZipFile:
-    """Made from the unpacked source distribution, as an installer makes it."""
+    """Return the wheel of the unpacked source distribution, built as by an installer."""
     return zipfile.ZipFile(build("wheel", sdist, sdist.parent / "wheels"))
 
 
@@ -153,12 +153,12 @@ class Refused:
 
 sys.meta_path.insert(0, Refused())
 """
-"""Refuses what the package must not need, of the packages that this environment has."""
+"""Refuses imports of installed packages that the package must not need."""
 
 
 @pytest.fixture(scope="module")
 def wheels(copy: Path) -> dict[str, Path]:
-    """The distributions of a release, built as the repository has them."""
+    """Build the distributions of a release from the repository."""
     source, target = shutil.copytree(copy, copy.with_name("apart"), symlinks=True), copy.with_name("wheels")
     return {
         "meshwright": build("wheel", source, target, MESHWRIGHT_APART="1"),
@@ -171,7 +171,7 @@ def own_files(wheel: Path) -> set[str]:
 
 
 def test_the_wheels_of_a_release_share_no_file(copy: Path, wheels: dict[str, Path]) -> None:
-    """An installer that removes one leaves the others whole."""
+    """An installer that removes one distribution leaves the others whole."""
     held = [name for wheel in wheels.values() for name in own_files(wheel)]
     assert sorted(held) == sorted(f"meshwright/{name}" for name in files(copy / "meshwright"))
 
@@ -194,8 +194,8 @@ def test_the_wheels_of_a_release_ask_for_each_other(wheels: dict[str, Path]) -> 
 
 
 def test_ranks_and_parity_run_where_the_rest_is_not(wheels: dict[str, Path], tmp_path: Path) -> None:
-    """In a fresh environment that has this one's packages but for those that only the rest of meshwright needs."""
-    # As a folder: setuptools answers find_spec("pip") by replacing distutils, which torch's compiler imports.
+    """A fresh environment has this environment's packages, except packages that only the rest of meshwright needs."""
+    # Look for a folder: setuptools answers find_spec("pip") by replacing distutils, which torch's compiler imports.
     if not any(Path(place, "pip").is_dir() for place in sys.path):
         pytest.skip("no pip here: python -m ensurepip")
     venv.create(tmp_path / "env", symlinks=True)
@@ -221,10 +221,10 @@ def test_ranks_and_parity_run_where_the_rest_is_not(wheels: dict[str, Path], tmp
     assert right["holds"], right["verdict"]
     assert wrong["finding"]["kind"] == "wrong data", wrong["verdict"]
     assert "wrong data" in page.read_text()
-    # The face says what is missing.
+    # The package's face names the missing distribution.
     ran = run(python, "-c", "import meshwright as mw; mw.train")
     assert "mw.train is in none of the distributions that are installed: pip install meshwright" in ran.stderr
-    # Its README's program, without parity.
+    # The program of the README of ranks runs without parity.
     subprocess.run([*pip, "uninstall", "--yes", "--quiet", "meshwright-parity"], check=True, timeout=PATIENCE_SECONDS)
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "packaging/ranks/README.md").read_text(), re.DOTALL)
     (tmp_path / "sums.py").write_text(program)
@@ -287,7 +287,7 @@ def test_images_are_built_of_files_that_the_context_has(name: str) -> None:
 
 
 def test_the_lock_has_the_versions_of_the_constraints() -> None:
-    """packaging/requirements.lock beside constraints.txt: `make lock` makes it anew."""
+    """packaging/requirements.lock agrees with constraints.txt: `make lock` writes the lock anew."""
     pinned = re.compile(r"^([A-Za-z0-9_.\-]+)==(\S+)", re.MULTILINE)
 
     def versions(path: str) -> dict[str, str]:

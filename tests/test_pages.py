@@ -1,9 +1,8 @@
-"""The commands of README, guide and course, as a reader types them: in a fresh shell, in their order, after the page's
-own lines of installing and activating.
+"""The commands of README, guide and course, typed in a fresh shell, in the page's order, after the page's installation.
 
-Quick: the shell has stubs for `python3 -m venv`, pip and make, and the `meshwright` that they install notes its words;
-each command's words are then read as the command line reads them, its run with all fields. With --long the commands
-run, but for those of READ_ONLY.
+Quick: the shell has stubs for `python3 -m venv`, pip and make, and the installed `meshwright` is a stub that notes its
+words. Each command's words are then read as the command line reads words, with all fields of the run. With --long the
+commands run, except the commands of READ_ONLY.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*COURSE, *AFTER), ("docs/course/index.md",)),
     "docs/evaluation.md": ("docs/index.md",),
 }
-"""Each page, and the pages whose commands its reader has typed before."""
+"""Each page, and the earlier pages with commands that the page's reader has typed."""
 
 READ_ONLY = {
     "RUN.yaml": "the reader's own run file",
@@ -49,7 +48,7 @@ CODES = {
     "meshwright verify docs/course/": 2,
     "docs/course/": 1,
 }
-"""Parts of commands whose exit code says that something differs: a lesson's exercise is wrong before its line is
+"""Parts of commands with an exit code for a difference: a lesson's exercise is wrong before the marked line is
 mended."""
 
 VENV = """#!/bin/sh
@@ -75,13 +74,13 @@ exec {python} -c "from meshwright.cli import main; main()" "$@"
 
 
 def commands_of(page: str) -> list[str]:
-    """The lines of a page's blocks of shell commands, without comments."""
+    """Return the lines of a page's blocks of shell commands, without comments."""
     blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     return [line for block in blocks for line in block.splitlines() if line.strip() and not line.startswith("#")]
 
 
 def shell(page: str, folder: Path, *, for_real: bool) -> subprocess.CompletedProcess[str]:
-    """Type the commands of a page, and of the pages before, in a new shell whose folder is like a clone's root."""
+    """Type the commands of a page, and of the pages before, in a new shell, in a folder like a clone's root."""
     stubs, clone = folder / "stubs", folder / "clone"
     stubs.mkdir()
     clone.mkdir()
@@ -120,7 +119,7 @@ def test_a_shell_that_followed_the_page_knows_every_command(page: str, tmp_path:
     assert typed
     for words in typed:
         if page.startswith("docs/course/") and str(words[-1]).startswith("docs/course/"):
-            assert (ROOT / words[-1]).is_file()  # an exercise, whose mistake tests/test_course.py knows
+            assert (ROOT / words[-1]).is_file()  # an exercise, with a mistake that tests/test_course.py checks
             continue
         read_as_typed(words)
 
@@ -134,7 +133,7 @@ def test_every_command_of_the_page_works(page: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_are_marked_as_commands(page: str) -> None:
-    """A block of shell commands says so, and has nothing else: the button that copies it copies commands."""
+    """A block of shell commands is marked as such and has nothing else: the copy button copies commands."""
     text = (ROOT / page).read_text()
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         first = block.splitlines()[0]
@@ -153,7 +152,7 @@ def test_the_table_of_commands_can_be_typed() -> None:
 
 
 def test_a_wrong_command_is_seen() -> None:
-    """The reader of this test refuses what the command line refuses."""
+    """A command that the command line refuses is refused by this test's reader."""
     with pytest.raises(ConfigError):
         read_as_typed(["train", "quickstart", "layout.data.sync=rng"])
     with pytest.raises(Exception, match="No such option"):
@@ -172,7 +171,7 @@ def test_the_first_run_of_the_readme_is_the_file() -> None:
 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 OURS = "github.com/meshwright"
-"""No such repository is published yet: no page has a link to it."""
+"""No such repository is published yet, so no page has a link there."""
 
 
 def documents() -> list[Path]:
@@ -182,7 +181,7 @@ def documents() -> list[Path]:
 
 
 def slugs_of(path: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub and the site make them."""
+    """Return the anchors of a page's headings, as GitHub and the site make anchors."""
     plain = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
     heads = re.findall(r"^#+ (.+)$", plain, re.MULTILINE)
     words = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", head) for head in heads]

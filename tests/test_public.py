@@ -1,4 +1,4 @@
-"""The referee's rows are whole, each is predicted or says why not, and its figures are those of its rows."""
+"""The referee's rows are whole, each is predicted or has a reason, and the figures agree with the rows."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ COLUMNS = [
     ],
 )
 def test_a_row_takes_the_facts_of_its_own_recipe(model: str, device: str, note: str, micro: str, dispatch: str) -> None:
-    """As the repository's files of that time say (sources stand beside the facts)."""
+    """The facts are from the repository's files of that time (sources are next to the facts)."""
     line = {"model": model, "device": device, "note": note, "micro": micro}
     recipe = next(recipe for recipe in SETS["bridge"].recipes if recipe.fits(line))
     software = load_program("megatron-core", recipe.facts).software
@@ -177,7 +177,7 @@ def test_a_row_that_ran_out_of_memory_held_more_than_the_device_has() -> None:
 
 
 def test_rows_are_predicted_as_their_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dense Llama whose memory is measured, and one that needs what a plan cannot say."""
+    """The rows are a dense Llama with measured memory, and a row that needs a fact outside of a plan."""
     lines = (*read_table(FOLDER / "simumax.csv")[:2], read_table(FOLDER / "automodel.csv")[0])
     monkeypatch.setattr(public, "read_table", lambda path: lines)
     judged = judge("simumax", SETS["simumax"])
@@ -202,7 +202,7 @@ def test_megatrons_formula_is_what_it_says_of_a_row() -> None:
 
 
 def test_a_row_without_the_formulas_sizes_is_left_out() -> None:
-    """A job whose sizes are arguments has empty columns."""
+    """A job with sizes in its arguments has empty columns."""
     lines = [line for line in read_table(FOLDER / "simumax.csv") if line["model"].startswith("llama3_70b")][:1]
     row = PublicRow("", None, 1e10, bytes=1e10)
     assert len(by_formula("set", lines, [row]).errors) == 1
@@ -214,7 +214,7 @@ CI = read_table(FOLDER / "megatron-ci.csv")
 
 
 def test_a_row_of_arguments_is_a_job_as_plan_reads_it() -> None:
-    """Columns and note are arguments; words in capitals are the environment's, and their facts the set's."""
+    """Columns and note are arguments; words in capitals belong to the environment, and become facts in the set."""
     [line] = [one for one in CI if one["model"].endswith("vp1_uneven_pipeline") and one["device"] == "H100"]
     told = arguments_of(line)
     assert told["decoder-last-pipeline-num-layers"] == 2
@@ -236,7 +236,7 @@ def test_a_row_of_arguments_is_a_job_as_plan_reads_it() -> None:
     ],
 )
 def test_the_memory_of_megatrons_ci_is_met(model: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row of each strategy, on the last rank."""
+    """One row of each strategy is checked, on the last rank."""
     lines = [one for one in CI if (one["model"], one["device"]) == (model, device)]
     monkeypatch.setattr(public, "read_table", lambda path: lines)
     [error] = judge("megatron-ci", SETS["megatron-ci"]).memory_errors()

@@ -1,4 +1,4 @@
-"""docs/reliability*.md name a test beside each promise: each of them exists."""
+"""docs/reliability*.md name a test for each promise: each named test exists."""
 
 from __future__ import annotations
 

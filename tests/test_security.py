@@ -1,4 +1,4 @@
-"""SECURITY.md names a test beside each sentence that holds: each of them exists."""
+"""SECURITY.md names a test for each sentence that holds: each named test exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The site: every page has its place, every link into the repository holds, and the build has nothing to warn of."""
+"""The site: every page has a place, every link into the repository holds, and the build has no warning."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ASIDE = {"decisions.md"}
 
 
 class Loader(yaml.SafeLoader):
-    """mkdocs.yml names a function for its anchors; here it is a word."""
+    """A loader that reads a function's name as a word; mkdocs.yml names a function for its anchors."""
 
 
 Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
 
 
 def names_in(entry: Any) -> list[str]:
-    """The files of an entry of the navigation, which may hold further entries."""
+    """Return the files of an entry of the navigation, which may hold further entries."""
     if isinstance(entry, str):
         return [entry]
     return [name for part in (entry.values() if isinstance(entry, dict) else entry) for name in names_in(part)]
@@ -58,7 +58,7 @@ def test_links_into_the_repository_hold() -> None:
 
 
 def test_first_pages_say_what_the_table_of_bits_says() -> None:
-    """Its losses under 18 layouts: one number layout-free, several in the usual mode."""
+    """The losses under 18 layouts are one number layout-free, and several in the usual mode."""
     part = (ROOT / "docs/bits.md").read_text().split("under 18 layouts\n", 1)[1].split("\n## ", 1)[0]
     rows = re.findall(r"^\| .* \| (\d\.\d{12}) \| (\d\.\d{12}) \|$", part, flags=re.MULTILINE)
     usual, free = ({row[place] for row in rows} for place in (0, 1))

@@ -1,4 +1,4 @@
-"""skills/: procedures for agents. Each has a head, commands that exist, and a verdict by exit code that tells right
+"""skills/: procedures for agents. Each has a head, commands that exist, and a verdict by exit code that separates right
 from wrong; llms.txt leads to all skills and pages.
 """
 
@@ -42,7 +42,7 @@ def text_of(skill: str) -> str:
 
 
 def blocks(skill: str, language: str) -> list[str]:
-    """Return a skill's blocks of code, without the indentation of their list."""
+    """Return a skill's blocks of code, without the list's indentation."""
     found = re.findall(rf"^ *```{language}\n(.*?)^ *```", text_of(skill), re.DOTALL | re.MULTILINE)
     return [textwrap.dedent(block) for block in found]
 
@@ -54,7 +54,7 @@ def commands(skill: str, **values: str) -> list[str]:
 
 
 def typed(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
-    """Type a line in a shell whose meshwright is this one."""
+    """Type a line in a shell with this meshwright."""
     program = f"{shlex.quote(sys.executable)} -m meshwright.cli"
     return subprocess.run(
         re.sub(r"^meshwright\b", lambda _: program, line), shell=True, cwd=folder, env=environment_for(folder),
@@ -85,7 +85,7 @@ PLACES = {
 
 @pytest.mark.parametrize("skill", SKILLS)
 def test_a_skills_commands_exist(skill: str) -> None:
-    """Each is read by the command line, with all of its options."""
+    """The command line reads each command, with all options."""
     lines = commands(skill, **PLACES)
     assert lines
     for line in lines:
@@ -100,7 +100,7 @@ def test_an_unknown_option_is_found() -> None:
 
 
 def test_a_proof_passes_and_a_planted_mistake_fails(tmp_path: Path) -> None:
-    """The skill's own check, then the mistake that its third step plants."""
+    """The skill's check passes, and fails with the mistake that the third step plants."""
     (check,) = blocks("prove-a-run", "python")
     (line,) = [line for line in commands("prove-a-run") if "parity" in line]
     codes, findings = [], []

@@ -1,4 +1,4 @@
-"""The annotated tree in docs/tour.md: every path exists, every room is there, every line says something."""
+"""The annotated tree in docs/tour.md: every path exists, every folder is listed, every line has a text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LINE = re.compile(r"^(?P<indent> *)(?P<name>\S+)(?:  +(?P<text>\S.*))?$")
 
 
 def tree_of_tour() -> dict[str, str]:
-    """Path -> its line's words. Folders end in `/`; two spaces deeper is one folder deeper."""
+    """Return path -> text of the path's line. Folders end in `/`; two spaces deeper is one folder deeper."""
     text = (ROOT / "docs/tour.md").read_text()
     block = text.split("## The tree", 1)[1].split("```", 2)[1]
     found: dict[str, str] = {}
@@ -39,7 +39,7 @@ def test_every_room_is_in_the_tree() -> None:
 
 
 def test_the_shortest_way_is_short() -> None:
-    """The tour's table has at most twelve files and 2,500 lines, and ten questions follow it."""
+    """The tour's table has at most twelve files and 2,500 lines, and ten questions follow the table."""
     page = (ROOT / "docs/tour.md").read_text()
     part = page[page.index("## The shortest way from") : page.index("## Adding a strategy")]
     files = re.findall(r"^\| \[`[^`]+`\]\(\.\./([^)]+)\)", part, flags=re.MULTILINE)

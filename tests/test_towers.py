@@ -1,4 +1,4 @@
-"""examples/towers: two towers on sub-grids of ranks compute what one device computes, and send their vectors alone."""
+"""examples/towers: two towers on sub-grids of ranks equal one device, and send only vectors."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ if __name__ == "__main__":
         "samples": samples(run),
     }))
 """
-"""All that needs the example's package: its entries are read before a process reads its first config."""
+"""All that needs the example's package: a process reads entries before the first config."""
 
 REFUSED = {
     "layout.tensor.kind=subgraph cuts a batch's rows over ranks": ["layout.tensor={kind: subgraph, size: 2}"],
@@ -151,7 +151,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_computes_what_one_device_computes(result: Any, layout: str) -> None:
-    """In float64, against plain torch on whole parameters."""
+    """The reference is plain torch on whole parameters, in float64."""
     proof = result["proved"][layout]
     assert proof["holds"], proof
     assert proof["loss"] < 1e-12, proof
@@ -160,7 +160,7 @@ def test_every_layout_computes_what_one_device_computes(result: Any, layout: str
 
 
 def test_the_loss_is_the_mean_of_both_softmaxes(result: Any) -> None:
-    """CLIP's, number by number; a row without a label is only contrasted with."""
+    """The loss is CLIP's, number by number; a row without a label only serves as a contrast."""
     said = result["losses"]
     images, texts = said["h"]
     scores = [[sum(map(float.__mul__, image, text)) / (16 * 0.1) for text in texts] for image in images]

@@ -1,4 +1,4 @@
-"""`make validate`: its data are whole, every line of them is used, and errors stay below those that are admitted."""
+"""`make validate`: the data are whole, every line is used, and errors stay below the admitted errors."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from validation.paper import PAPERS, Paper, load_paper, merged, read_table
 from validation.report import Result
 
 ROWS = {"tesseract": 24, "axonn": 6, "megatron-sc21": 10, "megatron-2019": 3, "super": 3, "bai": 8}
-"""The figures in their tables."""
+"""The number of figures in each paper's tables."""
 CLAIMS = {"tesseract": 1, "axonn": 2}
 
 
 @dataclass
 class QuickPlanner:
-    """Predicts the same for all, and checks nothing but that the run is legal."""
+    """A planner with one prediction for all, which checks only that the run is legal."""
 
     cluster: Cluster
     software: Software
@@ -45,7 +45,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def few(name: str, table: str, *lines: int) -> Paper:
-    """A paper with some lines of a table, and no other table's."""
+    """Return a paper with some lines of a table, and without the other tables."""
     paper = load_paper(name)
     kept = tuple(paper.tables[table][line] for line in lines)
     return replace(paper, tables=dict.fromkeys(paper.tables, ()) | {table: kept})

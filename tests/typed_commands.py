@@ -1,4 +1,4 @@
-"""Commands as pages show them, read as a shell would."""
+"""Commands on pages, read as a shell would."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def read_as_typed(words: list[str]) -> None:
-    """Read a command's words as the command line does, and the run with its fields. Raises if one is wrong."""
+    """Read a command's words as the command line does, and the run with its fields. Raises if a word is wrong."""
     if words[0] == "parity":
         parsers = {"record": record_parser, "compare": compare_parser}
         made = parsers.get(words[1], check_parser)()
@@ -31,7 +31,7 @@ def read_as_typed(words: list[str]) -> None:
     if run is None or "overrides" not in told:
         return
     overrides = list(told["overrides"] or ())
-    if words[0] == "compare":  # its further layouts are words behind --layouts
+    if words[0] == "compare":  # further layouts are words after --layouts
         overrides = [word for word in overrides if "=" in word]
     if str(run) == "RUN.yaml":
         run = Path("quickstart")

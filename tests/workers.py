@@ -1,7 +1,7 @@
 """Runs a function on the ranks of a grid: threads of this process, or processes forked from it, over gloo.
 
-This process has torch imported; a child forked from it is ready in milliseconds. It computes on one thread, since
-OpenMP's do not survive a fork: ranks with several threads each are forked from a server that never computes.
+This process has torch imported, so a forked child is ready in milliseconds. This process computes on one thread, since
+OpenMP's threads do not survive a fork. Ranks with several threads each are forked from a server that never computes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim imports it in every rank: a second each, unless the parent has it
+import torch._dynamo  # torch.optim imports it in every rank: a second each, unless the parent has done so
 
 from meshwright.ranks.environment import Environment, Rendezvous
 from meshwright.ranks.errors import LaunchError
@@ -40,7 +40,7 @@ from meshwright.ranks.transports import TransportName
 from tests.patience import PATIENCE_SECONDS
 
 PORTS = 500
-"""How many ports each process of tests has."""
+"""The number of ports of each process of tests."""
 
 DEVICE = "TESTS_DEVICE"
 """The environment's name for the device of ranks that are threads: cpu, or cuda by `pytest --device cuda`."""
@@ -58,16 +58,16 @@ def run_ranks(
     transport: TransportName | Literal["nccl"] = "threads",
     forked: bool = False,
 ) -> list[Any]:
-    """function(mesh, *arguments) on every rank of the grid; the results in rank order. A failure fails the caller.
+    """Run function(mesh, *arguments) on every rank of the grid; return the results in rank order.
 
-    Ranks are threads of this process (`forked`: of a process that the function has to itself, for what it patches,
-    limits, measures or sets; and all on one GPU, where DEVICE says so), or processes over gloo (`transport="torch"`,
-    and where an argument needs them), or over NCCL on one GPU where DEVICE says so (`transport="nccl"`). A process that
-    says nothing for `timeout` seconds after the one before it fails
-    the caller too, and none is left behind.
+    A failure fails the caller. Ranks are threads of this process. `forked`: ranks are threads of a new process, since
+    the function patches, limits, measures or sets something; if DEVICE says cuda, all are on one GPU. With
+    `transport="torch"`, and if an argument needs processes, ranks are processes over gloo; with `transport="nccl"`,
+    over NCCL on one GPU if DEVICE says cuda. A process that sends nothing for `timeout` seconds after the previous
+    result fails the caller, too. All processes are ended.
 
-    A run's grid has a pipe axis: one that does not name it has one stage. `threads`: CPU threads of each rank; with
-    more than one, ranks are processes, and function and arguments are pickled.
+    A run's grid has a pipe axis: a grid without this axis has one stage. `threads`: CPU threads of each rank; with more
+    than one, ranks are processes, and function and arguments are pickled.
     """
     grid = with_stages(grid)
     context = _context(threads)
@@ -90,7 +90,7 @@ def run_ranks(
 
 
 def _answers(context: Any, work: Callable[..., None], works: Sequence[tuple[Any, ...]], timeout: float) -> list[Any]:
-    """work(pipe, *arguments) in a process for each of `works`; what each sent through its pipe."""
+    """Run work(pipe, *arguments) in a process for each of `works`; return the results sent through the pipes."""
     pipes = [context.Pipe(duplex=False) for _ in works]
     workers = [
         context.Process(target=work, args=(sender, *arguments), daemon=True)
@@ -109,13 +109,13 @@ def _answers(context: Any, work: Callable[..., None], works: Sequence[tuple[Any,
             worker.join(timeout)
     finally:
         for worker in workers:
-            worker.kill()  # a rank that waits for one that is gone waits in gloo, deaf to SIGTERM's handler
+            worker.kill()  # a rank that waits for an ended rank waits in gloo, deaf to SIGTERM's handler
             worker.join()
     return results
 
 
 def needs_processes(argument: Any) -> bool:
-    """Whether an argument is, or holds, a function, which plants a mistake in a rank's process."""
+    """Return whether an argument is, or holds, a function, which plants a mistake in a rank's process."""
     if isinstance(argument, (list, tuple)):
         return any(map(needs_processes, argument))
     return isinstance(argument, FunctionType)
@@ -135,7 +135,7 @@ def _work_threads(
 def _on_threads(
     function: Callable[..., Any], grid: Grid, token_axes: tuple[str, ...], arguments: tuple[Any, ...]
 ) -> list[Any]:
-    """All ranks as threads of this process, each with arguments of its own."""
+    """Run all ranks as threads of this process, each with a copy of the arguments."""
 
     def work(environment: Environment, world: ThreadWorld) -> Any:
         own = copy.deepcopy(arguments)
@@ -147,9 +147,11 @@ def _on_threads(
 
 @cache
 def _owners(num_modules: int) -> dict[str, Mapping[str, Any]]:
-    """The modules and classes of the package, of torch what it calls, and the tables of tests' modules, each with its
-    attributes as they are when they are looked at. `num_modules`: those that are imported, of which a greater number
-    may hold more."""
+    """Return the package's modules and classes, the torch modules in use, and the tables of tests' modules.
+
+    Each has the attributes at the time of a look. `num_modules`: the number of imported modules; a greater number may
+    have more owners.
+    """
     modules = [module for name, module in sys.modules.copy().items() if name.partition(".")[0] == "meshwright"]
     found = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
     classes = {value for value in found if value.__module__.partition(".")[0] == "meshwright"}
@@ -163,8 +165,10 @@ def _owners(num_modules: int) -> dict[str, Mapping[str, Any]]:
 
 
 def _patchable() -> dict[str, Any]:
-    """Everything that a test may patch, set or limit, by owner and name: the attributes as they are when they are
-    looked at, the others as they are now."""
+    """Return everything that a test may patch, set or limit, by owner and name.
+
+    Attributes are read at the time of a look; limits and settings are read now.
+    """
     limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")}
     process = {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -176,7 +180,7 @@ def _patchable() -> dict[str, Any]:
 
 
 def _changed(before: dict[str, dict[str, Any]]) -> list[str]:
-    """The names of what is another now. What was None, or Python's and pydantic's own, is filled in lazily."""
+    """Return the names of changed values. A value that was None, or Python's or pydantic's, is filled in lazily."""
     now = _patchable()
     changed = [
         f"{owner}.{name}"
@@ -190,16 +194,18 @@ def _changed(before: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _same(before: dict[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether both hold the same; false where they may not. dict's own comparison asks first whether values are the
-    same object, and takes a third of the time of a loop over all of them."""
+    """Return whether both hold the same values, or false in doubt.
+
+    dict's comparison first tests whether values are the same object, and takes a third of the time of a loop.
+    """
     try:
         return before == now
-    except Exception:  # of values that have changed and know no truth of a comparison: tensors
+    except Exception:  # changed values without a truth of a comparison: tensors
         return False
 
 
 class OnHost(pickle.Pickler):
-    """Tensors arrive on the host: a process that has begun with a GPU cannot fork ranks that use it."""
+    """A pickler that moves tensors to the host: a process that has used a GPU cannot fork ranks that use the GPU."""
 
     def reducer_override(self, value: Any) -> Any:
         on_gpu = isinstance(value, torch.Tensor) and value.is_cuda
@@ -208,8 +214,10 @@ class OnHost(pickle.Pickler):
 
 @cache
 def block_of_ports() -> tuple[socket.socket, int]:
-    """The first of PORTS ports that no other process of tests has, of this suite or another: while this process lives,
-    a socket holds it."""
+    """Find PORTS ports that no other process of tests has, also of another suite; return a socket and the first port.
+
+    The socket holds the ports while this process lives.
+    """
     for first in range(10_000, 32_768 - PORTS, PORTS):
         holder = socket.socket()
         with suppress(OSError):
@@ -221,10 +229,10 @@ def block_of_ports() -> tuple[socket.socket, int]:
 
 
 def free_port() -> int:
-    """A port that is still free when rank 0 listens there, some milliseconds later.
+    """Return a port that is still free when rank 0 listens there, some milliseconds later.
 
-    The system gives those from 32768 on to every connection of every test beside this one, so it is none of these; and
-    each process of tests has its own.
+    The system gives ports from 32768 on to connections of other tests, so this port is lower. Each process of tests has
+    separate ports.
     """
     _, first = block_of_ports()
     for number in _NUMBERS:
@@ -235,12 +243,14 @@ def free_port() -> int:
 
 
 def _context(threads: int) -> Any:
-    """The context that starts processes of so many threads each. A process that has looked for GPUs, as a backward
-    pass on the host does, can fork none that uses one."""
+    """Return the context that starts processes of `threads` threads each.
+
+    A process that has looked for GPUs, as a backward pass on the host does, can fork no process that uses a GPU.
+    """
     if threads == 1 and os.environ.get(DEVICE, "cpu") == "cpu":
         return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")
-    # With what most tests' functions need: what the server lacks each rank imports anew.
+    # The server imports the modules of most tests' functions: each rank imports a missing module again.
     context.set_forkserver_preload(
         ["tests.workers", "tests.fuzz.check", "meshwright.strategies.data_parallel.gathering"]
     )
@@ -250,7 +260,7 @@ def _context(threads: int) -> Any:
 
 
 def with_stages(grid: Grid) -> Grid:
-    """The grid, with a pipe axis behind the data axis where it has one."""
+    """Return the grid, with a pipe axis after the data axis if the grid has a data axis."""
     if "pipe" in grid.names or grid.names[:1] != ("data",):
         return grid
     return Grid((*grid.axes[:1], ("pipe", 1), *grid.axes[1:]))
@@ -268,7 +278,7 @@ def _work(
     device: str,
 ) -> None:
     torch.set_num_threads(threads)
-    if device != "cpu":  # NCCL takes ranks with equal ids for ranks of one host, which may not share a GPU
+    if device != "cpu":  # ranks with equal ids are ranks of one host to NCCL, which may not share a GPU
         os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
         torch.cuda.set_device(0)
     world = grid.world_size
