@@ -1,1 +1,1 @@
-"""The planner against published results: cases as data, predicted beside published, the mean error per paper."""
+"""The planner against published results: cases as data, predicted and published figures, the mean error per paper."""

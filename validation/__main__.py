@@ -1,7 +1,7 @@
 """`make validate`: predicted against published, a table a paper, and a line a set of public rows.
 
-`python -m validation [PAPER or SET ...] [--json FILE] [--page FILE] [--rows]` ends with 1 where a paper's mean error is
-above the one that docs/validation.md admits, or where a claim does not hold.
+`python -m validation [PAPER or SET ...] [--json FILE] [--page FILE] [--rows]` ends with 1 if a paper's mean error is
+above the limit in docs/validation.md, or if a claim does not hold.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMPARE: dict[str, Callable[[Paper], Finding]] = {
     "super": branches.compare,
     "bai": replicas.compare,
 }
-"""By the paper's file."""
+"""The comparison of each paper, by the name of the paper's file."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Rows of Megatron-LM's CI: a line's columns and its note's arguments, read as `plan --from` reads a job."""
+"""Rows of Megatron-LM's CI: a line's columns and the note's arguments, read as `plan --from` reads a job."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FLAGS = {
     "pipeline-model-parallel-size": "pp", "context-parallel-size": "cp", "expert-model-parallel-size": "ep",
     "micro-batch-size": "micro", "global-batch-size": "batch",
 }  # fmt: skip
-"""Arguments, and the columns that hold them."""
+"""Arguments, and the columns with the arguments' values."""
 
 
 def arguments_of(line: Line) -> dict[str, Any]:
-    """Megatron-LM's arguments by flag; a note's words in capitals are the environment's."""
+    """Return Megatron-LM's arguments by flag; a note's words in capitals are the environment's."""
     told: dict[str, Any] = {flag: line[column] for flag, column in FLAGS.items() if line[column]}
     if int(line["vpp"]) > 1 and int(line["pp"]) > 1:
         told["num-virtual-stages-per-pipeline-rank"] = line["vpp"]
@@ -33,5 +33,5 @@ def arguments_of(line: Line) -> dict[str, Any]:
 
 
 def job_of(line: Line) -> ForeignJob:
-    """The row's job. Raises ConfigError as read_arguments."""
+    """Return the row's job. Raises ConfigError as read_arguments does."""
     return read_arguments(Path(line["model"]), Asked(devices=int(line["gpus"])), arguments_of(line))

@@ -1,4 +1,4 @@
-"""AxoNN: phases of a step and memory of 12 B parameters on 48 V100, and the best layouts of its search space."""
+"""AxoNN: phases of a step and memory of 12 B parameters on 48 V100, and the best layouts of AxoNN's search space."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PIPELINE_SECONDS, DATA_SECONDS, MEMORY = "pipeline phase, s", "data-parallel pha
 MICRO = (1, 2, 4, 8, 16)
 TOP = 3
 LAYERS = 48
-"""The layers of both sizes whose best layout is published."""
+"""The layers of both sizes with a published best layout."""
 
 
 def compare(paper: Paper) -> Finding:
-    """The phases' table, and a claim for each size."""
+    """Return the phases' table, and a claim for each size."""
     planner = paper.planner()
     rows = [row for line in paper.tables["axonn_phases"] for row in _rows(paper, line, planner)]
     return Finding(tuple(rows), tuple(_best(paper, line, planner) for line in paper.tables["axonn_best"]))
@@ -51,21 +51,23 @@ def _rows(paper: Paper, line: Line, planner: Planner) -> Iterator[Row]:
 
 
 def changes_of(stages: int, replicas: int, offload: bool) -> dict[str, Any]:
-    """AxoNN's layout: stages of as many layers each, neighbours in a node."""
+    """Return AxoNN's layout: stages of equal numbers of layers, neighbours in a node."""
     pipeline = {"size": stages, "partition": [LAYERS // stages] * stages}
     memory = {"offload": {"to": "host" if offload else "none"}}
     return {"layout": {"data": {"size": replicas}, "pipeline": pipeline}, "memory": memory}
 
 
 def ranking(paper: Paper, line: Line, planner: Planner) -> list[Prediction]:
-    """Every layout of AxoNN's search space that fits the devices' memory, the fastest first."""
+    """Return every layout of AxoNN's search space that fits the devices' memory, the fastest first."""
     predictions = [_fitting(config, planner) for config in _space(paper, line)]
     return sorted((one for one in predictions if one is not None), key=lambda one: one.seconds)
 
 
 def _fitting(config: Config, planner: Planner) -> Prediction | None:
-    """With the largest groups of recomputed layers that fit, from the paper's formula down (section IV; its code takes
-    their size as an argument, ckp_coeff); None where the smallest do not."""
+    """Return the prediction with the largest groups of recomputed layers that fit, or None if no group fits.
+
+    Groups are tried from the paper's formula down (section IV; AxoNN's code takes the size as an argument, ckp_coeff).
+    """
     layers = LAYERS // config.layout.pipeline.size
     largest = best_group(layers, LAYERS)
     for every in (size for size in reversed(divisors(layers)) if size <= largest):
@@ -76,7 +78,7 @@ def _fitting(config: Config, planner: Planner) -> Prediction | None:
 
 
 def _space(paper: Paper, line: Line) -> Iterator[Config]:
-    """G_inter x G_data x microbatch, with the offloaded optimizer; what cannot be cut evenly is left out."""
+    """Yield G_inter x G_data x microbatch, with the offloaded optimizer, without layouts that cannot be cut evenly."""
     gpus = int(line["gpus"])
     for stages in (stages for stages in range(1, LAYERS + 1) if LAYERS % stages == 0 and gpus % stages == 0):
         for micro in MICRO:

@@ -1,13 +1,13 @@
 """Other estimators on the same public rows: python -m validation.beside [SET ...]
 
-| estimator                 | how it is run                                                                            |
+| estimator                 | how the estimator is run                                                                 |
 |---------------------------|------------------------------------------------------------------------------------------|
-| Megatron's memory formula | the formulas of theoretical_memory_usage.py (Megatron-LM; NeMo's tron, from which        |
-|                           | Megatron-Bridge came), written anew below, on each row with a measured memory            |
-| SimuMax                   | its own figures beside its own runs, as its page prints them (the rows' notes)           |
+| Megatron's memory formula | the formulas of theoretical_memory_usage.py (Megatron-LM; NeMo's tron, the origin of     |
+|                           | Megatron-Bridge), written anew below, on each row with a measured memory                 |
+| SimuMax                   | SimuMax's figures and SimuMax's runs, as printed on the page (the rows' notes)           |
 
-The formula is of weights, optimizer and activations under sequence parallelism and selective recomputation; it knows
-neither context parallelism nor experts on ranks of their own, and says nothing of seconds. Rows with these, rows that
+The formula covers weights, optimizer and activations under sequence parallelism and selective recomputation. The
+formula covers neither context parallelism nor experts on separate ranks, and no seconds. Rows with these, rows that
 recompute whole layers, and rows with sizes in a job's arguments alone are left out.
 """
 
@@ -26,14 +26,14 @@ from validation.paper import Line, read_table
 from validation.public import FOLDER, PublicRow, RowSet, judge, load_sets
 
 SIZES = ("ffn", "vocab", "seq", "micro", "batch")
-"""The columns that the formula needs beside layers, width, heads and the layout."""
+"""The columns that the formula needs in addition to layers, width, heads and the layout."""
 
 _SIMUMAX = re.compile(r"SimuMax itself: time ([+-]?[\d.]+)%, memory ([+-]?[\d.]+)%")
 
 
 @dataclass(frozen=True)
 class Beside:
-    """An estimator on the rows of a set that it and the planner both say: errors, predicted over measured less 1."""
+    """An estimator on a set's rows that estimator and planner both cover: errors, predicted over measured less 1."""
 
     set_name: str
     quantity: str
@@ -43,13 +43,13 @@ class Beside:
 
 
 def formula_bytes(line: Line) -> float:
-    """Bytes of weights, optimizer and activations of the most loaded rank, by Megatron's formulas."""
+    """Return bytes of weights, optimizer and activations of the most loaded rank, by Megatron's formulas."""
     size = {name: int(line[name] or 1) for name in ("gpus", "tp", "pp", "vpp", "cp", "layers", "hidden", "heads")}
     size |= {name: int(line[name]) for name in SIZES}
     hidden, layers, groups = size["hidden"], size["layers"], int(line["kv_heads"] or line["heads"])
     replicas = size["gpus"] // (size["tp"] * size["pp"] * size["cp"])
     attention = 1 + groups / size["heads"]
-    gated = 3 / 2  # SwiGLU, as all of these rows have
+    gated = 3 / 2  # SwiGLU, as in all of these rows
     inner = size["ffn"] / hidden
     norms = 2 / hidden + 1 / (layers * hidden)
     in_layers = 2 * layers * hidden**2 * (attention + inner * gated + norms)
@@ -69,7 +69,7 @@ def formula_bytes(line: Line) -> float:
 
 
 def by_formula(name: str, lines: Sequence[Line], rows: Sequence[PublicRow]) -> Beside:
-    """Megatron's formulas on the rows of dense models with a measured memory that keep what layers have computed."""
+    """Run Megatron's formulas on rows of dense models with a measured memory that keep the layers' activations."""
     own, ours = [], []
     for line, row in zip(lines, rows, strict=True):
         known = int(line["ep"] or 1) == int(line["cp"] or 1) == 1 and not row.missing and all(map(line.get, SIZES))
@@ -80,7 +80,7 @@ def by_formula(name: str, lines: Sequence[Line], rows: Sequence[PublicRow]) -> B
 
 
 def by_simumax(name: str, lines: Sequence[Line], rows: Sequence[PublicRow]) -> list[Beside]:
-    """SimuMax's own errors of seconds and of memory, where a row's note has them."""
+    """Return SimuMax's errors of seconds and of memory, for rows with both in the note."""
     seconds: list[tuple[float, float]] = []
     memory: list[tuple[float, float]] = []
     for line, row in zip(lines, rows, strict=True):
@@ -94,7 +94,7 @@ def by_simumax(name: str, lines: Sequence[Line], rows: Sequence[PublicRow]) -> l
 
 
 def compare(name: str, rows_set: RowSet) -> list[Beside]:
-    """All estimators that say at least one row of a set."""
+    """Return all estimators that cover at least one row of a set."""
     lines, rows = list(read_table(FOLDER / f"{name}.csv")), judge(name, rows_set).rows
     found = [by_formula(name, lines, rows), *by_simumax(name, lines, rows)]
     return [one for one in found if one.errors]

@@ -17,7 +17,7 @@ SPEEDUP = "speed-up"
 
 
 def compare(paper: Paper) -> Finding:
-    """A row a line."""
+    """Return a row a line."""
     planner = paper.planner()
     return Finding(tuple(_row(paper, line, planner) for line in paper.tables["super"]))
 
@@ -30,14 +30,14 @@ def _row(paper: Paper, line: Line, planner: Planner) -> Row:
 
 
 def _subgraphs(paper: Paper, line: Line) -> Iterator[Config]:
-    """Heads dealt over all GPUs; common layers on all of them or on one."""
+    """Yield heads dealt over all GPUs, with common layers on all GPUs or on one."""
     for common, branch in product(("all", "one"), ("attention-core", "attention", "block")):
         tensor = {"kind": "subgraph", "size": int(line["ways"]), "common": common, "branch": branch}
         yield _config(paper, line, {"tensor": tensor})
 
 
 def _config(paper: Paper, line: Line, layout: dict[str, Any]) -> Config:
-    """Work a head stays what it is in the model; a batch that is not published is a sequence a GPU."""
+    """Return a config with the model's work a head; without a published batch, a GPU has one sequence."""
     model, heads = read_yaml(shipped("models")[line["model"]]), int(line["heads"])
     wider = heads / model["heads"]
     widths = {key: int(model[key] * wider) for key in ("hidden", "feed_forward") if key in model}

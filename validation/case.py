@@ -8,9 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """`published` and `predicted`: in the unit that `quantity` names. `counts`: whether it is part of the paper's mean
-    error; a row that was taken to fix an unpublished number, or that cannot be compared, is shown and does not.
-    `fitted`: whether a figure behind the prediction was chosen by the paper's rows."""
+    """`published` and `predicted` are in the unit that `quantity` names.
+
+    Attributes:
+    counts: Whether the row is part of the paper's mean error. A row used to fix an unpublished number, or without a
+        comparable prediction, is shown and does not count.
+    fitted: Whether a figure used by the prediction was chosen by the paper's rows.
+    """
 
     label: str
     quantity: str
@@ -21,14 +25,16 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Relative to what was published."""
+        """Return the error relative to the published figure."""
         return self.predicted / self.published - 1
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of the paper about an order, which the planner makes too or does not. `found`: in the planner's words.
-    `counts`: false for an order by which a fit was chosen."""
+    """A claim of the paper about an order, and whether the planner finds the order too.
+
+    `found`: the order in the planner's words. `counts`: false for an order that has chosen a fit.
+    """
 
     text: str
     holds: bool
@@ -38,24 +44,24 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """All of one paper."""
+    """The rows and claims of one paper."""
 
     rows: tuple[Row, ...]
     claims: tuple[Claim, ...] = ()
 
     @property
     def mean_error(self) -> float:
-        """The mean of the rows' absolute relative errors."""
+        """Return the mean of the rows' absolute relative errors."""
         return mean_error(self.rows)
 
     def by_quantity(self) -> dict[str, float]:
-        """The same for each quantity."""
+        """Return the mean error of each quantity."""
         names = dict.fromkeys(row.quantity for row in self.rows if row.counts)
         return {name: mean_error([row for row in self.rows if row.quantity == name]) for name in names}
 
 
 def mean_error(rows: Sequence[Row]) -> float:
-    """The mean error of the rows that count."""
+    """Return the mean error of the rows that count."""
     errors = [abs(row.error) for row in rows if row.counts]
     assert errors, "no row counts"
     return sum(errors) / len(errors)

@@ -9,25 +9,27 @@ from meshwright.training.phases import DATA_PARALLEL
 
 
 def forward_seconds(prediction: Prediction) -> float:
-    """The seconds of all microbatches of the first stage."""
+    """Return the seconds of all microbatches of the first stage."""
     return _task_seconds(prediction, "forward")
 
 
 def backward_seconds(prediction: Prediction) -> float:
-    """The same, with the weights' gradients and the wait for their sums."""
+    """Return the backward seconds, with the weights' gradients and the wait for the gradients' sums."""
     tasks = _task_seconds(prediction, "backward") + _task_seconds(prediction, "weight")
     return tasks + prediction.phases[DATA_PARALLEL]
 
 
 def total_memory_bytes(prediction: Prediction) -> int:
-    """Tensors on all devices: what torch's allocator counts as allocated."""
+    """Return the bytes of tensors on all devices, which torch's allocator counts as allocated."""
     ranks_of_a_stage = prediction.config.layout.world_size // len(prediction.memory)
     return ranks_of_a_stage * sum(memory.allocated for memory in prediction.memory)
 
 
 def paper_flops(config: Config) -> float:
-    """Floating-point operations of a step of GPT by the papers' formula, which counts recomputation whether there is
-    any or not: 96 b s l h² (1 + s/(6h) + V/(16 l h)) (Narayanan et al., SC 2021, equation 3)."""
+    """Return floating-point operations of a step of GPT by the papers' formula, which always counts recomputation.
+
+    96 b s l h² (1 + s/(6h) + V/(16 l h)) (Narayanan et al., SC 2021, equation 3).
+    """
     model, batch, sequence = config.model, config.batch.global_, config.data.lengths.source
     assert isinstance(model, TextTransformer), "the formula is of GPT"
     layers, hidden = model.layers, model.hidden
@@ -36,7 +38,7 @@ def paper_flops(config: Config) -> float:
 
 
 def paper_tflops(prediction: Prediction) -> float:
-    """Tflop/s a device, by that formula."""
+    """Return Tflop/s a device, by that formula."""
     return paper_flops(prediction.config) / prediction.config.layout.world_size / prediction.seconds / 1e12
 
 

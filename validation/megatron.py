@@ -18,8 +18,10 @@ MICRO = (1, 2, 4, 8, 16)
 
 
 def compare_2021(paper: Paper) -> Finding:
-    """Two rows a line: the microbatch is not published, so that the median of those that fit counts; the fastest, which
-    is what we would take, stands beside it."""
+    """Return two rows a line: the median and the fastest of the fitting microbatches.
+
+    The microbatch is not published, so the median counts; the fastest, which Meshwright would take, is shown as well.
+    """
     planner = paper.planner()
     return Finding(tuple(row for line in paper.tables["megatron_sc21"] for row in _rows_2021(paper, line, planner)))
 
@@ -46,12 +48,12 @@ def _by_micro(paper: Paper, line: Line) -> Iterator[Config]:
         batch = {"global": int(line["batch"]), "micro": micro}
         try:
             yield paper.config({"model": model, "batch": batch, "layout": layout})
-        except ConfigError:  # it does not divide a replica's batch
+        except ConfigError:  # the microbatch does not divide a replica's batch
             continue
 
 
 def _interleaved(layers: int, stages: int) -> dict[str, Any]:
-    """As few chunks a stage, of equal numbers of layers, as the paper's interleaved schedule can have."""
+    """Return the fewest chunks a stage, of equal numbers of layers, that the paper's interleaved schedule allows."""
     chunks = min(chunks for chunks in range(2, layers) if layers % (stages * chunks) == 0) if stages > 1 else 1
     positions = stages * chunks
     return {"size": stages, "chunks": chunks, "partition": [layers // positions] * positions}
@@ -62,7 +64,7 @@ def _tensor(size: int) -> dict[str, Any]:
 
 
 def compare_2019(paper: Paper) -> Finding:
-    """One GPU, by two releases of their code, and weak scaling."""
+    """Compare one GPU, with two releases of Megatron's code, and weak scaling."""
     lines = paper.tables["megatron_2019"]
     predictions = []
     for line in lines:

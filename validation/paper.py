@@ -1,16 +1,15 @@
-"""A paper as data: papers/NAME.yaml says on which cluster and with which run it was measured; csv files hold its
-tables.
+"""A paper as data: papers/NAME.yaml names the cluster and the run of the measurement; csv files hold the tables.
 
-| key           | what it says                                                                          |
+| key           | meaning                                                                               |
 |---------------|---------------------------------------------------------------------------------------|
-| title, source | what it is                                                                            |
+| title, source | the paper                                                                             |
 | cluster       | a name of meshwright/configs/clusters                                                 |
-| fitted        | laid over that cluster's file, where the paper's programs go at another pace than ours |
-| software      | a preset of meshwright/configs/software.yaml, where it is not as our own runs'        |
-| run           | the run that all its rows share                                                       |
-| tables        | csv files beside it; lines that begin with # say where the numbers come from          |
-| assumed       | what the paper does not say and we took, a sentence each                              |
-| limit         | the mean error that docs/validation.md admits, which a test holds                     |
+| fitted        | changes of that cluster's file, if the paper's programs have another speed than ours  |
+| software      | a preset of meshwright/configs/software.yaml, if other than for our own runs          |
+| run           | the run that all rows share                                                           |
+| tables        | csv files next to the paper's file; lines that begin with # name the figures' sources |
+| assumed       | assumptions on facts that the paper does not say, a sentence each                     |
+| limit         | the largest mean error, as in docs/validation.md, which a test checks                 |
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Line = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Paper:
-    """See the module. `tables`: by the file's name without its ending; `has_fit`: whether there is a fitted cluster."""
+    """See the module. `tables`: by the file's name without suffix; `has_fit`: whether there is a fitted cluster."""
 
     name: str
     title: str
@@ -50,16 +49,16 @@ class Paper:
     has_fit: bool
 
     def planner(self, **software: Any) -> Planner:
-        """A planner for the paper's programs on its cluster. `software`: fields that are not as in the paper's file."""
+        """Return a planner for the paper's programs and cluster. `software`: fields other than in the paper's file."""
         return Planner(self.cluster, self.software.model_copy(update=software))
 
     def config(self, changes: Mapping[str, Any]) -> Config:
-        """The paper's run with these sections over its own. Raises ConfigError where that is no legal run."""
+        """Return the paper's run with these sections merged in. Raises ConfigError if the result is no legal run."""
         return parse_config(merged(self.run, changes))
 
 
 def load_paper(name: str, *, fitted: bool = True) -> Paper:
-    """By its file's name. `fitted`: on the cluster as the paper's programs found it, where the file tells of that."""
+    """Load a paper by file name. `fitted`: whether the file's changes of the cluster for the paper's programs apply."""
     tree = read_yaml(PAPERS / f"{name}.yaml")
     tables = {Path(file).stem: read_table(PAPERS / file) for file in tree.pop("tables")}
     cluster, changes, assumed = load_cluster(tree.pop("cluster")), tree.pop("fitted", {}), tuple(tree.pop("assumed"))
@@ -72,13 +71,13 @@ def load_paper(name: str, *, fitted: bool = True) -> Paper:
 
 
 def read_table(path: Path) -> tuple[Line, ...]:
-    """The lines of a csv file, without its comments."""
+    """Return the lines of a csv file, without comments."""
     with path.open(newline="", encoding="utf-8") as file:
         return tuple(csv.DictReader(line for line in file if not line.startswith("#")))
 
 
 def merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree with another one laid over it; sections are merged, other values replaced."""
+    """Return a tree with changes: sections are merged, other values replaced."""
     result = deepcopy(dict(tree))
     for key, value in changes.items():
         below = result.get(key)

@@ -1,7 +1,7 @@
-"""The referee: measured rows of others, predicted as their pages describe them, by set.
+"""The referee: other people's measured rows, predicted as their pages describe the rows, by set.
 
-A row says a model, devices, a layout, a step's seconds or memory (validation/public/NAME.csv); its set says the rest
-(sets.yaml). What a plan cannot say of a row is named; what cannot be trusted of it is counted and left out.
+A row has a model, devices, a layout, a step's seconds or memory (validation/public/NAME.csv); the row's set has all
+other facts (sets.yaml). A fact of a row that a plan cannot express is named; a doubtful row is counted and left out.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from validation.paper import Line, read_table
 
 FOLDER = Path(__file__).resolve().parent / "public"
 LOW = {"fp8-mx": "mxfp8", "mxfp8": "mxfp8", "fp8-cs": "fp8", "fp8": "fp8"}
-"""Formats of products, by how the tables' words begin, in small letters: MX, per block; CS, current scaling."""
+"""Formats of products, by the beginnings of tables' words, in small letters: MX, per block; CS, current scaling."""
 SYNCS = {"zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "fsdp": "zero3", "hsdp": "zero3", "none": "allreduce"}
-"""Ours for how a word of the tables begins."""
+"""Our syncs, by the beginnings of tables' words."""
 HSDP = "hsdp"
 OUT_OF_MEMORY = "OOM"
 """A word of a row's note."""
 
 
 class MemoryColumn(BaseModel, extra="forbid", frozen=True):
-    """Whose bytes a table's memory is, and how many its unit has. `rank`: the stage that a page logs."""
+    """The program that counts the bytes in a table's memory column, and the unit's bytes. `rank`: the logged stage."""
 
     of: str
     unit: int
@@ -47,9 +47,12 @@ class MemoryColumn(BaseModel, extra="forbid", frozen=True):
 
 
 class Recipe(BaseModel, extra="forbid", frozen=True):
-    """What a job's own file says of some rows, and the file: facts, and fields of the run, of rows of these models (by
-    how names begin), devices, notes (by a part of the note), microbatches, stages and precisions; nothing said: all.
-    `held`: memory that the job spares and no plan knows, or why a row is doubted."""
+    """Facts from a job's file for some rows, and the file's name.
+
+    Facts, and fields of the run, are for rows of these models (by the beginnings of names), devices, notes (by a part
+    of the note), microbatches, stages and precisions. An empty field means all. `held`: memory that the job spares and
+    no plan knows, or the reason to doubt a row.
+    """
 
     source: str
     held: str = ""
@@ -63,7 +66,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     precisions: tuple[str, ...] = ()
 
     def fits(self, line: Line) -> bool:
-        """Whether the facts are of a row."""
+        """Return whether the facts are of a row."""
         said = (
             ("device", self.devices), ("micro", self.micro), ("pp", self.stages), ("precision", self.precisions),
         )  # fmt: skip
@@ -107,11 +110,14 @@ class RowSet(BaseModel, extra="forbid", frozen=True):
 
 @dataclass(frozen=True)
 class PublicRow:
-    """A row and what was predicted of it: seconds and bytes, measured (None: not said) and predicted.
+    """A row with its prediction: seconds and bytes, measured (None: not given) and predicted.
 
-    `dispatch`: how rows are sent to experts of other ranks; `fits`: the verdict of memory; `missing`: what a plan
-    cannot say of it; `doubtful`: why it does not count; `ran_out`: whether it ran out of the device's memory, of so
-    many bytes.
+    Attributes:
+    dispatch: How rows are sent to experts of other ranks.
+    fits: The verdict of memory.
+    missing: The fact of the row that a plan cannot express.
+    doubtful: The reason why the row does not count.
+    ran_out: Whether the row ran out of the device's memory, of `device_bytes` bytes.
     """
 
     label: str
@@ -128,7 +134,7 @@ class PublicRow:
 
     @property
     def seconds_error(self) -> float:
-        """Predicted over measured, less 1."""
+        """Return predicted over measured, less 1."""
         assert self.seconds is not None, self
         assert self.measured_seconds is not None, self
         return self.seconds / self.measured_seconds - 1
@@ -136,7 +142,7 @@ class PublicRow:
 
 @dataclass(frozen=True)
 class Judged:
-    """A set with all of its rows."""
+    """A set with all rows of the set."""
 
     name: str
     rows_set: RowSet
@@ -151,7 +157,7 @@ class Judged:
         return [row for row in self.rows if row.bytes is not None and row.measured_bytes is not None]
 
     def errors(self) -> list[float]:
-        """The errors of seconds."""
+        """Return the errors of seconds."""
         return [row.seconds_error for row in self.timed]
 
     def memory_errors(self) -> list[float]:
@@ -159,21 +165,22 @@ class Judged:
 
     @property
     def most_unseen(self) -> float:
-        """The most by which a row's memory was above what is predicted, as a share of that; of one that ran out the
-        device's."""
+        """Return the most by which a row's memory exceeds the prediction, as a share of the prediction.
+
+        A row that ran out of memory counts with the device's memory.
+        """
         held = [(row.measured_bytes, row.bytes) for row in self.weighed]
         held += [(row.device_bytes, row.bytes) for row in self.rows if row.ran_out and row.bytes]
         return max((real / told - 1 for real, told in held), default=0.0)  # type: ignore[operator]
 
     @property
     def ran_out(self) -> Counter[str]:
-        """The verdicts on rows that ran out of memory, each with its number of rows."""
+        """Return the verdicts on rows that ran out of memory, each with a number of rows."""
         return Counter(row.fits for row in self.rows if row.ran_out and row.fits)
 
     @property
     def ordered(self) -> tuple[int, int]:
-        """Pairs of rows that are predicted in the measured order, and all pairs; of steps as long as each other
-        none."""
+        """Return the number of pairs of rows predicted in the measured order, and of all pairs with unequal steps."""
         pairs = [
             (one.measured_seconds < other.measured_seconds) == (one.seconds < other.seconds)  # type: ignore[operator]
             for one, other in combinations(self.timed, 2)
@@ -183,12 +190,12 @@ class Judged:
 
     @property
     def said(self) -> Counter[str]:
-        """How many rows each missing fact costs."""
+        """Return the number of rows that each missing fact costs."""
         return Counter(row.missing for row in self.rows if row.missing)
 
 
 def load_sets() -> dict[str, RowSet]:
-    """All of them, by name."""
+    """Return all sets, by name."""
     return {name: RowSet.model_validate(tree) for name, tree in read_yaml(FOLDER / "sets.yaml").items()}
 
 
@@ -245,7 +252,7 @@ def _judged(line: Line, rows_set: RowSet, planners: dict[Any, Planner]) -> Publi
 
 
 def _dispatch(software: Software, config: Config) -> str:
-    """`hybridep, overlapped`; nothing for a layout without experts on other ranks."""
+    """Return `hybridep, overlapped`, or an empty text for a layout without experts on other ranks."""
     ranks = software.expert_ranks
     if not config.model.routing.num_experts or ranks is None or not ranks.axes(config.grid):
         return ""
@@ -257,14 +264,14 @@ def _bytes(memory: Memory, of: str) -> int:
 
 
 def _label(line: Line) -> str:
-    """`llama3-8b, 8 H100: tp 1, pp 1, micro 2, fp8`."""
+    """Return `llama3-8b, 8 H100: tp 1, pp 1, micro 2, fp8`."""
     cuts = ", ".join(f"{key} {line[key]}" for key in ("tp", "pp", "vpp", "cp", "ep") if line[key] not in ("", "1"))
     rest = f"{line['sharding']}, micro {line['micro']}, {line['seq']} tokens, {line['precision'].lower()}"
     return f"{line['model']}, {line['gpus']} {line['device']}: {f'{cuts}, ' if cuts else ''}{rest}"
 
 
 def _missing(line: Line, rows_set: RowSet) -> Iterator[str]:
-    """What a plan would have to say for a row and cannot."""
+    """Yield the facts that a plan needs for a row and cannot express."""
     yield from (fact for word, fact in rows_set.missing.items() if word in line["model"])
     yield from (fact for word, fact in rows_set.missing_by_note.items() if word in line["note"])
     if line["recompute"] in rows_set.missing_by_word:
@@ -296,7 +303,7 @@ def _facts(line: Line, rows_set: RowSet) -> list[str]:
 
 
 def _degrees(line: Line, rows_set: RowSet) -> Degrees:
-    """The row's axes, as its program counts them."""
+    """Return the row's axes, as counted by the row's program."""
     tensor, stages, context, experts = (int(line[key] or 1) for key in ("tp", "pp", "cp", "ep"))
     cut = rows_set.expert_tensor if experts > 1 else None
     return Degrees(tensor=tensor, stages=stages, context=context, experts=experts, expert_tensor=cut)
@@ -307,7 +314,7 @@ def _low(line: Line) -> str | None:
 
 
 def _tree(line: Line, rows_set: RowSet) -> dict[str, Any]:
-    """The row as a run file."""
+    """Return the row as a run file."""
     number = {key: int(line[key] or 1) for key in ("gpus", "tp", "pp", "vpp", "cp", "ep", "micro", "batch", "layers")}
     replicas = number["gpus"] // (number["tp"] * number["pp"] * number["cp"])
     word = next((word for word in SYNCS if line["sharding"].startswith(word)), "none")
@@ -336,7 +343,7 @@ def _tree(line: Line, rows_set: RowSet) -> dict[str, Any]:
     return {
         "model": _model(line, rows_set),
         "data": {"sequence": int(line["seq"])},
-        # What does not divide is left out: the rest of a step of many microbatches.
+        # The remainder is left out: microbatches beyond the largest multiple, of a step of many microbatches.
         "batch": {"global": max(1, number["batch"] // batch) * batch, "micro": number["micro"]},
         "layout": layout,
         "precision": {
@@ -349,7 +356,7 @@ def _tree(line: Line, rows_set: RowSet) -> dict[str, Any]:
 
 
 def _chunks(number: Mapping[str, int]) -> dict[str, Any]:
-    """Interleaved stages: as many chunks as are said, if they divide the layers; else the nearest number that does."""
+    """Return interleaved stages: the row's number of chunks, or else the nearest number that divides the layers."""
     if number["vpp"] == 1:
         return {}
     per_stage = number["layers"] / number["pp"]
@@ -382,8 +389,11 @@ def _model(line: Line, rows_set: RowSet) -> dict[str, Any]:
 
 
 def _cluster(told: str | Mapping[str, Any]) -> Cluster:
-    """A cluster by name, or one that is like it: with so many bytes of `memory`, so much of its `bandwidth`, so many
-    bytes a second out of a node (`outer`) and between its devices (`inner`)."""
+    """Return a cluster by name, or a cluster like the named one.
+
+    The second has other bytes of `memory`, a share of the `bandwidth`, and other bytes a second out of a node (`outer`)
+    and between the node's devices (`inner`).
+    """
     if isinstance(told, str):
         return load_cluster(told)
     cluster = load_cluster(told["like"])

@@ -1,4 +1,4 @@
-"""Bai: minutes of data-parallel strategies on four and eight V100, over those of one."""
+"""Bai: minutes of data-parallel strategies on four and eight V100, over the minutes of one V100."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from validation.paper import Line, Paper
 MINUTES = "minutes"
 
 SYNC = {"baseline": "allreduce", "sps": "server-gradient", "dps": "allreduce", "horovod": "ring"}
-"""Theirs -> ours."""
+"""Bai's names -> ours."""
 NOT_MEASURED = ("baseline", "dps")
-"""The first gives the scale; the second was estimated, say the authors, and four GPUs are no 6.7 times one."""
+"""The first gives the scale; the authors say that the second was estimated, and four GPUs are no 6.7 times one."""
 PER_DEVICE = 4
-"""Sequences a device and step; SPS is given as many in all, and splits them."""
+"""Sequences a device and step; SPS gets this number in all, and splits the sequences."""
 
 
 def compare(paper: Paper) -> Finding:
-    """A row a line; the baseline gives the minutes of a predicted second a sequence, since the novel's length is not
-    published."""
+    """Return a row a line.
+
+    The baseline gives the minutes of a predicted second a sequence, since the novel's length is not published.
+    """
     lines = paper.tables["bai_10m"]
     each, one = paper.planner(), paper.planner(one_process=True, overlapped=frozenset())
     seconds = [_seconds_per_sequence(paper, line, one if line["processes"] == "1" else each) for line in lines]

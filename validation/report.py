@@ -16,8 +16,7 @@ from validation.scatter import sentence
 
 @dataclass(frozen=True)
 class Result:
-    """A paper and what was found. `unfitted`: the mean error by the cluster's own file, where the paper has fitted what
-    is shown."""
+    """A paper and its findings. `unfitted`: the mean error with the unchanged cluster, if the paper has a fit."""
 
     paper: Paper
     finding: Finding
@@ -25,14 +24,14 @@ class Result:
 
     @property
     def holds(self) -> bool:
-        """Whether it is as docs/validation.md says."""
+        """Return whether the result is within docs/validation.md's limits."""
         return self.finding.mean_error <= self.paper.limit and all(
             claim.holds for claim in self.finding.claims if claim.counts
         )
 
 
 def show(result: Result) -> None:
-    """A row each, predicted or fitted; the claims; what was assumed. An error in brackets does not count."""
+    """Print each row, predicted or fitted; the claims; the assumptions. An error in brackets does not count."""
     console, paper, finding = _console(), result.paper, result.finding
     table = Table("", "", "published", "planner", "error", "", title=f"{paper.title} ({paper.cluster.name})")
     for row in finding.rows:
@@ -52,7 +51,7 @@ def show(result: Result) -> None:
 
 
 def summary(results: Sequence[Result]) -> None:
-    """The mean absolute percentage error of each paper."""
+    """Print the mean absolute percentage error of each paper."""
     table = Table("paper", "rows", "mean error", "admitted", "by the cluster's file", "claims that hold")
     for result in results:
         finding = result.finding
@@ -66,7 +65,7 @@ def summary(results: Sequence[Result]) -> None:
 
 
 def show_sets(judged: Sequence[Judged], *, rows: bool) -> None:
-    """A line a set of public rows, what could not be said of it; `rows`: every row as well."""
+    """Print a line a set of public rows, and the missing facts; `rows`: every row as well."""
     console = _console()
     for each in judged:
         console.print(f"{each.rows_set.title}: {sentence(each)}")

@@ -1,4 +1,4 @@
-"""The public rows as a page: a scatter a set, predicted against measured, and what could not be said."""
+"""The public rows as a page: a scatter a set, predicted against measured, and the missing facts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from validation.public import Judged, PublicRow
 
 SIDE, EDGE = 300, 34
-"""Pixels of a picture, and around it."""
+"""Pixels of a picture, and of the margin around the picture."""
 
 STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:70rem;padding:0 1rem;color:#1d2733}"
@@ -20,7 +20,7 @@ STYLE = (
 
 
 def write_page(judged: Sequence[Judged], path: Path) -> None:
-    """Write the page: one HTML file that needs nothing else."""
+    """Write the page: one HTML file without other files."""
     sections = "".join(_section(each) for each in judged)
     path.write_text(
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Measured by others, predicted</title>'
@@ -40,7 +40,7 @@ def _section(judged: Judged) -> str:
 
 
 def sentence(judged: Judged) -> str:
-    """`16 of 23 rows: seconds 27.8% off on average, -27.8% signed, 119 of 120 pairs in order; memory of 16 ...`."""
+    """Say `16 of 23 rows: seconds 27.8% off on average, -27.8% signed, 119 of 120 pairs in order; memory of 16 ...`."""
     parts = []
     if errors := judged.errors():
         right, pairs = judged.ordered

@@ -1,14 +1,14 @@
 """Errors by strategy: python -m validation.strategies [SET ...]
 
 A strategy is a row's first cut of these: experts, stages, context, tensor; else data. A line a strategy: rows, the
-signed errors of seconds and of memory, rows of memory within 5 and 10 %, and the share that 95 % of the rows hold at
-most beyond what is predicted, by which a layout is tight (configs/software, memory.by).
+signed errors of seconds and of memory, rows of memory within 5 and 10 %, and the share beyond the prediction that 95 %
+of the rows do not exceed. A layout is tight by this share (configs/software, memory.by).
 
-A second table has the rows whose experts are on several ranks, by model and by how rows are sent to experts: signed and
+A second table has the rows with experts on several ranks, by model and by how rows are sent to experts: signed and
 mean errors of seconds, the least and the greatest, and the rows within 12 %.
 
 A third table counts the rows that ran and "do not fit" in a plan, by the memory that their recipes spare and no plan
-knows (`spared` in sets.yaml, each with its source).
+knows (`spared` in sets.yaml, each with a source).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ NEAR = 0.12
 
 
 def strategy(line: Line) -> str:
-    """`experts` for a row whose experts are cut, or `stages`, and so on; `data` for one that is cut by nothing."""
+    """Return `experts` for a row with cut experts, else `stages` for a row with stages, and so on, at last `data`."""
     return next((name for column, name in CUTS if line[column] not in ("", "1")), "data")
 
 
 def quantile(values: Sequence[float]) -> float:
-    """The least of the values that QUANTILE of them do not exceed."""
+    """Return the least of the values that QUANTILE of the values do not exceed."""
     return sorted(values)[math.ceil(QUANTILE * len(values)) - 1]
 
 
 def by_strategy(lines: Sequence[Line], rows: Sequence[PublicRow]) -> dict[tuple[str, str], list[PublicRow]]:
-    """Rows that were predicted, by device and strategy."""
+    """Return rows with a prediction, by device and strategy."""
     found: dict[tuple[str, str], list[PublicRow]] = defaultdict(list)
     for line, row in zip(lines, rows, strict=True):
         if row.seconds is not None:
@@ -49,7 +49,7 @@ def by_strategy(lines: Sequence[Line], rows: Sequence[PublicRow]) -> dict[tuple[
 
 
 def by_dispatcher(lines: Sequence[Line], rows: Sequence[PublicRow]) -> dict[tuple[str, str], list[PublicRow]]:
-    """Rows with predicted and measured seconds, by model and dispatcher; and by dispatcher alone."""
+    """Return rows with predicted and measured seconds, by model and dispatcher; and by dispatcher alone."""
     found: dict[tuple[str, str], list[PublicRow]] = defaultdict(list)
     for line, row in zip(lines, rows, strict=True):
         if row.dispatch and row.seconds is not None and row.measured_seconds is not None:
@@ -59,8 +59,7 @@ def by_dispatcher(lines: Sequence[Line], rows: Sequence[PublicRow]) -> dict[tupl
 
 
 def not_fitting(lines: Sequence[Line], rows: Sequence[PublicRow], rows_set: RowSet) -> dict[str, list[PublicRow]]:
-    """Rows that ran and do not fit in a plan, by the memory that the first recipe of `spared` names; without one
-    by `not known`."""
+    """Return rows that ran and do not fit in a plan, by the memory in the first recipe of `spared`, or `not known`."""
     found: dict[str, list[PublicRow]] = defaultdict(list)
     for line, row in zip(lines, rows, strict=True):
         if row.fits == "does not fit" and not row.ran_out:
@@ -69,7 +68,7 @@ def not_fitting(lines: Sequence[Line], rows: Sequence[PublicRow], rows_set: RowS
 
 
 def beyond(rows: Sequence[PublicRow]) -> list[float]:
-    """The shares that rows hold beyond their predictions, 0 for those that hold less."""
+    """Return the shares by which rows exceed their predictions, 0 for rows below the prediction."""
     return [max(0.0, row.measured_bytes / row.bytes - 1) for row in rows if row.bytes and row.measured_bytes]
 
 

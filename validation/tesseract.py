@@ -12,11 +12,11 @@ from validation.paper import Line, Paper
 FORWARD, BACKWARD = "forward, s/sequence", "backward, s/sequence"
 
 COPIED = ("8x8x1",)
-"""Shapes whose row stands digit for digit in the paper's Table 2 as well, for another size: shown, and not counted."""
+"""Shapes with a row that is also, digit for digit, in the paper's Table 2 for another size: shown, and not counted."""
 
 
 def compare(paper: Paper) -> Finding:
-    """Two rows a line of the table."""
+    """Return two rows a line of the table."""
     planner, rows = paper.planner(), []
     for line in paper.tables["tesseract_strong"]:
         prediction = planner.predict(paper.config(changes_of(line)))
@@ -30,7 +30,7 @@ def compare(paper: Paper) -> Finding:
 
 
 def changes_of(line: Line) -> dict[str, Any]:
-    """The run of a line. Where the batch cannot be split over the rows of a shape, the next one that can."""
+    """Return the run of a line, with the batch rounded up to a multiple of the shape's rows."""
     tensor, memory = _tensor(line["shape"]), {}
     if tensor["kind"] == "tesseract":
         memory = {"summa": "stream"}  # panel by panel, as in the papers
@@ -41,7 +41,7 @@ def changes_of(line: Line) -> dict[str, Any]:
 
 
 def _tensor(shape: str) -> Mapping[str, Any]:
-    """`16`, `4x4`, `4x4x2`."""
+    """Return the tensor section of `16`, `4x4`, `4x4x2`."""
     sizes = [int(size) for size in shape.split("x")]
     if len(sizes) == 1:
         return {"kind": "megatron", "size": sizes[0]}
@@ -49,8 +49,10 @@ def _tensor(shape: str) -> Mapping[str, Any]:
 
 
 def _order(rows: list[Row]) -> Claim:
-    """The order of the methods at 64 GPUs, by the whole time of a sequence. It is no claim: a fit with a smaller error,
-    which had it wrong, was not taken."""
+    """Return the order of the methods at 64 GPUs, by the whole time of a sequence.
+
+    The order is no counted claim: a fit with a smaller error and a wrong order was not taken.
+    """
     names = ("tesseract [4x4x4]", "optimus [8x8]", "megatron [64]")
     totals = {name: sum(row.predicted for row in rows if row.label == name) for name in names}
     found = sorted(names, key=totals.__getitem__)
