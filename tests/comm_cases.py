@@ -26,7 +26,7 @@ PIECE = 6
 
 
 def values(index: int, count: int, dtype: torch.dtype) -> Tensor:
-    """The values of the member `index`: different for each member and each element, between -8 and 8."""
+    """Return the values of the member `index`: different for each member and each element, between -8 and 8."""
     return ((torch.arange(count) * (2 * index + 3) + 5 * index) % 17 - 8).to(dtype)
 
 

@@ -37,7 +37,7 @@ FAST = 50
 
 
 def values(number: int, form: TensorMeta) -> Tensor:
-    """The content of message `number`: small whole numbers, exact in every dtype."""
+    """Return the content of message `number`: small whole numbers, exact in every dtype."""
     count = max(1, torch.Size(form.shape).numel())
     x = (torch.arange(count) * (2 * number + 3) + 5 * number) % 61
     return x[: torch.Size(form.shape).numel()].to(form.dtype).view(form.shape)

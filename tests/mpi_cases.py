@@ -66,7 +66,7 @@ ORDERED = {"order": ["branch", "data"], "data": {"size": 2}, "tensor": {"kind": 
 
 
 def laid_out(*, model: Mapping[str, object] = MappingProxyType({}), **layout: object) -> Layout:
-    """The layout of a model that every kit can cut."""
+    """Return the layout of a model that every kit can cut."""
     shape = {"heads": 12, "vocabulary_multiple": 12, "positions": 12, **model}
     return parse_config({"layout": layout, "model": shape, "data": {"sequence": 12}, "batch": {"global": 12}}).layout
 

@@ -26,7 +26,7 @@ needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec here: 
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a text, a corpus that the command line prepared, a run file and an undisturbed run of 60 steps."""
+    """Make a folder with a text, a corpus from the command line, a run file and an undisturbed run of 60 steps."""
     folder = tmp_path_factory.mktemp("shop")
     make_text(folder)
     made = meshwright(folder, "data", "prepare", "--source", "text.txt", "--out", "corpus", "--json")

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the page's modules, runs and entry points."""
+    """Make a folder with the page's modules, runs and entry points."""
     folder = tmp_path_factory.mktemp("toys")
     for name, text in BLOCK.findall(PAGE):
         (folder / name).write_text(text)

@@ -216,7 +216,7 @@ OF_TORCH = {"data", "grad", "grad_dtype"}
 
 
 def declared_by(node: ast.ClassDef) -> set[str]:
-    """The attributes of a class: fields, and targets of assignments to `self`."""
+    """Return the attributes of a class: fields, and targets of assignments to `self`."""
     fields = [inner for inner in node.body if isinstance(inner, ast.Assign | ast.AnnAssign)]
     targets = [
         each for field in fields for each in (field.targets if isinstance(field, ast.Assign) else [field.target])
@@ -226,12 +226,12 @@ def declared_by(node: ast.ClassDef) -> set[str]:
 
 
 def bases_of(node: ast.ClassDef) -> set[str]:
-    """The names of a class's bases, without modules and arguments of types."""
+    """Return the names of a class's bases, without modules and arguments of types."""
     return {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
 
 
 def writes_of(tree: ast.AST) -> Iterator[tuple[str, str, int]]:
-    """(Object, attribute, line) of every assignment to an attribute, by `setattr` as well."""
+    """Yield (object, attribute, line) of every assignment to an attribute, by `setattr` as well."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield ast.unparse(node.value), node.attr, node.lineno

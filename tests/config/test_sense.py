@@ -1,4 +1,4 @@
-"""A colleague's look: each absurd run gets one line, with a field that mends the run; meant runs get no line."""
+"""A colleague's look: each absurd run gets one line, with a field that mends the run; intended runs get no line."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def answers(request: pytest.FixtureRequest) -> list[Answer]:
 
 
 def expected_entries(verb: str, index: int, size: int, width: int) -> list[list[Any]]:
-    """[axis, verb, calls, bytes], from the Ledger's docstring; `width`: bytes of an element."""
+    """Return [axis, verb, calls, bytes], from the Ledger's docstring; `width`: bytes of an element."""
     part, others = PIECE * width, size - 1
     is_root = index == others
 

@@ -31,7 +31,7 @@ def write(path: Path, text: str) -> None:
 
 @pytest.fixture
 def linux(tmp_path: Path) -> Path:
-    """A machine of 16 GiB with a warm page cache."""
+    """Make a machine of 16 GiB with a warm page cache."""
     facts = (
         f"MemTotal: {16 * GIB // 1024} kB\nMemFree: 1000 kB\nMemAvailable: {10 * GIB // 1024} kB\nHugePages_Total: 0\n"
     )

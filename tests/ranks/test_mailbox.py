@@ -117,7 +117,7 @@ def test_no_message_survives_its_epoch(answers: Callable[[str], list[Answer]]) -
 
 
 def check_relay(grid: Grid, answers: list[Answer]) -> None:
-    """Compare relayed values: forward, each stage adds a value; backward, each stage between the ends doubles."""
+    """Compare relayed values: forward, each stage adds a rank; backward, each stage between the ends doubles."""
     size, count = grid.size("pipe"), 5
     for rank, (facts, results) in enumerate(answers):
         stage, row = grid.index(rank, "pipe"), grid.group(rank, "pipe")

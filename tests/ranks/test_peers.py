@@ -1,4 +1,4 @@
-"""The address for gloo to listen, and the ranks that a broken connection has lost."""
+"""gloo's listening address, and the ranks that a broken connection has lost."""
 
 from __future__ import annotations
 

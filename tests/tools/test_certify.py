@@ -50,7 +50,7 @@ def key(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def made(folder: Path, key: Path) -> Path:
-    """Six steps over two ranks, checkpoints at 2, 4 and 6, certified."""
+    """Make six steps over two ranks, with checkpoints at 2, 4 and 6, and certify the run."""
     out = run(config_for(make_corpus(folder), layout=LAYOUT, bits="layout-free", **WORDS), folder / "out")
     certify(out, key, print)
     return out
@@ -58,7 +58,7 @@ def made(folder: Path, key: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def traced(made: Path, folder: Path, key: Path) -> Path:
-    """The run again, certified with a trace."""
+    """Certify the run again, with a trace."""
     out = Path(shutil.copytree(made, folder / "traced"))
     certify(out, key, print, trace=True)
     return out
@@ -66,7 +66,7 @@ def traced(made: Path, folder: Path, key: Path) -> Path:
 
 @pytest.fixture
 def out(made: Path, tmp_path: Path) -> Path:
-    """A copy to be damaged."""
+    """Copy the run, to be damaged."""
     return Path(shutil.copytree(made, tmp_path / "out"))
 
 

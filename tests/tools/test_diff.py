@@ -26,7 +26,7 @@ Change = Callable[[Path], None]
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four steps over two ranks, checkpoints at 2 and 4."""
+    """Make four steps over two ranks, with checkpoints at 2 and 4."""
     folder = tmp_path_factory.mktemp("runs")
     layout = {"data": {"size": 2, "sync": "zero1"}, "transport": "threads"}
     changes = {"precision": "float32", "bits": "layout-free", "steps": 4, "checkpoint": {"every": 2, "keep": 2}}

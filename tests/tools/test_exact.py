@@ -86,12 +86,12 @@ def test_every_way_has_the_bits_of_the_whole_forward_pass(config: Config) -> Non
 
 
 def late(self: CachedRun, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-    """Attention to a cache with keys a place too late."""
+    """Attend to a cache with keys a place too late."""
     return right(self, query, key.roll(1, TOKENS), value, spec)
 
 
 def stale(self: CachedRun, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-    """Attention that forgets the first run's last row."""
+    """Attend without the first run's last row."""
     if self.cache is not None and self.index:
         self.cache[0][:, :, key.shape[TOKENS] - 1] = 0
     return right(self, query, key, value, spec)

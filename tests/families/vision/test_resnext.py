@@ -199,7 +199,7 @@ def test_an_untrained_model_and_what_it_computes() -> None:
 
 
 def laid_out(tensor: dict[str, Any], data: int = 1, stages: int = 1, **pipeline: Any) -> Config:
-    """Four microbatches of random images, over replicas."""
+    """Return a config with four microbatches of random images, over replicas."""
     config = config_of(channels=1, image=6, stage_blocks=[1, 2])
     tree = config.model_dump(mode="json", by_alias=True) | {
         "batch": {"global": 16, "micro": 4},

@@ -21,7 +21,7 @@ FORM = TensorMeta((4, 4), torch.float32)
 
 
 def reduced(mesh: Mesh) -> None:
-    """Two collectives: #1 and #2 on the axis."""
+    """Run two collectives: #1 and #2 on the axis."""
     for _ in range(2):
         mesh.comm("data").all_reduce(torch.ones(1000))
 

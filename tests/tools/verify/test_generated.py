@@ -73,7 +73,7 @@ def test_1000_tokens_have_training_s_bits_under_six_layouts(config: Config) -> N
 
 
 def stale(self: CachedRun, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-    """Attention that forgets the first run's last key."""
+    """Attend without the first run's last key."""
     if self.cache is not None and self.index:
         self.cache[0][:, :, key.shape[TOKENS] - 1] = 0
     return RIGHT(self, query, key, value, spec)

@@ -24,7 +24,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The reference's results of each model: the same for every layout."""
+    """Return the reference's results of each model: the same for every layout."""
     folder = tmp_path_factory.mktemp("references")
     models = ("gpt2", "transformer")
     return {model: run_reference(Drawn(config_for(model)), folder / model, STEPS) for model in models}
