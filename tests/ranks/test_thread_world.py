@@ -84,7 +84,7 @@ def test_every_rank_has_random_numbers_to_itself() -> None:
 
 
 def test_every_rank_has_a_default_dtype_to_itself() -> None:
-    """Ranks set and restore the dtype in turns, as parity's checks do. A shared dtype would keep the first rank's change."""
+    """Ranks set and restore the dtype in turns, as parity's checks do. A shared dtype would end as the first set it."""
 
     def widened(rank: Rank) -> str:
         before = torch.get_default_dtype()
