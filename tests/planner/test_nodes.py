@@ -1,4 +1,4 @@
-"""What `doctor --nodes` makes of its measures, and when it refuses. On real nodes: tests/nodes/test_doctor.py."""
+"""Verdicts of `doctor --nodes` from given measurements. On real nodes: tests/nodes/test_doctor.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from meshwright.ranks.errors import ConfigError
 
 
 def report_of(*hosts: str) -> NodesReport:
-    """Two ranks a host; links between hosts of 1 ms and 1 GB/s, within them a tenth and ten times of that."""
+    """Return a report of two ranks a host; links have 1 ms and 1 GB/s between hosts, 0.1 ms and 10 GB/s within
+    hosts."""
     ranks = tuple(NodeRank(2 * i + j, host, "eth0", f"10.0.0.{i}", 0.0) for i, host in enumerate(hosts) for j in (0, 1))
     pairs = [NodePair((2 * i, 2 * i + 1), (host, host), 1e-4, 1e10) for i, host in enumerate(hosts)]
     pairs += [

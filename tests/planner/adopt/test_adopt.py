@@ -1,4 +1,4 @@
-"""`meshwright adopt`: unchanged scripts without values; planted scripts that ask for what is not there."""
+"""Unchanged scripts under `meshwright adopt` run without values; planted scripts ask for absent values."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_script_that_reads_a_value_is_told_the_line(tmp_path: Path) -> None:
     question, out = adopted(tmp_path, HEAD + LOOP + "    if loss.item() > 0.5:\n        print('large')\n")
     facts = run_rank(question, 0, out)
     assert [(note.kind, note.where) for note, _ in facts.unseen] == [("value", "script.py:13")]
-    # Two linears: 2 x rows x inputs x outputs, forward; the first has no gradient of its input.
+    # Two linears: 2 x rows x inputs x outputs, forward; the first has no gradient of the input.
     forward, first = 2 * 6 * (8 * 16 + 16 * 4), 2 * 6 * 8 * 16
     assert facts.flops == 3 * forward - first
     assert facts.parameters == 8 * 16 + 16 + 16 * 4 + 4
@@ -121,7 +121,7 @@ def test_a_script_that_cannot_be_adopted_says_why(text: str, said: str, tmp_path
 
 def test_ctrl_c_ends_the_script_too(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(10_000)\n")
-    # A background job of a shell ignores Ctrl-C, and so would its children.
+    # A background job of a shell ignores Ctrl-C, and the job's children do so as well.
     command = ["env", "--default-signal=INT", sys.executable]
     command += ["-m", "meshwright.cli", "adopt", "--out", "out", "script.py"]
     process = subprocess.Popen(
@@ -169,7 +169,7 @@ def test_fsdp_holds_a_share_and_gathers_under_computation(tmp_path: Path) -> Non
     assert sums["reduce_scatter"].payload_bytes == 4 * facts.parameters
     assert sums["all_gather"].under_flops > 0
     assert sums["all_gather"].ranks == tuple(range(8))
-    # The gather of layer 1 is issued behind the kernels of layer 0, and awaits nothing of these.
+    # The gather of layer 1 is issued after the kernels of layer 0, and waits for none of these.
     (gathers,) = (c for c in facts.collectives if (c.verb, c.phase) == ("all_gather", "forward"))
     first = sum(m.forward_flops for m in facts.modules if m.path.startswith("model.layers.0."))
     assert gathers.under_flops == first > 0
@@ -272,7 +272,7 @@ def test_offloaded_activations_are_copied_to_the_host_and_back(tmp_path: Path) -
     after = run_rank(question, 0, tmp_path / "edited", edit)
     copies = [entry.event for entry in after.entries if isinstance(entry.event, Copy)]
     sizes = [sum(c.payload_bytes for c in copies if c.to_host == to_host) for to_host in (True, False)]
-    # Each layer saves its input, relu's result twice and the second weight; the first layer's input has no gradient, so
+    # Each layer saves the input, relu's result twice and the second weight; the first layer's input has no gradient, so
     # that the first weight is saved by two layers. The loader's batch is copied to the device as well.
     saved = 3 * 4 * (6 * 8 + 2 * 6 * 32 + 8 * 32) + 2 * 4 * 8 * 32
     assert sizes == [saved, saved + 4 * 6 * 8]
@@ -409,7 +409,7 @@ def test_a_strided_convolution_is_counted_at_its_result(tmp_path: Path) -> None:
         + LOOP.replace("6, 8", "6, 3, 17, 17"),
     )  # fmt: skip
     facts = run_rank(question, 0, out)
-    # 17 -> 8 -> 3 positions a side; the first layer has no gradient of its input.
+    # 17 -> 8 -> 3 positions a side; the first layer has no gradient of the input.
     first, second = 2 * 6 * 8 * 8 * 4 * 3 * 9, 2 * 6 * 3 * 3 * 8 * 4 * 9
     assert facts.flops == 2 * first + 3 * second
 

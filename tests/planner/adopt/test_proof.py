@@ -1,4 +1,5 @@
-"""`meshwright adopt --prove`: N processes of a script against one, and mistakes planted in copies of the examples."""
+"""`meshwright adopt --prove`: N processes of a script against one process, and mistakes planted in copies of
+examples."""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ def test_ctrl_c_ends_all_processes_of_a_proof(tmp_path: Path) -> None:
         "import os, time\n"
         "if 'RANK' in os.environ:\n    print('begun', os.getpid(), flush=True)\n    time.sleep(10_000)\n" + COPIES
     )
-    # A background job of a shell ignores Ctrl-C, and so would its children.
+    # A background job of a shell ignores Ctrl-C, and the job's children do so as well.
     command = ["env", "--default-signal=INT", sys.executable, "-m", "meshwright.cli", "adopt", "--edits", "0"]
     command += ["--out", "out", "--prove", "2", "script.py"]
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON under `meshwright adopt`: its stages recorded and edited, with or without DeepSpeed."""
+"""DeepSpeed's JSON under `meshwright adopt`: stages are recorded and edited, with or without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_stage_splits_its_parts_and_sends_its_bytes(
     assert parts["weights"] == 2 * whole // (4 if stage == 3 else 1)
     # Masters and both moments in float32; AdamW's counter of steps has 4 bytes.
     assert parts["states"] == pytest.approx(12 * whole / 4, abs=64)
-    # Stages 2 and 3 sum the gradients of each of two microbatches, the others those of a step.
+    # Stages 2 and 3 sum the gradients of each of two microbatches; stages 0 and 1 sum the gradients of a step.
     sums = sent(facts, "reduce_scatter" if stage == 3 else "all_reduce")
     assert sums == pytest.approx((2 if stage < 2 else 4) * whole, abs=64)
     gathered = sent(facts, "all_gather")

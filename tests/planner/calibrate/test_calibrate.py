@@ -1,4 +1,4 @@
-"""A calibration writes a file that plans can read, and refuses what it cannot do before it measures anything."""
+"""A calibration writes a file that plans can read, and refuses impossible requests before any measurement."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_what_is_written_is_what_was_measured(tmp_path: Path, capsys: pytest.Cap
     out = tmp_path / "new" / "here.yaml"
     made = calibrate(
         out, MeasuredMachine("cpu", 2, (3,), ("torch",)), TINY
-    )  # of 3 ranks one has no neighbour left to talk to
+    )  # one of 3 ranks has no neighbour for messages
     assert load_cluster(str(out)) == made
     assert [path.name for path in out.parent.iterdir()] == ["here.yaml"]
     assert (made.name, made.devices_per_node, made.cores) == ("here", 2, 2)
@@ -60,7 +60,7 @@ def test_what_is_written_is_what_was_measured(tmp_path: Path, capsys: pytest.Cap
     assert "all_to_all" in capsys.readouterr().out
 
 
-@pytest.mark.long  # ranks of MPI spin while they wait
+@pytest.mark.long  # waiting ranks of MPI spin
 @needs_mpi
 def test_mpi_is_measured_as_well(tmp_path: Path) -> None:
     check(calibrate(tmp_path / "here.yaml", MeasuredMachine("cpu", 1, (2,), ("torch", "mpi")), TINY), "mpi", 2)
@@ -103,7 +103,7 @@ def test_a_quick_calibration_measures_less(kind: str) -> None:
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_a_gpu_is_timed_beyond_its_caches_and_its_host(quick: bool) -> None:
-    """An H200's cache holds 60 MB, and its host issues a kernel in 12 us, in which it multiplies 10 Gflop."""
+    """An H200's cache holds 60 MB. The host issues a kernel in 12 us; the GPU multiplies 10 Gflop in this time."""
     effort = effort_of("cuda", quick=quick)
     assert min(effort.cold_bytes, max(effort.stream_bytes)) > 4 * 60e6
     assert min(effort.batch_flops, 2 * effort.dtype_side**3) > 5 * 10e9

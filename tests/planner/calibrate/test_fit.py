@@ -1,4 +1,4 @@
-"""Points of a made-up machine give back the figures that it was made of."""
+"""A fit to a made-up machine's points returns the figures of this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_line_is_found_again() -> None:
 
 
 def test_small_payloads_count_as_much_as_large_ones() -> None:
-    """A tenth more on the largest payload must not move the latency, a thousandth of its time, by more than a tenth."""
+    """10 % more time for the largest payload moves the fitted latency, a thousandth of this time, by at most 10 %."""
     points = line(1e-6, 4e9)
     points[-1] = (points[-1][0], points[-1][1] * 1.1)
     assert fit_level(points).latency_seconds == pytest.approx(1e-6, rel=0.1)
@@ -49,8 +49,8 @@ EFFICIENCY = {64: 0.25, 256: 1.0, 1024: 0.8}
 
 
 def product_seconds(side: int, rate: float, element_bytes: int) -> float:
-    """Products at that rate, of [s, s] and [s, s], [4s, s/2] and [s/2, s/2], [2s, 2s] and [2s, s/4]; what they read and
-    write goes through the memory."""
+    """Return the mean seconds of the products [s, s] and [s, s], [4s, s/2] and [s/2, s/2], [2s, 2s] and [2s, s/4] at
+    `rate`. Operands and results pass through the memory."""
     touched = (3 + 4.25 + 5) / 3 * side**2 * element_bytes
     return 2 * side**3 / rate + touched / BANDWIDTH
 
@@ -90,7 +90,7 @@ def test_a_device_is_found_again() -> None:
 
 
 def test_what_a_gpu_takes_has_no_part_of_its_hosts() -> None:
-    """A host that issues a kernel in 12 us was once taken out of every product's time, and float64 had twice its
+    """The host's 12 us to issue a kernel are not subtracted from products' times: once this gave float64 twice the
     peak."""
     issue, launch, elements = 12e-6, 2e-6, 2**26
     points = device_points() | {
@@ -123,7 +123,7 @@ def test_what_a_gpu_takes_has_no_part_of_its_hosts() -> None:
 
 
 def test_a_norms_three_kernels_are_timed_one_by_one() -> None:
-    """On this CPU; calibrate asks for them on a GPU alone."""
+    """The test times a norm's kernels on this CPU; calibrate times these on a GPU alone."""
     timer = CallTimer(torch.device("cpu"), 0.001, lambda: None, 2**20)
     effort = replace(effort_of("cpu", quick=True), special_elements=2**14)
     (forward, written), (back, taken), (rows, summed) = _norms(effort, timer, torch.float32)

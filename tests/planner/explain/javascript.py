@@ -1,4 +1,4 @@
-"""Runs the pages' JavaScript where it can be run: by Node, or in a browser without a window."""
+"""Run the pages' JavaScript by Node, or in a browser without a window."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ needs_javascript = pytest.mark.skipif(
 
 
 def run_javascript(code: str, folder: Path) -> str:
-    """The text that `answer` holds when the code is through. By Node where it is there, which starts the sooner."""
+    """Return the text in `answer` after the code. Node runs the code if installed, for Node starts sooner than a
+    browser."""
     if NODE is None:
         page = folder / "code.html"
         tell = "document.getElementById('answer').textContent = answer"
@@ -40,7 +41,7 @@ def run_javascript(code: str, folder: Path) -> str:
 
 
 def browsed(page: Path, folder: Path, *options: str) -> str:
-    """The page's document as a browser without a window has it after its scripts."""
+    """Return a page's document after the page's scripts, in a browser without a window."""
     assert BROWSER is not None, "the test asks for a browser"
     ran = subprocess.run(
         [

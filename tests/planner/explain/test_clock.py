@@ -1,4 +1,4 @@
-"""The page's clock is Meshwright's: the same spans to the last bit, under every schedule, placement and trouble."""
+"""The page's clock has Meshwright's spans to the last bit, under every schedule, placement and delay of messages."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ const answer = JSON.stringify(CASES.map((one) => {
 
 
 def drawn(index: int) -> dict[str, Any]:
-    """A pipeline at random: half of them with times that tie, as counted work has them, half without any two alike."""
+    """Draw a pipeline at random: half of the pipelines have tied times, as in counted work; in the other half all times
+    differ."""
     draw = random.Random(index)
     name = draw.choice(sorted(OURS["schedules"]))
     rule = entries("schedules")[name]
     chunks = draw.choice((1, 2, 3)) if rule.shapes else 1
     shape: Shape = draw.choice(rule.shapes) if chunks > 1 else "loop"
     stages, microbatches = draw.randint(1, 6), draw.randint(1, 14)
-    # A fixed order has a limit of its own; below a place a chunk nothing comes to the chain's end and back.
+    # A fixed order sets the limit; with a limit below one place a chunk no microbatch reaches the chain's end and
+    # returns.
     limit = draw.choice((None, draw.randint(2 * chunks, 4 * stages * chunks + 1))) if not rule.fixed else None
     ties = draw.random() < 0.5
     tasks = [
@@ -76,7 +78,7 @@ def test_equal_spans(tmp_path: Path) -> None:
 
 @needs_javascript
 def test_the_page_s_clock_knows_our_schedules(tmp_path: Path) -> None:
-    """With the shapes of chunks that each goes with."""
+    """The page's clock has every schedule with the schedule's shapes of chunks."""
     code = f"{(SCRIPTS / 'clock.js').read_text()}\nconst answer = JSON.stringify(meshwrightClock.SCHEDULES)"
     known = json.loads(run_javascript(code, tmp_path))
     assert {name: rule["shapes"] for name, rule in known.items()} == {

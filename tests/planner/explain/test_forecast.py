@@ -1,4 +1,4 @@
-"""Forecasts: what the virtual clock makes of counted work, checked by hand where it can be."""
+"""Forecasts of counted work on the virtual clock, checked by hand if possible."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ def forecast_of(config: Config) -> Forecast:
 
 
 def of(schedule: str, **pipeline: Any) -> Forecast:
-    """Two stages of two layers, four microbatches."""
+    """Forecast two stages of two layers and four microbatches."""
     return forecast_of(laid_out(pipelined("gpt2", 2, schedule, WHOLE), pipeline={"partition": (2, 2)} | pipeline))
 
 
 def test_gpipe_by_hand() -> None:
-    """Forward: n of the slower stage and one of the other; backward the same at twice the cost."""
+    """The forward pass takes n times the slower stage and once the faster stage; the backward pass takes twice this
+    time."""
     made = of("gpipe")
     slow, fast = max(made.shares), min(made.shares)
     assert made.schedule == "gpipe"
@@ -32,7 +33,7 @@ def test_gpipe_by_hand() -> None:
 
 
 def test_work_is_the_same_under_every_schedule() -> None:
-    """Each stage's tasks take 3 forward passes of its share a microbatch, split or whole."""
+    """Each stage's tasks take 3 forward passes of the stage's share a microbatch, with B and W split or whole."""
     made = of("message-driven")
     for timeline in made.timelines.values():
         for stage, share in enumerate(made.shares):
@@ -49,7 +50,7 @@ def test_limits_are_the_run_s() -> None:
 
 
 def test_partition_is_measured_once() -> None:
-    """Stages of a measured partition fit together, though no two measurements are alike."""
+    """Stages of a measured partition fit together, though no two measurements are equal."""
     config = laid_out(pipelined("gpt2", 3, "1f1b", WHOLE), pipeline={"partition": "measured"})
     explained = compose(config)
     layers = tuple(map(len, explained.layers))

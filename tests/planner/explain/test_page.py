@@ -1,4 +1,4 @@
-"""The page says what the tables say: bytes of the ledger, blocks of the specs, and a clock that agrees with ours."""
+"""The page has the facts of the tables: bytes of the ledger, blocks of the specs, and Meshwright's clock."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ LAYOUTS = {
     "stages": (SMALL, f"layout.data.size=2 layout.pipeline={{size: 2, limit: 3, partition: [1, 1]}} {MEGATRON}"),
     "a v": (SMALL, "layout.data.size=1 layout.pipeline={size: 2, chunks: 2, placement: v, limit: 4} batch.micro=4"),
 }
-"""Each a model's words and a layout's."""
+"""A model's words and a layout's words, by name."""
 
 
 def words_of(text: str) -> list[str]:
-    """The key=value words of a text; braces hold spaces."""
+    """Return the key=value words of a text; braces hold spaces."""
     return re.findall(r"\S+?=(?:\{.*?\}|\S+)", text)
 
 
@@ -63,7 +63,7 @@ def facts_of(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bytes_are_the_ledger_s(name: str) -> None:
-    """Every axis and verb of every stage: calls and bytes; nothing is left out, and nothing is counted twice."""
+    """Calls and bytes of every axis and verb of every stage are listed, each once."""
     explained, found = explained_run(name), facts_of(name)
     for stage, ledger in enumerate(explained.traffic):
         calls: Counter[tuple[str, str]] = Counter()
@@ -79,7 +79,8 @@ def test_bytes_are_the_ledger_s(name: str) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_blocks_are_the_specs(name: str) -> None:
-    """Blocks cover each weight once, and each rank holds one block of every weight of its stage, but for owners."""
+    """Blocks cover each weight once, and each rank has one block of every weight of the stage, except for owners'
+    weights."""
     found = facts_of(name)
     specs = {each.name: each.spec for stage in explained_run(name).run.stages for each in stage.parameters}
     assert found["weights"]
@@ -93,7 +94,7 @@ def test_blocks_are_the_specs(name: str) -> None:
 
 
 def test_owners_differ_where_layers_are_cut() -> None:
-    """The blocks of attention's first matrix under each layout, and the ranks that have a copy of each."""
+    """Layouts differ in the blocks of attention's first matrix and in the ranks with a copy of each block."""
     blocks = {}
     for name in LAYOUTS:
         weight = next(each for each in facts_of(name)["weights"] if "query_key_value.weight" in each["name"])
@@ -107,7 +108,8 @@ def test_owners_differ_where_layers_are_cut() -> None:
 
 
 def test_what_the_others_send_to_a_root() -> None:
-    """Two branches, common layers on the first rank: what that one broadcasts forward comes back to it as a sum."""
+    """With two branches and common layers on the first rank, this rank broadcasts the bytes that the other returns in a
+    sum."""
     rows = {(row["task"], row["verb"]): row for row in facts_of("sub-graphs")["sendings"] if row["part"] == "layers"}
     for task in ("forward", "backward"):
         sent, summed = rows[task, "broadcast"], rows[task, "reduce"]
@@ -116,7 +118,8 @@ def test_what_the_others_send_to_a_root() -> None:
 
 
 def test_a_layer_in_order() -> None:
-    """1-D: two products and a sum, twice, as Megatron's paper has it; a ring passes keys and values on three times."""
+    """A layer of 1-D is twice two products and a sum, as in Megatron's paper; a ring of 4 sends keys and values three
+    times."""
     passes = {(each["part"], each["task"]): each["steps"] for each in facts_of("1-D")["passes"]}
     verbs = [step.get("verb", "products") for step in passes["layer 0", "F"]]
     assert verbs == ["products", "all_reduce", "products", "all_reduce"]
@@ -159,7 +162,7 @@ at("play").click();
 const tasks = () => at("timeline").querySelectorAll("g").length;
 setTimeout(() => { document.body.dataset.halfway = tasks(); }, PLAYED / 2);
 </script></body>"""
-"""Every choice is made once, every slider goes from end to end; then the run's own step is played, and stands there."""
+"""JavaScript that makes every choice once, moves every slider from end to end, and plays the run's step to the end."""
 
 
 @needs_browser
@@ -183,7 +186,7 @@ def test_every_choice_and_slider(name: str, tmp_path: Path) -> None:
 @needs_browser
 @pytest.mark.parametrize("name", ["2.5-D", "stages", "a v"])
 def test_in_a_browser(name: str, tmp_path: Path) -> None:
-    """It draws all ranks, blocks and tasks, and its clock agrees with ours, without a request to anywhere."""
+    """The page draws all ranks, blocks and tasks with Meshwright's clock, and requests nothing from a network."""
     explained, page = explained_run(name), tmp_path / "page.html"
     write_page(explained, forecast(explained), page, "a run of <mine>")
     text = page.read_text()
@@ -210,7 +213,7 @@ def test_facts_are_json() -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    """Tables on the screen, and the page where it is asked for; as `train --explain`, which writes no page."""
+    """`explain` prints the tables of `train --explain`, and writes a page with `--page`."""
     words = words_of(f"{SMALL} layout.data.size=2")
     ran = CliRunner().invoke(app, ["explain", "quickstart", *words, "--page", str(tmp_path / "new/page.html")])
     assert ran.exit_code == 0, ran.output

@@ -1,4 +1,4 @@
-"""`train --explain` counts without running what a run then sends."""
+"""`train --explain` counts the calls and bytes of a run without running."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAYOUTS: list[tuple[dict[str, Any], int]] = [
 
 
 def measured(mesh: Mesh, config: Config) -> Counts:
-    """Calls and bytes of one step, without the optimizer's norm; as many tokens count as in a plan."""
+    """Return the calls and bytes of one step without the optimizer's norm, with the valid tokens of a plan."""
     parts = build(config, mesh)
     for final in (False, True):
         batch = rank_part(batch_of(config, config.micro), parts.kit, parts.model)
@@ -57,7 +57,7 @@ def test_planned_is_measured(tensor: dict[str, Any], data: int, model: str) -> N
 
 @pytest.mark.parametrize("tensor, data", LAYOUTS, ids=str)
 def test_what_autocast_sends_is_planned(tensor: dict[str, Any], data: int) -> None:
-    """Products' operands and activations travel in bf16, gradients of weights in float32."""
+    """Products' operands and activations are sent in bf16, gradients of weights in float32."""
     precision = {"level": "O1", "dtype": "bf16"}
     more = {"batch": {"global": 24 * data, "micro": 12}, "memory": {"summa": "gather"}, "precision": precision}
     config = config_for("gpt2", tensor, data, **more)
@@ -77,7 +77,7 @@ def test_planned_is_measured_where_no_common_layer_is_held() -> None:
 
 
 def test_workers_of_a_server_send_their_outputs() -> None:
-    """The forward pass of server-loss is the strategy's own: it is recorded, too."""
+    """The forward pass of server-loss, which the strategy runs, is recorded as well."""
     config = data_config("server-loss", 2)
     ledger = counted_step(config).mesh.ledger.traffic
     planned = compose(config).traffic[0]
@@ -104,7 +104,8 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 def test_stages(
     tensor: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Four layers in three stages; each stage's messages; the run's own schedule in the file, all in the picture."""
+    """Four layers in three stages: a table lists each stage's messages, the file has the run's schedule, and the
+    picture all schedules."""
     monkeypatch.setenv("COLUMNS", "200")
     config = laid_out(pipelined("gpt2", 3, "axonn", tensor), pipeline={"partition": [2, 1, 1]})
     explain(config, tmp_path / "plan.json")
@@ -131,14 +132,14 @@ def test_stages(
 
 
 def on_nodes(order: list[str]) -> Config:
-    """Four replicas of two branches, on nodes of two ranks."""
+    """Return four replicas of two branches, on nodes of two ranks."""
     tensor = {"kind": "subgraph", "size": 2}
     layout = {"data": {"size": 4}, "tensor": tensor, "order": order, "ranks_per_node": 2}
     return config_for("gpt2", tensor, layout=layout, batch={"global": 16})
 
 
 def test_what_an_order_costs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Branches side by side keep their splits on a node, and apart they do not."""
+    """Branches on neighbouring ranks split within a node; branches on distant ranks split between nodes."""
     monkeypatch.setenv("COLUMNS", "200")
     for order, crossing in ((["data", "branch"], 0), (["branch", "data"], 1)):
         config = on_nodes(order)

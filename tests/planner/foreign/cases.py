@@ -1,6 +1,6 @@
 """Public jobs: the facts of each file, in the file's form, and the run that the job is, written by hand.
 
-The texts have the facts of the named files (as of August 2026, TOML of January) and not their words.
+The texts have the facts of the named files (as of August 2026, TOML of January) in other words.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Job:
-    """A job's files (the first is asked about), the options beside the first, and what must be read.
+    """A job's files (the first is planned), the options of `plan`, and the fields that must be read.
 
     Attributes:
         files: Texts by name.
         devices: The devices of the plan.
         program: The preset of the software.
         expected: Fields of the run by dotted name.
-        facts: Facts of the software that the file says.
+        facts: Facts of the software in the file.
         left_out: The third column's fields.
         options: Options of `plan --from`.
         function: The function of a Python file.
@@ -381,7 +381,7 @@ enable = true
         {"train.sh": MIXTRAL.replace("--pipeline-model-parallel-size 4", "--context-parallel-size 4")
          .replace("--num-layers-per-virtual-pipeline-stage 8", "").replace("--moe-token-dispatcher-type alltoall", "")},
         8, "megatron-core",
-        # Eight ranks of experts are four context ranks of two replicas, and the file names no dispatcher.
+        # Eight ranks of experts are four context ranks of two replicas; the file names no dispatcher.
         {"layout.data.expert": 2, "layout.data.size": 2, "layout.context.size": 4},
         ("overlapped=sums", "dispatch=allgather", "expert_context=true"),
     ),

@@ -1,4 +1,4 @@
-"""Jobs of other programs: read whole, each field accounted for, answered in words that are read back."""
+"""Jobs of other programs: every field is read or listed as left out, and answers are read back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ H100 = load_cluster("dgx-h100")
 
 
 def written(folder: Path, job: Job) -> Path:
-    """The job's files in a folder; the first of them, with its function."""
+    """Write a job's files into a folder; return the first file's path, with the job's function."""
     for name, text in job.files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
@@ -76,7 +76,7 @@ def test_the_answer_is_read_back_to_the_same_layout(name: str, tmp_path: Path) -
     options = {"model": named, "sequence": found.run["data"]["sequence"], "batch": config.batch.global_}
     again = read_foreign(path, Asked(devices=job.devices, **options))
     run = again.run | {"model": found.run["model"]}
-    # Accelerate's file has the Trainer's arguments in a comment, Bridge's words are Megatron-LM's.
+    # Accelerate's file has the Trainer's arguments in a comment; Bridge has Megatron-LM's words.
     run["batch"] = run["batch"] | ({"micro": config.micro} if form == "accelerate" else {})
     run["layout"] = run["layout"] | {"ranks_per_node": min(8, job.devices)}
     second = parse_run(run, [], unread=ELSEWHERE)
@@ -114,7 +114,7 @@ def test_a_dispatcher_that_is_not_known_is_told(tmp_path: Path) -> None:
 
 
 def test_accelerate_reads_our_words(tmp_path: Path) -> None:
-    """The program's own parser takes the file, and its ParallelismConfig has the axes."""
+    """Accelerate's parser reads the file, and `ParallelismConfig` has the axes."""
     pytest.importorskip("accelerate")
     from accelerate.commands.config.config_args import load_config_from_file
 
@@ -184,7 +184,7 @@ def test_a_file_that_cannot_be_planned_is_told(name: str, text: str, words: str,
 
 
 def test_memory_that_a_job_spares_is_read_and_written(tmp_path: Path) -> None:
-    """Results computed again, layers in host memory, weights in FP8: facts, with nothing left out, and words again."""
+    """Recomputed results, layers in host memory and weights in FP8 are read as facts and written as words again."""
     line = "x --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --bf16 --fp8-format hybrid"
     spared = "--recompute-granularity selective --recompute-modules layernorm moe_act --cpu-offloading-num-layers 3"
     (tmp_path / "a.sh").write_text(f"{line} {spared}")
@@ -209,7 +209,7 @@ def test_memory_that_a_job_spares_is_read_and_written(tmp_path: Path) -> None:
 
 
 def test_a_word_that_changes_memory_and_is_not_said_is_left_out(tmp_path: Path) -> None:
-    """Words that are looked at and not planned, in three programs."""
+    """Three programs' words that change memory and are not planned are listed as left out."""
     line = "x --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --recompute-granularity selective"
     (tmp_path / "a.sh").write_text(f"{line} --recompute-modules core_attn moe")
     (tmp_path / "b.sh").write_text(f"{line} --recompute-modules mlp")
@@ -289,7 +289,8 @@ def test_stages_that_megatron_cannot_cut_are_told(words: str, rule: str, tmp_pat
 
 @pytest.mark.parametrize("partition", [(4, 4, 4, 2), (4, 4, 4, 4), (2, 2, 2, 2, 2, 2, 2, 0), (5, 3, 3, 3)])
 def test_megatrons_words_say_every_cut_of_ours(partition: tuple[int, ...], tmp_path: Path) -> None:
-    """What a search has predicted is what Megatron is told to run: even stages by themselves, others written."""
+    """Megatron's words give the partition that a search predicted: even stages by number, uneven stages as a written
+    layout."""
     path, layers = tmp_path / "job.sh", sum(partition)
     pipeline = {"size": 4, "chunks": len(partition) // 4, "schedule": "1f1b", "partition": partition}
     model = {"family": "gpt2", "layers": layers, "hidden": 256, "heads": 4}

@@ -1,4 +1,4 @@
-"""Planned bytes held against those of runs: sent and held ones exactly, activations within a tolerance."""
+"""Comparisons of planned bytes with runs' bytes: sent and held bytes exactly, activations within a tolerance."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def check(configs: Sequence[Config]) -> None:
 
 
 def held(planner: Planner, predicted: Prediction, stage: int, real: Measured) -> Iterator[str]:
-    """Whether activations and what is made beside them are within the tolerance. A schedule that acts on messages does
-    its tasks in an order that hangs on when they come: then in the real order."""
+    """Yield a line if activations and temporaries exceed the tolerance. The task order of a schedule that acts on
+    messages depends on arrivals: for such a schedule the real order is replayed."""
     memory, schedule = predicted.memory[stage], predicted.config.layout.pipeline.schedule
     planned = memory.activations + memory.temporaries
     if len(predicted.memory) > 1 and schedule in ("axonn", "message-driven"):
@@ -45,8 +45,7 @@ def held(planner: Planner, predicted: Prediction, stage: int, real: Measured) ->
 
 
 def replayed(planner: Planner, config: Config, stage: int, tasks: Sequence[Task]) -> int:
-    """The most bytes that are alive if a stage does these tasks, beside the messages that it waits for and the buckets
-    of which it keeps slices."""
+    """Return a stage's most live bytes under these tasks, with the awaited messages and with buckets held as slices."""
     run = TimedRun(planner.site, planner.buckets, config, planner.stages(config))
     plan, live, peak = run.stages[stage], 0, 0
     for task in tasks:

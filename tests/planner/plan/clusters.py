@@ -1,4 +1,4 @@
-"""Clusters made up for tests: round numbers, so that a test can do its sums in the head."""
+"""Clusters made up for tests, with round numbers for sums by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OUTER: dict[str, Any] = {"latency": 1e-5, "bandwidth": 1e10}
 
 
 def cluster(*levels: dict[str, Any], measured: list[Any] | None = None, **fields: Any) -> Cluster:
-    """A cluster with these levels (and measured points) for torch, of a device of round numbers."""
+    """Return a cluster with these levels (and measured points) for torch, of a device with round numbers."""
     device = {
         "kind": "cuda",
         "memory": "16G",
@@ -29,7 +29,7 @@ def cluster(*levels: dict[str, Any], measured: list[Any] | None = None, **fields
 
 
 FLAT = cluster(INNER)
-"""All on one switch."""
+"""All ranks are on one switch."""
 NODES = cluster({**INNER, "joins": 4}, OUTER)
 """Nodes of four."""
 

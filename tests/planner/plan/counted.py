@@ -36,7 +36,7 @@ SUBGRAPHS = [
 HALVES = {"precision": {"level": "O2", "dtype": "bf16"}}
 
 GATHER = {"memory": {"summa": "gather"}}
-"""Decided beforehand: ranks that decide when they begin tell each other how much memory they have."""
+"""SUMMA's form, fixed beforehand: ranks that choose a form at the start exchange the sizes of memory."""
 
 
 def batch(data: int) -> dict[str, int]:
@@ -44,13 +44,14 @@ def batch(data: int) -> dict[str, int]:
 
 
 def synced(sync: str, data: int = 2, tensor: dict[str, Any] = WHOLE, **changes: Any) -> Config:
-    """Three microbatches a replica."""
+    """Return a run with three microbatches a replica."""
     layout = {"data": {"size": data, "sync": sync, "bucket": 8192}, "tensor": tensor}
     return config_for("gpt2", tensor, data, **({"batch": batch(data), "layout": layout} | changes))
 
 
 def summa(tensor: dict[str, Any], form: str, samples: int = 8, microbatches: int = 2) -> Config:
-    """A tied table's gradient is planned for, which a whole model has room for: it must be small beside the rest."""
+    """Return a run with enough samples to make the planned gradient of a tied table small compared to the other
+    memory."""
     sizes = {"global": microbatches * samples, "micro": samples}
     return config_for("gpt2", tensor, memory={"summa": form}, batch=sizes)
 
@@ -59,7 +60,7 @@ OFFLOADED = {"offload": {"to": "host", "bucket": 4096, "chunk": 2}}
 
 
 def counts(predicted: Prediction, stage: int, real: Measured) -> Iterator[str]:
-    """The differences where all must be equal."""
+    """Yield the differences between a prediction and a run; all counts must be equal."""
     sent = {key: (entry.calls, entry.sent_bytes) for key, entry in predicted.traffic[stage].items()}
     for key in sorted(sent.keys() | real.sent.keys()):
         if sent.get(key) != real.sent.get(key):

@@ -1,4 +1,4 @@
-"""The bytes that a rank's step really sends and holds, as a prediction names them."""
+"""Bytes that a rank's step sends and holds, by a prediction's names."""
 
 from __future__ import annotations
 
@@ -26,8 +26,14 @@ Counts = dict[tuple[str, str], tuple[int, int]]
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes of a rank. `states`: on the device. `peak`: the most that was alive above what was there before the
-    step. `sent`: in a step, without the norm. `tasks`: a stage's, in the order in which it did them."""
+    """Bytes of a rank.
+
+    Attributes:
+        states: On the device.
+        peak: The most live bytes above the live bytes before the step.
+        sent: Of a step, without the norm.
+        tasks: A stage's tasks, in the order of execution.
+    """
 
     weights: int
     gradients: int
@@ -38,7 +44,7 @@ class Measured:
 
 
 def measured(mesh: Mesh, configs: Sequence[Config]) -> list[Measured]:
-    """The step of each config in turn: they share the mesh."""
+    """Measure the step of each config in turn, on one mesh."""
     return [_measured(mesh, config) for config in configs]
 
 
@@ -62,7 +68,8 @@ def _measured(mesh: Mesh, config: Config) -> Measured:
 
 
 def _step(parts: Parts, live: LiveBytes) -> Counts:
-    """A step of the train loop; what it sent. All tokens count but those that BERT is not asked for."""
+    """Run a step of the train loop; return the sent calls and bytes. All tokens are valid except tokens that BERT does
+    not predict."""
     traffic = parts.mesh.ledger.traffic
     traffic.clear()
     with live:
@@ -79,7 +86,7 @@ def _step(parts: Parts, live: LiveBytes) -> Counts:
 
 
 def batch_of(config: Config, samples: int) -> Batch:
-    """As many tokens are labelled as are planned for."""
+    """Return a batch with the planned number of labelled tokens."""
     shapes = chain_of(config).sample_shapes(config)
     rows = {name: torch.ones(samples, *shape, dtype=torch.long) for name, shape in shapes.items()}
     if isinstance(config.model, Bert):
@@ -89,7 +96,7 @@ def batch_of(config: Config, samples: int) -> Batch:
 
 
 def _state_bytes(parts: Parts) -> int:
-    """Masters and moments on the device; of offloaded ones what they are staged in."""
+    """Return the bytes of masters and moments on the device; if offloaded, the bytes of the staging memory."""
     held = parts.optimizer.held
     if parts.config.memory.offload.to != "none":
         return held.staging.num_bytes

@@ -33,7 +33,7 @@ def memory_of(total: int, activations: int = 0) -> Memory:
 
 @dataclass
 class MadeUp:
-    """Seconds and memory out of a hat, and bounds that hold. To recompute takes longer, and room from activations."""
+    """Seconds and memory drawn at random, with valid bounds. Recomputation takes longer and spares activations."""
 
     cluster: Cluster
     seed: int
@@ -42,15 +42,15 @@ class MadeUp:
 
     @property
     def planner(self) -> MadeUp:
-        """It predicts, too."""
+        """Return this object, which predicts as well."""
         return self
 
     def keep(self) -> None:
-        """Nothing is recorded."""
+        """Record nothing."""
 
     def drawn(self, config: Config, what: str) -> float:
-        """The same for layouts that differ in what they recompute, and in their slices; memory, for those that differ
-        in their order."""
+        """Draw a number that is equal for layouts with different recomputation or slices. Draws of memory are equal for
+        different orders as well."""
         layout, data = config.layout, config.layout.data
         whole = layout.order if layout.order == "auto" else tuple(name for name in layout.order if name != "replicate")
         plain = data.model_copy(update={"sync": "zero1", "shard": None})
@@ -70,7 +70,7 @@ class MadeUp:
         return int(0.7 * self.room * share * self.drawn(config, "memory"))
 
     def weights_memory(self, config: Config) -> Memory:
-        """The same for a whole family."""
+        """Return the memory of weights, equal for a whole family."""
         layout = config.layout
         parts = said(layout.tensor), layout.pipeline.size, said(layout.data), config.memory.offload.to
         family = " ".join(map(str, (self.seed, *parts)))
@@ -95,7 +95,7 @@ class MadeUp:
         return 0.7
 
     def phase_seconds(self, config: Config, every: tuple[Hashable, ...] = ()) -> float:
-        """The same whichever the sync, the offload and the carrier of messages."""
+        """Return seconds that are equal for all syncs, offloads and carriers of messages."""
         config = with_field(config, "layout.transport", "auto")
         orders = [with_field(config, "layout.order", order) for order in every] or [config]
         return 0.7 * (1 + min(self.drawn(each, "seconds") for each in orders))
@@ -119,7 +119,7 @@ class MadeUp:
 
 
 def said(section: Section) -> str:
-    """The values of a section that are no defaults, as JSON: a field that comes later changes no draw."""
+    """Return a section's values other than defaults, as JSON: a field added later changes no draw."""
     return section.model_dump_json(exclude_defaults=True)
 
 

@@ -1,4 +1,4 @@
-"""The model of torch's caching allocator: the rules of c10/cuda/CUDACachingAllocator.cpp, and what must hold of any."""
+"""The model of torch's caching allocator follows c10/cuda/CUDACachingAllocator.cpp and the rules of every allocator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 2**20
         (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
         (10 * MIB, 10 * MIB, 10 * MIB),
         (11 * MIB, 12 * MIB, 12 * MIB),  # the rest of 1 MiB is not worth a block of the large pool
-        (10 * MIB + 512, 12 * MIB - (2 * MIB - 512), 12 * MIB),  # that of more is
+        (10 * MIB + 512, 12 * MIB - (2 * MIB - 512), 12 * MIB),  # a larger rest is
     ],
 )
 def test_sizes(request_bytes: int, block_bytes: int, segment_bytes: int) -> None:
@@ -43,7 +43,7 @@ def test_small_requests_share_a_segment() -> None:
 
 
 def test_segments_stay_and_best_fit() -> None:
-    """A smaller free block is taken before a larger one; neighbours are joined; what is freed stays reserved."""
+    """The smaller of two free blocks is taken first; free neighbours are joined; freed memory stays reserved."""
     allocator = CachingAllocator()
     first, second = allocator.allocate(40 * MIB), allocator.allocate(30 * MIB)
     allocator.free(first)
@@ -59,7 +59,7 @@ def test_segments_stay_and_best_fit() -> None:
 
 
 def test_fragments_hold_memory() -> None:
-    """Room in pieces serves no larger request: two of 30 MiB in a segment of 60 whose middle is taken."""
+    """Free pieces serve no larger request: 30 MiB fit in neither of two free pieces of 20 MiB around a used piece."""
     whole = CachingAllocator()
     whole.free(whole.allocate(60 * MIB))
     parts = [whole.allocate(20 * MIB) for _ in range(3)]
@@ -70,7 +70,7 @@ def test_fragments_hold_memory() -> None:
 
 
 def test_cached_segments_are_given_back_for_others() -> None:
-    """At the limit a segment that is free as a whole goes; one with a block in use does not."""
+    """At the limit a wholly free segment is given back; a segment with a used block is not."""
     allocator = CachingAllocator(100 * MIB)
     allocator.free(allocator.allocate(60 * MIB))
     allocator.allocate(80 * MIB)
@@ -84,7 +84,7 @@ def test_cached_segments_are_given_back_for_others() -> None:
 
 
 def test_heap_grows_where_nothing_fits() -> None:
-    """Freed pieces serve again; what lies free at the end serves a larger request; what was touched stays."""
+    """Freed pieces serve again; free memory at the end serves a larger request; touched memory stays reserved."""
     heap = Heap()
     first, second, third = (heap.allocate(4 * MIB) for _ in range(3))
     grown = heap.reserved
@@ -100,7 +100,7 @@ def test_heap_grows_where_nothing_fits() -> None:
 @pytest.mark.parametrize("make", [CachingAllocator, lambda: CachingAllocator(256 * MIB), Heap])
 @given(requests=st.lists(st.tuples(st.integers(1, 64 * MIB), st.integers(0, 7)), max_size=60))
 def test_any_order(make: Callable[[], Allocator], requests: list[tuple[int, int]]) -> None:
-    """Blocks never overlap, hold what was asked for, and come back; no more is allocated than reserved."""
+    """Blocks never overlap, have the requested size and are freed; allocated memory never exceeds reserved memory."""
     allocator = make()
     live: list[MemoryBlock] = []
     for size, freed in requests:

@@ -1,4 +1,4 @@
-"""The answer of a search: how long, how much, how sure, and what would change it."""
+"""The answer of a search: duration, memory, certainty, and the changes that would alter the answer."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_every_cluster_says_how_sure_it_is() -> None:
     ]
     assert [name for name in unknown if load_cluster(name).device.like is None] == [
         "dgx-b300", "dgx-h200", "gb200-nvl72", "gb300-nvl72", "mi300x", "summit", "tpu-v5p", "tpu-v6e",
-    ]  # AxoNN's rows are of a Summit that was fitted to them  # fmt: skip
+    ]  # AxoNN's rows are of a Summit that was fitted to these rows  # fmt: skip
     rows = (
         "66 measured rows of Megatron-LM (SC 2021), MPT, InternEvo and fms-fsdp at hidden 768 to 20,480 were met to 8% "
         "on average"

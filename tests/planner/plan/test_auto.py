@@ -1,4 +1,4 @@
-"""`layout: auto`: the planner decides, of what the run file, the command line and the launcher leave open."""
+"""`layout: auto`: the planner decides the fields that run file, command line and launcher leave open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search finds what its own predictions say is best: no field that is fixed finds a faster layout that fits.
+"""The search finds the layout that predictions rank first: no fixed field leads to a faster layout that fits.
 
 python -m pytest --long tests/planner/plan/test_best.py
 """
@@ -22,7 +22,12 @@ from meshwright.ranks.errors import ConfigError
 
 @dataclass(frozen=True)
 class Question:
-    """A model in bf16. `kept`: words that keep fields in all of its searches; `run`: what its run file says."""
+    """A model in bf16.
+
+    Attributes:
+        kept: Words that fix fields in all searches of the model.
+        run: Values of the run file.
+    """
 
     model: str
     sequence: int
@@ -64,7 +69,7 @@ WORDS = (
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, Estimates]:
-    """By question; what its searches have in common is recorded once. Recordings of one model are no other's."""
+    """Return the estimates of each question. Searches of a question share recordings; questions do not."""
     return {name: Estimates(Planner(load_cluster(one.cluster))) for name, one in SPACES.items()}
 
 
@@ -73,7 +78,7 @@ def fastest_that_fits(found: SearchResult) -> Prediction | None:
     return first if verdict(first.fullest, first.cluster) == "fits" else None
 
 
-# The long ones take minutes to half an hour each, more than the deadline of a test in `make test`.
+# Long tests take minutes to half an hour each, more than the deadline of a test in `make test`.
 @pytest.mark.parametrize(
     "name",
     [
@@ -92,15 +97,15 @@ def test_no_fixed_field_finds_what_a_free_search_does_not(name: str, models: dic
         try:
             best = fastest_that_fits(question.ask(known, [word], top=1))
         except ConfigError:
-            continue  # no layout with it fits, or is legal
+            continue  # no layout with this word fits or is legal
         assert free is not None, word
         assert best is None or free.seconds <= best.seconds, word
 
 
 def test_slices_are_found_where_activations_would_not_fit_beside_whole_states(models: dict[str, Estimates]) -> None:
-    """llama-3.1-8b on 64 H100: weights, gradients and states of zero1 leave more than a third of the memory, and its
-    activations take more: what slices gradients and states fits without recomputation, with or without slices of
-    weights, whose gathers hide under kernels and slow them; every strategy that fits is predicted."""
+    """On 64 H100, weights, gradients and states of zero1 leave llama-3.1-8b more than a third of the memory.
+    Activations take more. Layouts that slice gradients and states fit without recomputation, with or without slices of
+    weights. Gathers of weights hide under kernels and slow these kernels. Every strategy that fits is predicted."""
     question = SPACES["8 B, replicas"]
     found = question.ask(models["8 B, replicas"])
     best = found.predictions[0]

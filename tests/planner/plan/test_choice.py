@@ -29,7 +29,7 @@ LAYOUTS = {
 
 
 def result_of(seconds: dict[str, float], cluster: str = "dgx-a100") -> SearchResult:
-    """A search whose layouts took these seconds, fastest first."""
+    """Return a search result with layouts of these seconds, fastest first."""
     found = search(parse_config(TREE), A100, 4, 1)
     one = replace(found.predictions[0], cluster=load_cluster(cluster))
     made = [
@@ -67,7 +67,7 @@ def test_a_difference_that_a_prediction_can_tell_decides() -> None:
 
 
 def test_another_strategy_may_be_the_simplest() -> None:
-    """It is no loser then, and the fastest's strategy is."""
+    """The simplest layout's strategy is then no runner-up, and the fastest layout's strategy is a runner-up."""
     result = search(parse_config(TREE), A100, 4, 1)
     fastest = replace(result.predictions[0], config=parse_config(TREE | {"layout": LAYOUTS["tensor"]}), seconds=1.0)
     simple = replace(fastest, config=parse_config(TREE | {"layout": LAYOUTS["zero1"]}), seconds=1.01)
@@ -107,7 +107,7 @@ def test_free_is_never_slower_than_fixed(seed: int) -> None:
     for fields in (draw.sample(FIELDS, 1), draw.sample(FIELDS, 2)):
         try:
             fixed = search(run, cluster, devices, 1, fixed=set(fields), models=models).predictions[0]
-        except ConfigError:  # no legal layout, or none that fits
+        except ConfigError:  # no layout is legal and fits
             continue
         assert free is not None, f"{fields}: fits, and nothing does if all is free"
         assert free.seconds <= fixed.seconds or free.fits > fixed.fits, fields

@@ -1,4 +1,4 @@
-"""Cluster files: those that ship hold what a cluster must, and a mistaken one is told all its mistakes by field."""
+"""Shipped cluster files are complete, and a mistaken file gets one message with all mistakes by field."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ links:
 
 
 def mistakes(tmp_path: Path, *changes: tuple[str, str]) -> list[str]:
-    """The lines of the message about the good file with these replacements."""
+    """Return the lines of the message about the good file with these replacements."""
     text = GOOD
     for old, new in changes:
         assert old in text, old
@@ -127,14 +127,14 @@ def test_unknown_cluster_names_the_known() -> None:
 
 
 LIMITED_BY_POWER = ("dgx-b200", "dgx-b300", "gb200-nvl72", "gb300-nvl72")
-"""Whose largest products, one after the other, draw more power than there is."""
+"""Clusters with devices that need more power than available for a sequence of the largest products."""
 
 
 @pytest.mark.parametrize("name", shipped("clusters"))
 def test_shipped_clusters(name: str) -> None:
-    """Named as its file, with its sources; a node is a unit of some level. On GPUs bigger products get more of the
-    peak, until power limits the largest; a CPU, as measured, gets most at some size, less by any smaller one, and moves
-    less outside of its caches."""
+    """A cluster has the file's name, and sources; a node is a unit of some level. On GPUs larger products reach more of
+    the peak, until power limits the largest. A CPU, as measured, reaches most at some size and less at smaller sizes,
+    and has less bandwidth outside of caches."""
     cluster = load_cluster(name)
     assert cluster.name == name
     assert cluster.source
@@ -191,7 +191,8 @@ def of_text(tmp_path: Path, text: str) -> Cluster:
 
 
 def test_a_data_sheet_s_numbers_are_a_cluster_file(tmp_path: Path) -> None:
-    """Curves are of a device of the same class; the sides of products by the cube root of the peaks' ratio."""
+    """A data sheet's curves are a device's of the same class, with sides of products scaled by the cube root of the
+    peaks' ratio."""
     cluster, lender = of_text(tmp_path, SHEET), load_cluster("dgx-h100")
     device = cluster.device
     assert (cluster.name, device.like, device.memory_bytes) == ("mine", "dgx-h100", 48 * 10**9)
@@ -257,7 +258,7 @@ SHEETS = {
     "a3-megagpu-8g": (989e12, 3350e9, 80e9), "nd-h100-v5": (989e12, 3350e9, 80e9),
     "p4d.24xlarge": (312e12, 1555e9, 40e9), "nd-a100-v4": (312e12, 1555e9, 40e9),
 }  # fmt: skip
-"""Dense bf16 operations a second, bytes a second and bytes of memory, as the data sheets have them."""
+"""Dense bf16 operations a second, bytes a second and bytes of memory, from the data sheets."""
 
 
 @pytest.mark.parametrize("name", SHEETS)
@@ -266,7 +267,7 @@ def test_shipped_devices_are_their_data_sheets(name: str) -> None:
     flops, rate, memory = SHEETS[name]
     assert device.peak_flops_per_second["bf16"] == flops
     assert device.bandwidth_bytes_per_second[-1][1] == pytest.approx(0.87 * rate, rel=0.02)
-    # A sheet's GB is between 1e9 bytes and what nvidia-smi shows, less what the driver keeps.
+    # A sheet's GB is between 1e9 bytes and nvidia-smi's figure, less the driver's memory.
     assert memory * 0.99 <= device.memory_bytes <= memory * 1.08
 
 
@@ -274,7 +275,7 @@ INSTANCES = {
     "p5.48xlarge": 400e9, "p4d.24xlarge": 50e9, "g5.48xlarge": 12.5e9, "g6.48xlarge": 12.5e9, "g6e.48xlarge": 50e9,
     "a3-highgpu-8g": 100e9, "a3-megagpu-8g": 200e9, "nd-h100-v5": 400e9, "nd-a100-v4": 200e9,
 }  # fmt: skip
-"""Bytes a second out of a node, as the clouds' pages have them."""
+"""Bytes a second out of a node, from the clouds' pages."""
 
 
 @pytest.mark.parametrize("name", INSTANCES)

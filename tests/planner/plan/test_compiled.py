@@ -36,7 +36,7 @@ def test_each_step_of_compiling_is_faster() -> None:
 
 @pytest.mark.parametrize("kind, passes", [("cpu", "special"), ("cuda", "norm")])
 def test_a_compiled_loss_is_one_kernel_of_a_kind_that_devices_know(kind: str, passes: str) -> None:
-    """A GPU's pass over rows goes at a norm's pace; a core takes exponentials, which no norm counts."""
+    """A GPU's pass over rows has a norm's pace; a core computes exponentials, which no norm counts."""
     config = parse_config({
         "model": {"layers": 1, "hidden": 64, "heads": 2, "positions": 64, "vocabulary": 5000, "dropout": 0.0},
         "data": {"sequence": 64}, "batch": {"global": 4, "micro": 2}, "compile": "islands",

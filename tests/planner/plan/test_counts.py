@@ -1,6 +1,6 @@
-"""The planner counts what runs do: bytes sent and held exactly, activations within a tenth.
+"""The planner's counts equal runs' counts: bytes sent and held exactly, activations within a tenth.
 
-Every kit, every schedule, every sync that is planned, at 2 to 16 ranks; configs of one grid share a group of ranks.
+Every kit, every schedule, every planned sync, at 2 to 16 ranks; configs of one grid share a group of ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CASTS = {"precision": {"level": "O1", "dtype": "bf16"}}
 
 
 def sliced(sync: str, data: int, schedule: str = "message-driven", **changes: Any) -> Config:
-    """Two stages of several chunks, each of which fills buckets of its own."""
+    """Return two stages of several chunks, with separate buckets for each chunk."""
     config = pipelined("gpt2", 2, schedule, WHOLE, data, **changes)
     return laid_out(config, data={"sync": sync, "shard": 2 if data > 2 else None})
 
@@ -110,11 +110,11 @@ FEW = {
     "loop": [pipelined("gpt2", 3, "1f1b", WHOLE, placed=LOOP)],
     "v": [pipelined("gpt2", 2, "message-driven", WHOLE, placed=V)],
     "states in groups": [synced("zero1", 4, layout={"data": HYBRID | {"sync": "zero1", "bucket": 8192}})],
-    # Chunks of one layer, which go backward several times in a row, and gather each time.
+    # Chunks of one layer run backward several times in a row, and gather each time.
     "v of slices, all forward first": [sliced("zero3", 2, "gpipe", placed=V)],
     "loop of slices": [sliced("zero3", 2, placed=LOOP, schedule="1f1b")],
 }
-"""Configs of one grid and the same token axes together; one with stages alone, for mailboxes are opened once."""
+"""Configs in groups of one grid and equal token axes; configs with stages alone, for mailboxes are opened once."""
 
 KITS = {"1-D": MEGATRON, "1-D cut": CUT, "2-D": FLAT, "2.5-D": DEEP}
 KITS |= {f"sub-graphs {tensor['common']} {tensor['branch']}": tensor for tensor in SUBGRAPHS}
@@ -162,7 +162,7 @@ MANY = {
     ],
     **{f"bert pipe {schedule}": [pipelined("bert", 3, schedule, WHOLE)] for schedule in SCHEDULES},
 }
-"""The same; 16 ranks at most."""
+"""Configs in groups as in FEW, with at most 16 ranks."""
 
 
 @pytest.mark.few(12)
@@ -179,7 +179,7 @@ def test_counts_what_more_runs_do(name: str) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param(1, marks=pytest.mark.long)])
 def test_counts_what_experts_as_messages_send(recompute: str | int) -> None:
-    """Bytes and weights; how much of two microbatches is alive at a time hangs on when rows come."""
+    """Sent bytes and weights are exact; the live bytes of two microbatches depend on the arrival of rows."""
     few = {"global": 16, "micro": 2}
     config = config_for("experts", WHOLE, 2, batch=few, layout={"data": MESSAGES}, memory={"recompute": recompute})
     axes = config.layout.token_axes
@@ -188,14 +188,15 @@ def test_counts_what_experts_as_messages_send(recompute: str | int) -> None:
 
 
 def test_recomputed_layers_keep_the_rows_that_came_as_messages() -> None:
-    """Two rows a token in and out of its experts, beside each layer's input; a layer that waits keeps that alone."""
+    """A recomputed layer keeps two rows a token into and out of experts, and the layer's input. A blocking layer keeps
+    the input alone."""
     kept = {}
     for exchange, recompute in product(("blocking", "messages"), ("none", 1)):
         layout = {"data": MESSAGES | {"exchange": exchange}}
         few = {"global": 4, "micro": 2}
         config = config_for("experts", WHOLE, 2, batch=few, layout=layout, memory={"recompute": recompute})
         kept[exchange, recompute] = Planner(CPU).predict(config).fullest.activations / config.num_microbatches
-    # 2 samples of 12 tokens, 24 numbers of 8 bytes; with capacity 1 as many rows as tokens take experts.
+    # 2 samples of 12 tokens, 24 numbers of 8 bytes; with capacity 1 the rows are the tokens' choices of experts.
     rows = 2 * (2 * 12) * 24 * 8
     assert kept["messages", 1] - kept["blocking", 1] >= 2 * rows
     assert kept["messages", 1] < kept["messages", "none"]
@@ -212,7 +213,7 @@ def test_recomputed_layers_keep_the_rows_that_came_as_messages() -> None:
     ids=str,
 )
 def test_counts_the_pass_that_counts_experts_loads(layout: dict[str, Any]) -> None:
-    """A balance over the batch: forward once more, messages and gathers with it, and a sum of loads."""
+    """A balance over the batch adds a forward pass with messages and gathers, and a sum of loads."""
     configs = [
         experts(layout, model=MODEL | {"experts": EXPERTS | {"balance_over": over}}, batch={"global": 16, "micro": 4})
         for over in ("batch", "microbatch")

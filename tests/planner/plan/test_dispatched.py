@@ -1,4 +1,4 @@
-"""Experts as other programs send rows to them: ranks, rows and bytes by hand."""
+"""Other programs' dispatch of rows to experts: ranks, rows and bytes by hand."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ def planner(*facts: str) -> Planner:
 
 
 def layer_programs(plan: Planner, config: Config, kind: TaskKind) -> list[Program]:
-    """A middle microbatch's programs of the units of the first stage."""
+    """Return a middle microbatch's programs of the first stage's units."""
     (chunk,) = plan.run(config).stages[0].chunks
     return [program for unit in chunk.units for program, _ in unit.passes(kind, 1)]
 
 
 def messages(plan: Planner, config: Config, kind: TaskKind) -> list[tuple[str, str, int]]:
-    """(axes, verb, payload) of all layers, of one microbatch."""
+    """Return (axes, verb, payload) of all layers, of one microbatch."""
     starts = [event for program in layer_programs(plan, config, kind) for event in program.events]
     return [(each.axes, each.verb, each.payload_bytes) for each in starts if isinstance(each, Start)]
 
 
 def rows_sent(dispatch: str, config: Config, kind: TaskKind) -> list[tuple[str, int]]:
-    """(verb, payload) of messages over the expert axis."""
+    """Return (verb, payload) of messages over the expert axis."""
     found = messages(planner(f"dispatch={dispatch}"), config, kind)
     return [(verb, payload) for axes, verb, payload in found if axes == "expert"]
 
@@ -64,7 +64,7 @@ def rows_sent(dispatch: str, config: Config, kind: TaskKind) -> list[tuple[str, 
 @pytest.mark.parametrize("choice", [Choice(8, 2), Choice(8, 3, 4, 2), Choice(12, 3, 3, 2), Choice(16, 2, 4, 1)])
 @pytest.mark.parametrize("units", [2, 4])
 def test_the_units_of_a_token_are_counted(choice: Choice, units: int) -> None:
-    """Every choice of groups and of experts in these, one by one."""
+    """The counted units are the mean over every choice of groups, and of experts in these groups."""
     size, each = choice.experts // choice.groups, choice.experts // units
     counts = [
         len({expert // each for expert in chosen})
@@ -78,7 +78,7 @@ def test_deepep_sends_a_token_once_to_each_node() -> None:
     """Two nodes of eight, one expert a rank, two of 16 experts a token, 1,000 tokens of 1,024 bytes.
 
     A token has 16 x (1 - C(15,2)/C(16,2)) = 2 ranks and 2 x (1 - C(8,2)/C(16,2)) = 1.5333 nodes. Of 2,048,000 bytes
-    7/8 leave a rank inside of its node; of 1,000 x 1.5333 x 1,024 bytes a half leaves the node.
+    7/8 leave a rank inside of the node; of 1,000 x 1.5333 x 1,024 bytes a half leaves the node.
     """
     cluster, choice = load_cluster("dgx-h100"), Choice(16, 2)
     assert units_of(choice, 16) == pytest.approx(2)
@@ -92,7 +92,7 @@ def test_deepep_sends_a_token_once_to_each_node() -> None:
     latencies = inner.latency_seconds + outer.latency_seconds
     assert between > inside
     assert network.collective("expert", "all_to_all", payload) == pytest.approx(between + latencies)
-    # An all-to-all sends each row apart, one after the other.
+    # An all-to-all sends each row separately, one after the other.
     plain = ClusterNetwork(cluster, "torch", Grid((("data", 1), ("expert", 16))))
     assert plain.collective("expert", "all_to_all", payload) > network.collective("expert", "all_to_all", payload)
     # Sequences are traded over the context axis, and sums are no rows.
@@ -149,7 +149,8 @@ def test_messages_are_the_dispatchers(dispatch: str, verbs: list[str], rows: lis
     ],
 )
 def test_copies_of_rows_are_one_kernel_each(dispatch: str, copies: list[tuple[int, int]]) -> None:
-    """A layer's copies there and back, from rows to rows, and as many backward; 128 tokens, two experts a token."""
+    """A layer copies rows to rows, to experts and back, in equal numbers forward and backward; 128 tokens, two experts
+    a token."""
     config = config_of({"data": {"size": 4, "expert": 4}})
     plan = planner(f"dispatch={dispatch}", "fuses_elements=false")
     for kind in (TaskKind.FORWARD, TaskKind.BACKWARD):
@@ -161,7 +162,7 @@ def test_copies_of_rows_are_one_kernel_each(dispatch: str, copies: list[tuple[in
 
 
 def parameters_of(facts: tuple[str, ...], layout: dict[str, Any]) -> dict[str, int]:
-    """Elements of a rank's experts of the first layer, by name."""
+    """Return the elements of a rank's experts of the first layer, by name."""
     (chunk,) = planner(*facts).run(config_of(layout)).stages[0].chunks
     own = [parameter for unit in chunk.units for parameter in unit.parameters]
     experts = ("blocks.0.feed_forward.expand.weight", "blocks.0.feed_forward.contract.weight")
@@ -199,7 +200,8 @@ def test_experts_are_dealt_over_the_ranks_of_a_stage(
 
 
 def test_ranks_that_share_an_expert_all_get_its_rows() -> None:
-    """Four tensor ranks of 32 tokens each, two experts a token: 64 rows a rank leave, of two halves of experts 128."""
+    """Each of four tensor ranks has 32 tokens of two experts and sends 64 rows; if two ranks share each expert, 128
+    rows."""
     layout = {"data": {"size": 1}, "tensor": TENSOR}
     (whole, halves) = (
         max(payload for _, verb, payload in messages(planner(fact), config_of(layout), TaskKind.FORWARD)
@@ -265,8 +267,8 @@ def test_a_dispatcher_leaves_multiprocessors_to_products(sms: int) -> None:
 
 
 def test_hidden_rows_cost_the_multiprocessors_of_their_kernels() -> None:
-    """Of a part that computes for c seconds and sends for m < c: c + m x 20 / (132 - 20) seconds under another
-    microbatch, c + m in the step's first forward pass and in its last backward pass."""
+    """A part that computes for c seconds and sends for m < c takes c + m x 20 / (132 - 20) seconds under another
+    microbatch. The part takes c + m seconds in the step's first forward pass and last backward pass."""
     config = config_of({"data": {"size": 4, "expert": 4}}, hidden=2048, tokens=4096)
     plan, blocking = planner("dispatch=deepep", "overlapped=sums,gathers,layers,experts"), planner("dispatch=deepep")
     site, run = plan.site, plan.run(config)

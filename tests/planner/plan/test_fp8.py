@@ -1,4 +1,4 @@
-"""Plans of runs in FP8: what is recorded of them, what they cost, and from which width on they pay."""
+"""Plans of runs in FP8: recordings, costs, and the least width with a gain."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def kernels(
 
 
 def products_in(found: list[Kernel]) -> Counter[str]:
-    """Numbers of linears' products by dtype, without attention's, which are of batches."""
+    """Count linears' products by dtype, without attention's batched products."""
     return Counter(each.dtype for each in found if each.kind == "product" and each.members == 1)
 
 
@@ -64,7 +64,7 @@ def test_inner_layers_have_two_products_of_three_in_fp8() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_casts_that_are_fused_cost_their_writes(fused: bool) -> None:
-    """Bytes of all kernels but products, in FP8 less in bf16. Scales take some: at most a hundredth."""
+    """The bytes of all kernels except products, in FP8 less in bf16, are the casts'; scales add at most a hundredth."""
     rows, hidden = 16 * 1024, 512
     software = Software(fuses_elements=fused)
     found = {}
@@ -80,7 +80,7 @@ def test_casts_that_are_fused_cost_their_writes(fused: bool) -> None:
         found[task] = low - half
     weights = hidden * (3 + 1 + 2 * 4 + 4) * hidden
     inputs, gradients = (1 + 1 + 1 + 4) * hidden, (3 + 1 + 2 * 4 + 1) * hidden
-    if fused:  # a weight is read twice for scales of its columns; the layer's dy is of another part, and is read
+    if fused:  # a weight is read twice for scales of columns; the layer's dy is of another part, and is read
         expected = {
             TaskKind.FORWARD: rows * inputs + 5 * weights,
             TaskKind.BACKWARD: rows * (gradients + 2 * hidden) + 3 * weights,
@@ -94,7 +94,7 @@ def test_casts_that_are_fused_cost_their_writes(fused: bool) -> None:
 
 
 def test_a_search_plans_runs_in_fp8() -> None:
-    """Estimates remember partitions by the layers that are spared."""
+    """Estimates remember partitions by the layers that stay in half precision."""
     found = search(run_of(1024), HOPPER, 2, fixed=["layout.pipeline.size"], top=1)
     assert found.predictions[0].config.precision.in_fp8
 

@@ -1,4 +1,4 @@
-"""Plans of experts: one kernel for the rows of all where a run has one, and a product an expert elsewhere."""
+"""Plans of experts: one kernel for all experts' rows if a run has this kernel, else a product an expert."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_of(dtype: str = "bf16", inner: int = INNER, **changes: Any) -> Config:
 def products(
     config: Config, task: TaskKind, cluster: str = "dgx-h100", software: Software = OWN_SOFTWARE
 ) -> list[Kernel]:
-    """The products of a layer that are of experts: all of them together or of one, so of no other width."""
+    """Return a layer's products of experts, by width: the products of all experts together, or of one expert."""
     recordings = Planner(load_cluster(cluster), software).recordings
     ends = recordings.of(config, Chunk(range(0), True, False), ())
     recording = recordings.of(config, Chunk(range(1), False, False), ends.outgoing)
@@ -108,7 +108,8 @@ def test_of_other_programs_a_preset_says_it() -> None:
 
 
 def test_many_experts_take_as_long_as_was_measured() -> None:
-    """An H200's 8,192 tokens through Qwen3-30B-A3B's expanding product, to a tenth; one each, to a fifth."""
+    """An H200's measured times of Qwen3-30B-A3B's expanding product on 8,192 tokens are met: all experts in one kernel
+    to a tenth, a kernel for each expert to a fifth."""
     stages = json.loads((ROOT / "benchmarks/one_gpu.json").read_text())
     (measured,) = (each["found"] for each in stages if each["name"] == "grouped")
     name, count, taken, hidden, inner = EXPERTS[1]

@@ -1,4 +1,4 @@
-"""Host memory of a plan: offloaded states, and what a GPU's checkpoint is copied into."""
+"""Host memory of a plan: offloaded states, and copies of a GPU's checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BF16_STATES = {"optimizer": {"states": "bf16", "masters": "bf16", "lr": 1e-2, "c
 
 
 def copied(config: Config) -> int:
-    """Bytes of the pieces that rank 0 of a run gives to a checkpoint."""
+    """Return the bytes of the pieces that rank 0 of a run gives to a checkpoint."""
     parts = build(config, planned_mesh(Grid(config.layout.axes), 0, config.layout.token_axes))
     parts.optimizer.prepare_states(1)
     return sum(size_bytes(piece.tensor) for piece in pieces_of(parts))
@@ -50,7 +50,7 @@ CASES: dict[str, Config] = {
 def test_a_checkpoint_needs_as_much_host_memory_as_its_pieces(name: str) -> None:
     (memory,) = Planner(CLUSTER).predict(CASES[name]).memory
     real = copied(CASES[name])
-    if name == "offloaded":  # 12 bytes a weight in the store, and as many in the copy; of float32 weights 8 and 12
+    if name == "offloaded":  # 12 bytes a weight in the store, 12 in the copy; of float32 weights 8 and 12
         assert 1.99 * real <= memory.host <= 2 * real
     else:
         assert memory.host == real
@@ -58,7 +58,7 @@ def test_a_checkpoint_needs_as_much_host_memory_as_its_pieces(name: str) -> None
 
 @pytest.mark.parametrize("sync, copying", [("allreduce", 1), ("zero1", 4)])
 def test_of_ranks_with_equal_slots_one_copies(sync: str, copying: int) -> None:
-    """So a node of replicas holds a checkpoint once, as slices or whole."""
+    """A node of replicas holds a checkpoint's copy once, as slices or whole."""
     (memory,) = Planner(CLUSTER).predict(synced(sync, 4, **HALVES)).memory
     assert memory.host_of_node == copying * memory.host
 
@@ -69,7 +69,7 @@ def test_a_cpus_memory_is_the_hosts_already() -> None:
 
 
 def most_of(found: Prediction) -> int:
-    """Bytes of a node whose ranks are of the stage that needs most."""
+    """Return the bytes of a node with ranks of the stage that needs most."""
     return max(memory.host_of_node for memory in found.memory)
 
 

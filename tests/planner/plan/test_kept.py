@@ -1,4 +1,4 @@
-"""Recordings on disk: what is read back is what was recorded, and a damaged file is as none."""
+"""A recording read from disk equals the written recording, and a damaged file is taken as absent."""
 
 from __future__ import annotations
 

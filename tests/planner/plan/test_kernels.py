@@ -1,4 +1,4 @@
-"""Kernels take what the roofline says, by hand."""
+"""Kernels take the roofline's seconds, by hand."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_others_go_at_the_pace_of_the_memory_and_dear_elements_slower() -> None:
     plain = Kernel("element", 0.0, 10**8, 10**7, "fp16")
     assert seconds(plain) == pytest.approx(1e8 / 1e12 + LAUNCH)
     assert seconds(plain._replace(kind="special")) == pytest.approx(1e8 / 1e12 + 1e-9 * 1e7 + LAUNCH)
-    assert seconds(plain._replace(kind="random")) == seconds(plain)  # the device says nothing of it
+    assert seconds(plain._replace(kind="random")) == seconds(plain)  # the device has no pace of random numbers
 
 
 def test_kernels_that_load_no_vectors_have_paces_of_their_own() -> None:

@@ -1,6 +1,6 @@
-"""The recording on meta tensors is what a device does: the operators of real tensors, kernel by kernel.
+"""A recording on meta tensors has the operators of real tensors, kernel by kernel.
 
-The flops of a program are held against the family's own count of products, and against torch's FlopCounterMode.
+The flops of a program are compared with the family's own count of products, and with torch's FlopCounterMode.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ FLOAT32 = {"level": "O0", "dtype": "float32"}
 def config_for(
     tensor: dict[str, object], model: dict[str, object] | None = None, precision: dict[str, str] = FLOAT32
 ) -> Config:
-    """Two rows of 32 tokens in one microbatch."""
+    """Return a run with two sequences of 32 tokens in one microbatch."""
     return parse_config({
         "model": model or GPT2,
         "data": {"source": "digits"} if model and "image" in model else {"sequence": 32},
@@ -83,7 +83,7 @@ def config_for(
 
 
 def recordings_of(config: Config) -> list[Recording]:
-    """The programs of embeddings, a layer, head and loss."""
+    """Return the recordings of embeddings, a layer, head and loss."""
     known, recorded = Recordings("cpu", Software(attention="fused")), list[Recording]()
     for chunk in CHUNKS:
         recorded.append(known.of(config, chunk, recorded[-1].outgoing if recorded else ()))
@@ -95,7 +95,7 @@ FEW_BYTES = 128
 
 
 def kernels_of(program: Program) -> Counter[Kernel]:
-    """How often each kernel runs that touches more than a few numbers."""
+    """Count the runs of each kernel that touches more than FEW_BYTES."""
     counts: Counter[Kernel] = Counter()
     for event in program.events:
         if isinstance(event, Kernel) and event.touched_bytes > FEW_BYTES:
@@ -105,7 +105,7 @@ def kernels_of(program: Program) -> Counter[Kernel]:
 
 @dataclass(frozen=True)
 class Ran:
-    """A link's tasks on real tensors, and what torch counts of it: all products but those in attention."""
+    """A link's tasks on real tensors, and torch's count of products, without attention's."""
 
     kernels: dict[TaskKind, Counter[Kernel]]
     flops: float
@@ -113,13 +113,13 @@ class Ran:
 
 
 def added_product(_: torch.Size, first: torch.Size, second: torch.Size, **__: object) -> int:
-    """The flops of addmm_, which torch does not count, by the shapes of its tensors."""
+    """Return the flops of addmm_, which torch does not count, from the tensors' shapes."""
     return 2 * first[0] * first[1] * second[1]
 
 
 def run_for_real(config: Config) -> list[Ran]:
-    """The parts one after another, recorded while they compute. What a lone rank sends itself is left out, as by a
-    plan: there are no numbers to look at, but shapes."""
+    """Record the parts one after another on real tensors. A lone rank's messages to the rank itself are skipped as in a
+    plan, which has shapes and no numbers."""
     mesh = Mesh(Grid(config.layout.axes), 0, torch.device("cpu"), LedgerTransport())
     ran: list[Ran] = []
     incoming: Hidden = ()
@@ -141,7 +141,7 @@ def run_for_real(config: Config) -> list[Ran]:
             with recorder.program(mesh.ledger) as made:
                 stage.backward(0, gradients, defers=False)
             kernels[TaskKind.BACKWARD] = kernels_of(made())
-        counted = counter.get_flop_counts().get("Global", {})  # no entry where nothing multiplies
+        counted = counter.get_flop_counts().get("Global", {})  # no entry if nothing multiplies
         flops = sum(flops for op, flops in counted.items() if "attention" not in str(op))
         ran.append(Ran(kernels, flops, forward.kept_bytes))
         incoming = outgoing
@@ -149,9 +149,9 @@ def run_for_real(config: Config) -> list[Ran]:
 
 
 def run_all(mesh: Mesh, configs: list[Config]) -> list[list[Ran]]:
-    """On one rank of its own: this process must not run a backward pass."""
+    """Run all configs on a separate rank: this process must not run a backward pass."""
     with pytest.MonkeyPatch.context() as patch:
-        # What is left out leaves memory as it was. By such numbers labels may have no share, and products more.
+        # Skipped messages leave memory unchanged. With such numbers labels may have no share, and products more.
         patch.setattr(cross_entropy, "some", lambda rows: False)
         return [run_for_real(config) for config in configs]
 
@@ -163,7 +163,7 @@ def run_elsewhere(configs: list[Config]) -> list[list[Ran]]:
 
 @pytest.fixture(scope="module")
 def ran() -> dict[str, list[Ran]]:
-    """Every kit alone in its axes, on real tensors."""
+    """Return the runs of every kit alone, on real tensors."""
     return dict(zip(SIZE_ONE, run_elsewhere([config_for(tensor) for tensor in SIZE_ONE.values()]), strict=True))
 
 
@@ -175,7 +175,7 @@ AUTOCAST_CASES: dict[str, Config] = {
         for kit in ("none", "megatron", "tesseract")
     },
 }
-"""Every kit, and every family in the kits whose layers are their own."""
+"""Every kit, and every family in the kits with layers of the kit's own."""
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def test_autocast_is_planned_as_torch_casts(case: str, autocast: dict[str, list[
         for kind, [program] in planned.programs.items():
             counts, done = kernels_of(program), real.kernels[kind]
             dtypes |= {kernel.dtype for kernel in counts if kernel.kind in ("product", "attention")}
-            if "resnext" in case:  # a device copies images into rows where a plan has the same shape already
+            if "resnext" in case:  # a device copies images into rows; a plan has this shape already
                 counts, done = (
                     Counter({k: n for k, n in all_.items() if k.kind == "product"}) for all_ in (counts, done)
                 )
@@ -218,8 +218,7 @@ def test_flops_of_products_are_what_torch_counts(kit: str, ran: dict[str, list[R
 
 
 def test_flops_of_a_step_are_six_times_the_products_of_the_family() -> None:
-    """But for attention, whose fused backward pass computes the scores once more, and which leaves out the half that is
-    masked."""
+    """Attention differs: the fused backward pass computes the scores once more, and leaves out the masked half."""
     config = config_for(SIZE_ONE["none"])
     assert isinstance(config.model, Gpt2)
     rows, sequence = config.micro, config.data.sequence

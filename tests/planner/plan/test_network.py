@@ -1,4 +1,4 @@
-"""Collectives take what the textbooks' formulas say; links are shared; more bytes and more ranks never take less."""
+"""Collectives take the seconds of the textbooks' formulas; links are shared; more bytes or ranks never take less."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_on_one_level(n: int) -> None:
 
 
 def test_blocks_share_the_links_of_their_node() -> None:
-    """Row 4 x col 4 on nodes of four. A node has a row of ranks: four groups over `row` leave it, and none over `col`.
-    It has a block of 2 x 2: two groups over either axis do."""
+    """Row 4 x col 4 on nodes of four. If a node has a row of ranks, four groups over `row` leave the node, and none
+    over `col`. If a node has a block of 2 x 2, two groups over either axis do."""
     square, blocks = (("row", 4), ("col", 4)), (("row", 2), ("col", 2), ("row", 2), ("col", 2))
     alone = cluster({**INNER, "joins": 4}, OUTER)
 
@@ -54,8 +54,8 @@ def test_blocks_share_the_links_of_their_node() -> None:
 
 
 def test_messages_of_a_split_pipe() -> None:
-    """Pipe 4 in two parts around data 2, on nodes of two: stages 0 and 1 share a node, whose only message to another is
-    stage 1's."""
+    """Pipe 4 in two parts around data 2, on nodes of two: stages 0 and 1 share a node; stage 1 alone sends to another
+    node."""
     pairs = cluster({**INNER, "joins": 2}, OUTER)
     grid = Grid((("pipe", 4), ("data", 2)), nesting=(("pipe", 2), ("data", 2), ("pipe", 2)))
     network = ClusterNetwork(pairs, "torch", grid)
@@ -73,14 +73,14 @@ def test_small_payloads_take_trees() -> None:
 
 
 def test_on_two_levels() -> None:
-    """Inside: reduce-scatter, all-gather; between: an all-reduce, of which all four ranks of a node do a part."""
+    """Ranks of a node reduce-scatter and all-gather inside; all four do a part of the all-reduce between nodes."""
     inside, between = 3 / 4 * BIG / B + 3 * A, 1 / 2 * BIG / THIN + FAR
     assert seconds(NODES, "all_reduce", ("data", 8)) == pytest.approx(2 * (inside + between))
     assert seconds(NODES, "all_gather", ("data", 8)) == pytest.approx(inside + between)
 
 
 def test_one_ring_over_all_levels_where_it_is_less() -> None:
-    """On 64 nodes the thin links carry nearly all of the payload either way, and the ring hides the inner ones."""
+    """On 64 nodes the thin links carry nearly all of the payload either way, and the ring hides the inner links."""
     levels = {**INNER, "joins": 4, "bandwidth": THIN}, OUTER
     ring = 255 / 256 * BIG / THIN + 192 * A + 64 * FAR - A
     assert seconds(cluster(*levels), "reduce_scatter", ("data", 256)) == pytest.approx(ring)
@@ -125,7 +125,7 @@ def test_a_device_gets_its_own_card_only() -> None:
 
 
 def test_messages_share_what_leaves_a_node() -> None:
-    """All four of a node send to the next at once; of a pipe inside of nodes, one does."""
+    """All four ranks of a node send to the next node at once; of a pipe inside of nodes, one rank sends."""
     outside = ClusterNetwork(NODES, "torch", Grid((("pipe", 2), ("data", 4))))
     assert outside.message(0, 4, BIG) == outside.message(5, 1, BIG) == pytest.approx(4 * BIG / THIN + FAR)
     inside = ClusterNetwork(NODES, "torch", Grid((("data", 2), ("pipe", 4))))
@@ -136,7 +136,7 @@ def test_messages_share_what_leaves_a_node() -> None:
 
 
 def test_axes_that_cut_nodes_unevenly_wait_for_the_slowest_group() -> None:
-    """Nodes of three, groups of two: the second group lies across nodes 0 and 1."""
+    """Nodes of three, groups of two: the second group is across nodes 0 and 1."""
     threes = cluster({**INNER, "joins": 3}, OUTER)
     even = seconds(threes, "send", ("data", 1), ("tensor", 2), over="tensor")
     assert even == pytest.approx(BIG / B + A)
@@ -152,7 +152,7 @@ def test_ends_meet() -> None:
 
 
 def test_branches_innermost_stay_inside_of_nodes() -> None:
-    """SUPER's placement: segments inside of nodes beat segments across them."""
+    """SUPER's placement: segments inside of nodes beat segments across nodes."""
     for verb in ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather"):
         innermost = seconds(NODES, verb, ("data", 8), ("branch", 4), over="branch")
         assert innermost * 5 < seconds(NODES, verb, ("branch", 4), ("data", 8), over="branch"), verb
@@ -259,7 +259,7 @@ def test_more_bytes_take_no_less(
 
 @given(st.sampled_from(LEVELS), st.sampled_from(sorted(VERBS)), st.integers(0, 10**9))
 def test_more_ranks_take_no_less(levels: tuple[dict[str, Any], ...], verb: str, payload: int) -> None:
-    """Ranks that fill units; what does not fill them is taken for as slow as what does, or slower."""
+    """More ranks in full units take no less. Partly filled units are predicted as slow as full units, or slower."""
     unit = levels[0].get("joins", 5)
     numbers = [*range(1, unit + 1), *(unit * nodes for nodes in ((2, 4, 6, 8) if len(levels) > 2 else (2, 3, 4, 5)))]
     times = [seconds(cluster(*levels), verb, ("data", ranks), payload=payload) for ranks in numbers]
@@ -267,9 +267,10 @@ def test_more_ranks_take_no_less(levels: tuple[dict[str, Any], ...], verb: str, 
 
 
 def counted(grid: Grid, axes: str, levels: tuple[dict[str, Any], ...]) -> float:
-    """Seconds of a ring's step: of all units at all levels the one whose links the most groups leave by."""
+    """Return the seconds of a ring's step: the slowest unit of all levels, by the number of groups that leave the
+    unit."""
     groups, slowest, size = grid.groups(*axes.split("+")), 0.0, 1
-    if "ends" in axes:  # the stages between have nothing to say
+    if "ends" in axes:  # the stages between send nothing
         groups = [ranks for ranks in groups if grid.coordinates(ranks[0])["pipe"] == 0]
     for level in levels:
         unit, upper = size, size * level.get("joins", grid.world_size)
@@ -287,7 +288,7 @@ def counted(grid: Grid, axes: str, levels: tuple[dict[str, Any], ...]) -> float:
 
 @given(GRIDS, st.sampled_from(LEVELS))
 def test_links_are_shared_by_all_who_cross(sizes: list[int], levels: tuple[dict[str, Any], ...]) -> None:
-    """Groups that lie alike, and blocks that repeat, are counted once, with the result of counting all of them."""
+    """Equally placed groups, and repeated blocks, are counted once, with the result of counting all groups."""
     copies = ("tensor", 2) if sizes[2] % 2 == 0 else None
     grid = Grid(tuple(zip(("data", "pipe", "tensor"), sizes, strict=True)), copies)
     shared = ("copies", "data+copies") if copies else ()

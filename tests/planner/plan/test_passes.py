@@ -1,4 +1,4 @@
-"""The pipeline phase of a long step is that of the whole simulation, though few of its microbatches are simulated."""
+"""The pipeline phase of a long step equals the whole simulation's, though few microbatches are simulated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHUNKED = [
 
 
 def pipeline(rule: ScheduleRule, placement: ChunkPlacement, count: int, seed: int, unequal: float) -> PipelinePhase:
-    """Positions and links of their own speeds; the first microbatch and the last one have more to do."""
+    """Return a phase with a speed for each position and link; the first and the last microbatch take longer."""
     drawn, positions = random.Random(seed), placement.num_positions
     speed = [{kind: 1 + unequal * drawn.random() for kind in TaskKind} for _ in range(positions)]
     hops = [unequal * drawn.random() / 3 for _ in range(positions)]
@@ -45,7 +45,7 @@ def pipeline(rule: ScheduleRule, placement: ChunkPlacement, count: int, seed: in
 
 
 def both(steps: PipelinePhase) -> tuple[Passes, Passes]:
-    """The step as it follows from a shorter one, and simulated whole."""
+    """Return the step derived from a shorter step, and the step simulated whole."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(passes, "WHOLE_TASKS", 0)
         return steps.whole, steps.simulated(steps.count)
@@ -60,7 +60,7 @@ def both(steps: PipelinePhase) -> tuple[Passes, Passes]:
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_a_long_step_follows_from_a_shorter_one(name: str, stages: int, count: int, seed: int, unequal: float) -> None:
     one, whole = both(pipeline(RULES[name], ChunkPlacement(stages), count, seed, unequal))
-    exact = name in ("gpipe", "1f1b", "axonn", "few")  # others may be taken to be at their slowest stage's pace
+    exact = name in ("gpipe", "1f1b", "axonn", "few")  # other schedules may get the pace of the slowest stage
     assert one.seconds == pytest.approx(whole.seconds, rel=1e-12 if exact else 5e-3)
     if exact:
         assert one.peaks == whole.peaks
@@ -71,7 +71,8 @@ def test_a_long_step_follows_from_a_shorter_one(name: str, stages: int, count: i
 
 @pytest.mark.parametrize("rule, placement, count", CHUNKED)
 def test_a_long_step_of_several_chunks(rule: ScheduleRule, placement: ChunkPlacement, count: int) -> None:
-    """Rounds of an interleaved step stay whole; where it comes back to a state, its end and its memory are the same."""
+    """Rounds of an interleaved step stay whole; a step that returns to a state has the whole simulation's end and
+    memory."""
     one, whole = both(pipeline(rule, placement, count, 3, 0.3))
     fixed = rule.fixed or rule.limit(0, 1, 1) == 4
     assert one.seconds == pytest.approx(whole.seconds, rel=1e-12 if fixed else 5e-3)

@@ -1,4 +1,4 @@
-"""A prediction is composed of links that were recorded one by one: it must be what planning the run whole counts."""
+"""A prediction, composed of links recorded one by one, equals the counts of planning the run whole."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_traffic_and_weights_are_those_of_the_whole_run(
 
 
 def test_experts_have_equal_shares() -> None:
-    """A recorded router has no values: each rank sends every other as many rows as an even router would."""
+    """A recorded router has no values: each rank sends every other rank the rows of an even router."""
     model = {
         "family": "llama", "layers": 3, "hidden": 32, "heads": 4, "feed_forward": 16, "positions": 16,
         "vocabulary": 512, "experts": {"count": 4, "per_token": 2, "balance": 0.1},
@@ -75,7 +75,7 @@ def test_experts_have_equal_shares() -> None:
     config = config_for({}, {}, "none", model=model, layout={"data": data, "pipeline": {"size": 2}})
     check_whole_run(config)
     counts = 4 * 8 // 2  # bytes of the counts that say how many rows follow
-    elsewhere = 32 // 4 * 16 * 2 // 2  # rows of two experts a token, of which this rank has half
+    elsewhere = 32 // 4 * 16 * 2 // 2  # rows of two experts a token; half of the experts are on this rank
     traffic = predicted(config).traffic
     sent_bytes = sum(part["expert", "all_to_all"].sent_bytes for part in traffic)
     rows_bytes = 4 * elsewhere * 32 * 4  # all-to-alls, rows, hidden width, bytes
@@ -83,7 +83,8 @@ def test_experts_have_equal_shares() -> None:
 
 
 def test_an_imbalance_makes_the_busiest_rank_the_slowest() -> None:
-    """Its rows take memory and time, where ranks hold different experts, and nowhere else; a capacity has none."""
+    """The busiest rank's rows take memory and time only if ranks hold different experts; a capacity has no
+    imbalance."""
     model = {
         "family": "llama", "layers": 2, "hidden": 32, "heads": 4, "feed_forward": 64, "positions": 16,
         "vocabulary": 512, "experts": {"count": 4, "per_token": 2},
@@ -123,7 +124,7 @@ def check_whole_run(config: Config) -> None:
 
 
 def test_groups_of_recomputed_layers_follow_from_small_ones() -> None:
-    """Five layers at once, from one and two."""
+    """The costs of recomputing five layers at once follow from one and two."""
     config = config_for({"kind": "megatron", "size": 2}, {}, 5)
     made, parts = predicted(config), counted_step(config)
     assert sent(made.traffic[0]) == sent(parts.mesh.ledger.traffic)
@@ -185,7 +186,7 @@ def test_what_cannot_be_planned_is_refused(more: dict[str, Any], field: str) -> 
 
 
 def test_a_server_is_slower_than_a_ring() -> None:
-    """It sends the model to everyone, takes all gradients, and steps alone."""
+    """A server sends the model to all ranks, receives all gradients, and steps alone."""
     server, ring = (predicted(config_for({}, {}, "none", sync=sync)) for sync in ("server-gradient", "ring"))
     assert server.seconds > ring.seconds
     assert server.traffic[0]["data", "broadcast"].sent_bytes == server.memory[0].weights

@@ -1,5 +1,5 @@
-"""The planner counts what runs on pairs of answers do: the head's two passes, both rows, sums over shared sequences,
-and the pass under the first weights, once before the first step."""
+"""The planner counts runs on pairs of answers: the head's two passes, both rows, sums over shared sequences, and the
+pass under the first weights, once before the first step."""
 
 from __future__ import annotations
 

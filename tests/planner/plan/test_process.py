@@ -1,4 +1,4 @@
-"""What a process holds beyond tensors: the allocator's segments, the context, the communicators' buffers."""
+"""Memory of a process beyond tensors: the allocator's segments, the context, the communicators' buffers."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def with_channels(channels: int) -> Cluster:
     "config, channel_bytes",
     [
         (synced("allreduce", 1), 0),
-        (synced("allreduce", 2), 2 * PAIR_CHANNEL),  # data, and the world, whose comm is another one
+        (synced("allreduce", 2), 2 * PAIR_CHANNEL),  # data, and the world with another comm
         (synced("allreduce", 2, MEGATRON), 2 * PAIR_CHANNEL + GROUP_CHANNEL),  # data, tensor, the world
         (pipelined("gpt2", 2, "1f1b", WHOLE), 4 * PAIR_CHANNEL + 2 * DIRECT_CHANNEL),
     ],
 )  # fmt: skip
 def test_communicators(config: Config, channel_bytes: int) -> None:
-    """A pipeline has the world's, two of its neighbour, and that of a tied table's two ends."""
+    """A pipeline has communicators of the world, two with a neighbour, and one of a tied table's two ends."""
     assert {memory.communicators for memory in Planner(with_channels(3)).predict(config).memory} == {3 * channel_bytes}
     assert {memory.communicators for memory in Planner(GPU).predict(config).memory} == {0}
 
@@ -48,7 +48,7 @@ def test_allocator_holds_more_than_tensors() -> None:
 
 
 def test_verdicts() -> None:
-    """Tight: within the share that nobody has seen."""
+    """Memory is tight if the spare memory is within the unpredicted share."""
     memory = Planner(GPU).predict(synced("allreduce", 1)).fullest
     for spare, expected in ((1.2, "fits"), (1.05, "tight"), (0.99, "does not fit")):
         device = GPU.device.model_copy(update={"memory_bytes": int(memory.total * spare)})
@@ -56,7 +56,8 @@ def test_verdicts() -> None:
 
 
 def test_at_the_limit_cached_memory_is_given_back() -> None:
-    """A device that has no room for what is cached, and has for tensors: the allocator makes do, and it is tight."""
+    """If a device has memory for the tensors and none for the cache, the allocator frees the cache, and the layout is
+    tight."""
     config = with_field(synced("allreduce", 1), "model.hidden", 768)
     free = Planner(GPU).predict(config).fullest
     device = GPU.device.model_copy(update={"memory_bytes": free.total - 4 * 2**20})
@@ -67,7 +68,7 @@ def test_at_the_limit_cached_memory_is_given_back() -> None:
 
 
 def test_a_process_holds_what_its_transport_loads() -> None:
-    """`links.T.reserved` goes before the device's, and moves the verdict as any byte does."""
+    """`links.T.reserved` overrides the device's, and changes the verdict as any byte does."""
     config = synced("allreduce", 2)
     loaded = GPU.links["torch"].model_copy(update={"reserved_bytes": GPU.device.reserved_bytes + 10**8})
     plain, more = (
@@ -79,7 +80,7 @@ def test_a_process_holds_what_its_transport_loads() -> None:
 
 @pytest.mark.parametrize("sync, of_gradients", [("allreduce", 2), ("zero1", 1), ("ring", 0), ("zero2", 0)])
 def test_gradients_that_ranks_share_are_resident_in_each(sync: str, of_gradients: int) -> None:
-    """On one machine of CPUs; there once, so in no total."""
+    """CPU ranks of a machine share these gradients, which exist once and are in no total."""
     host = GPU.device.model_copy(update={"kind": "cpu"})
     machine = GPU.model_copy(update={"device": host, "cores": 4})
     predicted = Planner(machine).predict(synced(sync, 2))

@@ -1,4 +1,4 @@
-"""The run that a search is asked about, the words that make its answer of it, and what stops it."""
+"""The run of a search, the words that turn the run into the answer, and the signals that stop a search."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL = ("layout.tensor.kind=none", "layout.pipeline.size=1", "memory.offload.to
 
 
 def test_a_run_plans_without_its_corpus_and_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And what it writes names them still, with the words that make it of the run file."""
+    """The written run still names the corpus and the tokenizer; the printed words turn the run file into this run."""
     tree = TREE | {"data": {"source": "c4", "tokenizer": "/no/such/tokenizer.json", "sequence": 16}}
     run, out = tmp_path / "run.yaml", tmp_path / "plan.yaml"
     run.write_text(yaml.safe_dump(tree | {"layout": {"data": {"sync": "ring"}}}))
@@ -85,8 +85,8 @@ def test_the_words_to_paste_make_the_layout_of_the_run(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_search_with_the_best_so_far(number: signal.Signals) -> None:
-    """Also Ctrl-C where a shell had it ignored; then all is as it was before."""
-    cluster, models = made_up(5)  # where the own layout fits
+    """Ctrl-C ends a search even if a shell ignored the signal; afterwards the signal's handler is the old one."""
+    cluster, models = made_up(5)  # the run's own layout fits
     before = signal.signal(number, signal.SIG_IGN)
     try:
 
@@ -128,7 +128,8 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.Captu
 
 
 def test_layouts_name_what_there_is() -> None:
-    """Nothing of replicas where nothing is reduced; zero3 as others call it; sub-graphs in words."""
+    """A layout's text leaves out replicas if nothing is reduced, calls zero3 FSDP, and describes sub-graphs in
+    words."""
     said = [
         layout_text(parse_config(TREE, words))
         for words in (

@@ -143,7 +143,7 @@ def test_a_fused_row_writes_no_storage_that_took_the_place_of_another() -> None:
     recorder, x = Recorder(fuses_elements=True), torch.empty(64, device=META)
     with recorder.program(Ledger()) as made:
         for _ in range(20):
-            x.exp()  # gone at once: what lies at its address next is another storage
+            x.exp()  # freed at once: the next tensor at the same address is another storage
         others = [torch.empty(64, device=META) for _ in range(50)]
     (kernel,) = kernels(made())
     assert (kernel.touched_bytes, len(others)) == (256, 50)
@@ -161,7 +161,7 @@ def test_exponentials_are_dear_in_place_and_into_a_tensor_as_well() -> None:
 
 
 def test_memory_of_a_step_comes_back() -> None:
-    """The backward pass frees what the forward pass keeps, but for the gradients."""
+    """The backward pass frees all that the forward pass keeps, except for the gradients."""
     recorder, ledger = Recorder(), Ledger()
     weight, x = torch.nn.Parameter(torch.empty(32, 32, device=META)), torch.empty(4, 32, device=META)
     with recorder.program(ledger) as made:

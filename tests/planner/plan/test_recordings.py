@@ -40,7 +40,7 @@ def ends_of(config: Config) -> list[Recording]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("common", ["all", "one"])
 def test_branches_and_recomputation_change_no_end(model: str, common: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded under each layout's own section, an end is the one that a search shares."""
+    """An end recorded under each layout's own section equals the end that a search shares."""
     configs = [
         config_of(model, {"kind": "subgraph", "size": 2, "common": common, "branch": branch}, memory=memory)
         for branch in ("attention", "attention-core", "block")
@@ -63,7 +63,7 @@ def test_ends_of_sub_graphs_are_recorded_once() -> None:
 ], ids=lambda tensor: tensor["kind"])  # fmt: skip
 @pytest.mark.parametrize("model", MODELS)
 def test_parameters_without_a_run_are_those_of_a_recording(model: str, tensor: dict[str, Any]) -> None:
-    """But for facts that only a run finds."""
+    """Parameters are equal, except for facts that only a run finds."""
     config, recordings = config_of(model, tensor), Recordings()
     built = recordings.parameters(config, EMBEDDINGS)
     assert not recordings.recorded

@@ -1,4 +1,4 @@
-"""What the planner remembers is right for every run that asks: a key without a field that is read is an error."""
+"""Remembered results are right for every run that asks: a key without a field that is read is an error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_view_has_the_named_fields_and_what_follows_from_them() -> None:
     assert seen.micro == 2
     for read, missing in (
         (lambda: seen.layout.data.size, "layout.data.size"),
-        (lambda: seen.layout.data.axes, "layout.data.shard"),  # a property that reads it
+        (lambda: seen.layout.data.axes, "layout.data.shard"),  # a property that reads this field
         (lambda: seen.layout.context.axes, "layout.context.size"),
         (lambda: seen.num_microbatches, "batch.global_"),
         (lambda: seen.model, "model"),
@@ -66,8 +66,9 @@ def test_a_replaced_field_can_be_read_and_properties_follow_it() -> None:
     assert with_field(seen, "layout.pipeline.size", 3).layout.pipeline.size == 3
     larger = with_field(seen, "batch.micro", 8)
     assert (seen.micro, larger.micro, larger.num_microbatches) == (2, 8, 2)
-    assert seen.batch.micro == 2  # the view itself is as it was
-    # A property that was named may depend on any field: it is evaluated anew, unless somebody says that it does not.
+    assert seen.batch.micro == 2  # the view itself is unchanged
+    # A named property may depend on any field. The property is evaluated anew, unless `replaced` names the property as
+    # unaffected.
     changed = with_field(view("micro"), "seed", 7)
     with pytest.raises(UnnamedField, match=r"batch\.micro"):
         changed.micro  # noqa: B018
@@ -100,7 +101,7 @@ def test_names_are_fields(name: str, rule: str) -> None:
 
 @dataclass
 class Counting:
-    """Counts what is not remembered."""
+    """Counts the calls that are not remembered."""
 
     asked: list[str] = field(default_factory=list)
 
@@ -149,9 +150,9 @@ def recorded() -> Recordings:
 
 
 def asked(owner: Any, cluster: Cluster) -> Any:
-    """Ask an instance with a planted method for what the search and a prediction ask."""
+    """Ask an instance with a planted method the questions of a search and a prediction."""
     planner = Planner(cluster) if not issubclass(owner, Planner) else owner(cluster)
-    # Recordings take most of the time: all cases share them, unless a method of theirs is planted.
+    # Recordings take most of the time: all cases share recordings, unless a method of `Recordings` is planted.
     planner.recordings = owner(cluster.device.kind, planner.software) if issubclass(owner, Recordings) else recorded()
     models = owner(planner) if issubclass(owner, Estimates) else Estimates(planner)
     if issubclass(owner, TimedParts):
@@ -195,7 +196,7 @@ NEEDED = [
 )
 def test_a_real_key_without_a_field_raises(owner: type, name: str, missing: str) -> None:
     function: Any = vars(owner)[name]
-    # Nor may a part of it be named apart.
+    # No part of the missing field may be named separately.
     others = [each for each in fields_of(function) if each != missing and not each.startswith(f"{missing}.")]
     planted = type(owner.__name__, (owner,), {name: remembered(*others)(function.__wrapped__)})
     with pytest.raises(UnnamedField, match=rf"{owner.__name__}\.{name} reads .*, but is remembered by "):
@@ -215,15 +216,15 @@ def answers(models: Estimates, run: Config) -> dict[str, Any]:
 
 
 RUNS: dict[str, Callable[[], Config]] = {
-    # Of these the weights of 2 x 2 stages were a quarter of the layers, where a half is right.
+    # The weights of 2 x 2 stages were a quarter of the layers; a half is right.
     "4 stages": lambda: config("layout.pipeline={size: 4, schedule: 1f1b}", "layout.data.size=2"),
     "2 x 2 stages": lambda: config("layout.pipeline={size: 2, chunks: 2, schedule: 1f1b}", "layout.data.size=2"),
-    # Recorded programs differ, and the second had those of the first: predictions, too, were wrong.
+    # Recorded programs differ, and the second run had the first's: predictions, too, were wrong.
     "halves as stored": lambda: config("precision.products=stored"),
     "halves in float32": lambda: config("precision.products=float32"),
     "usual bits": lambda: config(precision={"dtype": "float32"}),
     "layout-free bits": lambda: config(precision={"dtype": "float32"}, bits="layout-free"),
-    # Estimates of one had the other's moments.
+    # Estimates of one run had the other's moments.
     "without moments": lambda: config("optimizer.name=sgd"),
     # Ranks share the machine's cores.
     "2 replicas": lambda: config("layout.data.size=2"),
@@ -251,12 +252,12 @@ RUNS: dict[str, Callable[[], Config]] = {
 
 @cache
 def alone(name: str) -> dict[str, Any]:
-    """The answers of a planner that has no other run."""
+    """Return the answers of a planner that has no other run."""
     return answers(Estimates(Planner(load_cluster("two-cores"))), RUNS[name]())
 
 
 ONCE_WRONG = [*RUNS][: [*RUNS].index("another model")]
-"""Runs whose shared answers were others' before keys were views."""
+"""Runs that got other runs' answers before keys were views."""
 
 
 @pytest.mark.parametrize("turn", [1, -1], ids=["in this order", "in the other order"])
@@ -268,8 +269,8 @@ def test_shared_answers_are_those_of_a_planner_for_each_run(runs: Sequence[str],
 
 
 def test_estimates_shared_by_numbers_of_devices_have_each_ones_stages() -> None:
-    """4 stages of a chunk on 8 devices, then 2 stages of 2 chunks on 4, whose position of the chain have as many
-    layers: a key without the number of stages gave 1,434,509,312 bytes for both."""
+    """4 stages of a chunk on 8 devices, then 2 stages of 2 chunks on 4, have the same layers a position of the chain. A
+    key without the number of stages gave 1,434,509,312 bytes for both."""
     shared, sizes = Estimates(Planner(load_cluster("dgx-a100"))), []
     for stages, chunks in ((4, 1), (2, 2)):
         pipeline = {"size": stages, "chunks": chunks, "schedule": "1f1b"}

@@ -1,4 +1,4 @@
-"""Replayed allocations are those of a run: without rounding they add up to what is predicted, step after step."""
+"""Replayed allocations equal a run's: without rounding, the sums equal the prediction, step after step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Counting(Allocator):
 
 @pytest.mark.parametrize("name", CASES)
 def test_replay_holds_what_is_predicted(name: str) -> None:
-    """Equal but for messages: a composed stage has as many as may be waited for, until its last task."""
+    """Replayed bytes equal predicted bytes except for messages: a composed stage has all awaited messages until the
+    last task."""
     predicted, replayed = held(CASES[name], Counting)
     for memory, footprint in zip(predicted.memory, replayed, strict=True):
         assert footprint.allocated == pytest.approx(memory.allocated, rel=0.03)
@@ -57,7 +58,7 @@ def test_a_longer_step_holds_no_more(make: Any) -> None:
 
 
 def held(config: Config, make: Any) -> tuple[Prediction, list[Footprint]]:
-    """The prediction, and each stage's replay."""
+    """Return the prediction, and each stage's replay."""
     planner = Planner(CPU)
     prediction = planner.predict(config)
     run = TimedRun(planner.site, planner.buckets, prediction.config, planner.stages(prediction.config))

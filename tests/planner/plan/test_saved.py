@@ -53,12 +53,12 @@ def layer(config: Config, *facts: str, number: int = 1) -> Recording:
 
 
 def passes(recording: Recording) -> tuple[Program, Program]:
-    """The programs of the last microbatch."""
+    """Return the programs of the last microbatch."""
     return recording.programs[TaskKind.FORWARD][-1], recording.programs[TaskKind.BACKWARD][-1]
 
 
 def freed_in_the_end(recording: Recording) -> int:
-    """Bytes that forward and backward pass leave together, without storages handed to the neighbours."""
+    """Return the bytes that forward and backward pass leave together, without storages handed to the neighbours."""
     left: dict[int, int] = {}
     for kind, programs in recording.programs.items():
         for number, size in programs[-1].memory:
@@ -71,7 +71,7 @@ def freed_in_the_end(recording: Recording) -> int:
 @pytest.mark.parametrize("products, scales", [("fp8", 0), ("mxfp8", 32)])
 def test_inputs_of_linears_are_kept_in_fp8(products: str, scales: int) -> None:
     """The inputs of queries, keys and values, and of both linears of the feed-forward: a byte in place of two, and
-    MXFP8's scales. Attention keeps the input of its output linear in bf16 anyway."""
+    MXFP8's scales. Attention keeps the output linear's input in bf16 anyway."""
     wide, low = (layer(run_of(), f"products={products}", f"low_inputs={low}") for low in ("false", "true"))
     elements = TOKENS * (HIDDEN + HIDDEN + INNER)
     spared = elements - (elements // scales if scales else 0)
@@ -125,8 +125,8 @@ def touched(program: Program) -> int:
 
 
 def test_widened_latents_are_computed_again() -> None:
-    """Queries, keys and values, as wide as queries, are not kept, the operand that all heads share is: two products are
-    computed twice."""
+    """Queries, keys and values with the width of queries are not kept; the operand shared by all heads is. Two products
+    are computed twice."""
     kept, again = (layer(run_of(**LATENTS), *facts, number=2) for facts in ([], ["recomputed=mla_up_proj"]))
     spared = TOKENS * (3 * HEADS * 48 - 16) * HALF
     assert passes(kept)[0].kept_bytes - passes(again)[0].kept_bytes == spared
@@ -168,7 +168,7 @@ def test_a_layer_in_host_memory_keeps_nothing_on_the_device() -> None:
     assert forward.host_bytes == passes(here)[0].kept_bytes - output + output == -backward.host_bytes
     assert not away.holds_input
     assert freed_in_the_end(away) == freed_in_the_end(here)
-    # The copies run beside the pass, with an equal layer's tensors on the device.
+    # The copies run during the pass, with an equal layer's tensors on the device.
     assert forward.peak_bytes == passes(here)[0].peak_bytes + forward.host_bytes
     # A layer after the first two is as before.
     assert layer(config, "host_layers=2", number=3) == layer(config, number=3)
@@ -182,7 +182,7 @@ def test_layers_in_host_memory_are_in_a_plan_of_memory() -> None:
 
 
 def test_values_with_other_strides_are_copied() -> None:
-    """Then a layer keeps the values and not the whole result of the linear of queries, keys and values."""
+    """A layer keeps the copied values, not the whole result of the linear of queries, keys and values."""
     here, copied = (passes(layer(run_of(), f"copies_values={copies}"))[0] for copies in ("false", "true"))
     assert here.kept_bytes - copied.kept_bytes == TOKENS * 2 * HIDDEN * HALF
 
@@ -210,7 +210,7 @@ def test_weights_in_fp8_need_products_in_fp8() -> None:
 
 
 def test_a_program_that_builds_parts_leaves_no_pieces_of_the_whole_model() -> None:
-    """The first segments of a whole model's weights are larger than those of one part."""
+    """The first segments of a whole model's weights are larger than one part's segments."""
     config = parse_config({
         "model": {"family": "gpt2", "layers": 8, "hidden": 2048, "heads": 16, "vocabulary": 512, "positions": TOKENS},
         "data": {"sequence": TOKENS},

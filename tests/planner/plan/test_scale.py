@@ -1,4 +1,4 @@
-"""Curves of strategies over devices: what grows, what efficiency is, and gaps with their reasons."""
+"""Curves of strategies over devices: growth, efficiency, and gaps with reasons."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def predicted(config: Config, seconds: float) -> Prediction:
 
 
 def find(config: Config, devices: int, fixed: Collection[str], keep: Keep) -> Prediction | str:
-    """Replicas alone, each two samples a second, less a part for every doubling."""
+    """Predict replicas alone: each has two samples a second, less a part for every doubling."""
     found = laid_out(config, data={"size": devices})
     if config.layout.tensor.kind != "none" or not keep(found.layout):
         return "no such layout here"
@@ -107,7 +107,7 @@ def test_without_any_layout_there_is_no_picture(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_strategy_fixes(name: str, kind: str, stages: int, sync: str) -> None:
-    """And what it leaves to the run."""
+    """A strategy fixes these fields and leaves the others to the run."""
     tensor = {"kind": "tesseract", "q": 2, "d": 2}
     run = laid_out(RUN, data={"sync": "ring"}, pipeline={"size": 3}, tensor=tensor)
     layout = STRATEGIES[name].applied(run).layout

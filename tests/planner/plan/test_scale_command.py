@@ -1,4 +1,4 @@
-"""`meshwright scale`: what it prints and writes is what the search finds, and a mistake is one line."""
+"""`meshwright scale` prints and writes the search's findings, and a mistake is one line."""
 
 from __future__ import annotations
 

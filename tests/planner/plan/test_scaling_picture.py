@@ -23,7 +23,7 @@ def test_every_line_is_drawn(tmp_path: Path) -> None:
 
 
 def test_strategies_with_equal_points_are_one_line(tmp_path: Path) -> None:
-    """A line under another one is not seen: its name stands in the legend beside the other's."""
+    """A line under another line is not seen: the legend has both names at the visible line."""
     draw_scaling({"data": STEEP, "zero1": STEEP}, tmp_path / "equal.png", "title")
     draw_scaling({"data = zero1": STEEP}, tmp_path / "one.png", "title")
     assert (tmp_path / "equal.png").read_bytes() == (tmp_path / "one.png").read_bytes()

@@ -1,4 +1,4 @@
-"""The search finds what predicting everything finds; what it writes is a run; what it cannot do it says."""
+"""The search finds the layouts of predicting everything, writes a run, and says why nothing is found."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_it_finds_what_predicting_everything_finds(seed: int) -> None:
     )  # fmt: skip
     everything = list(legal_layouts(SearchJob(config, cluster, 4, fixed)))
     fits = {one for one in everything if verdict(memory_of(models.bytes(one)), cluster) == "fits"}
-    fitting = [models.seconds(one) for one in fits if fits.isdisjoint(without_savings(one))]  # others are for nothing
+    fitting = [models.seconds(one) for one in fits if fits.isdisjoint(without_savings(one))]  # others gain nothing
     found = search(config, cluster, 4, top=7, fixed=fixed, models=models)
     assert [made.seconds for made in found.predictions] == sorted(fitting)[:7]
     counts = found.counts
@@ -101,7 +101,7 @@ def test_a_bound_over_links_is_the_least_and_below_the_estimate() -> None:
 
 
 def test_ctrl_c_ends_a_search_with_the_best_so_far(capsys: pytest.CaptureFixture[str]) -> None:
-    cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
+    cluster, models = made_up(5)  # the run's own layout fits, and none of the first three is refused by seconds
 
     def press(text: str, share: float | None) -> None:
         if "predicting number 4" in text:
@@ -116,8 +116,9 @@ def test_ctrl_c_ends_a_search_with_the_best_so_far(capsys: pytest.CaptureFixture
 
 
 def test_ctrl_c_while_layouts_are_gathered_ends_the_search() -> None:
-    """With what is known by then, the run's own layout; nothing more is predicted, and nothing said of the others."""
-    cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
+    """The answer has the run's own layout, known by then; nothing more is predicted, and other layouts are not
+    mentioned."""
+    cluster, models = made_up(5)  # the run's own layout fits, and none of the first three is refused by seconds
     told: list[str] = []
 
     def press(text: str, share: float | None) -> None:
@@ -137,12 +138,12 @@ def test_ctrl_c_while_layouts_are_gathered_ends_the_search() -> None:
 
 
 def test_ctrl_c_among_the_losers_keeps_the_best() -> None:
-    """And one that comes before anything is known ends all."""
-    cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
+    """Ctrl-C before the first prediction ends the command."""
+    cluster, models = made_up(5)  # the run's own layout fits, and none of the first three is refused by seconds
     run = parse_config(TREE)
 
     def pressing(number: int, told: list[str]) -> ShowProgress:
-        """Ctrl-C at the prediction of that number."""
+        """Return a report that presses Ctrl-C at the prediction of this number."""
 
         def press(text: str, share: float | None) -> None:
             told.extend([text] * ("predicting" in text))
@@ -175,7 +176,7 @@ Small = tuple[SearchResult, Estimates, tuple[str, ...]]
 
 @pytest.fixture(scope="module")
 def small() -> Small:
-    """A search with the planner's own models, for two devices."""
+    """Search with the planner's own models, for two devices."""
     words = ("layout.pipeline.schedule=1f1b", "memory.offload.to=none", "memory.recompute=none", "batch.micro=2")
     estimates = Estimates(Planner(NODES))
     fixed = fixed_fields(words)
@@ -204,7 +205,7 @@ def test_the_real_estimates_hold(small: Small) -> None:
 
 @pytest.mark.parametrize("stages, limit", [(2, 4), (2, 8), (4, 4), (4, 16)])
 def test_an_estimate_counts_what_waits_for_weight_gradients(stages: int, limit: int) -> None:
-    """Recomputed layers of which a stage has W left to do are there whole; and each microbatch widens its gradients."""
+    """Recomputed layers are counted whole while W waits, and each microbatch widens the gradients."""
     words = (
         "model.layers=8", "model.hidden=256", "batch.global=32", "batch.micro=1", "memory.recompute=auto",
         "precision={level: O2, dtype: fp16}", "layout.pipeline.schedule=message-driven",
@@ -234,8 +235,8 @@ def test_a_limit_that_is_asked_of_memory_counts_nothing_that_waits() -> None:
 
 @pytest.mark.parametrize("seed", [9, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(9))])
 def test_estimates_of_drawn_layouts_are_below_their_predictions(seed: int) -> None:
-    """GPT-2 in half precision, with recomputation, offload and slices. Of slices that are summed in each microbatch an
-    estimate may be above, by less than what 80 predictions look past."""
+    """GPT-2 in half precision, with recomputation, offload and slices. For slices summed in each microbatch an estimate
+    may exceed the prediction, by less than 80 predictions look past."""
     words = ("precision={level: O2, dtype: fp16}", "model=gpt2-small", "data.sequence=512")
     job = SearchJob(parse_config(TREE | {"batch": {"global": 32}}, words), NODES, 4)
     estimates, shares = Estimates(Planner(NODES)), []
@@ -246,7 +247,8 @@ def test_estimates_of_drawn_layouts_are_below_their_predictions(seed: int) -> No
 
 
 def test_attention_that_keeps_nothing_is_not_recomputed() -> None:
-    """A fused kernel's is not, beside a layer's other memory; that of a kernel in steps may be."""
+    """Attention in a fused kernel is little next to a layer's other memory and is not recomputed; attention in steps
+    may be."""
     words = ("model.positions=1024", "data.sequence=1024", "memory.recompute=selective", "batch.micro=1")
     config, fused = parse_config(TREE, words), Planner(NODES)
     in_steps = Planner(NODES, Software(attention="torch"))
@@ -299,7 +301,7 @@ def test_it_is_shown(small: Small, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_kinds_without_a_legal_layout_say_why(capsys: pytest.CaptureFixture[str]) -> None:
-    cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
+    cluster, models = made_up(5)  # the run's own layout fits, and none of the first three is refused by seconds
     run = parse_config(TREE | {"model": TREE["model"] | {"heads": 3, "hidden": 33}})
     found = search(run, cluster, 2, models=models)
     why = "layout.tensor.size=2 does not divide model.heads=3; valid: 1, 3"
@@ -309,7 +311,8 @@ def test_kinds_without_a_legal_layout_say_why(capsys: pytest.CaptureFixture[str]
 
 
 def test_slices_are_found_where_a_model_does_not_fit() -> None:
-    """So `plan` answers, and so `layout: auto`. What does not fit is said; where all fit, one of each is predicted."""
+    """`plan` and `layout: auto` find slices. Strategies that do not fit are named; if all fit, one layout of each is
+    predicted."""
     words = (
         "layout.tensor.kind=none", "layout.pipeline.size=1", "memory.offload.to=none", "precision.level=O2",
         "precision.dtype=fp16",
@@ -317,7 +320,7 @@ def test_slices_are_found_where_a_model_does_not_fit() -> None:
     model = TREE["model"] | {"layers": 8, "hidden": 256}
     run, fixed = parse_config(TREE | {"model": model, "batch": {"global": 32}}, words), fixed_fields(words)
     parameters, chosen = 8 * 12 * 256**2, {}
-    for room in (5, 16):  # bytes a parameter, of which 16 are the weights, gradients and states of one device
+    for room in (5, 16):  # bytes a parameter; weights, gradients and states of one device take 16
         device = NODES.device.model_copy(update={"memory_bytes": room * parameters})
         found = search(run, NODES.model_copy(update={"device": device}), 8, fixed=fixed)
         chosen[room] = found.predictions[0].config.layout.data.sync
@@ -330,21 +333,21 @@ def test_slices_are_found_where_a_model_does_not_fit() -> None:
 
 
 def test_nothing_fits() -> None:
-    cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
+    cluster, models = made_up(5)  # the run's own layout fits, and none of the first three is refused by seconds
     small = cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory_bytes": models.room // 10})})
     with pytest.raises(ConfigError, match=r"--cluster=made-up has 0.1 MB a device, and none of \d+ legal layouts on 2"):
         search(parse_config(TREE), small, 2, models=models)
 
 
 def test_nothing_is_legal() -> None:
-    cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
+    cluster, models = made_up(5)  # the run's own layout fits, and none of the first three is refused by seconds
     words = ["layout.data.size=4"]
     with pytest.raises(ConfigError, match="--devices=3 leaves the run no legal layout"):
         search(parse_config(TREE, words), cluster, 3, fixed=fixed_fields(words), models=models)
 
 
 def test_an_estimate_counts_a_head_whose_chunks_differ_with_the_microbatch() -> None:
-    """On a GPU logits of a large vocabulary are worked on in as many slices as there are rows for: not interpolated."""
+    """On a GPU the slices of a large vocabulary's logits depend on the number of rows: the head is not interpolated."""
     words = ("model.vocabulary=50304", "model.hidden=64", "batch.micro=8", "data.sequence=512", "model.positions=512")
     config, estimates = parse_config(TREE | {"batch": {"global": 8}}, words), Estimates(Planner(NODES))
     made, seconds = estimates.planner.predict(config), estimates.estimated_seconds(config)
@@ -352,8 +355,8 @@ def test_an_estimate_counts_a_head_whose_chunks_differ_with_the_microbatch() -> 
 
 
 def test_rows_to_experts_are_tried_as_messages() -> None:
-    """Rows travel as messages in the fastest layouts that share experts, with stages and without; a foreign program
-    sends them its own way."""
+    """The fastest layouts that share experts are also predicted with rows as messages, with stages and without; a
+    foreign program keeps a dispatch of rows."""
     model = {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "feed_forward": 64, "positions": 32,
              "vocabulary": 300, "experts": {"count": 4, "per_token": 2}}  # fmt: skip
     run = parse_config({"model": model, "data": {"sequence": 16}, "batch": {"global": 16, "micro": 2},

@@ -1,4 +1,4 @@
-"""Questions answered from kept estimates, and runs judged before they are submitted."""
+"""Questions are answered from kept estimates, and runs are judged before submission."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's software changes a prediction where its facts do, and nowhere else."""
+"""A run's software changes a prediction by the software's facts alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(**layout: object) -> Config:
 
 
 def ours(**facts: Any) -> Software:
-    """Our software but for some facts."""
+    """Return Meshwright's software with some facts changed."""
     return OWN_SOFTWARE.model_copy(update=facts)
 
 
@@ -74,7 +74,8 @@ def test_an_optimizer_in_steps_takes_longer_and_nothing_else_does() -> None:
 
 
 def test_one_process_issues_the_forward_kernels_of_all_devices_in_turn() -> None:
-    """Its host is busy twice as long with the forward passes of two devices; backward passes have threads beneath."""
+    """One process's host needs twice the time for the forward passes of two devices; backward passes have threads
+    beneath."""
     device = NODES.device.model_copy(update={"launch_seconds": 1e-7, "issue_seconds": 1e-3})
     hosts = NODES.model_copy(update={"device": device})
     software = ours(one_process=True)
@@ -89,7 +90,7 @@ def test_one_process_issues_the_forward_kernels_of_all_devices_in_turn() -> None
 
 
 def test_heads_that_are_kernels_of_their_own_issue_as_many() -> None:
-    """Their products are the same; where the host is slow it issues those of each head."""
+    """Separate and joint kernels of heads have equal products; a slow host issues each head's kernels."""
     device = NODES.device.model_copy(update={"issue_seconds": 1e-3, "launch_seconds": 1e-7})
     hosts = NODES.model_copy(update={"device": device})
     together, apart = (
@@ -124,7 +125,7 @@ def test_gradients_that_are_widened_at_once_take_memory_and_no_time() -> None:
 
 
 def test_programs_are_presets() -> None:
-    """The facts that the papers of validation name; a name that nobody knows is told the others."""
+    """Presets have the facts named by the papers of validation; an unknown name is refused with all valid names."""
     assert load_program("axonn").software == Software(
         widening="whole", attention="fused-softmax", fuses_dropout=True, overlapped=EVERY - {"sums"}
     )
@@ -185,7 +186,7 @@ def llama(micro: int = 4, **layout: object) -> Config:
 
 
 def test_element_kernels_in_a_row_are_one() -> None:
-    """Less traffic, the same products, nothing sent otherwise."""
+    """Joined element kernels have less traffic, the same products and the same messages."""
     apart, fused = on_gpus(llama()), on_gpus(llama(), fuses_elements=True)
     assert fused.flops == apart.flops
     assert fused.phases[PASSES] < 0.95 * apart.phases[PASSES]
@@ -213,7 +214,8 @@ def test_split_messages_are_shorter_and_gathered() -> None:
 
 
 def test_broadcasts_of_each_ranks_slices_stand_behind_each_other() -> None:
-    """On 16 GPUs 16 messages, each of which pays the latencies of a ring; within a node they are nearly as fast."""
+    """On 16 GPUs each of 16 broadcasts pays the latencies of a ring; within a node broadcasts are nearly as fast as
+    gathers."""
     layout = {"data": {"size": 16, "sync": "zero1"}}
     gathered, sent = (
         on_gpus(llama(2, **layout), overlapped=(), publishes=how).seconds for how in ("gathers", "broadcasts")
@@ -246,7 +248,7 @@ def test_slices_that_are_copied_take_kernels_beside_gathers_and_sums(sync: str) 
 
 @pytest.mark.parametrize("sync", ["allreduce", "zero2", "zero3"])
 def test_float32_slices_replace_half_precision_weights_and_gradients(sync: str) -> None:
-    """FSDP casts its float32 slices for each gather: the optimizer's masters are the only copy of the weights."""
+    """FSDP casts float32 slices for each gather: the optimizer's masters are the only copy of the weights."""
     config = with_field(llama(32), "layout.data", DataParallel(size=8, sync=sync))
     config = with_field(config, "batch.global_", 8 * config.batch.global_)
     run, cast = on_gpus(config), on_gpus(config, slice_dtype="float32")
@@ -278,7 +280,7 @@ def test_wide_gradients_are_float32_in_a_step_of_one_microbatch_too() -> None:
 
 
 def test_workspaces_of_products_hang_on_the_gpus_generation() -> None:
-    """They are among the tensors, also of the replayed process."""
+    """Workspaces are counted as tensors, also in the replayed process."""
     facts = Software.model_validate({"workspaces_bytes": [10**9, 3 * 10**9]})
     for name, size in (("dgx-a100", 10**9), ("dgx-h100", 3 * 10**9), ("gb200-nvl72", 3 * 10**9)):
         cluster = load_cluster(name)
@@ -322,7 +324,8 @@ def test_stages_that_a_program_cuts_evenly_are_even_where_they_can_be() -> None:
 
 
 def test_a_layout_is_tight_by_its_strategys_own_rows() -> None:
-    """What lacks by a hundredth is tight where such rows have held 6 % more, and fits where they have held 0.1 %."""
+    """A layout with 1 % of memory to spare is tight if the strategy's rows have held 6 % more, and fits if 0.1 %
+    more."""
     shares = (("tensor", 0.06), ("data", 0.001))
     cut = on_gpus(llama(tensor={"kind": "megatron", "size": 2}), unpredicted=shares).memory[0]
     whole, staged = (
@@ -338,7 +341,7 @@ def test_a_layout_is_tight_by_its_strategys_own_rows() -> None:
 
 
 def test_whole_logits_take_memory() -> None:
-    """Float32 logits of 16 Ki tokens and 128 Ki classes: 8 GiB, where slices have 256 MiB."""
+    """Float32 logits of 16 Ki tokens and 128 Ki classes take 8 GiB, slices 256 MiB."""
     config = parse_config({
         "model": {"family": "llama", "layers": 1, "hidden": 512, "heads": 4, "feed_forward": 1024,
                   "vocabulary": 131072, "positions": 2048},

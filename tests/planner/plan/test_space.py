@@ -1,4 +1,4 @@
-"""The space is the legal set: what the config's own rules let pass of everything that can be said, and nothing else."""
+"""The space is the legal set: of all expressible layouts exactly the layouts that the config's rules accept."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def facts(config: Config) -> tuple[Any, ...]:
 
 
 def everything(run: Config, devices: int) -> Iterator[Config]:
-    """All that can be said of layouts, legal or not, on as many ranks; in every order of the three groups of axes."""
+    """Yield all expressible layouts, legal or not, on `devices` ranks, in every order of the three groups of axes."""
     sizes = range(1, devices + 1)
     tensors: list[dict[str, Any]] = [{"kind": "none"}]
     tensors += [{"kind": "megatron", "size": n, "sequence_parallel": cut} for n in sizes[1:] for cut in (False, True)]
@@ -97,12 +97,12 @@ def everything(run: Config, devices: int) -> Iterator[Config]:
 
 
 def _blocks(layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """Axes that stay together, with their sizes."""
+    """Return axes that stay together, with sizes."""
     return layout.data.axes, (("pipe", layout.pipeline.size),), layout.tensor.axes
 
 
 def _schedules(pipe: int) -> list[tuple[Any, ...]]:
-    """Schedules with their limits, and the shape of two chunks a stage."""
+    """Return schedules with limits, and the shape of two chunks a stage."""
     if pipe == 1:
         return [("message-driven", "auto")]
     limits: list[tuple[Any, ...]] = [("message-driven", limit) for limit in range(1, 2 * pipe + 1)]
@@ -111,7 +111,8 @@ def _schedules(pipe: int) -> list[tuple[Any, ...]]:
 
 
 def has_an_effect(config: Config) -> bool:
-    """Rounds through the stages that are cut short by the number of microbatches; shards of what somebody sums."""
+    """Return whether limit and sync have an effect: microbatches fill the rounds through the stages, and ranks sum the
+    shards."""
     sizes = dict(config.layout.axes)
     summed = any(sizes[axis] > 1 for axis in config.layout.token_axes)
     pipeline = config.layout.pipeline
@@ -126,7 +127,7 @@ def has_an_effect(config: Config) -> bool:
 
 
 def together(config: Config) -> set[frozenset[tuple[tuple[str, int], ...]]]:
-    """Which coordinates share a node."""
+    """Return the sets of coordinates that share a node."""
     grid = Grid(tuple(axis for axis in config.layout.axes if axis[1] > 1))
     places = [tuple(sorted(grid.coordinates(rank).items())) for rank in range(grid.world_size)]
     return {frozenset(places[rank : rank + 2]) for rank in range(0, grid.world_size, 2)}
@@ -264,7 +265,7 @@ def test_positions_are_padded_for_ranks_that_do_not_divide_them(devices: int) ->
 
 
 def test_a_program_that_knows_one_kind_of_context_also_has_whole_sequences() -> None:
-    """torchtitan cuts sequences over a ring alone; sequences that nobody cuts are of no kind."""
+    """torchtitan cuts sequences over a ring alone; whole sequences are of no kind."""
     run = parse_config({"model": "gpt2-small", "data": {"sequence": 512}, "batch": {"global": 8}})
     job = SearchJob(run, load_cluster("dgx-h100"), 8, known=load_program("torchtitan").layouts)
     assert job.is_known("layout.context", ContextParallel())

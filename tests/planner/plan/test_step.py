@@ -26,11 +26,11 @@ def test_buckets_travel_beside_the_last_task() -> None:
     alone = finish(passes(), [[early, late]], 0.0, streams=False, overlaps=0.0, publishes=0.0)
     assert alone.phases["data_parallel"] == pytest.approx(4.0)
     half = finish(passes(), [[early, late]], 0.0, streams=False, overlaps=0.5, publishes=0.5)
-    assert half.phases["data_parallel"] == pytest.approx(2.5)  # 3 seconds beside the task did 1.5 of the first sum's 2
+    assert half.phases["data_parallel"] == pytest.approx(2.5)  # 3 seconds under the task did 1.5 of the first sum's 2
 
 
 def test_a_sum_under_the_last_task_slows_the_task() -> None:
-    """Of 4 s of sums 2 are hidden, under kernels that take 1.25 of their time: 0.4 s."""
+    """2 of 4 s of sums are hidden under kernels, which take 1.25 times the usual time: 0.4 s more."""
     early = Sum(ready=1.0, reduce=2.0, publish=0.0, steps=0.5, lane=0.0)
     late = Sum(ready=4.0, reduce=2.0, publish=0.0, steps=0.5, lane=0.0)
     free, taxed = (
@@ -60,7 +60,7 @@ def test_the_slowest_stage_holds_all_up_and_the_norm_comes_after() -> None:
 
 
 def test_published_values_travel_under_the_next_forward_pass() -> None:
-    """They set out in the order in which they are read: 2 s for what is read at once, 2 for what is read after 3."""
+    """Published values are sent in the order of reading: 2 s for values read at once, 2 for values read after 3."""
     first, last = Span(0, "F0", "forward", 0.0, 4.0, 0), Span(0, "B0", "backward", 6.0, 10.0, 0)
     both = Passes(10.0, Timeline(1, (first, last)), (last,), (Peak(0, 0),), (0.0,))
     head, embeddings = (Sum(1.0, 0.0, 2.0, 0.5, 0.0, read) for read in (3.0, 0.0))
@@ -72,7 +72,7 @@ def test_published_values_travel_under_the_next_forward_pass() -> None:
 
 
 def test_an_offloaded_optimizer_streams() -> None:
-    """It steps a bucket while the next is summed; what it moves is more than what it computes."""
+    """An offloaded optimizer steps a bucket while the next is summed, and takes longer to copy than to compute."""
     one = Sum(ready=4.0, reduce=3.0, publish=0.0, steps=0.5, lane=2.0)
     together = finish(passes(), [[one, one]], 0.0, streams=True, overlaps=1.0, publishes=1.0)
     assert together.seconds == pytest.approx(10 + 3 + 3 + 2)

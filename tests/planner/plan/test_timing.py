@@ -1,4 +1,4 @@
-"""Kernels and collectives on their two lanes."""
+"""Kernels and collectives on two lanes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def kernels(steps: list[float | Start | WaitFor]) -> list[Step]:
     "steps, overlaps, expected",
     [
         ([1.0, A, WaitFor(1), 1.0], 1.0, 5.0),  # waited for at once
-        ([1.0, A, 2.0, WaitFor(1), 1.0], 1.0, 5.0),  # two of its three seconds under a product
+        ([1.0, A, 2.0, WaitFor(1), 1.0], 1.0, 5.0),  # two of the collective's three seconds under a product
         ([1.0, A, 5.0, WaitFor(1), 1.0], 1.0, 7.0),  # hidden
         ([1.0, A, 5.0, WaitFor(1), 1.0], 0.0, 10.0),  # nothing goes on meanwhile
         ([1.0, A, 5.0, WaitFor(1), 1.0], 0.5, 8.5),
         ([A, B, WaitFor(2), WaitFor(1)], 1.0, 5.0),  # one after the other
         ([A, B, WaitFor(2), WaitFor(1)], 0.0, 5.0),
-        ([A, 1.0], 1.0, 1.0),  # nobody waits
+        ([A, 1.0], 1.0, 1.0),  # without a wait
     ],
 )
 def test_play(steps: list[float | Start | WaitFor], overlaps: float, expected: float) -> None:
@@ -44,7 +44,7 @@ def test_play(steps: list[float | Start | WaitFor], overlaps: float, expected: f
         ([1.0, A, 5.0, WaitFor(1), 1.0], 1.0, 7.6),  # 3 s at 0.8 of the pace
         ([1.0, A, 2.4, WaitFor(1), 1.0], 1.0, 5.0),
         ([A, 1.0, 1.4, WaitFor(1)], 1.0, 3.0),
-        ([1.0, A, 5.0, WaitFor(1), 1.0], 0.0, 10.0),  # what does not go on meanwhile takes nothing
+        ([1.0, A, 5.0, WaitFor(1), 1.0], 0.0, 10.0),  # a collective that does not run meanwhile slows nothing
     ],
 )
 def test_kernels_under_a_collective_are_slower(
@@ -54,7 +54,8 @@ def test_kernels_under_a_collective_are_slower(
 
 
 def test_a_rank_that_leads_is_faster_while_the_others_wait() -> None:
-    """4 s of its own at twice the pace, a broadcast, 3 s of all, a sum to it beside 1 s of all, 2 s of its own."""
+    """The leader computes 4 s at twice the pace, broadcasts, computes 3 s with all ranks and 1 s next to a sum, and 2 s
+    alone."""
     steps: list[float | Start | WaitFor] = [
         4.0,
         Start(1, "branch", "broadcast", 8),

@@ -1,8 +1,8 @@
-"""Messages inside of nodes and between them: the paper's equations 4 to 7, and what ledgers say of every verb.
+"""Messages inside of nodes and between nodes: the paper's equations 4 to 7, and the ledgers of every verb.
 
 The condition of equation 4 and 5 (branch outermost) is printed to us as n_g <= n_node for n and n(g-1) messages.
-Counting says n_g >= n_node: where several sub-grids share a node (n_g < n_node), n_node/n_g of a rank's segment are on
-its own, and n n_node/n_g = n_node g messages stay there.
+Counting says n_g >= n_node: if several sub-grids share a node (n_g < n_node), n_node/n_g ranks of a segment share a
+node, and n n_node/n_g = n_node g messages stay there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def grid_of(n: int, g: int, *, innermost: bool) -> Grid:
 
 
 def split(grid: Grid, rank: int, *, common: str = "all") -> Ledger:
-    """A rank's sends when a batch of its replica enters the branches: 8 rows of 4 bytes."""
+    """Return a rank's sends when a batch of the rank's replica enters the branches: 8 rows of 4 bytes."""
     mesh = planned_mesh(grid, rank, ("data", "branch"))
     segment = Segment(mesh, num_rows=None if common == "all" else 8)
     segment.enter(torch.empty(8, device="meta"))
@@ -61,12 +61,12 @@ def added(parts: Iterable[Volume]) -> Volume:
 
 
 def total(grid: Grid, ranks_per_node: int, rank: int, traffic: Mapping[tuple[str, str], Traffic]) -> Volume:
-    """A rank's messages over all axes and verbs."""
+    """Return a rank's messages over all axes and verbs."""
     return added(volumes(grid, ranks_per_node, rank, traffic).values())
 
 
 def counted(n: int, g: int, n_node: int, *, innermost: bool) -> tuple[int, int]:
-    """Messages of a split by all ranks: inside of nodes, between them."""
+    """Return the messages of a split by all ranks, inside of nodes and between nodes."""
     grid = grid_of(n, g, innermost=innermost)
     ledgers = split_everywhere(n, g, innermost=innermost)
     volume = added(total(grid, n_node, rank, ledger.traffic) for rank, ledger in enumerate(ledgers))
@@ -113,18 +113,19 @@ def test_equations_4_to_7(n: int) -> None:
 
 
 def test_several_sub_grids_share_a_node() -> None:
-    """8 ranks, 4 sub-grids of 2, 4 ranks a node: where the printed condition of equations 4 and 5 says 8 and 24."""
+    """On 8 ranks, 4 sub-grids of 2, 4 ranks a node, the printed condition of equations 4 and 5 gives 8 and 24."""
     assert counted(8, 4, 4, innermost=False) == (16, 16)
     assert counted(8, 4, 4, innermost=True) == (32, 0)
 
 
 @pytest.mark.parametrize("innermost", [False, True])
 def test_common_layers_on_one_rank(innermost: bool) -> None:
-    """A split of D&SP-cSub: only the segments' first ranks send, to each of theirs. 8 ranks, 4 sub-grids, 2 a node."""
+    """In a split of D&SP-cSub only the first rank of a segment sends, to each rank of the segment. 8 ranks, 4
+    sub-grids, 2 a node."""
     grid = grid_of(8, 4, innermost=innermost)
     sent = [total(grid, 2, rank, split(grid, rank, common="one").traffic) for rank in range(8)]
     first = [volume for rank, volume in enumerate(sent) if grid.index(rank, "branch") == 0]
-    inside = 2 if innermost else 1  # itself, and where branches are close one more of four
+    inside = 2 if innermost else 1  # the rank itself, and one more of four if branches are close
     assert first == [Volume(inside, 4 - inside, 32 * (inside - 1), 32 * (4 - inside))] * 2
     assert added(sent) == added(first)
 
@@ -134,7 +135,7 @@ SIX = Grid((("line", 6),))
 
 
 def called(verb: str, comm: Comm) -> None:
-    """One call, of 24 elements in all, 4 bytes each."""
+    """Call a verb with 24 elements in all, 4 bytes each."""
     whole, part = torch.empty(24, device="meta"), torch.empty(4, device="meta")
     match verb:
         case "all_reduce":
@@ -160,7 +161,7 @@ def called(verb: str, comm: Comm) -> None:
 
 
 VERBS = {
-    # From rank 4, the root; from rank 3, its neighbour on the other node.
+    # From rank 4, the root; from rank 3, the neighbour on the other node.
     "all_reduce": (Volume(4, 8, 32, 128), Volume(8, 4, 96, 64)),
     "all_gather": (Volume(2, 4, 16, 64), Volume(4, 2, 48, 32)),
     "reduce_scatter": (Volume(2, 4, 16, 64), Volume(4, 2, 48, 32)),
@@ -188,7 +189,7 @@ Sent = dict[tuple[str, str], Traffic]
 
 
 def real(mesh: Mesh, config: Config) -> Sent:
-    """A step's sends, without the optimizer's norm."""
+    """Return a step's sends, without the optimizer's norm."""
     parts = build(config, mesh)
     mesh.ledger.traffic.clear()
     shapes = chain_of(config).sample_shapes(config)
@@ -199,7 +200,7 @@ def real(mesh: Mesh, config: Config) -> Sent:
 
 
 def between(config: Config, ledgers: list[Sent]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Messages inside of nodes of two ranks and between them, of all ranks, by axis and verb."""
+    """Return all ranks' messages inside of nodes of two ranks and between nodes, by axis and verb."""
     every = [volumes(Grid(config.layout.axes), 2, rank, ledger) for rank, ledger in enumerate(ledgers)]
     sums = {key: added(own[key] for own in every if key in own) for key in {k for v in every for k in v}}
     return {key: (volume.messages_inside, volume.messages_between) for key, volume in sums.items()}
@@ -218,13 +219,12 @@ def test_a_run_sends_what_was_planned(order: str) -> None:
         assert counts["pipe", "message"] == (8, 0)  # two microbatches, forward and back, of two branches
     trades = [counts[key] for key in counts if key[0] == "branch"]
     assert trades
-    assert all(inside == outside > 0 for inside, outside in trades)  # itself on its node, the other one elsewhere
+    assert all(inside == outside > 0 for inside, outside in trades)  # the rank itself on the node, the peer on another
 
 
 @pytest.mark.parametrize("q, b", [(4, 2), (4, 1), (6, 2), (6, 3), (8, 4)])
 def test_blocks_of_a_square_share_a_node(q: int, b: int) -> None:
-    """Nodes have b x b ranks of a square of q x q: of a rank's q - 1 peers in its row, and in its column, q - b are
-    elsewhere."""
+    """Nodes have b x b ranks of a square of q x q: in a row or column, q - b of a rank's q - 1 peers are elsewhere."""
     size = b * b
     square = (("row", q), ("col", q))
     blocks = Grid(square, nesting=(("row", q // b), ("col", q // b), ("row", b), ("col", b)))

@@ -1,7 +1,7 @@
-"""Nothing better is left out: a dozen small spaces, each searched and predicted whole, with the planner's own models.
+"""No better layout is left out: a dozen small spaces, each searched and predicted whole, with the planner's own models.
 
-Without recomputation, offload and slices for memory that is not needed, which the search leaves out on purpose; what
-is tight is not counted. Where memory is little, what fits is all that recomputes, or little else.
+The search leaves out recomputation, offload and slices without need on purpose. Tight layouts are not
+counted. With little memory, only or mostly layouts that recompute fit.
 
 python -m pytest --long tests/planner/plan/test_whole_spaces.py
 """
@@ -49,7 +49,7 @@ SPACES: dict[str, tuple[dict[str, Any], str, int, tuple[str, ...]]] = {
     "gpt2, little memory, 1f1b": (WIDE, "summit", 4, (*HALVES, FLAT, "layout.pipeline.schedule=1f1b")),
 }
 LITTLE = {"gpt2, little memory": 1_550_000_000, "gpt2, little memory, 1f1b": 1_600_000_000}
-"""Bytes of a device, for those that do not have the cluster's."""
+"""Bytes of a device in spaces with less memory than the cluster's."""
 
 IN_CI = ("gpt2, data", "bert")
 
@@ -71,7 +71,7 @@ def test_the_search_leaves_nothing_better_out(name: str) -> None:
     }
     fitting = {config for config, one in predictions.items() if verdict(one.fullest, cluster) == "fits"}
     seconds = {config: predictions[config].seconds for config in fitting}
-    spared = {  # by one that fits and is as fast: not predicted, unless it was estimated to be faster
+    spared = {  # a layout without savings fits and is as fast: not predicted, unless estimated to be faster
         config
         for config in fitting
         if any(seconds.get(keeps, 1e9) <= seconds[config] for keeps in without_savings(config))

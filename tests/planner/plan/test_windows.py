@@ -31,7 +31,7 @@ def config_of(**model: Any) -> Config:
 
 
 def attended(window: int | None) -> list[Kernel]:
-    """The attention kernels of two sequences on a planned GPU, forward and backward."""
+    """Return the attention kernels of two sequences on a planned GPU, forward and backward."""
     q, k, v = (torch.empty(2, n, T, E, device="meta", dtype=torch.bfloat16, requires_grad=True) for n in (A, K, K))
     recorder = Recorder()
     with AsOnDevice("cuda", "fused", keys_grouped=True), recorder.program(Ledger()) as recorded:
