@@ -15,7 +15,7 @@ PLAIN: Case = {
     "schedule": None, "limit": None, "partition": None, "order": None, "microbatches": 1, "recompute": "none",
     "offload": None,
 }  # fmt: skip
-"""One device: the axes of which bits are free, each with the value that cuts nothing."""
+"""One device: each axis that bits do not depend on, with the value that cuts nothing."""
 
 FIXED: Case = {
     "tensor": "none", "context": None, "common": None, "branch": None, "summa": None, "head": None, "loss": None,
@@ -25,7 +25,7 @@ PRECISIONS = ("float32", "O1-bf16", "O2-bf16", "O2-fp16")
 
 
 def tree(case: Case) -> dict[str, Any]:
-    """The run file of a case, with dropout and in three steps."""
+    """Return the run file of a case, with dropout and in three steps."""
     written = tree_of(case)
     if "head_norms" not in written["model"]:
         written["model"]["dropout"] = 0.1

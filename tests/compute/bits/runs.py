@@ -1,4 +1,4 @@
-"""Steps of a run on ranks, and all that it ends with, put together from its ranks."""
+"""Steps of a run on ranks, and the run's final numbers and tensors, assembled from the ranks."""
 
 from __future__ import annotations
 
@@ -31,19 +31,23 @@ GPT2: dict[str, Any] = {
 
 
 Plant = Callable[[Mesh], None]
-"""Breaks something on a rank, before its parts are built."""
+"""A function that breaks something on a rank, before the rank's parts are built."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """`numbers`: each step's loss and gradient norm, in hexadecimal. `tensors`: masters and moments, by kind and
-    parameter."""
+    """The end of a run.
+
+    Attributes:
+        numbers: Each step's loss and gradient norm, in hexadecimal.
+        tensors: Masters and moments, by kind and parameter.
+    """
 
     numbers: tuple[str, ...]
     tensors: dict[str, Tensor]
 
     def differing(self, other: Ended) -> list[str]:
-        """Steps and tensors that the two runs do not have equal to the bit."""
+        """Return the steps and tensors that differ between the two runs in any bit."""
         found = [f"step {step}" for step, (a, b) in enumerate(zip(self.numbers, other.numbers, strict=True)) if a != b]
         names = self.tensors.keys() | other.tensors.keys()
         return found + sorted(name for name in names if digest(self.tensors[name]) != digest(other.tensors[name]))
@@ -54,7 +58,7 @@ def digest(x: Tensor) -> str:
 
 
 Pieces = list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]
-"""Kind and parameter, the whole's shape, the piece's place in it, and its values."""
+"""Kind and parameter, the whole's shape, the piece's slices of the whole, and the piece's values."""
 
 
 def _steps(mesh: Mesh, config: Config, plant: Plant | None) -> tuple[tuple[str, ...], Pieces]:
@@ -80,8 +84,8 @@ def _steps(mesh: Mesh, config: Config, plant: Plant | None) -> tuple[tuple[str, 
 
 
 def ended(config: Config, plant: Plant | None = None, **how: Any) -> Ended:
-    """Run a config on its ranks; its numbers and tensors at the end."""
-    config = resolved(config)  # what says measured is timed here, not in ranks
+    """Run a config on the config's ranks; return the numbers and tensors at the end."""
+    config = resolved(config)  # fields with `measured` are timed here, not in ranks
     answers = run_ranks(_steps, config.grid, config, plant, token_axes=config.layout.token_axes, **how)
     (numbers,) = {numbers for numbers, _ in answers}
     tensors: dict[str, Tensor] = {}

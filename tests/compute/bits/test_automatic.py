@@ -61,7 +61,7 @@ def test_rings_are_let_in_without_dropout() -> None:
 
 
 def chooses_by_ranks(mesh: Mesh) -> None:
-    """Twice the parts on two ranks: kernels get another shape, as if the layout chose the parts."""
+    """Double the parts on two ranks: kernels get another shape, as if the layout chose the parts."""
     from meshwright.compute.bits import assembly
     from meshwright.compute.bits.blocks import Blocks
 
@@ -83,7 +83,7 @@ def test_no_layout_changes_the_parts(words: tuple[str, ...]) -> None:
 
 
 def test_a_written_number_leaves_the_others_at_one() -> None:
-    """The values of run files that are older than `auto`."""
+    """Run files older than `auto` keep the values."""
     for words, tensor, samples in ((("bits.tensor=4",), 4, 1), (("bits.samples=2",), 1, 2)):
         bits = gpt2(*words).bits
         assert (bits.samples, bits.tensor, bits.hidden, bits.sequence, bits.attention) == (
@@ -115,7 +115,7 @@ def test_a_smaller_microbatch_is_refused_with_a_remedy() -> None:
 
 
 def test_the_chosen_numbers_are_written_down() -> None:
-    """A resumed run does not choose again, also if a later version would choose otherwise."""
+    """A resumed run does not choose again, even if a later version would choose otherwise."""
     text = dump_config(gpt2())
     assert yaml.safe_load(text)["bits"]["tensor"] == 2
     assert parse_run(yaml.safe_load(text)).bits == gpt2().bits

@@ -84,7 +84,7 @@ def test_ranks_of_two_threads_end_with_the_bits_of_one() -> None:
 @needs_inductor
 @pytest.mark.long
 def test_another_graph_in_a_rank_is_seen() -> None:
-    """As attention outside of the graphs of rank 1, which selective recomputation would give."""
+    """Attention outside of rank 1's graphs, as under selective recomputation, changes bits."""
 
     def plant(mesh: Mesh) -> None:
         from meshwright.compute.models import compiled

@@ -1,5 +1,5 @@
-"""`bits: layout-free` where layers and sequences are cut: 1-D, sequence parallelism, cut vocabularies, shared key-value
-heads, Ulysses, each with axes of data beside it, end with the bits of one device."""
+"""`bits: layout-free` with cut layers and sequences: 1-D, sequence parallelism, cut vocabularies, shared key-value
+heads and Ulysses, each next to axes of data, end with the bits of one device."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ BESIDE = (
 def test_drawn_cut_layouts_end_with_the_bits_of_one_device(number: int) -> None:
     draw = Random(number)
     model, precision = list(MODELS)[number % len(MODELS)], draw.choice(list(PRECISIONS))
-    uncut = model in ("t5", "transformer")  # their sequences are whole in attention
+    uncut = model in ("t5", "transformer")  # sequences of these models are whole in attention
     layouts = [words for words in LAYOUTS if not (uncut and {*U2, *U4} & {*words})]
     for _ in range(20):
         words = (*draw.choice(layouts), *draw.choice(BESIDE))
@@ -96,7 +96,7 @@ def test_processes_over_gloo_and_ranks_of_two_threads_end_with_the_same_bits() -
 
 
 def adds_from_the_end(mesh: Mesh) -> None:
-    """Parts are added from the last to the first."""
+    """Add parts from the last to the first."""
 
     def add(addends: Iterable[Tensor]) -> Tensor:
         first, *others = list(addends)[::-1]
@@ -109,7 +109,7 @@ def adds_from_the_end(mesh: Mesh) -> None:
 
 
 def multiplies_other_rows(mesh: Mesh) -> None:
-    """A rank's runs are one: kernels get its shape."""
+    """Make a rank's runs one: kernels get the rank's shape."""
     right = assembly.blocks_of
     assembly.blocks_of = lambda config, mesh: replace(right(config, mesh), runs=1, outer_runs=1)
 
@@ -229,7 +229,7 @@ def test_what_the_grain_does_not_allow_is_refused_by_name(words: tuple[str, ...]
 
 
 def leaves_vectors_incomplete(mesh: Mesh) -> None:
-    """Activations get the rows of a rank as they are, without padding."""
+    """Leave out the padding: activations have the rank's rows alone."""
     from meshwright.compute.tensor.whole_vectors import InWholeVectors
 
     InWholeVectors.pad = lambda self: None  # type: ignore[method-assign]
@@ -249,6 +249,6 @@ def test_widths_that_are_no_whole_vectors_have_the_bits_of_one_device(words: tup
 
 
 def test_incomplete_vectors_are_seen() -> None:
-    """Both runs leave out the padding: what differs is the code for the rest of a vector."""
+    """Both runs leave out the padding: the difference is from the code for the rest of a vector."""
     plant = {"plant": leaves_vectors_incomplete, "transport": "torch"}
     assert ended(odd_widths(*M4), **plant).differing(ended(odd_widths("batch.micro=4"), **plant)) != []

@@ -1,4 +1,4 @@
-"""`bits: layout-free` with experts: on every rank, on some, and in stages, they end with the bits of one device."""
+"""`bits: layout-free` with experts on every rank, on some, and in stages ends with the bits of one device."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_processes_over_gloo_end_with_the_bits_of_threads(threads: int) -> None:
 
 
 def drawn(seed: int, precision: str) -> dict[str, Any]:
-    """A drawn layout of a Llama with experts, as the tree of its run file."""
+    """Draw a layout of a Llama with experts; return the tree of the run file."""
     random = Random(f"experts/{seed}")
     drawing = LayoutFree(random)
     for _ in range(200):
@@ -126,7 +126,7 @@ def test_drawn_layouts_of_experts_end_with_the_bits_of_one_device(seed: int) -> 
 
 
 def multiplies_together(mesh: Mesh) -> None:
-    """An expert's rows of all ranks are one product, as they are in the usual mode."""
+    """Multiply an expert's rows of all ranks in one product, as in the usual mode."""
     from meshwright.compute.bits.experts import SeparateExperts
     from meshwright.compute.tensor.experts import Experts, GroupedLinear
 
@@ -193,7 +193,7 @@ def counts_whole_microbatches(mesh: Mesh) -> None:
 
 
 def moves_by_own_loads(mesh: Mesh) -> None:
-    """Rank 1 leaves its loads out of the biases' sums."""
+    """Leave rank 1's loads out of the biases' sums."""
     from meshwright.compute.parameters.fixed import FixedPoint
 
     add, rank = FixedPoint.add, mesh.rank

@@ -62,7 +62,7 @@ UNDROPPED = ("model.dropout=0.0", "model.adapter.dropout=0.0")
     ],
 )  # fmt: skip
 def test_equal_bits_are_the_usual_numbers(run: str, words: tuple[str, ...]) -> None:
-    """A mistake that all layouts share keeps their bits equal: losses and norms of three steps are the usual mode's."""
+    """A mistake of all layouts keeps bits equal: losses and norms of three steps must be the usual mode's."""
     undropped = UNDROPPED if "adapter" in RUNS[run]["model"] else UNDROPPED[:1]
     exact, usual = (
         ended(config_of((run, "float32"), (*undropped, *more), 3)).numbers for more in (words, ("bits={kind: usual}",))
@@ -74,7 +74,7 @@ def test_equal_bits_are_the_usual_numbers(run: str, words: tuple[str, ...]) -> N
 
 @pytest.mark.parametrize("parts", [3, pytest.param(5, marks=pytest.mark.long), pytest.param(6, marks=pytest.mark.long)])
 def test_odd_parts_are_the_usual_numbers(parts: int) -> None:
-    """A tree of 3, 5 or 6 addends adds each of them once."""
+    """A tree of 3, 5 or 6 addends adds each addend once."""
     shape = (f"model.heads={parts}", f"model.hidden={32 * parts}", f"model.vocabulary_multiple={16 * parts}")
     bits = f"bits={{kind: layout-free, tensor: {parts}, sequence: 2}}"
     exact, usual = (
@@ -138,7 +138,7 @@ def forgets_the_cap(mesh: Mesh) -> None:
 
 
 def adds_parts_in_a_row(mesh: Mesh) -> None:
-    """A rank's parts are added from the first to the last, and not by a tree."""
+    """Add a rank's parts from the first to the last, and not by a tree."""
     experts._left = lambda x, boundary, dtype: boundary.start_leave(x.float().sum(0)).wait().to(dtype)
 
 
@@ -148,13 +148,13 @@ def scores_all_runs(mesh: Mesh) -> None:
 
 
 def test_a_gradient_beyond_the_range_is_named() -> None:
-    """Norms behind sub-layers divide by the small outputs of first weights: the usual norm of this run is 317."""
+    """Norms after sub-layers divide by the small outputs of first weights: the usual norm of this run is 317."""
     with pytest.raises(AssertionError, match="a gradient has an addend above 8, the most"):
         ended(config_of(("olmo", "float32"), ("model.biases=[output]",), 1))
 
 
 def sums_sinks_of_runs(mesh: Mesh) -> None:
-    """The gradients of a rank's runs of queries to sinks are one float before they are integers."""
+    """Add the gradients to sinks over a rank's runs of queries as floats, before the rounding to integers."""
     arithmetic.ExactArithmetic.query_runs = 1  # type: ignore[method-assign, assignment]
 
 

@@ -1,4 +1,4 @@
-"""Sums in which order cannot matter."""
+"""Sums that do not depend on the order of addends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def addends(count: int, seed: int = 0) -> list[torch.Tensor]:
-    """Tensors of very different sizes, so that floats lose digits by their order."""
+    """Return tensors of very different sizes: sums of floats depend on the order."""
     generator = torch.Generator().manual_seed(seed)
     sizes = 10.0 ** torch.randint(-9, 1, (count, 1), generator=generator)
     return list(torch.randn(count, 70_000, generator=generator) * sizes)

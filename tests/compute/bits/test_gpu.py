@@ -1,6 +1,6 @@
-"""Equal bits on a GPU whose ranks are threads: `pytest --device cuda tests/compute/bits`, here the 18 layouts of docs.
+"""Equal bits on a GPU with threads as ranks: `pytest --device cuda tests/compute/bits`, here the 18 layouts of docs.
 
-Without a GPU the same runs are those of CPU ranks, and the choice of kernels is looked at.
+Without a GPU the same runs have CPU ranks, and the choice of kernels is checked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_18_layouts_have_one_hash(words: str, precision: str) -> None:
 
 
 def test_a_gpus_kernels_are_those_that_repeat_their_bits() -> None:
-    """In a process of its own: the choice is the process's, for good."""
+    """The choice of kernels is final for a process: the test starts another process."""
     program = (
         "import os, torch\n"
         "from meshwright.compute import precision\n"

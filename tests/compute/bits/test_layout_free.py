@@ -1,6 +1,6 @@
 """`bits: layout-free`: every layout ends with the weights, moments, losses and norms of one device, to the bit.
 
-Layouts are the fuzzer's, drawn along all axes that the mode knows; what it does not know is refused by the config.
+Layouts are the fuzzer's, drawn along all axes that the mode knows; the config refuses all other axes.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_ranks_of_many_threads_end_with_the_bits_of_one(threads: int) -> None:
 
 
 def sums_floats(mesh: Mesh) -> None:
-    """Addends are rounded after they have been added: in the order of microbatches and ranks."""
+    """Round after the addition, which then depends on the order of microbatches and ranks."""
 
     def add(self: FixedPoint, total: torch.Tensor, addend: torch.Tensor, *, fresh: bool, digits: int = 52) -> None:
         before = 0 if fresh else total.to(torch.float32) * self.quantum
@@ -108,7 +108,7 @@ def draws_by_rank(mesh: Mesh) -> None:
 
 
 def multiplies_another_shape(mesh: Mesh) -> None:
-    """A microbatch is one grain: kernels get its shape."""
+    """Make a microbatch one grain: kernels get the microbatch's shape."""
     from meshwright.compute.bits.grains import SampleGrains
 
     make = SampleGrains.__init__

@@ -1,4 +1,4 @@
-"""Equal bits are a folder: without it, but for its section, everything else is as it was."""
+"""Equal bits are a folder: without this folder, except for the section, all other code works."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ except ModuleNotFoundError:
 
 
 def test_the_rest_goes_on_without_equal_bits(tmp_path: Path) -> None:
-    """Every other module is imported, all that is named as text outside of the room is there, and a run is trained."""
+    """Every other module is imported, everything named as text outside of the folder exists, and a run is trained."""
     copy = tmp_path / "meshwright"
-    shutil.copytree(PACKAGE, copy)  # with its bytecode, which is known by the files' times
+    shutil.copytree(PACKAGE, copy)  # with bytecode, which Python matches by the files' times
     removed = [path for path in (copy / "compute/bits").glob("*.py") if path.name not in KEPT]
     assert len(removed) > 8
     for path in removed:

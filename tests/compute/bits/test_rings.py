@@ -24,7 +24,7 @@ RING = ("layout.context.kind=ring",)
 R2 = (*U2, *RING)
 R4 = ("layout.context=4", "bits.sequence=8", *RING)
 WHOLE4 = ("layout.context=4", *RING)
-"""As many ranks as runs of a sequence."""
+"""One rank for each run of a sequence."""
 DOCUMENTS = ("data.documents=separate",)
 
 
@@ -71,7 +71,7 @@ def test_dropout_is_drawn_by_run_of_queries() -> None:
 
 
 def adds_as_they_lie(mesh: Mesh) -> None:
-    """The leaves of a key's gradient stand in the order of the sequence, of which a ring's rank has no subtree."""
+    """Order the leaves of a key's gradient as in the sequence: a ring's rank has no subtree of this order."""
     runs.leaf_of = lambda run, count: run
 
 
@@ -116,7 +116,7 @@ def test_each_rank_of_any_ring_has_a_subtree() -> None:
             chunks = (rank, 2 * ranks - 1 - rank)
             leaves = [leaf_of(run, 16) for chunk in chunks for run in range(chunk * share, (chunk + 1) * share)]
             assert sorted(leaves) == list(range(2 * rank * share, 2 * (rank + 1) * share))
-    for count in (1, 2, 4, 8, 16):  # as many ranks as runs
+    for count in (1, 2, 4, 8, 16):  # one rank a run
         assert [leaf_of(run_of(leaf, count), count) for leaf in range(count)] == list(range(count))
 
 

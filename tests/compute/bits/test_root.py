@@ -1,4 +1,4 @@
-"""Roots, and where two runs part."""
+"""Roots, and the first difference of two runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_pieces_add_up_to_the_whole(shape: tuple[int, ...], dtype: torch.dtype) 
 
 @pytest.mark.parametrize("most", [1, 2**20])
 def test_boxes_with_gaps_in_a_row_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """Rows of two dims, cut along both and along the one in front."""
+    """Rows of two dims are cut along both dims and along the first."""
     monkeypatch.setattr(root, "GAPPED_ELEMENTS", most)
     shape = (6, 40, 100)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -90,7 +90,7 @@ def test_slices_of_flat_memory_add_up_to_the_whole(
 
 
 def test_a_segment_s_sums_are_exact() -> None:
-    """The largest words and keys there can be: float64 holds their sums."""
+    """float64 holds the sums of the largest possible words and keys."""
     keys, _ = root.factors(torch.device("cpu"))
     assert keys.abs().max() <= 2**9
     assert 2**31 * 2**9 * root.SEGMENT < 2**53
@@ -152,7 +152,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_of(corpus: Path, name: str, *, resume: bool = False, **changes: Any) -> Path:
-    """A run of six steps whose bits are layout-free, with ranks as threads."""
+    """Run six steps with layout-free bits, with ranks as threads."""
     tree = {"precision": "float32", "bits": "layout-free", "check": {"root_every": 2}, "steps": 6}
     layout = {"transport": "threads", **changes.pop("layout", {})}
     return run(config_for(corpus, **tree, layout=layout, **changes), corpus.parent / name, resume=resume)
@@ -179,7 +179,7 @@ def test_runs_under_two_layouts_are_equal_and_say_so(corpus: Path, two_ranks: Pa
 
 def test_a_run_that_goes_on_under_another_layout_ends_with_the_same_bits(corpus: Path, two_ranks: Path) -> None:
     first = run_of(corpus, "shrunk", layout={"data": {"size": 6}})
-    shutil.rmtree(first / "checkpoints" / "step-6")  # as a run that was killed behind step 3 leaves it
+    shutil.rmtree(first / "checkpoints" / "step-6")  # as left by a run that was killed after step 3
     run_of(corpus, "shrunk", resume=True, layout={"data": {"size": 1}})
     assert difference(two_ranks, first).equal
 
@@ -193,7 +193,7 @@ def test_ranks_over_mpi_end_with_the_same_bits(corpus: Path, two_ranks: Path) ->
 def test_runs_that_part_are_told_apart_by_step_parameter_and_box(corpus: Path, two_ranks: Path) -> None:
     changed = run_of(corpus, "rate", optimizer={"lr": 1e-2, "schedule": {"warmup": 2}})
     found = difference(two_ranks, changed)
-    assert (found.step, found.checkpoint) == (2, 3)  # the first step's gradients are the same, and its rate another
+    assert (found.step, found.checkpoint) == (2, 3)  # the first step has the same gradients and another rate
     assert {"loss", "grad_norm", "root"} == set(found.numbers)
     part = next(part for part in found.parts if part.tensor == "exp_avg of positions.weight")
     assert part.first == (0, 0)

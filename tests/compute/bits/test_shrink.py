@@ -1,4 +1,4 @@
-"""A run that loses ranks goes on with those that are left, and ends with the bits of the run that lost none."""
+"""A run that loses ranks goes on with the other ranks, and ends with the bits of the run that lost none."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_killed_rank_leaves_three_replicas_of_four(
     assert "layout.data.size=4: 3 from here on, since a rank was lost" in said
     assert [line["step"] for line in lines_of(out)] == list(range(1, 9))
     assert difference(out, undisturbed).equal
-    # The run's own words stay: who resumes it has four replicas again.
+    # The run's own words stay: a resumed run has four replicas again.
     run(config_for(corpus, **TREE, steps=10, layout=layout), out, resume=True)
     assert "4 ranks: data 4 (zero1)" in capfd.readouterr().out
 

@@ -1,4 +1,4 @@
-"""`bits: layout-free` where branches lie on sub-grids of ranks: each form of D&SP ends with the bits of one device."""
+"""`bits: layout-free` with branches on sub-grids of ranks: each form of D&SP ends with the bits of one device."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_sub_grids_with_a_ring_and_over_gloo_end_with_the_same_bits() -> None:
 
 
 def takes_one_grain(mesh: Mesh) -> None:
-    """All samples have the masks of the first rank's."""
+    """Give all samples the masks of the first rank's samples."""
     right = SampleGrains.draw
     SampleGrains.draw = lambda self, shares: [right(self, shares)[0]] * shares  # type: ignore[method-assign]
 
 
 def adds_as_they_come(mesh: Mesh) -> None:
-    """What branches make is summed in the transport's order."""
+    """Sum branches' outputs in the transport's order."""
     segment.start_tree_reduce_scatter = segment.start_reduce_scatter  # type: ignore[assignment]
 
 

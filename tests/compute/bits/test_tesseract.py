@@ -1,5 +1,5 @@
-"""`bits: layout-free` where blocks of everything lie on q x q x d ranks: 2-D and 2.5-D end with the bits of one device,
-as every other layout does with `bits.hidden`."""
+"""`bits: layout-free` with blocks of everything on q x q x d ranks: 2-D and 2.5-D end with the bits of one device, as
+every other layout does with `bits.hidden`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_ranks_of_two_threads_end_with_the_same_bits() -> None:
 
 
 def sums_rows_as_floats(mesh: Mesh) -> None:
-    """The addends of a column's ranks are one float before they are an integer."""
+    """Add the addends of a column's ranks as floats, before the rounding to integers."""
     right = tesseract_parts.dealt
 
     def summed(mesh: Mesh, panels: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ def multiplies_whole_widths(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("plant", [sums_rows_as_floats, multiplies_whole_widths])
 def test_a_planted_mistake_is_seen(plant: Any) -> None:
-    # Four parts on two columns: what a rank has is not what a kernel gets.
+    # Four parts on two columns: a rank's width is not a kernel's.
     wrong = ended(config_of("gpt2", "float32", Q2, hidden=4), plant, transport="torch")
     assert wrong.differing(on_one_device("gpt2", "float32", hidden=4)) != []
 

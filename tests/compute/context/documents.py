@@ -12,7 +12,7 @@ from meshwright.data.sampler import document_entries
 from meshwright.ranks.grid import Grid
 
 LENGTHS = [(5, 1, 42), (48,), (2, 7, 7, 8, 24), (1,) * 48, (20, 4, 4, 4, 16)]
-"""Tokens of the documents of each row: across many chunks, whole rows, chunk by chunk, one by one, at their edges."""
+"""Tokens of the documents of each row: across many chunks, whole rows, chunk by chunk, one by one, at chunks' edges."""
 
 SOLO = Grid((("context", 1),))
 
@@ -28,7 +28,7 @@ A, K, T, E = 4, 2, 48, 8
 
 
 def operands(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
-    """Q, K, V, of which two queries share each key; the output's gradient."""
+    """Return Q, K, V, with two queries for each key, and the output's gradient."""
     generator = torch.Generator().manual_seed(5)
     shapes = [(len(LENGTHS), heads, T, E) for heads in (A, K, K, A)]
     *inputs, gradient = (torch.randn(shape, dtype=dtype, generator=generator) * 2 for shape in shapes)

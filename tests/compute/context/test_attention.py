@@ -1,4 +1,4 @@
-"""Attention over cut sequences equals attention over whole ones: float64, output and gradients to 1e-12."""
+"""Attention over cut sequences equals attention over whole sequences: float64, output and gradients to 1e-12."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS: dict[str, type[CutContext]] = {"ulysses": Ulysses, "ring": RingAttention}
 
 
 def operands() -> tuple[list[Tensor], Tensor, Tensor]:
-    """Q, K, V; the output's gradient; a mask [B, 1, 1, T], whose rows have 1, a third and all of the tokens."""
+    """Return Q, K, V, the output's gradient, and a mask [B, 1, 1, T] with rows of 1, a third and all of the tokens."""
     torch.manual_seed(5)
     tensors = [torch.randn(B, A, T, E, dtype=torch.float64) * 2 for _ in range(4)]
     mask = torch.arange(T) < torch.tensor([1, T // 3, T])[:, None]
@@ -29,7 +29,7 @@ def operands() -> tuple[list[Tensor], Tensor, Tensor]:
 
 
 def cut(mesh: Mesh, kind: str, causal: bool, masked: bool, fuses: bool) -> tuple[Tensor, ...]:
-    """This rank's tokens of the output, dQ, dK, dV; the places of these."""
+    """Return this rank's tokens of the output, dQ, dK and dV, and the positions of these tokens."""
     (q, k, v), gradient, mask = operands()
     context = KINDS[kind](mesh)
     if isinstance(context, RingAttention):
@@ -65,7 +65,8 @@ def test_equals_attention_over_whole_sequences(kind: str, fuses: bool, causal: b
 
 
 def test_causal_ranks_do_the_same_work() -> None:
-    """Pairs of a query and a key, by rank: c blocks of half the rank's tokens by all of them, half on the diagonal."""
+    """Every rank has the same pairs of query and key in a step: half the rank's tokens by a whole block, or half of the
+    diagonal block."""
 
     def pairs(ring: RingAttention, step: int) -> int:
         (piece,) = ring.pieces(step, 2, AttentionSpec(causal=True), None)

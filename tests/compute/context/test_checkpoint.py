@@ -41,6 +41,6 @@ def test_a_checkpoint_moves_between_layouts(tmp_path: Path) -> None:
         ranks = leg(layout, source, tmp_path, step, step + 1)
         if states is not None:
             assert_same_bits(taken_up(ranks), states)
-        loss = max(losses[0] for losses, _, _ in ranks)  # 0 where a rank has not the chain's end
+        loss = max(losses[0] for losses, _, _ in ranks)  # 0 on ranks without the chain's end
         torch.testing.assert_close(loss, alone[0][0][step], rtol=1e-10, atol=0)
         states, source = written(ranks), tmp_path / f"step-{step + 1}"

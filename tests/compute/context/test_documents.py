@@ -1,5 +1,6 @@
-"""Documents that share a row attend as each alone: float64, outputs and gradients to 1e-12, under every context; what
-changes in one changes no bit outside it; and a ring sends what some document needs."""
+"""Documents that share a row attend as separate documents: float64, outputs and gradients to 1e-12, under every
+context. A changed document changes no bit outside of this document. A ring sends the blocks that some document
+needs."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from tests.workers import run_ranks
 
 
 def one_by_one(mesh: Mesh) -> list[Tensor]:
-    """The output, dQ, dK, dV of each document by itself."""
+    """Return the output, dQ, dK and dV of each document by itself."""
     inputs, gradient = operands()
     results = [torch.empty_like(x) for x in (gradient, *inputs)]
     for row, lengths in enumerate(LENGTHS):
@@ -56,7 +57,7 @@ WAYS = {
     "whole": 1, "ulysses": 2, "ring cpu": 2, "ring cpu of 3": 3, "ring tiles": 4, "ring flash": 2, "ring efficient": 3,
     "gathered": 2,
 }  # fmt: skip
-"""Contexts, and over how many ranks."""
+"""Contexts, each with a number of ranks."""
 
 
 def context_of(way: str, mesh: Mesh) -> Context:
@@ -77,7 +78,7 @@ def context_of(way: str, mesh: Mesh) -> Context:
 
 
 def stand_in() -> None:
-    """Functions on CPUs in place of a GPU's kernels, which take and give what those do."""
+    """Replace a GPU's kernels by functions on CPUs with the same arguments and results."""
 
     def flash(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, debug: bool, *, scale: float) -> Any:
         out, sums, _ = Kernel().attend(q, k, v, None, causal, scale)
@@ -116,8 +117,8 @@ def stand_in() -> None:
 
 
 def attended(mesh: Mesh, way: str, changed: Sequence[tuple[int, int, int]] = ()) -> tuple[Tensor, ...]:
-    """This rank's tokens of the output, dQ, dK, dV; the places of these. `changed`: (row, from, to) whose tokens have
-    other queries, keys, values and gradients."""
+    """Return this rank's tokens of the output, dQ, dK and dV, and the positions of these tokens. The tokens of
+    `changed`, each (row, from, to), have other queries, keys, values and gradients."""
     if way.rsplit(maxsplit=1)[-1] in ("flash", "efficient"):
         stand_in()
     inputs, gradient = operands()
@@ -150,7 +151,7 @@ def test_documents_attend_as_each_alone(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_changes_in_a_document_changes_no_bit_outside_it(way: str) -> None:
-    """Documents of 42, 48, 8, 1 and 4 tokens change; beside them every bit of the output and the gradients stays."""
+    """Documents of 42, 48, 8, 1 and 4 tokens change; outside of these, every bit of output and gradients stays."""
     changed = [(0, 6, 48), (1, 0, 48), (2, 16, 24), (3, 30, 31), (4, 24, 28)]
     outside = torch.ones(len(LENGTHS), T, dtype=torch.bool)
     for row, first, last in changed:
@@ -162,12 +163,12 @@ def test_what_changes_in_a_document_changes_no_bit_outside_it(way: str) -> None:
 
 
 def packed(mesh: Mesh) -> list[tuple[Tensor, Tensor]]:
-    """Outputs of one kernel for all rows, and document by document."""
+    """Return the outputs of one kernel for all rows, and document by document."""
     (q, k, v), _ = operands()
     starts = starts_of(LENGTHS)
 
     def flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, key_ends: Tensor, *how: Any, scale: float) -> list[Tensor]:
-        """A varlen kernel: tokens [B T, A, E], the documents' ends in them, the longest."""
+        """Attend as a varlen kernel: tokens [B T, A, E], the documents' ends, the longest document."""
         most, most_keys, dropout, causal, debug = how
         assert (dropout, causal, debug) == (0.0, True, False)
         assert ends.dtype == torch.int32
@@ -218,7 +219,7 @@ def test_short_documents_go_into_blocks() -> None:
     [((8,) * 8, [0]), ((4,) * 16, [0]), ((6,) * 10 + (4,), [0, 1, 3]), ((64,), [0, 1, 2, 3]), ((40, 24), [0, 1, 2, 3])],
 )
 def test_a_ring_takes_the_steps_that_some_document_needs(lengths: Sequence[int], steps: list[int]) -> None:
-    """Of 4 ranks and chunks of 8 tokens. Documents that end with chunks need nobody."""
+    """A ring of 4 ranks has chunks of 8 tokens. Documents that end with chunks need no other rank."""
     mesh = planned_mesh(Grid((("context", 4),)), 1, ("context",), "cpu")
     assert RingAttention(mesh).steps(starts_of([lengths]).numpy(), None) == steps
 
@@ -233,7 +234,7 @@ def sent(mesh: Mesh, lengths: Sequence[int]) -> int:
 
 @pytest.mark.parametrize("lengths, sends", [((8,) * 8, 0), ((6,) * 10 + (4,), 3 * 2), ((64,), 3 * 3)])
 def test_a_ring_sends_blocks_of_those_steps(lengths: Sequence[int], sends: int) -> None:
-    """Keys and values forward, again backward, and their gradients home: each once a step."""
+    """Keys and values are sent forward and again backward, and gradients are sent home: each once a step."""
     block = 2 * (64 // 4) * E * 4
     assert run_ranks(sent, Grid((("context", 4),)), lengths) == [sends * block] * 4
 
@@ -252,7 +253,7 @@ def test_a_ring_sends_blocks_of_those_steps(lengths: Sequence[int], sends: int) 
 def test_a_ring_on_a_device_takes_its_fused_kernel(
     dtype: torch.dtype, masked: bool, device: str, attention: Any, kernel: type[Kernel]
 ) -> None:
-    """On meta tensors, whose kernels give the shapes that a GPU's do; a ring of 4 holds no scores."""
+    """On meta tensors, kernels return the shapes of a GPU's kernels; a ring of 4 holds no scores."""
     length, heads, keys, width = 2048, 8, 2, 64
     q, k, v = (
         torch.empty(1, count, length, width, dtype=dtype, device="meta", requires_grad=True)

@@ -24,7 +24,8 @@ SIZES = [
         for size in (2, 4)
     ],
 ]
-"""How many ranks cut a sequence does not ask which model it is of: beside GPT-2 one number waits for no --long."""
+"""The model does not matter to the ranks that cut a sequence: models other than GPT-2 have one number without
+--long."""
 
 
 @pytest.mark.few
@@ -75,7 +76,7 @@ def test_equals_serial_with_recomputation(kind: str, recompute: str | int) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_serial_with_slices_in_shard_groups(kind: str) -> None:
-    """A slice is cut over the data axis of a group and the context; the groups' sums meet once a step."""
+    """A slice is cut over the data axis of a group and the context; the groups' sums are added once a step."""
     layout = {"data": {"size": 4, "sync": "zero3", "shard": 2}}
     config = config_for("gpt2", {"size": 2, "kind": kind}, layout=layout, batch={"global": 8, "micro": 1})
     check(run(config), serial("gpt2"))

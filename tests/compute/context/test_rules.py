@@ -1,4 +1,4 @@
-"""What a context cannot cut is refused before anything starts, with the values that would work."""
+"""A run that a context cannot cut is refused before the start, with the values that would work."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from tests.compute.context.ways import WAYS, context_of
 from tests.workers import run_ranks
 
 SCALE, CAP = 0.3, 2.0
-"""Scores are of about 3, so that the cap bends most of them."""
+"""Scores are about 3: the cap bends most scores."""
 MASKS = {
     "none": (None, None), "window": (None, 5), "documents": (tuple(LENGTHS), None), "both": (tuple(LENGTHS), 5),
 }  # fmt: skip
@@ -65,13 +65,13 @@ class Case(NamedTuple):
 
 
 def cases(*, exact: bool = False) -> list[Case]:
-    """Every mask with every shape; those of equal bits have no sinks."""
+    """Return every mask with every shape; cases of equal bits have no sinks."""
     every = [Case(*MASKS[mask], *SHAPES[shape]) for mask, shape in product(MASKS, SHAPES)]
     return [case for case in every if not (exact and case.sunk)]
 
 
 def logits() -> Tensor:
-    """A sink a head: one below most scores, one above."""
+    """Return a sink a head: one below most scores, one above."""
     return torch.tensor([-1.0, 0.5, 2.0, 4.0], dtype=torch.float64)
 
 
@@ -96,7 +96,7 @@ def written_out(
 
 
 def gradients(out: Tensor, inputs: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor, ...]:
-    """The output and its gradients; of inputs without an effect zeros."""
+    """Return the output and the gradients, with zeros for inputs without an effect."""
     found = torch.autograd.grad(out, inputs, gradient, allow_unused=True)
     pairs = zip(found, inputs, strict=True)
     return out.detach(), *(torch.zeros_like(x) if dx is None else dx for dx, x in pairs)
@@ -117,7 +117,8 @@ def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor], error: flo
 
 
 def attended(mesh: Mesh, way: str, block: int) -> list[tuple[Tensor, ...]]:
-    """Of each case this rank's tokens of the output, dQ, dK, dV, its part of dsinks, and the places of its tokens."""
+    """Return for each case this rank's tokens of the output, dQ, dK and dV, the rank's part of dsinks, and the tokens'
+    positions."""
     documents.BLOCK = block  # a rank's process has the package to itself
     inputs, gradient = operands()
     context, found = context_of(way, mesh), []
@@ -185,7 +186,7 @@ def test_a_row_of_padding_alone_falls_into_the_sinks() -> None:
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("learnt", [False, True])
 def test_a_bias_is_added_behind_the_cap(shape: str, per_head: bool, learnt: bool) -> None:
-    """By a kernel, and by steps if the bias has a gradient."""
+    """A kernel adds the bias, or steps do if the bias has a gradient."""
     cap, sunk = SHAPES[shape]
     inputs, gradient = operands()
     torch.manual_seed(3)
@@ -201,7 +202,7 @@ def test_a_bias_is_added_behind_the_cap(shape: str, per_head: bool, learnt: bool
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_dropout_sets_weights_to_zero(shape: str) -> None:
-    """With a value that names its key, the output is the weights: each is 0, or grown by 1 / (1 - p)."""
+    """With values that name keys, the output is the weights: each is 0, or grown by 1 / (1 - p)."""
     cap, sunk = SHAPES[shape]
     inputs, _ = operands()
     q, k = inputs[0][:1], inputs[1][:1]
@@ -288,7 +289,7 @@ def test_halves_round_once_or_twice(shape: str, widens: bool, casts: bool) -> No
 
 
 class InFloat64(TorchFunctionMode):
-    """A softmax keeps its operand's dtype, whatever it is asked for."""
+    """Softmax keeps the operand's dtype, whatever dtype is asked for."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
@@ -332,7 +333,7 @@ def test_a_plan_counts_the_devices_kernel(
     dtype: torch.dtype, masked: bool, device: str, cap: float | None, kernel: type[Kernel], ranks: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """On meta tensors: sinks hold no scores, a cap holds tiles of them."""
+    """On meta tensors, sinks hold no scores, and a cap holds tiles of scores."""
     length, heads, width = 2048, 8, 64
     q, k, v = (
         torch.empty(1, count, length, width, dtype=dtype, device="meta", requires_grad=True) for count in (heads, 2, 2)

@@ -1,4 +1,4 @@
-"""What a context sends, by formula; and a plan records what a run sends."""
+"""A context's sends follow the formula, and a plan records a run's sends."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.oracle.context import CUT, ONE_D, config_for
 from tests.workers import run_ranks
 
 B, T, H, E, L = 4, 24, 24, 8, 2
-"""Of config_for's microbatch; E bytes a number."""
+"""Sizes of config_for's microbatch; E bytes a number."""
 
 
 def sent(mesh: Mesh, config: Config) -> dict[str, tuple[int, int]]:
-    """Calls and bytes over the context axis, by verb, of one microbatch."""
+    """Return calls and bytes over the context axis, by verb, of one microbatch."""
     parts = build(config, mesh)
     [batch, *_] = parts.microbatches(rows_of(global_batch(config, 0), slice(0, config.replica_batch)))
     mesh.ledger.traffic.clear()
@@ -60,8 +60,8 @@ def test_a_ring_sends_blocks_forward_and_with_their_gradients_back(size: int) ->
 
 
 def test_a_block_comes_under_the_product_before_it() -> None:
-    """A recorded layer: every block, and the gradients of the one before, are begun before a product that ends before
-    they are waited for; the gradients' last way home alone has none."""
+    """In a recorded layer, every block and the previous block's gradients start before a product, and the wait is after
+    this product. Only the last send of gradients home has no such product."""
     recorder = Recorder()
     mesh = planned_mesh(Grid((("context", 3),)), 1, ("context",), "cuda", recorder.started)
     inputs = [torch.empty(1, 2, 12, 4, device="meta", requires_grad=True) for _ in range(3)]

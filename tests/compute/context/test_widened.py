@@ -1,4 +1,4 @@
-"""Attention of halves whose backward kernel gets float32 operands."""
+"""Attention of halves with float32 operands in the backward kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def halves(*shape: int) -> Tensor:
 
 
 def gradients_of_attention(mesh: Mesh, masked: bool) -> list[tuple[Tensor, Tensor]]:
-    """Output and dQ of one attention in bf16, with a widened backward kernel and with bf16's own."""
+    """Return output and dQ of one attention in bf16, with a widened backward kernel and with bf16's own."""
     torch.manual_seed(2)
     q, gradient = halves(2, 3, 40, 16).requires_grad_(), halves(2, 3, 40, 16)
     mask = torch.rand(2, 1, 1, 40) > 0.3 if masked else None

@@ -31,7 +31,8 @@ WINDOWS = (1, 5, 16, T - 1, 100)
 
 
 def attended(mesh: Mesh, way: str, block: int) -> list[tuple[Tensor, ...]]:
-    """This rank's tokens of the output, dQ, dK, dV with each window, without and with documents; their places."""
+    """Return this rank's tokens of the output, dQ, dK and dV with each window, without and with documents, and the
+    tokens' positions."""
     documents.BLOCK = block  # a rank's process has the package to itself
     inputs, gradient = operands()
     context, found = context_of(way, mesh), []
@@ -46,7 +47,7 @@ def attended(mesh: Mesh, way: str, block: int) -> list[tuple[Tensor, ...]]:
 
 
 def masked(mesh: Mesh) -> list[tuple[Tensor, ...]]:
-    """The same by a plain mask."""
+    """Return the same tensors by a plain mask."""
     inputs, gradient = operands()
     inputs, found = [x.requires_grad_() for x in inputs], []
     for starts in (None, starts_of(LENGTHS)):
@@ -66,7 +67,7 @@ def reference() -> list[list[tuple[Tensor, ...]]]:
 
 @pytest.mark.parametrize("way, block", [*((way, 4) for way in WAYS), ("whole", 128), ("ring 2", 128)])
 def test_a_window_is_a_mask(way: str, block: int) -> None:
-    """`block`: tokens of the least run, of which a row of 48 has 12, or one."""
+    """A run has at least `block` tokens: a row of 48 has 12 runs, or one."""
     [expected] = reference()
     results = run_ranks(attended, Grid((("context", WAYS[way].ranks),)), way, block, forked=True)
     for number, case in enumerate(expected):
@@ -82,7 +83,7 @@ def test_a_window_is_a_mask(way: str, block: int) -> None:
     "window, steps", [(1, [0]), (2, [0, 1, 3]), (9, [0, 1, 3]), (10, [0, 1, 2, 3]), (64, [0, 1, 2, 3])]
 )
 def test_a_ring_leaves_out_the_steps_outside_of_the_window(window: int, steps: list[int]) -> None:
-    """Of 4 ranks and chunks of 8 tokens."""
+    """A ring of 4 ranks has chunks of 8 tokens."""
     mesh = planned_mesh(Grid((("context", 4),)), 1, ("context",), "cpu")
     ring, query = RingAttention(mesh), torch.empty(1, 1, 16, E, device="meta")
     spec = AttentionSpec(causal=True, window=window).within(64)

@@ -1,4 +1,4 @@
-"""Contexts that attention is tried in."""
+"""Contexts for tests of attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.ranks.mesh import Mesh
 
 
 class RingByKernel(RingAttention):
-    """A ring whose pieces are attended by one kernel, unless their scores have a soft cap."""
+    """A ring with one kernel for all pieces, unless scores have a soft cap."""
 
     def __init__(self, mesh: Mesh, kernel: Kernel) -> None:
         super().__init__(mesh)
@@ -33,7 +33,7 @@ class RingByKernel(RingAttention):
 class Way:
     ranks: int = 1
     exact: bool = False
-    """Whether it is of equal bits."""
+    """Whether the context has equal bits."""
 
 
 WAYS = {

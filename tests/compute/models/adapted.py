@@ -1,4 +1,4 @@
-"""Small runs with adapters, and factors B that are not zero: while they are, gradients of A are."""
+"""Small runs with adapters, and factors B other than zero: with B = 0 the gradients of A are zero."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by the models' tests: a model with random weights, and steps of ours beside those of another's."""
+"""Helpers of the models' tests: a model with random weights, and steps next to another program's steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Family = TypeVar("Family", bound=nn.Module)
 
 
 def random_model(family: type[Family], mesh: Mesh, config: Config) -> Family:
-    """Every parameter moved away from its first value, also biases and norms."""
+    """Return a model with every parameter moved from the initial value, biases and norms included."""
     model = build_model(config, SerialKit(mesh), mesh)
     assert isinstance(model, family)
     generator = torch.Generator().manual_seed(5)
@@ -30,7 +30,7 @@ def random_model(family: type[Family], mesh: Mesh, config: Config) -> Family:
 def train_both(
     optimizers: Sequence[torch.optim.Optimizer], steps: int, losses_at: Callable[[int], tuple[Tensor, Tensor]]
 ) -> tuple[list[float], list[float]]:
-    """Our losses and theirs. `losses_at`: both models' loss of a step's batch."""
+    """Return both models' losses. `losses_at` returns both models' loss of a step's batch."""
     losses: tuple[list[float], list[float]] = ([], [])
     for step in range(steps):
         for index, loss in enumerate(losses_at(step)):

@@ -25,7 +25,7 @@ STEPS = 3
 
 @cache
 def tokenizer() -> Path:
-    """A tokenizer with a chat template: a run on pairs is refused without one."""
+    """Return a tokenizer with a chat template: a run on pairs is refused without a template."""
     return make_tokenizer(Path(tempfile.mkdtemp()))
 
 
@@ -58,7 +58,7 @@ def random_pairs(config: Config, step: int) -> Batch:
 
 
 def pairs_of(config: Config, step: int) -> Batch:
-    """Random pairs with reference numbers of their size."""
+    """Return random pairs with reference numbers of the pairs' size."""
     batch, generator = random_pairs(config, step), torch.Generator().manual_seed(step + 50)
     lengths = (batch["labels"] != -100).sum(-1)
     noise = torch.randn(lengths.shape, generator=generator, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Adapters under every axis compute what one device computes: float64 gradients to 1e-12 relative, losses to 1e-10."""
+"""Adapters under every axis compute one device's numbers: float64 gradients to 1e-12 relative, losses to 1e-10."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def ours(inputs: Sequence[Tensor], state: Tensor | None = None, starts: Tensor |
 
 
 def answers(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs, and the gradients of their sum times random numbers."""
+    """Return the outputs, and the gradients of the outputs' sum times random numbers."""
     generator = torch.Generator().manual_seed(9)
     total = sum((out * torch.randn(out.shape, generator=generator, dtype=out.dtype)).sum() for out in outputs)
     return [*outputs, *torch.autograd.grad(total, list(inputs))]
@@ -70,7 +70,7 @@ def test_chunks_compute_what_transformers_computes(form: str, length: int) -> No
 
 
 LENGTHS = ([5, 1, 66, 3, 80], [64, 64, 27], [155], [1] * 155)
-"""Tokens of each document of a row: some begin inside of a chunk, some are longer than one."""
+"""Tokens of each document of a row: some begin inside of a chunk, some are longer than a chunk."""
 
 
 def starts_of(lengths: Sequence[int]) -> Tensor:
@@ -125,7 +125,7 @@ def test_a_convolution_reads_no_other_document() -> None:
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("sizes", [[40, 40, 40], [3, 70, 47]])
 def test_parts_of_a_sequence_pass_their_states_on(sizes: list[int], documents: bool) -> None:
-    """Each part is computed without the state before it."""
+    """Each part is computed without the previous part's state."""
     inputs = drawn(120)
     starts = starts_of([35, 2, 60, 23]) if documents else None
     query, key, *rest = inputs
@@ -144,7 +144,7 @@ def test_parts_of_a_sequence_pass_their_states_on(sizes: list[int], documents: b
 
 
 def recurrence(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, **options: Any) -> Any:
-    """fla's function with its order of dimensions [1, T, A, E], by the rule's definition."""
+    """Compute fla's function, with fla's order of dimensions [1, T, A, E], by the rule's definition."""
     ends = options.get("cu_seqlens", torch.tensor([0, query.shape[1]])).tolist()
     outputs, state = [], options.get("initial_state")
     for first, last in pairwise(ends):

@@ -1,5 +1,5 @@
-"""Documents packed into one sequence and kept apart are computed as one by one: float64, loss and gradients to 1e-12;
-under layouts as on one device. The samples' boundaries are the packed corpus' end tokens."""
+"""Separate documents in one packed sequence are computed as one by one: float64, loss and gradients to 1e-12; under
+layouts as on one device. The samples' boundaries are the packed corpus' end tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def separate(name: str, layout: dict[str, Any], **changes: Any) -> Config:
 
 
 def packed_rows() -> Batch:
-    """Three rows of documents; each one's last token predicts nothing."""
+    """Return three rows of documents; each document's last token predicts nothing."""
     tokens = torch.randint(300, (3, 24), generator=torch.Generator().manual_seed(7))
     begins, labels = np.zeros((3, 24), dtype=bool), tokens.roll(-1, 1)
     for row, lengths in enumerate(LENGTHS):
@@ -55,7 +55,7 @@ def packed_rows() -> Batch:
 
 
 def loss_and_gradients(model: Chain, batches: list[Batch], total: int) -> tuple[float, dict[str, Tensor]]:
-    """The mean over `total` valid tokens in all batches."""
+    """Return the mean over `total` valid tokens in all batches, and the gradients."""
     model.zero_grad()
     device = next(model.parameters()).device
     loss = torch.stack([model(to_device(batch, device), {"labels": 1 / total})[0] for batch in batches]).sum()
@@ -116,7 +116,7 @@ CROSSED: dict[str, tuple[str, dict[str, Any]]] = {
     "ring x experts": ("experts", {"context": RING, "data": {"size": 2, "expert": 2}}),
     "ring x latents": ("deepseek", {"context": RING, "tensor": ONE_D}),
 }  # fmt: skip
-"""Axes beside a cut sequence, each with the family that it is tested with."""
+"""Axes next to a cut sequence, each with the tested family."""
 ONLY_LONG = {("gpt2", "ring of 4"), ("llama", "zero3"), ("gpt2", "branches"), ("gpt2", "zero3")}
 
 
@@ -146,7 +146,8 @@ def test_equals_serial_where_sequences_are_cut_beside_other_axes(layout: str) ->
 
 
 def gradients_of_one_document(mesh: Mesh, config: Config, changed: str) -> dict[str, Tensor]:
-    """The gradients of the losses of each row's second document. `changed`: whose tokens are others than drawn."""
+    """Return the gradients of the losses of each row's second document. `changed` names the documents with changed
+    tokens."""
     parts, batch = build(config, mesh), global_batch(config, 0)
     begins = batch["positions"] == 0
     begins[:, 3] = begins[:, 17] = True  # every row has a second document
@@ -231,7 +232,7 @@ def test_a_window_knows_its_documents(tmp_path: Path) -> None:
 
 
 def test_the_reference_keeps_documents_apart_too() -> None:
-    """It runs the same model file on torch's functions: what `verify` holds a layout against."""
+    """The reference that `verify` compares a layout with runs the same model file on torch's functions."""
     config = separate("gpt2", {})
     torch.manual_seed(1)
     model = make_chain(config, ReferenceKit()).double()

@@ -1,5 +1,5 @@
-"""Frozen parameters: every layout equals plain torch in float64, nothing is held or computed for them, and a
-checkpoint has their weights alone."""
+"""Frozen parameters: every layout equals plain torch in float64, no gradient or state is held or computed, and a
+checkpoint has the weights alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary positions of a config.json against transformers' own reading of it: frequencies to the bit."""
+"""Rotary positions of a config.json equal transformers' own reading of the file: frequencies to the bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buckets: views of flat memory, grouped by kind, padded to their ranks; places say what lies where."""
+"""Buckets are views of flat memory, grouped by kind, padded to the ranks; places give each parameter's range."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HUGE = 2**30
 
 
 class Model(ShardedModule):
-    """Two matrices, one of them cut; a vector, one in half precision."""
+    """Three matrices, one cut, and a norm's vector."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)

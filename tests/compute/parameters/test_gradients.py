@@ -1,4 +1,4 @@
-"""Who is told of gradients, and for how long."""
+"""An owner is told of gradients until the owner is dropped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.compute.parameters.gradients import Gradients
 
 
 class Owner:
-    """A strategy: it holds the gradients, which tell it of themselves."""
+    """A strategy that holds gradients, and is told of each gradient."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.heard: list[Tensor] = []

@@ -20,7 +20,7 @@ from meshwright.ranks.transport import Transport
 CPU = torch.device("cpu")
 SPEC = ShardSpec((100, 24), {"data": Shard(1)}, Initial(0.5, mean=2.0))
 ROWS = 7
-"""Rows of a block, of which the last is shorter."""
+"""Rows of a block; the last block is shorter."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def by_hand(name: str, seed: int) -> Tensor:
-    """One block after another, each of a generator that its number gives."""
+    """Draw one block after another, each from a generator seeded by the block's number."""
     blocks = []
     for number, first in enumerate(range(0, 100, ROWS)):
         generator = torch.Generator().manual_seed(seed_of(f"{seed}/{name}/{number}"))
@@ -63,7 +63,7 @@ def test_threads_change_no_bit(count: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_few_blocks_are_ahead(count: int) -> None:
-    """A block for each thread and one more are drawn before they are asked for."""
+    """At most a block for each thread and one more are drawn ahead."""
     drawn = 0
 
     def counted(label: str) -> int:

@@ -1,4 +1,4 @@
-"""Stochastic rounding: unbiased, equal under every layout; moments and weights in bf16 train as float32 ones do."""
+"""Stochastic rounding is unbiased and equal under every layout; moments and weights in bf16 train as in float32."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_numbers_of_bf16_infinities_and_nan_stay() -> None:
     for step in range(50):
         assert torch.equal(rounded(exact, step).float(), exact)
         assert torch.equal(rounded(special, step).float(), special)
-    # The bits of NaN on a GPU, and one whose upper half alone would be an infinity.
+    # The bits of NaN on a GPU, and a NaN with an upper half that alone would be an infinity.
     for bits in (0x7FFFFFFF, 0x7F800001, -1):
         assert rounded(torch.full((1000,), bits, dtype=torch.int32).view(torch.float32)).isnan().all()
 
@@ -155,7 +155,7 @@ def config_of(name: str, states: str, masters: str, steps: int = 30, **changes: 
 
 
 def losses(mesh: Mesh, config: Config) -> list[float]:
-    """The losses of steps over one batch, so that they fall by a lot."""
+    """Return the losses of steps over one batch, which makes losses fall by a lot."""
     parts = build(config, mesh)
     held = parts.optimizer.held
     assert isinstance(held, InPlace)
@@ -189,7 +189,7 @@ def nearest(self: Draw, out: Tensor, values: Tensor, kind: str, places: Any) -> 
 
 
 def fallen(mesh: Mesh, stochastic: bool) -> tuple[float, float]:
-    """The means of a second moment and of its weights after 200 gradients of zero, where both began at one."""
+    """Return the means of a second moment and of the weights after 200 gradients of zero; both begin at one."""
     held = (parts := build(config_of("adamw", "bf16", "bf16"), mesh)).optimizer.held
     assert isinstance(held, InPlace)
     held.prepare()
@@ -243,7 +243,7 @@ def test_a_run_holds_a_third_of_the_states() -> None:
 
 
 def converted(mesh: Mesh, first: Config, second: Config, folder: Path) -> tuple[dict[Kind, Tensor], dict[Kind, Tensor]]:
-    """All that a run holds after some steps, and a run of other formats that goes on from its checkpoint."""
+    """Return the tensors of a run after some steps, and of a run of other formats that resumes the checkpoint."""
     parts = build(first, mesh)
     for step in range(3):
         train_step(parts, global_batch(first, step), step)

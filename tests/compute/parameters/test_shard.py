@@ -1,4 +1,4 @@
-"""Boxes and specs: every element is held once, and its first value does not depend on the layout."""
+"""Boxes and specs: every element is held once, and the initial value does not depend on the layout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SEED = 1193019385407515193
 
 
 def numbered(shape: tuple[int, ...]) -> Tensor:
-    """Every element is its own row-major index."""
+    """Return a tensor with row-major indices as elements."""
     return torch.arange(math.prod(shape)).view(shape)
 
 

@@ -34,11 +34,11 @@ class Same:
 
 
 Draws = dict[str, list[bytes]]
-"""In order: the zeros of each dropout outside of branches; the random stream as it is at each attention core."""
+"""In order: the zeros of each dropout outside of branches; the state of the random stream at each attention core."""
 
 
 def draws(mesh: Mesh, config: Config) -> tuple[Draws, list[float]]:
-    """The draws of two steps on the same samples; and their losses."""
+    """Return the draws of two steps on the same samples, and the losses."""
     parts = build(config, mesh)
     drawn: Draws = {"outside": [], "inside": []}
 

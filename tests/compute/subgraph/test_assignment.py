@@ -1,4 +1,4 @@
-"""Dealing branches: each once, every sub-grid some, and nobody much longer than need be."""
+"""Dealing branches: each branch once, every sub-grid some, and no sub-grid much longer than necessary."""
 
 from __future__ import annotations
 

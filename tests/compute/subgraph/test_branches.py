@@ -31,7 +31,7 @@ PAIRS: tuple[tuple[Enter, Leave], ...] = (
 
 @dataclass(frozen=True)
 class Case:
-    """Branches as a test wants them. `inner`: of each branch, the width of its hidden layer."""
+    """Branches for a test. `inner` has the width of each branch's hidden layer."""
 
     enter: Enter
     leave: Leave
@@ -43,7 +43,7 @@ class Case:
     rows: int = ROWS
 
     def modules(self) -> list[nn.Module]:
-        """The branches, drawn alike on every rank."""
+        """Return the branches, drawn with equal values on every rank."""
         torch.manual_seed(1)
         count = len(self.inner)
         ins = (WIDTH,) * count if self.enter == "split" else self.widths or (WIDTH // count,) * count
@@ -61,7 +61,7 @@ class Case:
 
 
 def cases(size: int) -> dict[str, Case]:
-    """Cases by name, for an axis of `size` ranks."""
+    """Return cases by name, for an axis of `size` ranks."""
     listed = {}
     commons: list[Common] = ["all", "one", *range(2, size)]
     for enter, leave in PAIRS:
@@ -78,13 +78,13 @@ def cases(size: int) -> dict[str, Case]:
 
 
 def batch(num_rows: int, replica: int, width: int = WIDTH) -> Tensor:
-    """The input of a replica's branches: [num_rows, STEPS, width]."""
+    """Return the input of a replica's branches: [num_rows, STEPS, width]."""
     generator = torch.Generator().manual_seed(replica)
     return torch.randn(num_rows, STEPS, width, generator=generator, dtype=torch.float64)
 
 
 def summed_gradients(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
-    """By name: a parameter's gradient, summed as its spec says; of the parameters that live here."""
+    """Return the gradients of this rank's parameters by name, each summed by the parameter's spec."""
     specs, results = shard_specs(model), {}
     for name, parameter in model.named_parameters():
         if parameter.numel():
@@ -95,7 +95,7 @@ def summed_gradients(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
 
 
 def pass_through(model: Branches, mesh: Mesh, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor], Any]:
-    """This rank's output, gradient of its input, gradients of its parameters; calls by verb, there and back."""
+    """Return this rank's output, the gradients of input and parameters, and the calls by verb, forward and backward."""
     mine = model.rows(x).clone().requires_grad_()
     mesh.ledger.traffic.clear()
     y = model(mine)
@@ -108,7 +108,7 @@ def pass_through(model: Branches, mesh: Mesh, x: Tensor) -> tuple[Tensor, Tensor
 
 
 def run_cases(mesh: Mesh, listed: dict[str, Case], replicas: int) -> dict[str, Any]:
-    """Every case on this rank; on one rank, all replicas' rows one after another."""
+    """Run every case on this rank; on one rank, all replicas' rows one after another."""
     results = {}
     for name, case in listed.items():
         inputs = [batch(case.rows, replica) for replica in range(replicas)]
@@ -127,7 +127,7 @@ def on(data: int, size: int, listed: dict[str, Case], replicas: int) -> list[dic
 
 @cache
 def answers(data: int, size: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The results of every rank of the grid; of one device, whose common layers are on all ranks that there are."""
+    """Return the results of every rank of the grid, and of one device with common layers on all ranks."""
     listed = cases(size)
     alone = {name: replace(case, common="all") for name, case in listed.items()}
     return on(data, size, listed, data), on(1, 1, alone, data)[0]
@@ -160,7 +160,7 @@ MESSAGES = ("split-sum-3-unequal", "slice-concat-all-unequal")
 
 
 def over_mpi(mesh: Mesh) -> tuple[None, dict[str, Tensor]]:
-    """The results by messages on this rank of four: outputs and gradients of x by case."""
+    """Return the results by messages on this rank of four: outputs and gradients of x by case."""
     results = run_cases(mesh, {name: cases(4)[name] for name in MESSAGES}, 1)
     return None, {f"{name}-{at}": result[at] for name, result in results.items() for at in (0, 1)}
 
@@ -178,7 +178,7 @@ TABLE = {
     "all": {"split": "all_gather", "sum": "reduce_scatter", "slice": "all_to_all", "concat": "all_to_all"},
     "one": {"split": "broadcast", "sum": "reduce", "slice": "scatter", "concat": "gather"},
 }
-"""The paper's: what each step sends forward. Its mirror sends so in the backward pass."""
+"""The paper's verb for each step forward. The mirrored step has this verb in the backward pass."""
 
 MIRROR = {"split": "sum", "sum": "split", "slice": "concat", "concat": "slice"}
 
@@ -230,7 +230,7 @@ def test_grouped_convolution_is_its_branches(size: int) -> None:
 
 
 def held_parameters(mesh: Mesh) -> tuple[int, int, list[float]]:
-    """Parameters that this rank holds, those of the model; what its first ones are after `initialise`."""
+    """Return the numbers of this rank's and of the model's parameters, and branch 1's weights after `initialise`."""
     torch.manual_seed(3)
     plain = nn.Linear(6, 5)
     drawn = plain.weight[0, 0].item()
@@ -255,14 +255,15 @@ def test_a_rank_holds_the_parameters_of_its_branches(size: int) -> None:
 
 
 class Turned(nn.Module):
-    """[B, n, n], turned where it lies: output and gradient have gaps."""
+    """Transpose [B, n, n] without a copy: output and gradient have gaps."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mT
 
 
 def turn_one(mesh: Mesh) -> tuple[Tensor, Tensor | None, Tensor]:
-    """A branch that learns, one that does not; only who holds rows differentiates x. What comes of it on this rank."""
+    """Run a branch that learns and a branch that does not; only ranks with rows differentiate x. Return this rank's
+    results."""
     torch.manual_seed(4)
     linear = nn.Linear(4, 4).double()
     weight = linear.weight.detach().clone()
@@ -274,7 +275,7 @@ def turn_one(mesh: Mesh) -> tuple[Tensor, Tensor | None, Tensor]:
 
 
 def look_up(mesh: Mesh) -> list[int]:
-    """Ids have no gradient, and one of the tables has none: the sums of those that live here."""
+    """Return the sums of the gradients of this rank's tables. Ids have no gradient, and one of the tables has none."""
     tables = [nn.Embedding(5, 4), nn.Embedding(5, 4).requires_grad_(False)]
     model = Branches(tables, enter="split", leave="sum", mesh=mesh, num_rows=2)
     model(model.rows(torch.tensor([[1], [3]]))).sum().backward()

@@ -1,4 +1,4 @@
-"""Branches that an axis cannot have are refused, with the values that it can."""
+"""Branches that an axis cannot have are refused, with valid values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.workers import run_ranks
 
 
 def mistakes(mesh: Mesh) -> list[str]:
-    """The message of each mistake."""
+    """Return the message of each mistake."""
     settings: dict[str, Any] = {"enter": "slice", "leave": "sum", "mesh": mesh, "num_rows": 8}
     made: list[tuple[int, dict[str, Any], tuple[int, int]]] = [
         (4, {"num_rows": 6}, (2, 12)),

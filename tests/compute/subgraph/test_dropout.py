@@ -19,7 +19,7 @@ def config_of(common: str, data: int) -> Config:
     return parse_config(tree)
 
 
-@pytest.mark.host  # a GPU's trainer tells of a step one later, and its masks come from another generator
+@pytest.mark.host  # a GPU's trainer reports a step one step later, and masks are from another generator
 @pytest.mark.parametrize("common, data", [("all", 2), ("one", 1)])
 def test_masks_differ_where_rows_or_heads_do(common: str, data: int) -> None:
     config = config_of(common, data)

@@ -1,6 +1,6 @@
-"""The original Transformer and T5 compute under every layout what one device computes, in float64; sources are padded.
+"""The original Transformer and T5 compute one device's numbers under every layout, in float64; sources are padded.
 
-Transformer: labels smoothed by its default; T5: heads together wider than the hidden states.
+Transformer: labels smoothed by default; T5: heads together wider than the hidden states.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def subgraph(size: int, common: str, branch: str) -> dict[str, Any]:
 
 
 def laid_out(model: str, tensor: dict[str, Any], stages: int = 1, data: int = 1) -> Config:
-    """Two blocks; with stages four microbatches."""
+    """Return a run of two layers; with stages four microbatches."""
     config = config_for(model, tensor, data, steps=3, batch={"global": 16, "micro": 4})
     layout = config.layout.model_dump() | {"pipeline": {"size": stages}}
     return Config.model_validate(config.model_dump(mode="json", by_alias=True) | {"layout": layout})

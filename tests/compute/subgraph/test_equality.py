@@ -1,4 +1,4 @@
-"""Sub-graphs compute what one device computes: every form of D&SP, alone and with what else a layout may ask for."""
+"""Sub-graphs compute one device's numbers: every form of D&SP, alone and with all else that a layout may have."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def train_each(mesh: Mesh, configs: list[Config]) -> list[Any]:
 
 @pytest.mark.parametrize("common, data", [("all", 1), ("one", 2), pytest.param("all", 2, marks=pytest.mark.long)])
 def test_every_sync(common: str, data: int) -> None:
-    """With `common: one` half of the ranks bring buckets without elements."""
+    """With `common: one` half of the ranks have buckets without elements."""
     configs = [with_sync("gpt2", subgraph(2, common, "block"), sync, data) for sync in SYNCS]
     layout = configs[0].layout
     ranks = run_ranks(train_each, Grid(layout.axes), configs, token_axes=layout.token_axes)
@@ -81,7 +81,7 @@ def test_recomputed(common: str, branch: str, recompute: str | int) -> None:
 
 
 def norm_of(mesh: Mesh, config: Config) -> float:
-    """The norm of one step's gradient."""
+    """Return the norm of one step's gradient."""
     parts = build(config, mesh)
     backward(parts, global_batch(config, 0))
     parts.strategy.finish()

@@ -10,7 +10,7 @@ from tests.oracle.tensor import config_for
 
 
 def half_precision(tensor: dict[str, object], sync: str, to: str) -> Config:
-    """bf16 on four ranks; what is summed at once does not depend on where the optimizer is."""
+    """Return a run of bf16 on four ranks. The sizes of sums do not depend on the optimizer's place."""
     tree = config_for("gpt2", tensor, 2, steps=3).model_dump(mode="json", by_alias=True)
     tree["layout"]["data"] = {"size": 2, "sync": sync}
     tree["precision"] = {"level": "O2", "dtype": "bf16"}

@@ -39,7 +39,8 @@ def config(size: int, common: str, branch: str, data: int = 1) -> Config:
 
 
 def of_rank(_mesh: Mesh, config: Config, rank: int) -> tuple[dict[str, int], int, int, int, int]:
-    """Bytes sent by axis; elements of branches and of common layers that it holds; both of the whole model."""
+    """Return the bytes sent by axis, this rank's elements of branches and of common layers, and both of the whole
+    model."""
     parts = counted_step(config, rank)
     cut = {name: "branch" in spec.placements for name, spec in parts.specs.items()}
     held, whole = [0, 0], [0, 0]
@@ -51,13 +52,13 @@ def of_rank(_mesh: Mesh, config: Config, rank: int) -> tuple[dict[str, int], int
 
 @cache
 def counted(size: int, common: str, branch: str, rank: int, data: int = 1) -> tuple[dict[str, int], int, int, int, int]:
-    """In a process of its own: this one forks others, and must not have run a backward pass."""
+    """Count in another process: this process forks others, and must not have run a backward pass."""
     (result,) = run_ranks(of_rank, Grid((("data", 1),)), config(size, common, branch, data), rank)
     return result
 
 
 def crossings(size: int, branch: str) -> int:
-    """Bytes of the splits and joins of a rank: as many each way."""
+    """Return the bytes of a rank's splits and joins, with equal bytes each way."""
     if branch == "attention-core":  # query, key and value sliced, the heads' output joined: 4 all-to-alls' payload
         return 2 * LAYERS * 4 * ACTIVATION * (size - 1) // size**2
     return 2 * LAYERS * PAIRS[branch] * 2 * ACTIVATION * (size - 1) // size
@@ -84,7 +85,8 @@ def test_common_layers_on_one(size: int, branch: str) -> None:
 
 @pytest.mark.parametrize("branch", PAIRS)
 def test_a_branch_is_not_reduced_over_sub_grids(branch: str) -> None:
-    """Common gradients over data and branch, those of branches over data alone, and only a sub-grid's share of them."""
+    """Common gradients are summed over data and branch; branches' gradients over data alone, and only a sub-grid's
+    share."""
     size, data = 2, 2
     traffic, _, _, branches, common = counted(size, "all", branch, 0, data)
     ranks = size * data

@@ -1,4 +1,4 @@
-"""The general translation: a plan that moves everything once, and a verb that does what the plan says, both ways."""
+"""The general translation: a plan that moves every element once, and a verb that follows the plan, both ways."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_intervals() -> None:
 
 
 def layouts(size: int) -> dict[str, tuple[RowLayout, RowLayout]]:
-    """Pairs of layouts of [7, 5] on the ranks of an axis."""
+    """Return pairs of layouts of [7, 5] on the ranks of an axis."""
     everything = (Box((0, 0), (7, 5)),) * size
     columns = tuple(Box((0, part.start), (7, len(part))) for part in nearly_even(5, range(size), size))
 
@@ -85,7 +85,8 @@ def cut(x: Tensor, box: Box) -> Tensor:
 
 
 def run_all(mesh: Mesh) -> dict[str, tuple[Tensor, Tensor, dict[tuple[str, str], int]]]:
-    """By name: this rank's part, the gradient of what it gave, calls of the forward pass by axis and verb."""
+    """Return by name this rank's part, the gradient of the rank's input, and calls of the forward pass by axis and
+    verb."""
     index, results = mesh.index("branch"), {}
     for name, (source, target) in layouts(mesh.size("branch")).items():
         x = cut(whole(index), source[index]).clone().requires_grad_()
@@ -99,7 +100,7 @@ def run_all(mesh: Mesh) -> dict[str, tuple[Tensor, Tensor, dict[tuple[str, str],
 
 
 def summed(source: RowLayout, target: RowLayout, index: int) -> Tensor:
-    """The values that the member `index` must get: of every element the sum of all who have it."""
+    """Return the values for member `index`: each element summed over all ranks that have the element."""
     total = torch.zeros(7, 3, 5, dtype=torch.float64)
     for rank, box in enumerate(source):
         cut(total, box).add_(cut(whole(rank), box))

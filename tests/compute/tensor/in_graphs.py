@@ -38,7 +38,7 @@ ONE = Grid((("data", 1),))
 
 
 def with_blocks(config: Config, **changes: Any) -> Config:
-    """The config with `compile: blocks`, and with other settings of its axes."""
+    """Return the config with `compile: blocks`, and with other settings of axes."""
     tree = config.model_dump(mode="json", by_alias=True)
     for axis, settings in changes.items():
         tree["layout"][axis] |= settings
@@ -46,7 +46,8 @@ def with_blocks(config: Config, **changes: Any) -> Config:
 
 
 def counted(mesh: Mesh, config: Config, backend: str = "aot_eager") -> tuple[Any, int, Counter[str]]:
-    """What the oracle's `train` returns, the number of graphs, and the breaks by reason. In a process of its own."""
+    """Return the result of the oracle's `train`, the number of graphs, and the breaks by reason. Each call needs a
+    separate process."""
     graphs.BACKEND = backend
     result = train(mesh, config)
     return result, counters["stats"]["unique_graphs"], Counter(counters["graph_break"])
@@ -60,14 +61,14 @@ def run(config: Config, backend: str = "aot_eager") -> list[tuple[Any, int, Coun
 
 
 def equals(config: Config, one: Any, backend: str = "aot_eager") -> tuple[int, Counter[str]]:
-    """Compare with one device without graphs; the graphs and breaks of all ranks."""
+    """Compare with one device without graphs; return the graphs and breaks of all ranks."""
     results = run(config, backend)
     check([result for result, _, _ in results], one)
     return results[-1][1], results[-1][2]
 
 
 def some(names: Iterable[str], often: Sequence[str]) -> list[Any]:
-    """The names as parameters, those that are not in `often` marked long: a graph takes seconds to be made."""
+    """Return the names as parameters. Names outside of `often` are marked long: making a graph takes seconds."""
     return [name if name in often else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
@@ -89,7 +90,7 @@ def steps(mesh: Mesh, config: Config) -> list[float]:
 
 
 def losses(model: dict[str, Any] | None = None, **changes: Any) -> list[float]:
-    """The losses of three steps. `model`: changed fields of the model."""
+    """Return the losses of three steps. `model`: changed fields of the model."""
     tree = config_for("gpt2", WHOLE, **changes).model_dump(mode="json", by_alias=True)
     found: list[float]
     (found,) = run_ranks(steps, ONE, parse_config(tree | {"model": tree["model"] | (model or {})}), forked=True)

@@ -1,6 +1,6 @@
 """Triton's kernels of column_sums.py, interpreted on a CPU: prints the differences from the references as JSON.
 
-A program of its own: Triton reads TRITON_INTERPRET when it is imported.
+A separate program: Triton reads TRITON_INTERPRET on import.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ HEADS = ((2, 3, 5, 7), (1, 12, 64, 64), (3, 2, 70, 16), (0, 2, 3, 4))
 
 
 def compare(kernel: Callable[[], tuple[Tensor, ...]], reference: tuple[Tensor, ...]) -> tuple[float, bool]:
-    """The largest difference of a result, of the result's largest element, and whether a second run has equal bits."""
+    """Return a result's largest difference, relative to the result's largest element, and whether a second run has
+    equal bits."""
     made, again = kernel(), kernel()
     assert [(x.shape, x.dtype) for x in made] == [(x.shape, x.dtype) for x in reference]
     gaps = [

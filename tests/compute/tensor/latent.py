@@ -1,5 +1,5 @@
-"""A model in which all heads share activations, as in multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one
-key with the positions for all heads, that enters the branches; and a sum over heads that leaves them."""
+"""A model with activations shared by all heads, as in multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one
+key with the positions for all heads enters the branches, and a sum over heads leaves the branches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Latent(Gpt2):
 
 
 def latent(config: Config) -> Config:
-    """A run of GPT-2 with these layers instead."""
+    """Return a run of GPT-2 with these layers instead."""
     return config.model_copy(update={"model": Latent.model_validate(config.model.model_dump(mode="json"))})
 
 

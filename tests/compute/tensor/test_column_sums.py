@@ -154,7 +154,7 @@ def test_kernels_compile_for_an_h100(name: str, half: str, tmp_path: Path, monke
 
 
 def rewritten(function: Any, *inputs: Tensor) -> Counter[Any]:
-    """The operations of a function's graph after the rewrites, whose results are checked against the graph before."""
+    """Return the operations of a function's graph after the rewrites; results must equal the graph's before."""
     made = make_fx(function, tracing_mode="fake")(*inputs)
     expected = made(*inputs)
     REWRITES(made.graph)
@@ -209,7 +209,7 @@ def test_other_sums_are_left(case: str) -> None:
 
 
 def with_kernels(config: Config, **changes: Any) -> Config:
-    """The config with `compile: kernels`, which runs the references on a CPU."""
+    """Return the config with `compile: kernels`, which runs the references on a CPU."""
     return parse_config(
         graphs.with_blocks(config, **changes).model_dump(mode="json", by_alias=True) | {"compile": "kernels"}
     )

@@ -44,7 +44,7 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def set_sizes(patch: pytest.MonkeyPatch, chunk_rows: int) -> None:
-    """Chunks of so many rows of logits, worked on five rows at a time."""
+    """Set chunks of `chunk_rows` rows of logits, worked on five rows at a time."""
     patch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 4 * PADDED * chunk_rows})
     patch.setattr(cross_entropy, "CHUNK_ROWS", 1)
     patch.setattr(cross_entropy, "SLICE_BYTES", {"cpu": 4 * PADDED * 5})
@@ -58,7 +58,7 @@ def reference(h: Tensor, weight: Tensor, labels: Tensor, scale: float, smoothing
 def with_gradients(
     mesh: Mesh, which: str, chunk_rows: int, scale: float, factor: float, dtype: str, smoothing: float = 0.0
 ) -> list[Tensor]:
-    """[loss, dh, dW] of factor · loss."""
+    """Return [loss, dh, dW] of factor · loss."""
     h, weight, labels = inputs(getattr(torch, dtype))
     h.requires_grad_()
     weight.requires_grad_()
@@ -88,7 +88,7 @@ def test_equals_cross_entropy(chunk_rows: int, scale: float, factor: float) -> N
 @pytest.mark.parametrize("chunk_rows", [ONE_CHUNK, MANY_CHUNKS])
 @pytest.mark.parametrize("smoothing", [0.1, 1.0])
 def test_smoothed_labels(smoothing: float, chunk_rows: int) -> None:
-    """As torch's label_smoothing; in every kit: test_words."""
+    """Smoothing equals torch's label_smoothing; in every kit: test_words."""
     (ours,) = run_ranks(with_gradients, ONE, "ours", chunk_rows, 1 / 7, -3.0, "float64", smoothing)
     (theirs,) = run_ranks(with_gradients, ONE, "reference", 0, 1 / 7, -3.0, "float64", smoothing)
     for mine, wanted in zip(ours, theirs, strict=True):
@@ -109,7 +109,7 @@ def test_lower_precision(dtype: str, tolerance: float, smoothing: float) -> None
 
 
 def test_many_chunks_in_half_precision_are_added_without_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 600 equal terms bf16 would add up 256: a sum stops growing where a term is less than its last bit."""
+    """bf16 would add up 256 of 600 equal terms: a sum stops growing if a term is less than the sum's last bit."""
     set_sizes(monkeypatch, 1)
     _, weight, _ = inputs()
     h, labels = torch.ones(600, weight.shape[1]), torch.zeros(600, dtype=torch.int64)
@@ -139,7 +139,7 @@ def test_without_gradients(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-12), ("float32", 1e-5)])
 @pytest.mark.parametrize("spread", [1.0, 2000.0])
 def test_labels_without_a_share(spread: float, dtype: str, tolerance: float) -> None:
-    """A softmax leaves nothing of logits that are far below the greatest; their losses and gradients stay right."""
+    """A softmax is 0 at logits far below the greatest; losses and gradients of such labels stay right."""
     found = []
     for kind in (getattr(torch, dtype), torch.float64):
         h, weight, labels = inputs(kind)
@@ -169,7 +169,7 @@ def test_huge_logits_stay_finite() -> None:
 
 
 class Tied(nn.Module):
-    """A head over the table that also embeds. What it is evaluated by is not smoothed."""
+    """A head over the table that also embeds. The evaluated loss is not smoothed."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
@@ -248,7 +248,8 @@ def split_inputs(vocabulary: int, padded: int) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def split_loss(mesh: Mesh, vocabulary: int, padded: int, chunk_elements: int) -> list[Tensor]:
-    """[loss, whole dh, dW, db, number right] with each rank's part of the table; chunks of so many logits."""
+    """Return [loss, whole dh, dW, db, number right] with each rank's part of the table, by chunks of `chunk_elements`
+    logits."""
     comm = mesh.comm("col")
     h, weight, bias, labels = split_inputs(vocabulary, padded)
     mine = slice(comm.index * padded // comm.size, (comm.index + 1) * padded // comm.size)
@@ -268,7 +269,7 @@ def split_loss(mesh: Mesh, vocabulary: int, padded: int, chunk_elements: int) ->
 
 
 def unsplit_loss(mesh: Mesh, vocabulary: int, padded: int) -> list[Tensor]:
-    """The result of `split_loss`, by torch on whole logits."""
+    """Return the result of `split_loss`, by torch on whole logits."""
     h, weight, bias, labels = split_inputs(vocabulary, padded)
     leaves = [x.requires_grad_() for x in (h, weight, bias)]
     logits = (h @ weight.t() + bias)[:, :vocabulary]
@@ -280,7 +281,7 @@ def unsplit_loss(mesh: Mesh, vocabulary: int, padded: int) -> list[Tensor]:
 @pytest.mark.parametrize("chunk_elements", [30, 107, 10**6])
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
 def test_split_over_ranks(split: tuple[int, int, int], chunk_elements: int) -> None:
-    """Ranks hold different numbers of real classes: all of them send equally many chunks of equal lengths."""
+    """Ranks hold different numbers of real classes; all ranks send equal numbers of chunks of equal lengths."""
     vocabulary, padded, size = split
     grid = Grid((("data", 1), ("col", size)))
     results = run_ranks(split_loss, grid, vocabulary, padded, chunk_elements, forked=True)
@@ -305,7 +306,7 @@ def test_a_gpu_has_1_gib_of_logits_at_a_time(classes: int, chunks: int, dtype: t
 
 
 def sizes_in(config: Config) -> list[int]:
-    """Bytes of the float32 logits of each chunk in a run's head, 512 tokens over 512 classes."""
+    """Return the bytes of the float32 logits of each chunk in a run's head, 512 tokens over 512 classes."""
     mesh = solo_mesh(torch.device("cpu"), config.grid.names)
     model = build_model(config, build_kit(config, mesh), mesh)
     (head,) = (module for module in model.modules() if isinstance(module, TableHead))

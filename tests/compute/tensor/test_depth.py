@@ -1,4 +1,5 @@
-"""Depth does useful work: twice the depth halves a rank's tokens and operations. Dropping its sum is seen."""
+"""Depth does useful work: twice the depth halves a rank's tokens and operations. Dropping the sum over depth is
+seen."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ DEEP = {"kind": "tesseract", "q": 2, "d": 2}
 
 
 def work(mesh: Mesh, config: Config) -> tuple[int, int]:
-    """Tokens that a rank sees of a batch, and the operations of its forward and backward pass."""
+    """Return a rank's tokens of a batch, and the operations of the forward and backward pass."""
     parts = build(config, mesh)
     batch = {name: parts.kit.slice(x, "batch") for name, x in rows_of(global_batch(config, 0), slice(0, 12)).items()}
     with FlopCounterMode(display=False) as counter:
@@ -45,7 +46,7 @@ def test_depth_halves_tokens_and_operations() -> None:
     assert deep * 2 == flat
 
 
-@pytest.mark.host  # what is patched here is not in the server that ranks of a GPU are forked from
+@pytest.mark.host  # a patch here is not in the server that forks a GPU's ranks
 def test_dropping_the_depth_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     (serial,) = run(one_step({"kind": "none"}))
     check(run(one_step(DEEP)), serial)
@@ -54,7 +55,7 @@ def test_dropping_the_depth_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     def wrong(self: ShardSpec, mesh: Any) -> tuple[str, ...]:
         return tuple(axis for axis in right(self, mesh) if axis != "depth")
 
-    monkeypatch.setattr(ShardSpec, "sum_axes", wrong)  # the ranks are forked with it
+    monkeypatch.setattr(ShardSpec, "sum_axes", wrong)  # forked ranks have the patch
     with pytest.raises(AssertionError):
         check(run(one_step(DEEP)), serial)
 
@@ -75,7 +76,7 @@ def test_nobody_holds_what_is_whole() -> None:
 
 
 def live(mesh: Mesh, a: int, b: int, c: int) -> int:
-    """Elements that this rank keeps between a linear's forward and backward pass, and its output's."""
+    """Return this rank's elements kept between a linear's forward and backward pass, and the output's elements."""
     layer = build_kit(config_for("gpt2", DEEP), mesh).expand(b, c, Initial(0.02))
     initialise(layer, mesh, 1)
     x = torch.ones(a // mesh.size("depth", "row"), b // mesh.size("col"), device=mesh.device, requires_grad=True)
@@ -99,7 +100,7 @@ def test_live_memory_of_a_product_is_the_papers() -> None:
 
 
 def shapes(mesh: Mesh, config: Config) -> dict[str, tuple[int, int]]:
-    """Elements that this rank holds of each parameter, and elements of all of it."""
+    """Return this rank's elements of each parameter, and the whole parameter's elements."""
     parts = build(config, mesh)
     return {
         name: (parameter.numel(), torch.Size(parts.specs[name].shape).numel())

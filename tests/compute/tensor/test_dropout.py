@@ -1,4 +1,4 @@
-"""Dropout between pairs of linears: ranks that hold the same activations draw one mask, all others their own."""
+"""Dropout between pairs of linears: ranks with the same activations draw one mask, all other ranks draw other masks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.workers import run_ranks
 WHOLE = {"kind": "megatron", "size": 2}
 
 
-@pytest.mark.host  # a GPU's trainer tells of a step one later, and its masks come from another generator
+@pytest.mark.host  # a GPU's trainer reports a step one step later, and masks are from another generator
 @pytest.mark.parametrize(
     "tensor, alike",
     [(WHOLE, True), (WHOLE | {"sequence_parallel": True}, False), ({"kind": "tesseract", "q": 2, "d": 1}, False)],

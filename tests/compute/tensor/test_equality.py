@@ -1,4 +1,4 @@
-"""Every tensor kit computes what one device computes: float64 gradients to 1e-12 relative, losses to 1e-10."""
+"""Every tensor kit computes one device's numbers: float64 gradients to 1e-12 relative, losses to 1e-10."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ONLY_LONG = [
     ("gpt2", ALL[-1], 2, SHORT),  # 36 ranks
     *[(model, tensor, 2, SHORT) for model in ("bert", "vit") for tensor in FEW + [BLOCKS[2]]],
 ]
-"""Cases that wait for --long: as many ranks as nothing else has, and what GPT-2 shows too."""
+"""Cases that wait for --long: the largest number of ranks, and cases that GPT-2 covers as well."""
 
 
 def label(case: tuple[str, dict[str, Any], int, int]) -> str:
@@ -22,7 +22,8 @@ def label(case: tuple[str, dict[str, Any], int, int]) -> str:
 
 
 def is_alike(case: tuple[str, dict[str, Any], int, int]) -> bool:
-    """Whether a case waits for --long: GPT-2 on one replica has every layout, the others show what is theirs."""
+    """Return whether a case waits for --long: GPT-2 on one replica has every layout, other cases have the layouts in
+    FEW."""
     model, tensor, data, _ = case
     return case in ONLY_LONG or ((model, data) != ("gpt2", 1) and tensor not in FEW)
 

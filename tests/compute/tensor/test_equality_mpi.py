@@ -1,4 +1,4 @@
-"""The tensor kits over MPI compute what one device computes."""
+"""The tensor kits over MPI compute one device's numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts with a capacity against a loop over sequences, tokens and choices, in float64; what they drop is counted."""
+"""Experts with a capacity equal a loop over sequences, tokens and choices, in float64; dropped pairs are counted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ CLAMP = (1.7, 0.5)
 
 
 def looped(h: Tensor, weights: dict[str, Tensor], chosen: int, most: int) -> tuple[Tensor, int]:
-    """Token by token in the order of each sequence: an expert that has its `most` gives nothing. And how often.
+    """Compute token by token in the order of each sequence, and count dropped pairs: an expert with `most` tokens gives
+    nothing.
 
     With biases the gates and ups are clamped.
     """
@@ -62,7 +63,8 @@ def looped(h: Tensor, weights: dict[str, Tensor], chosen: int, most: int) -> tup
 def compared(
     mesh: Mesh, count: int, chosen: int, capacity: float, biased: bool
 ) -> tuple[list[float], int, int, float]:  # fmt: skip
-    """Distances of output and gradients, what each has dropped, and the distance of evaluation to a loop without."""
+    """Return the distances of output and gradients, both numbers of dropped pairs, and evaluation's distance to a loop
+    without drops."""
     shape = ExpertsShape(
         H, N, count, chosen, True, False, capacity, Initial(0.5), Initial(0.5), linear_biases=biased,
         clamp=CLAMP if biased else None,
@@ -96,7 +98,7 @@ def compared(
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("count, chosen, capacity", [(4, 2, 1.0), (5, 3, 0.6), (4, 1, 0.3), (3, 2, 1.5)])
 def test_a_capacity_takes_the_first_tokens(count: int, chosen: int, capacity: float, biased: bool) -> None:
-    """In evaluation none is left out."""
+    """Evaluation drops no token."""
     ((distances, counted, dropped, apart),) = run_ranks(compared, ONE, count, chosen, capacity, biased)
     assert max(distances) < 1e-12
     assert counted == dropped
@@ -105,7 +107,7 @@ def test_a_capacity_takes_the_first_tokens(count: int, chosen: int, capacity: fl
 
 
 def dropped_by(mesh: Mesh, config: Any) -> int:
-    """This rank's dropped pairs of a step."""
+    """Return this rank's dropped pairs of a step."""
     parts = build(config, mesh)
     batch: Batch = global_batch(config, 0)
     train_step(parts, batch)
@@ -114,7 +116,7 @@ def dropped_by(mesh: Mesh, config: Any) -> int:
 
 @pytest.mark.parametrize("recompute", ["none", 1])
 def test_what_is_dropped_is_counted_once(recompute: str | int) -> None:
-    """Also where passes are recomputed; over an axis whose ranks hold the same tokens, once on each of them."""
+    """Recomputed passes do not count again; over an axis with the same tokens on all ranks, each rank counts once."""
     serial = experts({}, model=BOUNDED)
     (alone,) = run_ranks(dropped_by, Grid(serial.layout.axes), serial)
     config = experts(BOUNDED_LAYOUTS["ring x cut"], model=BOUNDED, memory={"recompute": recompute})
@@ -125,7 +127,8 @@ def test_what_is_dropped_is_counted_once(recompute: str | int) -> None:
 def at_once(
     mesh: Mesh, dtype: torch.dtype, capacity: float | None, grouped: bool, frozen: bool, biased: bool = False
 ) -> list[Tensor]:
-    """The output and gradients of experts of which one takes no token, twice added up in rooms of their own."""
+    """Return the outputs of two passes and the summed gradients of experts with separate memory; one expert takes no
+    token."""
     shape = ExpertsShape(
         16, 8, 5, 2, True, False, capacity, Initial(0.5), Initial(0.5), linear_biases=biased,
         clamp=CLAMP if biased else None,
@@ -169,7 +172,8 @@ def test_one_kernel_for_all_experts_sums_biases_as_one_for_each(capacity: float 
 
 
 def test_a_clamped_swiglu_is_torchs() -> None:
-    """Beyond the bounds the slope is zero. On a bound it is one here and in torch 2.13, and another in torch 2.15."""
+    """Beyond the bounds the slope is zero. On a bound the slope is one here and in torch 2.13, and another in torch
+    2.15."""
     x = torch.randn(7, 3, 2, 11, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     gate, up = theirs[..., 0, :].clamp(max=CLAMP[1]), theirs[..., 1, :].clamp(-CLAMP[1], CLAMP[1])
@@ -183,7 +187,7 @@ def test_a_clamped_swiglu_is_torchs() -> None:
 
 
 def step_of(mesh: Mesh, config: Any, grouped: bool) -> tuple[float, list[Tensor]]:
-    """The loss and the weights after a step."""
+    """Return the loss and the weights after a step."""
     parts = build(config, mesh)
     with patch.object(Experts, "grouped", lambda self, x: grouped):
         loss = train_step(parts, global_batch(config, 0)).loss

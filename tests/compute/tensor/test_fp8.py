@@ -1,4 +1,4 @@
-"""Linears in FP8: the formula, its gradients, every layout within verify's bound, and what is refused."""
+"""Linears in FP8: the formula, the gradients, every layout within verify's bound, and refusals."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def config_for(name: str, precision: dict[str, Any], layout: dict[str, Any] | No
 
 
 def e4m3(x: Tensor, dim: int) -> Tensor:
-    """x in e4m3 as the formula has it, written anew: scaled, cast and scaled back."""
+    """Return x in e4m3 by the formula, written anew: scaled, cast and scaled back."""
     scale = x.abs().amax(dim, keepdim=True).float().clamp(min=1e-30) / 448
     return (x * (1 / scale)).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
@@ -130,7 +130,7 @@ def test_a_product_is_that_of_the_rounded_factors(emulates: bool) -> None:
     total = torch.ones(24, 32)
     factors.write_product(a, b, total, beta=1)
     assert torch.equal(total, 1 + given.float())
-    # The input gradient's factor is a weight as it is stored, transposed.
+    # The input gradient's factor is a stored weight, transposed.
     dy = torch.randn(24, 32).bfloat16()
     close(factors.multiply(dy, b.t()).double(), e4m3(dy.float(), 1).double() @ e4m3(b.t().float(), 0).double())
 
@@ -186,7 +186,7 @@ class _Fp8Linear(torch.autograd.Function):
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_a_model_is_plain_torch_with_the_formula(model: str) -> None:
-    """In float64, where nothing else is rounded: the loss and every gradient."""
+    """In float64 nothing else is rounded: the loss and every gradient are equal."""
     config = config_for(model, FLOAT64, {"data": {}})
     reference = Reference(config, torch.device("cpu"))
     for name, layer in reference.model.named_modules():
@@ -250,7 +250,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def check(config: Config) -> list[float]:
-    """The losses of a run that is within verify's bound of float64 on one device."""
+    """Compare a run with float64 on one device within verify's bound; return the losses."""
     losses, gradients = float64(config.model.family if not config.model.routing.num_experts else "experts")
     results, allowed = run(config), tolerance_of(config)
     for mine, _ in results:

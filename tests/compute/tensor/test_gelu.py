@@ -1,4 +1,4 @@
-"""Our GELU is torch's tanh form: values and gradients, also where slices end and where the gate saturates."""
+"""Meshwright's GELU is torch's tanh form: values and gradients, also at the ends of slices and for a saturated gate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.workers import run_ranks
 
 
 def both(mesh: Mesh, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Value and gradient of ours in `dtype`, of torch's in float64 (in float32 its tanh saturates to no gradient)."""
+    """Return value and gradient of Meshwright's GELU in `dtype`, and of torch's in float64 (torch's tanh saturates to
+    no gradient in float32)."""
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(3, SLICE_ELEMENTS // 2 + 7, generator=generator) * 4).to(dtype)
     x[0, :4] = torch.tensor([0.0, -60.0, 60.0, -7.5])

@@ -1,7 +1,7 @@
-"""Layers as graphs compute what they do without: every family, every way to cut, deferred gradients, recomputation.
+"""Layers compute equal numbers with and without graphs: every family, every cut, deferred gradients, recomputation.
 
 Graphs are traced and differentiated here as for Inductor, and run by torch's own kernels (`aot_eager`); one test lets
-Inductor make them.
+Inductor make the graphs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_every_family_is_one_device_without_graphs(model: str) -> None:
     config = with_blocks(config_for(model, WHOLE, steps=3))
     made, breaks = equals(config, serial(model))
     assert made
-    # Whole layers where nothing is outside.
+    # Whole layers if nothing is outside.
     assert bool(breaks) == bool(list(outside_of_graphs(config))), breaks
 
 
@@ -121,7 +121,7 @@ def test_inductor_makes_one_graph_of_all_layers() -> None:
 
 
 def from_disk(mesh: Mesh, config: Config, folder: Path) -> tuple[Any, dict[str, int]]:
-    """What the oracle's `train` returns, and what torch's cache of graphs in a folder did."""
+    """Return the result of the oracle's `train`, and the counts of torch's cache of graphs in a folder."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     result = train(mesh, config)
     return result, {what: counters["aot_autograd"][f"autograd_cache_{what}"] for what in ("bypass", "miss", "hit")}
@@ -129,8 +129,8 @@ def from_disk(mesh: Mesh, config: Config, folder: Path) -> tuple[Any, dict[str, 
 
 @needs_inductor
 def test_graphs_are_read_from_disk(tmp_path: Path) -> None:
-    """Another process traces them again, and neither differentiates nor lowers them. Layers with other weights frozen
-    are other graphs, though their forward passes are equal."""
+    """Another process traces the graphs again, and neither differentiates nor lowers any graph. Layers with other
+    frozen weights are other graphs, though the forward passes are equal."""
     config = with_blocks(config_for("gpt2", WHOLE, steps=2, batch={"global": 24, "micro": 6}))
     frozen = with_field(config, "model.frozen", ("blocks.*.attention.*",))
     ((one, made), (again, read), (part, other)) = (
@@ -155,7 +155,7 @@ def on_vectors(mesh: Mesh, config: Config, folder: Path, capability: str) -> tup
 @pytest.mark.long
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="one vector length here")
 def test_a_folder_of_graphs_serves_two_vector_lengths(tmp_path: Path) -> None:
-    """Loops of the other length would leave elements unset, or write behind a tensor."""
+    """Loops of the other length would leave elements unset, or write after the end of a tensor."""
     config = with_blocks(config_for("gpt2", WHOLE, steps=2, batch={"global": 24, "micro": 6}))
     lengths = ("avx512", "avx2", "avx512")
     found = [run_ranks(on_vectors, ONE, config, tmp_path, each, forked=True)[0] for each in lengths]
@@ -164,7 +164,8 @@ def test_a_folder_of_graphs_serves_two_vector_lengths(tmp_path: Path) -> None:
 
 
 def vectors(mesh: Mesh, config: Config, ours: bool) -> list[tuple[str, str]]:
-    """The vector instructions that Inductor finds on this CPU, by itself or as runs begin to look for them."""
+    """Return the vector instructions that Inductor finds on this CPU, by itself or by the search at the start of
+    runs."""
     if ours:
         start_compiler("cpu")
         found = vectors_found().result()
@@ -190,7 +191,7 @@ IN_FP8: dict[str, dict[str, Any]] = {
 
 
 def in_fp8(model: str, compiles: str, axes: dict[str, Any], recompute: Any = "none") -> Config:
-    """A run in float64 with linears in FP8, which no run file may say: so nothing else is rounded."""
+    """Return a run in float64 with linears in FP8, which no run file allows: nothing else is rounded."""
     small = config_for(model, WHOLE, steps=3, batch={"global": 24, "micro": 6}, memory={"recompute": recompute})
     tree = small.model_dump(mode="json", by_alias=True) | {"compile": compiles}
     tree["model"] |= {"layers": 4, "hidden": 96} | ({"feed_forward": 96} if model == "llama" else {})
@@ -202,7 +203,8 @@ def in_fp8(model: str, compiles: str, axes: dict[str, Any], recompute: Any = "no
 
 
 def equals_in_fp8(model: str, axes: dict[str, Any], recompute: Any = "none") -> int:
-    """Compare with the same ranks without graphs, since scales are of each rank's operands; the number of graphs."""
+    """Compare with the same ranks without graphs, since scales are of each rank's operands; return the number of
+    graphs."""
     plain, graph = (run(in_fp8(model, compiles, axes, recompute)) for compiles in ("none", "blocks"))
     losses, pieces = zip(*(result for result, _, _ in plain), strict=True)
     whole: dict[str, Any] = {}
@@ -244,7 +246,8 @@ def test_halves_round_no_worse(precision: dict[str, str]) -> None:
 
 
 def steps_as_on_a_gpu(mesh: Mesh, config: Config) -> tuple[list[float], Counter[str]]:
-    """Losses of layers that multiply by torch's `_scaled_mm`, which a CPU has as well, and the breaks of graphs."""
+    """Return the losses of layers that multiply by torch's `_scaled_mm`, which a CPU has as well, and the breaks of
+    graphs."""
     graphs.BACKEND = "aot_eager"
     parts = build(config, mesh)
     narrow(parts.model.blocks, config.model.num_blocks, "cuda")
@@ -272,7 +275,7 @@ def bf16_of(compiles: str, products: str) -> Config:
 
 
 def gradients(mesh: Mesh, config: Config, backend: str) -> Tensor:
-    """All gradients of the first step as one vector, in the order of their names."""
+    """Return all gradients of the first step as one vector, in the order of names."""
     graphs.BACKEND = backend
     held = train_step_of(build(config, mesh), 0)[1]
     return torch.cat([part.flatten().double() for name in sorted(held) for part in held[name].values()])

@@ -23,7 +23,7 @@ ROWS = B * T * H * E
 
 
 def sent(mesh: Mesh, config: Config) -> dict[str, tuple[int, int]]:
-    """Calls and bytes over the tensor axis, by verb, of one microbatch."""
+    """Return calls and bytes over the tensor axis, by verb, of one microbatch."""
     parts = build(config, mesh)
     batch = rows_of(global_batch(config, 0), slice(0, B))
     mesh.ledger.traffic.clear()
@@ -57,7 +57,7 @@ def test_bytes_with_cut_sequences(size: int) -> None:
 
 
 def draws(mesh: Mesh, config: Config) -> tuple[list[float], list[float], list[float]]:
-    """Random numbers between pairs, inside one, and between pairs again."""
+    """Return random numbers between pairs, inside of a pair, and between pairs again."""
     kit = build_kit(config, mesh)
     torch.manual_seed(3)
     before = torch.rand(4).tolist()

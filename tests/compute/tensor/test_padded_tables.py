@@ -1,6 +1,5 @@
-"""Tables whose rows do not fall into equal parts are padded: 1-D and 2-D on 3 and 6 ranks compute what one device does
-without padding, in float64, and checkpoints move between layouts that pad otherwise.
-"""
+"""Tables with rows that do not divide evenly are padded: 1-D and 2-D on 3 and 6 ranks compute one device's numbers
+without padding, in float64, and checkpoints move between layouts with other padding."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from tests.training.checkpoint.states import Leg, States, run_leg
 from tests.workers import run_ranks
 
 FIRST, LAST = 2, 4
-TEXT = {"positions": 14, "vocabulary": 290}  # 14 x 24 and 290 x 24 are multiples of 16: normal_() draws rows alike
+TEXT = {"positions": 14, "vocabulary": 290}  # 14 x 24 and 290 x 24 are multiples of 16: normal_() draws equal rows
 LAYOUTS: dict[str, dict[str, Any]] = {
     "serial": {"kind": "none"},
     "3": {"kind": "megatron", "size": 3},
@@ -46,7 +45,7 @@ def padded_config(model: str, layout: str, multiple: int, **changes: Any) -> Con
 
 @cache
 def serial(model: str) -> Any:
-    """One device's losses and gradients; none of its tables is padded."""
+    """Return one device's losses and gradients, without padded tables."""
     return run(padded_config(model, "serial", 1))[0]
 
 
@@ -72,7 +71,7 @@ def check(results: list[Any], model: str) -> None:
 @pytest.mark.parametrize("model", ["gpt2", "bert", "vit"])
 def test_equals_one_device_without_padding(model: str, layout: str, multiple: int) -> None:
     if model == "vit" and layout == "6 cut":
-        layout = "6"  # its 10 tokens do not fall into 6 parts
+        layout = "6"  # ViT's 10 tokens do not divide into 6 parts
     check(run(padded_config(model, layout, multiple)), model)
 
 
@@ -87,7 +86,7 @@ def legs(
 
 
 def assert_same_rows(after: States, before: States) -> None:
-    """Tables of another padding hold the values in the rows that both have, and zeros behind."""
+    """Assert equal values in the rows that tables of both paddings have, and zeros in all further rows."""
     assert after.keys() == before.keys()
     for name, there in before.items():
         if after[name].shape == there.shape:
@@ -122,7 +121,7 @@ def test_another_vocabulary_is_no_padding(tmp_path: Path) -> None:
 
 
 def test_an_older_checkpoint_has_positions_without_padding(tmp_path: Path) -> None:
-    """Versions that padded the tokens' table and not the positions': their checkpoints are restored and exported."""
+    """Checkpoints of versions that padded the tokens' table and not the positions' are restored and exported."""
     before = written(legs("serial", 1, None, tmp_path, 0, 1, "gpt2"))
     step = tmp_path / "step-1"
     manifest = read_manifest(step)

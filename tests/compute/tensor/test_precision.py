@@ -11,7 +11,7 @@ from tests.oracle.tensor import config_for
 
 STEPS = 10
 TOLERANCE = 0.02
-"""Relative, of losses near 6; bf16 has 8 bits. Serial bf16 is as far from float32 as that."""
+"""Relative, of losses near 6; bf16 has 8 bits. Serial bf16 has the same distance from float32."""
 
 
 def losses(tensor: dict[str, Any], level: str, dtype: str) -> list[float]:

@@ -28,7 +28,7 @@ MULTIPLIES = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "matmul", "
 
 
 def products_in(tree: ast.AST) -> list[int]:
-    """The lines that multiply matrices."""
+    """Return the lines that multiply matrices."""
     found = []
     for node in ast.walk(tree):
         called = node.func if isinstance(node, ast.Call) else None
@@ -78,7 +78,7 @@ ONE = Grid((("data", 1), ("row", 1), ("col", 1), ("depth", 1)))
 
 
 def counted(mesh: Mesh, layer: str) -> list[tuple[int, ...]]:
-    """The products of a layer's forward and backward pass."""
+    """Return the products of a layer's forward and backward pass."""
     products = Counted()
     kit = (TesseractKit(mesh, "whole", Arithmetic(products)) if layer == "summa"
            else SerialKit(mesh, arithmetic=Arithmetic(products)))  # fmt: skip
@@ -105,7 +105,7 @@ def counted(mesh: Mesh, layer: str) -> list[tuple[int, ...]]:
         ("pair", [(6, N), (6, H), (H, N)]),
         ("summa", [(6, N), (6, H), (H, N)]),
         ("head", [(6, V), (6, H), (V, H)]),
-        # The router's; then of two experts, each of which has room for 2 rows of each of 2 sequences.
+        # The router's; then two experts', each expert with room for 2 rows of each of 2 sequences.
         ("experts", [(6, 2), (H, 2), (6, H), *[(4, 2 * N), (4, H), (N, H), (4, N), (H, 2 * N), (4, H)] * 2]),
     ],
 )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Real vocabularies over several ranks: every kit computes what one device computes, with tokens enough for chunks.
+"""Real vocabularies over several ranks: every kit computes one device's numbers, with tokens enough for chunks.
 
-GPT-2's 50257 words, BERT's 30522 and T5's 32128 are no multiples of what a layout asks for: the last ranks hold the
+GPT-2's 50257 words, BERT's 30522 and T5's 32128 are not the multiples that layouts need: the last ranks hold the
 padding, so ranks hold different numbers of real classes. Layers are few and narrow; tables and logits have real sizes.
 """
 
@@ -35,10 +35,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 MULTIPLE = 192
-"""The table's rows are a multiple of it: 2, 3, 4 and 8 ranks share them evenly."""
+"""The table's rows are a multiple of MULTIPLE: 2, 3, 4 and 8 ranks share the rows evenly."""
 
 MICRO, SEQUENCE = 8, 72
-"""A microbatch has 576 tokens: several chunks in all of them."""
+"""A microbatch has 576 tokens: several chunks in every case."""
 
 STEPS = 2
 
@@ -81,7 +81,7 @@ def config_for(model: str, tensor: dict[str, Any], dtype: str) -> Config:
 
 @dataclass(frozen=True)
 class Answer:
-    """A rank's results: losses, validation losses and numbers of right words after them, the first step's gradients."""
+    """A rank's results: losses, then validation losses and numbers of right words, and the first step's gradients."""
 
     losses: list[float]
     held_out: list[float]
@@ -91,7 +91,7 @@ class Answer:
 
 
 def learnable(config: Config, step: int) -> Batch:
-    """The family's batch, with the last word of the vocabulary as every third label: a model guesses it soon."""
+    """Return the family's batch with the vocabulary's last word as every third label, which a model guesses soon."""
     made = BATCHES[config.model.family](config, step)
     third = torch.arange(made["labels"].shape[1]) % 3 == 0
     last = config.model.vocabulary - 1
@@ -114,7 +114,7 @@ def train(mesh: Mesh, config: Config) -> Answer:
 
 @torch.no_grad()
 def validated(parts: Parts, batch: Batch) -> torch.Tensor:
-    """By label the summed loss of this rank's rows of a batch, then how many are predicted."""
+    """Return by label the summed loss of this rank's rows of a batch, then the numbers of right predictions."""
     names = parts.model.labels
     sums = torch.zeros(2, len(names), dtype=torch.float64)
 
@@ -128,7 +128,7 @@ def validated(parts: Parts, batch: Batch) -> torch.Tensor:
 
 @cache
 def serial(model: str, dtype: str) -> Answer:
-    """One device's."""
+    """Return one device's answer."""
     return run(model, {"kind": "none"}, dtype, 1)[0]
 
 
@@ -171,14 +171,14 @@ def test_equals_serial(case: Case) -> None:
 @pytest.mark.host  # threads are a CPU's, and a GPU multiplies float32 in TF32
 @pytest.mark.parametrize("case", marked(THREADED, THREADED_LONG), ids=label)
 def test_equals_serial_with_threads(case: Case) -> None:
-    """In float32 with two threads a rank, as `meshwright verify --as-configured` would have it."""
+    """In float32 with two threads a rank, as under `meshwright verify --as-configured`."""
     check(run(*case, "float32", 2), serial(case[0], "float32"), of_losses=1e-5, of_gradients=1e-5)
 
 
 def train_for_files(
     mesh: Mesh, model: str, tensor: dict[str, Any]
 ) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    """`train`, its gradients flat: `name@offset,offset`."""
+    """Run `train`; return the gradients flat, by `name@offset,offset`."""
     mine = train(mesh, config_for(model, tensor, "float64"))
     flat = {
         f"{name}@{','.join(map(str, offsets))}": torch.from_numpy(part)

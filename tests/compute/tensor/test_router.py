@@ -1,8 +1,8 @@
 """Routers' losses and biases are the same under every layout, accumulation, recomputation and stages: float64 gradients
 to 1e-12 relative, losses to 1e-10.
 
-A balance over the batch is one over a microbatch that is the whole batch: however a layout cuts it. Biases move by what
-the global batch has taken, counted here by a loop over its rows.
+A balance over the batch equals a balance over a microbatch of the whole batch, under every layout. Biases move by the
+loads of the global batch, counted here by a loop over the rows.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def routed(over: str, layout: dict[str, Any], micro: int, **changes: Any) -> Con
 
 @cache
 def over_eight_rows(family: Any) -> Any:
-    """One device, on which the global batch is one microbatch."""
+    """Return one device's run with the global batch as one microbatch."""
     return run(family("microbatch", {}, 8))[0]
 
 
@@ -77,8 +77,8 @@ def test_a_balance_over_the_batch_with_recomputation(recompute: str | int) -> No
 
 
 def test_a_balance_over_the_batch_with_dropout_draws_the_same_masks_twice() -> None:
-    """The pass that counts sees what the pass that trains computes: two microbatches of four rows on one device equal
-    a step that is told the counts of its own passes."""
+    """The counting pass computes the training pass's numbers: two microbatches of four rows on one device equal a step
+    that is given the counts of the training passes."""
     model = MODEL | {"experts": LLAMA | {"balance_over": "batch"}, "dropout": 0.3}
     config = experts({}, model=model, batch={"global": 8, "micro": 4})
     ((told, counted),) = run_ranks(loads_of_both_passes, Grid(config.layout.axes), config)
@@ -87,7 +87,7 @@ def test_a_balance_over_the_batch_with_dropout_draws_the_same_masks_twice() -> N
 
 
 def loads_of_both_passes(mesh: Mesh, config: Config) -> tuple[list[Tensor], list[Tensor]]:
-    """The mean sequence's loads that the first pass tells each router, and those of the second."""
+    """Return the mean sequence's loads of each router in the first pass, and in the second pass."""
     parts = build(config, mesh)
     seen: dict[Router, list[Tensor]] = {}
     for router in parts.model.modules():
@@ -106,7 +106,7 @@ def loads_of_both_passes(mesh: Mesh, config: Config) -> tuple[list[Tensor], list
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_balance_over_a_microbatch(name: str) -> None:
-    """Whose rows follow from batch.micro alone."""
+    """The rows of a microbatch follow from `batch.micro` alone."""
     check(run(llama("microbatch", LAYOUTS[name], 2)), of_two_rows())
 
 
@@ -121,7 +121,7 @@ def test_the_three_are_three_numbers() -> None:
 
 
 def biases(mesh: Mesh, config: Config) -> dict[str, Tensor]:
-    """The biases that this rank has after the run's steps."""
+    """Return this rank's biases after the run's steps."""
     parts = build(config, mesh)
     for step in range(config.steps):
         train_step(parts, global_batch(config, step), step)
@@ -154,7 +154,7 @@ def moved_on_one_device() -> dict[str, Tensor]:
     ids=["accumulated", "recomputed", "stages", "zero1, sgd"],
 )
 def test_biases_move_alike(layout: dict[str, Any], changes: dict[str, Any]) -> None:
-    """To the last bit: signs of sums of integers."""
+    """Biases are equal to the last bit: moves are signs of sums of integers."""
     expected = moved_on_one_device()
     if "optimizer" in changes:
         expected = moved(deepseek(LATER, {}, batch={"global": 8, "micro": 8}, **changes))
@@ -167,7 +167,7 @@ def test_biases_move_alike(layout: dict[str, Any], changes: dict[str, Any]) -> N
 
 
 def first_move(mesh: Mesh, config: Config) -> list[tuple[Tensor, Tensor]]:
-    """Each router's bias after a step, and by a loop over the tokens that it was asked for."""
+    """Return each router's bias after a step, and the bias by a loop over the router's tokens."""
     parts = build(config, mesh)
     loads: dict[Router, Tensor] = {}
     for router in parts.model.modules():

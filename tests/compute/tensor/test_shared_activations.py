@@ -1,6 +1,6 @@
-"""An activation that all heads share enters their branches, a sum over heads leaves them, in every kit. A model that
-uses both equals one device in float64, is planned to the byte, and under `bits: layout-free` ends with one device's
-bits."""
+"""In every kit an activation shared by all heads enters the heads' branches, and a sum over heads leaves the branches.
+A model that uses both equals one device in float64, is planned to the byte, and under `bits: layout-free` ends with one
+device's bits."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_layouts_end_with_the_bits_of_one_device(precision: str, words: tuple[st
 
 @pytest.mark.host
 def test_the_order_of_parts_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One device that adds its four parts one after the other ends with other bits than the tree of two ranks."""
+    """One device that adds four parts one after the other ends with other bits than the tree of two ranks."""
 
     def in_turn(addends: Iterable[torch.Tensor]) -> torch.Tensor:
         return functools.reduce(torch.add, addends)

@@ -1,4 +1,4 @@
-"""All 27 choices of what stays, gathered and streamed, give the product; a rank sends what the table says."""
+"""All 27 choices of matrices that stay, gathered and streamed, give the product; a rank sends the table's elements."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHOICES = [Stationary(*each) for each in product("XWY", repeat=3)]
 
 
 def block(mesh: Mesh, x: Tensor) -> Tensor:
-    """This rank's block of a matrix."""
+    """Return this rank's block of a matrix."""
     rows = x.chunk(mesh.size("row"))[mesh.index("row")]
     return rows.chunk(mesh.size("col"), 1)[mesh.index("col")].contiguous()
 
@@ -46,7 +46,7 @@ def layer_of(mesh: Mesh, form: Form) -> TesseractLinear:
 
 
 def products(mesh: Mesh) -> list[tuple[str, float]]:
-    """The worst relative error of y, dx, dW and db, of each choice in each form."""
+    """Return the worst relative error of y, dx, dW and db, of each choice in each form."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(ROWS, H, generator=generator, dtype=torch.float64).to(mesh.device)
     above = torch.randn(ROWS, N, generator=generator, dtype=torch.float64).to(mesh.device)
@@ -118,7 +118,7 @@ def test_bytes_and_calls(q: str) -> None:
 
 
 def expected(sizes: Sizes, choice: Stationary, form: Form) -> tuple[dict[str, int], int]:
-    """Elements sent over each axis, and exchanged with the mirror rank."""
+    """Return the elements sent over each axis, and exchanged with the mirror rank."""
     sent = {"row": 0, "col": 0}
     exchanged = 0
     gathered: set[tuple[str, str]] = set()
@@ -141,7 +141,7 @@ def test_the_choice_follows_the_sizes() -> None:
     many_tokens = Sizes(4096, 256, 1024, 2)
     assert best_stationary(many_tokens, KEPT) == Stationary("Y", "Y", "Y")  # W is small, and X smaller than Y
     contract = Sizes(4096, 1024, 256, 2)
-    assert best_stationary(contract, KEPT).forward == "X"  # W and the small Y travel
+    assert best_stationary(contract, KEPT).forward == "X"  # W and the small Y are sent
     few_tokens = Sizes(4, 4096, 16384, 2)
     assert best_stationary(few_tokens, STREAMED) == Stationary("W", "W", "W")  # the weight is the largest
     for sizes in (many_tokens, contract, few_tokens):
@@ -160,7 +160,7 @@ def test_the_form_follows_the_memory(free: int, form: Form) -> None:
 
 
 def gathers(mesh: Mesh) -> tuple[int, int, int]:
-    """Weights gathered by two microbatches, by the next step, by one in which nothing is kept."""
+    """Return the weights gathered by two microbatches, by the next step, and by a step that keeps nothing."""
     counts = []
     for form in FORMS[:2]:
         layer = layer_of(mesh, form)

@@ -1,4 +1,4 @@
-"""Products of halves in float32: the same numbers, rounded once; chosen where a CPU is slow at its own."""
+"""Products of halves in float32: the same numbers, rounded once; chosen if a CPU is slow at products of halves."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_other_dtypes_are_left_alone() -> None:
 
 
 def dtypes_of_products(mesh: Mesh, config: Config) -> set[torch.dtype]:
-    """The dtypes in which the products of matrices of a step and of a validation are computed."""
+    """Return the dtypes of the products of matrices in a step and in a validation."""
     found: set[torch.dtype] = set()
 
     class Watching(torch.utils._python_dispatch.TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""The kit's words that GPT-2, BERT and ViT do not say, in every kit: values and gradients against plain torch."""
+"""The kit's words that GPT-2, BERT and ViT do not use, in every kit: values and gradients equal plain torch's."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def plain_group_norm(weights: dict[str, Tensor], x: Tensor, labels: Tensor) -> T
 
 
 class Paths(nn.Module):
-    """Branches without biases, with a parameter of each kind inside: cut along its first dim, and along another."""
+    """Branches without biases, with a parameter of each kind inside: cut along the first dim, and along another."""
 
     def __init__(self, kit: Kit) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def plain_slices(weights: dict[str, Tensor], x: Tensor, labels: Tensor) -> Tenso
 
 
 class SmoothHeads(nn.Module):
-    """Two heads with label smoothing: where classes are cut, one is all padding on the last rank."""
+    """Two heads with label smoothing: if classes are cut, one head is all padding on the last rank."""
 
     def __init__(self, kit: Kit) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def part_of_rank(kit: Kit, mesh: Mesh, x: Tensor) -> Tensor:
 
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
-"""A rank's results and the expected ones, by name."""
+"""A rank's results and the expected results, by name."""
 
 
 def compare(mesh: Mesh, config: Config, word: str) -> Pairs:
@@ -233,4 +233,4 @@ def test_words(name: str) -> None:
         for pairs in (answers[word] for answers in ranks):
             for what, (mine, wanted) in pairs.items():
                 assert torch.allclose(mine, wanted, rtol=1e-12, atol=1e-12), f"{word}, {what}: {mine} for {wanted}"
-        assert len(ranks[0][word]) > 2  # where everything is held, gradients of parameters too
+        assert len(ranks[0][word]) > 2  # a rank that holds everything has gradients of parameters, too
