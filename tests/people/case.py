@@ -30,7 +30,7 @@ class Case:
     run: Callable[[Path], Outcome]
     """Takes an empty folder."""
     slow: bool = False
-    """Runs with `--long` alone under pytest: longer than five seconds, and one of several of its kind."""
+    """Runs with `--long` alone under pytest: longer than five seconds, and similar to other cases."""
 
 
 def meshwright(

@@ -28,7 +28,7 @@ CHATML = (
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}{% endfor %}<|im_end|>\n'
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As Qwen3's: thoughts, empty ones too, are written in the last answer alone.
+# As in Qwen3's template: thoughts, empty thoughts too, are written in the last answer alone.
 LAST_THINKS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set parts = m.content.split('</think>') %}"
     "{% if loop.last and m.role == 'assistant' %}<think>\n{{ parts[0].replace('<think>', '').strip()"
@@ -67,7 +67,7 @@ def write(folder: Path, record: dict[str, Any], template: str = CHATML, more: st
 def learned(
     record: dict[str, Any], *wanted: str, template: str = CHATML, more: str = "", end: str = ""
 ) -> Callable[[Path], Outcome]:
-    """A case of a run whose distinct learned texts are those wanted, in order."""
+    """Return a case of a run with the wanted distinct learned texts, in order."""
 
     def run(folder: Path) -> Outcome:
         write(folder, record, template, more, end)
@@ -88,7 +88,7 @@ def learned(
 
 
 def refused(record: dict[str, Any], *words: str, template: str = CHATML, more: str = "") -> Callable[[Path], Outcome]:
-    """A case of a run that ends in a sentence with the words."""
+    """Return a case of a run that ends in a sentence with the words."""
 
     def run(folder: Path) -> Outcome:
         write(folder, record, template, more)

@@ -19,7 +19,7 @@ threads: 1
 
 
 def refused(name: str, report: str, right: str, *words: str, run: str = RUN, command: str = "train") -> Case:
-    """A case of a run that is refused in the right words, before anything is written."""
+    """Return a case of a run that is refused in the right words, before anything is written."""
 
     def tried(folder: Path) -> Outcome:
         (folder / "run.yaml").write_text(run)
@@ -31,7 +31,7 @@ def refused(name: str, report: str, right: str, *words: str, run: str = RUN, com
 
 
 def trained(name: str, report: str, right: str, *words: str) -> Case:
-    """A case of a run that trains, and says the right words in its first lines, once."""
+    """Return a case of a run that trains, and prints the right words once in the first lines."""
 
     def tried(folder: Path) -> Outcome:
         (folder / "run.yaml").write_text(RUN)

@@ -49,7 +49,7 @@ def separate_documents(folder: Path) -> Outcome:
 def prepared(
     source: str, fill: Callable[[Path], object], *words: str, says: str, code: int = 0
 ) -> Callable[[Path], Outcome]:
-    """`data prepare` of a source; `says`: a part of what is printed."""
+    """Return a case of `data prepare` on a source; `says` is a part of the output."""
 
     def run(folder: Path) -> Outcome:
         fill(folder)
@@ -65,7 +65,7 @@ def writes(name: str, data: str | bytes) -> Callable[[Path], object]:
 
 
 def snapshot(folder: Path) -> None:
-    """As the Hub's snapshots are: data/, a card."""
+    """Write a folder like a snapshot of the Hub: data/, a card."""
     inner = folder / "snapshot" / "data"
     inner.mkdir(parents=True)
     for split, count in (("train", 60), ("test", 20)):

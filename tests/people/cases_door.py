@@ -62,7 +62,7 @@ def command(
 ) -> tuple[int, str]:
     """Run the installed command in a folder, or `start` with the words: the exit code, and stdout with stderr.
 
-    The command is a file, as an installer writes it: `python -c` would put the folder first by itself.
+    The command is a file, as written by an installer: `python -c` would put the folder first.
     """
     installed = folder.parent / "bin" / "meshwright"
     installed.parent.mkdir(exist_ok=True)
@@ -79,7 +79,7 @@ def command(
 
 
 def inside(folder: Path, run: str = RUN) -> Path:
-    """An empty folder inside of the case's, with a run file."""
+    """Return an empty folder inside of the case's, with a run file."""
     here = folder / "d"
     here.mkdir()
     (here / "r.yaml").write_text(run)
@@ -87,7 +87,7 @@ def inside(folder: Path, run: str = RUN) -> Path:
 
 
 def plant(folder: Path, mark: Path) -> None:
-    """Files that a Python imports from the current folder by mistake, and that say so in `mark`."""
+    """Write files that a Python imports from the current folder by mistake, and that leave a line in `mark`."""
     for name in PLANTED_NAMES:
         target = folder / f"{name}.py" if name != "meshwright" else folder / name / "__init__.py"
         target.parent.mkdir(exist_ok=True)
@@ -95,7 +95,8 @@ def plant(folder: Path, mark: Path) -> None:
 
 
 def planted(*words: str, before: Sequence[Sequence[str]] = (), start: Sequence[str] = ()) -> Callable[[Path], Outcome]:
-    """A case that runs a command in a folder of planted modules, after `before` in the same folder without them."""
+    """Return a case that runs a command in a folder of planted modules, after `before` in the same folder without
+    modules."""
 
     def run(folder: Path) -> Outcome:
         here, mark = inside(folder), folder / "mark"
@@ -106,10 +107,10 @@ def planted(*words: str, before: Sequence[Sequence[str]] = (), start: Sequence[s
             if code:
                 return Outcome(f"{' '.join(earlier)}: {last_line(text)}", False)
         plant(here, mark)
-        if start:  # our own name in the current folder is what `python -m` asks for
+        if start:  # `python -m` asks for Meshwright's name in the current folder
             (here / "meshwright" / "__init__.py").unlink()
             (here / "meshwright").rmdir()
-        if words[0] == "parity":  # the folder of the checks is imported by intent: it has the checks alone
+        if words[0] == "parity":  # the folder of the checks is imported by intent and has the checks alone
             (folder / "named").mkdir()
             (here / "checks.py").rename(folder / "named" / "checks.py")
         code, text = command(here, *words, start=start)
@@ -137,7 +138,7 @@ PLANTED_CASES = {
 
 
 def listening(*words: str) -> Callable[[Path], Outcome]:
-    """A case that looks, while a run of one machine goes on, at which addresses its processes listen."""
+    """Return a case that collects the listening addresses of the processes of a run on one machine."""
 
     def run(folder: Path) -> Outcome:
         here = inside(folder)
@@ -158,7 +159,7 @@ def listening(*words: str) -> Callable[[Path], Outcome]:
 
 
 def addresses_of(process: psutil.Process) -> set[str]:
-    """The addresses at which a process listens; none of Open MPI's daemon, which takes all of the host's."""
+    """Return a process's listening addresses; none of Open MPI's daemon, which takes all of the host's."""
     with suppress(psutil.Error):
         if process.name() != "prterun":
             kept = process.net_connections("inet")
@@ -199,7 +200,7 @@ CASES += [
 def linked(
     name: str, *words: str, target: str = "../victim", before: Sequence[str] = TRAINED
 ) -> Callable[[Path], Outcome]:
-    """A case of a run's folder with a link of a name, which a resume must neither empty nor overwrite."""
+    """Return a case of a run's folder with a link of a name, which a resume must neither empty nor overwrite."""
 
     def run(folder: Path) -> Outcome:
         here = inside(folder)
@@ -227,7 +228,7 @@ WRITTEN = (
 
 
 def stolen(name: str) -> Callable[[Path], Outcome]:
-    """A case of a Hugging Face folder with a link to a file of its reader's, imported and exported."""
+    """Return a case of a Hugging Face folder with a link to the reader's file, imported and exported."""
 
     def run(folder: Path) -> Outcome:
         here = inside(folder)
@@ -249,7 +250,7 @@ def stolen(name: str) -> Callable[[Path], Outcome]:
 
 
 def followed(name: str, *words: str) -> Callable[[Path], Outcome]:
-    """A case of a run's folder that is read, with a link of a name to the same file or folder elsewhere."""
+    """Return a case of a run's folder that is read, with a link of a name to the same file or folder elsewhere."""
 
     def run(folder: Path) -> Outcome:
         here = inside(folder)
@@ -286,7 +287,7 @@ DEEP = "[" * 100_000
 
 
 def nested(name: str, *words: str) -> Callable[[Path], Outcome]:
-    """A case of JSON that nests deep in a file of a run's or a corpus's folder."""
+    """Return a case of JSON that nests deep in a file of a run's or a corpus's folder."""
 
     def run(folder: Path) -> Outcome:
         here = inside(folder)
@@ -317,7 +318,7 @@ NESTED = {
 
 
 def marked(name: str) -> Callable[[Path], Outcome]:
-    """A case of a run's folder whose name is markup, compared with another."""
+    """Return a case of a run's folder with a name of markup, compared with another."""
 
     def run(folder: Path) -> Outcome:
         here = inside(folder)
@@ -333,7 +334,7 @@ def marked(name: str) -> Callable[[Path], Outcome]:
 
 
 def ascii_only(*words: str) -> Callable[[Path], Outcome]:
-    """A case of a stream that knows ASCII alone, and words that are none."""
+    """Return a case of a stream that knows ASCII alone, and words outside of ASCII."""
 
     def run(folder: Path) -> Outcome:
         here, ascii_ = inside(folder), {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}

@@ -23,7 +23,7 @@ IMAGE = ("--set", "image=registry/meshwright:cuda", "--set", "volume=runs")
 
 
 def submitted(folder: Path, on: str, *words: str, run: str = RUN, to: str = "script") -> tuple[int, str, str]:
-    """The exit code of submit, its output, and the script."""
+    """Return submit's exit code and output, and the script."""
     (folder / "run.yaml").write_text(run)
     out = ("--out", "/shared/first") if on in ("slurm", "ray") else ()
     code, said = meshwright(folder, "submit", "run.yaml", "--on", on, *out, "--to", to, *words)

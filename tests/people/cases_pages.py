@@ -42,7 +42,7 @@ FACTORIES = {
 
 
 def judged(body: str, names: list[str]) -> Callable[[Path], Outcome]:
-    """A case that runs a file of two checks, of which the second is wrong."""
+    """Return a case that runs a file of two checks, the second wrong."""
 
     def run(folder: Path) -> Outcome:
         (folder / "checks.py").write_text(PROGRAM + body)
@@ -71,7 +71,7 @@ def method(folder: Path) -> Outcome:
 
 
 def at_80_columns(*words: str, names: tuple[str, ...]) -> Callable[[Path], Outcome]:
-    """A case that prints a command's tables in 80 columns, and looks for words that rich would break."""
+    """Return a case that prints a command's tables in 80 columns, and looks for words that rich would break."""
 
     def run(folder: Path) -> Outcome:
         code, text = meshwright(folder, *words, env={"COLUMNS": "80"})
@@ -111,7 +111,7 @@ def no_address(folder: Path) -> Outcome:
 
 
 def a_shell_without_activation(folder: Path) -> Outcome:
-    """The words before the first `meshwright` of each page make it a command."""
+    """Each page activates the environment before the first `meshwright`."""
     lacking = []
     for name in ("README.md", "docs/index.md", "docs/guide.md", "docs/course/index.md"):
         text = (REPOSITORY / name).read_text()

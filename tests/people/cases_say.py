@@ -49,7 +49,7 @@ def zero(folder: Path) -> None:
 def diffed(
     change: Callable[[Path], object], code: int, *texts: str, options: tuple[str, ...] = ()
 ) -> Callable[[Path], Outcome]:
-    """A case that copies a run, changes the copy, and compares both."""
+    """Return a case that copies a run, changes the copy, and compares both."""
 
     def run(folder: Path) -> Outcome:
         trained(folder, "bits=layout-free")
@@ -63,7 +63,7 @@ def diffed(
 
 
 def replayed(*words: str, code: int, texts: tuple[str, ...], damaged: bool = True) -> Callable[[Path], Outcome]:
-    """A case that replays step 4 of a run whose checkpoint before it may be damaged."""
+    """Return a case that replays step 4 of a run; the checkpoint before step 4 may be damaged."""
 
     def run(folder: Path) -> Outcome:
         trained(folder)
@@ -93,7 +93,7 @@ def other_data(folder: Path) -> Outcome:
 
 
 def with_variables(code: int, text: str, **variables: str) -> Callable[[Path], Outcome]:
-    """A case that starts one process with a launcher's variables."""
+    """Return a case that starts one process with a launcher's variables."""
 
     def run(folder: Path) -> Outcome:
         (folder / "r.yaml").write_text(RUN)
@@ -122,7 +122,7 @@ def two_nodes(folder: Path) -> Outcome:
 
 
 def killed(who: str) -> Callable[[Path], Outcome]:
-    """A case that kills the fork server or the store of a run three times, under `restarts: 60`."""
+    """Return a case that kills the fork server or the store of a run three times, under `restarts: 60`."""
 
     def run(folder: Path) -> Outcome:
         (folder / "r.yaml").write_text(RUN)

@@ -1,4 +1,4 @@
-"""Every case of the tables, in a folder of its own."""
+"""Every case of the tables, in a separate folder."""
 
 from pathlib import Path
 
