@@ -1,5 +1,6 @@
-"""Mistakes that are planted into the package's own text, and the tests that find them.
+"""Mistakes planted into the package's own text, and the tests that find each mistake.
 
-`python -m tests.plants` plants each of plants.yaml into a copy of the repository, runs the tests that are named beside
-it, and writes which found it: the table of tests/plants/README.md. test_plants.py holds that each can still be planted.
+`python -m tests.plants` plants each mistake of plants.yaml into a copy of the repository, runs the mistake's tests, and
+writes which tests found the mistake: the table of tests/plants/README.md. test_plants.py checks that each mistake can
+still be planted.
 """

@@ -1,7 +1,7 @@
-"""`python -m tests.plants`: plant each mistake into a copy of the repository, and write which tests found it.
+"""`python -m tests.plants`: plant each mistake into a copy of the repository, and write which tests found the mistake.
 
-`NAME ...`: plants whose names hold one of these words; `--jobs`: plants at a time; `--long`: all tests, not only those
-of `make test`. found.json holds the answers, and README.md the table. The exit code is 1 if no test finds a plant.
+`NAME ...`: plants with one of these words in the name; `--jobs`: plants at a time; `--long`: all tests, not only `make
+test`. found.json holds the answers, and README.md the table. The exit code is 1 if no test finds a plant.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def told(answer: dict[str, int]) -> str:
 
 
 def keep(plant: Plant, answer: dict[str, int]) -> None:
-    """Write the answer beside the others, in the plants' order, and the page anew."""
+    """Write a plant's answer into found.json, in the plants' order, and the page anew."""
     answers = read_found() | {plant.name: answer}
     FOUND.write_text(
         json.dumps({one.name: answers[one.name] for one in plants() if one.name in answers}, indent=1) + "\n"

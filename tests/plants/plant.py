@@ -1,4 +1,4 @@
-"""A planted mistake, the run that looks for it, and the table of what was found."""
+"""A planted mistake, the run of tests that looks for the mistake, and the table of the findings."""
 
 from __future__ import annotations
 
@@ -24,8 +24,15 @@ BEGIN, END = "<!-- plants: begin -->\n", "<!-- plants: end -->\n"
 
 @dataclass(frozen=True)
 class Plant:
-    """`old`: stands once in `file`, a path in the package; `new`: is put there. `tests`: files and folders that are
-    asked; `drawn`: pytest's -k of cases of the fuzzer's fixed set, which are asked, too."""
+    """A mistake and the tests that look for the mistake.
+
+    Attributes:
+        file: A path in the package.
+        old: Text that is in `file` once.
+        new: Text that replaces `old`.
+        tests: Files and folders of tests that run.
+        drawn: pytest's -k of cases of the fuzzer's fixed set, which run as well.
+    """
 
     name: str
     room: str
@@ -36,7 +43,7 @@ class Plant:
     drawn: str = ""
 
     def put(self, package: Path) -> None:
-        """Plant it into a copy of the package."""
+        """Plant the mistake into a copy of the package."""
         path = package / self.file
         text = path.read_text()
         assert text.count(self.old) == 1, f"{self.name}: stands {text.count(self.old)} times in {self.file}"
@@ -48,8 +55,8 @@ def plants() -> list[Plant]:
 
 
 def find(folder: Path, plant: Plant, *, long: bool = False) -> dict[str, int]:
-    """The failed cases by test file, the most first, of a run of the plant's tests on a copy of the repository that has
-    the plant. The copy comes first on the path, of the tests' subprocesses as well."""
+    """Run the plant's tests on a copy of the repository with the plant; return the failed cases by test file, the most
+    first. The copy is first on the path, of the tests' subprocesses as well."""
     copy = Path(shutil.copytree(REPOSITORY, folder / plant.name, ignore=shutil.ignore_patterns(*LEFT_OUT)))
     plant.put(copy / "meshwright")
     asked = [*plant.tests, *([FUZZER] if plant.drawn else [])]
@@ -75,13 +82,14 @@ def find(folder: Path, plant: Plant, *, long: bool = False) -> dict[str, int]:
 
 
 def read_found() -> dict[str, dict[str, int]]:
-    """By plant the failed cases by test file."""
+    """Return the failed cases by plant and test file."""
     found: dict[str, dict[str, int]] = json.loads(FOUND.read_text()) if FOUND.exists() else {}
     return found
 
 
 def table(all_plants: Sequence[Plant], answers: Mapping[str, Mapping[str, int]]) -> str:
-    """The table of tests/plants/README.md: a row a plant, which rooms' tests find it, by how many cases."""
+    """Return the table of tests/plants/README.md: a row a plant, with the rooms of tests that find the plant and the
+    numbers of cases."""
     rows = ["| room | planted mistake | found by (cases) |", "|---|---|---|"]
     for plant in all_plants:
         by_room: Counter[str] = Counter()
@@ -93,13 +101,13 @@ def table(all_plants: Sequence[Plant], answers: Mapping[str, Mapping[str, int]])
 
 
 def room_of(file: str) -> str:
-    """The folder of a test file below tests/, or the file itself where it lies in none."""
+    """Return the folder of a test file below tests/, or the file's name without a folder."""
     inside = Path(file).relative_to("tests")
     return str(inside.parent) if inside.parent.name else inside.stem
 
 
 def page_with(page: str, all_plants: Sequence[Plant], answers: Mapping[str, Mapping[str, int]]) -> str:
-    """The page with the table of these answers."""
+    """Return the page with the table of these answers."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}{table(all_plants, answers)}{END}{after}"

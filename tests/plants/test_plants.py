@@ -1,4 +1,4 @@
-"""Plants stay alive: the text that each replaces stands once in the package, and a test found it when it was asked."""
+"""Plants stay alive: each plant's replaced text is in the package once, and a test found the plant in the last run."""
 
 from __future__ import annotations
 
