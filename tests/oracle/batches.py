@@ -11,8 +11,8 @@ from meshwright.data.sampler import document_entries
 
 
 def global_batch(config: Config, step: int) -> Batch:
-    """Random tokens with masked labels: replicas and microbatches count different numbers of tokens. Where documents
-    are kept apart, a fifth of the tokens begins one."""
+    """Return random tokens with masked labels: replicas and microbatches have different numbers of valid tokens. If
+    documents are separate, a fifth of the tokens begins a document."""
     generator = torch.Generator().manual_seed(step)
     shape = (config.batch.global_, config.data.sequence)
     tokens = torch.randint(config.model.vocabulary, shape, generator=generator)
@@ -25,7 +25,8 @@ def global_batch(config: Config, step: int) -> Batch:
 
 
 def bert_batch(config: Config, step: int) -> Batch:
-    """As `global_batch`, in two segments of various lengths, the rest padding; a third of the pairs is not labelled."""
+    """Return a `global_batch` in two segments of various lengths, the rest padding; a third of the pairs has no
+    label."""
     generator = torch.Generator().manual_seed(step + 100)
     batch = global_batch(config, step)
     rows, length = batch["tokens"].shape
@@ -43,7 +44,7 @@ def bert_batch(config: Config, step: int) -> Batch:
 
 
 def vit_batch(config: Config, step: int) -> Batch:
-    """Random images, some without a label."""
+    """Return random images, some without a label."""
     generator = torch.Generator().manual_seed(step)
     model, rows = config.model, config.batch.global_
     images = torch.randint(256, (rows, model.channels, model.image, model.image), generator=generator)
@@ -53,7 +54,7 @@ def vit_batch(config: Config, step: int) -> Batch:
 
 
 def pair_batch(config: Config, step: int) -> Batch:
-    """Random pairs: sources end in padding, targets in labels that do not count. T5's targets are shorter."""
+    """Return random pairs: sources end in padding, targets in ignored labels. T5's targets are shorter."""
     generator = torch.Generator().manual_seed(step)
     rows, (read, written) = config.batch.global_, config.data.lengths
     source, target, labels = (
@@ -68,7 +69,7 @@ def pair_batch(config: Config, step: int) -> Batch:
 
 
 def task_batch(config: Config, step: int) -> Batch:
-    """Random rows of two texts, several a sample where these are choices, and answers, some of which do not count."""
+    """Return random rows of two texts, several a sample for choices, and answers, some ignored."""
     generator = torch.Generator().manual_seed(step)
     shapes, rows = chain_of(config).sample_shapes(config), config.batch.global_
     length = shapes["tokens"][-1]

@@ -35,7 +35,7 @@ def config_for(name: str, context: dict[str, Any], **changes: Any) -> Config:
 
 @cache
 def serial(model: str) -> Any:
-    """One device's losses and gradients."""
+    """Return one device's losses and gradients."""
     return run(config_for(model, {}))[0]
 
 

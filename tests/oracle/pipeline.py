@@ -27,7 +27,7 @@ def pipelined(
     placed: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Config:
-    """Four microbatches a replica. `placed`: chunks and their placement."""
+    """Return a run of four microbatches a replica. `placed`: chunks and placement."""
     config = config_for(model, tensor, data, **({"steps": 3, "batch": {"global": 24, "micro": 6 // data}} | changes))
     layout = config.layout.model_dump() | {"pipeline": {"size": stages, "schedule": schedule} | (placed or {})}
     tree = config.model_dump(mode="json", by_alias=True) | {"layout": layout}
@@ -54,7 +54,7 @@ CHUNKED: list[tuple[int, str, dict[str, Any]]] = [
 
 
 def laid_out(config: Config, **changes: dict[str, Any]) -> Config:
-    """The config with other settings of its axes, each under its name: pipeline, data, context."""
+    """Return the config with other settings of axes, each under the axis's name: pipeline, data, context."""
     tree = config.model_dump(mode="json", by_alias=True)
     for axis, settings in changes.items():
         tree["layout"][axis] |= settings

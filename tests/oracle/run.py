@@ -19,8 +19,8 @@ from tests.workers import run_ranks
 def train_step(
     parts: Parts, step: int, batch: Batch | None = None
 ) -> tuple[float, dict[str, dict[tuple[int, ...], torch.Tensor]]]:
-    """One step on a batch, by default the family's of that number; its loss, and the gradients of this rank's slots by
-    name and offsets."""
+    """Train one step on a batch, by default the family's batch of the step. Return the loss, and the gradients of this
+    rank's slots by name and offsets."""
     gradients: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
 
     def keep() -> None:

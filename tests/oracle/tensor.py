@@ -60,13 +60,13 @@ ALL = ONE_D + SEQUENCE + BLOCKS
 FEW = [ONE_D[0], SEQUENCE[0], BLOCKS[1]]
 
 LONG, SHORT = 20, 3
-"""Steps: 20 where a group of ranks fits a small machine, 3 elsewhere; `pytest --long` takes 20 everywhere."""
+"""Steps: 20 if a group of ranks fits a small machine, else 3; `pytest --long` takes 20 everywhere."""
 
 CASES = [
     *[("gpt2", tensor, 1, LONG if tensor in FEW else SHORT) for tensor in ALL],
     *[("gpt2", tensor, 2, SHORT) for tensor in ALL[:-1]],
     *[("bert", tensor, 1, SHORT) for tensor in ALL],
-    *[("vit", tensor, 1, SHORT) for tensor in [*ONE_D, SEQUENCE[0], *BLOCKS]],  # 10 tokens: 3 and 4 do not divide them
+    *[("vit", tensor, 1, SHORT) for tensor in [*ONE_D, SEQUENCE[0], *BLOCKS]],  # 3 and 4 do not divide ViT's 10 tokens
     *[(model, tensor, 1, SHORT) for model in ("untied", "megatron-bert") for tensor in FEW],
 ]
 
@@ -93,5 +93,5 @@ def config_for(model: str, tensor: dict[str, Any], data: int = 1, **changes: Any
 
 @cache
 def serial(model: str) -> Any:
-    """One device's losses and gradients."""
+    """Return one device's losses and gradients."""
     return run(config_for(model, {"kind": "none"}))[0]
