@@ -85,7 +85,7 @@ def test_a_row_is_rounded_by_its_own_scale() -> None:
     assert torch.equal(scales, wide.abs().amax(1, keepdim=True) / LARGEST)
     assert torch.equal(numbers.float(), (wide * (1 / scales)).to(E4M3).float())
     assert numbers.float().abs().amax(1).tolist() == [LARGEST] * 6
-    # Half of the last of four bits, and half of the least number beneath the normal ones.
+    # Half of the last of four bits, and half of the least number below the normal numbers.
     assert bool(((numbers.float() * scales - wide).abs() <= wide.abs() * 2**-4 + scales * 2**-10).all())
 
 

@@ -90,7 +90,7 @@ def dtypes_of_products(mesh: Mesh, config: Config) -> set[torch.dtype]:
     class Watching(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             is_product = op.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
-            if is_product and not args[-1].is_meta:  # which tell messages' shapes alone
+            if is_product and not args[-1].is_meta:  # which have messages' shapes alone
                 found.add(args[-1].dtype)
             return op(*args, **(kwargs or {}))
 

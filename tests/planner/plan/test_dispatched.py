@@ -95,7 +95,7 @@ def test_deepep_sends_a_token_once_to_each_node() -> None:
     # An all-to-all sends each row separately, one after the other.
     plain = ClusterNetwork(cluster, "torch", Grid((("data", 1), ("expert", 16))))
     assert plain.collective("expert", "all_to_all", payload) > network.collective("expert", "all_to_all", payload)
-    # Sequences are traded over the context axis, and sums are no rows.
+    # Sequences are exchanged over the context axis, and sums are no rows.
     grid = Grid((("data", 1), ("expert", 2), ("context", 8)))
     with_rows = ClusterNetwork(cluster, "torch", grid, Rows("deepep", choice, 1, 20))
     without = ClusterNetwork(cluster, "torch", grid)

@@ -74,8 +74,7 @@ def test_an_optimizer_in_steps_takes_longer_and_nothing_else_does() -> None:
 
 
 def test_one_process_issues_the_forward_kernels_of_all_devices_in_turn() -> None:
-    """One process's host needs twice the time for the forward passes of two devices; backward passes have threads
-    beneath."""
+    """One process's host needs twice the time for the forward passes of two devices; backward passes run in threads."""
     device = NODES.device.model_copy(update={"launch_seconds": 1e-7, "issue_seconds": 1e-3})
     hosts = NODES.model_copy(update={"device": device})
     software = ours(one_process=True)
@@ -205,7 +204,8 @@ def test_attention_of_an_older_generation_takes_longer() -> None:
 
 
 def test_split_messages_are_shorter_and_gathered() -> None:
-    """Two tensor ranks on each of two stages, on a node each: half goes between nodes, the gather stays inside."""
+    """Two tensor ranks on each of two stages, with a node a stage: half is sent between nodes, the gather stays
+    inside."""
     layout = {"tensor": {"kind": "megatron", "size": 8}, "pipeline": {"size": 2, "schedule": "1f1b"}}
     whole, split = on_gpus(llama(**layout)), on_gpus(llama(**layout), messages="split")
     assert split.phases[PASSES] < whole.phases[PASSES]

@@ -26,7 +26,7 @@ def kernels(steps: list[float | Start | WaitFor]) -> list[Step]:
         ([1.0, A, WaitFor(1), 1.0], 1.0, 5.0),  # waited for at once
         ([1.0, A, 2.0, WaitFor(1), 1.0], 1.0, 5.0),  # two of the collective's three seconds under a product
         ([1.0, A, 5.0, WaitFor(1), 1.0], 1.0, 7.0),  # hidden
-        ([1.0, A, 5.0, WaitFor(1), 1.0], 0.0, 10.0),  # nothing goes on meanwhile
+        ([1.0, A, 5.0, WaitFor(1), 1.0], 0.0, 10.0),  # nothing runs meanwhile
         ([1.0, A, 5.0, WaitFor(1), 1.0], 0.5, 8.5),
         ([A, B, WaitFor(2), WaitFor(1)], 1.0, 5.0),  # one after the other
         ([A, B, WaitFor(2), WaitFor(1)], 0.0, 5.0),
