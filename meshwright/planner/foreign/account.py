@@ -87,16 +87,27 @@ class Account:
                 return ours
         raise ConfigError.of(names[0], told, "has no word of ours", ", ".join(str(theirs) for theirs, _ in known))
 
+    def agree(self, name: str, *values: Any) -> None:
+        """Count a field as read if the file's value is one of these, as a plan assumes; else leave the field out."""
+        if str(self._fields.get(name)).lower() in values:
+            self.get(name)
+
     def leave(self, name: str) -> None:
         """List a field as left out, since a reader has read the value and cannot express it."""
         if self.says(name):
             self.read.pop(name, None)
 
-    def section(self, prefix: str) -> dict[str, Any]:
-        """Return all fields below a name as a flat mapping without the prefix; each counts as read."""
+    def section(self, prefix: str) -> Section:
+        """Return the fields below a name as nested mappings. A field is read when the section is asked for it."""
         found = {name: value for name, value in self._fields.items() if name.startswith(f"{prefix}.")}
-        self.read |= found
-        return {name.removeprefix(f"{prefix}."): value for name, value in found.items()}
+        section = Section(prefix, found, self.read)
+        for name, value in found.items():
+            *above, last = name.removeprefix(f"{prefix}.").split(".")
+            holder: dict[str, Any] = section
+            for key in above:
+                holder = holder.setdefault(key, {})
+            holder[last] = value
+        return section
 
     def assume(self, name: str, value: Any, why: str) -> None:
         """List a value that no field of the file gives."""
@@ -118,6 +129,26 @@ class Account:
             and not any(fnmatchcase(name, pattern) for pattern in self._harmless)
         }  # fmt: skip
         return unread | self._others
+
+
+class Section(dict[str, Any]):
+    """Fields of a section of a file. A field that a reader asks for is written into `read`, with all inner fields."""
+
+    def __init__(self, prefix: str, fields: Mapping[str, Any], read: dict[str, Any]) -> None:
+        super().__init__()
+        self._prefix, self._all, self._read = prefix, fields, read
+
+    def __getitem__(self, key: str) -> Any:
+        self._read |= self._below(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read |= self._below(key)
+        return super().get(key, default)
+
+    def _below(self, key: str) -> dict[str, Any]:
+        name = f"{self._prefix}.{key}"
+        return {each: value for each, value in self._all.items() if each == name or each.startswith(f"{name}.")}
 
 
 def fields_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

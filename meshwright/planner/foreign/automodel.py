@@ -7,21 +7,31 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.planner.foreign.account import Account
-from meshwright.planner.foreign.job import Asked, Degrees, ForeignJob, Tree, layers_of, model_of, run_of, schedule_of
+from meshwright.planner.foreign.job import (
+    Asked,
+    Degrees,
+    ForeignJob,
+    Tree,
+    harmless_sizes,
+    layers_of,
+    model_of,
+    run_of,
+    schedule_of,
+)
 from meshwright.ranks.errors import ConfigError
 
-HARMLESS = """
+SIZES = "model.config."
+HARMLESS = f"""{harmless_sizes(SIZES)}
 recipe seed step_scheduler.* dist_env.* checkpoint.* *dataset.* *dataloader.* loss_fn.* *lr*
 optimizer.lr optimizer.betas optimizer.weight_decay optimizer.eps optimizer.adam_w_mode optimizer.bias_correction
-clip_grad_norm.* wandb* mlflow* rng* model.trust_remote_code model._target_ model.config._target_
-model.config.revision model.output_hidden_states tokenizer* model.config.*token_id distributed.mp_policy.*
+clip_grad_norm.* wandb* mlflow* rng* model.trust_remote_code model._target_
+model.config.revision model.output_hidden_states tokenizer* distributed.mp_policy.*
 distributed.pipeline.dtype distributed.pipeline.scale_grads* model.backend._target_ model.backend.enable_hf*
 model.backend.fake* packed_sequence* model.backend.attn model.backend.linear model.backend.rms_norm
 model.backend.rope* model.attn_implementation benchmark* nsys* launcher* slurm*
 distributed._target_ distributed.pipeline.round* *.freeze* ci.* timing*
 """
 """Fields that change neither seconds nor bytes of a step, or only in ways that a plan cannot express."""
-SIZES = "model.config."
 
 
 def read_automodel(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJob:
@@ -104,14 +114,15 @@ def number(account: Account, name: str, default: int = 1) -> int:
     return account.number(f"distributed.{name}", default=default)
 
 
-def told_model(account: Account) -> str | Mapping[str, Any] | None:
+def told_model(account: Account) -> str | dict[str, Any] | None:
     """Return the Hub's name, or the sizes of `model.config` in the form of a config.json."""
     name = account.get("model.pretrained_model_name_or_path", f"{SIZES}pretrained_model_name_or_path")
     if name is not None:
         return str(name)
     model_type = str(account.get(f"{SIZES}_target_", default="")).rpartition(".")[2].removesuffix("Config").lower()
     sizes = account.section(SIZES.rstrip("."))
-    return sizes | {"model_type": sizes.get("model_type", model_type)} if model_type else None
+    sizes.setdefault("model_type", model_type)
+    return sizes if model_type else None
 
 
 def sync_of(account: Account, shard: int, stages: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.planner.foreign.account import Account
-from meshwright.planner.foreign.job import Asked, Degrees, ForeignJob, model_of, run_of
+from meshwright.planner.foreign.job import FUSED, Asked, Degrees, ForeignJob, model_of, run_of
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.foreign import parse_json
 
@@ -26,10 +26,15 @@ dataset* chat_template* test_datasets* val_set_size output_dir wandb* mlflow* hu
 lr_scheduler* learning_rate cosine_* tf32 resume_* logging_* warmup* *evals_per* *saves_per* save_* eval_*
 weight_decay special_tokens* tokenizer* tokens strict plugins adam_* max_grad_norm shuffle* group_by_length
 train_on_inputs model_type trust_remote_code gradient_checkpointing_kwargs*  s2_attention
-local_rank early_stopping* fsdp seed push_* remove_unused* use_tensorboard pad_to_sequence_len attention
-flash_attention flex_attn* overrides_of*
+local_rank early_stopping* fsdp fsdp_version seed push_* remove_unused* use_tensorboard pad_to_sequence_len attention
+flex_attn* overrides_of*
 """
 )
+AGREED = {
+    "attn_implementation": FUSED, "flash_attention": FUSED,
+    "optimizer": ("adamw", "adamw_hf", "adamw_torch", "adamw_torch_fused"),
+}  # fmt: skip
+"""axolotl's fields, each with the values that a plan assumes."""
 ZERO = ("allreduce", "zero1", "zero2", "zero3")
 """Our value of `layout.data.sync` by DeepSpeed's stage."""
 FULL, NO_SHARD, GRADIENTS, HYBRID, HYBRID_GRADIENTS = (
@@ -78,6 +83,9 @@ def fsdp_degrees(account: Account, devices: int, prefix: str = PREFIX, sharded: 
     ring = account.number(f"{prefix}cp_size", "context_parallel_size", "sequence_parallel_degree")
     ulysses = account.number(f"{prefix}sp_size")
     replicas, shard = account.number(f"{prefix}dp_replicate_size"), account.number(f"{prefix}dp_shard_size", default=0)
+    # Each rank of a group with different experts has samples of its own; only `shard` ranks cut a state.
+    experts = account.number("expert_parallel_size") if not prefix else 1
+    replicas *= experts
     told = str(account.get("fsdp_config.fsdp_sharding_strategy", default=FULL)).rpartition(".")[2]
     reshard = str(account.get("fsdp_config.fsdp_reshard_after_forward", default="")).rpartition(".")[2]
     if reshard:  # version 2 has true and false, and takes the words of version 1
@@ -96,7 +104,7 @@ def fsdp_degrees(account: Account, devices: int, prefix: str = PREFIX, sharded: 
     return Degrees(
         tensor=tensor, by_sequence=tensor > 1, context=ring * ulysses, sync=sync,
         context_kind="ulysses" if ulysses > 1 else "ring", shard=shard if replicas > 1 and shard > 1 else hybrid,
-        replicas=shard * replicas or None,
+        replicas=shard * replicas or None, experts=experts,
     )  # fmt: skip
 
 
@@ -109,12 +117,16 @@ def read_axolotl(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJo
             raise ConfigError.of(name, True, "has weights of a format that no run of ours has", "a file without it")
     if account.get("adapter") is not None:
         raise ConfigError.of("adapter", account.get("adapter"), "trains no whole weights", "a file without adapter")
+    for name, values in AGREED.items():
+        account.agree(name, *values)
     if (zero := account.get("deepspeed")) is not None:
+        ring = account.number("context_parallel_size", "sequence_parallel_degree")
+        if ring > 1:
+            rule = "cuts sequences in a ring, which no plan of DeepSpeed has"
+            raise ConfigError.of("context_parallel_size", ring, rule, "1, or a file with fsdp_config")
         return read_deepspeed(path, asked, json_beside(path, str(zero)), account)
     model = model_of(asked, account, account.get("base_model"), path)
     degrees = fsdp_degrees(account, asked.devices, prefix="", sharded=bool(plain))
-    if not str(account.get("optimizer", default="adamw")).startswith("adamw_torch"):
-        account.leave("optimizer")
     again = account.flag("gradient_checkpointing") or account.flag("fsdp_config.fsdp_activation_checkpointing")
     run = run_of(
         asked, account, degrees, model=model, sequence=account.get("sequence_len"),
@@ -123,10 +135,10 @@ def read_axolotl(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJo
         precision=precision_of(account), path=path,
         offload="host" if account.flag("fsdp_config.fsdp_offload_params") else "none",
     )  # fmt: skip
-    facts = [*compiled(account)]
+    facts = [*compiled(account), *(["dispatch=deepep"] if degrees.experts > 1 else [])]
     if account.flag("liger_fused_linear_cross_entropy"):
         facts.append("logits=slices")
-    return ForeignJob("fsdp", run, account, tuple(facts), "accelerate")
+    return ForeignJob("fsdp", run, account, tuple(facts), "axolotl")
 
 
 def json_beside(path: Path, name: str) -> dict[str, Any]:
@@ -168,17 +180,19 @@ def read_deepspeed(
     if not micro:
         micro = max(1, (step or asked.devices) // asked.devices // passes)
         outer.assume("per_device_train_batch_size", micro, "samples of a step / ranks / microbatches")
+    ulysses = outer.number("parallelism_config.parallelism_config_sp_size")
     degrees = Degrees(
         tensor=inner.number("tensor_parallel.autotp_size"), experts=inner.number("expert_parallel.autoep_size"),
         sync=inner.word("zero_optimization.stage", "zero_stage", known=tuple(enumerate(ZERO)), default=ZERO[0]),
-        context=outer.number("parallelism_config.parallelism_config_sp_size"), context_kind="ulysses",
+        context=ulysses, context_kind="ulysses",
     )  # fmt: skip
     places = [
         str(inner.get(f"zero_optimization.offload_{held}.device", f"offload_{held}_device", default="none"))
         for held in ("optimizer", "param")
     ]
     again = line.flag("gradient_checkpointing") or outer.flag("gradient_checkpointing")
-    half = "fp16" if inner.flag("fp16.enabled") else "bf16" if inner.flag("bf16.enabled") else precision_of(outer)
+    usual = precision_of(outer)
+    half = "fp16" if inner.flag("fp16.enabled") else "bf16" if inner.flag("bf16.enabled") else usual
     run = run_of(
         asked, outer, degrees, model=model, micro=micro, global_=step, accumulation=passes, precision=half, path=path,
         sequence=line.get("max_seq_length", "max_seq_len", "block_size", "max_length") or outer.get("sequence_len"),
@@ -216,8 +230,11 @@ def automatic(account: Account, name: str) -> int | None:
 
 def precision_of(account: Account) -> str:
     """Return the precision: bf16 unless the file sets fp16 or turns mixed precision off (float32)."""
-    half = account.word("mixed_precision", known=PRECISIONS, default="bf16")
-    account.get("bf16")
+    told = str(account.get("bf16", default=True)).lower()
+    if told == "full":  # weights without float32 masters
+        account.leave("bf16")
+    usual = "float32" if told in ("false", "no", "off") else "bf16"
+    half = account.word("mixed_precision", known=PRECISIONS, default=usual)
     return "fp16" if account.flag("fp16") else str(half)
 
 

@@ -140,7 +140,7 @@ class ForeignJob:
     form: JobForm | None = None
 
 
-def model_of(asked: Asked, account: Account, told: str | Mapping[str, Any] | None, path: Path) -> Any:
+def model_of(asked: Asked, account: Account, told: str | Tree | None, path: Path) -> Any:
     """Make the section `model`: the option's name, the file's sizes, or our model of the file's name.
 
     Args:
@@ -155,13 +155,13 @@ def model_of(asked: Asked, account: Account, told: str | Mapping[str, Any] | Non
     if asked.model is not None:
         account.assume("model", asked.model, "--model")
         return asked.model
-    if isinstance(told, Mapping):
+    if isinstance(told, dict):
         # Imported here: a file that names a model needs no reader of sizes.
         from meshwright.training.convert.folder import Settings
         from meshwright.training.convert.transfer import family_of
 
         try:
-            settings = Settings(path, dict(told))
+            settings = Settings(path, told)
             return family_of(settings).read(settings, frozenset()).model_dump(mode="json")
         except MeshwrightError as error:
             raise ConfigError.of("--model", "nothing", f"is given, and {error}", "--model NAME") from error
@@ -171,19 +171,22 @@ def model_of(asked: Asked, account: Account, told: str | Mapping[str, Any] | Non
     if name is None:
         rule = f"is given, and {path} names {told}, whose sizes are not known here"
         raise ConfigError.of("--model", "nothing", rule, f"--model NAME: {', '.join(model_names())}")
-    if alike := next((ours for theirs, ours in ALIKE if theirs == plain_name(told)), None):
-        account.assume("model", alike, f"of {told}'s sizes")
+    if name in ALIKE.values() and name not in told.lower().replace("_", "-"):
+        account.assume("model", name, f"of {told}'s sizes")
     return name
+
+
+def read_model(name: str) -> Any:
+    """Read the section `model` of a shipped model."""
+    # Imported here: a file with sizes does not need the whole config.
+    from meshwright.config import parse_config
+
+    return parse_config({"model": name}).model
 
 
 def layers_of(model: str | Mapping[str, Any]) -> int:
     """Return the number of layers of a section `model`, or of a shipped model by name."""
-    if isinstance(model, str):
-        # Imported here: a file with sizes does not need the whole config.
-        from meshwright.config import parse_config
-
-        return int(parse_config({"model": model}).model.num_blocks)
-    return int(model["layers"])
+    return int(read_model(model).num_blocks if isinstance(model, str) else model["layers"])
 
 
 SCHEDULES = (("gpipe", "gpipe"), ("afab", "gpipe"), ("1f1b", "1f1b"), ("interleaved1f1b", "1f1b"))
@@ -198,25 +201,45 @@ def schedule_of(told: str, field: str) -> str:
     return found
 
 
-ALIKE = (
-    ("llama-3-8b", "llama-3.1-8b"), ("llama-3-70b", "llama-3.1-70b"), ("llama-3-405b", "llama-3.1-405b"),
-    ("gpt2", "gpt2-small"), ("deepseek-v3-671b", "deepseek-v3"),
-)  # fmt: skip
+ALIKE = {
+    "llama-3-8b": "llama-3.1-8b", "llama-3-70b": "llama-3.1-70b", "llama-3-405b": "llama-3.1-405b",
+    "llama-3.3-70b": "llama-3.1-70b", "deepseek-r1-distill-llama-8b": "llama-3.1-8b",
+    "deepseek-r1-distill-llama-70b": "llama-3.1-70b", "gpt2": "gpt2-small", "deepseek-v3-671b": "deepseek-v3",
+    "deepseek-v3.1": "deepseek-v3", "deepseek-r1": "deepseek-v3", "qwen2.5-coder-0.5b": "qwen2.5-0.5b",
+    "olmo-2-1124-7b": "olmo-2-7b", "olmo-3-1025-7b": "olmo-3-7b", "mistral-7b-v0.1": "mistral-7b-0.1",
+    "mistral-7b-instruct-v0.1": "mistral-7b-0.1", "vit-base-patch16-224": "vit-base",
+}  # fmt: skip
 """Models' names elsewhere, each with our model of the same sizes."""
-
-
-def plain_name(told: str) -> str:
-    """Shorten a name: `NousResearch/Meta-Llama-3.1-8B-Instruct` -> `llama-3.1-8b`."""
-    name = told.rsplit("/", 1)[-1].lower().replace("_", "-").removesuffix(".yaml")
-    return re.sub(r"^llama-?(?=\d)", "llama-", re.sub(r"^meta-|-(instruct|base|hf|chat|v\d+\.\d+)\b", "", name))
+RELEASE = r"-(instruct|base|chat|hf|it|pt|think|thinking|cased|uncased|fp8|bf16|in21k|v\d+\.\d+|\d{4})$"
+"""End of a name that tells a training, a number format or a date, and changes no size."""
 
 
 def known_name(told: str) -> str | None:
-    """Return our name of a model named elsewhere; None if the sizes are not known here."""
-    name = plain_name(told)
+    """Return our name of a model named elsewhere, `llama-3.1-8b` for `NousResearch/Meta-Llama-3.1-8B-Instruct`; None if
+    the sizes are not known here."""
+    name = told.rsplit("/", 1)[-1].lower().replace("_", "-").removesuffix(".yaml")
+    name = re.sub(r"^llama-?(?=\d)", "llama-", name.removeprefix("meta-"))
     names = model_names()
-    candidates = (name, *(ours for theirs, ours in ALIKE if theirs == name))
-    return next((each for each in candidates if each in names), None)
+    while name not in ALIKE and name not in names:
+        shorter = re.sub(RELEASE, "", name)
+        if shorter == name:
+            return None
+        name = shorter
+    return name if name in names else ALIKE[name]
+
+
+def harmless_sizes(prefix: str) -> str:
+    """Return patterns of a Hugging Face config.json's fields, below a prefix, that change neither seconds nor bytes."""
+    return " ".join(f"{prefix}{each}" for each in HARMLESS_SIZES.split())
+
+
+FUSED = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa", "flash", "true")
+"""Words for an attention that keeps no scores, as a plan assumes."""
+HARMLESS_SIZES = """
+*_token_id initializer_range use_cache pretraining_tp *torch_dtype dtype architectures* transformers_version
+_name_or_path is_*_config n_ctx *rope*interleave* *interleaved_rotary z_loss* _use_qkv_packed auto_map* model_type
+_target_
+"""
 
 
 def run_of(
@@ -247,6 +270,9 @@ def run_of(
     sequence = asked.sequence or sequence
     if not sequence:
         raise ConfigError.of("--sequence", "nothing", f"is given, and {path} does not say it", "--sequence N")
+    if isinstance(model, dict) and "rope" in model and int(sequence) > model["positions"]:
+        account.assume("model.positions", int(sequence), "the sequence's tokens, since rotary positions have no table")
+        model["positions"] = int(sequence)
     layout = degrees.layout(asked.devices)
     replicas = layout["data"]["size"]
     if asked.batch is not None:

@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 from meshwright.planner.foreign.account import NOTHING, Account, fields_of
-from meshwright.planner.foreign.job import Asked, Degrees, ForeignJob, Tree, layers_of, model_of, run_of
+from meshwright.planner.foreign.job import (
+    Asked,
+    Degrees,
+    ForeignJob,
+    Tree,
+    known_name,
+    layers_of,
+    model_of,
+    read_model,
+    run_of,
+)
 from meshwright.planner.foreign.literals import CALLED, named_function
 from meshwright.planner.plan.expert_ranks import SENT_ONCE
 from meshwright.planner.plan.recorder import Recomputed
@@ -38,7 +48,8 @@ moe-router-l* moe-router-d* moe-router-s* moe-router-g* moe-router-n* moe-router
 *moe*grouped*gemm *qk*layernorm *permute*fusion *.provider* *load_weights
 """
 """Arguments that change neither seconds nor bytes of a step, or only in ways that a plan cannot express."""
-VOCABULARIES = (("gpt2", 50257), ("llama2", 32000), ("llama3", 128256))
+GPT2_TOKENS = 50257
+VOCABULARIES = (("gpt2", GPT2_TOKENS), ("llama2", 32000), ("llama3", 128256), ("deepseekv3", 129280))
 """Parts of --tokenizer-type, each with the tokenizer's number of tokens."""
 SIZES = ("num-layers", "hidden-size")
 LAYOUT = "pipeline-model-parallel-layout"
@@ -122,7 +133,10 @@ def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bo
     if isinstance(model, dict) and "activation" in model and not gated(given):
         model |= {"activation": "relu2" if given.on("squared-relu") else "gelu"}
         if not given.on("disable-bias-linear"):
-            model["biases"] = ["query-key-value", "output", "feed-forward"]
+            if "biases" in model:
+                model["biases"] = ["query-key-value", "output", "feed-forward"]
+            else:
+                account.assume("disable-bias-linear", True, "latent attention has no biases in a plan")
         if given.get("position-embedding-type", "learned_absolute") == "learned_absolute":
             account.assume("model.rope", "plain", "in place of a table of positions, and RMS norms for layer norms")
     if isinstance(model, dict):
@@ -130,6 +144,10 @@ def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bo
             model["experts"]["renormalise"] = False  # one weight alone would be 1: Megatron takes the softmax before
         if shared := given.number("moe-shared-expert-intermediate-size", 0) if model.get("experts") else 0:
             model["experts"]["shared"] = shared
+        if "later_tokens" in model:
+            model["later_tokens"] = given.number("mtp-num-layers", 0)
+        if model.get("experts"):
+            model["experts"]["dense_layers"] = dense_layers(given, model["layers"])
         model |= {"dropout": float(given.get("hidden-dropout", 0.1, DEFAULT))}
         model |= {"vocabulary_multiple": given.number("make-vocab-size-divisible-by", 128) * tensor}
     degrees = Degrees(
@@ -168,22 +186,18 @@ def told_model(given: Arguments, tree: Mapping[str, Any]) -> str | Tree | None:
         return named[1]
     if any(given.get(flag) in NOTHING for flag in SIZES):
         return given.get("model")  # Primus names a file of sizes here
-    if given.on("multi-latent-attention"):
-        rule = "is latent attention, whose sizes are read of a known model"
-        raise ConfigError.of(
-            "--multi-latent-attention", "given", rule, "--model deepseek-v3, kimi-k2, moonlight-16b-a3b"
-        )
     return sizes_of(given)
 
 
 def sizes_of(given: Arguments) -> Tree:
-    """Return the sizes in the form of a Hugging Face config.json of a GPT-2, Llama or Mixtral."""
+    """Return the sizes in the form of a Hugging Face config.json of a GPT-2, Llama, Mixtral or DeepSeek-V3."""
     hidden, heads = given.number("hidden-size"), given.number("num-attention-heads")
     positions = given.number("max-position-embeddings", given.number("seq-length", 0) or 1024)
-    vocabulary = given.number("vocab-size", vocabulary_of(given), "of --tokenizer-type; the file has no --vocab-size")
+    vocabulary = given.number("vocab-size", *vocabulary_of(given))
     untied = given.on("untie-embeddings-and-output-weights")
     tied = not (untied or given.get("share-embeddings-and-output-weights") is False)
-    plain = not (gated(given) or given.on("squared-relu") or given.on("disable-bias-linear"))
+    latent = given.on("multi-latent-attention")
+    plain = not (gated(given) or given.on("squared-relu") or given.on("disable-bias-linear") or latent)
     plain = plain and all(given.get(flag) is None for flag in ("num-query-groups", "num-experts"))
     if plain and given.number("ffn-hidden-size", 4 * hidden) == 4 * hidden:
         return {
@@ -194,6 +208,8 @@ def sizes_of(given: Arguments) -> Tree:
         (int(8 * hidden / 3 / 64) * 64, "8/3 of hidden, in 64s") if gated(given) else (4 * hidden, "4 x hidden")
     )
     inner = given.number("ffn-hidden-size", usual, f"{DEFAULT}: {why}")
+    if latent:
+        return latent_sizes(given, inner, positions, vocabulary, tied)
     sizes: Tree = {
         "model_type": "llama", "num_hidden_layers": given.number("num-layers"), "hidden_size": hidden,
         "num_attention_heads": heads, "num_key_value_heads": given.number("num-query-groups", heads),
@@ -209,15 +225,81 @@ def sizes_of(given: Arguments) -> Tree:
     return sizes
 
 
+def latent_sizes(given: Arguments, inner: int, positions: int, vocabulary: int, tied: bool) -> Tree:
+    """Return the sizes of a model with latent attention in the form of DeepSeek-V3's config.json.
+
+    Args:
+        given: The arguments.
+        inner: Width of a dense feed-forward.
+        positions: Most tokens of a sequence.
+        vocabulary: Number of tokens.
+        tied: True if the head has the embeddings' table.
+    """
+    sizes: Tree = {
+        "model_type": "deepseek_v3", "num_hidden_layers": given.number("num-layers"),
+        "hidden_size": given.number("hidden-size"), "num_attention_heads": given.number("num-attention-heads"),
+        "q_lora_rank": given.number("q-lora-rank", 0) or None, "intermediate_size": inner, "rms_norm_eps": 1e-6,
+        "kv_lora_rank": given.number("kv-lora-rank", 32, DEFAULT), "max_position_embeddings": positions,
+        "qk_nope_head_dim": given.number("qk-head-dim", 128, DEFAULT), "vocab_size": vocabulary,
+        "qk_rope_head_dim": given.number("qk-pos-emb-head-dim", 64, DEFAULT), "tie_word_embeddings": tied,
+        "v_head_dim": given.number("v-head-dim", 128, DEFAULT), "first_k_dense_replace": 0,
+    }  # fmt: skip
+    given.get("kv-channels")  # of attention without latents
+    if given.get("num-experts") is None:
+        return sizes
+    groups = given.number("moe-router-num-groups", 1)
+    return sizes | {
+        "n_routed_experts": given.number("num-experts"), "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_experts_per_tok": given.number("moe-router-topk", 2, DEFAULT), "routed_scaling_factor": 1.0,
+        "moe_intermediate_size": given.number("moe-ffn-hidden-size", inner), "n_group": groups,
+        "topk_group": given.number("moe-router-group-topk", groups),
+    }  # fmt: skip
+
+
+def dense_layers(given: Arguments, layers: int) -> int:
+    """Return the number of layers before the first layer with experts, by --moe-layer-freq: 1, or a list of 0 and 1.
+
+    Raises:
+        ConfigError: A layer without experts follows a layer with experts.
+    """
+    written = str(given.get("moe-layer-freq", 1)).strip("'\" ")
+    every = int(written) if written.isdigit() else 0
+    pattern = [int(layer % every == 0) for layer in range(layers)] if every else pattern_of(written)
+    dense = pattern.index(1) if 1 in pattern else layers
+    if len(pattern) != layers or 0 in pattern[dense:]:
+        rule = f"is no list of 0s and then 1s for {layers} layers"
+        raise ConfigError.of("--moe-layer-freq", written, rule, f"[0]*1+[1]*{layers - 1}")
+    return dense
+
+
+def pattern_of(text: str) -> list[int]:
+    """Parse a sum of lists such as `([0]*3+[1]*58)`; at most MOST_PARTS numbers. Another text gives no numbers."""
+    terms = [
+        re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?", term) for term in re.sub(r"[\s()]", "", text).split("+")
+    ]
+    found: list[int] = []
+    for term in terms:
+        if term is None:
+            return []
+        found += [int(digit) for digit in term[1].split(",")] * int(term[2] or 1)
+        if len(found) > MOST_PARTS:
+            return []
+    return found
+
+
 def gated(given: Arguments) -> bool:
     """Return True if feed-forwards are SwiGLU."""
     return given.on("swiglu") or given.get("gated-linear-unit") is True
 
 
-def vocabulary_of(given: Arguments) -> int:
-    """Return the number of tokens of the tokenizer named by --tokenizer-type; else of GPT-2's."""
-    told = str(given.get("tokenizer-type", "")).lower()
-    return next((tokens for word, tokens in VOCABULARIES if word in told), VOCABULARIES[0][1])
+def vocabulary_of(given: Arguments) -> tuple[int, str]:
+    """Return (the number of tokens of the tokenizer that the arguments name, else of GPT-2's; the source)."""
+    lacks = "the file has no --vocab-size"
+    told, model = str(given.get("tokenizer-type", "")).lower(), known_name(str(given.get("tokenizer-model", "")))
+    if model is not None:
+        return read_model(model).vocabulary, f"of --tokenizer-model, as {model} has; {lacks}"
+    tokens = next((tokens for word, tokens in VOCABULARIES if word in told), None)
+    return (tokens, f"of --tokenizer-type; {lacks}") if tokens else (GPT2_TOKENS, f"GPT-2's; {lacks}")
 
 
 def chunks_of(given: Arguments, stages: int, model: str | Tree) -> int:

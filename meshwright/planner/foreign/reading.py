@@ -10,7 +10,7 @@
 | a script or line with --config_file FILE    | Accelerate          |
 | YAML with tensor_model_parallel_size ...    | Megatron-LM, Primus |
 | YAML with fsdp_config, distributed_type ... | Accelerate          |
-| YAML with base_model                        | axolotl             |
+| YAML with base_model or sequence_len        | axolotl             |
 | YAML with step_scheduler, distributed       | NeMo AutoModel      |
 | YAML with parallelism, tokens               | nanotron            |
 | NAME.json                                   | DeepSpeed           |
@@ -83,7 +83,7 @@ def read_file(path: Path, function: str | None, asked: Asked) -> ForeignJob:
 
 def read_mapping(path: Path, asked: Asked, tree: dict[str, Any]) -> ForeignJob:
     """Read the job of a YAML file."""
-    if "base_model" in tree:
+    if tree.keys() & {"base_model", "sequence_len"}:
         return huggingface.read_axolotl(path, asked, tree)
     if "parallelism" in tree and "tokens" in tree:
         return nanotron.read_nanotron(path, asked, tree)

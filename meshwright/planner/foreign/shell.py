@@ -103,21 +103,43 @@ def split_commands(line: str) -> Iterator[str]:
 
 
 def take(line: str, script: Script, variables: dict[str, list[str]]) -> None:
-    """Add an assignment to the variables, or a command's flags to the script."""
+    """Add a line's assignments to the variables, and a command's flags to the script."""
     line = re.sub(r"^(export|local|declare(\s+-\w+)*)\s+", "", line)
     if match := re.match(r"(\w+)(\+?)=\((.*)\)\s*$", line):
         words = expanded_words(match[3], variables)
         variables[match[1]] = [*(variables.get(match[1], []) if match[2] else []), *words]
-    elif (match := re.match(r"(\w+)(\+?)=(\"[^\"]*\"|'[^']*'|\$\(\(.*\)\)|\S*)\s*$", line)) is not None:
-        text = expanded(match[3].strip("\"'"), variables)
+        return
+    # `A=1 B=2 torchrun ...`: assignments before a command.
+    while match := re.match(r"(\w+)(\+?)=", line):
+        end = match.end() + len(first_word(line[match.end() :]))
+        text = expanded(line[match.end() : end].strip("\"'"), variables)
         before = variables.get(match[1], [""])
         variables[match[1]] = [f"{' '.join(before)}{text}"] if match[2] else [text]
-    elif "--" in line or "$" in line:
+        line = line[end:].lstrip()
+    if "--" in line or "$" in line:
         words = expanded_words(line, variables)
         flags = flags_of(words)
         if flags:
             script.words += words
             script.flags |= flags
+
+
+def first_word(text: str) -> str:
+    """Return the first word of a text; spaces inside of quotes, backticks and brackets after `$` end no word."""
+    closing = {"(": ")", "{": "}"}
+    inside: list[str] = []
+    for at, letter in enumerate(text):
+        if inside and letter == inside[-1]:
+            inside.pop()
+        elif inside and inside[-1] in "\"'`":
+            continue
+        elif letter in "\"'`":
+            inside.append(letter)
+        elif letter in closing and (inside or text[at - 1 : at] == "$"):
+            inside.append(closing[letter])
+        elif letter.isspace() and not inside:
+            return text[:at]
+    return text
 
 
 def decided(condition: str, variables: dict[str, list[str]]) -> bool | None:
@@ -126,19 +148,34 @@ def decided(condition: str, variables: dict[str, list[str]]) -> bool | None:
         sides = [decided(side.strip(), variables) for side in re.split(r"\|\||&&", condition)]
         together = any if "||" in condition else all
         return together(bool(side) for side in sides) if None not in sides else None
+    if numbers := re.fullmatch(r"\(\(\s*(.+?)\s*(==|!=|>=|<=|>|<)\s*(.+?)\s*\)\)", condition):
+        left, right = (expanded(f"$(({side}))", variables) for side in (numbers[1], numbers[3]))
+        return compared(left, NUMERIC[numbers[2]], right)
     inner = re.fullmatch(r"\[{1,2}\s*(.*?)\s*\]{1,2}", condition)
+    # As in `${NAME:-default}`, a variable without a value counts as empty.
+    if inner and (asked := re.fullmatch(r"-([zn])\s+\"?\$(?:\{(\w+)\}|(\w+))\"?", inner[1])):
+        return (asked[1] == "n") == bool("".join(variables.get(asked[2] or asked[3], [])))
     parts = expanded_words(inner[1], variables) if inner else []
     if len(parts) == 3 and not any("$" in word for word in parts):
-        left, sign, right = parts
-        if sign in ("==", "=", "-eq"):
-            return left == right
-        if sign in ("!=", "-ne"):
-            return left != right
-        if sign in ("-gt", "-ge", "-lt", "-le") and left.isdigit() and right.isdigit():
-            first, second = int(left), int(right)
-            return {"-gt": first > second, "-ge": first >= second, "-lt": first < second, "-le": first <= second}[sign]
+        return compared(*parts)
     if len(parts) == 2 and parts[0] in ("-z", "-n") and "$" not in parts[1]:
         return (parts[0] == "-n") == bool(parts[1])
+    return None
+
+
+NUMERIC = {"==": "-eq", "!=": "-ne", ">": "-gt", ">=": "-ge", "<": "-lt", "<=": "-le"}
+"""Signs inside of `((...))`, each with the word inside of `[...]`."""
+
+
+def compared(left: str, sign: str, right: str) -> bool | None:
+    """Compare two words of a condition; None if a word is no number or the sign is unknown."""
+    if sign in ("==", "=", "-eq"):
+        return left == right
+    if sign in ("!=", "-ne"):
+        return left != right
+    if sign in NUMERIC.values() and left.isdigit() and right.isdigit():
+        first, second = int(left), int(right)
+        return {"-gt": first > second, "-ge": first >= second, "-lt": first < second, "-le": first <= second}[sign]
     return None
 
 
@@ -167,13 +204,14 @@ def split_words(text: str) -> list[str]:
 
 
 def expanded(text: str, variables: dict[str, list[str]]) -> str:
-    """Expand `$NAME`, `${NAME}`, `${NAME:-default}`, `${1:-default}` and `$((A * B))` in a text."""
+    """Expand `$NAME`, `${NAME}`, `${NAME:-default}`, `${NAME:=default}`, `${1-default}` and `$((A * B))` in a text."""
 
     def value(match: re.Match[str]) -> str:
-        name = match[1] or match[3]
-        if name in variables:
+        name = match[1] or match[4]
+        # With a colon an empty variable has the default, too.
+        if name in variables and (any(variables[name]) or not (match[2] or "").startswith(":")):
             return " ".join(variables[name])
-        return match[2].strip("\"'") if match[2] is not None else match[0]
+        return match[3].strip("\"'") if match[2] is not None else match[0]
 
     def sum_of(match: re.Match[str]) -> str:
         # Inside `$((...))` a name is a variable without a dollar, and division is integer division.
@@ -181,7 +219,7 @@ def expanded(text: str, variables: dict[str, list[str]]) -> str:
         return str(computed(named.replace("/", "//")))
 
     for _ in range(MOST_EXPANSIONS):
-        new = re.sub(r"\$\{(\w+)(?::?-([^${}]*))?\}|\$(\w+)", value, text)
+        new = re.sub(r"\$\{(\w+)(?:(:?[-=])([^${}]*))?\}|\$(\w+)", value, text)
         new = re.sub(r"\$\(\(([\w\s*+/()-]+)\)\)", sum_of, new)
         if new == text:
             break

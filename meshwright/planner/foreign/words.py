@@ -188,6 +188,33 @@ def accelerate_words(config: Config, program: Program) -> Iterator[str]:
     yield f"# per_device_train_batch_size: {config.micro}, gradient_accumulation_steps: {config.num_microbatches}"
 
 
+def axolotl_words(config: Config, program: Program) -> Iterator[str]:
+    """Yield lines of axolotl's YAML; without `dp_shard_size` and `fsdp_config` gradients are all-reduced."""
+    layout = config.layout
+    data, recomputes = layout.data, str(config.memory.policy.recomputes).lower()
+    shard = (data.shard or data.size) if data.strategy.slices else 1
+    if data.strategy.slices:
+        yield f"dp_shard_size: {shard}"
+        offload = str(config.memory.offload.to != "none").lower()
+        yield "fsdp_version: 2"
+        yield f"fsdp_config: {{offload_params: {offload}, reshard_after_forward: {str(data.strategy.gathers).lower()}}}"
+    sizes = {
+        "expert_parallel_size": data.expert,
+        "dp_replicate_size": data.size // shard // data.expert if data.strategy.slices else 1,
+        "tensor_parallel_size": _tensor(config),
+        "context_parallel_size": layout.context.size,
+    }
+    yield from (f"{name}: {size}" for name, size in sizes.items() if size > 1)
+    yield f"sequence_len: {config.data.lengths.source}"
+    yield f"micro_batch_size: {config.micro}"
+    yield f"gradient_accumulation_steps: {config.num_microbatches}"
+    yield f"gradient_checkpointing: {recomputes}"
+    dtype = config.precision.dtype
+    yield f"{'fp16' if dtype == 'fp16' else 'bf16'}: {str(dtype != 'float32').lower()}"
+    if program.software.products == "fp8":
+        yield "fp8: true"
+
+
 def automodel_words(config: Config, program: Program) -> Iterator[str]:
     """Yield sections of AutoModel's YAML."""
     layout = config.layout
@@ -258,6 +285,7 @@ WORDS: Mapping[JobForm, Callable[[Config, Program], Iterator[str]]] = {
     "flags": titan_flags,
     "arguments": megatron_words,
     "accelerate": accelerate_words,
+    "axolotl": axolotl_words,
     "automodel": automodel_words,
     "nanotron": nanotron_words,
     "deepspeed": deepspeed_words,

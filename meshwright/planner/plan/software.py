@@ -262,7 +262,7 @@ FOREIGN = {
 ALL: tuple[Dispatcher, ...] = get_args(Dispatcher)
 
 
-JobForm = Literal["toml", "flags", "arguments", "accelerate", "automodel", "nanotron", "deepspeed"]
+JobForm = Literal["toml", "flags", "arguments", "accelerate", "axolotl", "automodel", "nanotron", "deepspeed"]
 
 
 class _Fact(BaseModel, extra="forbid", frozen=True):

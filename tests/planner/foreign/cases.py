@@ -624,4 +624,110 @@ tokens: {batch_accumulation_per_replica: 2, micro_batch_size: 2, sequence_length
          "layout.data.sync": "allreduce"},
         ("overlapped=sums,gathers,layers",),
     ),
+    "nanotron config_qwen.yaml": Job(
+        {"qwen.yaml": """
+model:
+  dtype: bfloat16
+  make_vocab_size_divisible_by: 1
+  model_config: {_attn_implementation: flex_attention, attention_bias: false, hidden_act: silu, hidden_size: 256,
+    interleaved_rotary: false, intermediate_size: 768, is_qwen2_config: true, max_position_embeddings: 256,
+    moe_config: null, num_attention_heads: 4, num_hidden_layers: 12, num_key_value_heads: 4, rms_norm_eps: 1.0e-05,
+    rope_scaling: null, rope_theta: 10000.0, sliding_window_size: 20, tie_word_embeddings: true, vocab_size: 49152,
+    z_loss_coefficient: 0.0001, z_loss_enabled: false}
+optimizer: {accumulate_grad_in_fp32: true, zero_stage: 0}
+parallelism: {context_parallel_size: 1, dp: 1, pp: 1, pp_engine: 1f1b, recompute_layer: false, tp: 2,
+  tp_linear_async_communication: true, tp_mode: REDUCE_SCATTER}
+tokens: {batch_accumulation_per_replica: 1, micro_batch_size: 3, sequence_length: 8192}
+"""},
+        2, "nanotron",
+        {"model.hidden": 256, "model.window": None, "layout.tensor.size": 2, "batch.global_": 3, "micro": 3},
+        ("overlapped=sums,gathers,layers",),
+        ("model.model_config._attn_implementation", "model.model_config.sliding_window_size"),
+    ),
+    "axolotl qwen3_30ba3b_ep_fsdp_fft_4gpu.yaml": Job(
+        {"ep.yaml": """
+base_model: Qwen/Qwen3-30B-A3B-Instruct-2507
+plugins: [axolotl.integrations.expert_parallel.ExpertParallelPlugin]
+expert_parallel_size: 2
+dp_shard_size: 2
+sequence_len: 2048
+micro_batch_size: 1
+gradient_accumulation_steps: 1
+optimizer: adamw_torch_8bit
+bf16: true
+gradient_checkpointing: true
+flash_attention: true
+fsdp_config: {fsdp_version: 2, offload_params: false, sharding_strategy: FULL_SHARD, reshard_after_forward: true}
+"""},
+        4, "fsdp",
+        {"model.hidden": 2048, "layout.data.size": 4, "layout.data.expert": 2, "layout.data.shard": 2,
+         "layout.data.sync": "zero3", "batch.global_": 4, "micro": 1, "memory.recompute": 1},
+        ("dispatch=deepep",), ("optimizer",),
+    ),
+    "axolotl qwen3-8b-fsdp-tp-cp.yaml": Job(
+        {"cp.yaml": """
+base_model: Qwen/Qwen3-8B
+dp_shard_size: 2
+context_parallel_size: 2
+tensor_parallel_size: 2
+fsdp_version: 2
+fsdp_config: {offload_params: false, reshard_after_forward: true, transformer_layer_cls_to_wrap: Qwen3DecoderLayer}
+sequence_len: 8192
+attn_implementation: flash_attention_2
+gradient_accumulation_steps: 1
+micro_batch_size: 1
+optimizer: adamw_torch_fused
+bf16: true
+"""},
+        8, "fsdp",
+        {"model.hidden": 4096, "layout.data.size": 2, "layout.context.size": 2, "layout.context.kind": "ring",
+         "layout.tensor.size": 2, "batch.global_": 2, "layout.data.sync": "zero3"},
+    ),
+    "Megatron-LM (AMD's) train_deepseekv3.sh": Job(
+        {"deepseek.sh": """
+MODEL_SIZE=${MODEL_SIZE:-16B} # 16B, 671B.
+TP=${TP:-1} EP="${EP:-1}"
+GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-}
+GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-$((16 * 8))}
+GPUS=`python3 -c "import torch; print(torch.cuda.device_count())"`
+if [ -z ${MP_VP} ]; then
+    vp_options=""
+else
+    vp_options=" --num-layers-per-virtual-pipeline-stage ${MP_VP}"
+fi
+if [ $MODEL_SIZE = 671B ]; then
+    HIDDEN_SIZE=7168
+elif [ $MODEL_SIZE = 16B ]; then
+    HIDDEN_SIZE=2048
+    NUM_LAYERS=${NUM_LAYERS:-27}
+    NUM_SHARED_EXPERTS=2
+    MOE_INTERMEDIATE_SIZE=1408
+    moe_options=" \\
+        --moe-router-num-groups ${EP} \\
+        --moe-router-group-topk 1
+    "
+fi
+moe_options=" \\
+    ${moe_options} \\
+    --multi-latent-attention --qk-layernorm --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 \\
+    --v-head-dim 128 --kv-channels 128 --num-experts 64 --moe-router-topk 6 --moe-layer-freq '([0]*1+[1]*26)' \\
+    --moe-ffn-hidden-size ${MOE_INTERMEDIATE_SIZE} \\
+    --moe-shared-expert-intermediate-size $((${NUM_SHARED_EXPERTS} * ${MOE_INTERMEDIATE_SIZE})) \\
+    --moe-token-dispatcher-type alltoall --expert-model-parallel-size ${EP} --moe-grouped-gemm"
+if (( TP > 1 )); then
+    moe_options+=" --sequence-parallel"
+fi
+run="torchrun pretrain_deepseek.py --num-layers ${NUM_LAYERS} --hidden-size ${HIDDEN_SIZE} --swiglu --bf16 \\
+    --num-attention-heads 16 --ffn-hidden-size 10944 --seq-length 4096 --max-position-embeddings 4096 \\
+    --tokenizer-type DeepSeekV3Tokenizer --untie-embeddings-and-output-weights --disable-bias-linear \\
+    --micro-batch-size 1 --global-batch-size ${GLOBAL_BATCH_SIZE} --tensor-model-parallel-size ${TP} \\
+    --use-distributed-optimizer --hidden-dropout 0.0 --transformer-impl transformer_engine ${moe_options} ${vp_options}"
+eval ${run}
+"""},
+        8, "megatron-core",
+        {"model.family": "deepseek", "model.hidden": 2048, "model.layers": 27, "model.query_rank": None,
+         "model.key_value_rank": 512, "model.experts.shared": 2816, "model.experts.dense_layers": 1,
+         "model.vocabulary": 129280, "batch.global_": 128, "layout.data.size": 8, "layout.data.sync": "zero1"},
+        ("overlapped=[]", "dispatch=alltoall"),
+    ),
 }  # fmt: skip

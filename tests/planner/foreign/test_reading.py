@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from meshwright.config import Config, parse_config
 from meshwright.config.load import ELSEWHERE, parse_run
-from meshwright.planner.foreign.job import Asked, ForeignJob
+from meshwright.planner.foreign.job import Asked, ForeignJob, known_name
 from meshwright.planner.foreign.literals import fields_of_function
 from meshwright.planner.foreign.reading import read_foreign
 from meshwright.planner.foreign.shell import read_script
@@ -157,7 +158,13 @@ def test_every_column_says_where_a_value_is_from(tmp_path: Path) -> None:
         ("peft.yaml", "base_model: a/b\nadapter: qlora", "adapter=qlora trains no whole weights"),
         ("tp.sh", "x --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 "
          "--tensor-model-parallel-size 3", "--devices=8 does not hold the file's tensor 3"),
-        ("mla.sh", "x --num-layers 4 --hidden-size 64 --multi-latent-attention", "is latent attention"),
+        ("alst.yaml", "base_model: meta-llama/Llama-3.1-8B\nsequence_len: 64_000\nsequence_parallel_degree: 8\n"
+         "deepspeed: ds.json", "=8 cuts sequences in a ring, which no plan of DeepSpeed has"),
+        ("freq.sh", "x --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --num-experts 4 --swiglu "
+         "--moe-layer-freq 2", "is no list of 0s and then 1s for 4 layers"),
+        ("moe.yaml", "parallelism: {tp: 1}\ntokens: {sequence_length: 8}\nmodel: {model_config: {hidden_size: 64, "
+         "num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 64, moe_config: {num_experts: 4, top_k: 1}}}",
+         "has experts, whose sizes are read of a known model"),
         ("zb.toml", "[model]\nname='llama3'\nflavor='8B'\n[parallelism]\npipeline_parallel_degree=2\n"
          "pipeline_parallel_schedule='ZBVZeroBubble'",
          "pipeline_parallel_schedule=ZBVZeroBubble has no schedule of ours"),
@@ -328,6 +335,55 @@ def test_a_shell_script_is_read_as_bash_does() -> None:
     )
     assert script.flags == {"n": "9", "flag": "two words", "big": "", "maybe": "2", "last": "a b", "end": ""}
     assert script.undecided == ["[[ $Z == 1 ]]"]
+
+
+@pytest.mark.parametrize(
+    "script, value",
+    [
+        ("A=${A:-}\nB=2\nA=${A:-$((B * 4))}", "8"),
+        ("A=${A-}\nA=${A-9}", ""),
+        ("A=${B:=3}", "3"),
+        ("A=1 B=2\nA=$((A + B))", "3"),
+        ("if [ -z ${MISSING} ]; then\nA=1\nelse\nA=2\nfi", "1"),
+        ('if [ -n "$MISSING" ]; then\nA=1\nelse\nA=2\nfi', "2"),
+        ("B=4\nif (( B * 2 >= 8 )); then\nA=1\nelse\nA=2\nfi", "1"),
+        ('A=`python3 -c "print(1 + 2)"` B=1\nA=$B', "1"),
+    ],
+)
+def test_values_of_a_script_are_those_of_bash(script: str, value: str) -> None:
+    words = read_script(f'{script}\ntrain --value "$A" --end').words
+    assert " ".join(words).removeprefix("train --value ").removesuffix("--end").strip() == value
+    bash = subprocess.run(["bash", "-c", f'{script}\necho "$A"'], capture_output=True, text=True, check=True).stdout
+    assert value == bash.strip() or "`" in script
+
+
+@pytest.mark.parametrize(
+    "told, ours",
+    [
+        ("NousResearch/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.1-70b"),
+        ("Qwen/Qwen3-30B-A3B-Thinking-2507", "qwen3-30b-a3b"), ("Qwen/Qwen3-8B-FP8", "qwen3-8b"),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b-0.1"), ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
+        ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"), ("moonshotai/Kimi-K2-Instruct-0905", "kimi-k2"),
+        ("google-bert/bert-base-uncased", "bert-base"), ("google/gemma-3-1b-it", "gemma-3-1b"),
+        ("allenai/OLMo-2-1124-7B-Instruct", "olmo-2-7b"), ("google/vit-base-patch16-224-in21k", "vit-base"),
+        ("unsloth/gpt-oss-20b-BF16", "gpt-oss-20b"), ("openai-community/gpt2", "gpt2-small"),
+        ("llama3_8b", "llama-3.1-8b"),
+        ("NousResearch/Llama-2-7b-hf", None), ("meta-llama/Llama-3.1-8B-Instruct-1B", None), ("a/base", None),
+    ],
+)  # fmt: skip
+def test_names_of_releases_are_the_sizes_of_one_model(told: str, ours: str | None) -> None:
+    assert known_name(told) == ours
+
+
+def test_a_field_of_sizes_that_no_reader_asks_for_is_left_out(tmp_path: Path) -> None:
+    """A new size in a file of nanotron or AutoModel is a field that may change the step."""
+    job = JOBS["nanotron config_tiny_llama.yaml"]
+    text = job.files["llama.yaml"].replace("hidden_size: 512,", "hidden_size: 512, new_gate: 4, inner: {width: 8},")
+    path = tmp_path / "llama.yaml"
+    path.write_text(text)
+    left_out = read_foreign(path, Asked(devices=8)).account.left_out
+    assert left_out == {"model.model_config.new_gate": 4, "model.model_config.inner.width": 8}
 
 
 def test_a_program_without_words_of_its_own_has_none() -> None:
