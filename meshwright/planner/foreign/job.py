@@ -201,15 +201,16 @@ def schedule_of(told: str, field: str) -> str:
     return found
 
 
-ALIKE = {
-    "llama-3-8b": "llama-3.1-8b", "llama-3-70b": "llama-3.1-70b", "llama-3-405b": "llama-3.1-405b",
-    "llama-3.3-70b": "llama-3.1-70b", "deepseek-r1-distill-llama-8b": "llama-3.1-8b",
-    "deepseek-r1-distill-llama-70b": "llama-3.1-70b", "gpt2": "gpt2-small", "deepseek-v3-671b": "deepseek-v3",
-    "deepseek-v3.1": "deepseek-v3", "deepseek-r1": "deepseek-v3", "qwen2.5-coder-0.5b": "qwen2.5-0.5b",
-    "olmo-2-1124-7b": "olmo-2-7b", "olmo-3-1025-7b": "olmo-3-7b", "mistral-7b-v0.1": "mistral-7b-0.1",
-    "mistral-7b-instruct-v0.1": "mistral-7b-0.1", "vit-base-patch16-224": "vit-base",
-}  # fmt: skip
+SAME_SIZES = (
+    ("llama-3-8b", "llama-3.1-8b"), ("llama-3-70b", "llama-3.1-70b"), ("llama-3-405b", "llama-3.1-405b"),
+    ("llama-3.3-70b", "llama-3.1-70b"), ("deepseek-r1-distill-llama-8b", "llama-3.1-8b"),
+    ("deepseek-r1-distill-llama-70b", "llama-3.1-70b"), ("gpt2", "gpt2-small"), ("deepseek-v3-671b", "deepseek-v3"),
+    ("deepseek-v3.1", "deepseek-v3"), ("deepseek-r1", "deepseek-v3"), ("qwen2.5-coder-0.5b", "qwen2.5-0.5b"),
+    ("olmo-2-1124-7b", "olmo-2-7b"), ("olmo-3-1025-7b", "olmo-3-7b"), ("mistral-7b-v0.1", "mistral-7b-0.1"),
+    ("mistral-7b-instruct-v0.1", "mistral-7b-0.1"), ("vit-base-patch16-224", "vit-base"),
+)  # fmt: skip
 """Models' names elsewhere, each with our model of the same sizes."""
+ALIKE = dict(SAME_SIZES)
 RELEASE = r"-(instruct|base|chat|hf|it|pt|think|thinking|cased|uncased|fp8|bf16|in21k|v\d+\.\d+|\d{4})$"
 """End of a name that tells a training, a number format or a date, and changes no size."""
 

@@ -130,26 +130,8 @@ def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bo
     account = given.account
     model = model_of(asked, account, told_model(given, tree), path)
     stages, tensor = given.number("pipeline-model-parallel-size"), given.number("tensor-model-parallel-size")
-    if isinstance(model, dict) and "activation" in model and not gated(given):
-        model |= {"activation": "relu2" if given.on("squared-relu") else "gelu"}
-        if not given.on("disable-bias-linear"):
-            if "biases" in model:
-                model["biases"] = ["query-key-value", "output", "feed-forward"]
-            else:
-                account.assume("disable-bias-linear", True, "latent attention has no biases in a plan")
-        if given.get("position-embedding-type", "learned_absolute") == "learned_absolute":
-            account.assume("model.rope", "plain", "in place of a table of positions, and RMS norms for layer norms")
     if isinstance(model, dict):
-        if (model.get("experts") or {}).get("per_token") == 1:
-            model["experts"]["renormalise"] = False  # one weight alone would be 1: Megatron takes the softmax before
-        if shared := given.number("moe-shared-expert-intermediate-size", 0) if model.get("experts") else 0:
-            model["experts"]["shared"] = shared
-        if "later_tokens" in model:
-            model["later_tokens"] = given.number("mtp-num-layers", 0)
-        if model.get("experts"):
-            model["experts"]["dense_layers"] = dense_layers(given, model["layers"])
-        model |= {"dropout": float(given.get("hidden-dropout", 0.1, DEFAULT))}
-        model |= {"vocabulary_multiple": given.number("make-vocab-size-divisible-by", 128) * tensor}
+        complete(model, given, tensor)
     degrees = Degrees(
         tensor=tensor, by_sequence=given.on("sequence-parallel") and tensor > 1, stages=stages,
         chunks=chunks_of(given, stages, model), context=given.number("context-parallel-size"),
@@ -176,6 +158,35 @@ def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bo
         run["layout"]["pipeline"]["partition"] = written
     facts = (*facts_of(given, bridge), *sent, *degrees.expert_facts(asked.devices))
     return ForeignJob("megatron-core", run, account, facts, "arguments")
+
+
+def complete(model: Tree, given: Arguments, tensor: int) -> None:
+    """Write into a section `model` the fields that no config.json has: activation, biases, experts, padding.
+
+    Args:
+        model: The section, made from the sizes.
+        given: The arguments.
+        tensor: Ranks that cut a layer; the padding of the vocabulary is a multiple of their number.
+    """
+    account = given.account
+    if "activation" in model and not gated(given):
+        model["activation"] = "relu2" if given.on("squared-relu") else "gelu"
+        if not given.on("disable-bias-linear"):
+            if "biases" in model:
+                model["biases"] = ["query-key-value", "output", "feed-forward"]
+            else:
+                account.assume("disable-bias-linear", True, "latent attention has no biases in a plan")
+        if given.get("position-embedding-type", "learned_absolute") == "learned_absolute":
+            account.assume("model.rope", "plain", "in place of a table of positions, and RMS norms for layer norms")
+    if "later_tokens" in model:
+        model["later_tokens"] = given.number("mtp-num-layers", 0)
+    if experts := model.get("experts"):
+        experts["dense_layers"] = dense_layers(given, model["layers"])
+        if experts.get("per_token") == 1:
+            experts["renormalise"] = False  # one weight alone would be 1: Megatron takes the softmax before
+        experts["shared"] = given.number("moe-shared-expert-intermediate-size", 0)
+    model["dropout"] = float(given.get("hidden-dropout", 0.1, DEFAULT))
+    model["vocabulary_multiple"] = given.number("make-vocab-size-divisible-by", 128) * tensor
 
 
 def told_model(given: Arguments, tree: Mapping[str, Any]) -> str | Tree | None:

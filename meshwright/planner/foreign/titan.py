@@ -19,9 +19,9 @@ HARMLESS = """
 hf_assets_path dump_folder job.* profil* metrics.* checkpoint.* validat* dataloader.* lr_scheduler.* optimizer.lr
 optimizer.eps optimizer.beta* optimizer.weight_decay optimizer.implementation training.steps training.dataset*
 training.max_norm training.seed training.gc_* experimental.* debug.* comm.* fault_tolerance.* tokenizer.* *.() *.()*
-optimizer.name lr_scheduler model.tokenizer_path model.print_after_conversion loss.* ()
+optimizer.name lr_scheduler model.tokenizer_path model.print_after_conversion loss.loss_fn* ()
 activation_checkpoint.selective_ac_option activation_checkpoint.early_stop compile.backend compile.components
-model.hf_assets_path training.mixed_precision_reduce model_spec.* context_parallel.*
+model.hf_assets_path training.mixed_precision_reduce context_parallel.*
 parallelism.context_parallel_load_balancer parallelism.enable_loss_parallel parallelism.disable_loss_parallel
 parallelism.module_fqns_per_model_part float8.* module config parallelism.pipeline_parallel_expert_parallel_overlap
 optimizer.0 checkpoint
@@ -105,7 +105,7 @@ def read_fields(path: Path, asked: Asked, tree: Mapping[str, Any], form: JobForm
         offload="host" if account.flag(f"{training}enable_cpu_offload") else "none",
     )  # fmt: skip
     compiled = account.flag("compile.enable", f"{training}compile")
-    facts = (*facts_of(account, tree), *degrees.expert_facts(asked.devices))
+    facts = (*facts_of(account), *degrees.expert_facts(asked.devices))
     return ForeignJob("torchtitan" if compiled else "torchtitan-eager", run, account, facts, form)
 
 
@@ -143,19 +143,26 @@ def precision_of(account: Account) -> str:
     return str(account.word("training.mixed_precision_param", known=known, default="bf16"))
 
 
-def facts_of(account: Account, tree: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the software's facts: FP8 linears, asynchronous tensor parallelism, the experts' dispatcher."""
+def facts_of(account: Account) -> tuple[str, ...]:
+    """Return the software's facts: FP8 linears, a loss of slices, asynchronous tensor parallelism, the dispatcher."""
     facts = []
-    converters = str(account.get("model_converters.converters", "model.converters", default=""))
-    spec = str(tree.get("model_spec", ""))
-    if "float8" in converters.lower() or "Float8" in spec:
-        facts.append("products=fp8")
-    if "mxfp8" in converters.lower() or "MXFP8" in spec:
+    converters = str(account.get("model_converters.converters", "model.converters", default="")).lower()
+    converters += str(account.get("model_spec.converters", "model_spec.quantization", default="")).lower()
+    if "mxfp8" in converters:
         facts.append("products=mxfp8")
+    elif "float8" in converters:
+        facts.append("products=fp8")
+    elif converters:  # NVFP4, adapters
+        account.leave("model_spec.converters")
+        account.leave("model_converters.converters")
+    account.agree("model_spec.attn_backend", "sdpa", "flex", "varlen", "flash", "flex_flash")
+    if "chunk" in str(account.get(f"loss.{CALLED}", default="")).lower():
+        facts.append("logits=slices")
     if account.flag("parallelism.enable_async_tensor_parallel", "compile.enable_async_tensor_parallel"):
         facts.append("overlapped=sums,gathers,layers")
     if account.number("parallelism.expert_parallel_degree") > 1:
         known = (("standard", "alltoall"), ("deepep", "deepep"), ("hybridep", "hybridep"))
-        sent = account.word("parallelism.expert_parallel_comm_backend", known=known, default="alltoall", why=DEFAULT)
+        names = ("parallelism.expert_parallel_comm_backend", "model_spec.moe_comm_backend")
+        sent = account.word(*names, known=known, default="alltoall", why=DEFAULT)
         facts.append(f"dispatch={sent}")
     return tuple(facts)

@@ -236,6 +236,36 @@ fsdp_config:
 mixed_precision: bf16
 num_processes: 8
 """
+TITAN_SPECS = """
+from torchtitan.trainer import Trainer
+
+def qwen3_8b():
+    spec = model_registry("8B")
+    return Trainer.Config(
+        loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=vocabulary(spec))),
+        model_spec=spec, optimizer=default_adamw(lr=8e-4),
+        training=TrainingConfig(num_tokens_per_microbatch_per_dp_rank=2 * 4096, max_context_length=4096),
+        parallelism=ParallelismConfig(data_parallel_shard_degree=-1),
+        activation_checkpoint=SelectiveAC.Config(),
+    )
+
+def qwen3_8b_nvfp4():
+    config = qwen3_8b()
+    config.compile = CompileConfig(enable=True, components=["model"])
+    config.model_spec = model_registry(
+        "8B", attn_backend="varlen", converters=[NVFP4LinearConverter.Config(fqns=["layers"])]
+    )
+    return config
+
+def qwen3_30b_a3b_deepep():
+    return Trainer.Config(
+        loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config()),
+        model_spec=model_registry("30B-A3B", moe_comm_backend="deepep"), optimizer=default_adamw(lr=8e-4),
+        training=TrainingConfig(num_tokens_per_microbatch_per_dp_rank=2 * 4096, max_context_length=4096),
+        parallelism=ParallelismConfig(data_parallel_shard_degree=-1, expert_parallel_degree=4),
+        activation_checkpoint=FullAC.Config(),
+    )
+"""
 ONE_B = {"model": "llama-3.2-1b", "sequence": 2048, "batch": 32}
 ZERO3 = """
 {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "bf16": {"enabled": true},
@@ -340,6 +370,17 @@ enable = true
         {"llama3/config_registry.py": TITAN}, 8, "torchtitan-eager",
         {"batch.global_": 64, "micro": 2, "data.lengths.source": 8192, "layout.data.sync": "zero2"},
         function="llama3_8b_tokens",
+    ),
+    "torchtitan registry, experts by DeepEP": Job(
+        {"qwen3/config_registry.py": TITAN_SPECS}, 8, "torchtitan-eager",
+        {"model.hidden": 2048, "layout.data.size": 8, "layout.data.expert": 4, "layout.data.sync": "zero3", "micro": 2,
+         "batch.global_": 16, "memory.recompute": 1},
+        ("logits=slices", "dispatch=deepep"), function="qwen3_30b_a3b_deepep",
+    ),
+    "torchtitan registry, NVFP4": Job(
+        {"qwen3/config_registry.py": TITAN_SPECS}, 8, "torchtitan",
+        {"model.hidden": 4096, "layout.data.size": 8, "micro": 2, "batch.global_": 16, "memory.recompute": "ops"},
+        ("logits=slices",), ("model_spec.converters",), function="qwen3_8b_nvfp4",
     ),
     "torchtitan's launch line": Job(
         {"run.sh": "NGPU=8\ntorchrun --nproc_per_node=${NGPU} -m torchtitan.train --module llama3 --config llama3_8b "
