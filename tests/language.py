@@ -40,6 +40,8 @@ STRINGS_AND_COMMENTS = re.compile(
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
+FOLDERS = ("meshwright", "docs", "skills", "examples", "benchmarks", "validation", "tests")
+"""Folders with prose for readers."""
 NAMELESS = frozenset(["own", "one", "other", "kept", "number", "place", "part", "kind"])
 """Names that say nothing of a variable: a noun says which thing it is (CONTRIBUTING.md)."""
 
@@ -124,15 +126,15 @@ def room_of(path: Path) -> str:
     folders = path.relative_to(ROOT).parts
     if path.suffix == ".md":
         return "/".join(folders)
-    if folders[0] == "benchmarks":
+    if folders[0] in ("benchmarks", "validation") or (folders[0] == "tests" and len(folders) == 2):
         return folders[0]
     deep = len(folders) > 3 and folders[1] in ("families", "tools")
     return "/".join(folders[: 3 if deep else 2])
 
 
 def files() -> Iterator[Path]:
-    """Yield all files with prose for readers: sources, documents, skills."""
-    for folder, pattern in product(("meshwright", "docs", "skills", "examples", "benchmarks"), ("*.py", "*.md")):
+    """Yield all files with prose for readers: sources, documents, skills, tests."""
+    for folder, pattern in product(FOLDERS, ("*.py", "*.md")):
         yield from sorted((ROOT / folder).rglob(pattern))
     yield from (ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md"))
 
