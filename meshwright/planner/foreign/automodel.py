@@ -29,7 +29,9 @@ model.config.revision model.output_hidden_states tokenizer* distributed.mp_polic
 distributed.pipeline.dtype distributed.pipeline.scale_grads* model.backend._target_ model.backend.enable_hf*
 model.backend.fake* packed_sequence* model.backend.attn model.backend.linear model.backend.rms_norm
 model.backend.rope* model.attn_implementation benchmark* nsys* launcher* slurm*
-distributed._target_ distributed.pipeline.round* *.freeze* ci.* timing*
+distributed._target_ distributed.pipeline.round* autopipeline._target_ autopipeline.round* autopipeline.scale_grads*
+autopipeline.patch* distributed.pipeline.patch* parallelizer._target_ model.backend.te_fp8._target_ optimizer.foreach
+model.backend.enable_fsdp* *.freeze* ci.* timing*
 """
 """Fields that change neither seconds nor bytes of a step, or only in ways that a plan cannot express."""
 
@@ -47,9 +49,9 @@ def read_automodel(path: Path, asked: Asked, tree: Mapping[str, Any]) -> Foreign
     context, experts = number(account, "cp_size"), number(account, "ep_size")
     replicas = number(account, "dp_size", 0)
     hybrid = number(account, "dp_replicate_size")
-    told = str(account.get("distributed.pipeline.pp_schedule", default="1f1b")).lower()
+    told = str(account.get(*piped("pp_schedule"), default="1f1b")).lower()
     model = model_of(asked, account, told_model(account), path)
-    every = account.number("distributed.pipeline.layers_per_stage", default=0)
+    every = account.number(*piped("layers_per_stage"), default=0)
     chunks = 1
     if every and stages > 1 and told.startswith("inter"):
         chunks = max(1, -(-layers_of(model) // every) // stages)
@@ -61,20 +63,21 @@ def read_automodel(path: Path, asked: Asked, tree: Mapping[str, Any]) -> Foreign
         replicas=replicas or None,
     )  # fmt: skip
     local = account.number("step_scheduler.local_batch_size")
-    size = account.number("distributed.pipeline.pp_microbatch_size", default=local) if stages > 1 else local
+    size = account.number(*piped("pp_microbatch_size"), default=local) if stages > 1 else local
     run = run_of(
         asked, account, degrees, model=model,
         sequence=account.get("dataset.seq_len", "dataset.seq_length", "packed_sequence.packed_sequence_size"),
         micro=size, global_=account.number("step_scheduler.global_batch_size", default=0) or None,
-        recompute=1 if account.flag("distributed.activation_checkpointing") else "none", precision="bf16", path=path,
+        recompute=1 if account.flag(*AGAIN) else "none", precision="bf16", path=path,
     )  # fmt: skip
     facts = ["fuses_elements=true"] if account.flag("compile.enabled") else []
     if account.word("model.torch_dtype", "model.config.torch_dtype", known=DTYPES, default="bf16") == "float32":
         facts.append("slice_dtype=float32")
     else:
         run |= in_bf16(account)
-    if account.flag("fp8.enabled"):
-        facts.append("products=fp8")
+    scaled = account.get("model.backend.te_fp8.recipe")
+    if account.flag("fp8.enabled") or scaled:
+        facts.append("products=mxfp8" if "mx" in str(scaled).lower() else "products=fp8")
     if sent := account.word("model.backend.dispatcher", known=DISPATCHERS, default=None):
         facts.append(f"dispatch={sent}")
     if by := account.word("model.backend.experts", known=GROUPED, default=None):
@@ -82,6 +85,15 @@ def read_automodel(path: Path, asked: Asked, tree: Mapping[str, Any]) -> Foreign
     return ForeignJob("automodel", run, account, tuple(facts), "automodel")
 
 
+def piped(name: str) -> tuple[str, str]:
+    """Return the names of a field of the pipeline, of today and of 2025."""
+    return f"distributed.pipeline.{name}", f"autopipeline.{name}"
+
+
+AGAIN = ("distributed.activation_checkpointing", "parallelizer.activation_checkpointing")
+GATHERS_AGAIN = (
+    "distributed.reshard_after_forward", "distributed.moe.reshard_after_forward", "parallelizer.reshard_after_forward",
+)  # fmt: skip
 DISPATCHERS = (("deepep", "deepep"), ("hybridep", "hybridep"), ("torch", "allgather"))
 """AutoModel's dispatcher backends, each with our value of the fact `dispatch`: torch gathers tokens and sums outputs
 (components/moe/layers.py, GroupedExperts)."""
@@ -130,7 +142,7 @@ def sync_of(account: Account, shard: int, stages: int) -> str:
     sharded = account.word("distributed.strategy", known=(("fsdp2", True), ("ddp", False)), default=True)
     if shard == 1 or not sharded:
         return "allreduce"
-    told = account.get("distributed.reshard_after_forward", "distributed.moe.reshard_after_forward")
+    told = account.get(*GATHERS_AGAIN)
     if told is None:
         told = stages == 1
         account.assume(

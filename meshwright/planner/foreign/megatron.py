@@ -61,10 +61,15 @@ SHARDS = (("no_shard", "allreduce"), ("optim_grads_params", "zero3"), ("optim_gr
 """Megatron-FSDP's --data-parallel-sharding-strategy, each with our sync."""
 
 
-class Arguments:
-    """Megatron's arguments in an account, by flag."""
+PRIMUS = {"bf16": True, "use-distributed-optimizer": True, "micro-batch-size": 2, "global-batch-size": 16}
+PRIMUS_SOURCE = "Primus' default (configs/modules/megatron/pre_trainer.yaml)"
 
-    def __init__(self, tree: Mapping[str, Any]) -> None:
+
+class Arguments:
+    """Megatron's arguments in an account, by flag. `defaults`: values of a program that starts Megatron-LM."""
+
+    def __init__(self, tree: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self._defaults = defaults
         # A flag without a value is true; `--no-...` is a separate name.
         self.account = Account({name: True if value == "" else value for name, value in tree.items()}, HARMLESS)
         names = [name for name, value in fields_of(tree)]
@@ -74,6 +79,8 @@ class Arguments:
 
     def get(self, flag: str, default: Any = None, why: str = "") -> Any:
         """Return a flag's value."""
+        if flag in self._defaults:
+            default, why = self._defaults[flag], PRIMUS_SOURCE
         value = self.account.get(self._full.get(flag, flag), default=default, why=why)
         if isinstance(value, str) and "$" in value:
             raise ConfigError.of(
@@ -114,6 +121,18 @@ def read_recipe(path: Path, function: str | None, asked: Asked) -> ForeignJob:
     return read_arguments(path, asked, named_function(path, function), bridge=True)
 
 
+def resolved(value: Any) -> Any:
+    """Return a tree of Primus' YAML with `${NAME:default}` replaced by the default, since no environment is read."""
+    if isinstance(value, Mapping):
+        return {name: resolved(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [resolved(inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    text = re.sub(r"\$\{\w+:([^{}]*)\}", r"\1", value)
+    return None if text == "null" else text
+
+
 def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bool = False) -> ForeignJob:
     """Read the job of Megatron's arguments.
 
@@ -126,7 +145,8 @@ def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bo
     Raises:
         ConfigError: The sizes are neither in the file nor an option, or an argument cannot be planned.
     """
-    given = Arguments(tree)
+    primus = "modules" in tree
+    given = Arguments(resolved(tree) if primus else tree, PRIMUS if primus else {})
     account = given.account
     model = model_of(asked, account, told_model(given, tree), path)
     stages, tensor = given.number("pipeline-model-parallel-size"), given.number("tensor-model-parallel-size")
@@ -473,12 +493,12 @@ def dispatched(given: Arguments, bridge: bool) -> tuple[str, ...]:
     """Return the software's facts on how rows are sent to experts and multiplied. Without grouped products the experts
     share a stream with all other kernels. Raises ConfigError for an unknown dispatcher."""
     told = given.word("moe-flex-dispatcher-backend", BACKENDS, None)
+    if given.on("moe-enable-deepep") or given.on("use-turbo-deepep"):
+        told = "deepep"
     dispatcher = given.word("moe-token-dispatcher-type", KINDS, "flex" if told else None)
     if dispatcher is None:
         dispatcher = "allgather"
         given.account.assume("moe-token-dispatcher-type", dispatcher, DEFAULT)
-    if given.on("moe-enable-deepep"):
-        told = "deepep"
     if not given.on("moe-permute-fusion"):
         given.account.assume("moe-permute-fusion", True, "each permutation of rows is one kernel in a plan")
     dispatcher = (told or "deepep") if dispatcher == "flex" else dispatcher

@@ -467,6 +467,53 @@ modules:
         {"model.hidden": 4096, "batch.global_": 128, "micro": 2, "layout.data.sync": "zero1"},
         ("overlapped=sums,gathers",), ("modules.pre_trainer.overrides.enable_primus_turbo",),
     ),
+    "Primus qwen3_30B_A3B-BF16-pretrain.yaml": Job(
+        {"qwen3.yaml": """
+work_group: ${PRIMUS_TEAM:amd}
+modules:
+  pre_trainer:
+    framework: megatron
+    config: pre_trainer.yaml
+    model: ${PRIMUS_MODEL:qwen3_30B_A3B}.yaml
+    overrides:
+      micro_batch_size: 2
+      global_batch_size: 256
+      seq_length: ${PRIMUS_SEQ_LENGTH:4096}
+      max_position_embeddings: ${PRIMUS_MAX_POSITION_EMBEDDINGS:4096}
+      tensor_model_parallel_size: ${PRIMUS_TP:1}
+      expert_model_parallel_size: ${PRIMUS_EP:8}
+      overlap_grad_reduce: true
+      overlap_param_gather: true
+      train_data_path: ${PRIMUS_TOKENIZED_DATA_PATH:null}
+      use_turbo_deepep: true
+      turbo_deepep_num_cu: 64
+"""},
+        8, "megatron-core",
+        {"model.hidden": 2048, "batch.global_": 256, "micro": 2, "layout.data.expert": 8, "layout.data.sync": "zero1",
+         "data.lengths.source": 4096, "precision.dtype": "bf16"},
+        ("overlapped=sums,gathers", "dispatch=deepep", "streams_bytes=[0, 0]"),
+        ("modules.pre_trainer.overrides.turbo_deepep_num_cu",),
+    ),
+    "AutoModel moonlight_16b_te_fp8.yaml": Job(
+        {"moonlight.yaml": """
+step_scheduler: {global_batch_size: 256, local_batch_size: 4}
+distributed: {_target_: nemo_automodel.components.distributed.fsdp2.FSDP2Manager, tp_size: 1, cp_size: 1, pp_size: 1,
+  dp_replicate_size: 1, ep_size: 8, sequence_parallel: false}
+autopipeline: {pp_schedule: interleaved1f1b, pp_microbatch_size: 2, layers_per_stage: 2}
+parallelizer: {activation_checkpointing: false, reshard_after_forward: false}
+model:
+  config:
+    _target_: transformers.AutoConfig.from_pretrained
+    pretrained_model_name_or_path: moonshotai/Moonlight-16B-A3B
+  backend: {attn: te, experts: te, dispatcher: deepep, te_fp8: {_target_: TEFp8Config, recipe: current}}
+dataset: {seq_len: 2048}
+optimizer: {_target_: torch.optim.Adam, foreach: false}
+"""},
+        8, "automodel",
+        {"model.hidden": 2048, "layout.data.size": 8, "layout.data.expert": 8, "layout.data.sync": "zero2", "micro": 4,
+         "batch.global_": 256, "memory.recompute": "none"},
+        ("products=fp8", "dispatch=deepep", "experts=apart"), ("autopipeline.pp_microbatch_size",),
+    ),
     "Megatron-Bridge, Llama 3 8B on 2": Job(
         {"llama3.py": BRIDGE}, 2, "megatron-core",
         {"model.hidden": 4096, "layout.context.size": 2, "batch.global_": 512, "layout.data.sync": "zero1", "micro": 1},
