@@ -24,7 +24,7 @@ AXOLOTL = (
     + """
 dataset* chat_template* test_datasets* val_set_size output_dir wandb* mlflow* hub_* num_epochs max_steps
 lr_scheduler* learning_rate cosine_* tf32 resume_* logging_* warmup* *evals_per* *saves_per* save_* eval_*
-weight_decay special_tokens* tokenizer* tokens strict plugins adam_* max_grad_norm shuffle* group_by_length
+weight_decay special_tokens* tokenizer* tokens strict adam_* max_grad_norm shuffle* group_by_length
 train_on_inputs model_type trust_remote_code gradient_checkpointing_kwargs*  s2_attention
 local_rank early_stopping* fsdp fsdp_version seed push_* remove_unused* use_tensorboard pad_to_sequence_len attention
 flex_attn* overrides_of*
@@ -35,6 +35,8 @@ AGREED = {
     "optimizer": ("adamw", "adamw_hf", "adamw_torch", "adamw_torch_fused"),
 }  # fmt: skip
 """axolotl's fields, each with the values that a plan assumes."""
+PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin", "ExpertParallelPlugin")
+"""axolotl's plugins that do nothing without a field of their own, or have a fact of ours."""
 ZERO = ("allreduce", "zero1", "zero2", "zero3")
 """Our value of `layout.data.sync` by DeepSpeed's stage."""
 FULL, NO_SHARD, GRADIENTS, HYBRID, HYBRID_GRADIENTS = (
@@ -136,9 +138,12 @@ def read_axolotl(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJo
         offload="host" if account.flag("fsdp_config.fsdp_offload_params") else "none",
     )  # fmt: skip
     facts = [*compiled(account), *(["dispatch=deepep"] if degrees.experts > 1 else [])]
-    if account.flag("liger_fused_linear_cross_entropy"):
+    plugins = [str(each).rpartition(".")[2] for each in account.get("plugins", default=())]
+    if {*plugins} - {*PLUGINS}:
+        account.leave("plugins")
+    if account.flag("liger_fused_linear_cross_entropy") or "CutCrossEntropyPlugin" in plugins:
         facts.append("logits=slices")
-    return ForeignJob("fsdp", run, account, tuple(facts), "axolotl")
+    return ForeignJob("axolotl", run, account, tuple(facts))
 
 
 def json_beside(path: Path, name: str) -> dict[str, Any]:

@@ -656,7 +656,7 @@ gradient_checkpointing: true
 fsdp: [full_shard, auto_wrap]
 fsdp_config: {fsdp_offload_params: true, fsdp_sharding_strategy: FULL_SHARD, fsdp_limit_all_gathers: true}
 """},
-        8, "fsdp",
+        8, "axolotl",
         {"model.hidden": 4096, "data.lengths.source": 4096, "batch.global_": 64, "micro": 2, "memory.recompute": 1,
          "memory.offload.to": "host", "layout.data.sync": "zero3"},
         ("logits=slices",), ("liger_rms_norm", "sample_packing"),
@@ -672,7 +672,7 @@ fp8: true
 fp8_enable_fsdp_float8_all_gather: true
 fsdp_config: {fsdp_version: 2, offload_params: false, reshard_after_forward: false, activation_checkpointing: true}
 """},
-        4, "fsdp",
+        4, "axolotl",
         {"batch.global_": 64, "micro": 16, "layout.data.sync": "zero2", "memory.recompute": 1},
         ("fuses_elements=true", "products=fp8"), ("fp8_enable_fsdp_float8_all_gather",),
         options={"model": "llama-3.2-1b"},
@@ -747,7 +747,7 @@ gradient_checkpointing: true
 flash_attention: true
 fsdp_config: {fsdp_version: 2, offload_params: false, sharding_strategy: FULL_SHARD, reshard_after_forward: true}
 """},
-        4, "fsdp",
+        4, "axolotl",
         {"model.hidden": 2048, "layout.data.size": 4, "layout.data.expert": 2, "layout.data.shard": 2,
          "layout.data.sync": "zero3", "batch.global_": 4, "micro": 1, "memory.recompute": 1},
         ("dispatch=deepep",), ("optimizer",),
@@ -755,6 +755,7 @@ fsdp_config: {fsdp_version: 2, offload_params: false, sharding_strategy: FULL_SH
     "axolotl qwen3-8b-fsdp-tp-cp.yaml": Job(
         {"cp.yaml": """
 base_model: Qwen/Qwen3-8B
+plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin, mine.Plugin]
 dp_shard_size: 2
 context_parallel_size: 2
 tensor_parallel_size: 2
@@ -767,9 +768,10 @@ micro_batch_size: 1
 optimizer: adamw_torch_fused
 bf16: true
 """},
-        8, "fsdp",
+        8, "axolotl",
         {"model.hidden": 4096, "layout.data.size": 2, "layout.context.size": 2, "layout.context.kind": "ring",
          "layout.tensor.size": 2, "batch.global_": 2, "layout.data.sync": "zero3"},
+        ("logits=slices",), ("plugins",),
     ),
     "Megatron-LM (AMD's) train_deepseekv3.sh": Job(
         {"deepseek.sh": """
