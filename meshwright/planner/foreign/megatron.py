@@ -44,7 +44,7 @@ moe-router-l* moe-router-d* moe-router-s* moe-router-g* moe-router-n* moe-router
 *use-mcore-models *use_mcore_models *group-query-attention *disable*bias*linear *add*bias*linear *add*qkv*bias
 *normalization *fp8*amax* *fp8*margin *fp8*interval *gated_linear_unit *activation_func *share_embeddings*
 *persist_layer_norm *bias*fusion *softmax*fusion *accumulation*fusion *rope*fusion *swiglu*fusion *pipeline_dtype
-*main_grads_dtype *main_params_dtype *exp_avg*dtype *.() () *cuda_graph*steps *attention*dropout *use-flash-attn
+*.() () *cuda_graph*steps *attention*dropout *use-flash-attn
 *moe*grouped*gemm *qk*layernorm *permute*fusion *.provider* *load_weights
 """
 """Arguments that change neither seconds nor bytes of a step, or only in ways that a plan cannot express."""
@@ -174,6 +174,7 @@ def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bo
         precision=precision_of(given, bridge), path=path,
         offload="host" if given.on("optimizer-cpu-offload") else "none",
     )  # fmt: skip
+    run |= stored(given)
     if written := partition_of(given, stages, degrees.chunks, layers_of(model)):
         run["layout"]["pipeline"]["partition"] = written
     facts = (*facts_of(given, bridge), *sent, *degrees.expert_facts(asked.devices))
@@ -459,6 +460,33 @@ def precision_of(given: Arguments, bridge: bool) -> str:
     if given.on("bf16") or (bridge and "fp16" not in str(given.get("mixed-precision", "bf16_mixed"))):
         return "bf16"
     return "fp16" if given.on("fp16") or bridge else "float32"
+
+
+def stored(given: Arguments) -> Tree:
+    """Return the run's fields for gradients and optimizer states in other formats than Megatron-LM's float32.
+
+    Raises:
+        ConfigError: A format of the states has no counterpart here.
+    """
+    fields: Tree = {}
+    if given.on("grad-reduce-in-bf16") or str(given.get("grad-reduce-in-fp32", True)).lower() == "false":
+        fields["precision"] = {"level": "O2", "dtype": "bf16", "accumulate": "stored"}
+    aware = given.on("use-precision-aware-optimizer")
+    states = {given.word(flag, FORMATS, "float32") for flag in ("exp-avg-dtype", "exp-avg-sq-dtype")}
+    if aware and states == {"bf16"}:
+        fields["optimizer"] = {"name": "adamw", "states": "bf16"}
+    elif aware and states != {"float32"}:
+        given.leave("exp-avg-dtype")
+        given.leave("exp-avg-sq-dtype")
+    for flag in ("main-grads-dtype", "main-params-dtype"):
+        if str(given.get(flag, "fp32")).lower() not in FLOAT32:
+            given.leave(flag)
+    return fields
+
+
+FLOAT32 = ("fp32", "float32", "torch.float32")
+FORMATS = (*((word, "float32") for word in FLOAT32), ("bf16", "bf16"), ("bfloat16", "bf16"), ("torch.bfloat16", "bf16"))
+"""Megatron's words for the format of a moment, each with ours."""
 
 
 def facts_of(given: Arguments, bridge: bool) -> tuple[str, ...]:

@@ -143,6 +143,10 @@ def megatron_words(config: Config, program: Program) -> Iterator[str]:
             yield "--overlap-moe-expert-parallel-comm"
     if flag := program.syncs.get(layout.data.sync):
         yield flag
+    if config.precision.accumulate == "stored":
+        yield "--grad-reduce-in-bf16"
+    if config.optimizer.states == "bf16":
+        yield "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
     if (low := program.software.products) in MEGATRON_RECIPES:
         gathered = " --fp8-param-gather" if program.software.low_weights == "alone" else ""
         yield f"--fp8-format {MEGATRON_RECIPES[low]}{gathered}"

@@ -402,7 +402,7 @@ enable = true
          "model.vocabulary": 128256, "model.tied": False, "batch.global_": 128, "micro": 1, "layout.data.size": 8,
          "layout.data.sync": "zero1", "layout.tensor.size": 1},
         ("products=fp8", "low_weights=alone", "overlapped=sums,gathers"),
-        ("cross-entropy-loss-fusion", "grad-reduce-in-bf16"),
+        ("cross-entropy-loss-fusion",),
     ),
     "Megatron-LM train_mixtral_8x7b_distributed.sh": Job(
         {"train.sh": MIXTRAL}, 32, "megatron-core",

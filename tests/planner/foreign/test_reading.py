@@ -215,6 +215,33 @@ def test_memory_that_a_job_spares_is_read_and_written(tmp_path: Path) -> None:
     assert {"products=mxfp8", "low_weights=alone"} <= set(again.facts)
 
 
+@pytest.mark.parametrize(
+    "words, fields, left_out",
+    [
+        ("--grad-reduce-in-bf16", ("stored", "float32"), []),
+        ("--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", ("float32", "bf16"), []),
+        ("--use-precision-aware-optimizer --exp-avg-dtype fp32 --main-grads-dtype fp32", ("float32", "float32"), []),
+        ("--use-precision-aware-optimizer --exp-avg-dtype bf16 --main-params-dtype fp16", ("float32", "float32"),
+         ["exp-avg-dtype", "main-params-dtype"]),
+    ],
+)  # fmt: skip
+def test_formats_of_gradients_and_moments_are_read_and_written(
+    words: str, fields: tuple[str, str], left_out: list[str], tmp_path: Path
+) -> None:
+    line = "x --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --bf16 --hidden-dropout 0.0"
+
+    def formats(text: str) -> tuple[tuple[str, str], list[str], Config]:
+        (tmp_path / "a.sh").write_text(text)
+        job = read_foreign(tmp_path / "a.sh", Asked(batch=8))
+        config = parse_run(job.run, [], unread=ELSEWHERE)
+        return (config.precision.accumulate, config.optimizer.states), sorted(job.account.left_out), config
+
+    found, unread, config = formats(f"{line} {words}")
+    assert (found, unread) == (fields, left_out)
+    answer = " ".join(megatron_words(config, load_program("megatron-core")))
+    assert formats(f"{line} {answer}")[0] == fields
+
+
 def test_a_word_that_changes_memory_and_is_not_said_is_left_out(tmp_path: Path) -> None:
     """Three programs' words that change memory and are not planned are listed as left out."""
     line = "x --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --recompute-granularity selective"
