@@ -107,7 +107,10 @@ class Degrees:
     def layout(self, devices: int) -> Tree:
         """Make the section `layout` of a run."""
         replicas = self.data(devices)
-        layout: Tree = {"data": {"size": replicas, "sync": self.sync}}
+        layout: Tree = {"data": {"size": replicas}}
+        # A sync has no effect, and is refused, where no two ranks sum one gradient.
+        if replicas * self.context * self.stages > 1 or (self.tensor > 1 and self.by_sequence):
+            layout["data"]["sync"] = self.sync
         if self.shard not in (None, replicas):
             layout["data"]["shard"] = self.shard
         if (axis := self.dealt(devices)[0]) > 1:

@@ -215,6 +215,15 @@ def test_memory_that_a_job_spares_is_read_and_written(tmp_path: Path) -> None:
     assert {"products=mxfp8", "low_weights=alone"} <= set(again.facts)
 
 
+@pytest.mark.parametrize("devices, words", [(1, ""), (8, "--tensor-model-parallel-size 8 --use-distributed-optimizer")])
+def test_a_job_without_replicas_is_a_run(devices: int, words: str, tmp_path: Path) -> None:
+    line = "x --num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 8 --global-batch-size 8"
+    (tmp_path / "a.sh").write_text(f"{line} {words}")
+    job = read_foreign(tmp_path / "a.sh", Asked(devices=devices))
+    layout = job.run["layout"] | {"ranks_per_node": devices}
+    assert parse_run(job.run | {"layout": layout}, [], unread=ELSEWHERE).layout.world_size == devices
+
+
 @pytest.mark.parametrize(
     "words, fields, left_out",
     [
@@ -232,7 +241,7 @@ def test_formats_of_gradients_and_moments_are_read_and_written(
 
     def formats(text: str) -> tuple[tuple[str, str], list[str], Config]:
         (tmp_path / "a.sh").write_text(text)
-        job = read_foreign(tmp_path / "a.sh", Asked(batch=8))
+        job = read_foreign(tmp_path / "a.sh", Asked(batch=8, devices=2))
         config = parse_run(job.run, [], unread=ELSEWHERE)
         return (config.precision.accumulate, config.optimizer.states), sorted(job.account.left_out), config
 
