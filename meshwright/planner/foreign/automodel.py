@@ -22,16 +22,16 @@ from meshwright.ranks.errors import ConfigError
 
 SIZES = "model.config."
 HARMLESS = f"""{harmless_sizes(SIZES)}
-recipe seed step_scheduler.* dist_env.* checkpoint.* *dataset.* *dataloader.* loss_fn.* *lr*
-optimizer.lr optimizer.betas optimizer.weight_decay optimizer.eps optimizer.adam_w_mode optimizer.bias_correction
-clip_grad_norm.* wandb* mlflow* rng* model.trust_remote_code model._target_
+recipe seed step_scheduler.* dist_env.* checkpoint.* *dataset.* *dataloader.* *lr* loss_fn.fp32_upcast
+loss_fn.ignore_index optimizer.lr optimizer.betas optimizer.weight_decay optimizer.eps optimizer.adam_w_mode
+optimizer.bias_correction clip_grad_norm.* wandb* mlflow* rng* model.trust_remote_code model._target_
 model.config.revision model.output_hidden_states tokenizer* distributed.mp_policy.*
 distributed.pipeline.dtype distributed.pipeline.scale_grads* model.backend._target_ model.backend.enable_hf*
 model.backend.fake* packed_sequence* model.backend.attn model.backend.linear model.backend.rms_norm
 model.backend.rope* model.attn_implementation benchmark* nsys* launcher* slurm*
 distributed._target_ distributed.pipeline.round* autopipeline._target_ autopipeline.round* autopipeline.scale_grads*
 autopipeline.patch* distributed.pipeline.patch* parallelizer._target_ model.backend.te_fp8._target_ optimizer.foreach
-model.backend.enable_fsdp* *.freeze* ci.* timing*
+model.backend.enable_fsdp* ci.* timing*
 """
 """Fields that change neither seconds nor bytes of a step, or only in ways that a plan cannot express."""
 
@@ -75,6 +75,11 @@ def read_automodel(path: Path, asked: Asked, tree: Mapping[str, Any]) -> Foreign
         facts.append("slice_dtype=float32")
     else:
         run |= in_bf16(account)
+    loss = str(account.get("loss_fn._target_", default=""))
+    if "FusedLinear" in loss or "Chunked" in loss:
+        facts.append("logits=slices")
+    elif loss and not loss.endswith(("MaskedCrossEntropy", "TEParallelCrossEntropy")):
+        account.leave("loss_fn._target_")
     scaled = account.get("model.backend.te_fp8.recipe")
     if account.flag("fp8.enabled") or scaled:
         facts.append("products=mxfp8" if "mx" in str(scaled).lower() else "products=fp8")

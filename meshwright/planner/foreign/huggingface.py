@@ -25,9 +25,9 @@ AXOLOTL = (
 dataset* chat_template* test_datasets* val_set_size output_dir wandb* mlflow* hub_* num_epochs max_steps
 lr_scheduler* learning_rate cosine_* tf32 resume_* logging_* warmup* *evals_per* *saves_per* save_* eval_*
 weight_decay special_tokens* tokenizer* tokens strict adam_* max_grad_norm shuffle* group_by_length
-train_on_inputs model_type trust_remote_code gradient_checkpointing_kwargs*  s2_attention
+train_on_inputs model_type trust_remote_code gradient_checkpointing_kwargs*
 local_rank early_stopping* fsdp fsdp_version seed push_* remove_unused* use_tensorboard pad_to_sequence_len attention
-flex_attn* overrides_of*
+flex_attn*
 """
 )
 AGREED = {

@@ -35,7 +35,7 @@ load *.load *-load *load-* dist-ckpt* *save* log-* *.logger.* *log_* *tensorboar
 *eval_* data-path data-cache* dataloader* *dataset* *tokenizer* *vocab_file *merge_file *vocab-file *merge-file split
 *.split seed *.seed *profile* *timing* *timers* *exit* *rerun* *env_vars* *validation.* *trust_remote_code *mock*
 *tiktoken* *reset* *eod* *num-workers *num_workers *blend* work_group user_name exp_name workspace name *.name
-*framework* *config *sft* *manual*gc* *empty*memory* *check*nan* *check-for* *.dataset.* nnodes nproc*
+*framework* *.config *sft* *manual*gc* *empty*memory* *check*nan* *check-for* *.dataset.* nnodes nproc*
 node*rank master* rdzv* *distributed*timeout* *nccl* *backend-nccl* local-rank lr lr-* *min-lr *.lr *lr_* *min_lr
 *decoupled* *adam*beta* *adam*eps* *weight*decay* *clip*grad* *train*iters* *train*samples* *init*method*
 *norm*epsilon *rotary* *rope* *position*embedding* *optimizer.optimizer *.scheduler.* *attention-softmax-in-fp32
@@ -57,6 +57,8 @@ MOST_PARTS = 10_000
 """Most characters of a written layout with all repeats: a file may ask for more than memory holds."""
 CONTEXTS = (("p2p", "ring"), ("a2a", "ulysses"))
 """Megatron's --cp-comm-type, each with our context kind."""
+STAGES = tuple((str(stage), sync) for stage, sync in enumerate(("allreduce", "zero1", "zero2", "zero3")))
+"""Megatron-DeepSpeed's --zero-stage, each with our sync."""
 SHARDS = (("no_shard", "allreduce"), ("optim_grads_params", "zero3"), ("optim_grads", "zero2"), ("optim", "zero1"))
 """Megatron-FSDP's --data-parallel-sharding-strategy, each with our sync."""
 
@@ -178,7 +180,8 @@ def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bo
     if written := partition_of(given, stages, degrees.chunks, layers_of(model)):
         run["layout"]["pipeline"]["partition"] = written
     facts = (*facts_of(given, bridge), *sent, *degrees.expert_facts(asked.devices))
-    return ForeignJob("megatron-core", run, account, facts, "arguments")
+    program = "deepspeed" if given.on("deepspeed") else "megatron-core"
+    return ForeignJob(program, run, account, facts, "arguments")
 
 
 def complete(model: Tree, given: Arguments, tensor: int) -> None:
@@ -415,7 +418,10 @@ def layout_of(text: str) -> list[list[str]]:
 
 
 def sync_of(given: Arguments, bridge: bool) -> str:
-    """Return our `layout.data.sync`: Megatron-FSDP's strategy, the distributed optimizer, or all-reduce."""
+    """Return our `layout.data.sync`: DeepSpeed's stage, Megatron-FSDP's strategy, the distributed optimizer, or
+    all-reduce."""
+    if given.on("deepspeed"):
+        return str(given.word("zero-stage", STAGES, "zero1"))
     strategy = given.word("data-parallel-sharding-strategy", SHARDS, "zero3")
     if given.on("use-megatron-fsdp") or given.on("use-torch-fsdp2"):
         return str(strategy)
@@ -426,12 +432,21 @@ def sync_of(given: Arguments, bridge: bool) -> str:
 
 
 def recomputed(given: Arguments) -> Any:
-    """Return our `memory.recompute`: full recomputation in groups of layers, or recomputation of attention."""
+    """Return our `memory.recompute`: full recomputation in groups of layers, or recomputation of attention.
+
+    Scripts of before 2022, and of Megatron-DeepSpeed, have --checkpoint-activations or --activations-checkpoint-method.
+    """
+    if given.on("checkpoint-activations") or given.word("activations-checkpoint-method", METHODS, False):
+        return given.number("activations-checkpoint-num-layers", given.number("checkpoint-num-layers", 1))
     if whole_layers(given):
-        if given.word("recompute-method", (("uniform", True), ("block", False)), True):
+        if given.word("recompute-method", METHODS, True):
             return given.number("recompute-num-layers", 1)
         return 1
     return "selective" if ATTENTION in modules_of(given) else "none"
+
+
+METHODS = (("uniform", True), ("block", False))
+"""Megatron's methods of full recomputation; True: groups of layers, False: some layers, of which all are taken."""
 
 
 def whole_layers(given: Arguments) -> bool | None:
@@ -514,6 +529,8 @@ def facts_of(given: Arguments, bridge: bool) -> tuple[str, ...]:
         if given.on("cpu-offloading-weights"):
             given.leave("cpu-offloading-weights")
     under = [name for flag, name in OVERLAPS if given.on(flag) or (bridge and name in ("sums", "gathers"))]
+    if given.on("deepspeed"):  # its JSON says overlap_comm
+        return tuple(facts)
     return (*facts, f"overlapped={','.join(under) or '[]'}")
 
 

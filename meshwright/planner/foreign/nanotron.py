@@ -23,7 +23,7 @@ SIZES = "model.model_config."
 HARMLESS = f"""{harmless_sizes(SIZES)}
 checkpoints.* data_stages* general.* lighteval* logging.* metrics_logging* profiler* tokenizer.*
 optimizer.*learning_rate* optimizer.optimizer_factory.* optimizer.weight_decay* optimizer.clip_grad tokens.limit*
-tokens.train_steps tokens.val_check* model.init_method* model.make_vocab* s3_upload* optimizer.accumulate_grad_in_fp32
+tokens.train_steps tokens.val_check* model.init_method* model.make_vocab* s3_upload*
 model.ddp_bucket_cap_mb
 """
 """Fields that change neither seconds nor bytes of a step, or only in ways that a plan cannot express."""
@@ -57,6 +57,7 @@ def read_nanotron(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJ
         experts=account.number("parallelism.expert_parallel_size"), sync="zero1" if stage else "allreduce",
         replicas=account.number("parallelism.dp", default=0) or None,
     )  # fmt: skip
+    account.agree("optimizer.accumulate_grad_in_fp32", "true")
     account.agree(f"{SIZES}_attn_implementation", *FUSED)
     tokens = "tokens."
     again = account.flag("parallelism.recompute_layer")

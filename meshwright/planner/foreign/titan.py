@@ -21,9 +21,9 @@ optimizer.eps optimizer.beta* optimizer.weight_decay optimizer.implementation tr
 training.max_norm training.seed training.gc_* experimental.* debug.* comm.* fault_tolerance.* tokenizer.* *.() *.()*
 optimizer.name lr_scheduler model.tokenizer_path model.print_after_conversion loss.loss_fn* ()
 activation_checkpoint.selective_ac_option activation_checkpoint.early_stop compile.backend compile.components
-model.hf_assets_path training.mixed_precision_reduce context_parallel.*
+model.hf_assets_path context_parallel.*
 parallelism.context_parallel_load_balancer parallelism.enable_loss_parallel parallelism.disable_loss_parallel
-parallelism.module_fqns_per_model_part float8.* module config parallelism.pipeline_parallel_expert_parallel_overlap
+float8.* module config parallelism.pipeline_parallel_expert_parallel_overlap
 optimizer.0 checkpoint
 """
 """Fields that change neither seconds nor bytes of a step, or that are read as a whole."""
@@ -155,6 +155,7 @@ def facts_of(account: Account) -> tuple[str, ...]:
     elif converters:  # NVFP4, adapters
         account.leave("model_spec.converters")
         account.leave("model_converters.converters")
+    account.agree("training.mixed_precision_reduce", "float32")
     account.agree("model_spec.attn_backend", "sdpa", "flex", "varlen", "flash", "flex_flash")
     if "chunk" in str(account.get(f"loss.{CALLED}", default="")).lower():
         facts.append("logits=slices")

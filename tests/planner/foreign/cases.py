@@ -442,6 +442,31 @@ use_distributed_optimizer: true
          "micro": 4},
         ("overlapped=[]",),
     ),
+    "Megatron-DeepSpeed ds_pretrain_gpt.sh": Job(
+        {"ds.sh": """
+ZERO_STAGE=1
+ds_config=ds_config_gpt.json
+deepspeed --num_gpus 8 pretrain_gpt.py --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 \\
+    --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 \\
+    --micro-batch-size 4 --global-batch-size 64 --bf16 --hidden-dropout 0.0 \\
+    --checkpoint-activations --deepspeed-activation-checkpointing --zero-stage=${ZERO_STAGE} \\
+    --deepspeed_config=$ds_config --no-pipeline-parallel --deepspeed
+"""},
+        8, "deepspeed",
+        {"model.hidden": 1024, "layout.data.size": 4, "layout.data.sync": "zero1", "layout.tensor.size": 2,
+         "memory.recompute": 1, "batch.global_": 64, "micro": 4},
+        (), ("deepspeed_config", "no-pipeline-parallel", "num_gpus"),
+    ),
+    "Megatron-LM of 2021, run_figure_15.sh": Job(
+        {"figure.sh": "train --num-layers 32 --hidden-size 3840 --num-attention-heads 32 --seq-length 2048 "
+                      "--max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 32 "
+                      "--tensor-model-parallel-size 2 --fp16 --DDP-impl local --hidden-dropout 0.0 "
+                      "--activations-checkpoint-method uniform --activations-checkpoint-num-layers 1"},
+        64, "megatron-core",
+        {"model.hidden": 3840, "memory.recompute": 1, "layout.tensor.size": 2, "layout.data.sync": "allreduce",
+         "precision.dtype": "fp16"},
+        ("overlapped=[]",), ("DDP-impl",),
+    ),
     "Primus llama3.1_8B-pretrain.yaml": Job(
         {"llama3.1_8B.yaml": """
 work_group: amd

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from fnmatch import fnmatchcase
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from meshwright.config import Config, parse_config
 from meshwright.config.load import ELSEWHERE, parse_run
+from meshwright.planner.foreign import automodel, huggingface, megatron, nanotron, titan
 from meshwright.planner.foreign.job import Asked, ForeignJob, known_name
 from meshwright.planner.foreign.literals import fields_of_function
 from meshwright.planner.foreign.reading import read_foreign
@@ -410,6 +412,32 @@ def test_values_of_a_script_are_those_of_bash(script: str, value: str) -> None:
 )  # fmt: skip
 def test_names_of_releases_are_the_sizes_of_one_model(told: str, ours: str | None) -> None:
     assert known_name(told) == ours
+
+
+@pytest.mark.parametrize(
+    "harmless, fields",
+    [
+        (megatron.HARMLESS,
+         "deepspeed_config zero-stage recompute-modules main-grads-dtype exp-avg-dtype moe-layer-freq optimizer "
+         "optimizer.main_grads_dtype grad-reduce-in-bf16 cross-entropy-loss-fusion fp8-param-gather mtp-num-layers "
+         "use-precision-aware-optimizer window-size overlap-grad-reduce cpu-offloading-num-layers "
+         "reuse-grad-buf-for-mxfp8-param-ag moe-expert-capacity-factor"),
+        (titan.HARMLESS, "model_spec.converters model_spec.moe_comm_backend model_spec.attn_backend "
+         "parallelism.module_fqns_per_model_part training.mixed_precision_reduce training.enable_cpu_offload "
+         "parallelism.expert_parallel_degree compile.enable activation_checkpoint.mode"),
+        (huggingface.AXOLOTL, "overrides_of_model_config.num_hidden_layers s2_attention plugins optimizer adapter "
+         "expert_parallel_size flash_attention liger_rms_norm sequence_len sample_packing unfrozen_parameters bf16"),
+        (huggingface.DEEPSPEED_HARMLESS, "zero_optimization.stage zero_optimization.cpu_offload bf16.enabled "
+         "zero_optimization.offload_param.device tensor_parallel.autotp_size zero_quantized_weights"),
+        (automodel.HARMLESS, "loss_fn._target_ freeze_config.freeze_embeddings model.backend.te_fp8.recipe fp8.enabled "
+         "model.backend.dispatcher parallelizer.activation_checkpointing autopipeline.pp_schedule compile.enabled"),
+        (nanotron.HARMLESS, "optimizer.accumulate_grad_in_fp32 model.model_config.moe_config.num_experts "
+         "model.model_config.sliding_window_size optimizer.zero_stage parallelism.tp_mode"),
+    ],
+)  # fmt: skip
+def test_no_pattern_hides_a_field_that_changes_a_step(harmless: str, fields: str) -> None:
+    hidden = {field: pattern for field in fields.split() for pattern in harmless.split() if fnmatchcase(field, pattern)}
+    assert hidden == {}
 
 
 def test_a_field_of_sizes_that_no_reader_asks_for_is_left_out(tmp_path: Path) -> None:
