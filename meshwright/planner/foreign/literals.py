@@ -7,14 +7,15 @@
         return config
 
 A call is read as a mapping of the keywords, with the called name under CALLED and positional values under 0, 1, ...
-Numbers are computed from literals and from the file's constants. Any other expression is read as its source text.
+Numbers and lists are computed from literals, from the file's constants and from dictionaries of keywords. An `if` whose
+condition is not known is left out with its branches. Any other expression is read as its source text.
 """
 
 from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ CALLED = "()"
 """The key for a called function's name: `training.()` is TrainingConfig."""
 MOST_CALLS = 20
 """Most nested calls between functions of the file."""
+MOST_ITEMS = 10_000
+"""Most items of a computed list: a file may ask for more than memory holds."""
+UNKNOWN = object()
+"""A condition that the file does not decide."""
 
 _OPERATIONS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
@@ -86,20 +91,58 @@ class _Reader:
         keyword = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
         defaults |= {each.arg: value for each, value in keyword if value is not None}
         self.names |= {name: self.value(node) for name, node in defaults.items()} | dict(given)
-        returned: Any = {}
-        for node in function.body:
+        if function.args.kwarg is not None:
+            known = {each.arg for each in (*arguments, *function.args.kwonlyargs)}
+            rest = {name: value for name, value in given.items() if name not in known}
+            self.names[function.args.kwarg.arg] = rest
+        returned = self.follow(function.body)
+        return returned if isinstance(returned, dict) else {}
+
+    def follow(self, body: Sequence[ast.stmt]) -> Any:
+        """Read statements in order; return the value of the first `return`, or None."""
+        for node in body:
             if isinstance(node, ast.Assign):
                 value = self.value(node.value)
                 for target in node.targets:
                     self.assign(target, value)
             elif isinstance(node, ast.AnnAssign) and node.value is not None:
                 self.assign(node.target, self.value(node.value))
+            elif isinstance(node, ast.If):
+                known = self.decided(node.test)
+                returned = None if known is UNKNOWN else self.follow(node.body if known else node.orelse)
+                if returned is not None:
+                    return returned
             elif isinstance(node, ast.Return) and node.value is not None:
-                returned = self.value(node.value)
-        return returned if isinstance(returned, dict) else {}
+                return self.value(node.value)
+        return None
+
+    def decided(self, test: ast.expr) -> Any:
+        """Return a condition's value, or UNKNOWN: comparisons of known values with None, numbers, texts, mappings."""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            inner = self.decided(test.operand)
+            return inner if inner is UNKNOWN else not inner
+        if isinstance(test, ast.Compare) and len(test.ops) == 1:
+            sides = test.left, test.comparators[0]
+            if any(isinstance(side, ast.Name) and side.id not in self.names | self.constants for side in sides):
+                return UNKNOWN
+            left, right = map(self.value, sides)
+            negative = isinstance(test.ops[0], ast.IsNot | ast.NotIn | ast.NotEq)
+            if isinstance(test.ops[0], ast.Is | ast.IsNot | ast.Eq | ast.NotEq):
+                return (left == right) != negative
+            if isinstance(test.ops[0], ast.In | ast.NotIn) and isinstance(right, dict):
+                return (key_of(left) in right) != negative
+        if isinstance(test, ast.Name) and test.id in self.names:
+            return bool(self.names[test.id])
+        return test.value if isinstance(test, ast.Constant) else UNKNOWN
 
     def assign(self, target: ast.expr, value: Any) -> None:
-        """Run an assignment: `config.training.steps = 3` sets a field of the value named `config`."""
+        """Run an assignment: `config.training.steps = 3` sets a field of the value named `config`.
+
+        Of several names for the results of one call the first has the call's fields.
+        """
+        if isinstance(target, ast.Tuple) and isinstance(value, dict):
+            for index, inner in enumerate(target.elts):
+                self.assign(inner, value if index == 0 else {})
         if isinstance(target, ast.Name):
             self.names[target.id] = value
         elif isinstance(target, ast.Attribute):
@@ -122,8 +165,21 @@ class _Reader:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             inner = self.value(node.operand)
             return -inner if isinstance(inner, int | float) else ast.unparse(node)
+        if isinstance(node, ast.Dict):
+            return self.merged([(key, each) for key, each in zip(node.keys, node.values, strict=True)])
+        if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
+            values = [self.value(each) for each in node.values]
+            return next((each for each in values if each), values[-1])
+        if isinstance(node, ast.Subscript):
+            holder, key = self.value(node.value), key_of(self.value(node.slice))
+            if isinstance(holder, dict) and key in holder:
+                return holder[key]
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
             left, right = self.value(node.left), self.value(node.right)
+            if isinstance(left, list) and isinstance(right, list) and isinstance(node.op, ast.Add):
+                return (left + right)[:MOST_ITEMS]
+            if isinstance(left, list) and isinstance(right, int) and isinstance(node.op, ast.Mult):
+                return (left * min(right, MOST_ITEMS // max(1, len(left)) + 1))[:MOST_ITEMS]
             if isinstance(left, int | float) and isinstance(right, int | float):
                 return _OPERATIONS[type(node.op)](left, right) if right or not isinstance(node.op, DIVISIONS) else 0
         if isinstance(node, ast.List | ast.Tuple):
@@ -132,10 +188,25 @@ class _Reader:
             return self.called(node)
         return ast.unparse(node)
 
-    def called(self, node: ast.Call) -> dict[str, Any]:
-        """Return a call's keywords, or the fields of the object returned by a function of the file."""
-        given = {each.arg: self.value(each.value) for each in node.keywords if each.arg}
+    def merged(self, items: Sequence[tuple[ast.expr | None, ast.expr]]) -> dict[Any, Any]:
+        """Return a dictionary of keys and values; a key of None unpacks a mapping (`**kwargs`)."""
+        found: dict[Any, Any] = {}
+        for key, each in items:
+            value = self.value(each)
+            if key is not None:
+                found[key_of(self.value(key))] = value
+            elif isinstance(value, dict):
+                found |= value
+        return found
+
+    def called(self, node: ast.Call) -> Any:
+        """Return a call's keywords, the fields of the object returned by a function of the file, or getattr's value."""
+        keywords = ((ast.Constant(each.arg) if each.arg else None, each.value) for each in node.keywords)
+        given = self.merged([*keywords])
         name = ast.unparse(node.func)
+        if name == "getattr" and len(node.args) > 1:
+            holder, field, *default = (self.value(each) for each in node.args)
+            return holder.get(field, *default) if isinstance(holder, dict) else {CALLED: name}
         function = self.functions.get(name)
         if function is not None and self.depth < MOST_CALLS:
             positional = zip(function.args.args, node.args, strict=False)
@@ -143,4 +214,14 @@ class _Reader:
             inside = _Reader(self.functions, self.constants, {}, self.depth + 1)
             if found := inside.run(function, given):
                 return found
+        # A method of a call's result: `AutoBridge.from_hf_pretrained('a/b').to_provider`.
+        if isinstance(node.func, ast.Attribute) and isinstance(holder := self.value(node.func.value), dict):
+            if CALLED in holder:
+                told = ", ".join(repr(holder[key]) for key in ("0", "1") if key in holder)
+                name = f"{holder[CALLED]}({told}).{node.func.attr}"
         return {CALLED: name} | {str(n): self.value(each) for n, each in enumerate(node.args)} | given
+
+
+def key_of(value: Any) -> Any:
+    """Return a value as a dictionary's key; a list as a tuple."""
+    return tuple(value) if isinstance(value, list) else value

@@ -340,7 +340,7 @@ def vocabulary_of(given: Arguments) -> tuple[int, str]:
 def chunks_of(given: Arguments, stages: int, model: str | Tree) -> int:
     """Return the virtual stages of a rank, given as a number, as layers of each stage, or by a written layout."""
     if written := given.get(LAYOUT):
-        return max(1, len(layout_of(str(written))) // stages)
+        return max(1, len(layout_of(written)) // stages)
     for flag in ("virtual-pipeline-model-parallel-size", "num-virtual-stages-per-pipeline-rank"):
         if given.get(flag) is not None:
             return given.number(flag)
@@ -369,7 +369,7 @@ def partition_of(given: Arguments, stages: int, chunks: int, layers: int) -> lis
     if stages == 1:
         return []
     if written := given.get(LAYOUT):
-        cut = [stage.count("t") for stage in layout_of(str(written))]
+        cut = [stage.count("t") for stage in layout_of(written)]
         if sum(cut) != layers or len(cut) % stages:
             rule = f"has {sum(cut)} layers in {len(cut)} parts, of a model of {layers} on {stages} stages"
             raise ConfigError.of(f"--{LAYOUT}", written, rule, "the model's layers in equal numbers of parts a stage")
@@ -398,12 +398,20 @@ def counted_parts(given: Arguments) -> list[int]:
     return [int(given.on(f"account-for-{end}-in-pipeline-split")) for end in ("embedding", "loss")]
 
 
-def layout_of(text: str) -> list[list[str]]:
-    """Parse --pipeline-model-parallel-layout: the parts of each virtual stage, in the model's order.
+PART_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+"""Letters of a written layout, by the names that recipes have."""
+
+
+def layout_of(written: Any) -> list[list[str]]:
+    """Parse --pipeline-model-parallel-layout: the parts of each virtual stage, in the model's order. A recipe may have
+    a list of lists of names (embedding, decoder, mtp, loss).
 
     E is the embedding, t a layer, m a layer of later tokens, L the loss; `|` ends a stage, `x*3` and `(t|)*3` repeat,
     commas are spaces: core/transformer/pipeline_parallel_layer_layout.py.
     """
+    text = str(written)
+    if isinstance(written, list):
+        text = "|".join("".join(PART_LETTERS.get(str(each), "?") for each in stage) for stage in written)
     flat = text.replace(",", "").replace(" ", "").strip("'\"")
     repeat = re.compile(r"(?:\(([^()]*)\)|([Etm]))\*(\d{1,4})(?!\d)")
     while (found := repeat.search(flat)) and len(flat) <= MOST_PARTS:
@@ -494,7 +502,9 @@ def stored(given: Arguments) -> Tree:
         given.leave("exp-avg-dtype")
         given.leave("exp-avg-sq-dtype")
     for flag in ("main-grads-dtype", "main-params-dtype"):
-        if str(given.get(flag, "fp32")).lower() not in FLOAT32:
+        # With sums in half precision the main gradients are the same numbers.
+        words = (*FLOAT32, "torch.bfloat16") if "grads" in flag and fields.get("precision") else FLOAT32
+        if str(given.get(flag, "fp32")).lower() not in words:
             given.leave(flag)
     return fields
 
@@ -542,8 +552,8 @@ def dispatched(given: Arguments, bridge: bool) -> tuple[str, ...]:
         told = "deepep"
     dispatcher = given.word("moe-token-dispatcher-type", KINDS, "flex" if told else None)
     if dispatcher is None:
-        dispatcher = "allgather"
-        given.account.assume("moe-token-dispatcher-type", dispatcher, DEFAULT)
+        dispatcher, why = ("alltoall", "Megatron-Bridge's providers") if bridge else ("allgather", DEFAULT)
+        given.account.assume("moe-token-dispatcher-type", dispatcher, why)
     if not given.on("moe-permute-fusion"):
         given.account.assume("moe-permute-fusion", True, "each permutation of rows is one kernel in a plan")
     dispatcher = (told or "deepep") if dispatcher == "flex" else dispatcher

@@ -266,6 +266,67 @@ def qwen3_30b_a3b_deepep():
         activation_checkpoint=FullAC.Config(),
     )
 """
+BRIDGE_KEYWORDS = """
+import torch
+from megatron.bridge import AutoBridge
+
+def deepseek_v3_pretrain_config(**user_kwargs):
+    recommended_kwargs = {
+        "hf_path": "deepseek-ai/DeepSeek-V3", "tensor_parallelism": 2, "pipeline_parallelism": 16,
+        "expert_parallelism": 64, "recompute_granularity": "selective",
+    }
+    combined_kwargs: Common = {**recommended_kwargs, **user_kwargs}
+    return _deepseek_v3_common(**combined_kwargs)
+
+def deepseek_v3_pretrain_config_32nodes(**user_kwargs):
+    recommended_kwargs = {
+        "hf_path": "deepseek-ai/DeepSeek-V3", "pipeline_parallelism": 8, "expert_parallelism": 32,
+        "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+    }
+    return deepseek_v3_pretrain_config(**{**recommended_kwargs, **user_kwargs})
+
+def _deepseek_v3_common(
+    hf_path, tensor_parallelism=2, pipeline_parallelism=16, virtual_pipeline_parallelism=None, expert_parallelism=64,
+    recompute_granularity="selective", recompute_method=None, recompute_num_layers=None, global_batch_size=4096,
+    layout=None,
+):
+    bridge = AutoBridge.from_hf_pretrained(hf_path)
+    model_cfg = bridge.to_megatron_provider(load_weights=False)
+    model_cfg.tensor_model_parallel_size = tensor_parallelism
+    model_cfg.pipeline_model_parallel_size = pipeline_parallelism
+    model_cfg.virtual_pipeline_model_parallel_size = virtual_pipeline_parallelism
+    model_cfg.expert_model_parallel_size = expert_parallelism
+    model_cfg.expert_tensor_parallel_size = 1
+    model_cfg.sequence_parallel = True
+    model_cfg.seq_length = 4096
+    model_cfg.mtp_num_layers = 1
+    model_cfg.recompute_granularity = recompute_granularity
+    model_cfg.recompute_method = recompute_method
+    model_cfg.recompute_num_layers = recompute_num_layers
+    mtp_layers = getattr(model_cfg, "mtp_num_layers", 1) or 0
+    last_layer = ["mtp"] * mtp_layers + ["loss"]
+    layout_map = {
+        (1, 1): None,
+        (16, 1): [["embedding"] + ["decoder"] * 4] + [["decoder"] * 4] * 14 + [["decoder"] + last_layer],
+        (8, 1): [["embedding"] + ["decoder"] * 8] + [["decoder"] * 8] * 6 + [["decoder"] * 5 + last_layer],
+    }
+    vp_size = virtual_pipeline_parallelism or 1
+    if layout is not None:
+        model_cfg.pipeline_model_parallel_layout = layout
+    elif (pipeline_parallelism, vp_size) in layout_map:
+        model_cfg.pipeline_model_parallel_layout = layout_map[(pipeline_parallelism, vp_size)]
+    opt_config, scheduler = distributed_fused_adam_with_cosine_annealing(weight_decay=0.1)
+    opt_config.use_precision_aware_optimizer = True
+    opt_config.main_grads_dtype = torch.bfloat16
+    opt_config.exp_avg_dtype = torch.bfloat16
+    opt_config.exp_avg_sq_dtype = torch.bfloat16
+    return ConfigContainer(
+        model=model_cfg, optimizer=opt_config,
+        train=TrainingConfig(global_batch_size=global_batch_size, micro_batch_size=1),
+        ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=False, use_distributed_optimizer=True),
+        mixed_precision="bf16_mixed",
+    )
+"""
 ONE_B = {"model": "llama-3.2-1b", "sequence": 2048, "batch": 32}
 ZERO3 = """
 {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "bf16": {"enabled": true},
@@ -543,6 +604,21 @@ optimizer: {_target_: torch.optim.Adam, foreach: false}
         {"llama3.py": BRIDGE}, 2, "megatron-core",
         {"model.hidden": 4096, "layout.context.size": 2, "batch.global_": 512, "layout.data.sync": "zero1", "micro": 1},
         ("overlapped=sums,gathers",), ("model.fine_grained_activation_offloading",), function="llama3_8b_2gpu",
+    ),
+    "Megatron-Bridge, DeepSeek-V3 by keywords": Job(
+        {"deepseek_v3.py": BRIDGE_KEYWORDS}, 1024, "megatron-core",
+        {"model.hidden": 7168, "layout.pipeline.size": 16, "layout.pipeline.partition": (4,) * 15 + (1,),
+         "layout.data.size": 32, "layout.data.expert": 32, "layout.tensor.size": 2, "memory.recompute": "selective",
+         "precision.accumulate": "stored", "optimizer.states": "bf16", "batch.global_": 4096},
+        ("overlapped=sums,gathers", "dispatch=alltoall", "expert_tensor=1"), ("model.mtp_num_layers",),
+        function="deepseek_v3_pretrain_config",
+    ),
+    "Megatron-Bridge, DeepSeek-V3 on 32 nodes by keywords": Job(
+        {"deepseek_v3.py": BRIDGE_KEYWORDS}, 256, "megatron-core",
+        {"layout.pipeline.size": 8, "layout.pipeline.partition": (8,) * 7 + (5,), "layout.data.size": 16,
+         "layout.data.expert": 16, "memory.recompute": 1},
+        ("overlapped=sums,gathers", "dispatch=alltoall", "expert_tensor=1"), ("model.mtp_num_layers",),
+        function="deepseek_v3_pretrain_config_32nodes",
     ),
     "Megatron-Bridge, Llama 3 8B, 16k": Job(
         {"llama3.py": BRIDGE}, 16, "megatron-core",

@@ -365,6 +365,30 @@ def test_a_python_file_is_read_and_not_run(tmp_path: Path) -> None:
     assert fields_of_function(loop, "f"), "functions that call each other end"
 
 
+@pytest.mark.parametrize(
+    "body, value",
+    [
+        ("if size is None:\n  c.a = 1\nelif size == 2:\n  c.a = 2\nelse:\n  c.a = 3", 2),
+        ("if not flag:\n  c.a = 1\nelse:\n  c.a = 2", 1),
+        ("if unknown:\n  c.a = 1", None),
+        ("if size > 1:\n  c.a = 1", None),
+        ("c.a = {(1, 2): 5}[(1, size)]", 5),
+        ("c.a = flag or size", 2),
+        ("c.a = getattr(c, 'b', 4)", 4),
+        ("c.a = [1] * 10**9", "[1] * 10 ** 9"),
+        ("n = 1000000\nc.a = len(str([1] * n))", {"()": "len", "0": {"()": "str", "0": [1] * 10_000}}),
+        ("first, second = g(a=3)\nc.a = first.a", 3),
+        ("more = {'a': 6, **{'a': 7}}\nc = h(**more)", 7),
+    ],
+)  # fmt: skip
+def test_values_of_a_python_file_are_known_without_running_it(body: str, value: Any) -> None:
+    lines = "\n".join(f"    {line}" for line in body.splitlines())
+    text = (
+        f"def f(size=2, flag=False):\n    c = g()\n{lines}\n    return c\n\ndef h(**rest):\n    return g(a=rest['a'])\n"
+    )
+    assert fields_of_function(text, "f").get("a") == value
+
+
 def test_a_shell_script_is_read_as_bash_does() -> None:
     script = read_script(
         'A=${A:-4}\nB=$((A * 2 + 1))\nX=(--n $B "--flag two words")\nif [ $A -gt 3 ]; then X+=(--big); fi\n'
