@@ -215,10 +215,10 @@ class _Reader:
             if found := inside.run(function, given):
                 return found
         # A method of a call's result: `AutoBridge.from_hf_pretrained('a/b').to_provider`.
-        if isinstance(node.func, ast.Attribute) and isinstance(holder := self.value(node.func.value), dict):
-            if CALLED in holder:
-                told = ", ".join(repr(holder[key]) for key in ("0", "1") if key in holder)
-                name = f"{holder[CALLED]}({told}).{node.func.attr}"
+        holder = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        if isinstance(node.func, ast.Attribute) and isinstance(holder, dict) and CALLED in holder:
+            told = ", ".join(repr(holder[key]) for key in ("0", "1") if key in holder)
+            name = f"{holder[CALLED]}({told}).{node.func.attr}"
         return {CALLED: name} | {str(n): self.value(each) for n, each in enumerate(node.args)} | given
 
 
