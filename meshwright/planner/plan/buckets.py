@@ -42,6 +42,62 @@ if TYPE_CHECKING:
     from meshwright.planner.plan.site import Site
 
 
+class BucketPrograms(NamedTuple):
+    """The programs of a bucket (PlannedBucket)."""
+
+    reduce: Program
+    publish: Program
+    across: Program
+    gather: Program
+
+
+@dataclass(eq=False)
+class BucketSums:
+    """The sums of equal buckets. A search reads the programs of few layouts, so these are recorded at the first
+    read."""
+
+    policy: Policy
+    bucket: Bucket
+    """The bucket, on meta tensors."""
+    mesh: Mesh
+    recorder: Recorder
+    """The recorder that observes `mesh`."""
+    trained: bool
+    """False: the weights are gathered, and neither summed nor published."""
+
+    @cached_property
+    def comm(self) -> Comm:
+        """The communicator of the ranks that divide the bucket into slices."""
+        return self.mesh.comm(*(axis for axis in self.bucket.sum_axes if axis not in self.policy.apart))
+
+    @cached_property
+    def owned(self) -> tuple[int, int]:
+        """The first of the elements that this rank steps, and the end of these."""
+        return self.policy.owned(self.bucket, self.comm)
+
+    @cached_property
+    def programs(self) -> BucketPrograms:
+        """The recorded programs."""
+        (start, stop), program, ledger = self.owned, self.recorder.program, self.mesh.ledger
+        values, gradients = self.bucket.values, self.bucket.gradients
+        # On meta tensors the policy sends nothing; the comm records the program.
+        with program(ledger) as recorded:
+            self.policy.reduce(self.bucket, self.comm).wait()
+        reduce = recorded()
+        with program(ledger) as recorded:
+            self.policy.publish(self.bucket, self.comm).wait()
+        publish = recorded()
+        with program(ledger) as recorded:
+            apart = (axis for axis in self.bucket.sum_axes if axis in self.policy.apart)
+            self.mesh.comm(*apart).all_reduce(gradients[start:stop])
+        across = recorded()
+        with program(ledger) as recorded:
+            # zero3's gather before a task: the whole bucket, from its ranks' slices.
+            self.comm.all_gather(values, values[: values.numel() // self.comm.size])
+        sums = (reduce, publish, across) if self.trained else [Program()] * 3
+        return BucketPrograms(*sums, recorded())
+
+
 # Not frozen: a search makes 10^6 buckets, and a frozen one takes three times as long. Equal only if identical.
 @dataclass(eq=False)
 class PlannedBucket:
@@ -73,12 +129,25 @@ class PlannedBucket:
     """Whether the slices of half-precision weights and gradients are float32 (Software.slice_dtype)."""
     low_bytes: int
     """Bytes of whole weights beyond the run's format (Software.low_weights); below zero if weights are narrower."""
-    reduce: Program
-    publish: Program
-    across: Program
-    """The sum over ranks with equal slices, once a step."""
-    gather: Program
-    """The all-gather of weights, if weights are slices."""
+    sums: BucketSums
+
+    @property
+    def reduce(self) -> Program:
+        return self.sums.programs.reduce
+
+    @property
+    def publish(self) -> Program:
+        return self.sums.programs.publish
+
+    @property
+    def across(self) -> Program:
+        """The sum over ranks with equal slices, once a step."""
+        return self.sums.programs.across
+
+    @property
+    def gather(self) -> Program:
+        """The all-gather of weights, if weights are slices."""
+        return self.sums.programs.gather
 
     @cached_property
     def sizes(self) -> BucketBytes:
@@ -247,40 +316,45 @@ class Buckets:
                 num_elements = padded(elements, comm.size)
                 summed_in = gradient_dtype(key.dtype, widens)
                 ranks = tuple(zip(key.sum_axes, sizes, strict=True))
-                stepped, *programs = self._programs(
-                    sync.policy, key.dtype, summed_in, num_elements, ranks, comm.index, key.segments
+                sums = self._sums(
+                    sync.policy, key.dtype, summed_in, num_elements, ranks, comm.index, key.segments, key.rule.trained
                 )
-                if not key.rule.trained:  # gathered, and neither summed nor published
-                    programs[:3] = [Program()] * 3
+                start, stop = sums.owned
+                stepped = stop - start
                 summing = mesh.comm(*(axis for axis in key.sum_axes if axis not in policy.apart))
                 matrices = _stepped_matrices(key, shapes, summing.index if stepped else None)
-                known[alike] = summed_in, num_elements, stepped, math.prod(sizes), matrices, programs
-            summed_in, num_elements, stepped, num_ranks, matrices, programs = known[alike]
+                known[alike] = summed_in, num_elements, stepped, math.prod(sizes), matrices, sums
+            summed_in, num_elements, stepped, num_ranks, matrices, sums = known[alike]
             casts = (
                 self.casts and sync.slices and key.rule.trained and config.memory.offload.to == "none"
                 and master_bytes(config.optimizer, key.dtype) > 0
             )  # fmt: skip
-            low_bytes = round(self.low_weight * low_elements(names, shapes)) if key.dtype.itemsize == HALF else 0
+            low_bytes = 0
+            if self.low_weight and key.dtype.itemsize == HALF:
+                low_bytes = round(self.low_weight * low_elements(names, shapes))
             buckets.append(PlannedBucket(
                 key, summed_in, names, num_elements, stepped, num_ranks, matrices, policy.blocks, parts_back,
-                waits, sync.slices, casts, low_bytes, *programs,
+                waits, sync.slices, casts, low_bytes, sums,
             ))  # fmt: skip
         return buckets
 
     @remembered()
-    def _programs(
+    def _sums(
         self, policy: str, dtype: torch.dtype, summed_in: torch.dtype, num_elements: int,
-        axes: tuple[tuple[str, int], ...], index: int, segments: Segments,
-    ) -> tuple[int, Program, Program, Program, Program]:  # fmt: skip
+        axes: tuple[tuple[str, int], ...], index: int, segments: Segments, trained: bool,
+    ) -> BucketSums:  # fmt: skip
         # The order of axes is no key: bytes sent are equal in every order, and only seconds differ (network.py). The
         # rank's index is a key: a root sends more than the others.
         recorder, stand_ins = Recorder(), {ENDS: PIPE, HEAD_COPIES: f"axis of {HEAD_COPIES}"}
         copies = next(((stand_ins[name], size) for name, size in axes if name == HEAD_COPIES), None)
         grid = Grid(tuple((stand_ins.get(name, name), size) for name, size in axes), copies)
         mesh = planned_mesh(grid, index, (), observer=recorder.started)
-        return _programs(
-            load_entry(policy)(), dtype, summed_in, num_elements, [name for name, _ in axes], segments, mesh, recorder
-        )
+        values = torch.empty(num_elements, dtype=dtype, device=mesh.device)
+        gradients = torch.empty(num_elements, dtype=summed_in, device=mesh.device)  # empty_like is Python code on meta
+        # The rule does not matter here: the segments determine how whole matrices are sent.
+        names, rule = tuple(name for name, _ in axes), StepRule("elements")
+        bucket = Bucket(values, gradients, {}, (), rule, names, (), segments=segments)
+        return BucketSums(load_entry(policy)(), bucket, mesh, recorder, trained)
 
     @remembered(
         "model", "data", "loss", "bits", "batch.global_", "layout.data", "layout.context", "layout.tensor",
@@ -339,38 +413,6 @@ def loads_program(config: Config, rank: int, routers: int) -> Program:
         loads = torch.empty(routers, config.model.routing.num_experts, dtype=wide, device="meta")
         mesh.comm(*mesh.token_axes).all_reduce(loads)
     return recorded()
-
-
-def _programs(
-    policy: Policy, dtype: torch.dtype, summed_in: torch.dtype, num_elements: int, axes: Sequence[str],
-    segments: Segments, mesh: Mesh, recorder: Recorder,
-) -> tuple[int, Program, Program, Program, Program]:  # fmt: skip
-    """Record a bucket's programs.
-
-    Returns:
-        The number of elements that this rank steps; then the programs `reduce`, `publish`, `across` and `gather` of
-        PlannedBucket.
-    """
-    values = torch.empty(num_elements, dtype=dtype, device=mesh.device)
-    gradients = torch.empty(num_elements, dtype=summed_in, device=mesh.device)  # empty_like is Python code on meta
-    # The rule does not matter here: the segments determine how whole matrices are sent.
-    bucket = Bucket(values, gradients, {}, (), StepRule("elements"), tuple(axes), (), segments=segments)
-    comm = mesh.comm(*(axis for axis in axes if axis not in policy.apart))
-    # On meta tensors the policy sends nothing; the comm records the program.
-    start, stop = policy.owned(bucket, comm)
-    with recorder.program(mesh.ledger) as recorded:
-        policy.reduce(bucket, comm).wait()
-    reduce = recorded()
-    with recorder.program(mesh.ledger) as recorded:
-        policy.publish(bucket, comm).wait()
-    publish = recorded()
-    with recorder.program(mesh.ledger) as recorded:
-        mesh.comm(*(axis for axis in axes if axis in policy.apart)).all_reduce(gradients[start:stop])
-    across = recorded()
-    with recorder.program(mesh.ledger) as recorded:
-        # zero3's gather before a task: the whole bucket, from its ranks' slices.
-        comm.all_gather(values, values[: values.numel() // comm.size])
-    return stop - start, reduce, publish, across, recorded()
 
 
 def streams(config: Config) -> bool:

@@ -308,7 +308,7 @@ class Estimates:
         every = []
         for bucket in run.buckets[0]:
             # Buckets of equal layers are equal and share programs.
-            alike = id(bucket.reduce), len(bucket.names), bucket.stepped
+            alike = id(bucket.sums), len(bucket.names), bucket.stepped
             if alike not in known:
                 known[alike] = run.sum(bucket, 0.0), run.seconds(bucket.across)
             every.append(known[alike])
