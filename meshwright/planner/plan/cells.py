@@ -19,7 +19,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from meshwright.config import Config
 from meshwright.config.registry import entries
@@ -47,12 +47,17 @@ if TYPE_CHECKING:
     from meshwright.planner.plan.estimate import Estimates
 
 
+Bounded = Literal["cuts", "layers", "model"]
+"""The work in a lower bound: the model with two cuts, from models with one cut; layers; the model. A later bound needs
+more recordings."""
+
+
 @dataclass
 class Least:
     """Lower bounds of seconds in all orders of axes."""
 
-    bounds: dict[tuple[str | int, int, TransportName, bool], float] = field(default_factory=dict)
-    """By recomputation, chunks, transport and whether of layers alone."""
+    bounds: dict[tuple[str | int, int, TransportName, Bounded], float] = field(default_factory=dict)
+    """By recomputation, chunks, transport and the bounded work."""
     phases: dict[tuple[Tail, TransportName], float] = field(default_factory=dict)
     """Seconds of the pipeline phase, by tail and transport."""
     fast: dict[tuple[float, TransportName, tuple[Tail, ...]], tuple[float, list[Tail]]] = field(default_factory=dict)
@@ -75,10 +80,13 @@ class Judge:
         *PARTS, "batch", "memory.recompute", "layout.data.size", "layout.data.shard", "layout.pipeline.size",
         "layout.pipeline.head", "layout.ranks_per_node",
     )  # fmt: skip
-    def bound(self, config: Config, chunks: int, transport: TransportName, layers: bool) -> float:
-        """Return the lower bound of a layout's seconds, or of its layers' seconds, over all orders of the axes."""
+    def bound(self, config: Config, chunks: int, transport: TransportName, bounded: Bounded) -> float:
+        """Return the lower bound of a layout's seconds over all orders of the axes."""
         config = with_field(with_field(config, "layout.pipeline.chunks", chunks), "layout.transport", transport)
-        return self.models.least_seconds(config, self.links(config), layers=layers)
+        links = self.links(config)
+        if bounded == "cuts":
+            return self.models.least_of_cuts(config, links)
+        return self.models.least_seconds(config, links, layers=bounded == "layers")
 
     @remembered(
         *LAYER, "model", "bits", "layout.pipeline.size", "layout.pipeline.head", "layout.data.size",
@@ -160,10 +168,10 @@ class Cell:
         that does step on arrival may be faster than an optimizer on the device."""
         return self.config.memory.offload.to != SAVINGS[OFFLOAD] and not streams(self.config)
 
-    def bound(self, tail: Tail, *, layers: bool = False) -> float:
-        """Return a lower bound of the layout's seconds in any order of axes. `layers`: a lower one, of the layers."""
+    def bound(self, tail: Tail, bounded: Bounded = "model") -> float:
+        """Return a lower bound of the layout's seconds in any order of axes."""
         chunks = max(CHUNKS, tail.pipeline.chunks)
-        key = tail.recompute, chunks, self.transport, layers
+        key = tail.recompute, chunks, self.transport, bounded
         if key not in self.least.bounds:
             config = with_field(self.config, RECOMPUTE, tail.recompute)
             self.least.bounds[key] = self.judge.bound(config, *key[1:])
@@ -180,9 +188,11 @@ class Cell:
     def is_fast(self, tail: Tail, cutoff: float, *, phase: bool = False) -> bool:
         """Return True if the lower bound of the layout's seconds is below `cutoff`. `phase`: the bound under the
         layout's own schedule must be below `cutoff`, too."""
-        seconds = self.bound(tail, layers=True)
-        if seconds < cutoff:
-            seconds = self.bound(tail)
+        seconds = 0.0
+        for bounded in get_args(Bounded):
+            seconds = self.bound(tail, bounded)
+            if seconds >= cutoff:
+                break
         self.lowest = min(seconds, self.lowest)
         return seconds < cutoff and (not phase or cutoff == math.inf or self.phase(tail) < cutoff)
 

@@ -14,8 +14,9 @@ from operator import truediv
 from typing import TYPE_CHECKING
 
 from meshwright.compute.model import EMBEDDINGS, HEAD
+from meshwright.compute.tensor.section import Whole
 from meshwright.config import Config
-from meshwright.config.layout import PipelineSection
+from meshwright.config.layout import ContextParallel, PipelineSection
 from meshwright.config.schema import BatchSection
 from meshwright.config.section import with_field
 from meshwright.planner.plan.buckets import HeldParameters, PlannedBucket, held_of, memory_of, streams
@@ -23,13 +24,14 @@ from meshwright.planner.plan.compose import StagePlan
 from meshwright.planner.plan.memory import Memory, Peak
 from meshwright.planner.plan.passes import Sum
 from meshwright.planner.plan.recordings import check
-from meshwright.planner.plan.remembered import PARTS, remembered, replaced
+from meshwright.planner.plan.remembered import COUNTS, PARTS, remembered, replaced
 from meshwright.planner.plan.site import Links
-from meshwright.planner.plan.space import CHUNKS
+from meshwright.planner.plan.space import CHUNKS, ranks_of_layer
 from meshwright.planner.plan.timed_parts import HeldActivations, StageShape, TimedParts
 from meshwright.planner.plan.timed_run import TimedRun
 from meshwright.planner.plan.timing import slowed
 from meshwright.ranks.grid import PIPE
+from meshwright.strategies.memory.section import KEEPS_ALL
 from meshwright.strategies.pipeline.partition import balanced, ranges_of
 from meshwright.strategies.pipeline.placement import ChunkPlacement
 from meshwright.strategies.pipeline.schedule import ScheduleRule
@@ -151,11 +153,36 @@ class Estimates:
         """Return a lower bound of the estimated seconds of all layouts that differ in schedule, limit or sync only:
         the chain's work, shared equally among stages. `layers`: the work of layers alone, which records no head.
         `every`: as in phase_seconds."""
-        count, pipeline = config.num_microbatches, config.layout.pipeline
-        # The last stage begins when the first microbatch has passed one chunk of each other stage.
-        fill = (pipeline.size - 1) / max(CHUNKS, pipeline.chunks)
-        whole = self.whole_seconds(config, every or (self.planner.site.links(config),), layers)
-        return SURE * min(count * (forward + backward) + fill * forward for forward, backward in whole) / pipeline.size
+        return _least_step(config, self.whole_seconds(config, every or (self.planner.site.links(config),), layers))
+
+    def least_of_cuts(self, config: Config, every: tuple[Links, ...]) -> float:
+        """Return a lower bound of least_seconds from models with one cut, without recordings of layers with both; 0 if
+        layers are not cut both inside and along the sequence.
+
+        A layer with both cuts has the kernels of a layer with either, in smaller pieces, and sends as many bytes in a
+        step for each cut as with this cut alone. So the seconds of both cuts beyond the whole layer's add up, on the
+        same links. Recomputation, which takes longer, is left out. `every`: as in phase_seconds.
+        """
+        config, layout = replaced(config, "memory.recompute", KEEPS_ALL, *COUNTS), config.layout
+        if not (layout.context.axes and layout.tensor.axes):
+            return 0.0
+        inside = replaced(config, "layout.context", ContextParallel(), *COUNTS)
+        along = replaced(config, "layout.tensor", Whole(), *COUNTS)
+        whole, ranks = replaced(inside, "layout.tensor", Whole(), *COUNTS), ranks_of_layer(layout)
+        # A step has more microbatches if more ranks share a layer.
+        shares = (inside, layout.context.size), (along, ranks // layout.context.size), (whole, -ranks)
+        sums = [(0.0, 0.0)] * len(every)
+        for cut, divided in shares:
+            names = {name for name, _ in cut.layout.layer_axes}
+            links = tuple(
+                replace(each, strides=tuple(axis for axis in each.strides if axis[0] in names)) for each in every
+            )
+            seconds = self.whole_seconds(cut, links, False)
+            sums = [
+                (forward + each[0] / divided, backward + each[1] / divided)
+                for (forward, backward), each in zip(sums, seconds, strict=True)
+            ]
+        return _least_step(config, sums)
 
     @remembered(*PARTS, "micro", WIDENS, "memory.recompute")
     def whole_seconds(self, config: Config, every: tuple[Links, ...], layers: bool) -> list[tuple[float, float]]:
@@ -373,6 +400,16 @@ class Estimates:
         batch = BatchSection().model_copy(update={"global_": samples, "micro": samples})
         replica = with_field(config.model_copy(update={"batch": batch}), "layout.data.size", 1)
         return balanced(self.planner.work(replica), pipeline.size * pipeline.chunks)
+
+
+def _least_step(config: Config, works: Sequence[tuple[float, float]]) -> float:
+    """Return SURE times the least seconds of a step with an equal share of the work on each stage. `works`: seconds
+    forward and backward of the whole model, in each order of axes."""
+    pipeline = config.layout.pipeline
+    # The last stage begins when the first microbatch has passed one chunk of each other stage.
+    fill = (pipeline.size - 1) / max(CHUNKS, pipeline.chunks)
+    count = config.num_microbatches
+    return SURE * min(count * (forward + backward) + fill * forward for forward, backward in works) / pipeline.size
 
 
 @dataclass

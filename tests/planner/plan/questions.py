@@ -94,6 +94,9 @@ class MadeUp:
     def least_seconds(self, config: Config, every: tuple[Hashable, ...] = (), *, layers: bool = False) -> float:
         return 0.7
 
+    def least_of_cuts(self, config: Config, every: tuple[Hashable, ...]) -> float:
+        return 0.7
+
     def phase_seconds(self, config: Config, every: tuple[Hashable, ...] = ()) -> float:
         """Return seconds that are equal for all syncs, offloads and carriers of messages."""
         config = with_field(config, "layout.transport", "auto")

@@ -13,7 +13,7 @@ from markupsafe import escape
 
 from meshwright.compute.tensor.section import Megatron
 from meshwright.config import dump_config, load_config, parse_config
-from meshwright.config.layout import Layout
+from meshwright.config.layout import ContextParallel, Layout
 from meshwright.config.section import with_field
 from meshwright.config.yaml_text import plain_values
 from meshwright.configs import SCHEMA
@@ -98,6 +98,25 @@ def test_a_bound_over_links_is_the_least_and_below_the_estimate() -> None:
         assert models.least_seconds(run, both) == min(map(models.least_seconds, (inner, outer)))
         assert models.least_seconds(run, both, layers=True) < models.least_seconds(run, both) <= min(alone)
         assert all(models.phase_seconds(each) <= models.estimated_seconds(each) for each in (inner, outer))
+
+
+@pytest.mark.parametrize("tensor", ["{kind: megatron, size: 2}", "{kind: tesseract, q: 2, d: 1}"])
+@pytest.mark.parametrize("context", ["ring", "ulysses"])
+def test_two_cuts_are_bounded_by_each_alone(tensor: str, context: str) -> None:
+    """On the same links."""
+    words = (
+        "model={hidden: 512, heads: 8, positions: 2048, dropout: 0.0}", "data.sequence=2048", "layout.ranks_per_node=4",
+        f"layout.tensor={tensor}", f"layout.context={{kind: {context}, size: 2}}", "batch={global: 32, micro: 4}",
+        "precision={level: O2, dtype: fp16}",
+    )  # fmt: skip
+    config, models = parse_config(TREE, words), Estimates(Planner(NODES))
+    inside = with_field(config, "layout.context", ContextParallel())
+    tensor_axes = tuple(name for name, _ in config.layout.tensor.axes)
+    outer = with_field(config, "layout.order", (*tensor_axes, "context"))
+    for every in [(models.links_of_layer(each),) for each in (config, outer)]:
+        bound = models.least_of_cuts(config, every)
+        assert 0.5 * (whole := models.least_seconds(config, every)) < bound <= whole
+    assert models.least_of_cuts(inside, every) == 0.0
 
 
 def test_ctrl_c_ends_a_search_with_the_best_so_far(capsys: pytest.CaptureFixture[str]) -> None:
