@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, product
-from operator import truediv
+from operator import le, truediv
 from typing import TYPE_CHECKING
 
 from meshwright.compute.model import EMBEDDINGS, HEAD
@@ -24,7 +24,7 @@ from meshwright.planner.plan.compose import StagePlan
 from meshwright.planner.plan.memory import Memory, Peak
 from meshwright.planner.plan.passes import Sum
 from meshwright.planner.plan.recordings import check
-from meshwright.planner.plan.remembered import COUNTS, PARTS, remembered, replaced
+from meshwright.planner.plan.remembered import PARTS, remembered, replaced
 from meshwright.planner.plan.site import Links
 from meshwright.planner.plan.space import CHUNKS, ranks_of_layer
 from meshwright.planner.plan.timed_parts import HeldActivations, StageShape, TimedParts
@@ -163,26 +163,33 @@ class Estimates:
         step for each cut as with this cut alone. So the seconds of both cuts beyond the whole layer's add up, on the
         same links. Recomputation, which takes longer, is left out. `every`: as in phase_seconds.
         """
-        config, layout = replaced(config, "memory.recompute", KEEPS_ALL, *COUNTS), config.layout
+        layout = config.layout
         if not (layout.context.axes and layout.tensor.axes):
             return 0.0
-        inside = replaced(config, "layout.context", ContextParallel(), *COUNTS)
-        along = replaced(config, "layout.tensor", Whole(), *COUNTS)
-        whole, ranks = replaced(inside, "layout.tensor", Whole(), *COUNTS), ranks_of_layer(layout)
-        # A step has more microbatches if more ranks share a layer.
-        shares = (inside, layout.context.size), (along, ranks // layout.context.size), (whole, -ranks)
+        return _least_step(config, self.seconds_of_cuts(config, every))
+
+    @remembered(*PARTS, "micro", WIDENS)
+    def seconds_of_cuts(self, config: Config, every: tuple[Links, ...]) -> list[tuple[float, float]]:
+        """Return a lower bound of whole_seconds from models with one cut (least_of_cuts)."""
+        batch = "micro", WIDENS
+        config = replaced(config, "memory.recompute", KEEPS_ALL, *batch)
+        inside = replaced(config, "layout.context", ContextParallel(), *batch)
+        along = replaced(config, "layout.tensor", Whole(), *batch)
+        whole, ranks = replaced(inside, "layout.tensor", Whole(), *batch), ranks_of_layer(config.layout)
         sums = [(0.0, 0.0)] * len(every)
-        for cut, divided in shares:
+        # A step has more microbatches if more ranks share a layer.
+        for cut, divided in (
+            (inside, ranks_of_layer(along.layout)),
+            (along, ranks_of_layer(inside.layout)),
+            (whole, -ranks),
+        ):
             names = {name for name, _ in cut.layout.layer_axes}
-            links = tuple(
-                replace(each, strides=tuple(axis for axis in each.strides if axis[0] in names)) for each in every
-            )
-            seconds = self.whole_seconds(cut, links, False)
+            seconds = self.whole_seconds(cut, tuple(links.along(names) for links in every), False)
             sums = [
                 (forward + each[0] / divided, backward + each[1] / divided)
                 for (forward, backward), each in zip(sums, seconds, strict=True)
             ]
-        return _least_step(config, sums)
+        return sums
 
     @remembered(*PARTS, "micro", WIDENS, "memory.recompute")
     def whole_seconds(self, config: Config, every: tuple[Links, ...], layers: bool) -> list[tuple[float, float]]:
@@ -210,10 +217,26 @@ class Estimates:
         """Return the seconds of stages without messages, for each of the links and each candidate partition, equal for
         all schedules and limits."""
         turns = []
-        for links, partition in product(every, self._partitions(config)):
+        for links, partition in product(self.fastest_links(config, every), self._partitions(config)):
             chunks = self._works(config, partition, links, splits)
             turns.append(PipelineSeconds.of(chunks, [0.0] * (len(chunks) - 1), placement))
         return turns
+
+    @remembered(*PARTS, "micro", WIDENS, "memory.recompute")
+    def fastest_links(self, config: Config, every: tuple[Links, ...]) -> tuple[Links, ...]:
+        """Return the links without those on which each part of the model takes at least as long as on others."""
+        seconds: dict[tuple[float, ...], Links] = {}
+        for links in every:
+            parts = self.parts.of(config, links)
+            timed = (parts[position] for position in self.parts.distinct(config))
+            again = self.parts.attention_again(config, links) if config.memory.policy.attention else 0.0
+            facts = tuple(x for part in timed for x in (part.forward, part.backward, part.inputs, part.weights))
+            seconds.setdefault((*facts, again), links)
+        return tuple(
+            links
+            for slow, links in seconds.items()
+            if not any(fast != slow and all(map(le, fast, slow)) for fast in seconds)
+        )
 
     def estimated_memory(self, config: Config) -> Memory:
         """Return SURE_BYTES times the estimated memory of the fullest rank, equal in every order of axes. Temporaries
@@ -290,7 +313,7 @@ class Estimates:
         """Estimate the pipeline phase. `links`: with the pipe axis."""
         rule, placement, limits = self._limits(config)
         # A layer's seconds depend on the strides of the layer's own axes only.
-        layer_links = replace(links, strides=tuple(each for each in links.strides if each[0] != PIPE))
+        layer_links = links.along({name for name, _ in config.layout.layer_axes})
         chunks = self._works(config, partition, layer_links, rule.splits)
         # Messages of rank 0's pipeline only; a prediction takes each stage's first rank.
         ranks, site, count = links.stages(), self.planner.site, config.num_microbatches

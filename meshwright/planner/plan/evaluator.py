@@ -145,6 +145,8 @@ class Evaluator:
             for _ in range(len(tails) - len(left)):
                 found.count(sized, slow=True)
             for tail in left:
+                if cell.waits(tail):
+                    continue
                 # Computed once, and only if a layout may be fast. Weights do not depend on the microbatch's size, so
                 # the largest microbatch, with the narrowest gradients, is checked for all sizes.
                 if has_room is None:
@@ -184,7 +186,7 @@ class Evaluator:
                     waiting.append(saving)
                 if not self._may_be_fast(cell, tail.keeper or tail, found, cutoff, phase=True):
                     continue
-                memory = self._room(cell, tail, found, cutoff, full)
+                memory = self._room(cell, tail, found, cutoff)
                 if memory is not None:
                     self._estimate(saving, memory, found, cutoff)
 
@@ -216,15 +218,10 @@ class Evaluator:
             found.count(cell.config, slow=True)
         return fast
 
-    def _room(
-        self, cell: Cell, tail: Tail, found: SearchState, cutoff: float, full: Collection[Config] = ()
-    ) -> Memory | None:
+    def _room(self, cell: Cell, tail: Tail, found: SearchState, cutoff: float) -> Memory | None:
         """Return the estimated memory of a layout that may be fast without recomputation. Return None if the memory
         does not fit or no order of axes can be below `cutoff`."""
-        keeper = tail.keeper or tail
-        if cell.waits(tail, full):
-            return None
-        if keeper is not tail and (
+        if tail.keeper is not None and (
             cell.recomputes_for_nothing(tail) or not self._may_be_fast(cell, tail, found, cutoff, phase=True)
         ):
             return None

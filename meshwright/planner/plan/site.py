@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -57,10 +57,21 @@ class Links:
                 ranks = [rank + index * stride for rank in ranks for index in range(size)]
         return sorted(ranks)
 
+    def along(self, names: Collection[str]) -> Links:
+        """Return the links on some of the axes."""
+        strides = tuple(each for each in self.strides if each[0] in names)
+        return Links(self.transport, self.world_size, strides, self._find)
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset((HEAD_COPIES, *(name for name, _, _ in self.strides)))
+
     def _check(self, axes: str) -> None:
-        known = {HEAD_COPIES, *(name for name, _, _ in self.strides)}
-        unknown = set(axes.split("+")) - known
-        assert not unknown, f"{', '.join(sorted(unknown))}: only the strides of {', '.join(sorted(known))} are known"
+        if axes not in self._names:
+            unknown = set(axes.split("+")) - self._names
+            assert not unknown, (
+                f"{', '.join(sorted(unknown))}: the strides of {', '.join(sorted(self._names))} are known"
+            )
 
 
 @dataclass
