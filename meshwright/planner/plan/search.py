@@ -2,6 +2,7 @@
 
 | question to a layout      | answered by                                                 | ruled out if         |
 |---------------------------|-------------------------------------------------------------|----------------------|
+| the work of both cuts     | recordings of layers with each cut alone (estimate.py)      | the top K are faster |
 | the work of its parts     | recordings at two sizes of microbatch, scaled: once for all | the top K are faster |
 |                           | schedules and limits of a size of microbatch                |                      |
 | the pipeline phase under  | the same recordings, without messages between stages: once  | the top K are faster |
