@@ -94,8 +94,9 @@ class BucketSums:
         with program(ledger) as recorded:
             # zero3's gather before a task: the whole bucket, from its ranks' slices.
             self.comm.all_gather(values, values[: values.numel() // self.comm.size])
-        sums = (reduce, publish, across) if self.trained else [Program()] * 3
-        return BucketPrograms(*sums, recorded())
+        if not self.trained:
+            reduce = publish = across = Program()
+        return BucketPrograms(reduce, publish, across, recorded())
 
 
 # Not frozen: a search makes 10^6 buckets, and a frozen one takes three times as long. Equal only if identical.
