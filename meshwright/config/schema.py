@@ -131,7 +131,7 @@ class MemorySection(Section):
     offload: Offload = Offload()
     """Master weights and moments in host memory or on disk."""
     logits: Literal["auto"] | Size = "auto"
-    """Bytes of a head's logits at a time; auto: 8 MiB in float32 on a CPU, 1 GiB on a GPU. Larger chunks are faster."""
+    """Bytes of a head's logits at a time; auto: 8 MiB in float32 on a CPU, 1 GiB on a GPU. A plan may choose a size."""
     empty_cache_every: Count = 0
     """Steps between two returns of the allocator's free memory, which cost time; 0: never."""
     summa: Literal["auto", "gather", "whole", "stream"] = "auto"

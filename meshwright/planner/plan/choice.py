@@ -11,6 +11,7 @@ from meshwright.config.section import divisors, with_field
 from meshwright.planner.plan.answer import Change, changes, is_difference
 from meshwright.planner.plan.estimate import Estimates
 from meshwright.planner.plan.evaluator import RunnerUp, strategy_of
+from meshwright.planner.plan.logits import with_larger_chunks
 from meshwright.planner.plan.memory import verdict
 from meshwright.planner.plan.search import SearchResult, search
 from meshwright.planner.plan.space import is_fixed
@@ -23,8 +24,8 @@ REPLICAS_ALONE = ("layout.tensor.kind", "layout.pipeline.size", "layout.context.
 
 
 def answered(result: SearchResult, models: Estimates, fixed: Collection[str]) -> SearchResult:
-    """Return the result with the simplest layout first, and with changes of the run or the cluster that alter its
-    seconds.
+    """Return the result with the simplest layout first, which gets larger chunks of logits if these pay, and with
+    changes of the run or the cluster that alter its seconds.
 
     Args:
         result: A search's result.
@@ -35,6 +36,9 @@ def answered(result: SearchResult, models: Estimates, fixed: Collection[str]) ->
     if result.stopped:
         return result
     try:
+        first, *others = result.predictions
+        first = with_larger_chunks(first, models.planner, replace(result.job, fixed=fixed))
+        result = replace(result, predictions=(first, *others))
         found = (*nearest_sizes(result, models, fixed), *changes(result.predictions[0], models))
     except KeyboardInterrupt:  # the answer is complete without changes
         return result

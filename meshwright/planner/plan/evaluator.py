@@ -13,6 +13,7 @@ from meshwright.config import Config
 from meshwright.config.layout import ContextParallel, Layout
 from meshwright.config.section import divisors, with_field
 from meshwright.planner.plan.cells import Cell, Judge
+from meshwright.planner.plan.logits import with_smaller_chunks
 from meshwright.planner.plan.memory import Memory, fits, lacks_host, verdict
 from meshwright.planner.plan.space import (
     Refused,
@@ -199,10 +200,21 @@ class Evaluator:
 
     def predict_or_memory(self, config: Config, cutoff: float = math.inf) -> Prediction | Memory | None:
         """Return the prediction if the layout fits, else the memory that exceeds the device's; None if the step takes
-        `cutoff` seconds or more."""
+        `cutoff` seconds or more. A layout that does not fit or is tight gets smaller chunks of logits (logits.py)."""
         # Cheapest check first: the clock, then the memory of the first microbatches, then the replay of allocations.
         if cutoff < math.inf and self.models.planner.seconds(config) >= cutoff:
             return None
+        found, cluster = self.prediction_or_memory(config), self.job.cluster
+        memory = found if isinstance(found, Memory) else found.fullest
+        fullness = verdict(memory, cluster)
+        for smaller in () if fullness == "fits" else with_smaller_chunks(config, memory, self.job):
+            shrunk = self.prediction_or_memory(smaller)
+            if not isinstance(shrunk, Memory) and verdict(shrunk.fullest, cluster) != fullness:
+                return shrunk
+        return found
+
+    def prediction_or_memory(self, config: Config) -> Prediction | Memory:
+        """Return the prediction if the layout fits, else the memory that exceeds the device's."""
         memory = self.models.planner.least_memory(config)
         if not fits(memory, self.job.cluster):
             return memory

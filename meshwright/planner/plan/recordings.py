@@ -259,7 +259,8 @@ def as_recorded(config: Config, chunk: Chunk) -> Config:
         order = tuple(name for name, _ in layout.axes if name in usual)
         layout = layout.model_copy(update={"order": "auto" if order == usual else order})
     batch = _BATCH.model_copy(update={"global_": count * config.micro * data.size, "micro": config.micro})
-    memory = config.memory.model_copy(update={"recompute": recompute})
+    logits = config.memory.logits if chunk.has_head else "auto"
+    memory = config.memory.model_copy(update={"recompute": recompute, "logits": logits})
     # Parts are not planned: on several ranks, a layout-free run is recorded in the usual mode.
     mode = config.bits.kind if layout.world_size == 1 else "usual"
     bits = config.bits.model_copy(update={"kind": mode, **ALONE})

@@ -34,6 +34,7 @@ from meshwright.planner.plan.answer import (
 )
 from meshwright.planner.plan.evaluator import RunnerUp
 from meshwright.planner.plan.fp8 import width_sentence
+from meshwright.planner.plan.logits import FIELD as LOGITS
 from meshwright.planner.plan.memory import CONTEXT, bytes_text, missing, verdict
 from meshwright.planner.plan.predict import Prediction
 from meshwright.planner.plan.search import SearchResult, layout_text
@@ -400,7 +401,7 @@ def _decided(config: Config) -> dict[str, Any]:
 def words_to_paste(best: Config, run: Config) -> str:
     """Return `layout.data.size=64 layout.data.sync=zero3 batch.micro=1`: each field that differs from the run, as words
     for a command line."""
-    fields = [*(choice.field for choice in CHOICES), "layout.data.exchange"]
+    fields = [*(choice.field for choice in CHOICES), "layout.data.exchange", LOGITS]
     before = dict(_leaves("", run.model_dump(mode="json", by_alias=True)))
     after = {name: value for name, value in _leaves("", dump_tree(best)) if is_fixed(name, fields)}
     words = []

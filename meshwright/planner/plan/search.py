@@ -151,6 +151,7 @@ def layout_text(config: Config) -> str:
     words += ["rows to experts as messages"] * data.in_pieces
     words += [f"recompute {memory.recompute}"] * memory.policy.recomputes
     words += [f"offload {memory.offload.to}"] * (memory.offload.to != "none")
+    words += [] if memory.logits == "auto" else [f"logits {bytes_text(memory.logits)}"]
     axes = layout.summary
     if data.strategy.like:
         axes = axes.replace(f"({data.sync})", f"({data.sync}, as {data.strategy.like})")
