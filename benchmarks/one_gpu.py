@@ -37,7 +37,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.head import measured as losses_of_heads
+from benchmarks.head import SHAPES as HEADS
+from benchmarks.head import measured as measured_heads
 from benchmarks.kernel_classes import CLASSES, IDLE, class_table, measured_classes, planned_classes
 from benchmarks.one_gpu_probes import PROBES, device_seconds
 from benchmarks.packed_documents import WAYS, starts_of
@@ -354,13 +355,14 @@ def late(micro: int = 32, rounds: int = 6, steps: int = 3) -> dict[str, Any]:
     return {"micro": micro, "steps": steps, "seconds": seconds}
 
 
-def head() -> dict[str, Any]:
-    """Return figures of the head with the loss: Meshwright's, torch's and Liger's (benchmarks/head.py)."""
-    return losses_of_heads("cuda", 6)
+def head(name: str) -> dict[str, Any]:
+    """Return figures of the head with the loss at a shape: ours, torch's, Liger's and quack's (benchmarks/head.py)."""
+    return measured_heads("cuda", name, 6)
 
 
 STAGES: dict[str, Callable[[], Any]] = {
-    "ceilings": ceilings, "late": late, **PROBES, "serial": serial, "head": head, "profiles": profiles,
+    "ceilings": ceilings, "late": late, **PROBES, "serial": serial,
+    **{f"head of {name}": partial(head, name) for name in HEADS["cuda"]}, "profiles": profiles,
     **{f"profile {name}": partial(profile_of, name) for name in PROFILED}, "chunks": chunks, "attention": attention,
 }  # fmt: skip
 
