@@ -73,6 +73,8 @@ class Network(Section):
     """Whether attention can be limited to the documents of a sequence."""
     has_sinks: ClassVar[bool] = False
     """Whether attention has sinks."""
+    not_in_graphs: ClassVar[tuple[str, ...]] = ()
+    """Names of modules of layers that `compile: blocks` does not compile, apart from attention and experts."""
     uncut_because: ClassVar[str] = ""
     """Why `bits: layout-free` cuts no layers, after "cuts layers of a FAMILY, "; empty if their sums have parts."""
     reads: ClassVar[str] = "tokens"

@@ -34,3 +34,4 @@ def outside_of_graphs(config: Config) -> Iterator[str]:
         yield f"attention {reason}"
     if any(map(config.model.has_experts, range(config.model.num_blocks))):
         yield "experts"
+    yield from config.model.not_in_graphs

@@ -57,6 +57,7 @@ class ResNeXt(ImageNetwork):
     family: Literal["resnext"]
     chain: ClassVar[str] = "meshwright.families.vision.resnext:ResNeXtModel"
     uncut_because: ClassVar[str] = "whose norms see all positions"
+    not_in_graphs: ClassVar[tuple[str, ...]] = ("group norms",)
     hidden: Positive = 64
     """Channels behind the stem."""
     stage_blocks: tuple[Layers, ...] = (3, 4, 6, 3)

@@ -17,15 +17,19 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import cpu_vec_isa
 
+from meshwright.compute.models.chain import make_chain
+from meshwright.compute.parameters.shard import ShardedModule
 from meshwright.compute.tensor import graphs
 from meshwright.compute.tensor.compiler import start_compiler, vectors_found
 from meshwright.compute.tensor.compiling import outside_of_graphs
+from meshwright.compute.tensor.experts import Experts
 from meshwright.compute.tensor.fp8 import narrow
+from meshwright.compute.tensor.serial import SerialKit
 from meshwright.config import Config, parse_config
 from meshwright.config.section import with_field
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.machine import Machine
-from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.training.decisions import resolve_process
 from meshwright.training.step import train_step
 from tests.compute.tensor.in_graphs import (
@@ -63,6 +67,25 @@ def test_every_family_is_one_device_without_graphs(model: str) -> None:
     assert made
     # Whole layers if nothing is outside.
     assert bool(breaks) == bool(list(outside_of_graphs(config))), breaks
+
+
+NAMED = {
+    "gpt2-mini": {}, "llama-mini": {}, "mixtral-mini": {}, "deepseek-mini": {}, "qwen3-next-mini": {}, "bert-tiny": {},
+    "phi-3-mini-4k": {}, "transformer-tiny": {},
+    "vit-tiny": {"kind": "images", "source": "digits"}, "resnext-tiny": {"kind": "images", "source": "digits"},
+}  # fmt: skip
+"""Data of a shipped model of each family."""
+
+
+@pytest.mark.parametrize("model", NAMED)
+def test_modules_outside_of_graphs_are_named(model: str) -> None:
+    """The run's first lines name experts and group norms, and no module of a family without these."""
+    data = NAMED[model] or {"tokenizer": "bytes"}
+    config = parse_config({"model": model, "data": data, "batch": {"global": 4}, "compile": "blocks"})
+    chain = make_chain(config, SerialKit(solo_mesh(torch.device("meta"))))
+    modules = [module for block in chain.blocks.values() for module in block.modules()]
+    left = [module for module in modules if isinstance(module, ShardedModule | Experts) and not module.in_graphs]
+    assert bool(left) == bool(list(outside_of_graphs(config))), left
 
 
 @pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.long)])
