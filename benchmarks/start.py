@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
 
+from benchmarks.start_worker import SEPARATE
+
 COMMANDS = {
     "--help": ["--help"],
     "plan --help": ["plan", "--help"],
@@ -87,18 +89,19 @@ def print_compiled(folder: Path, rounds: Sequence[int]) -> None:
     plain = [first_step(folder, ["compile=none"], folder / f"none {turn}") for turn in rounds]
     print(f"compile=none: {least(plain)}", flush=True)
     without = min(figures[OVER] for figures in plain)
-    for compiles in ("islands", "blocks"):
+    for name in ("islands", "blocks", "blocks, a file a kernel"):
+        compiles, separate = name.partition(",")[0], {SEPARATE: "1"} if "," in name else {}
         starts: dict[str, list[dict[str, float]]] = {"nothing on disk": [], "cold": [], "warm": []}
         for turn in rounds:
-            temporary = folder / f"{compiles}-{turn}"  # the C++ compiler's command has no quotes
+            temporary = folder / f"{'-'.join(name.replace(',', '').split())}-{turn}"  # g++'s command has no quotes
             temporary.mkdir()
             for state, cache in zip(starts, ("first", "second", "second"), strict=True):
                 variables = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(temporary / cache)}
-                out = folder / f"{compiles} {turn} {state}"
-                starts[state].append(first_step(folder, [f"compile={compiles}"], out, **variables))
+                out = folder / f"{name} {turn} {state}"
+                starts[state].append(first_step(folder, [f"compile={compiles}"], out, **variables | separate))
         for state, found in starts.items():
             adds = min(figures[OVER] for figures in found) - without
-            print(f"compile={compiles}, {state}: adds {adds:.1f} s; {least(found)}", flush=True)
+            print(f"compile={name}, {state}: adds {adds:.1f} s; {least(found)}", flush=True)
 
 
 def answer(folder: Path, words: Sequence[str]) -> dict[str, float]:

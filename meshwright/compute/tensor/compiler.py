@@ -1,5 +1,7 @@
 """torch's compiler (Inductor) in this process: caches, and an early start of the work before the first graph.
 
+On a GPU the processes that compile Triton's kernels start with the first compiled layer or function.
+
 On a CPU Inductor detects the vector instructions of the C++ compiler and the processor with ten C++ files and ten
 processes; the processes run even if the files are on disk. Then Inductor compiles the header of all kernels. Neither
 depends on a graph, so a thread does both while the model is built and the first graph is traced.
@@ -8,7 +10,7 @@ depends on a graph, so a thread does both while the model is built and the first
 |----------------------------------------------------|-----------------------------------------------------------------|
 | whether libtorch has AVX2 and AVX-512, 4 of the 10 | skipped: wheels of torch have both (tests/.../test_graphs.py)   |
 | other vector instructions; the header              | a thread, from the first compiled layer or function on          |
-| a graph's kernels, a file each                     | torch's threads, one a core                                     |
+| a graph's kernels                                  | one C++ file for up to 16 of these (joined_kernels.py)          |
 | a layer's forward and backward pass                | the cache on disk, though both have autograd Functions          |
 
 `python -m benchmarks.start --compiled` prints the seconds that a first step waits for.
@@ -25,6 +27,7 @@ from typing import Any
 
 from torch import fx
 
+from meshwright.compute.tensor.joined_kernels import join_kernels
 from meshwright.ranks.environment import fuse_multiply_adds
 
 EMPTY_KERNEL = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel(float* x) {}\n'
@@ -54,6 +57,10 @@ def start_compiler(device: str) -> Backend:
     if torch._inductor.config.cpp.vec_isa_ok is None:
         torch._inductor.config.cpp.vec_isa_ok = True
     if device == "cuda":
+        # torch starts these processes at the first graph; they import torch while the model is built.
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
         return "inductor"
     with _ONE_SEARCH:
         vectors_found()
@@ -72,6 +79,7 @@ def inductor_on_cpu(graph: fx.GraphModule, inputs: Sequence[Any], options: dict[
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
+    join_kernels()
     vectors_found().result()
     length = {"cpp.simdlen": pick_vec_isa().bit_width()}
     return compile_fx(graph, inputs, config_patches=length | (options or {}))
