@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 MOST = 16
@@ -85,13 +86,12 @@ def may_join(argument_types: Sequence[str], source: str) -> bool:
     return addresses and len(DEFINITION.findall(source)) == 1
 
 
+@cache
 def join_kernels() -> None:
-    """Let torch's compiler join the kernels of each graph from now on, in this process."""
+    """Let torch's compiler join the kernels of each graph from now on, once for this process."""
     from torch._inductor import async_compile
 
     original = async_compile.AsyncCompile.cpp_pybinding
-    if getattr(original, "joins", False):
-        return
 
     def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
         # With one thread torch waits for no future.
@@ -102,5 +102,4 @@ def join_kernels() -> None:
             joined = self.joined = JoinedKernels()
         return async_compile.LambdaFuture(joined.add(argtypes, source_code))
 
-    cpp_pybinding.joins = True  # type: ignore[attr-defined]
-    async_compile.AsyncCompile.cpp_pybinding = cpp_pybinding
+    async_compile.AsyncCompile.cpp_pybinding = cpp_pybinding  # type: ignore[method-assign]
