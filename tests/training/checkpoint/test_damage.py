@@ -65,7 +65,7 @@ def test_whole_one_is_read(step: Path) -> None:
     assert {file.file for file in read_manifest(step).files} == files
 
 
-@pytest.mark.parametrize("bits", [200, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("bits", [60, pytest.param(1000, marks=pytest.mark.long)])
 def test_every_flipped_bit_is_refused_by_name(step: Path, bits: int) -> None:
     """A flipped bit in any file is refused. A file's share of the bits is proportional to the file's size, at least
     1/10."""
