@@ -25,26 +25,29 @@ EXPERTS = ("layout.data=6", "layout.data.expert=3")
     "run, words",
     [
         ("gemma", (*MEGATRON, "layout.data=2", "layout.data.sync=zero3", "batch.micro=1")),
-        ("gemma", TESSERACT),
+        pytest.param("gemma", TESSERACT, marks=pytest.mark.long),
         ("gemma, by runs of queries", RING),
         ("olmo", (*MEGATRON, "layout.pipeline=2")),
-        ("olmo", TESSERACT),
-        ("olmo, by runs of queries", RING),
+        pytest.param("olmo", TESSERACT, marks=pytest.mark.long),
+        pytest.param("olmo, by runs of queries", RING, marks=pytest.mark.long),
         ("sinks", ZERO3),
-        ("sinks", (*MEGATRON, "layout.data=3")),
-        ("sinks", ("layout.context=2", "layout.pipeline=2", "batch.micro=2")),
+        pytest.param("sinks", (*MEGATRON, "layout.data=3"), marks=pytest.mark.long),
+        pytest.param("sinks", ("layout.context=2", "layout.pipeline=2", "batch.micro=2"), marks=pytest.mark.long),
         ("sinks, by runs of queries", (*RING, "layout.data=2", "layout.data.expert=2")),
-        ("sinks", EXPERTS),
-        ("delta nets", STAGES),
+        pytest.param("sinks", EXPERTS, marks=pytest.mark.long),
+        pytest.param("delta nets", STAGES, marks=pytest.mark.long),
         ("delta nets", ZERO3),
         ("delta nets with experts", EXPERTS),
         ("experts, cut", (*MEGATRON, "layout.data=2", "layout.data.expert=2", "batch.micro=1")),
-        ("experts, by runs of queries", (*RING, "layout.data=3", "layout.data.expert=3")),
-        ("deepseek", (*MEGATRON, "layout.pipeline=2", "batch.micro=2")),
+        pytest.param(
+            "experts, by runs of queries", (*RING, "layout.data=3", "layout.data.expert=3"), marks=pytest.mark.long
+        ),
+        pytest.param("deepseek", (*MEGATRON, "layout.pipeline=2", "batch.micro=2"), marks=pytest.mark.long),
         ("deepseek", ("layout.context=2", "layout.data=2", "layout.data.expert=2", "layout.data.sync=zero1")),
     ],
 )
 def test_a_layout_ends_with_the_bits_of_one_device(run: str, words: tuple[str, ...]) -> None:
+    """The covering set of tests/fuzz/test_bits.py has each of these runs under each axis: a layout here for each."""
     kind = run, "float32"
     assert ended(config_of(kind, words, 2)).differing(on_one_device(kind, 2)) == []
 
