@@ -7,6 +7,7 @@ OpenMP's threads do not survive a fork. Ranks with several threads each are fork
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import multiprocessing
 import os
@@ -81,6 +82,10 @@ def run_ranks(
             finally:
                 if changed := _changed(before):
                     pytest.fail(f"{function.__qualname__} leaves {', '.join(changed)} changed: run it with forked=True")
+        on_cpu = os.environ.get(DEVICE, "cpu") == "cpu"
+        if on_cpu and any(getattr(argument, "compile", "none") != "none" for argument in arguments):
+            # 700 modules: 1.5 s of each forked process that compiles, if this one has not imported them.
+            importlib.import_module("torch._inductor.compile_fx")
         (results,) = _answers(context, _work_threads, [(function, grid, token_axes, arguments)], timeout)
         return list(results)
     port = free_port()
