@@ -223,7 +223,7 @@ def parts(rounds: int = 2) -> None:
 WORK: dict[str, tuple[tuple[Any, str], ...]] = {
     "products": ((Products, "multiply"), (Products, "write_product")),
     "rounding and sums of addends": ((FixedPoint, "add"),),
-    "sums to float32": ((FixedPoint, "to_float32"),),
+    "sums to floats": ((FixedPoint, "to_floats"),),
     "squares, for the norm": ((optimizer_module, "squares_of"),),
 }
 """Functions by work; the remaining time is one row."""

@@ -27,7 +27,9 @@ class ExactGradients(Gradients):
         super().__init__(views, on_gradient, on_first)
         self.fixed, self._counts = fixed, frozenset(counts)
         self._begun: set[nn.Parameter] = set()
-        """Parameters with a sum in the view."""
+        """Parameters with a sum in the view, or with a first addend."""
+        self._first: set[nn.Parameter] = set()
+        """Parameters with one addend in the view, not yet rounded: rounding two together writes the view once."""
 
     def share(self, parameter: nn.Parameter, users: Sequence[int]) -> None:
         """Do nothing: the rank's chunks add to a tied table in one memory, since integer sums have no order."""
@@ -38,10 +40,12 @@ class ExactGradients(Gradients):
             if self._on_first:
                 self._on_first(parameter)
             self._views[parameter].zero_()
+        self._round_first(parameter)
 
     def clear(self, parameter: nn.Parameter) -> None:
         super().clear(parameter)
         self._begun.discard(parameter)
+        self._first.discard(parameter)
 
     def has(self, parameter: nn.Parameter) -> bool:
         return parameter in self._begun
@@ -53,11 +57,16 @@ class ExactGradients(Gradients):
             # Only the rows of a look-up are read, rounded and added; a GPU would wait for the number of rows.
             if self._begins(parameter):
                 view.zero_()
+            self._round_first(parameter)
             assert isinstance(write, RowGradient)
             ids, rows = write.distinct()
             sums = view[ids]
             self.fixed.add(sums, rows, fresh=False)
             view[ids] = sums
+        elif self._waits(parameter, write):
+            self._begins(parameter)
+            self._first.add(parameter)
+            write(self.fixed.first(view).view(shape), 0)
         elif isinstance(write, ScaledGradient) and write.gradient.dtype == self.fixed.dtype:
             self._add(parameter, write.in_place())  # nothing reads the computed gradient again
         else:
@@ -84,7 +93,24 @@ class ExactGradients(Gradients):
         self._begun.add(parameter)
         return True
 
+    def _waits(self, parameter: nn.Parameter, write: WriteGradient) -> bool:
+        """Return whether a gradient is written into the view, to be rounded with the next one."""
+        # A computed gradient is rounded where it is, unless another one follows.
+        follows = not isinstance(write, ScaledGradient) or not self.last_portion
+        fresh = parameter not in self._begun and parameter not in self._counts
+        return fresh and follows and self.fixed.holds(self._views[parameter])
+
+    def _round_first(self, parameter: nn.Parameter) -> None:
+        """Round the first addend of a parameter, if it is not rounded yet."""
+        if parameter in self._first:
+            self._first.discard(parameter)
+            view = self._views[parameter]
+            self.fixed.add(view, self.fixed.first(view), fresh=True)
+
     def _add(self, parameter: nn.Parameter, addend: Tensor) -> None:
-        digits = 0 if parameter in self._counts else GRADIENT_DIGITS
-        fresh = self._begins(parameter)
-        self.fixed.add(self._views[parameter], addend.contiguous(), fresh=fresh, digits=digits)
+        view, digits = self._views[parameter], 0 if parameter in self._counts else GRADIENT_DIGITS
+        if parameter in self._first:
+            self._first.discard(parameter)
+            self.fixed.add_to_first(view, addend.contiguous())
+        else:
+            self.fixed.add(view, addend.contiguous(), fresh=self._begins(parameter), digits=digits)

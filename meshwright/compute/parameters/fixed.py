@@ -23,11 +23,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Array = npt.NDArray[Any]
 
 GRADIENT_DIGITS = 52
 LOSS_DIGITS = 40
@@ -52,6 +55,8 @@ WIDE_DIGITS: Mapping[torch.dtype, tuple[int, ...]] = {
 }  # fmt: skip
 """The quanta of a square's digits in a sum of at most `RUN` squares, by the dtype of gradients."""
 
+NOTHING: Array = np.empty(0)
+
 RUN = 2**10
 """Number of squares that are added first: 2^53 is RUN times the 2^43 values of a digit."""
 
@@ -68,8 +73,9 @@ class FixedPoint:
         """The largest addend, in quanta."""
         self.spoiled = torch.zeros((), dtype=torch.bool, device=device)
         """Whether an addend was too large for its share or not a number."""
-        self.room = torch.empty(PIECE if device.type == "cpu" else 0, dtype=torch.float64, device=device)
-        """Memory of a piece, on a CPU: allocating it for each piece takes longer than adding."""
+        size = PIECE if device.type == "cpu" else 0
+        self.rooms = np.empty((2, size))
+        """Memory of pieces, on a CPU: allocating it for each piece takes longer than adding."""
         self.begin(1.0)
 
     def begin(self, scale: float) -> None:
@@ -77,44 +83,90 @@ class FixedPoint:
         self.scale = scale
         self.quantum = scale * 2.0**-GRADIENT_DIGITS
         """The power of two that divides all sums."""
+        self.most = min(scale / 2, self.limit * self.quantum)
+        """Addends below this number are rounded in the short way (`shifted`)."""
+        self.middle = np.full(1, 1.5 * scale)
+        """The number that rounds an addend by an addition, [1]."""
+        self.bits = self.middle.view(np.int64)
+        """The bits of `middle`, [1]."""
         self.spoiled.zero_()
 
     def add(self, total: Tensor, addend: Tensor, *, fresh: bool, digits: int = GRADIENT_DIGITS) -> None:
         """Add addend [...] float32 to total [...] int64, or overwrite a `fresh` total. The addend is overwritten.
 
         `digits`: binary digits that are kept of a gradient divided by the loss scale; 0: the addend is a whole number
-        without a loss scale, such as a count of tokens.
-
-        On a CPU a piece below half of the loss scale S takes half of the time: float64 has multiples of S · 2^-52
-        between S and 2 S, so adding 1.5 S rounds, and the bits of the result less the bits of 1.5 S are the integer.
+        without a loss scale, such as a count of tokens. A fresh total may hold the addend (`first`).
         """
-        totals, addends, factor = total.view(-1), addend.view(-1), 2.0**digits / self.scale if digits else 1.0
-        most = min(self.scale / 2, self.limit * self.quantum) if digits == GRADIENT_DIGITS and len(self.room) else 0.0
-        middle = np.float64(1.5 * self.scale)
-        for start in range(0, addends.numel(), PIECE):
-            piece, sums = addends[start : start + PIECE], totals[start : start + PIECE]
-            low, high = torch.aminmax(piece)
-            if most and max(-float(low), float(high)) < most:  # comparisons with NaN are false
-                integers, target = integers_of(self.room[: len(piece)].copy_(piece).add_(middle)), integers_of(sums)
+        count, factor = addend.numel(), 2.0**digits / self.scale if digits else 1.0
+        short = digits == GRADIENT_DIGITS and self.rooms.size > 0
+        sums, values = (array_of(total), array_of(addend)) if short else (NOTHING, NOTHING)
+        for start in reversed(range(0, count, PIECE)):  # an addend inside of its total is read before it is written
+            here = slice(start, min(start + PIECE, count))
+            if short and (integers := self.shifted(values[here], self.rooms[0])) is not None:
+                target = sums[here]
                 # torch multiplies integers by 1 before adding, which takes three times as long as numpy's sum.
-                np.subtract(integers, middle.view(np.int64), out=target if fresh else integers)
+                np.subtract(integers, self.bits, out=target if fresh else integers)
                 if not fresh:
                     np.add(target, integers, out=target)
                 continue
-            low, high, piece = low * factor, high * factor, piece.mul_(factor)
+            piece = addend.view(-1)[here]
+            low, high = torch.aminmax(piece)
+            low, high, piece = low * factor, high * factor, piece.mul(factor)
             self.spoiled |= ~((low > -self.limit) & (high < self.limit))
             if fresh:
-                sums.copy_(piece.round_())
+                total.view(-1)[here].copy_(piece.round_())
             else:
-                sums.add_(piece.round_().to(torch.int64))
+                total.view(-1)[here].add_(piece.round_().to(torch.int64))
+
+    def shifted(self, values: Array, room: Array) -> Array | None:
+        """Return the integers of values [n] float32 plus the bits of `middle`, in the memory of `room`, on a CPU.
+
+        None if a value is half of the loss scale S or more, too large for its share, or NaN. Else this takes half of
+        the time: float64 has multiples of S · 2^-52 between S and 2 S, so adding 1.5 S rounds, and the bits of the
+        result less the bits of 1.5 S are the integer.
+        """
+        if not max(-float(values.min()), float(values.max())) < self.most:  # NaN is not less
+            return None
+        wide = room[: len(values)]
+        np.copyto(wide, values)
+        np.add(wide, self.middle, out=wide)
+        return wide.view(np.int64)
+
+    def holds(self, total: Tensor) -> bool:
+        """Return whether a sum [...] int64 can hold an addend that is rounded later (`first`): on a CPU, in float32."""
+        return self.dtype == torch.float32 and self.rooms.size > 0 and total.numel() >= 16
+
+    def first(self, total: Tensor) -> Tensor:
+        """Return memory [n] float32 inside of a sum [...] int64 of 16 elements or more, at a cache line."""
+        start = -total.data_ptr() % 64 // 4
+        return total.view(-1).view(torch.float32)[start : start + total.numel()]
+
+    def add_to_first(self, total: Tensor, addend: Tensor) -> None:
+        """Overwrite total [...] int64 by the sum of its `first` addend and addend [...] float32."""
+        first, count = self.first(total), addend.numel()
+        sums, early, late = array_of(total), array_of(first), array_of(addend)
+        for start in reversed(range(0, count, PIECE)):  # as in `add`
+            here = slice(start, min(start + PIECE, count))
+            integers, others = self.shifted(early[here], self.rooms[0]), self.shifted(late[here], self.rooms[1])
+            if integers is not None and others is not None:
+                np.add(integers, others, out=others)
+                np.subtract(others, self.bits + self.bits, out=sums[here])
+            else:
+                self.add(total.view(-1)[here], first[here].clone(), fresh=True)
+                self.add(total.view(-1)[here], addend.view(-1)[here], fresh=False)
 
     def to_floats(self, total: Tensor) -> Tensor:
         """Convert sums [n] int64 to float32, rounded once, in the first half of the same memory."""
-        values, room = total.view(torch.float32)[: total.numel()], self.room.view(torch.float32)
+        values, short = total.view(torch.float32)[: total.numel()], self.rooms.size > 0
+        sums, floats = (array_of(total), array_of(values)) if short else (NOTHING, NOTHING)
         for start in range(0, total.numel(), PIECE):  # writes stay before the next read
-            piece = total[start : start + PIECE]
-            rounded = room[: len(piece)].copy_(piece) if len(room) else piece.to(torch.float32)
-            torch.mul(rounded, self.quantum, out=values[start : start + PIECE])
+            here = slice(start, min(start + PIECE, total.numel()))
+            if short:
+                rounded = self.rooms[0].view(np.float32)[: here.stop - start]
+                np.copyto(rounded, sums[here], casting="unsafe")
+                np.multiply(rounded, np.float32(self.quantum), out=floats[here])
+            else:
+                torch.mul(total[here].to(torch.float32), self.quantum, out=values[here])
         return values
 
 
@@ -163,12 +215,13 @@ def floats_in(gradients: Tensor) -> Tensor:
     return gradients.view(dtype).view(-1)[: len(gradients)]
 
 
-def integers_of(x: Tensor) -> npt.NDArray[np.int64]:
-    """Return the memory of x [n], of 8 bytes an element on a CPU, as integers of numpy.
+def array_of(x: Tensor) -> Array:
+    """Return the memory of contiguous x on a CPU, int64 or float32, as an array [n] of numpy.
 
     Not `x.numpy()`: torch then refuses to free the memory of a bucket (`resize_`).
     """
-    return np.frombuffer(memoryview((ctypes.c_int64 * len(x)).from_address(x.data_ptr())), np.int64)
+    element, dtype = (ctypes.c_int64, np.int64) if x.dtype == torch.int64 else (ctypes.c_float, np.float32)
+    return np.frombuffer(memoryview((element * x.numel()).from_address(x.data_ptr())), dtype)
 
 
 def rounded_loss(loss: Tensor, scale: float) -> Tensor:
@@ -204,6 +257,9 @@ def exact_squares(gradient: Tensor, scale: float, *, rows: bool = False) -> Tens
     for piece in gradient.split(length):
         low, high = torch.aminmax(piece) if piece.device.type == "cpu" and piece.numel() else (torch.inf, torch.inf)
         largest = (max(-float(low), float(high)) / scale) ** 2
+        if largest < 1 and not rows and gradient.dtype == torch.float32:
+            sums.append(squares_below_one(array_of(piece.contiguous()), scale, every.numpy(), rounded.numpy()))
+            continue
         every[len(piece) :].zero_()
         every[: len(piece)].copy_(piece)
         if scale != 1:
@@ -225,6 +281,29 @@ def exact_squares(gradient: Tensor, scale: float, *, rows: bool = False) -> Tens
         digits.append(digit.sum(0))
         rest.sub_(digit)
     return torch.stack(digits)
+
+
+def squares_below_one(values: Array, scale: float, every: Array, rounded: Array) -> Tensor:
+    """Return float64 [4] with the exact sum of values², rounded each to 2^-88, of up to 2^18 float32 values below 1.
+
+    Two digits of each square are added as int64, as in `FixedPoint.shifted`. Values are divided by `scale`. `every`,
+    `rounded`: memory of this number of float64.
+    """
+    every, rounded, parts = every[: len(values)], rounded[: len(values)], []
+    np.copyto(every, values)
+    if scale != 1:
+        np.multiply(every, 1 / scale, out=every)
+    np.multiply(every, every, out=every)
+    for power in (44, 88):
+        middle = np.full(1, 1.5 * 2.0 ** (52 - power))
+        np.add(every, middle, out=rounded)
+        integers = int(rounded.view(np.int64).sum()) - len(values) * int(middle.view(np.int64)[0])
+        integers = (integers + 2**63) % 2**64 - 2**63  # numpy's sum wraps around
+        parts += [(integers >> 30) * 2.0 ** (30 - power), integers % 2**30 * 2.0**-power]
+        if power == 44:
+            np.subtract(rounded, middle, out=rounded)
+            np.subtract(every, rounded, out=every)
+    return torch.tensor(parts, dtype=torch.float64)
 
 
 def joined_squares(digits: Tensor, scale: float) -> Tensor:

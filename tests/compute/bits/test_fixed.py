@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright.compute.parameters.exact_gradients import ExactGradients
 from meshwright.compute.parameters.fixed import (
+    PIECE,
     FixedPoint,
     PairedFixedPoint,
     exact_squares,
@@ -19,7 +20,8 @@ from meshwright.compute.parameters.fixed import (
     rounded_loss,
     rounded_sum,
 )
-from meshwright.compute.parameters.writes import RowGradient
+from meshwright.compute.parameters.writes import RowGradient, ScaledGradient
+from meshwright.compute.tensor.products import write_part
 
 CPU = torch.device("cpu")
 
@@ -119,6 +121,48 @@ def test_pieces_of_small_and_large_elements_have_the_same_integers(scale: float)
             fixed.add(total, addend.clone(), fresh=index == 0)
         assert total[:-1].tolist() == [2 * integer for integer in wanted]
         assert int(total[-1]) == round(2 * beside * 2**52)
+
+
+@pytest.mark.parametrize("offset", [0, 5])
+@pytest.mark.parametrize("length", [16, 17, 1000, PIECE + 17])
+@pytest.mark.parametrize("large", [(), (0,), (1,), (0, 1)])
+def test_an_addend_inside_of_its_total_has_the_integers_of_a_separate_one(
+    offset: int, length: int, large: tuple[int, ...]
+) -> None:
+    """`large`: addends with an element that needs the slow way of rounding."""
+    generator = torch.Generator().manual_seed(length)
+    parts = [torch.randn(length, generator=generator) * 1e-3 for _ in range(2)]
+    for index in large:
+        parts[index][-1] = 0.75
+    fixed, memory = FixedPoint(2, CPU), torch.zeros(length + offset, dtype=torch.int64)
+    total, wanted = memory[offset:], torch.zeros(length, dtype=torch.int64)
+    assert fixed.holds(total)
+    for index, addend in enumerate(parts):
+        fixed.add(wanted, addend.clone(), fresh=index == 0)
+        if index == 0:
+            fixed.first(total).copy_(addend)
+            fixed.add(total, fixed.first(total), fresh=True)
+            assert torch.equal(total, wanted)
+    fixed.first(total).copy_(parts[0])
+    fixed.add_to_first(total, parts[1].clone())
+    assert torch.equal(total, wanted)
+    assert not memory[:offset].any()
+
+
+@pytest.mark.parametrize("portions", [1, 2, 3])
+def test_a_gradient_in_the_bucket_is_rounded_before_the_bucket_is_read(portions: int) -> None:
+    generator = torch.Generator().manual_seed(portions)
+    parts = [torch.randn(40, 16, generator=generator) * 1e-3 for _ in range(portions)]
+    weight, view = nn.Parameter(torch.zeros(40, 16)), torch.full((40, 16), 99)
+    gradients = ExactGradients({weight: view}, FixedPoint(3, CPU), None)
+    for index, addend in enumerate(parts):
+        gradients.begin_pass(0, last_portion=index == portions - 1)
+        if index == 1:  # a computed gradient times a factor
+            gradients.add(weight, weight, ScaledGradient(addend.clone(), torch.ones(())))
+        else:
+            gradients.add(weight, weight, partial(write_part, addend))
+    gradients.fill(weight)
+    assert torch.equal(view, sum((addend.double() * 2**52).round().long() for addend in parts))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 2.0**10, -(2.0**10)])
