@@ -22,6 +22,7 @@ from meshwright.compute.bits.blocks import Blocks, apart, parts_of, sum_of_produ
 from meshwright.compute.model import IGNORED
 from meshwright.compute.parameters.fixed import SUMMED_LOSS, FixedPoint, rounded_sum
 from meshwright.compute.parameters.shard import Placements, WriteGradient
+from meshwright.compute.parameters.writes import ScaledGradient
 from meshwright.compute.tensor.boundary import Boundary
 from meshwright.compute.tensor.cross_entropy import (
     CHUNK_BYTES,
@@ -185,6 +186,8 @@ class _PartLoss(torch.autograd.Function):
 
 def _times(parts: Tensor, factor: Tensor) -> WriteGradient:
     """Return a function that writes the parts [n, ..., N/n] of a gradient [..., N] times a factor."""
+    if len(parts) == 1:
+        return ScaledGradient(parts[0], factor.to(parts.dtype))
 
     def write(out: Tensor, beta: int) -> None:
         for gradient, target in zip(parts, out.chunk(len(parts), -1), strict=True):

@@ -125,7 +125,7 @@ class AffineNorm(Norm):
 
     def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = self.of_unit_scale(x, weight.shape) * weight
-        return y if bias is None else y + bias
+        return y if bias is None else y.add_(bias)
 
 
 class PartNorm(ShardedModule):

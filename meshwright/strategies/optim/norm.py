@@ -27,9 +27,9 @@ def gradient_norm(slots: Sequence[Slot], mesh: Mesh) -> Tensor:
 
 
 def sharing_axes(slot: Slot, fixed: FixedPoint | None) -> tuple[str, ...]:
-    """Return the data axes whose ranks share out a slot's squares: each has the whole gradient, and digits have no
-    order."""
-    return () if fixed is None else tuple(axis for axis in slot.copy_axes if axis in DATA_AXES)
+    """Return the axes of data and contexts whose ranks share out a slot's squares: each has the whole gradient, and
+    digits have no order."""
+    return () if fixed is None else tuple(axis for axis in slot.copy_axes if axis in (*DATA_AXES, "context"))
 
 
 def squares_of(slots: Sequence[Slot], mesh: Mesh, fixed: FixedPoint | None = None) -> tuple[Tensor, ...]:
