@@ -82,7 +82,9 @@ class Blocks:
             return runs[0].unflatten(0, (batch, -1))
         every = len(runs) // self.grains
         parts = [run.unflatten(0, (batch // self.grains, -1)) for run in runs]
-        grains = [torch.cat(parts[start : start + every], 1) for start in range(0, len(parts), every)]
+        grains = parts  # a concatenation of one tensor would copy it
+        if every > 1:
+            grains = [torch.cat(parts[start : start + every], 1) for start in range(0, len(parts), every)]
         return grains[0] if self.grains == 1 else torch.cat(grains)
 
     @property
