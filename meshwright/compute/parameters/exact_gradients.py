@@ -63,7 +63,13 @@ class ExactGradients(Gradients):
             sums = view[ids]
             self.fixed.add(sums, rows, fresh=False)
             view[ids] = sums
-        elif self._waits(parameter, write):
+        elif (
+            parameter not in self._begun
+            and parameter not in self._counts
+            and not self.last_portion  # the next portion's gradient is near
+            and not isinstance(write, ScaledGradient)  # a computed gradient is rounded in place
+            and self.fixed.holds(view)
+        ):
             self._begins(parameter)
             self._first.add(parameter)
             write(self.fixed.first(view).view(shape), 0)
@@ -92,13 +98,6 @@ class ExactGradients(Gradients):
             self._on_first(parameter)
         self._begun.add(parameter)
         return True
-
-    def _waits(self, parameter: nn.Parameter, write: WriteGradient) -> bool:
-        """Return whether a gradient is written into the view, to be rounded with the next one."""
-        # A computed gradient is rounded where it is, unless another one follows.
-        follows = not isinstance(write, ScaledGradient) or not self.last_portion
-        fresh = parameter not in self._begun and parameter not in self._counts
-        return fresh and follows and self.fixed.holds(self._views[parameter])
 
     def _round_first(self, parameter: nn.Parameter) -> None:
         """Round the first addend of a parameter, if it is not rounded yet."""

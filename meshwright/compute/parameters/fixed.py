@@ -220,6 +220,7 @@ def array_of(x: Tensor) -> Array:
 
     Not `x.numpy()`: torch then refuses to free the memory of a bucket (`resize_`).
     """
+    assert x.is_contiguous(), "an array of strided memory"
     element, dtype = (ctypes.c_int64, np.int64) if x.dtype == torch.int64 else (ctypes.c_float, np.float32)
     return np.frombuffer(memoryview((element * x.numel()).from_address(x.data_ptr())), dtype)
 
