@@ -222,7 +222,7 @@ def parts(rounds: int = 2) -> None:
 
 WORK: dict[str, tuple[tuple[Any, str], ...]] = {
     "products": ((Products, "multiply"), (Products, "write_product")),
-    "rounding and sums of addends": ((FixedPoint, "add"),),
+    "rounding and sums of addends": ((FixedPoint, "add"), (FixedPoint, "add_to_first")),
     "sums to floats": ((FixedPoint, "to_floats"),),
     "squares, for the norm": ((optimizer_module, "squares_of"),),
 }
