@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import pytest
 from filelock import FileLock
 from hypothesis import settings
 
+from meshwright.ranks import machine
 from meshwright.ranks.machine import find_mpiexec
 from tests.pages import collapse_memory, use_one_arena
 from tests.server import start_server
@@ -118,6 +120,20 @@ def variables() -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith(MEETING) and name not in before]:
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def automatic_transport() -> Iterator[None]:
+    """Let `layout.transport=auto` take gloo, also if MPI is installed: each of MPI's ranks imports torch and the
+    package for 2 s of a processor. A test of MPI names MPI, or takes `installed_mpi`."""
+    with patch.object(machine, "find_spec", lambda name: None):  # which looks for mpi4py alone
+        yield
+
+
+@pytest.fixture
+def installed_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `layout.transport=auto` take MPI, as outside of tests."""
+    monkeypatch.setattr(machine, "find_spec", find_spec)
 
 
 def off_diagonals(items: list[pytest.Item]) -> set[str]:

@@ -247,7 +247,7 @@ def test_auto_without_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(find_spec("mpi4py") is None or find_mpiexec() is None, reason="no MPI here")
-def test_mpi_is_seen_where_it_is_installed() -> None:
+def test_mpi_is_seen_where_it_is_installed(installed_mpi: None) -> None:
     assert this_machine().has_mpi
 
 
