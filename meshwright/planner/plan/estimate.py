@@ -230,7 +230,7 @@ class Estimates:
             parts = self.parts.of(config, links)
             timed = (parts[position] for position in self.parts.distinct(config))
             again = self.parts.attention_again(config, links) if config.memory.policy.attention else 0.0
-            facts = tuple(x for part in timed for x in (part.forward, part.backward, part.inputs, part.weights))
+            facts = tuple(x for each in timed for x in (each.forward, each.backward, each.inputs, each.weights))
             seconds.setdefault((*facts, again), links)
         return tuple(
             links
