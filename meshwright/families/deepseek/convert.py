@@ -99,6 +99,7 @@ class DeepSeekFamily(RotaryFamily):
 
     title, section = "DeepSeek", DeepSeek
     model_types = (_TYPE, _KIMI)
+    told_by = "kv_lora_rank"
     fields: ClassVar = {
         "layers": "num_hidden_layers",
         "hidden": "hidden_size",

@@ -261,7 +261,8 @@ def sizes_of(given: Arguments) -> Tree:
 
 
 def latent_sizes(given: Arguments, inner: int, positions: int, vocabulary: int, tied: bool) -> Tree:
-    """Return the sizes of a model with latent attention in the form of DeepSeek-V3's config.json.
+    """Return the sizes of a model with latent attention in the form of DeepSeek-V3's config.json, which the key
+    kv_lora_rank identifies.
 
     Args:
         given: The arguments.
@@ -271,8 +272,8 @@ def latent_sizes(given: Arguments, inner: int, positions: int, vocabulary: int, 
         tied: True if the head has the embeddings' table.
     """
     sizes: Tree = {
-        "model_type": "deepseek_v3", "num_hidden_layers": given.number("num-layers"),
-        "hidden_size": given.number("hidden-size"), "num_attention_heads": given.number("num-attention-heads"),
+        "num_hidden_layers": given.number("num-layers"), "hidden_size": given.number("hidden-size"),
+        "num_attention_heads": given.number("num-attention-heads"),
         "q_lora_rank": given.number("q-lora-rank", 0) or None, "intermediate_size": inner, "rms_norm_eps": 1e-6,
         "kv_lora_rank": given.number("kv-lora-rank", 32, DEFAULT), "max_position_embeddings": positions,
         "qk_nope_head_dim": given.number("qk-head-dim", 128, DEFAULT), "vocab_size": vocabulary,
