@@ -25,6 +25,7 @@ from meshwright.config import Config
 from meshwright.config.registry import entries
 from meshwright.config.section import with_field
 from meshwright.planner.plan.buckets import streams
+from meshwright.planner.plan.least_memory import SURE_BYTES
 from meshwright.planner.plan.memory import Memory, fits, verdict
 from meshwright.planner.plan.remembered import LAYER, PARTS, remembered
 from meshwright.planner.plan.site import Links, transport_on
@@ -110,6 +111,11 @@ class Judge:
         """Return a table to fill: bytes of activations by tail, equal for all syncs, shards and offloads."""
         return {}
 
+    @remembered(*PARTS, "micro", "num_microbatches", "layout.pipeline.size")
+    def shares(self, config: Config) -> dict[Tail, float]:
+        """Return a table to fill: lower bounds of bytes of activations by tail, equal for all syncs and offloads."""
+        return {}
+
     @remembered(*TAIL)
     def tails(self, config: Config) -> tuple[tuple[Tail, ...], Refused]:
         """Return `space.tails_of` of a config with a size of microbatch; remembered."""
@@ -137,8 +143,10 @@ class Cell:
     judge: Judge
     config: Config
     alone: _Alone = field(default_factory=dict)
+    least_alone: dict[tuple[str, int, str, bool], float] = field(default_factory=dict)
+    """Lower bounds of the bytes of `alone`, shared by the whole family."""
     lowest: float = math.inf
-    """The lowest bound computed so far."""
+    """The lowest bound of seconds computed so far."""
     _for_nothing: dict[str | int, bool] = field(default_factory=dict)
     _memory: dict[tuple[Tail, str, str], Memory] = field(default_factory=dict)
 
@@ -156,6 +164,11 @@ class Cell:
     def held(self) -> _Held:
         """Bytes of activations by tail."""
         return self.judge.held(self.config)
+
+    @cached_property
+    def shares(self) -> dict[Tail, float]:
+        """Lower bounds of the bytes of activations by tail, from whole layers."""
+        return self.judge.shares(self.config)
 
     @cached_property
     def widens(self) -> bool:
@@ -216,14 +229,35 @@ class Cell:
             self.alone[key] = self.judge.models.alone_memory(with_field(config, field, value) if field else config)
         return self.alone[key]
 
+    def least_bytes(self, tail: Tail, field: str = "", value: str = "", *, recorded: bool = True) -> float:
+        """Return a lower bound of the bytes of `memory`, without buckets. `recorded` False: also without a recording of
+        the cut layer."""
+        if recorded:
+            return self.alone_bytes(tail, field, value) + SURE_BYTES * self.activations(tail)[1]
+        if tail not in self.shares:
+            self.shares[tail] = self.judge.models.least_activations(tail.of(self.config))
+        return self.alone_bytes(tail, field, value) + self.shares[tail]
+
+    def alone_bytes(self, tail: Tail, field: str = "", value: str = "") -> float:
+        """Return a lower bound of the bytes of `without_activations`, without buckets."""
+        key = field, tail.pipeline.chunks, tail.pipeline.placement, self.widens
+        if key not in self.least_alone:
+            config = tail.of(self.config)
+            self.least_alone[key] = self.judge.models.least_alone(with_field(config, field, value) if field else config)
+        return self.least_alone[key]
+
+    def activations(self, tail: Tail) -> tuple[float, float]:
+        """Return Estimates.held_activations of the layout."""
+        if tail not in self.held:
+            self.held[tail] = self.judge.models.held_activations(tail.of(self.config))
+        return self.held[tail]
+
     def memory(self, tail: Tail, field: str = "", value: str = "") -> Memory:
         """Return Estimates.estimated_memory of the layout, or of the same layout with another value of a field."""
         key = tail, field, value
         if key not in self._memory:
-            if tail not in self.held:
-                self.held[tail] = self.judge.models.held_activations(tail.of(self.config))
             alone = self.without_activations(tail, field, value)
-            self._memory[key] = self.judge.models.with_activations(*alone, *self.held[tail])
+            self._memory[key] = self.judge.models.with_activations(*alone, *self.activations(tail))
         return self._memory[key]
 
     def recomputes_for_nothing(self, tail: Tail) -> bool:
@@ -236,6 +270,8 @@ class Cell:
 
     def fits(self, tail: Tail, field: str = "", value: str = "") -> bool:
         cluster = self.judge.job.cluster
+        if self.least_bytes(tail, field, value) > cluster.device.memory_bytes:
+            return False
         alone, _ = self.without_activations(tail, field, value)
         return fits(alone, cluster) and fits(self.memory(tail, field, value), cluster)
 
@@ -266,7 +302,9 @@ class Cell:
         if not self.config.layout.data.strategy.gathers or tail.pipeline.size == 1:
             return False
         sync, cluster = ("layout.data.sync", self.judge.lone_sync), self.judge.job.cluster
-        if not fits(self.without_activations(tail, *sync)[0], cluster):
+        if self.least_bytes(tail, *sync) > cluster.device.memory_bytes or not fits(
+            self.without_activations(tail, *sync)[0], cluster
+        ):
             return False
         # Estimates of memory may be 1 - SURE_BYTES too low; the verdict "fits" leaves more than this free.
         return verdict(self.memory(tail, *sync), cluster) == "fits"

@@ -21,6 +21,7 @@ from meshwright.config.schema import BatchSection
 from meshwright.config.section import with_field
 from meshwright.planner.plan.buckets import HeldParameters, PlannedBucket, held_of, memory_of, streams
 from meshwright.planner.plan.compose import StagePlan
+from meshwright.planner.plan.least_memory import SURE_BYTES, LeastMemory
 from meshwright.planner.plan.memory import Memory, Peak
 from meshwright.planner.plan.passes import Sum
 from meshwright.planner.plan.recordings import check
@@ -50,9 +51,6 @@ WIDENS = "widens_gradients"
 
 SURE = 0.99
 """Factor that makes estimated seconds a lower bound of predicted ones."""
-
-SURE_BYTES = 0.95
-"""Factor that makes estimated memory a lower bound of predicted memory."""
 
 MIN_RECOMPUTED_SHARE = 0.9
 """Lower bound of the share of a group's forward pass that is recomputed; the last layer's end is not."""
@@ -113,6 +111,7 @@ class Estimates:
         self.planner = planner
         self.parts = TimedParts(planner)
         self._held = HeldActivations(self.parts)
+        self._least = LeastMemory(planner.site, planner.buckets, self.parts, self._held)
 
     def estimated_seconds(self, config: Config) -> float:
         """Return SURE times the estimated seconds of a step."""
@@ -156,33 +155,33 @@ class Estimates:
         return _least_step(config, self.whole_seconds(config, every or (self.planner.site.links(config),), layers))
 
     def least_of_cuts(self, config: Config, every: tuple[Links, ...]) -> float:
-        """Return a lower bound of least_seconds from models with one cut, without recordings of layers with both; 0 if
-        layers are not cut both inside and along the sequence.
+        """Return a lower bound of least_seconds from models with one cut, or from whole layers, without recordings of
+        layers with this cut; 0 for whole layers.
 
         A layer with both cuts has the kernels of a layer with either, in smaller pieces, and sends as many bytes in a
         step for each cut as with this cut alone. So the seconds of both cuts beyond the whole layer's add up, on the
-        same links. Recomputation, which takes longer, is left out. `every`: as in phase_seconds.
+        same links. A layer with one cut takes at least an equal share of the whole layer's seconds. `every`: as in
+        phase_seconds.
         """
-        layout = config.layout
-        if not (layout.context.axes and layout.tensor.axes):
+        if not (config.layout.context.axes or config.layout.tensor.axes):
             return 0.0
-        return _least_step(config, self.seconds_of_cuts(config, every))
+        policy, whole = config.memory.policy, config
+        if policy.attention or policy.recorded:  # seconds that only a recording of this cut gives
+            whole = with_field(config, "memory.recompute", KEEPS_ALL)
+        return _least_step(config, self.seconds_of_cuts(whole, every))
 
-    @remembered(*PARTS, "micro", WIDENS)
+    @remembered(*PARTS, "micro", WIDENS, "memory.recompute")
     def seconds_of_cuts(self, config: Config, every: tuple[Links, ...]) -> list[tuple[float, float]]:
-        """Return a lower bound of whole_seconds from models with one cut (least_of_cuts)."""
+        """Return a lower bound of whole_seconds from models with fewer cuts (least_of_cuts)."""
         batch = "micro", WIDENS
-        config = replaced(config, "memory.recompute", KEEPS_ALL, *batch)
         inside = replaced(config, "layout.context", ContextParallel(), *batch)
         along = replaced(config, "layout.tensor", Whole(), *batch)
         whole, ranks = replaced(inside, "layout.tensor", Whole(), *batch), ranks_of_layer(config.layout)
         sums = [(0.0, 0.0)] * len(every)
+        both = config.layout.context.axes and config.layout.tensor.axes
+        cuts = ((inside, ranks_of_layer(along.layout)), (along, ranks_of_layer(inside.layout))) if both else ()
         # A step has more microbatches if more ranks share a layer.
-        for cut, divided in (
-            (inside, ranks_of_layer(along.layout)),
-            (along, ranks_of_layer(inside.layout)),
-            (whole, -ranks),
-        ):
+        for cut, divided in (*cuts, (whole, -ranks if both else ranks)):
             names = {name for name, _ in cut.layout.layer_axes}
             seconds = self.whole_seconds(cut, tuple(links.along(names) for links in every), False)
             sums = [
@@ -265,6 +264,19 @@ class Estimates:
     def alone_memory(self, config: Config) -> tuple[Memory, int]:
         """Return (weights_memory, bytes of this memory not alive at the activations' peak (HeldBytes.passing))."""
         return self._alone_memory(config, self._partition(config))
+
+    def least_alone(self, config: Config) -> float:
+        """Return a lower bound of the bytes of alone_memory, without buckets."""
+        least, offloads = self._least.of_weights(config, self._partition(config)), config.memory.offload.to != "none"
+        return least.weights + (0.0 if offloads else least.states) + self.planner.site.context(config)
+
+    def is_recorded(self, config: Config) -> bool:
+        """Return True if a layer is recorded for the microbatch's size."""
+        return 0 in self.parts.untimed(config)
+
+    def least_activations(self, config: Config) -> float:
+        """Return a lower bound of the bytes of activations in estimated_memory, from recordings of whole layers."""
+        return SURE_BYTES * self._least.of_activations(config, self._partition(config))
 
     def recomputes_for_nothing(self, config: Config) -> bool:
         """Return True if the layout recomputes attention although the kernel keeps too little (MAX_KEPT_SHARE)."""

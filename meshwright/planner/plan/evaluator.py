@@ -133,9 +133,11 @@ class Evaluator:
         if not self.keep(family.layout):
             return
         has_room: bool | None = None
-        whole = Cell(self._judge, family)
+        whole, memory_bytes = Cell(self._judge, family), self.job.cluster.device.memory_bytes
         for sized in sizes_of(family, self.job, found.refused):
-            cell = Cell(self._judge, sized, whole.alone)
+            cell = Cell(self._judge, sized, whole.alone, whole.least_alone)
+            if self._needs_no_recording(cell, found, cutoff):
+                continue
             if not self._may_be_fast(cell, _own_tail(sized), found, cutoff):
                 continue
             tails, refused = self._judge.tails(sized)
@@ -152,7 +154,8 @@ class Evaluator:
                 # the largest microbatch, with the narrowest gradients, is checked for all sizes.
                 if has_room is None:
                     largest = with_field(family, "batch.micro", family.replica_batch)
-                    has_room = self._has_room(Cell(self._judge, largest, whole.alone), _own_tail(largest), found)
+                    widest = Cell(self._judge, largest, whole.alone, whole.least_alone), _own_tail(largest)
+                    has_room = widest[0].alone_bytes(widest[1]) <= memory_bytes or self._has_room(*widest, found)
                 if not has_room:
                     return
                 # Memory does not depend on the order of axes: one estimate serves all orders that follow.
@@ -237,6 +240,10 @@ class Evaluator:
             cell.recomputes_for_nothing(tail) or not self._may_be_fast(cell, tail, found, cutoff, phase=True)
         ):
             return None
+        if self._lacks_room(cell, tail, found):
+            found.unfit += 1
+            found.count(cell.config)
+            return None
         # Weights are checked first: cheaper to count than activations, and often enough to rule out a family.
         if not self._has_room(cell, tail, found) or cell.gathers_for_nothing(tail):
             return None
@@ -255,6 +262,34 @@ class Evaluator:
             if seconds < fastest:
                 found.nearly_fits = seconds, config, memory
         return None
+
+    def _needs_no_recording(self, cell: Cell, found: SearchState, cutoff: float) -> bool:
+        """Return True, and count the cell, if bounds without a recording of the cut layer rule all layouts out: without
+        recomputation by memory, with recomputation by seconds. False for a recorded layer."""
+        if self.models.is_recorded(cell.config):
+            return False
+        slow = False
+        for tail in self._judge.tails(cell.config)[0]:
+            if cell.bound(tail, "cuts") >= cutoff:
+                slow = True
+            elif not self._lacks_room(cell, tail, found, recorded=False):
+                return False
+        found.unfit += not slow
+        found.count(cell.config, slow=slow)
+        return True
+
+    def _lacks_room(self, cell: Cell, tail: Tail, found: SearchState, *, recorded: bool = True) -> bool:
+        """Return True if a lower bound of the memory does not fit, and this memory cannot change the answer: another
+        layout of the strategy lacks less, and this layout does not nearly fit or a faster one does. `recorded` False:
+        the cut layer has no recording."""
+        size, known = cell.least_bytes(tail, recorded=recorded), found.closest.get(strategy_of(cell.config))
+        room = self.job.cluster.device.memory_bytes
+        if size <= room or known is None or not known.whole or size < known.memory.total:
+            return False
+        if size > (1 + MAX_EXCESS_SHARE) * room:
+            return True
+        bound = cell.bound(tail, "model" if recorded else "cuts")
+        return found.nearly_fits is not None and bound >= found.nearly_fits[0]
 
     def _has_room(self, cell: Cell, tail: Tail, found: SearchState) -> bool:
         """Return True if weights, gradients and states alone fit; count the layout if not."""

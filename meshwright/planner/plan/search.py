@@ -362,7 +362,9 @@ class _Search:
 
     def _gather(self, group: Sequence[Config]) -> None:
         """Queue the layouts of one round whose estimates fit and are below the cutoff."""
-        cutoff, found = self.cutoff, SearchState()
+        # Layouts that do not fit are compared with the earlier rounds' ones.
+        known = self.found
+        cutoff, found = self.cutoff, SearchState(closest=dict(known.closest), nearly_fits=known.nearly_fits)
         try:
             for family in group:
                 # Two cuts together make no layer cheaper than one of the cuts alone.

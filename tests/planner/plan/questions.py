@@ -82,6 +82,15 @@ class MadeUp:
     def held_activations(self, config: Config) -> tuple[float, float]:
         return 0.0, (0.9 + 0.1 * self.drawn(config, "memory")) * self.activations(config)
 
+    def least_alone(self, config: Config) -> float:
+        return 0.9 * self.weights_memory(config).total
+
+    def is_recorded(self, config: Config) -> bool:
+        return config.batch.micro != 1
+
+    def least_activations(self, config: Config) -> float:
+        return 0.8 * self.held_activations(config)[1]
+
     def with_activations(self, alone: Memory, passing: int, kept: float, total: float) -> Memory:
         return memory_of(alone.total + int(total))
 

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from markupsafe import escape
 
-from meshwright.compute.tensor.section import Megatron
+from meshwright.compute.tensor.section import Megatron, Whole
 from meshwright.config import dump_config, load_config, parse_config
 from meshwright.config.layout import ContextParallel, Layout
 from meshwright.config.section import with_field
@@ -20,15 +20,18 @@ from meshwright.configs import SCHEMA
 from meshwright.data.files import ShowProgress
 from meshwright.output.outputs import refuse_existing
 from meshwright.planner.plan.answer import answer
+from meshwright.planner.plan.cells import Cell, Judge
+from meshwright.planner.plan.cluster import Cluster
 from meshwright.planner.plan.estimate import Estimates
-from meshwright.planner.plan.evaluator import cuts_within, round_of, strategy_of
+from meshwright.planner.plan.evaluator import Evaluator, SearchState, cuts_within, round_of, strategy_of
+from meshwright.planner.plan.least_memory import SURE_BYTES
 from meshwright.planner.plan.memory import verdict
 from meshwright.planner.plan.page import write_plan_page
 from meshwright.planner.plan.predict import Planner
 from meshwright.planner.plan.report import as_dict, render, write_run
 from meshwright.planner.plan.search import SearchResult, layout_text, search, without_savings
 from meshwright.planner.plan.software import Software
-from meshwright.planner.plan.space import SearchJob, families, fixed_fields, legal_layouts
+from meshwright.planner.plan.space import SearchJob, families, fixed_fields, legal_layouts, sizes_of
 from meshwright.ranks.errors import ConfigError
 from tests.planner.plan.clusters import NODES
 from tests.planner.plan.questions import TREE, made_up, memory_of
@@ -116,7 +119,71 @@ def test_two_cuts_are_bounded_by_each_alone(tensor: str, context: str) -> None:
     for every in [(models.links_of_layer(each),) for each in (config, outer)]:
         bound = models.least_of_cuts(config, every)
         assert 0.5 * (whole := models.least_seconds(config, every)) < bound <= whole
-    assert models.least_of_cuts(inside, every) == 0.0
+    # One cut: an equal share of a whole layer.
+    assert 0.4 * (whole := models.least_seconds(inside, every)) < models.least_of_cuts(inside, every) <= whole
+    assert models.least_of_cuts(with_field(inside, "layout.tensor", Whole()), every) == 0.0
+
+
+def with_room(memory_bytes: int) -> Cluster:
+    """Return NODES with other devices."""
+    return NODES.model_copy(update={"device": NODES.device.model_copy(update={"memory_bytes": memory_bytes})})
+
+
+DRAWN = {
+    "tied, long rows": (
+        "model={hidden: 64, heads: 8, layers: 4, positions: 8192, vocabulary: 4096, dropout: 0.0}",
+        "data.sequence=8192", "batch.global=32",
+    ),
+    "untied, key-value heads": ("model=llama-3.2-1b", "data.sequence=1024", "batch.global=32"),
+    "experts": ("model=mixtral-8x7b", "data.sequence=1024", "batch.global=32"),
+    "attention in latents, experts": ("model=deepseek-v3", "data.sequence=1024", "batch.global=64"),
+    "matrices stepped whole": ("model=gpt2-small", "data.sequence=512", "batch.global=32", "optimizer.name=muon"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", DRAWN.values(), ids=DRAWN)
+def test_bounds_without_recordings_are_below_estimates(words: tuple[str, ...]) -> None:
+    """Of weights, of activations and of seconds, for layouts drawn from the whole space: each kind of cut, order,
+    schedule, recomputation, sync and offload."""
+    half = "precision={level: O2, dtype: fp16}"
+    job = SearchJob(parse_config({}, (*words, half)), with_room(10**15), 8)
+    models, cuts = Estimates(Planner(job.cluster)), set()
+    judge = Judge(job, models)
+    every = list(families(job, {}))
+    for family in random.Random(5).sample(every, min(24, len(every))):
+        sized = random.Random(1).choice(list(sizes_of(family, job, {})))
+        tails, _ = judge.tails(sized)
+        config = random.Random(2).choice(tails).of(sized)
+        cuts.add(config.layout.layer)
+        assert models.least_alone(config) <= models.alone_memory(config)[0].total, layout_text(config)
+        assert models.least_activations(config) <= 1.0001 * SURE_BYTES * models.held_activations(config)[1], config
+        links = judge.links(config)
+        assert models.least_of_cuts(config, links) <= 1.0001 * models.least_seconds(config, links), layout_text(config)
+    assert len(cuts) >= min(6, len({family.layout.layer for family in every}))
+
+
+def test_a_layer_is_not_recorded_if_memory_or_recomputation_rules_it_out() -> None:
+    """Large microbatches need recomputation, and are too slow with it: their layers are not recorded."""
+    words = ("model=llama-3.1-8b", "data.sequence=8192", "batch.global=64", "precision={level: O2, dtype: fp16}")
+    job, found = SearchJob(parse_config({}, words), with_room(100 * 10**9), 8), SearchState()
+    models = Estimates(Planner(job.cluster))
+    evaluator = Evaluator(job, models, lambda layout: True)
+    by_size = {
+        each.layout.tensor.size: each
+        for each in families(job, {})
+        if each.layout.pipeline.size == 1 and isinstance(each.layout.tensor, Megatron)
+        and (each.layout.data.sync, each.layout.context.size, each.memory.offload.to) == ("zero1", 1, "none")
+    }  # fmt: skip
+    half, eighth = by_size[2], by_size[4]
+    evaluator.evaluate_family(half, found)
+    cutoff = 1.05 * min(queued.seconds for queued in found.queue)
+    evaluator.evaluate_family(eighth, found, cutoff)
+    left_out = [sized for sized in sizes_of(eighth, job, {}) if not models.is_recorded(sized)]
+    assert left_out
+    judge = Judge(job, Estimates(Planner(job.cluster)))
+    for cell in (Cell(judge, sized) for sized in left_out):
+        tails, _ = judge.tails(cell.config)
+        assert not any(cell.fits(tail) and cell.is_fast(tail, cutoff, phase=True) for tail in tails), cell.config.micro
 
 
 def test_ctrl_c_ends_a_search_with_the_best_so_far(capsys: pytest.CaptureFixture[str]) -> None:

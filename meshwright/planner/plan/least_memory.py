@@ -1,0 +1,116 @@
+"""Lower bounds of a rank's memory without buckets, and without recordings of cut layers, for the search.
+
+| bytes                      | bound                                                                          |
+|----------------------------|--------------------------------------------------------------------------------|
+| weights, gradients, states | of each parameter of the fullest stage: no padding, no bucket while it is sent |
+| activations                | the same stages' with whole layers, in equal shares for the ranks of a layer   |
+
+An estimate with buckets takes a millisecond and a recording of a cut layer ten. These bounds take microseconds, since
+equal layers and equal cuts share their bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshwright.compute.parameters.bucket import SlotSize, gradient_dtype
+from meshwright.compute.tensor.section import Whole
+from meshwright.config import Config
+from meshwright.config.layout import ContextParallel
+from meshwright.config.registry import load_entry
+from meshwright.config.section import with_field
+from meshwright.planner.plan.buckets import Buckets
+from meshwright.planner.plan.memory import Parameter
+from meshwright.planner.plan.remembered import PARTS, remembered, replaced
+from meshwright.planner.plan.site import Site
+from meshwright.planner.plan.space import ranks_of_layer
+from meshwright.planner.plan.timed_parts import HeldActivations, TimedParts
+from meshwright.ranks.planned import planned_mesh
+from meshwright.strategies.data_parallel.strategy import Policy
+from meshwright.strategies.memory.offload import master_bytes, moment_bytes
+from meshwright.strategies.pipeline.stages import placement_of
+
+SURE_BYTES = 0.95
+"""Factor that makes estimated activations a lower bound of predicted ones."""
+
+
+class LeastBytes(NamedTuple):
+    """Lower bounds of bytes: of weights and gradients, and of masters and moments."""
+
+    weights: float = 0.0
+    states: float = 0.0
+
+
+class _Part(NamedTuple):
+    """A part's elements, and the least bytes of each parameter by name."""
+
+    num_elements: int
+    parameters: dict[str, LeastBytes]
+
+
+@dataclass
+class LeastMemory:
+    """Lower bounds for layouts on one site. `buckets`: the formats of a program's weights and slices."""
+
+    site: Site
+    buckets: Buckets
+    parts: TimedParts
+    activations: HeldActivations
+
+    @remembered(
+        *PARTS, "layout.data", "layout.pipeline.size", "layout.pipeline.chunks", "layout.pipeline.placement",
+        "optimizer", "widens_gradients",
+    )  # fmt: skip
+    def of_weights(self, config: Config, partition: tuple[int, ...]) -> LeastBytes:
+        """Return the bytes of the stage with most elements (Estimates.alone_memory), in any order of axes."""
+        parts, shapes, placement = self._parts(config), self.parts.shapes(config, partition), placement_of(config)
+        stages = [[part for at in positions for part in shapes[at]] for positions in placement.positions]
+        elements = [sum(times * parts[position].num_elements for position, times in stage) for stage in stages]
+        fullest, weights, states = stages[elements.index(max(elements))], 0.0, 0.0
+        for position, times in fullest:
+            # A table of both ends is held once.
+            tied = parts[-1].parameters if position == max(parts) and (-1, 1) in fullest else {}
+            for name, each in parts[position].parameters.items():
+                weights += 0.0 if name in tied else times * each.weights
+                states += 0.0 if name in tied else times * each.states
+        return LeastBytes(weights, states)
+
+    @remembered(*PARTS, "layout.data", "layout.pipeline.size", "optimizer", "widens_gradients")
+    def _parts(self, config: Config) -> dict[int, _Part]:
+        config = replaced(config, "layout.order", "auto", "widens_gradients")  # all orders have equal numbers of ranks
+        mesh, sync = planned_mesh(config.grid, 0, config.layout.token_axes), config.layout.data.strategy
+        policy: Policy = load_entry(sync.policy)()
+        settings, widens = config.optimizer, config.widens_gradients
+
+        def least(each: Parameter) -> LeastBytes:
+            rule, apart = settings.update.rule_of(each.spec.role), policy.apart
+            owned: float = each.num_elements
+            if policy.owners == "each":
+                # Whole matrices are dealt in unequal shares.
+                ranks = mesh.comm(*(axis for axis in each.spec.sum_axes(mesh) if axis not in apart)).size
+                owned *= 0.0 if rule.by == "matrices" else 1 / ranks
+            size = each.dtype.itemsize + min(0.0, self.buckets.low_weight)
+            # A float32 slice of the weights is the optimizer's master.
+            weights = (0.0 if self.buckets.casts else owned * size) if sync.gathers else each.num_elements * size
+            if not rule.trained:
+                return LeastBytes(weights)
+            gradient = gradient_dtype(each.dtype, widens).itemsize
+            moments = sum(moment_bytes(settings, SlotSize(1, each.dtype, rule)))
+            return LeastBytes(
+                weights + (owned if sync.slices else each.num_elements) * gradient,
+                owned * (master_bytes(settings, each.dtype) + moments),
+            )
+
+        return {
+            position: _Part(
+                sum(each.num_elements for each in parameters), {each.name: least(each) for each in parameters}
+            )
+            for position, parameters in self.parts.parameters(config).items()
+        }
+
+    def of_activations(self, config: Config, partition: tuple[int, ...]) -> float:
+        """Return the bytes of all microbatches (HeldActivations.of) from recordings of whole layers: an equal share for
+        each rank of a layer."""
+        whole = with_field(with_field(config, "layout.context", ContextParallel()), "layout.tensor", Whole())
+        return self.activations.of(whole, partition)[1] / ranks_of_layer(config.layout)
