@@ -111,7 +111,7 @@ class Estimates:
         self.planner = planner
         self.parts = TimedParts(planner)
         self._held = HeldActivations(self.parts)
-        self._least = LeastMemory(planner.site, planner.buckets, self.parts, self._held)
+        self._least = LeastMemory(planner.buckets, self.parts, self._held)
 
     def estimated_seconds(self, config: Config) -> float:
         """Return SURE times the estimated seconds of a step."""

@@ -12,7 +12,7 @@ equal layers and equal cuts share their bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.compute.parameters.bucket import SlotSize, gradient_dtype
 from meshwright.compute.tensor.section import Whole
@@ -23,13 +23,14 @@ from meshwright.config.section import with_field
 from meshwright.planner.plan.buckets import Buckets
 from meshwright.planner.plan.memory import Parameter
 from meshwright.planner.plan.remembered import PARTS, remembered, replaced
-from meshwright.planner.plan.site import Site
 from meshwright.planner.plan.space import ranks_of_layer
-from meshwright.planner.plan.timed_parts import HeldActivations, TimedParts
 from meshwright.ranks.planned import planned_mesh
 from meshwright.strategies.data_parallel.strategy import Policy
 from meshwright.strategies.memory.offload import master_bytes, moment_bytes
 from meshwright.strategies.pipeline.stages import placement_of
+
+if TYPE_CHECKING:
+    from meshwright.planner.plan.timed_parts import HeldActivations, TimedParts
 
 SURE_BYTES = 0.95
 """Factor that makes estimated activations a lower bound of predicted ones."""
@@ -51,9 +52,8 @@ class _Part(NamedTuple):
 
 @dataclass
 class LeastMemory:
-    """Lower bounds for layouts on one site. `buckets`: the formats of a program's weights and slices."""
+    """Lower bounds for any layouts. `buckets`: the formats of a program's weights and slices."""
 
-    site: Site
     buckets: Buckets
     parts: TimedParts
     activations: HeldActivations
@@ -65,7 +65,7 @@ class LeastMemory:
     def of_weights(self, config: Config, partition: tuple[int, ...]) -> LeastBytes:
         """Return the bytes of the stage with most elements (Estimates.alone_memory), in any order of axes."""
         parts, shapes, placement = self._parts(config), self.parts.shapes(config, partition), placement_of(config)
-        stages = [[part for at in positions for part in shapes[at]] for positions in placement.positions]
+        stages = [[run for at in positions for run in shapes[at]] for positions in placement.positions]
         elements = [sum(times * parts[position].num_elements for position, times in stage) for stage in stages]
         fullest, weights, states = stages[elements.index(max(elements))], 0.0, 0.0
         for position, times in fullest:
