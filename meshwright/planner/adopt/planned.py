@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from meshwright.planner.adopt.adopted import Adopted
 from meshwright.planner.adopt.lanes import GroupNetwork, StepTime, step_times
 from meshwright.planner.adopt.recorder import Collective
 from meshwright.planner.plan.cluster import AttentionKernel, Cluster
-from meshwright.planner.plan.process import DIRECT, DIRECT_CHANNEL, GROUP_CHANNEL, PAIR_CHANNEL
+from meshwright.planner.plan.process import DIRECT, GROUP_CHANNEL, PAIR_CHANNEL, direct_bytes
 from meshwright.planner.plan.timing import Timer
 from meshwright.ranks.fake_world import RECEIVE
 from meshwright.ranks.ledger import MESSAGE
@@ -79,20 +80,22 @@ def memory_of(adopted: Adopted, cluster: Cluster) -> dict[str, int]:
     device = cluster.device
     parts["cached"] = adopted.memory.reserved - adopted.memory.allocated
     parts["context"] = device.reserved_bytes + device.workspaces_bytes
-    parts["communicators"] = cluster.links["torch"].channels * channel_bytes(adopted)
+    parts["communicators"] = communicator_bytes(adopted, cluster)
     return {**parts, "total": sum(parts.values())}
 
 
-def channel_bytes(adopted: Adopted) -> int:
-    """Return the bytes of an NCCL channel, summed over the groups in use (process.py has the figures)."""
+def communicator_bytes(adopted: Adopted, cluster: Cluster) -> int:
+    """Return the bytes of a rank's NCCL communicators, of the groups in use (process.py has the figures)."""
     groups: dict[tuple[int, ...], set[str]] = {}
     for entry in adopted.entries:
         if isinstance(entry.event, Collective):
             groups.setdefault(entry.event.sending.ranks, set()).add(entry.event.sending.verb)
-    total = 0
+    total, channels = 0, cluster.links["torch"].channels
     for ranks, verbs in groups.items():
-        total += PAIR_CHANNEL if len(ranks) == 2 else GROUP_CHANNEL
-        total += (len(ranks) - 1) * DIRECT_CHANNEL * bool(verbs & {*DIRECT, MESSAGE, RECEIVE})
+        total += channels * (PAIR_CHANNEL if len(ranks) == 2 else GROUP_CHANNEL)
+        if verbs & {*DIRECT, MESSAGE, RECEIVE}:
+            on_a_node = Counter(rank // cluster.devices_per_node for rank in ranks).most_common(1)[0][1]
+            total += direct_bytes(len(ranks), on_a_node - 1, channels)
     return total
 
 

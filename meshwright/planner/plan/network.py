@@ -308,6 +308,11 @@ class ClusterNetwork:
         """Return the number of ranks in a group over `axes`."""
         return max(shape.size for shape in self._tiers.shapes(axes))
 
+    @remembered()
+    def neighbours(self, axes: str) -> int:
+        """Return the most other ranks of a group over `axes` in a rank's unit of the innermost level, a node."""
+        return _Group(self._tiers, self._tiers.grid.group(0, *axes.split("+"))).members[1] - 1
+
     def message(self, sender: int, receiver: int, payload_bytes: int) -> float:
         """Return the seconds of a pipeline's message, while all ranks that share links with the sender also send along
         the pipe."""

@@ -260,6 +260,10 @@ PAIR_CHANNEL, GROUP_CHANNEL = 544 * MIB // 24, 688 * MIB // 24
 DIRECT_CHANNEL = 12 * MIB
 """Bytes of a channel: rings and trees of two ranks, of more ranks; one rank that receives directly."""
 
+NET_POOL = 2 * 16 * 128 * 2**10
+"""Bytes of a channel shared by all sends and receives to ranks of other nodes: 16 chunks of 128 KiB for each direction
+(NCCL's src/transport/net.cc, sharedNetBuffersInit)."""
+
 DIRECT = frozenset(("all_to_all", "gather", "scatter", "send"))
 """Verbs in which each rank sends to each other rank, or to one."""
 
@@ -281,7 +285,7 @@ def held_by_processes(
             stage_memory,
             # Only ranks of a pipeline plan stages, and planning loads torch's compiler.
             context=stage_memory.context + device.staged_bytes * (len(memory) > 1),
-            communicators=channels and channels * channel_bytes(run, stage, sent[stage]),
+            communicators=channels and communicator_bytes(run, stage, sent[stage]),
             read=read_bytes(run, stage),
         )
         for stage, stage_memory in enumerate(memory)
@@ -322,9 +326,27 @@ def read_bytes(run: TimedRun, stage: int) -> int:
     )
 
 
-def channel_bytes(run: TimedRun, stage: int, sent: Mapping[tuple[str, str], Traffic]) -> int:
-    """Return the bytes of a channel, summed over a rank's communicators."""
-    world = "+".join(run.grid.names)
+def direct_bytes(ranks: int, neighbours: int, channels: int) -> int:
+    """Return the bytes that a rank's NCCL communicator holds for messages to each other rank.
+
+    Connections inside of a node have buffers of their own, those to other nodes share NET_POOL. All peers have as many
+    channels as a peer of another node: two, or one if 2 `ranks` messages exceed four a channel (NCCL's
+    src/graph/paths.cc, ncclTopoGetNchannels).
+
+    Args:
+        ranks: Ranks of the communicator.
+        neighbours: Other ranks of the communicator on the node.
+        channels: Channels of a communicator.
+    """
+    if neighbours == ranks - 1:
+        return neighbours * channels * DIRECT_CHANNEL
+    per_peer = min(channels, 2 if 2 * ranks <= 4 * channels else 1)
+    return neighbours * per_peer * DIRECT_CHANNEL + channels * NET_POOL
+
+
+def communicator_bytes(run: TimedRun, stage: int, sent: Mapping[tuple[str, str], Traffic]) -> int:
+    """Return the bytes of a rank's NCCL communicators."""
+    world, channels = "+".join(run.grid.names), run.network.channels
     verbs: dict[str, set[str]] = {world: set()}
     for axes, verb in sent:
         verbs.setdefault(axes, set()).add(verb)
@@ -333,9 +355,10 @@ def channel_bytes(run: TimedRun, stage: int, sent: Mapping[tuple[str, str], Traf
         ranks = run.network.ranks(axes)
         if axes == PIPE and MESSAGE in used:
             # Two communicators for each neighbour stage; torch creates both by a sum of two ranks.
-            total += 2 * len(sides_of(stage, run.placement)) * (PAIR_CHANNEL + DIRECT_CHANNEL)
+            total += 2 * len(sides_of(stage, run.placement)) * channels * (PAIR_CHANNEL + DIRECT_CHANNEL)
             used -= {MESSAGE}
         if ranks > 1 and (used or axes == world):
-            total += PAIR_CHANNEL if ranks == 2 else GROUP_CHANNEL
-            total += (ranks - 1) * DIRECT_CHANNEL * bool(used & DIRECT)
+            total += channels * (PAIR_CHANNEL if ranks == 2 else GROUP_CHANNEL)
+            if used & DIRECT:
+                total += direct_bytes(ranks, run.network.neighbours(axes), channels)
     return total

@@ -330,8 +330,13 @@ class HeldActivations:
             for work in works if config.memory.policy.by_groups else ():
                 layers = [(segment.kept_bytes, times) for segment, times in work if segment.is_layer]
                 if layers:
-                    group = config.memory.policy.group_size(config, sum(times for _, times in layers))
+                    policy, num_layers = config.memory.policy, sum(times for _, times in layers)
+                    group = policy.group_size(config, num_layers)
                     recomputed = max(recomputed, group * min(size for size, _ in layers))
+                    if policy.wrapped_layers(config, num_layers) == num_layers:
+                        # Of n groups one has at least the n-th part of equal layers.
+                        most = (size * -(-times // -(-num_layers // group)) for size, times in layers)
+                        recomputed = max(recomputed, *most)
             kept_bytes = max(kept_bytes, keeps)
             total = max(total, keeps + beside + recomputed)
         return kept_bytes, total

@@ -11,18 +11,19 @@ from meshwright.config.section import with_field
 from meshwright.planner.plan.cluster import Cluster
 from meshwright.planner.plan.memory import verdict
 from meshwright.planner.plan.predict import Planner
-from meshwright.planner.plan.process import DIRECT_CHANNEL, GROUP_CHANNEL, PAIR_CHANNEL
+from meshwright.planner.plan.process import DIRECT_CHANNEL, GROUP_CHANNEL, NET_POOL, PAIR_CHANNEL, direct_bytes
 from tests.oracle.pipeline import pipelined
-from tests.planner.plan.clusters import FLAT
+from tests.oracle.tensor import config_for
+from tests.planner.plan.clusters import FLAT, INNER, OUTER, cluster
 from tests.planner.plan.counted import MEGATRON, WHOLE, synced
 
 PEAK = FLAT.device.peak_flops_per_second | {"float64": 1e13}
 GPU = FLAT.model_copy(update={"device": FLAT.device.model_copy(update={"peak_flops_per_second": PEAK})})
 
 
-def with_channels(channels: int) -> Cluster:
-    links = GPU.links["torch"].model_copy(update={"channels": channels})
-    return GPU.model_copy(update={"links": {"torch": links}})
+def with_channels(channels: int, on: Cluster = GPU) -> Cluster:
+    links = on.links["torch"].model_copy(update={"channels": channels})
+    return on.model_copy(update={"links": {"torch": links}})
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,26 @@ def test_communicators(config: Config, channel_bytes: int) -> None:
     """A pipeline has communicators of the world, two with a neighbour, and one of a tied table's two ends."""
     assert {memory.communicators for memory in Planner(with_channels(3)).predict(config).memory} == {3 * channel_bytes}
     assert {memory.communicators for memory in Planner(GPU).predict(config).memory} == {0}
+
+
+def test_connections_to_other_nodes_share_buffers() -> None:
+    """Two channels a peer if the channels have room for so many messages, else one; inside of a node all channels."""
+    assert direct_bytes(8, 7, 32) == 7 * 32 * DIRECT_CHANNEL
+    assert direct_bytes(64, 7, 32) == 2 * 7 * DIRECT_CHANNEL + 32 * NET_POOL
+    assert direct_bytes(65, 7, 32) == direct_bytes(2048, 7, 32) == 7 * DIRECT_CHANNEL + 32 * NET_POOL
+    assert direct_bytes(4, 0, 2) == 2 * NET_POOL
+
+
+def test_experts_over_nodes_hold_few_buffers() -> None:
+    """Of four ranks with experts, each has connections with buffers to all others on one switch; on nodes of two to
+    one."""
+    few, pairs = {"global": 16, "micro": 2}, cluster({**INNER, "joins": 2}, OUTER)
+    config = config_for("experts", WHOLE, 4, batch=few, layout={"data": {"size": 4, "expert": 4}})
+    on_a_switch, on_nodes = (
+        Planner(with_channels(32, each)).predict(config).fullest.communicators
+        for each in (GPU, pairs.model_copy(update={"device": GPU.device}))
+    )
+    assert on_a_switch - on_nodes == direct_bytes(4, 3, 32) - direct_bytes(4, 1, 32) > 0
 
 
 def test_allocator_holds_more_than_tensors() -> None:
