@@ -19,8 +19,9 @@
 The run file's own layout is predicted first, if it is legal. Layouts follow in rounds (evaluator.round_of): layers on a
 node's ranks before layers on more; one stage before several; whole layers, then layers cut inside or along the sequence
 over more and more ranks, then both cuts.
-Both cuts are tried only if each cut alone is fast enough. After each round at most SIMULATED layouts are predicted, in
-the order of estimated seconds. Layouts slower than the K fastest predictions are left out of the next round. The search
+Both cuts are tried only if each cut alone is fast enough. After each round layouts are predicted in the order of
+estimated seconds, until VAIN of these in a row are not among the K fastest; after the last round all that may be.
+Layouts slower than the K fastest predictions are left out of the next round. The search
 ends when the next estimate is above the K-th prediction: estimates are at most 1/SURE of predictions (estimate.py).
 
 A layout that recomputes or offloads is evaluated if the same layout without that saving does not fit or is tight. A
@@ -72,6 +73,10 @@ if TYPE_CHECKING:
 
 SIMULATED = 80
 """Most layouts predicted in a round once any prediction fits: many layouts with a fitting estimate exceed memory."""
+
+VAIN = 8
+"""Most predictions of a round but the last after the last one that is among the K fastest: later rounds have faster
+layouts, and predict the rest if no K layouts are faster."""
 
 SYNCS_APART = 1.05
 """Factor that covers errors between estimates of two syncs: zero3, estimated 2 % slower than zero1, was 4 % faster in
@@ -300,7 +305,8 @@ class _Search:
         rounds = _in_rounds(self.families)
         for index, group in enumerate(rounds):
             self._gather(group)
-            self._predict_fastest(complete=index > 0 or len(rounds) == 1)
+            last = index == len(rounds) - 1
+            self._predict_fastest(len(rounds) * SIMULATED - self.simulated if last else VAIN)
         self._try_messages()
         # If fewer than K layouts fit, layouts with unneeded savings of memory fill the answer.
         for config in [*self.fitting] if len(self.best) < self.top else ():
@@ -384,16 +390,13 @@ class _Search:
         self.report(f"{looked_at}; now {family.layout.summary}", 1 - self.left_share)
         self.evaluator.evaluate_family(family, found, cutoff)
 
-    def _predict_fastest(self, *, complete: bool) -> None:
-        """Predict in the order of the estimates until K layouts fit; `complete`: until the next estimate is slower than
-        the K-th."""
-        # A limit for each round: the first round's layouts would use up one limit for all.
-        limit = self.simulated + SIMULATED
+    def _predict_fastest(self, limit: int) -> None:
+        """Predict in the order of the estimates until the next estimate is slower than the K-th prediction that fits,
+        or `limit` predictions have not been among the K fastest."""
+        vain, best = 0, [*self.best]
         while self.passed < len(self.queue):
             queued = self.queue[self.passed]
-            if len(self.best) >= self.top and (not complete or queued.seconds >= self.best[-1].seconds):
-                return
-            if self.known and self.simulated >= limit:
+            if queued.seconds >= self.cutoff or (self.known and vain >= limit):
                 return
             self.passed += 1
             behind = bool(self.best) and queued.seconds >= self.best[0].seconds
@@ -413,6 +416,7 @@ class _Search:
                 continue
             if not self._predict(queued.config, self.cutoff):
                 self.behind.append(queued)
+            vain, best = (vain + 1, best) if self.best == best else (0, [*self.best])
 
     def _queue_savings(self, config: Config) -> None:
         """Queue the layouts that save more memory than `config`, which does not fit or is tight."""
