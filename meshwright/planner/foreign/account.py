@@ -113,6 +113,11 @@ class Account:
         """List a value that no field of the file gives."""
         self.assumed[name] = (value, why)
 
+    def assume_neither(self, conditions: Sequence[str]) -> None:
+        """List conditions of a Python file that its text does not decide; neither branch was read."""
+        for condition in conditions:
+            self.assume(f"if {condition}", "neither branch", "the condition hangs on values that the file does not set")
+
     def merge(self, account: Account, prefix: str) -> None:
         """Add the account of a second file, with a prefix before each name."""
         self.read |= {f"{prefix}{name}": value for name, value in account.read.items()}

@@ -31,7 +31,7 @@ model.backend.fake* packed_sequence* model.backend.attn model.backend.linear mod
 model.backend.rope* model.attn_implementation benchmark* nsys* launcher* slurm*
 distributed._target_ distributed.pipeline.round* autopipeline._target_ autopipeline.round* autopipeline.scale_grads*
 autopipeline.patch* distributed.pipeline.patch* parallelizer._target_ model.backend.te_fp8._target_ optimizer.foreach
-model.backend.enable_fsdp* ci.* timing*
+model.backend.enable_fsdp* ci.* timing* moe_metrics* optimizer.compress_state_dict
 """
 """Fields that change neither seconds nor bytes of a step, or only in ways that a plan cannot express."""
 
@@ -56,9 +56,12 @@ def read_automodel(path: Path, asked: Asked, tree: Mapping[str, Any]) -> Foreign
     if every and stages > 1 and told.startswith("inter"):
         chunks = max(1, -(-layers_of(model) // every) // stages)
     rest = max(1, asked.devices // (tensor * stages * context))
+    if stages == 1:
+        account.get(*piped("pp_microbatch_size"))  # no effect
     degrees = Degrees(
         tensor=tensor, by_sequence=account.flag("distributed.sequence_parallel"), stages=stages, chunks=chunks,
         schedule=schedule_of(told, "pp_schedule") if stages > 1 else "1f1b", context=context, experts=experts,
+        expert_tensor=1 if experts > 1 and tensor == 1 else None,  # the mesh of experts has context ranks, too
         sync=sync_of(account, rest // hybrid, stages), shard=rest // hybrid if hybrid > 1 else None,
         replicas=replicas or None,
     )  # fmt: skip
@@ -83,11 +86,23 @@ def read_automodel(path: Path, asked: Asked, tree: Mapping[str, Any]) -> Foreign
     scaled = account.get("model.backend.te_fp8.recipe")
     if account.flag("fp8.enabled") or scaled:
         facts.append("products=mxfp8" if "mx" in str(scaled).lower() else "products=fp8")
-    if sent := account.word("model.backend.dispatcher", known=DISPATCHERS, default=None):
+    facts += experts_facts(account)
+    return ForeignJob("automodel", run, account, (*facts, *degrees.expert_facts(asked.devices)), "automodel")
+
+
+def experts_facts(account: Account) -> list[str]:
+    """Return the facts on dispatcher and products of experts. Files of 2025 have `enable_deepep` for both."""
+    facts = []
+    sent = account.word("model.backend.dispatcher", known=DISPATCHERS, default=None)
+    by = account.word("model.backend.experts", known=GROUPED, default=None)
+    if sent is None and account.says("model.backend.enable_deepep"):
+        deep = account.flag("model.backend.enable_deepep")
+        sent, by = ("deepep", by or "together") if deep else ("allgather", by)
+    if sent:
         facts.append(f"dispatch={sent}")
-    if by := account.word("model.backend.experts", known=GROUPED, default=None):
+    if by:
         facts.append(f"experts={by}")
-    return ForeignJob("automodel", run, account, tuple(facts), "automodel")
+    return facts
 
 
 def piped(name: str) -> tuple[str, str]:
@@ -116,7 +131,10 @@ DTYPES = (
 def in_bf16(account: Account) -> Tree:
     """Return the run's fields for bf16 parameters: torch's optimizers have states of that dtype and no masters;
     Transformer Engine's FusedAdam has float32 states, and masters if asked."""
-    fused = str(account.get("optimizer._target_", default="")).endswith("FusedAdam")
+    told = str(account.get("optimizer._target_", default="torch.optim.AdamW"))
+    fused = told.endswith("FusedAdam")
+    if not fused and told not in ("torch.optim.AdamW", "torch.optim.Adam"):
+        account.leave("optimizer._target_")
     if fused and account.flag("optimizer.master_weights"):
         return {}
     states = account.word("optimizer.exp_avg_dtype", known=DTYPES, default="float32") if fused else "bf16"

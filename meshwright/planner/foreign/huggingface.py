@@ -1,4 +1,4 @@
-"""Jobs of transformers' Trainer: Accelerate's YAML, axolotl's YAML, DeepSpeed's JSON with a launcher's line."""
+"""Jobs of transformers' Trainer: Accelerate's YAML, axolotl's YAML, DeepSpeed's JSON, the Trainer's arguments."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.planner.foreign import trainer, zero
 from meshwright.planner.foreign.account import Account
 from meshwright.planner.foreign.job import FUSED, Asked, Degrees, ForeignJob, model_of, run_of
 from meshwright.ranks.errors import ConfigError
-from meshwright.ranks.foreign import parse_json
 
 HARMLESS = """
-compute_environment debug distributed_type downcast_bf16 enable_cpu_affinity machine_rank main_* num_machines rdzv*
+compute_environment debug downcast_bf16 num_cpu_threads* enable_cpu_affinity machine_rank main_* num_machines rdzv*
 same_network tpu_* use_cpu fsdp_config.*_state_dict_type fsdp_config.*auto_wrap* fsdp_config.*wrap*
 fsdp_config.*ram_efficient* fsdp_config.*orig_params fsdp_config.*sync_module_states fsdp_config.*backward_prefetch*
 fsdp_config.*forward_prefetch fsdp_config.*limit_all_gathers fsdp_config.*min_num_params fsdp_config.*version gpu_ids
-deepspeed_config.zero3_* deepspeed_config.deepspeed_multinode_launcher deepspeed_config.*init_flag
-deepspeed_config.*16bit*
+parallelism_config.*seq_length_is_variable loss_watchdog* experimental_skip_move* min_sample_len
 """
 AXOLOTL = (
     HARMLESS
@@ -32,13 +31,11 @@ flex_attn*
 )
 AGREED = {
     "attn_implementation": FUSED, "flash_attention": FUSED,
-    "optimizer": ("adamw", "adamw_hf", "adamw_torch", "adamw_torch_fused"),
+    "optimizer": trainer.OPTIMIZERS,
 }  # fmt: skip
 """axolotl's fields, each with the values that a plan assumes."""
 PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin", "ExpertParallelPlugin")
 """axolotl's plugins that do nothing without a field of their own, or have a fact of ours."""
-ZERO = ("allreduce", "zero1", "zero2", "zero3")
-"""Our value of `layout.data.sync` by DeepSpeed's stage."""
 FULL, NO_SHARD, GRADIENTS, HYBRID, HYBRID_GRADIENTS = (
     "FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"
 )  # fmt: skip
@@ -46,30 +43,97 @@ STRATEGIES = {"1": FULL, "2": GRADIENTS, "3": NO_SHARD, "4": HYBRID, "5": HYBRID
 """FSDP's strategies by number; Accelerate writes either the number or the word."""
 
 
-def read_accelerate(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJob:
-    """Read the job of a file of `accelerate config`: FSDP of version 1 and 2, parallelism_config, DeepSpeed."""
-    account = Account({name: value for name, value in tree.items() if name != "deepspeed_config"}, HARMLESS)
+def read_accelerate(
+    path: Path, asked: Asked, tree: Mapping[str, Any], flags: Mapping[str, Any] | None = None
+) -> ForeignJob:
+    """Read the job of a file of `accelerate config`: FSDP of version 1 and 2, parallelism_config, DeepSpeed.
+
+    Args:
+        path: The file, for errors.
+        asked: The options.
+        tree: The file's fields.
+        flags: Flags of a line `accelerate launch --config_file`; of both, a flag counts.
+    """
+    launch = {name: value for name, value in (flags or {}).items() if name in OF_THE_LAUNCH}
+    line = trainer.arguments_of({name: value for name, value in (flags or {}).items() if name not in launch})
+    fields = {name: value for name, value in {**tree, **launch}.items() if name != "deepspeed_config"}
+    account = Account(fields, HARMLESS)
     ranks = account.number("num_processes", default=asked.devices, why="--devices")
     if ranks != asked.devices:
         account.assume("num_processes", asked.devices, f"--devices; the file says {ranks}")
-    if (zero := tree.get("deepspeed_config")) is not None:
-        named = zero.get("deepspeed_config_file")
-        return read_deepspeed(path, asked, json_beside(path, str(named)) if named else zero, account)
-    micro = account.number("per_device_train_batch_size", default=1, why="the Trainer's arguments are not in this file")
+    if (given := tree.get("deepspeed_config")) is not None:
+        account.get("distributed_type")
+        named = given.get("deepspeed_config_file")
+        return read_deepspeed(path, asked, zero.json_beside(path, str(named)) if named else given, account, line)
+    sharded: bool = account.word(
+        "distributed_type", known=DISTRIBUTED, default=bool(tree.keys() & {"fsdp_config", "parallelism_config"})
+    )
+    usual = line.number("per_device_train_batch_size", default=0)
+    why = "" if usual else "the Trainer's arguments are not in this file"
+    micro = account.number("per_device_train_batch_size", default=usual or 1, why=why)
+    again = account.flag("fsdp_config.fsdp_activation_checkpointing") or line.flag("gradient_checkpointing")
+    half = trainer.half_of(line)
     run = run_of(
-        asked, account, fsdp_degrees(account, asked.devices), model=model_of(asked, account, None, path), sequence=None,
-        micro=micro, global_=asked.batch, accumulation=account.number("gradient_accumulation_steps"),
-        recompute=1 if account.flag("fsdp_config.fsdp_activation_checkpointing") else "none",
-        precision=precision_of(account), path=path,
+        asked, account, fsdp_degrees(account, asked.devices, sharded=sharded),
+        model=model_of(asked, account, line.get(*trainer.NAMES), path), sequence=trainer.length_of(line),
+        micro=micro, global_=asked.batch, recompute=1 if again else "none",
+        accumulation=account.number("gradient_accumulation_steps", default=line.number("gradient_accumulation_steps")),
+        precision=precision_of(account) if account.says("mixed_precision") or half is None else half, path=path,
         offload="host" if account.flag("fsdp_config.fsdp_offload_params") else "none",
     )  # fmt: skip
+    facts = compiled(account)
+    account.merge(line, "--")
+    return ForeignJob("fsdp", run, account, facts, "accelerate")
+
+
+def read_trainer(path: Path, asked: Asked, fields: Mapping[str, Any], prefix: str = "") -> ForeignJob:
+    """Read the job of the Trainer's arguments without a file of Accelerate: FSDP, DeepSpeed or replicas.
+
+    Args:
+        path: The file, for errors.
+        asked: The options.
+        fields: Flags of a line, or fields of LLaMA-Factory's or TRL's YAML.
+        prefix: Text before a field's name in the account, beside fields of DeepSpeed: `--` of a flag.
+
+    Raises:
+        ConfigError: The job trains adapters, or has too few fields.
+    """
+    named = next((fields[name] for name in NAMED_JSON if fields.get(name) not in (None, "")), None)
+    if named is not None:
+        given = {name: value for name, value in fields.items() if name not in NAMED_JSON}
+        inner = named if isinstance(named, Mapping) else zero.json_beside(path, str(named))
+        return read_deepspeed(path, asked, inner, Account({}), trainer.arguments_of(given), prefix)
+    if isinstance(written := fields.get("fsdp_config"), str):
+        fields = {**fields, "fsdp_config": zero.json_beside(path, written)}
+    account = trainer.arguments_of(fields)
+    told = account.get("fsdp", default="")
+    words = [str(each) for each in told] if isinstance(told, list) else str(told).lower().split()
+    strategy = next((word.upper() for word in words if word.upper() in STRATEGIES.values()), FULL)
+    sharded = bool(set(words) - {"false"}) or "fsdp_config" in fields or account.flag("use_fsdp")
+    sharded = sharded or account.says("fsdp_config.fsdp_sharding_strategy")
+    host = bool({*words} & {"offload"}) or account.flag("fsdp_config.fsdp_offload_params")
+    again = account.flag("fsdp_config.fsdp_activation_checkpointing")
+    run = run_of(
+        asked, account, fsdp_degrees(account, asked.devices, sharded=sharded, strategy=strategy),
+        model=model_of(asked, account, account.get(*trainer.NAMES), path), sequence=trainer.length_of(account),
+        micro=account.number("per_device_train_batch_size", default=8, why="the Trainer's default"),
+        global_=asked.batch, accumulation=account.number("gradient_accumulation_steps"),
+        recompute=1 if again else trainer.recomputed(account), precision=trainer.half_of(account) or "float32",
+        path=path, offload="host" if host else "none",
+    )  # fmt: skip
     return ForeignJob("fsdp", run, account, compiled(account), "accelerate")
+
+
+NAMED_JSON = ("deepspeed", "deepspeed_config", "deepspeed_config_file")
+"""Fields that name DeepSpeed's JSON: the Trainer's, a script's, of `accelerate launch`."""
 
 
 PREFIX = "parallelism_config.parallelism_config_"
 
 
-def fsdp_degrees(account: Account, devices: int, prefix: str = PREFIX, sharded: bool = True) -> Degrees:
+def fsdp_degrees(
+    account: Account, devices: int, prefix: str = PREFIX, sharded: bool = True, strategy: str = "FULL_SHARD"
+) -> Degrees:
     """Read the axes of FSDP's strategy and of Accelerate's parallelism_config.
 
     Args:
@@ -77,6 +141,7 @@ def fsdp_degrees(account: Account, devices: int, prefix: str = PREFIX, sharded: 
         devices: The plan's devices.
         prefix: Text before `tp_size` and the others; axolotl has none, and longer names for two of the fields.
         sharded: True if the file has a section of FSDP; else gradients are all-reduced.
+        strategy: FSDP's strategy without the field fsdp_sharding_strategy.
 
     Raises:
         ConfigError: The strategy is none of FSDP's.
@@ -88,7 +153,7 @@ def fsdp_degrees(account: Account, devices: int, prefix: str = PREFIX, sharded: 
     # Each rank of a group with different experts has samples of its own; only `shard` ranks cut a state.
     experts = account.number("expert_parallel_size") if not prefix else 1
     replicas *= experts
-    told = str(account.get("fsdp_config.fsdp_sharding_strategy", default=FULL)).rpartition(".")[2]
+    told = str(account.get("fsdp_config.fsdp_sharding_strategy", default=strategy)).rpartition(".")[2]
     reshard = str(account.get("fsdp_config.fsdp_reshard_after_forward", default="")).rpartition(".")[2]
     if reshard:  # version 2 has true and false, and takes the words of version 1
         told = {"true": FULL, "false": GRADIENTS}.get(reshard.lower(), reshard)
@@ -121,12 +186,12 @@ def read_axolotl(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJo
         raise ConfigError.of("adapter", account.get("adapter"), "trains no whole weights", "a file without adapter")
     for name, values in AGREED.items():
         account.agree(name, *values)
-    if (zero := account.get("deepspeed")) is not None:
+    if (named := account.get("deepspeed")) is not None:
         ring = account.number("context_parallel_size", "sequence_parallel_degree")
         if ring > 1:
             rule = "cuts sequences in a ring, which no plan of DeepSpeed has"
             raise ConfigError.of("context_parallel_size", ring, rule, "1, or a file with fsdp_config")
-        return read_deepspeed(path, asked, json_beside(path, str(zero)), account)
+        return read_deepspeed(path, asked, zero.json_beside(path, str(named)), account)
     model = model_of(asked, account, account.get("base_model"), path)
     degrees = fsdp_degrees(account, asked.devices, prefix="", sharded=bool(plain))
     again = account.flag("gradient_checkpointing") or account.flag("fsdp_config.fsdp_activation_checkpointing")
@@ -146,24 +211,10 @@ def read_axolotl(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJo
     return ForeignJob("axolotl", run, account, tuple(facts))
 
 
-def json_beside(path: Path, name: str) -> dict[str, Any]:
-    """Read the JSON that a file names, in the file's folder or in the current one.
-
-    Raises:
-        ConfigError: Neither folder has the JSON.
-    """
-    file = next((each for each in (path.parent / name, Path(name)) if each.is_file()), None)
-    if file is None:
-        raise ConfigError.of(
-            "--from", path, f"names {name}, which is not here", f"DeepSpeed's JSON at {path.parent / name}"
-        )
-    found: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))
-    return found
-
-
 def read_deepspeed(
-    path: Path, asked: Asked, fields: Mapping[str, Any], outer: Account, flags: Mapping[str, str] | None = None
-) -> ForeignJob:
+    path: Path, asked: Asked, fields: Mapping[str, Any], outer: Account, line: Account | None = None,
+    prefix: str = "--",
+) -> ForeignJob:  # fmt: skip
     """Read the job of DeepSpeed's fields.
 
     Args:
@@ -171,66 +222,69 @@ def read_deepspeed(
         asked: The options.
         fields: DeepSpeed's JSON, or the section of Accelerate's file with the same fields.
         outer: The account of the file that names the JSON.
-        flags: The flags of the launcher's line that names the JSON.
+        line: The Trainer's arguments, of the launcher's line or a YAML.
+        prefix: Text before the names of these arguments in the account.
     """
-    inner, line = Account(fields, DEEPSPEED_HARMLESS), Account(dict(flags or {}), TRAINER_HARMLESS)
-    model = model_of(asked, outer, line.get("model_name_or_path", "model") or outer.get("base_model"), path)
-    passes = automatic(inner, "gradient_accumulation_steps") or line.number(
+    inner, line = zero.account_of(fields), line or Account({})
+    model = model_of(asked, outer, line.get(*trainer.NAMES) or outer.get("base_model"), path)
+    passes = zero.automatic(inner, "gradient_accumulation_steps") or line.number(
         "gradient_accumulation_steps", default=outer.number("gradient_accumulation_steps")
     )
-    step = asked.batch or automatic(inner, "train_batch_size")
-    micro = automatic(inner, "train_micro_batch_size_per_gpu") or line.number(
+    step = asked.batch or zero.automatic(inner, "train_batch_size")
+    micro = zero.automatic(inner, "train_micro_batch_size_per_gpu") or line.number(
         "per_device_train_batch_size", default=outer.number("micro_batch_size", default=0)
     )
+    context = ulysses_of(outer, inner)
+    tensor = inner.number("tensor_parallel.autotp_size")
     if not micro:
-        micro = max(1, (step or asked.devices) // asked.devices // passes)
-        outer.assume("per_device_train_batch_size", micro, "samples of a step / ranks / microbatches")
-    ulysses = outer.number("parallelism_config.parallelism_config_sp_size")
-    degrees = Degrees(
-        tensor=inner.number("tensor_parallel.autotp_size"), experts=inner.number("expert_parallel.autoep_size"),
-        sync=inner.word("zero_optimization.stage", "zero_stage", known=tuple(enumerate(ZERO)), default=ZERO[0]),
-        context=ulysses, context_kind="ulysses",
-    )  # fmt: skip
-    places = [
-        str(inner.get(f"zero_optimization.offload_{held}.device", f"offload_{held}_device", default="none"))
-        for held in ("optimizer", "param")
-    ]
-    again = line.flag("gradient_checkpointing") or outer.flag("gradient_checkpointing")
+        replicas = max(1, asked.devices // (context * tensor))
+        micro = max(1, (step or replicas) // replicas // passes)
+        outer.assume("per_device_train_batch_size", micro, "samples of a step / replicas / microbatches")
     usual = precision_of(outer)
-    half = "fp16" if inner.flag("fp16.enabled") else "bf16" if inner.flag("bf16.enabled") else usual
+    half = zero.half_of(inner) or trainer.half_of(line)
+    if half is None and not (outer.says("mixed_precision") or outer.says("bf16") or outer.says("fp16")):
+        outer.assume("precision", usual, "neither JSON nor line turns a half precision on")
+    half = half or usual
+    degrees = Degrees(
+        tensor=tensor, experts=inner.number("expert_parallel.autoep_size"), sync=zero.sync_of(inner, half),
+        context=context, context_kind="ulysses",
+    )  # fmt: skip
+    again = outer.flag("gradient_checkpointing") or trainer.recomputed(line) == 1
+    if outer.says("gradient_checkpointing"):
+        line.assumed.pop("gradient_checkpointing", None)
     run = run_of(
         asked, outer, degrees, model=model, micro=micro, global_=step, accumulation=passes, precision=half, path=path,
-        sequence=line.get("max_seq_length", "max_seq_len", "block_size", "max_length") or outer.get("sequence_len"),
-        recompute=1 if again else "none", offload="disk" if "nvme" in places else "host" if "cpu" in places else "none",
+        sequence=trainer.length_of(line) or outer.get("sequence_len"),
+        recompute=1 if again else "none", offload=zero.offload_of(inner),
     )  # fmt: skip
-    facts = ("overlapped=sums,gathers",) if inner.flag("zero_optimization.overlap_comm") else ()
+    facts = (*zero.overlapped(inner), *compiled(line))
     outer.merge(inner, "deepspeed.")
-    outer.merge(line, "--")
+    outer.merge(line, prefix)
     return ForeignJob("deepspeed-trainer", run, outer, facts, "deepspeed")
 
 
-OF_THE_LINE = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing")
-"""Flags of the Trainer that a plan reads from a line `accelerate launch --config_file`."""
-DEEPSPEED_HARMLESS = """
-steps_per_print wall_clock_breakdown *_log* *monitor* tensorboard* wandb* *profile* csv_* optimizer.params.*
-optimizer.type scheduler* gradient_clipping zero_allow_untested_optimizer _* fp16.loss* fp16.initial* fp16.hyst*
-fp16.min* fp16.auto* *round_robin* *stage3_max* *comment* *sub_group_size *stage3_gather_16bit* *contiguous*
-*reduce_scatter *bucket_size *pin_memory prescale_gradients *buffer_* *allgather_partitions *param_persistence*
-*ignore_unused* checkpoint* *zero3_init_flag *zero3_save* *fast_init warmup_ratio *nvme_path aio* dump_state seed
-*sanity* *gradient_predivide* train_batch_size
-"""
-"""DeepSpeed's fields that a plan does not express, or that repeat the default."""
-TRAINER_HARMLESS = """
-output* learning* num_train* max_steps log* save* eval* warmup* weight* lr* seed dataset* do_* report* data* num_gpus
-num_nodes master* hostfile include deepspeed tf32 overwrite* run_name hub* push* train_file validation* nproc* nnodes
-node* rdzv* preprocessing* trust_remote_code
-"""
+def ulysses_of(outer: Account, inner: Account) -> int:
+    """Return the ranks that cut a sequence by heads: of Accelerate's parallelism_config, or of DeepSpeed's JSON."""
+    by_deepspeed = outer.says(f"{PREFIX}cp_backend") and outer.get(f"{PREFIX}cp_backend") == "deepspeed"
+    ranks = outer.number(f"{PREFIX}sp_size", *([f"{PREFIX}cp_size"] if by_deepspeed else []))
+    for name in ("dp_replicate_size", "tp_size"):
+        outer.agree(f"{PREFIX}{name}", "1")
+    outer.get(f"{PREFIX}dp_shard_size")  # DeepSpeed cuts states over all replicas
+    for name in ("sp_attn_implementation", "cp_attn_implementation"):
+        outer.agree(f"{PREFIX}{name}", *FUSED)
+    return max(ranks, inner.number("sequence_parallel_size"))
 
 
-def automatic(account: Account, name: str) -> int | None:
-    """Return a number of DeepSpeed's JSON; None for `auto`, which the Trainer decides."""
-    value = account.get(name)
-    return None if value in (None, "auto") else int(value)
+DISTRIBUTED = (
+    ("fsdp", True), ("no", False), ("multi_gpu", False), ("multi_xpu", False), ("multi_npu", False),
+    ("multi_hpu", False), ("multi_mlu", False),
+)  # fmt: skip
+"""Accelerate's distributed_type; True: states are cut by FSDP, False: gradients are all-reduced."""
+OF_THE_LAUNCH = (
+    "num_processes", "mixed_precision", "num_machines", "machine_rank", "main_process_ip", "main_process_port",
+    "rdzv_backend", "same_network", "gpu_ids", "num_cpu_threads_per_process",
+)  # fmt: skip
+"""Flags of `accelerate launch` that replace fields of the file."""
 
 
 def precision_of(account: Account) -> str:

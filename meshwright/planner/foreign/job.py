@@ -274,6 +274,9 @@ def run_of(
     sequence = asked.sequence or sequence
     if not sequence:
         raise ConfigError.of("--sequence", "nothing", f"is given, and {path} does not say it", "--sequence N")
+    if isinstance(model, str):
+        sizes = read_model(model).model_dump(mode="json")
+        model = sizes if "rope" in sizes and int(sequence) > sizes["positions"] else model
     if isinstance(model, dict) and "rope" in model and int(sequence) > model["positions"]:
         account.assume("model.positions", int(sequence), "the sequence's tokens, since rotary positions have no table")
         model["positions"] = int(sequence)

@@ -7,8 +7,8 @@
         return config
 
 A call is read as a mapping of the keywords, with the called name under CALLED and positional values under 0, 1, ...
-Numbers and lists are computed from literals, from the file's constants and from dictionaries of keywords. An `if` whose
-condition is not known is left out with its branches. Any other expression is read as its source text.
+Numbers and lists are computed from literals, from the file's constants and from dictionaries of keywords. An `if` with
+an unknown condition is left out with its branches, and listed. Any other expression is read as its source text.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def computed(text: str) -> Any:
         return text
 
 
-def named_function(path: Path, function: str | None) -> dict[str, Any]:
-    """Read the fields that a function of a file sets.
+def named_function(path: Path, function: str | None) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields that a function of a file sets, and the unknown conditions of branches that set fields.
 
     Raises:
         ConfigError: The file has no such function, or none is named.
@@ -57,11 +57,17 @@ def named_function(path: Path, function: str | None) -> dict[str, Any]:
         rule = "names no function" if function is None else f"names {function}, which the file does not have"
         offered = [name for name in names if not name.startswith("_")][:8]
         raise ConfigError.of("--from", path, rule, " or ".join(f"{path}:{name}" for name in offered))
-    return fields_of_function(text, str(function))
+    undecided: list[str] = []
+    return fields_of_function(text, str(function), undecided), undecided
 
 
-def fields_of_function(text: str, name: str) -> dict[str, Any]:
+def fields_of_function(text: str, name: str, undecided: list[str] | None = None) -> dict[str, Any]:
     """Return the fields of the object that a function of the text returns, as nested mappings.
+
+    Args:
+        text: The file's text.
+        name: The function's name.
+        undecided: A list for the unknown conditions of branches that set fields.
 
     Raises:
         KeyError: The file has no such function.
@@ -74,15 +80,16 @@ def fields_of_function(text: str, name: str) -> dict[str, Any]:
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             constants |= {target.id: node.value.value for target in targets if isinstance(target, ast.Name)}
-    return _Reader(functions, constants, {}, 0).run(functions[name], {})
+    return _Reader(functions, constants, {}, 0, undecided).run(functions[name], {})
 
 
 class _Reader:
     """Reader of one function. `names`: values by local name."""
 
     def __init__(self, functions: Mapping[str, ast.FunctionDef], constants: dict[str, Any], names: dict[str, Any],
-                 depth: int) -> None:  # fmt: skip
+                 depth: int, undecided: list[str] | None = None) -> None:  # fmt: skip
         self.functions, self.constants, self.names, self.depth = functions, constants, dict(names), depth
+        self.undecided: list[str] = [] if undecided is None else undecided
 
     def run(self, function: ast.FunctionDef, given: Mapping[str, Any]) -> dict[str, Any]:
         arguments = [*function.args.posonlyargs, *function.args.args]
@@ -109,6 +116,10 @@ class _Reader:
                 self.assign(node.target, self.value(node.value))
             elif isinstance(node, ast.If):
                 known = self.decided(node.test)
+                condition = ast.unparse(node.test)
+                if known is UNKNOWN and condition not in self.undecided:
+                    sets = any(isinstance(each, ast.Assign | ast.AnnAssign | ast.Return) for each in ast.walk(node))
+                    self.undecided += [condition] * sets
                 returned = None if known is UNKNOWN else self.follow(node.body if known else node.orelse)
                 if returned is not None:
                     return returned
@@ -121,11 +132,20 @@ class _Reader:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             inner = self.decided(test.operand)
             return inner if inner is UNKNOWN else not inner
+        if isinstance(test, ast.BoolOp):
+            sides_known = [self.decided(each) for each in test.values]
+            decisive = isinstance(test.op, ast.Or)
+            if any(each is not UNKNOWN and bool(each) == decisive for each in sides_known):
+                return decisive
+            return UNKNOWN if UNKNOWN in sides_known else not decisive
         if isinstance(test, ast.Compare) and len(test.ops) == 1:
             sides = test.left, test.comparators[0]
             if any(isinstance(side, ast.Name) and side.id not in self.names | self.constants for side in sides):
                 return UNKNOWN
             left, right = map(self.value, sides)
+            named = isinstance(test.ops[0], ast.Is | ast.IsNot)
+            if not named and any(self.settled(side) is UNKNOWN for side in sides):
+                return UNKNOWN
             negative = isinstance(test.ops[0], ast.IsNot | ast.NotIn | ast.NotEq)
             if isinstance(test.ops[0], ast.Is | ast.IsNot | ast.Eq | ast.NotEq):
                 return (left == right) != negative
@@ -134,6 +154,12 @@ class _Reader:
         if isinstance(test, ast.Name) and test.id in self.names:
             return bool(self.names[test.id])
         return test.value if isinstance(test, ast.Constant) else UNKNOWN
+
+    def settled(self, node: ast.expr) -> Any:
+        """Return an expression's value; UNKNOWN for a call's result and for an expression read as source text."""
+        value = self.value(node)
+        called = isinstance(value, dict) and CALLED in value
+        return UNKNOWN if called or (not isinstance(node, ast.Constant) and value == ast.unparse(node)) else value
 
     def assign(self, target: ast.expr, value: Any) -> None:
         """Run an assignment: `config.training.steps = 3` sets a field of the value named `config`.
@@ -207,11 +233,15 @@ class _Reader:
         if name == "getattr" and len(node.args) > 1:
             holder, field, *default = (self.value(each) for each in node.args)
             return holder.get(field, *default) if isinstance(holder, dict) else {CALLED: name}
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("lower", "upper"):
+            text = self.settled(node.func.value)
+            if isinstance(text, str):
+                return text.lower() if node.func.attr == "lower" else text.upper()
         function = self.functions.get(name)
         if function is not None and self.depth < MOST_CALLS:
             positional = zip(function.args.args, node.args, strict=False)
             given |= {each.arg: self.value(value) for each, value in positional}
-            inside = _Reader(self.functions, self.constants, {}, self.depth + 1)
+            inside = _Reader(self.functions, self.constants, {}, self.depth + 1, self.undecided)
             if found := inside.run(function, given):
                 return found
         # A method of a call's result: `AutoBridge.from_hf_pretrained('a/b').to_provider`.

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+from meshwright.planner.foreign import trainer, zero
 from meshwright.planner.foreign.account import NOTHING, Account, fields_of
 from meshwright.planner.foreign.job import (
     Asked,
@@ -28,6 +29,7 @@ from meshwright.planner.foreign.literals import CALLED, named_function
 from meshwright.planner.plan.expert_ranks import SENT_ONCE
 from meshwright.planner.plan.recorder import Recomputed
 from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.foreign import parse_json
 
 DEFAULT = "Megatron-LM's default"
 HARMLESS = """
@@ -35,54 +37,83 @@ load *.load *-load *load-* dist-ckpt* *save* log-* *.logger.* *log_* *tensorboar
 *eval_* data-path data-cache* dataloader* *dataset* *tokenizer* *vocab_file *merge_file *vocab-file *merge-file split
 *.split seed *.seed *profile* *timing* *timers* *exit* *rerun* *env_vars* *validation.* *trust_remote_code *mock*
 *tiktoken* *reset* *eod* *num-workers *num_workers *blend* work_group user_name exp_name workspace name *.name
-*framework* *.config *sft* *manual*gc* *empty*memory* *check*nan* *check-for* *.dataset.* nnodes nproc*
-node*rank master* rdzv* *distributed*timeout* *nccl* *backend-nccl* local-rank lr lr-* *min-lr *.lr *lr_* *min_lr
-*decoupled* *adam*beta* *adam*eps* *weight*decay* *clip*grad* *train*iters* *train*samples* *init*method*
-*norm*epsilon *rotary* *rope* *position*embedding* *optimizer.optimizer *.scheduler.* *attention-softmax-in-fp32
-*apply*layernorm*1p *calculate*per*token* *make*vocab*divisible* *average_in_collective *aux*loss* *z-loss* *z_loss*
-moe-router-l* moe-router-d* moe-router-s* moe-router-g* moe-router-n* moe-router-p* moe-router-e* *moe_router*
-*use-mcore-models *use_mcore_models *group-query-attention *disable*bias*linear *add*bias*linear *add*qkv*bias
-*normalization *fp8*amax* *fp8*margin *fp8*interval *gated_linear_unit *activation_func *share_embeddings*
-*persist_layer_norm *bias*fusion *softmax*fusion *accumulation*fusion *rope*fusion *swiglu*fusion *pipeline_dtype
-*.() () *cuda_graph*steps *attention*dropout *use-flash-attn
-*moe*grouped*gemm *qk*layernorm *permute*fusion *.provider* *load_weights
+*framework* *.config *sft* *manual*gc* *empty*memory* *check*nan* *check-for* *.dataset.* nnodes nproc* node*rank
+master* rdzv* *distributed*timeout* *nccl* *backend-nccl* local-rank lr lr-* *min-lr *.lr *lr_* *min_lr *decoupled*
+*adam*beta* *adam*eps* *weight*decay* *clip*grad* *train*iters* *train*samples* *init*method* *norm*epsilon *rotary*
+*rope* *position*embedding* *.scheduler.* *attention-softmax-in-fp32 *apply*layernorm*1p *calculate*per*token*
+*make*vocab*divisible* *average_in_collective *aux*loss* *z-loss* *z_loss* moe-router-l* moe-router-d* moe-router-s*
+moe-router-g* moe-router-n* moe-router-p* moe-router-e* *moe_router* *use-mcore-models *use_mcore_models
+*group-query-attention *disable*bias*linear *add*bias*linear *add*qkv*bias *normalization *fp8*amax* *fp8*margin
+*fp8*interval *gated_linear_unit *activation_func *share_embeddings* *persist_layer_norm *bias*fusion *softmax*fusion
+*accumulation*fusion *rope*fusion *swiglu*fusion *pipeline_dtype *.() () *cuda_graph*steps *attention*dropout
+*use-flash-attn *moe*grouped*gemm *qk*layernorm *permute*fusion *.provider* *load_weights *moe_permute_fusion
+override* moe-loss-coeff train-tokens hysteresis *loss-scale* create-moe-param-group data-impl force_multi hostfile
+*weighted-split* kill-switch* abort-on-unmet* max_restarts max-restarts tee *finetune *auto_continue_train *mscale*
+train-mode max-padding-length stderr_sink_level *.stderr_sink_level *disable_last_saving *num-dataset-builder-threads
+wait jobid kill-on-bad-exit cpus-per-task gpus-per* ntasks* container-* mpi cpu-bind membind export split_dataset*
+max_epochs distributed-backend load_from_cache_file num_train_epochs dataset_num_proc compute_environment debug
+downcast_bf16 main_* num_machines same_network use_cpu tpu_* gpu_ids *gradient_clipping logging_steps
+*moe-eval-capacity* lr_warmup* model_author model_name
 """
 """Arguments that change neither seconds nor bytes of a step, or only in ways that a plan cannot express."""
 GPT2_TOKENS = 50257
 VOCABULARIES = (("gpt2", GPT2_TOKENS), ("llama2", 32000), ("llama3", 128256), ("deepseekv3", 129280))
 """Parts of --tokenizer-type, each with the tokenizer's number of tokens."""
 SIZES = ("num-layers", "hidden-size")
+PREFIX = "megatron-lm-"
+ALIASES = {
+    "model-parallel-size": "tensor-model-parallel-size", "batch-size": "micro-batch-size", "topk": "moe-router-topk",
+    "moe-expert-parallel-size": "expert-model-parallel-size", "qk-nope-head-dim": "qk-head-dim",
+    "qk-rope-head-dim": "qk-pos-emb-head-dim", "num-mtp-predictor": "mtp-num-layers",
+    "cpu-optimizer": "optimizer-cpu-offload", "moe-train-capacity-factor": "moe-expert-capacity-factor",
+    f"{PREFIX}tp-degree": "tensor-model-parallel-size", f"{PREFIX}pp-degree": "pipeline-model-parallel-size",
+    f"{PREFIX}num-micro-batches": "num-micro-batches", f"{PREFIX}sequence-parallelism": "sequence-parallel",
+    f"{PREFIX}use-distributed-optimizer": "use-distributed-optimizer", "padded-vocab-size": "pad-vocab-size-to",
+    f"{PREFIX}recompute-activations": "recompute-activations", "per-device-train-batch-size": "micro-batch-size",
+    "num-processes": "started", "num-gpus": "nproc-per-node", "num-nodes": "nnodes", "tuner-type": "train-type",
+}  # fmt: skip
+"""Names of arguments in 2019, in Megatron-DeepSpeed, Pai-Megatron-Patch, ms-swift and Accelerate's megatron_lm_config,
+each with Megatron-LM's."""
 LAYOUT = "pipeline-model-parallel-layout"
 MOST_PARTS = 10_000
 """Most characters of a written layout with all repeats: a file may ask for more than memory holds."""
 CONTEXTS = (("p2p", "ring"), ("a2a", "ulysses"))
 """Megatron's --cp-comm-type, each with our context kind."""
-STAGES = tuple((str(stage), sync) for stage, sync in enumerate(("allreduce", "zero1", "zero2", "zero3")))
-"""Megatron-DeepSpeed's --zero-stage, each with our sync."""
 SHARDS = (("no_shard", "allreduce"), ("optim_grads_params", "zero3"), ("optim_grads", "zero2"), ("optim", "zero1"))
 """Megatron-FSDP's --data-parallel-sharding-strategy, each with our sync."""
 
 
 PRIMUS = {"bf16": True, "use-distributed-optimizer": True, "micro-batch-size": 2, "global-batch-size": 16}
 PRIMUS_SOURCE = "Primus' default (configs/modules/megatron/pre_trainer.yaml)"
+SWIFT = {
+    "bf16": True, "use-distributed-optimizer": True, "micro-batch-size": 1, "global-batch-size": 16,
+    "expert-tensor-parallel-size": 1, "moe-token-dispatcher-type": "alltoall", "moe-grouped-gemm": True,
+    "recompute-granularity": "selective", "cross-entropy-loss-fusion": True,
+}  # fmt: skip
+SWIFT_SOURCE = "ms-swift's default (megatron/arguments/megatron_args.py)"
 
 
 class Arguments:
-    """Megatron's arguments in an account, by flag. `defaults`: values of a program that starts Megatron-LM."""
+    """Megatron's arguments in an account, by flag. `defaults`: values of a program that starts Megatron-LM, and their
+    source."""
 
-    def __init__(self, tree: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self._defaults = defaults
+    def __init__(self, tree: Mapping[str, Any], defaults: Mapping[str, Any], source: str = "") -> None:
+        self._defaults, self._source = defaults, source
         # A flag without a value is true; `--no-...` is a separate name.
         self.account = Account({name: True if value == "" else value for name, value in tree.items()}, HARMLESS)
         names = [name for name, value in fields_of(tree)]
         self._full: dict[str, str] = {}
         for name in names:
             self._full.setdefault(name.rpartition(".")[2].replace("_", "-"), name)
+        for alias, flag in ALIASES.items():
+            if alias in self._full:
+                self._full.setdefault(flag, self._full[alias])
+        self.account.agree(self._full.get("optimizer", "optimizer"), "adam", "adamw")
 
     def get(self, flag: str, default: Any = None, why: str = "") -> Any:
         """Return a flag's value."""
         if flag in self._defaults:
-            default, why = self._defaults[flag], PRIMUS_SOURCE
+            default, why = self._defaults[flag], self._source
         value = self.account.get(self._full.get(flag, flag), default=default, why=why)
         if isinstance(value, str) and "$" in value:
             raise ConfigError.of(
@@ -99,7 +130,19 @@ class Arguments:
 
     def word(self, flag: str, known: Sequence[tuple[Any, Any]], default: Any) -> Any:
         """Translate a flag's word to ours. Raises ConfigError as Account.word."""
-        return self.account.word(self._full.get(flag, flag), known=known, default=default)
+        name = self._full.get(flag, flag)
+        if flag in self._defaults and not self.account.says(name):
+            default = dict(known).get(self.get(flag), default)
+        return self.account.word(name, known=known, default=default)
+
+    def hinted(self, flag: str) -> int:
+        """Return a flag's value if this is a whole number, else 0: the script's environment may hold the number."""
+        value = str(self.account.get(self._full.get(flag, flag), default=""))
+        return int(value) if value.isdigit() else 0
+
+    def agree(self, flag: str, *values: str) -> None:
+        """Count a flag as read if the plan assumes its value, one of these."""
+        self.account.agree(self._full.get(flag, flag), *values)
 
     def leave(self, flag: str) -> None:
         """List a flag as left out."""
@@ -120,7 +163,10 @@ def is_megatron(tree: Mapping[str, Any]) -> bool:
 def read_recipe(path: Path, function: str | None, asked: Asked) -> ForeignJob:
     """Read the job of a function of a Megatron-Bridge recipe without running the recipe. Raises ConfigError as
     named_function."""
-    return read_arguments(path, asked, named_function(path, function), bridge=True)
+    fields, undecided = named_function(path, function)
+    job = read_arguments(path, asked, fields, bridge=True)
+    job.account.assume_neither(undecided)
+    return job
 
 
 def resolved(value: Any) -> Any:
@@ -135,7 +181,10 @@ def resolved(value: Any) -> Any:
     return None if text == "null" else text
 
 
-def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bool = False) -> ForeignJob:
+def read_arguments(
+    path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bool = False, swift: bool = False,
+    files: Mapping[str, str] | None = None,
+) -> ForeignJob:  # fmt: skip
     """Read the job of Megatron's arguments.
 
     Args:
@@ -143,45 +192,121 @@ def read_arguments(path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bo
         asked: The options.
         tree: The arguments by flag, or nested by section.
         bridge: True: missing arguments have Megatron-Bridge's defaults: bf16, a distributed optimizer, overlap.
+        swift: True: missing arguments have ms-swift's defaults.
+        files: Texts that the script writes, by file name; DeepSpeed's JSON may be one of these.
 
     Raises:
         ConfigError: The sizes are neither in the file nor an option, or an argument cannot be planned.
     """
     primus = "modules" in tree
-    given = Arguments(resolved(tree) if primus else tree, PRIMUS if primus else {})
+    defaults, source = (PRIMUS, PRIMUS_SOURCE) if primus else (SWIFT, SWIFT_SOURCE) if swift else ({}, "")
+    given = Arguments(resolved(tree) if primus else tree, defaults, source)
     account = given.account
+    trainer.refuse_adapters({name.replace("-", "_"): value for name, value in tree.items()} if swift else {})
+    given.agree("train-type", "full")
+    given.agree("distributed-type", "megatron_lm")
     model = model_of(asked, account, told_model(given, tree), path)
-    stages, tensor = given.number("pipeline-model-parallel-size"), given.number("tensor-model-parallel-size")
     if isinstance(model, dict):
-        complete(model, given, tensor)
-    degrees = Degrees(
-        tensor=tensor, by_sequence=given.on("sequence-parallel") and tensor > 1, stages=stages,
-        chunks=chunks_of(given, stages, model), context=given.number("context-parallel-size"),
-        context_kind=given.word("cp-comm-type", CONTEXTS, "ring"),
-        experts=given.number("expert-model-parallel-size"), sync=sync_of(given, bridge),
-    )  # fmt: skip
-    sent: tuple[str, ...] = ()
-    if not isinstance(model, dict) or model.get("experts"):
-        degrees = replace(degrees, expert_tensor=given.number("expert-tensor-parallel-size", tensor))
-        sent = dispatched(given, bridge) if degrees.experts > 1 or isinstance(model, dict) else ()
-    if given.on("use-distributed-optimizer") and (copies := given.number("num-distributed-optimizer-instances", 1)) > 1:
-        parts = degrees.data(asked.devices) // copies
-        degrees = replace(degrees, shard=parts) if parts > 1 else replace(degrees, sync="allreduce")
-    if (started := given.number("nnodes", 0) * given.number("nproc-per-node", 0)) and started != asked.devices:
+        complete(model, given, given.number("tensor-model-parallel-size"))
+    inner = json_of(path, given, files or {})
+    offload = zero.offload_of(inner)
+    half = precision_of(given, bridge)
+    sync = zero.sync_of(inner, half) if given.on("deepspeed") else sync_of(given, bridge)
+    degrees, sent = degrees_of(given, asked.devices, model, sync, bridge)
+    stages = degrees.stages
+    started = given.hinted("nnodes") * given.hinted("nproc-per-node") or given.hinted("started")
+    if started and started != asked.devices:
         account.assume("devices", asked.devices, f"--devices; the script starts {started} processes")
     step = given.number("global-batch-size", 0)
     run = run_of(
-        asked, account, degrees, model=model, sequence=given.get("seq-length") or given.get("encoder-seq-length"),
-        micro=given.number("micro-batch-size", 1, DEFAULT), global_=step or None, recompute=recomputed(given),
-        precision=precision_of(given, bridge), path=path,
-        offload="host" if given.on("optimizer-cpu-offload") else "none",
+        asked, account, degrees, model=model, sequence=tokens_of(given, swift),
+        micro=given.number("micro-batch-size", 1, DEFAULT), global_=step or None, path=path, precision=half,
+        recompute=recomputed(given, -(-layers_of(model) // (stages * degrees.chunks))),
+        accumulation=given.number("num-micro-batches"),
+        offload="host" if given.on("optimizer-cpu-offload") and offload == "none" else offload,
     )  # fmt: skip
     run |= stored(given)
     if written := partition_of(given, stages, degrees.chunks, layers_of(model)):
         run["layout"]["pipeline"]["partition"] = written
-    facts = (*facts_of(given, bridge), *sent, *degrees.expert_facts(asked.devices))
+    given.agree("optimizer-offload-fraction", "1", "1.0")
+    if stages == 1:
+        given.agree("no-pipeline-parallel", "true")
+    facts = (*facts_of(given, bridge), *zero.overlapped(inner), *sent, *degrees.expert_facts(asked.devices))
+    account.merge(inner, "deepspeed.")
     program = "deepspeed" if given.on("deepspeed") else "megatron-core"
     return ForeignJob(program, run, account, facts, "arguments")
+
+
+def degrees_of(
+    given: Arguments, devices: int, model: str | Tree, sync: str, bridge: bool
+) -> tuple[Degrees, tuple[str, ...]]:
+    """Return the job's axes, and the software's facts on how rows are sent to experts.
+
+    Args:
+        given: The arguments.
+        devices: The plan's devices.
+        model: The section `model`, or a shipped model's name.
+        sync: Our value of `layout.data.sync`.
+        bridge: As in `read_arguments`.
+
+    Raises:
+        ConfigError: The axes do not divide the devices.
+    """
+    stages, tensor = given.number("pipeline-model-parallel-size"), given.number("tensor-model-parallel-size")
+    heads = given.number("ds-sequence-parallel-size")
+    degrees = Degrees(
+        tensor=tensor, by_sequence=given.on("sequence-parallel") and tensor > 1, stages=stages,
+        chunks=chunks_of(given, stages, model), context=max(heads, given.number("context-parallel-size")),
+        context_kind="ulysses" if heads > 1 else given.word("cp-comm-type", CONTEXTS, "ring"),
+        experts=given.number("expert-model-parallel-size"), sync=sync,
+    )  # fmt: skip
+    sent: tuple[str, ...] = ()
+    mixed = model.get("experts") if isinstance(model, dict) else read_model(model).routing.num_experts
+    if mixed or (degrees.experts > 1 and not isinstance(model, dict)):
+        degrees = replace(degrees, expert_tensor=given.number("expert-tensor-parallel-size", tensor))
+        sent = dispatched(given, bridge) if degrees.experts > 1 or isinstance(model, dict) else ()
+    if given.on("use-distributed-optimizer") and (copies := given.number("num-distributed-optimizer-instances", 1)) > 1:
+        parts = degrees.data(devices) // copies
+        degrees = replace(degrees, shard=parts) if parts > 1 else replace(degrees, sync="allreduce")
+    return degrees, sent
+
+
+def json_of(path: Path, given: Arguments, files: Mapping[str, str]) -> Account:
+    """Return the account of DeepSpeed's JSON, if the script writes the file or the file is here; else the flag
+    --zero-stage as the JSON's field.
+
+    Raises:
+        ConfigError: Stage of flag and JSON differ.
+    """
+    if not given.on("deepspeed"):
+        return zero.account_of({})
+    stage = given.word("zero-stage", tuple((str(each), each) for each in range(4)), None)
+    name = str(given.account.get("deepspeed-config", "deepspeed_config", default="")).rpartition("/")[2]
+    fields: Any = {}
+    if name in files:
+        fields = parse_json(files[name])
+    elif name and (path.parent / name).is_file():
+        fields = zero.json_beside(path, name)
+    else:
+        given.leave("deepspeed-config")
+    micro = str(given.get("micro-batch-size", 1))
+    told = fields.get("zero_optimization", {}).get("stage")
+    if stage is not None and told not in (None, stage):
+        raise ConfigError.of("--zero-stage", stage, f"differs from the stage {told} of {name}", "one stage")
+    usual = {"zero_optimization": {"stage": 1 if stage is None else stage}}
+    account = zero.account_of(fields if told is not None else {**fields, **usual})
+    account.agree("train_micro_batch_size_per_gpu", micro)
+    account.get("gradient_accumulation_steps")  # Megatron-DeepSpeed takes the global batch
+    zero.half_of(account)
+    return account
+
+
+def tokens_of(given: Arguments, swift: bool) -> Any:
+    """Return the tokens of a sequence, or None. ms-swift packs samples to --max_length, or pads them."""
+    told = given.get("seq-length") or given.get("encoder-seq-length")
+    if told is None and swift and (told := given.get("max-length")) is not None and not given.on("packing"):
+        given.account.assume("tokens of a sequence", told, "--max_length; without --packing samples are shorter")
+    return told
 
 
 def complete(model: Tree, given: Arguments, tensor: int) -> None:
@@ -197,11 +322,17 @@ def complete(model: Tree, given: Arguments, tensor: int) -> None:
         model["activation"] = "relu2" if given.on("squared-relu") else "gelu"
         if not given.on("disable-bias-linear"):
             if "biases" in model:
-                model["biases"] = ["query-key-value", "output", "feed-forward"]
+                model["biases"] = ["query-key-value", "output", *(["feed-forward"] if not model.get("experts") else [])]
+                if model.get("experts"):
+                    account.assume("biases of experts", "none", "experts have no biases in a plan")
             else:
                 account.assume("disable-bias-linear", True, "latent attention has no biases in a plan")
         if given.get("position-embedding-type", "learned_absolute") == "learned_absolute":
             account.assume("model.rope", "plain", "in place of a table of positions, and RMS norms for layer norms")
+    elif "activation" not in model:
+        positions = given.get("position-embedding-type", "learned_absolute")
+        if positions != "learned_absolute":
+            account.assume("model.positions", model["positions"], f"a table of positions, in place of {positions}")
     if "later_tokens" in model:
         model["later_tokens"] = given.number("mtp-num-layers", 0)
     if experts := model.get("experts"):
@@ -210,7 +341,8 @@ def complete(model: Tree, given: Arguments, tensor: int) -> None:
             experts["renormalise"] = False  # one weight alone would be 1: Megatron takes the softmax before
         experts["shared"] = given.number("moe-shared-expert-intermediate-size", 0)
     model["dropout"] = float(given.get("hidden-dropout", 0.1, DEFAULT))
-    model["vocabulary_multiple"] = given.number("make-vocab-size-divisible-by", 128) * tensor
+    padded = given.get("pad-vocab-size-to") is not None
+    model["vocabulary_multiple"] = (1 if padded else given.number("make-vocab-size-divisible-by", 128)) * tensor
 
 
 def told_model(given: Arguments, tree: Mapping[str, Any]) -> str | Tree | None:
@@ -220,7 +352,9 @@ def told_model(given: Arguments, tree: Mapping[str, Any]) -> str | Tree | None:
         given.account.read[f"model.{CALLED}"] = named[1]
         return named[1]
     if any(given.get(flag) in NOTHING for flag in SIZES):
-        return given.get("model")  # Primus names a file of sizes here
+        # Primus names a file of sizes, ms-swift a model or a checkpoint of Megatron.
+        told = str(given.account.get("load", "mcore_model", default=""))
+        return given.get("model") or (told.removesuffix("-mcore") if told.endswith("-mcore") else None)
     return sizes_of(given)
 
 
@@ -228,12 +362,13 @@ def sizes_of(given: Arguments) -> Tree:
     """Return the sizes in the form of a Hugging Face config.json of a GPT-2, Llama, Mixtral or DeepSeek-V3."""
     hidden, heads = given.number("hidden-size"), given.number("num-attention-heads")
     positions = given.number("max-position-embeddings", given.number("seq-length", 0) or 1024)
-    vocabulary = given.number("vocab-size", *vocabulary_of(given))
+    padded = given.number("pad-vocab-size-to", 0)
+    vocabulary = padded or given.number("vocab-size", *vocabulary_of(given))
     untied = given.on("untie-embeddings-and-output-weights")
     tied = not (untied or given.get("share-embeddings-and-output-weights") is False)
     latent = given.on("multi-latent-attention")
     plain = not (gated(given) or given.on("squared-relu") or given.on("disable-bias-linear") or latent)
-    plain = plain and all(given.get(flag) is None for flag in ("num-query-groups", "num-experts"))
+    plain = plain and given.get("num-query-groups") is None and not experts_of(given)
     if plain and given.number("ffn-hidden-size", 4 * hidden) == 4 * hidden:
         return {
             "model_type": "gpt2", "n_layer": given.number("num-layers"), "n_embd": hidden, "n_head": heads,
@@ -252,12 +387,19 @@ def sizes_of(given: Arguments) -> Tree:
         "head_dim": given.number("kv-channels", hidden // heads), "rms_norm_eps": 1e-5, "hidden_act": "silu",
         "tie_word_embeddings": tied,
     }  # fmt: skip
-    if given.get("num-experts") is not None:
+    if experts := experts_of(given):
         width = given.number("moe-ffn-hidden-size", inner)
-        sizes |= {"model_type": "mixtral", "num_local_experts": given.number("num-experts"),
-                  "num_experts_per_tok": given.number("moe-router-topk", 2, DEFAULT), "intermediate_size": width,
+        usual, why = (1, "Megatron-DeepSpeed's default") if given.on("deepspeed") else (2, DEFAULT)
+        sizes |= {"model_type": "mixtral", "num_local_experts": experts,
+                  "num_experts_per_tok": given.number("moe-router-topk", usual, why), "intermediate_size": width,
                   "sliding_window": None, "router_aux_loss_coef": 0.0}  # fmt: skip
     return sizes
+
+
+def experts_of(given: Arguments) -> int:
+    """Return the number of a layer's experts; 0: dense, which Megatron-DeepSpeed's scripts write as 1."""
+    experts = given.number("num-experts", 0)
+    return 0 if experts == 1 and given.on("deepspeed") else experts
 
 
 def latent_sizes(given: Arguments, inner: int, positions: int, vocabulary: int, tied: bool) -> Tree:
@@ -299,12 +441,15 @@ def dense_layers(given: Arguments, layers: int) -> int:
         ConfigError: A layer without experts follows a layer with experts.
     """
     written = str(given.get("moe-layer-freq", 1)).strip("'\" ")
+    flag = "expert-interval" if given.on("deepspeed") else "moe-layer-freq"
+    if given.on("deepspeed"):  # experts in every second layer, without the flag
+        written = str(given.number(flag, 2, "Megatron-DeepSpeed's default"))
     every = int(written) if written.isdigit() else 0
     pattern = [int(layer % every == 0) for layer in range(layers)] if every else pattern_of(written)
     dense = pattern.index(1) if 1 in pattern else layers
     if len(pattern) != layers or 0 in pattern[dense:]:
         rule = f"is no list of 0s and then 1s for {layers} layers"
-        raise ConfigError.of("--moe-layer-freq", written, rule, f"[0]*1+[1]*{layers - 1}")
+        raise ConfigError.of(f"--{flag}", written, rule, f"[0]*1+[1]*{layers - 1}" if flag == "moe-layer-freq" else "1")
     return dense
 
 
@@ -395,7 +540,11 @@ def partition_of(given: Arguments, stages: int, chunks: int, layers: int) -> lis
 
 
 def counted_parts(given: Arguments) -> list[int]:
-    """Return the layers that embedding and loss count as in the division of layers, 0 or 1 each."""
+    """Return the layers that embedding and loss count as in the division of layers, 0 or 1 each. DeepSpeed counts the
+    classes of layers that --pp-partition-method names; the loss has the embedding's class."""
+    if given.on("deepspeed") and "type:transformer" in (method := str(given.get("pp-partition-method", ""))).lower():
+        return [int("embedding" in method.lower())] * 2
+    given.leave("pp-partition-method")
     return [int(given.on(f"account-for-{end}-in-pipeline-split")) for end in ("embedding", "loss")]
 
 
@@ -427,10 +576,7 @@ def layout_of(written: Any) -> list[list[str]]:
 
 
 def sync_of(given: Arguments, bridge: bool) -> str:
-    """Return our `layout.data.sync`: DeepSpeed's stage, Megatron-FSDP's strategy, the distributed optimizer, or
-    all-reduce."""
-    if given.on("deepspeed"):
-        return str(given.word("zero-stage", STAGES, "zero1"))
+    """Return our `layout.data.sync`: Megatron-FSDP's strategy, the distributed optimizer, or all-reduce."""
     strategy = given.word("data-parallel-sharding-strategy", SHARDS, "zero3")
     if given.on("use-megatron-fsdp") or given.on("use-torch-fsdp2"):
         return str(strategy)
@@ -440,8 +586,12 @@ def sync_of(given: Arguments, bridge: bool) -> str:
     return "zero1" if given.on("use-distributed-optimizer") else "allreduce"
 
 
-def recomputed(given: Arguments) -> Any:
+def recomputed(given: Arguments, layers: int) -> Any:
     """Return our `memory.recompute`: full recomputation in groups of layers, or recomputation of attention.
+
+    Args:
+        given: The arguments.
+        layers: Layers of a virtual stage: `block` of as many layers is full recomputation, of fewer is left out.
 
     Scripts of before 2022, and of Megatron-DeepSpeed, have --checkpoint-activations or --activations-checkpoint-method.
     """
@@ -450,6 +600,8 @@ def recomputed(given: Arguments) -> Any:
     if whole_layers(given):
         if given.word("recompute-method", METHODS, True):
             return given.number("recompute-num-layers", 1)
+        if given.number("recompute-num-layers", layers) < layers:
+            given.leave("recompute-num-layers")
         return 1
     return "selective" if ATTENTION in modules_of(given) else "none"
 
@@ -481,6 +633,8 @@ PARTS: tuple[Recomputed, ...] = get_args(Recomputed)
 
 def precision_of(given: Arguments, bridge: bool) -> str:
     """Return bf16, fp16, or float32 without either flag."""
+    if (word := str(given.get("mixed-precision", ""))) in ("no", "fp16", "bf16"):  # Accelerate's
+        return "float32" if word == "no" else word
     if given.on("bf16") or (bridge and "fp16" not in str(given.get("mixed-precision", "bf16_mixed"))):
         return "bf16"
     return "fp16" if given.on("fp16") or bridge else "float32"
@@ -551,6 +705,8 @@ def dispatched(given: Arguments, bridge: bool) -> tuple[str, ...]:
     told = given.word("moe-flex-dispatcher-backend", BACKENDS, None)
     if given.on("moe-enable-deepep") or given.on("use-turbo-deepep"):
         told = "deepep"
+    if given.on("deepspeed"):
+        return ("dispatch=alltoall", ONE_STREAM)
     dispatcher = given.word("moe-token-dispatcher-type", KINDS, "flex" if told else None)
     if dispatcher is None:
         dispatcher, why = ("alltoall", "Megatron-Bridge's providers") if bridge else ("allgather", DEFAULT)

@@ -22,7 +22,8 @@ from meshwright.ranks.errors import ConfigError
 SIZES = "model.model_config."
 HARMLESS = f"""{harmless_sizes(SIZES)}
 checkpoints.* data_stages* general.* lighteval* logging.* metrics_logging* profiler* tokenizer.*
-optimizer.*learning_rate* optimizer.optimizer_factory.* optimizer.weight_decay* optimizer.clip_grad tokens.limit*
+optimizer.*learning_rate* optimizer.optimizer_factory.adam* optimizer.optimizer_factory.torch_adam*
+optimizer.weight_decay* optimizer.clip_grad tokens.limit*
 tokens.train_steps tokens.val_check* model.init_method* model.make_vocab* s3_upload*
 model.ddp_bucket_cap_mb
 """
@@ -58,6 +59,7 @@ def read_nanotron(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJ
         replicas=account.number("parallelism.dp", default=0) or None,
     )  # fmt: skip
     account.agree("optimizer.accumulate_grad_in_fp32", "true")
+    account.agree("optimizer.optimizer_factory.name", "adam", "adamw")
     account.agree(f"{SIZES}_attn_implementation", *FUSED)
     tokens = "tokens."
     again = account.flag("parallelism.recompute_layer")

@@ -8,9 +8,12 @@
 | a script or line with --num-layers ...      | Megatron-LM         |
 | a script or line with --deepspeed FILE.json | DeepSpeed           |
 | a script or line with --config_file FILE    | Accelerate          |
+| a script or line with --fsdp, or neither    | the Trainer         |
+| a line `megatron sft`, `megatron pt`        | ms-swift            |
 | YAML with tensor_model_parallel_size ...    | Megatron-LM, Primus |
 | YAML with fsdp_config, distributed_type ... | Accelerate          |
 | YAML with base_model or sequence_len        | axolotl             |
+| YAML with model_name_or_path                | LLaMA-Factory, TRL  |
 | YAML with step_scheduler, distributed       | NeMo AutoModel      |
 | YAML with parallelism, tokens               | nanotron            |
 | NAME.json                                   | DeepSpeed           |
@@ -21,18 +24,22 @@ No file is run. Only the file, and the JSON or YAML that the file names, are rea
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from meshwright.config.load import read_yaml
-from meshwright.planner.foreign import automodel, huggingface, megatron, nanotron, titan
-from meshwright.planner.foreign.account import Account
+from meshwright.planner.foreign import automodel, huggingface, megatron, nanotron, titan, trainer, zero
+from meshwright.planner.foreign.account import Account, fields_of
 from meshwright.planner.foreign.job import Asked, ForeignJob
 from meshwright.planner.foreign.shell import read_script
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.foreign import parse_json
 
-FORMS = "a job of torchtitan, Megatron-LM or -Bridge, Primus, Accelerate, DeepSpeed, axolotl, AutoModel or nanotron"
+FORMS = (
+    "a job of torchtitan, Megatron-LM or -Bridge, Primus, ms-swift, Accelerate, DeepSpeed, the Trainer, TRL, "
+    "LLaMA-Factory, axolotl, AutoModel or nanotron"
+)
 MAX_BYTES = 2**20
 ACCELERATE = {"fsdp_config", "deepspeed_config", "distributed_type", "parallelism_config"}
 
@@ -75,6 +82,8 @@ def read_file(path: Path, function: str | None, asked: Asked) -> ForeignJob:
     if ending == ".py":
         if "torchtitan" in text:
             return titan.read_registry(path, function, asked)
+        if not re.search(r"\bmegatron\.bridge\b", text):
+            refuse_unread(path, dict.fromkeys(text.splitlines(), ""))
         if re.search(r"\bmegatron\.", text):
             return megatron.read_recipe(path, function, asked)
         raise ConfigError.of("--from", path, "is Python of neither torchtitan nor Megatron-Bridge", FORMS)
@@ -83,14 +92,19 @@ def read_file(path: Path, function: str | None, asked: Asked) -> ForeignJob:
 
 def read_mapping(path: Path, asked: Asked, tree: dict[str, Any]) -> ForeignJob:
     """Read the job of a YAML file."""
+    refuse_unread(path, tree)
     if tree.keys() & {"base_model", "sequence_len"}:
         return huggingface.read_axolotl(path, asked, tree)
     if "parallelism" in tree and "tokens" in tree:
         return nanotron.read_nanotron(path, asked, tree)
+    if "megatron_lm_config" in tree:
+        return megatron.read_arguments(path, asked, tree)
     if ACCELERATE & set(tree):
         return huggingface.read_accelerate(path, asked, tree)
     if "distributed" in tree or "step_scheduler" in tree:
         return automodel.read_automodel(path, asked, tree)
+    if trainer.is_trainer(tree):
+        return huggingface.read_trainer(path, asked, tree)
     if megatron.is_megatron(tree):
         return megatron.read_arguments(path, asked, tree)
     raise ConfigError.of("--from", path, "has no field that a known program's file has", FORMS)
@@ -103,18 +117,40 @@ def read_words(path: Path, asked: Asked, text: str) -> ForeignJob:
     if any(name.startswith(("training.", "parallelism.")) for name in flags) or {"module", "config"} <= set(flags):
         job = titan.read_flags(path, asked, flags)
     elif megatron.is_megatron(flags):
-        job = megatron.read_arguments(path, asked, flags)
-    elif str(flags.get("deepspeed", flags.get("deepspeed_config", ""))).endswith(".json"):
-        fields = huggingface.json_beside(path, flags.get("deepspeed") or flags["deepspeed_config"])
-        job = huggingface.read_deepspeed(path, asked, fields, Account({}), flags)
-    elif (named := flags.get("config_file")) and (path.parent / named).is_file():
-        given = {name: value for name, value in flags.items() if name in huggingface.OF_THE_LINE}
-        job = huggingface.read_accelerate(path, asked, read_yaml(path.parent / named) | given)
+        job = megatron.read_arguments(path, asked, flags, files=script.files, swift=script.starts("megatron"))
+    elif named := flags.get("config_file"):
+        job = huggingface.read_accelerate(path, asked, read_yaml(zero.file_beside(path, named)), flags)
+    elif trainer.is_trainer(flags) or any(flags.get(name) for name in huggingface.NAMED_JSON):
+        job = huggingface.read_trainer(path, asked, flags, "--")
     else:
-        rule = "has no --num-layers and --hidden-size (Megatron-LM), --module and --config (torchtitan) or --deepspeed"
+        refuse_unread(path, dict.fromkeys(script.words or text.split(), ""))
+        rule = (
+            "has no --num-layers and --hidden-size (Megatron-LM), --module and --config (torchtitan), --deepspeed or "
+            "--per_device_train_batch_size (the Trainer)"
+        )
         raise ConfigError.of("--from", path, rule, FORMS)
     for condition in script.undecided:
         job.account.assume(
             f"if {condition}", "both branches", "the condition hangs on values that the script does not set"
         )
     return job
+
+
+UNREAD = (
+    ("torchtune", r"_component_=torchtune\."), ("Composer, llm-foundry or OLMo", r"\bdevice_train_microbatch_size="),
+    ("Levanter", r"^trainer\.(mp|model_axis_size|tracker)\b"), ("verl", r"^actor_rollout_ref\.|verl\.trainer"),
+    ("NeMo's YAML of 2023 and 2024", r"^(trainer|model)\.(megatron_amp_O2|num_nodes|precision)="),
+    ("OLMo-core", r"olmo_core"),
+    ("OpenRLHF", r"openrlhf\."), ("NeMo 2.0", r"nemo_run|nemo\.collections"), ("LitGPT", r"\blitgpt\b"),
+    ("fairseq", r"fairseq"), ("ColossalAI", r"colossalai"), ("MaxText", r"maxtext|^ici_fsdp_parallelism="),
+    ("GPT-NeoX", r"^pipe[-_]parallel[-_]size="),
+)  # fmt: skip
+"""Programs whose jobs are not read here, each with a pattern of a line `field=value` or of a word."""
+
+
+def refuse_unread(path: Path, tree: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a job of a known program that is not read, by the program's name."""
+    lines = [f"{name}={value}" for name, value in fields_of(tree)]
+    for program, pattern in UNREAD:
+        if any(re.search(pattern, line) for line in lines):
+            raise ConfigError.of("--from", path, f"is a job of {program}, which is not read", FORMS)

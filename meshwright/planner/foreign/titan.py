@@ -19,11 +19,11 @@ HARMLESS = """
 hf_assets_path dump_folder job.* profil* metrics.* checkpoint.* validat* dataloader.* lr_scheduler.* optimizer.lr
 optimizer.eps optimizer.beta* optimizer.weight_decay optimizer.implementation training.steps training.dataset*
 training.max_norm training.seed training.gc_* experimental.* debug.* comm.* fault_tolerance.* tokenizer.* *.() *.()*
-optimizer.name lr_scheduler model.tokenizer_path model.print_after_conversion loss.loss_fn* ()
-activation_checkpoint.selective_ac_option activation_checkpoint.early_stop compile.backend compile.components
+lr_scheduler model.tokenizer_path model.print_after_conversion loss.loss_fn* ()
+activation_checkpoint.early_stop compile.backend *.float8.*fqns float8.*fqns
 model.hf_assets_path context_parallel.*
 parallelism.context_parallel_load_balancer parallelism.enable_loss_parallel parallelism.disable_loss_parallel
-float8.* module config parallelism.pipeline_parallel_expert_parallel_overlap
+module config parallelism.pipeline_parallel_expert_parallel_overlap
 optimizer.0 checkpoint
 """
 """Fields that change neither seconds nor bytes of a step, or that are read as a whole."""
@@ -38,8 +38,10 @@ def read_toml(path: Path, asked: Asked) -> ForeignJob:
 def read_registry(path: Path, function: str | None, asked: Asked) -> ForeignJob:
     """Read the job of a function in a config_registry.py without running the file. Raises ConfigError as
     named_function."""
-    tree = named_function(path, function)
-    return read_fields(path, asked, tree | {"module": path.resolve().parent.name, "config": function}, "flags")
+    tree, undecided = named_function(path, function)
+    job = read_fields(path, asked, tree | {"module": path.resolve().parent.name, "config": function}, "flags")
+    job.account.assume_neither(undecided)
+    return job
 
 
 def read_flags(path: Path, asked: Asked, flags: Mapping[str, str]) -> ForeignJob:
@@ -70,7 +72,8 @@ def read_fields(path: Path, asked: Asked, tree: Mapping[str, Any], form: JobForm
     tensor = account.number(f"{parallelism}tensor_parallel_degree")
     context = account.number(f"{parallelism}context_parallel_degree")
     rest = max(1, asked.devices // (tensor * stages * context * replicate)) if shard < 0 else shard
-    told = str(account.get(f"{parallelism}pipeline_parallel_schedule", default="1F1B")) if stages > 1 else "1F1B"
+    told = str(account.get(f"{parallelism}pipeline_parallel_schedule", default="1F1B"))
+    told = told if stages > 1 else "1F1B"
     known = (("never", True), ("always", False), ("default", stages > 1))
     keeps = account.word(f"{parallelism}fsdp_reshard_after_forward", known=known, default=stages > 1)
     degrees = Degrees(
@@ -104,7 +107,14 @@ def read_fields(path: Path, asked: Asked, tree: Mapping[str, Any], form: JobForm
         recompute=recomputed(account), precision=precision_of(account), path=path,
         offload="host" if account.flag(f"{training}enable_cpu_offload") else "none",
     )  # fmt: skip
-    compiled = account.flag("compile.enable", f"{training}compile")
+    account.agree("optimizer.name", "adamw", "adam")
+    for name in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"):
+        for section in ("float8", "quantize.linear.float8", "quantize.dense.float8"):
+            account.agree(f"{section}.{name}", "false")
+    if degrees.experts == 1:
+        account.get(f"{parallelism}expert_tensor_parallel_degree")  # no effect
+    components = account.get("compile.components", default=("model", "loss"))
+    compiled = account.flag("compile.enable", f"{training}compile") and "model" in components
     facts = (*facts_of(account), *degrees.expert_facts(asked.devices))
     return ForeignJob("torchtitan" if compiled else "torchtitan-eager", run, account, facts, form)
 
@@ -113,6 +123,9 @@ def model_name(account: Account) -> str | None:
     """Return the first name with sizes known here: `llama3-70B` from `model.name` and `flavor`, from
     `model_spec=model_registry("70B")` in a folder llama3, or from a config's name. Else the first name."""
     family = account.get("model.name", "module")
+    if named := account.get("hf_transformers.model", "model.hf_model"):
+        account.get("model.flavor")
+        return str(named)
     flavor = account.get("model.flavor", "model_spec.0", "model_spec.flavor")
     config = account.get("config")
     families = (family, str(config).partition("_")[0]) if config else (family,)
@@ -128,7 +141,16 @@ def recomputed(account: Account) -> Any:
     called = str(account.get(field, default=""))
     if re.search(r"AC\.Config$", called):
         return account.word(field, known=CLASSES, default="none")
-    return account.word("activation_checkpoint.mode", known=POLICIES, default="none", why="the file has no section")
+    policy = account.word("activation_checkpoint.mode", known=POLICIES, default="none", why="the file has no section")
+    field = "activation_checkpoint.selective_ac_option"
+    if policy != POLICIES[-1][1]:
+        account.get(field)  # no effect
+    elif str(account.get(field, default="op", why="the file has no field, and versions differ")) == "1":
+        return 1  # each layer
+    else:  # another number: some layers, each whole
+        account.leave(field)
+        account.agree(field, "op")
+    return policy
 
 
 POLICIES = (("none", "none"), ("full", 1), ("selective", "ops"))

@@ -231,7 +231,8 @@ def automodel_words(config: Config, program: Program) -> Iterator[str]:
     yield f"  dp_size: {data.size}"
     if data.shard and data.shard < data.size:
         yield f"  dp_replicate_size: {data.size // data.shard}"
-    for name, size in (("tp", _tensor(config)), ("pp", stages), ("cp", layout.context.size), ("ep", data.expert)):
+    ranks = _experts(config, program)[0]
+    for name, size in (("tp", _tensor(config)), ("pp", stages), ("cp", layout.context.size), ("ep", ranks)):
         yield f"  {name}_size: {size}"
     yield f"  sequence_parallel: {str(_tensor(config) > 1 and layout.tensor.cuts_sequences).lower()}"
     yield f"  activation_checkpointing: {str(config.memory.policy.recomputes).lower()}"
@@ -281,6 +282,8 @@ def deepspeed_words(config: Config, program: Program) -> Iterator[str]:
         "zero_optimization": zero,
         config.precision.dtype: {"enabled": True},
     }
+    if config.layout.context.size > 1:
+        told["sequence_parallel_size"] = config.layout.context.size
     yield from json.dumps(told, indent=2).splitlines()
 
 

@@ -516,7 +516,7 @@ deepspeed --num_gpus 8 pretrain_gpt.py --tensor-model-parallel-size 2 --pipeline
         8, "deepspeed",
         {"model.hidden": 1024, "layout.data.size": 4, "layout.data.sync": "zero1", "layout.tensor.size": 2,
          "memory.recompute": 1, "batch.global_": 64, "micro": 4},
-        (), ("deepspeed_config", "no-pipeline-parallel", "num_gpus"),
+        (), ("deepspeed_config",),
     ),
     "Megatron-LM of 2021, run_figure_15.sh": Job(
         {"figure.sh": "train --num-layers 32 --hidden-size 3840 --num-attention-heads 32 --seq-length 2048 "
@@ -598,7 +598,7 @@ optimizer: {_target_: torch.optim.Adam, foreach: false}
         8, "automodel",
         {"model.hidden": 2048, "layout.data.size": 8, "layout.data.expert": 8, "layout.data.sync": "zero2", "micro": 4,
          "batch.global_": 256, "memory.recompute": "none"},
-        ("products=fp8", "dispatch=deepep", "experts=apart"), ("autopipeline.pp_microbatch_size",),
+        ("products=fp8", "dispatch=deepep", "experts=apart"),
     ),
     "Megatron-Bridge, Llama 3 8B on 2": Job(
         {"llama3.py": BRIDGE}, 2, "megatron-core",
@@ -920,5 +920,351 @@ eval ${run}
          "model.key_value_rank": 512, "model.experts.shared": 2816, "model.experts.dense_layers": 1,
          "model.vocabulary": 129280, "batch.global_": 128, "layout.data.size": 8, "layout.data.sync": "zero1"},
         ("overlapped=[]", "dispatch=alltoall"),
+    ),
+    "Megatron-LM (AMD's) train_llama3.sh": Job(
+        {"llama3.sh": """
+LIST=$(rdma link -j | python3 -c "import json; print(*names, sep=',')")
+for ARGUMENT in "$@"
+do
+   KEY=$(echo $ARGUMENT | cut -f1 -d=)
+done
+GPUS_PER_NODE=`python3 -c "import torch; print(torch.cuda.device_count())"`
+NNODES="${NNODES:-1}" TP="${TP:-8}" SEQ_LENGTH="${SEQ_LENGTH:-2048}" MODEL_SIZE="${MODEL_SIZE:-70}"
+OPTIMIZER="${OPTIMIZER:-adam}" FSDP="${FSDP:-0}" RECOMPUTE="${RECOMPUTE:-1}"
+if ! [ -d "$TOKENIZER_MODEL" ]; then
+  wget --header="Authorization: $TOKEN" --output-document=tokenizer.json https://example.org/tokenizer.json
+fi
+if [[ $MODEL_SIZE -eq 8 ]]; then #8B
+        NUM_LAYERS=32
+elif [[ $MODEL_SIZE -eq 70 ]]; then
+        HIDDEN_SIZE=8192 # not 5120
+        NUM_LAYERS=80 NUM_HEADS=64 NUM_KV_HEADS=8
+else
+        exit 1
+fi
+GROUP_SIZE=$(( ${NUM_HEADS} / ${NUM_KV_HEADS} ))
+GPT_ARGS="
+    --tensor-model-parallel-size ${TP} \\
+    --num-layers $NUM_LAYERS --hidden-size $HIDDEN_SIZE --ffn-hidden-size 28672 --num-attention-heads $NUM_HEADS \\
+    --seq-length $SEQ_LENGTH --max-position-embeddings 131072 --untie-embeddings-and-output-weights --swiglu \\
+    --disable-bias-linear --hidden-dropout 0.0 --micro-batch-size 2 --global-batch-size 8 --bf16 \\
+"
+if [ "$RECOMPUTE" -eq 1 ]; then
+    GPT_ARGS="$GPT_ARGS --recompute-num-layers $NUM_LAYERS \\
+        --recompute-granularity full --recompute-method block \\
+        "
+fi
+DISTRIBUTED_ARGS="
+    --nproc_per_node $GPUS_PER_NODE \\
+    --nnodes $NNODES \\
+"
+EXTRA_ARGS="
+    --group-query-attention --num-query-groups $(( ${NUM_HEADS} / ${GROUP_SIZE} )) \\
+    --overlap-grad-reduce --optimizer $OPTIMIZER \\
+"
+if [ "$FSDP" -eq 1 ]; then
+    EXTRA_ARGS="$EXTRA_ARGS --use-torch-fsdp2"
+else
+    if [ "$OPTIMIZER" == "adam" ]; then
+        EXTRA_ARGS="$EXTRA_ARGS --use-distributed-optimizer --overlap-param-gather --sequence-parallel"
+    fi
+fi
+run_cmd="
+    torchrun $DISTRIBUTED_ARGS pretrain_gpt.py \\
+        $GPT_ARGS \\
+        $EXTRA_ARGS \\
+"
+eval "$run_cmd"
+echo 'import argparse
+parser.add_argument("--micro-batch-size", default=9)
+print(mean)' > mean.py
+"""},
+        8, "megatron-core",
+        {"model.hidden": 8192, "model.key_value_heads": 8, "model.layers": 80, "layout.tensor.size": 8,
+         "layout.tensor.sequence_parallel": True, "batch.global_": 8, "micro": 2, "memory.recompute": 1},
+        ("overlapped=sums,gathers",),
+    ),
+    "BigScience tr11-176B-ml.slurm": Job(
+        {"tr11.slurm": """
+#SBATCH --nodes=48
+#SBATCH --gres=gpu:8                 # gpus
+python ratios.py --dataset-ratios-path $RATIOS --split train --micro-batch-size 7
+TP_SIZE=4
+PP_SIZE=12
+MICRO_BATCH_SIZE=2  # was 1 till 784
+GLOBAL_BATCH_SIZE=2048
+OPTIMIZER_ARGS=" \\
+    --optimizer adam --lr 6e-5 \\
+    "
+# for 20 h 1190
+#    --exit-duration-in-mins 1190 \\
+EXIT_OPTS=" \\
+    --exit-duration-in-mins 5990 \\
+    "
+GPT_ARGS=" \\
+    --pp-partition-method 'type:transformer|embedding' --num-layers 70 --hidden-size 14336 \\
+    --num-attention-heads 112 --seq-length 2048 --max-position-embeddings 2048 --hidden-dropout 0.0 \\
+    --micro-batch-size $MICRO_BATCH_SIZE --rampup-batch-size 192 16 9_765_625 --global-batch-size $GLOBAL_BATCH_SIZE \\
+    --embed-layernorm --bf16 --position-embedding-type alibi --checkpoint-activations --pad-vocab-size-to 250880 \\
+    $OPTIMIZER_ARGS \\
+    $EXIT_OPTS \\
+    "
+ZERO_STAGE=0 # bf16 has a stage 1 of its own
+config_json="./ds_config.$SLURM_JOB_ID.json"
+cat <<EOT > $config_json
+{
+  "train_micro_batch_size_per_gpu": $MICRO_BATCH_SIZE, "train_batch_size": $GLOBAL_BATCH_SIZE,
+  "zero_optimization": {"stage": $ZERO_STAGE}, "bf16": {"enabled": true}, "steps_per_print": 2000
+}
+EOT
+LAUNCHER="python -u -m torch.distributed.run --nproc_per_node 8 --nnodes $SLURM_NNODES --tee 3"
+CMD=" \\
+    `pwd`/pretrain_gpt.py --tensor-model-parallel-size $TP_SIZE --pipeline-model-parallel-size $PP_SIZE \\
+    $GPT_ARGS --deepspeed --deepspeed_config ${config_json} --zero-stage ${ZERO_STAGE} \\
+    "
+clear; srun --wait=60 --jobid $SLURM_JOB_ID bash -c "$LAUNCHER --node_rank \\$SLURM_PROCID $CMD" 2>&1 | tee log.txt
+"""},
+        384, "deepspeed",
+        {"model.family": "gpt2", "model.layers": 70, "model.vocabulary": 250880, "model.vocabulary_multiple": 4,
+         "layout.pipeline.size": 12, "layout.pipeline.partition": (5, *[6] * 10, 5), "layout.tensor.size": 4,
+         "layout.data.size": 8, "layout.data.sync": "zero1", "batch.global_": 2048, "micro": 2, "memory.recompute": 1},
+        (), ("embed-layernorm", "rampup-batch-size"),
+    ),
+    "Megatron-DeepSpeed run-1t.sh": Job(
+        {"run.sh": """
+DS_CONFIG=ds_config.json
+MICRO_BATCH=1 GPN=8 OFFLOAD="cpu"
+GLOBAL_BATCH=$(( ${GPN} * ${MICRO_BATCH} ))
+cat <<EOT > $DS_CONFIG
+{"train_batch_size": $GLOBAL_BATCH, "train_micro_batch_size_per_gpu": $MICRO_BATCH, "gradient_accumulation_steps": 1,
+ "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 3e9, "overlap_comm": true,
+   "offload_optimizer": {"device": "$OFFLOAD", "buffer_count": 4}},
+ "fp16": {"enabled": true, "initial_scale_power": 15}}
+EOT
+ds_args=" "
+ds_args=" --deepspeed ${ds_args}"
+ds_args=" --deepspeed_config=$DS_CONFIG --zero-stage=3 --no-pipeline-parallel ${ds_args}"
+deepspeed --force_multi --num_nodes=1 pretrain_gpt.py --tensor-model-parallel-size 1 --num-layers 128 \\
+    --hidden-size 25600 --num-attention-heads 160 --seq-length 1024 --max-position-embeddings 1024 --loss-scale 15 \\
+    --micro-batch-size $MICRO_BATCH --global-batch-size $GLOBAL_BATCH --fp16 --checkpoint-activations \\
+    --hidden-dropout 0.0 --cpu-optimizer $ds_args --exit-interval 5000 | tee output.log
+"""},
+        8, "deepspeed",
+        {"model.hidden": 25600, "layout.data.size": 8, "layout.data.sync": "zero3", "memory.offload.to": "host",
+         "precision.dtype": "fp16", "memory.recompute": 1},
+        ("overlapped=sums,gathers",),
+    ),
+    "swiss-ai submit-llama3-70b.sh": Job(
+        {"submit.sh": """
+#SBATCH --nodes=32
+#SBATCH --gpus-per-node=4
+#SBATCH --no-requeue	# so that no logs are lost by Slurm's own requeues
+# NOTE a word's apostrophe isn't a quote
+MBS=1 # micro batch
+MOCK_DATA=false
+ENGINE_ARGS=(
+	--transformer-impl transformer_engine
+	--use-precision-aware-optimizer
+	--main-grads-dtype bf16
+)
+SIZES=(
+	--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64
+	--num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 --swiglu --disable-bias-linear
+	--untie-embeddings-and-output-weights --hidden-dropout 0.0 --position-embedding-type rope --bf16
+)
+DISTRIBUTED_ARGS=(
+	--tensor-model-parallel-size $SLURM_GPUS_PER_NODE # a node
+	--sequence-parallel --pipeline-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage 5
+	--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+)
+DATA_ARGS=(--split 100,0,0)
+if [ "$MOCK_DATA" = true ]; then
+  DATA_ARGS="${DATA_ARGS[@]} --mock-data"
+else
+  DATA_ARGS="${DATA_ARGS[@]} --data-path $(python3 tools/config.py -p $DATASETS --split 1,2) --data-cache-path /cache"
+fi
+TORCHRUN_ARGS=(--nproc-per-node $SLURM_GPUS_PER_NODE --nnodes $SLURM_NNODES)
+TRAINING_CMD="torchrun ${TORCHRUN_ARGS[@]} $DIR/pretrain_gpt.py \\
+    ${ENGINE_ARGS[@]} \\
+    ${SIZES[@]} --micro-batch-size $MBS --global-batch-size 1024 \\
+    ${DISTRIBUTED_ARGS[@]} \\
+    $DATA_ARGS"
+if [ -n "$KEY" ]; then
+  TRAINING_CMD="$TRAINING_CMD --wandb-project x"
+fi
+srun -lu --cpus-per-task $SLURM_CPUS_PER_TASK bash -c "numactl --membind=0-3 $TRAINING_CMD"
+"""},
+        128, "megatron-core",
+        {"model.hidden": 8192, "layout.tensor.size": 4, "layout.pipeline.size": 8, "layout.pipeline.chunks": 2,
+         "layout.data.size": 4, "layout.data.sync": "zero1", "batch.global_": 1024, "micro": 1},
+        ("overlapped=sums,gathers",), ("main-grads-dtype",),
+    ),
+    "ms-swift qwen3_moe.sh": Job(
+        {"moe.sh": """
+NNODES=$WORLD_SIZE \\
+megatron sft \\
+    --load Qwen3-30B-A3B-Base-mcore --pipeline_model_parallel_size 2 --expert_model_parallel_size 8 \\
+    --moe_permute_fusion true --moe_grouped_gemm true --moe_aux_loss_coeff 1e-3 --micro_batch_size 1 \\
+    --global_batch_size 16 --packing true --recompute_granularity full --recompute_method uniform \\
+    --recompute_num_layers 1 --max_epochs 3 --finetune true --lr 1e-5 --max_length 8192 \\
+    --sequence_parallel true --attention_backend flash
+"""},
+        16, "megatron-core",
+        {"model.hidden": 2048, "layout.pipeline.size": 2, "layout.data.size": 8, "layout.data.expert": 8,
+         "layout.data.sync": "zero1", "data.lengths.source": 8192, "batch.global_": 16, "micro": 1,
+         "memory.recompute": 1, "precision.dtype": "bf16"},
+        ("overlapped=[]", "dispatch=alltoall"),
+    ),
+    "LLaMA-Factory llama3_fp8_deepspeed_sft.yaml": Job(
+        {"sft.yaml": """
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+stage: sft
+finetuning_type: full
+template: llama3
+cutoff_len: 1024
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+bf16: true
+deepspeed: ds/z3.json
+fp8: true
+fp8_backend: te
+""", "ds/z3.json": '{"train_micro_batch_size_per_gpu": "auto", "fp16": {"enabled": false}, "bf16": {"enabled": false},'
+         '"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "overlap_comm": false}}'},
+        8, "deepspeed-trainer",
+        {"model.hidden": 4096, "data.lengths.source": 1024, "batch.global_": 64, "micro": 1, "memory.recompute": 1,
+         "memory.offload.to": "host", "layout.data.sync": "zero3", "precision.dtype": "bf16"},
+        ("products=fp8",),
+    ),
+    "ChatAlpaca train_hf.sh": Job(
+        {"train_hf.sh": """
+torchrun --nproc_per_node=8 --master_port=20001 train/train_hf.py \\
+    --model_name_or_path /path/to/llama-7b --bf16 True --num_train_epochs 6 --per_device_train_batch_size 16 \\
+    --gradient_accumulation_steps 1 --fsdp "full_shard auto_wrap" \\
+    --fsdp_transformer_layer_cls_to_wrap 'LlamaDecoderLayer' --model_max_length 2048 --gradient_checkpointing True
+"""},
+        8, "fsdp",
+        {"layout.data.size": 8, "layout.data.sync": "zero3", "batch.global_": 128, "micro": 16, "memory.recompute": 1,
+         "precision.dtype": "bf16", "data.lengths.source": 2048},
+        options={"model": "llama-3.1-8b"},
+    ),
+    "TRL's line with multi_gpu.yaml": Job(
+        {"sft.sh": "accelerate launch --config_file=multi_gpu.yaml --num_processes=4 sft.py --model_name_or_path "
+                   "Qwen/Qwen2.5-0.5B --per_device_train_batch_size 2 --gradient_accumulation_steps 3 "
+                   "--max_length 1024 --learning_rate 2e-4 --optim adamw_8bit --gradient_checkpointing --packing",
+         "multi_gpu.yaml": "{distributed_type: MULTI_GPU, mixed_precision: bf16, num_processes: 8, gpu_ids: all}"},
+        4, "fsdp",
+        {"model.hidden": 896, "layout.data.size": 4, "layout.data.sync": "allreduce", "batch.global_": 24, "micro": 2,
+         "memory.recompute": 1, "data.lengths.source": 1024},
+        (), ("--optim", "--packing"),
+    ),
+    "TRL alst_ulysses_4gpu.yaml": Job(
+        {"alst.yaml": """
+distributed_type: DEEPSPEED
+deepspeed_config: {zero_stage: 3, seq_parallel_communication_data_type: bf16, offload_optimizer_device: none}
+mixed_precision: bf16
+num_processes: 4
+parallelism_config:
+  parallelism_config_dp_replicate_size: 1
+  parallelism_config_dp_shard_size: 2
+  parallelism_config_cp_size: 2
+  parallelism_config_cp_backend: deepspeed
+  parallelism_config_cp_attn_implementation: flash_attention_2
+"""},
+        4, "deepspeed-trainer",
+        {"layout.data.size": 2, "layout.context.size": 2, "layout.context.kind": "ulysses",
+         "layout.data.sync": "zero3"},
+        (), ("deepspeed.seq_parallel_communication_data_type",), options=ONE_B,
+    ),
+    "Accelerate's megatron_lm_config": Job(
+        {"megatron.yaml": """
+distributed_type: MEGATRON_LM
+num_machines: 1
+num_processes: 8
+mixed_precision: bf16
+megatron_lm_config:
+  megatron_lm_gradient_clipping: 1.0
+  megatron_lm_num_micro_batches: 2
+  megatron_lm_pp_degree: 2
+  megatron_lm_recompute_activations: true
+  megatron_lm_sequence_parallelism: true
+  megatron_lm_tp_degree: 2
+  megatron_lm_use_distributed_optimizer: true
+"""},
+        8, "megatron-core",
+        {"layout.tensor.size": 2, "layout.tensor.sequence_parallel": True, "layout.pipeline.size": 2,
+         "layout.data.size": 2, "layout.data.sync": "zero1", "memory.recompute": "selective", "batch.global_": 4},
+        ("overlapped=[]",), options={"model": "llama-3.2-1b", "sequence": 2048},
+    ),
+    "AutoModel moonlight_16b_ep8_cp2_flashoptim.yaml": Job(
+        {"moonlight.yaml": """
+step_scheduler: {global_batch_size: 128, local_batch_size: 4}
+model:
+  pretrained_model_name_or_path: moonshotai/Moonlight-16B-A3B
+  backend: {attn: te, experts: torch_mm, enable_deepep: true}
+distributed:
+  {strategy: fsdp2, tp_size: 1, cp_size: 2, pp_size: 1, ep_size: 8, activation_checkpointing: true,
+   pipeline: {pp_schedule: interleaved1f1b, pp_microbatch_size: 4, layers_per_stage: 2}}
+dataset: {seq_length: 2048}
+optimizer: {_target_: flashoptim.FlashAdamW, lr: 1.0e-5, master_weight_bits: 24}
+"""},
+        8, "automodel",
+        {"layout.data.size": 4, "layout.context.size": 2, "layout.data.expert": 4, "layout.data.sync": "zero3",
+         "micro": 4, "batch.global_": 128, "memory.recompute": 1},
+        ("dispatch=deepep", "experts=together", "expert_context=true"),
+        ("optimizer._target_", "optimizer.master_weight_bits"),
+    ),
+    "torchtitan deepseek_v3_671b.toml": Job(
+        {"deepseek_v3_671b.toml": """
+[model]
+name = "deepseek_v3"
+flavor = "671B"
+[optimizer]
+name = "AdamW"
+[training]
+local_batch_size = 4
+seq_len = 4096
+[parallelism]
+data_parallel_shard_degree = -1
+pipeline_parallel_degree = 1
+pipeline_parallel_schedule = "Interleaved1F1B"
+expert_parallel_degree = 1
+expert_tensor_parallel_degree = 1
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = 'op'
+[compile]
+enable = true
+components = ["loss"]
+[quantize.dense.float8]
+enable_fsdp_float8_all_gather = false
+filter_fqns = ["output", "router.gate"]
+"""},
+        256, "torchtitan-eager",
+        {"model.family": "deepseek", "layout.data.size": 256, "layout.data.sync": "zero3", "batch.global_": 1024,
+         "micro": 4, "memory.recompute": "ops"},
+    ),
+    "axolotl llama3-8b-fsdp2-alst.yaml": Job(
+        {"alst.yaml": """
+base_model: meta-llama/Llama-3.1-8B
+sequence_len: 500_000
+min_sample_len: 200_000
+sample_packing: true
+tiled_mlp: true
+sequence_parallel_degree: 8
+plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]
+gradient_accumulation_steps: 1
+micro_batch_size: 1
+optimizer: adamw_torch_8bit
+bf16: auto
+gradient_checkpointing: true
+activation_offloading: legacy
+flash_attention: true
+fsdp_version: 2
+fsdp_config: {offload_params: false, reshard_after_forward: true}
+"""},
+        8, "axolotl",
+        {"data.lengths.source": 500_000, "model.positions": 500_000, "layout.context.size": 8, "layout.data.size": 1,
+         "layout.data.sync": "zero3", "memory.recompute": 1},
+        ("logits=slices",), ("activation_offloading", "optimizer", "sample_packing", "tiled_mlp"),
     ),
 }  # fmt: skip

@@ -1,0 +1,91 @@
+"""Arguments of transformers' Trainer: of a launch line, of LLaMA-Factory's YAML, of TRL's YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.planner.foreign.account import Account
+from meshwright.planner.foreign.job import FUSED
+from meshwright.ranks.errors import ConfigError
+
+HARMLESS = """
+output* learning* num_train* max_steps log* save* eval* warmup* weight_decay lr* seed dataset* do_* report* data_path
+data_dir num_gpus num_nodes master* hostfile include overwrite* run_name hub* push* train_file validation* nproc*
+nnodes node* rdzv* preprocess* trust_remote_code tf32 *num_proc* cache_dir template stage plot_loss max_samples
+val_size resume* ddp_timeout ddp_find* adam_* max_grad_norm metric* load_best* remove_unused* group_by_length
+use_fast* tokenizer* image_* is_multimodal dataloader* lazy_preprocess per_device_eval* do_eval do_train config_file
+main_process* machine_rank num_machines rdzv_backend same_network deepspeed_multinode_launcher debug report_to
+finetuning_type use_peft use_lora chat_template* shuffle* split* fp8_backend version overwrite_cache
+multi_gpu use_fsdp use_deepspeed fsdp_config.*wrap* fsdp_config.*state_dict_type fsdp_config.*prefetch*
+fsdp_config.*orig_params fsdp_config.*limit_all_gathers fsdp_config.*sync_module* fsdp_config.*ram_efficient*
+fsdp_config.*min_num_params fsdp_config.*version gradient_checkpointing_kwargs* include_* remove_* epochs n_epochs
+disable_tqdm torchrun_* local_rank max_restarts tee standalone bf16_full_eval fp16_full_eval
+"""
+"""Arguments that change neither seconds nor bytes of a step."""
+LENGTHS = ("max_seq_length", "max_seq_len", "max_length", "model_max_length", "cutoff_len", "block_size")
+"""Names of the tokens of a sequence: of TRL, of scripts, of LLaMA-Factory."""
+NAMES = ("model_name_or_path", "model_name", "model_id", "model")
+OPTIMIZERS = ("adamw", "adamw_hf", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused")
+"""Words for an AdamW with float32 states, as a plan assumes."""
+ADAPTERS = (
+    ("finetuning_type", ("lora", "freeze", "oft")), ("use_peft", ("true",)), ("use_lora", ("true",)),
+    ("lora_enable", ("true",)), ("load_in_4bit", ("true",)), ("load_in_8bit", ("true",)),
+    ("tuner_type", ("lora", "lora_llm", "adalora")), ("train_type", ("lora", "adalora")), ("q_lora", ("true",)),
+)  # fmt: skip
+"""Fields of adapters and of weights in low formats, each with the values that train no whole weights."""
+
+
+def arguments_of(fields: Mapping[str, Any]) -> Account:
+    """Return the account of a line's flags or a YAML's fields, with names in small letters and underscores. A flag
+    without a value is true; flags of FSDP are fields of fsdp_config.
+
+    Raises:
+        ConfigError: The job trains adapters, or weights of a low format.
+    """
+    tree = {name.replace("-", "_"): True if value == "" else value for name, value in fields.items()}
+    inner = tree.get("fsdp_config")
+    moved = {name: tree.pop(name) for name in list(tree) if name.startswith("fsdp_") and name != "fsdp_config"}
+    if isinstance(inner, Mapping) or moved:
+        given = inner if isinstance(inner, Mapping) else {}
+        tree["fsdp_config"] = moved | {f"fsdp_{name.removeprefix('fsdp_')}": value for name, value in given.items()}
+    refuse_adapters(tree)
+    account = Account(tree, HARMLESS)
+    account.agree("optim", *OPTIMIZERS)
+    account.agree("attn_implementation", *FUSED)
+    account.agree("flash_attn", "auto", "fa2", "fa3", *FUSED)
+    account.agree("tuner_type", "full")
+    account.agree("train_type", "full")
+    return account
+
+
+def refuse_adapters(fields: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a field of ADAPTERS."""
+    for name, values in ADAPTERS:
+        if str(fields.get(name, "")).lower() in values:
+            raise ConfigError.of(name, fields[name], "trains no whole weights", f"a file without {name}")
+
+
+def is_trainer(fields: Mapping[str, Any]) -> bool:
+    """Return True if fields are the Trainer's: a model's name, or samples of a device."""
+    return bool({"model_name_or_path", "per_device_train_batch_size"} & {name.replace("-", "_") for name in fields})
+
+
+def length_of(account: Account) -> Any:
+    """Return the tokens of a sequence, or None."""
+    return account.get(*LENGTHS)
+
+
+def half_of(account: Account) -> str | None:
+    """Return fp16 or bf16 if an argument says so."""
+    word = str(account.get("mixed_precision", default="")).lower()
+    return next((half for half in ("fp16", "bf16") if account.flag(half) or word == half), None)
+
+
+def recomputed(account: Account) -> int | str:
+    """Return our `memory.recompute`. LLaMA-Factory computes layers again unless a field turns this off."""
+    usual = account.says("finetuning_type") and not account.flag("disable_gradient_checkpointing")
+    if not account.says("gradient_checkpointing"):
+        why = "LLaMA-Factory's default" if usual else "the Trainer's default"
+        account.assume("gradient_checkpointing", usual, why)
+    return 1 if account.flag("gradient_checkpointing", default=usual) else "none"
