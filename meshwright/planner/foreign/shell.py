@@ -7,6 +7,7 @@ ALL="${ARGS[@]} --bf16"             an array inside of a text
 #SBATCH --nodes=4                   SLURM_NNODES and others, as Slurm sets them
 cat > ds.json <<EOF                 a file that the script writes
 if [[ ... ]]; then ... fi           if known values do not decide: both branches are read, and the condition is listed
+case $SIZE in 8B) N=32;; esac       a known word's arm
 torchrun pretrain.py ${ARGS[@]}     the command
 """
 
@@ -16,6 +17,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import pairwise, takewhile
 
 from meshwright.planner.foreign.literals import computed
@@ -51,9 +53,26 @@ def read_script(text: str) -> Script:
     """Read a shell script, or a line of flags. Variables without a value keep the text `$NAME`."""
     script, variables, skipping = Script(), slurm_variables(text), list[bool | None]()
     unknown: list[str] = []
+    words: list[str] = []
     text, bodies = without_documents(text)
-    for line in statements(text):
-        if condition := re.match(r"(?:el)?if\s+(.*?);?\s*(?:then)?$", line):
+    for command in statements(text):
+        line = command
+        if chosen := re.match(r"case\s+(\S+)\s+in\b\s*", line):
+            words.append(expanded(chosen[1].strip("\"'"), variables))
+            skipping.append(True)
+            unknown.append("")
+            line = line[chosen.end() :]
+        if words and (arm := re.match(r"\(?([^()]*)\)\s*", line)):
+            # An unknown word, such as `$1`, takes no arm; after the first arm no other is taken.
+            patterns = [each.strip(" \"'") for each in arm[1].split("|")]
+            taken = "$" not in words[-1] and any(fnmatchcase(words[-1], each) for each in patterns)
+            skipping[-1], line = not taken, line[arm.end() :]
+            words[-1] = "$" if taken else words[-1]
+        if words and line == "esac":
+            words.pop()
+            skipping.pop()
+            unknown.pop()
+        elif condition := re.match(r"(?:el)?if\s+(.*?);?\s*(?:then)?$", line):
             if line.startswith("elif"):
                 before = skipping.pop() if skipping else None
                 # A branch after a taken one is skipped; a branch after an undecided one is read.
@@ -146,6 +165,10 @@ def open_at_end(line: str) -> tuple[str, str, int]:
 
 def split_commands(line: str) -> Iterator[str]:
     """Split a line into commands at `;` outside of quotes and brackets; `if ...; then` is one command."""
+    if ";;" in line:
+        for arm in line.split(";;"):
+            yield from split_commands(arm.strip())
+        return
     if re.match(r"(el)?if\b", line):
         head, _, rest = line.partition("then")
         yield f"{head}then" if "then" in line else line

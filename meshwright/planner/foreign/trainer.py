@@ -20,7 +20,7 @@ finetuning_type use_peft use_lora chat_template* shuffle* split* fp8_backend ver
 multi_gpu use_fsdp use_deepspeed fsdp_config.*wrap* fsdp_config.*state_dict_type fsdp_config.*prefetch*
 fsdp_config.*orig_params fsdp_config.*limit_all_gathers fsdp_config.*sync_module* fsdp_config.*ram_efficient*
 fsdp_config.*min_num_params fsdp_config.*version gradient_checkpointing_kwargs* include_* remove_* epochs n_epochs
-disable_tqdm torchrun_* local_rank max_restarts tee standalone bf16_full_eval fp16_full_eval
+disable_tqdm model_revision torchrun_* local_rank max_restarts tee standalone bf16_full_eval fp16_full_eval
 """
 """Arguments that change neither seconds nor bytes of a step."""
 LENGTHS = ("max_seq_length", "max_seq_len", "max_length", "model_max_length", "cutoff_len", "block_size")
