@@ -67,9 +67,10 @@ def read_automodel(path: Path, asked: Asked, tree: Mapping[str, Any]) -> Foreign
     )  # fmt: skip
     local = account.number("step_scheduler.local_batch_size")
     size = account.number(*piped("pp_microbatch_size"), default=local) if stages > 1 else local
+    packed = account.number("packed_sequence.packed_sequence_size", default=0)
     run = run_of(
         asked, account, degrees, model=model,
-        sequence=account.get("dataset.seq_len", "dataset.seq_length", "packed_sequence.packed_sequence_size"),
+        sequence=packed or account.get("dataset.seq_len", "dataset.seq_length"),
         micro=size, global_=account.number("step_scheduler.global_batch_size", default=0) or None,
         recompute=1 if account.flag(*AGAIN) else "none", precision="bf16", path=path,
     )  # fmt: skip

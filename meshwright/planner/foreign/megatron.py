@@ -34,13 +34,13 @@ from meshwright.ranks.foreign import parse_json
 DEFAULT = "Megatron-LM's default"
 HARMLESS = """
 load *.load *-load *load-* dist-ckpt* *save* log-* *.logger.* *log_* *tensorboard* *wandb* *ckpt* *checkpoint* eval-*
-*eval_* data-path data-cache* dataloader* *dataset* *tokenizer* *vocab_file *merge_file *vocab-file *merge-file split
-*.split seed *.seed *profile* *timing* *timers* *exit* *rerun* *env_vars* *validation.* *trust_remote_code *mock*
-*tiktoken* *reset* *eod* *num-workers *num_workers *blend* work_group user_name exp_name workspace name *.name
-*framework* *.config *sft* *manual*gc* *empty*memory* *check*nan* *check-for* *.dataset.* nnodes nproc* node*rank
-master* rdzv* *distributed*timeout* *nccl* *backend-nccl* local-rank lr lr-* *min-lr *.lr *lr_* *min_lr *decoupled*
-*adam*beta* *adam*eps* *weight*decay* *clip*grad* *train*iters* *train*samples* *init*method* *norm*epsilon *rotary*
-*rope* *position*embedding* *.scheduler.* *attention-softmax-in-fp32 *apply*layernorm*1p *calculate*per*token*
+*eval_* data-path data-cache* dataloader* *tokenizer* *vocab_file *merge_file *vocab-file *merge-file split *.split
+seed *.seed *profile* *timing* *timers* *exit* *rerun* *env_vars* *validation.* *trust_remote_code *mock* *tiktoken*
+*reset* *eod* *num-workers *num_workers *blend* work_group user_name exp_name workspace name *.name *framework*
+*.config *sft* *manual*gc* *empty*memory* *check*nan* *check-for* nnodes nproc* node*rank master* rdzv*
+*distributed*timeout* *nccl* *backend-nccl* local-rank lr lr-* *min-lr *.lr *lr_* *min_lr *decoupled* *adam*beta*
+*adam*eps* *weight*decay* *clip*grad* *train*iters* *train*samples* *init*method* *norm*epsilon *rotary* *rope*
+*position*embedding* *.scheduler.* *attention-softmax-in-fp32 *apply*layernorm*1p *calculate*per*token*
 *make*vocab*divisible* *average_in_collective *aux*loss* *z-loss* *z_loss* moe-router-l* moe-router-d* moe-router-s*
 moe-router-g* moe-router-n* moe-router-p* moe-router-e* *moe_router* *use-mcore-models *use_mcore_models
 *group-query-attention *disable*bias*linear *add*bias*linear *add*qkv*bias *normalization *fp8*amax* *fp8*margin
@@ -53,7 +53,8 @@ train-mode max-padding-length stderr_sink_level *.stderr_sink_level *disable_las
 wait jobid kill-on-bad-exit cpus-per-task gpus-per* ntasks* container-* mpi cpu-bind membind export split_dataset*
 max_epochs distributed-backend load_from_cache_file num_train_epochs dataset_num_proc compute_environment debug
 downcast_bf16 main_* num_machines same_network use_cpu tpu_* gpu_ids *gradient_clipping logging_steps
-*moe-eval-capacity* lr_warmup* model_author model_name
+*moe-eval-capacity* lr_warmup* model_author model_name *dataset *dataset[!.]* *dataset.[!p]* *dataset.p[!a]*
+*dataset.pa[!c]*
 """
 """Arguments that change neither seconds nor bytes of a step, or only in ways that a plan cannot express."""
 GPT2_TOKENS = 50257

@@ -11,6 +11,7 @@
 | a script or line with --fsdp, or neither    | the Trainer         |
 | a line `megatron sft`, `megatron pt`        | ms-swift            |
 | YAML with tensor_model_parallel_size ...    | Megatron-LM, Primus |
+| YAML with MODEL_ARGS                        | Megatron-LM's CI    |
 | YAML with fsdp_config, distributed_type ... | Accelerate          |
 | YAML with base_model or sequence_len        | axolotl             |
 | YAML with model_name_or_path                | LLaMA-Factory, TRL  |
@@ -93,6 +94,8 @@ def read_file(path: Path, function: str | None, asked: Asked) -> ForeignJob:
 def read_mapping(path: Path, asked: Asked, tree: dict[str, Any]) -> ForeignJob:
     """Read the job of a YAML file."""
     refuse_unread(path, tree)
+    if isinstance(flags := tree.get("MODEL_ARGS"), dict):  # jobs of Megatron-LM's CI
+        return megatron.read_arguments(path, asked, {name.lstrip("-"): value for name, value in flags.items()})
     if tree.keys() & {"base_model", "sequence_len"}:
         return huggingface.read_axolotl(path, asked, tree)
     if "parallelism" in tree and "tokens" in tree:

@@ -289,6 +289,10 @@ def test_an_optimizer_that_a_plan_lacks_is_left_out(name: str, text: str, left_o
         ("j.sh", "x --model-parallel-size 2 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 "
                  "--batch-size 2 --fp16", {"tensor": 2, "micro": 2}),
         ("k.sh", f"{SMALL} --position-embedding-type alibi", {"assumed": "model.positions"}),
+        ("d.yaml", "MODEL_ARGS: {--num-layers: 4, --hidden-size: 64, --num-attention-heads: 4, --seq-length: 8, "
+                   "--bf16: true, --tensor-model-parallel-size: 2, --hidden-dropout: 0.0, "
+                   "--use-distributed-optimizer: true}",
+         {"tensor": 2, "sync": "zero1", "precision": "bf16"}),
         ("c.yaml", f"{AXOLOTL}bf16: true\nfsdp_config: {{offload_params: true}}", {"offload": "host", "sync": "zero3"}),
     ],
 )  # fmt: skip
@@ -309,6 +313,13 @@ def test_fields_that_change_a_step_are_read(name: str, text: str, fields: dict[s
         field: value for field, value in fields.items() if field != "left_out"
     }
     assert sorted(job.account.left_out) == fields.get("left_out", [])
+
+
+def test_a_packed_sequence_of_automodel_has_priority(tmp_path: Path) -> None:
+    """Samples are packed to the given size; 0 packs none."""
+    for size, tokens in ((4096, 4096), (0, 64)):
+        (tmp_path / "a.yaml").write_text(f"{AUTO}packed_sequence: {{packed_sequence_size: {size}}}")
+        assert read_foreign(tmp_path / "a.yaml", Asked(devices=8)).run["data"]["sequence"] == tokens
 
 
 def test_a_line_of_accelerate_has_no_flag_outside_of_the_columns(tmp_path: Path) -> None:
@@ -621,6 +632,7 @@ def test_names_of_releases_are_the_sizes_of_one_model(told: str, ours: str | Non
         (megatron.HARMLESS,
          "deepspeed_config zero-stage recompute-modules main-grads-dtype exp-avg-dtype moe-layer-freq optimizer "
          "optimizer.main_grads_dtype grad-reduce-in-bf16 cross-entropy-loss-fusion fp8-param-gather mtp-num-layers "
+         "dataset.packed_sequence_specs.packed_sequence_size "
          "use-precision-aware-optimizer window-size overlap-grad-reduce cpu-offloading-num-layers "
          "reuse-grad-buf-for-mxfp8-param-ag moe-expert-capacity-factor"),
         (titan.HARMLESS, "model_spec.converters model_spec.moe_comm_backend model_spec.attn_backend "
