@@ -11,6 +11,7 @@ import multiprocessing
 import sys
 from multiprocessing.forkserver import ensure_running
 
+from meshwright.parity.register import SHARED
 from meshwright.ranks.environment import server_variables
 from meshwright.ranks.launch.session import make_fork_server_folder
 
@@ -31,6 +32,7 @@ RUN = (
     "meshwright.compute.tensor.megatron",
     "tests.workers",
     "tests.fuzz.check",
+    *SHARED,
 )
 """Modules that ranks of most tests run."""
 

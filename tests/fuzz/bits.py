@@ -7,6 +7,7 @@ allows the words together.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import cycle
 from random import Random
@@ -15,7 +16,7 @@ from typing import Any
 from meshwright.config import Config
 from meshwright.config.load import parse_run
 from meshwright.ranks.errors import ConfigError
-from tests.compute.bits.runs import Ended, ended
+from tests.compute.bits.runs import Ended, Plant, ended
 
 Words = tuple[str, ...]
 Layout = dict[str, Words]
@@ -233,11 +234,23 @@ def covering(seed: int) -> Iterator[tuple[tuple[str, str], Layout]]:
             yield kind, found[0]
 
 
+def small_of(kind: tuple[str, str], words: Words, steps: int = 1) -> Config:
+    """Return a run with the fewest samples that its layout allows: two or more for each replica, as a sample's
+    products take most of the time."""
+    full = config_of(kind, words, steps)
+    for samples in (4, 6, 8):
+        if 2 * full.layout.data.size <= samples < full.batch.global_:
+            with suppress(ConfigError):
+                return config_of(kind, (*words, f"batch.global={samples}"), steps)
+    return full
+
+
 @cache
-def on_one_device(kind: tuple[str, str], steps: int) -> Ended:
-    return ended(config_of(kind, (), steps))
+def on_one_device(kind: tuple[str, str], steps: int, samples: int | None = None) -> Ended:
+    """Return the run on one device. `samples`: of a batch; None: the run's own number."""
+    return ended(config_of(kind, () if samples is None else (f"batch.global={samples}",), steps))
 
 
-def differing(kind: tuple[str, str], config: Config, **how: Any) -> list[str]:
+def differing(kind: tuple[str, str], config: Config, plant: Plant | None = None, **how: Any) -> list[str]:
     """Return the steps and tensors in which a run's layout does not end with the bits of one device."""
-    return ended(config, **how).differing(on_one_device(kind, config.steps))
+    return ended(config, plant, **how).differing(on_one_device(kind, config.steps, config.batch.global_))

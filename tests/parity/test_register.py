@@ -232,7 +232,8 @@ def test_samples_are_those_that_a_forward_reads(model_type: str, names: tuple[st
         ("dbrx", None),  # reads a field that the configuration lacks
         ("xlnet", None),  # positions without an end
         ("reformer", 12),  # positions of two axes; the product of the sizes is the samples' length
-        ("mamba2", None),  # refuses several sizes at once
+        # Refuses several sizes at once. Takes 9 s, as each try draws the weights of a large model.
+        pytest.param("mamba2", None, marks=pytest.mark.long),
         ("zamba2", None),  # layers of a kind share weights
         ("dots3_note_text", None),  # sliding layers have other sizes, and a configuration refuses to name one
         ("muse_spark", None),  # a tuple of widths

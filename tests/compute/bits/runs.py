@@ -25,7 +25,7 @@ GPT2: dict[str, Any] = {
     "data": {"sequence": 64},
     "batch": {"global": 24, "micro": 4},
     "optimizer": {"lr": 1e-2, "clip": 0.5},
-    "steps": 3,
+    "steps": 2,
     "bits": {"kind": "layout-free", "samples": 1},
 }  # fmt: skip
 

@@ -22,7 +22,7 @@ MODEL: dict[str, Any] = {
 }  # fmt: skip
 RUN: dict[str, Any] = {
     "model": MODEL, "data": {"sequence": 20}, "batch": {"global": 12, "micro": 2},
-    "optimizer": {"lr": 1e-2, "clip": 0.5}, "steps": 3, "bits": "layout-free",
+    "optimizer": {"lr": 1e-2, "clip": 0.5}, "steps": 2, "bits": "layout-free",
 }  # fmt: skip
 WORDS = {
     "float32": (),

@@ -21,7 +21,7 @@ PRECISIONS = ("float32", "bf16")
 
 def config_of(words: str, precision: str) -> Config:
     bits = {"kind": "layout-free", "tensor": 4, "hidden": 2, "sequence": 4}
-    return parse_config({**SMALL, "steps": 3, "bits": bits, "precision": precision}, words.split())
+    return parse_config({**SMALL, "steps": 2, "bits": bits, "precision": precision}, words.split())
 
 
 @cache

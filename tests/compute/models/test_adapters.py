@@ -112,7 +112,7 @@ def layout_free(layout: dict[str, Any], bits: dict[str, int], adapter: dict[str,
             "positions": 16, "vocabulary": 300, "vocabulary_multiple": 8,
             "adapter": {"rank": 4, "begin": "random"} | adapter,
         } | model,
-        "data": {"sequence": 16}, "batch": {"global": 8, "micro": 2}, "steps": 2, "layout": layout,
+        "data": {"sequence": 16}, "batch": {"global": 4, "micro": 2}, "steps": 2, "layout": layout,
         "bits": {"kind": "layout-free"} | bits, "compile": "none", "threads": 1,
     }  # fmt: skip
     return parse_run(tree, [])

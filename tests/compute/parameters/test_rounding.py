@@ -133,7 +133,8 @@ LAYOUTS = {
 def run_bits(*words: str) -> Ended:
     bits = {"kind": "layout-free", "tensor": 2}
     optimizer = GPT2["optimizer"] | BOTH
-    return ended(parse_config(GPT2 | {"precision": HALF, "optimizer": optimizer, "bits": bits, "steps": 2}, words))
+    few = {"batch": {"global": 12, "micro": 2}, "steps": 2}
+    return ended(parse_config(GPT2 | {"precision": HALF, "optimizer": optimizer, "bits": bits} | few, words))
 
 
 def test_layouts_end_with_the_bits_of_one_device() -> None:

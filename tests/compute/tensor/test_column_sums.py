@@ -215,7 +215,7 @@ def with_kernels(config: Config, **changes: Any) -> Config:
     )
 
 
-@pytest.mark.parametrize("model", graphs.some(MODELS, ("gpt2", "llama", "bert")))
+@pytest.mark.parametrize("model", graphs.some(MODELS, ("llama", "bert")))
 def test_every_family_is_one_device_without_graphs(model: str) -> None:
     made, _ = graphs.equals(with_kernels(config_for(model, WHOLE, steps=3)), serial(model))
     assert made
@@ -232,12 +232,13 @@ def test_deferred_gradients() -> None:
     graphs.equals(config, serial_in_microbatches("gpt2"))
 
 
-@pytest.mark.parametrize("recompute", ["selective", {"every": 1}])
+@pytest.mark.parametrize("recompute", ["selective", pytest.param({"every": 1}, marks=pytest.mark.long)])
 def test_recomputed_layers(recompute: Any) -> None:
     config = with_kernels(config_for("gpt2", WHOLE, steps=3, memory={"recompute": recompute}))
     graphs.equals(config, serial("gpt2"))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("patterns", [["*.weight"], ["*.bias"], ["blocks.*.attention_norm.*"]])
 def test_frozen_weights(patterns: list[str]) -> None:
     plain, graph = (graphs.losses({"frozen": patterns}, compile=each) for each in ("none", "kernels"))
