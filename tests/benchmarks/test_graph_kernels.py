@@ -58,6 +58,7 @@ def test_a_plan_counts_the_bytes_of_a_layers_kernels(words: str) -> None:
 
 
 @needs_triton
+@pytest.mark.skipif(TORCH < (2, 13), reason="kernels are planned as torch 2.13's Inductor makes them")
 def test_our_kernels_save_passes_over_activations() -> None:
     """By Inductor's count a layer of GPT-2 small has 44.4 instead of 56.3 activations."""
     (blocks, _), (kernels, _) = (counted(compiles, GPT2) for compiles in ("blocks", "kernels"))
