@@ -78,6 +78,10 @@ VAIN = 8
 """Most predictions of a round but the last after the last one that is among the K fastest: later rounds have faster
 layouts, and predict the rest if no K layouts are faster."""
 
+DOUBTFUL = 2
+"""Predictions of a round but the last that do not fit, while none is known to fit, until the round's least full layout
+is predicted: if this layout does not fit either, later rounds may have layouts that do."""
+
 SYNCS_APART = 1.05
 """Factor that covers errors between estimates of two syncs: zero3, estimated 2 % slower than zero1, was 4 % faster in
 the prediction."""
@@ -398,6 +402,12 @@ class _Search:
             queued = self.queue[self.passed]
             if queued.seconds >= self.cutoff or (self.known and vain >= limit):
                 return
+            if vain == DOUBTFUL and limit == VAIN and not self.best:
+                queued = min(self.queue[self.passed :], key=lambda candidate: candidate.memory)
+                self.queue.remove(queued)
+                if not self._predict(queued.config) or not self.best:
+                    return
+                continue
             self.passed += 1
             behind = bool(self.best) and queued.seconds >= self.best[0].seconds
             # A tight layout is shown only if faster than the first that fits.
