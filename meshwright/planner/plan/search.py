@@ -72,7 +72,8 @@ if TYPE_CHECKING:
     from meshwright.planner.foreign.job import ForeignJob
 
 SIMULATED = 80
-"""Most layouts predicted in a round once any prediction fits: many layouts with a fitting estimate exceed memory."""
+"""Most predictions of the last round in a row, for each round, that are not among the K fastest, once any prediction
+fits: many layouts with a fitting estimate exceed memory."""
 
 VAIN = 8
 """Most predictions of a round but the last after the last one that is among the K fastest: later rounds have faster
@@ -310,7 +311,7 @@ class _Search:
         for index, group in enumerate(rounds):
             self._gather(group)
             last = index == len(rounds) - 1
-            self._predict_fastest(len(rounds) * SIMULATED - self.simulated if last else VAIN)
+            self._predict_fastest(len(rounds) * SIMULATED if last else VAIN)
         self._try_messages()
         # If fewer than K layouts fit, layouts with unneeded savings of memory fill the answer.
         for config in [*self.fitting] if len(self.best) < self.top else ():
