@@ -335,8 +335,8 @@ class HeldActivations:
                     recomputed = max(recomputed, group * min(size for size, _ in layers))
                     if policy.wrapped_layers(config, num_layers) == num_layers:
                         # Of n groups one has at least the n-th part of equal layers.
-                        most = (size * -(-times // -(-num_layers // group)) for size, times in layers)
-                        recomputed = max(recomputed, *most)
+                        shares = (size * -(-times // -(-num_layers // group)) for size, times in layers)
+                        recomputed = max(recomputed, *shares)
             kept_bytes = max(kept_bytes, keeps)
             total = max(total, keeps + beside + recomputed)
         return kept_bytes, total
