@@ -82,9 +82,7 @@ def with_experts(random: Random) -> tuple[Case, Config]:
     return drawn(random, changed)
 
 
-@pytest.mark.parametrize(
-    "seed", [11, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(60) if seed != 11)]
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 60))])
 def test_drawn_experts_equal_one_device(seed: int) -> None:
     case, config = with_experts(Random(f"experts/{seed}"))
     assert mistakes(config) == [], (case, config.model.experts, config.layout.data)
@@ -185,7 +183,7 @@ def with_graphs(random: Random, compiles: str) -> tuple[Case, Config]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns in any use; so the next line
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
-    "seed", [0, 17, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(60) if seed not in (0, 17))]
+    "seed", [0, 3, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(60) if seed not in (0, 3))]
 )
 def test_drawn_layers_as_graphs_equal_one_device(seed: int) -> None:
     case, config = with_graphs(Random(f"graphs/{seed}"), ("blocks", "kernels")[seed % 2])

@@ -10,7 +10,7 @@ from meshwright.planner.adopt.adopted import Adopted
 from meshwright.planner.adopt.lanes import GroupNetwork, StepTime, step_times
 from meshwright.planner.adopt.recorder import Collective
 from meshwright.planner.plan.cluster import AttentionKernel, Cluster
-from meshwright.planner.plan.process import DIRECT, GROUP_CHANNEL, PAIR_CHANNEL, direct_bytes
+from meshwright.planner.plan.process import DIRECT, group_bytes
 from meshwright.planner.plan.timing import Timer
 from meshwright.ranks.fake_world import RECEIVE
 from meshwright.ranks.ledger import MESSAGE
@@ -92,10 +92,9 @@ def communicator_bytes(adopted: Adopted, cluster: Cluster) -> int:
             groups.setdefault(entry.event.sending.ranks, set()).add(entry.event.sending.verb)
     total, channels = 0, cluster.links["torch"].channels
     for ranks, verbs in groups.items():
-        total += channels * (PAIR_CHANNEL if len(ranks) == 2 else GROUP_CHANNEL)
-        if verbs & {*DIRECT, MESSAGE, RECEIVE}:
-            on_a_node = Counter(rank // cluster.devices_per_node for rank in ranks).most_common(1)[0][1]
-            total += direct_bytes(len(ranks), on_a_node - 1, channels)
+        on_a_node = max(Counter(rank // cluster.devices_per_node for rank in ranks).values())
+        direct = bool(verbs & {*DIRECT, MESSAGE, RECEIVE})
+        total += group_bytes(len(ranks), on_a_node - 1, channels, direct=direct)
     return total
 
 

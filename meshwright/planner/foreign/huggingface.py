@@ -22,7 +22,7 @@ AXOLOTL = (
     HARMLESS
     + """
 dataset* chat_template* test_datasets* val_set_size output_dir wandb* mlflow* hub_* num_epochs max_steps
-lr_scheduler* learning_rate cosine_* tf32 resume_* logging_* warmup* *evals_per* *saves_per* save_* eval_*
+lr_scheduler* learning_rate cosine_* resume_* logging_* warmup* *evals_per* *saves_per* save_* eval_*
 weight_decay special_tokens* tokenizer* tokens strict adam_* max_grad_norm shuffle* group_by_length
 train_on_inputs model_type trust_remote_code gradient_checkpointing_kwargs*
 local_rank early_stopping* fsdp fsdp_version seed push_* remove_unused* use_tensorboard pad_to_sequence_len attention
@@ -79,7 +79,7 @@ def read_accelerate(
         micro=micro, global_=asked.batch, recompute=1 if again else "none",
         accumulation=account.number("gradient_accumulation_steps", default=line.number("gradient_accumulation_steps")),
         precision=precision_of(account) if account.says("mixed_precision") or half is None else half, path=path,
-        offload="host" if account.flag("fsdp_config.fsdp_offload_params") else "none",
+        offload="host" if account.flag("fsdp_config.fsdp_offload_params") else "none", tf32=line.flag("tf32"),
     )  # fmt: skip
     facts = compiled(account)
     account.merge(line, "--")
@@ -255,7 +255,7 @@ def read_deepspeed(
     run = run_of(
         asked, outer, degrees, model=model, micro=micro, global_=step, accumulation=passes, precision=half, path=path,
         sequence=trainer.length_of(line) or outer.get("sequence_len"),
-        recompute=1 if again else "none", offload=zero.offload_of(inner),
+        recompute=1 if again else "none", offload=zero.offload_of(inner), tf32=line.flag("tf32"),
     )  # fmt: skip
     facts = (*zero.overlapped(inner), *compiled(line))
     outer.merge(inner, "deepspeed.")

@@ -249,6 +249,7 @@ _target_
 def run_of(
     asked: Asked, account: Account, degrees: Degrees, *, model: Any, sequence: Any, micro: int, global_: int | None,
     recompute: Any, precision: str, path: Path, accumulation: int = 1, offload: str = "none",
+    tf32: bool = False,
 ) -> Tree:  # fmt: skip
     """Make the tree of a run file.
 
@@ -265,6 +266,7 @@ def run_of(
         path: The file, for errors.
         accumulation: Microbatches of a step, if the file has no global batch.
         offload: Our value of `memory.offload`.
+        tf32: Whether a flag outside of `account` lets float32 products run in TF32; torch's default is no.
 
     Raises:
         ConfigError: The file lacks the sequence's tokens, or the devices do not fit.
@@ -291,11 +293,12 @@ def run_of(
     assert step is not None
     memory: Tree = {"recompute": recompute}
     memory["offload"] = offload
+    tf32 = account.flag("tf32") or tf32  # no effect on half precision
     return {
         "model": model,
         "data": {"sequence": int(sequence), "tokenizer": "tokenizer.json"},
         "batch": {"global": step, "micro": micro},
         "layout": layout,
         "memory": memory,
-        "precision": precision,
+        "precision": {"level": "O0", "dtype": precision, "tf32": tf32} if precision == "float32" else precision,
     }

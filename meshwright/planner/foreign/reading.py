@@ -136,6 +136,8 @@ def read_words(path: Path, asked: Asked, text: str) -> ForeignJob:
         job.account.assume(
             f"if {condition}", "both branches", "the condition hangs on values that the script does not set"
         )
+    for word in script.unmatched:
+        job.account.assume(f"case {word}", "no branch", "the word hangs on values that the script does not set")
     return job
 
 

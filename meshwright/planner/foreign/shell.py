@@ -36,6 +36,7 @@ class Script:
         words: All words of this command, expanded.
         undecided: Conditions that known values do not decide, of lines that change variables or flags; both branches
             were read.
+        unmatched: Unknown words of `case` with arms that change variables or flags; no arm was read.
         files: Texts that the script writes by here-documents, by file name.
     """
 
@@ -43,6 +44,7 @@ class Script:
     words: list[str] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
+    unmatched: list[str] = field(default_factory=list)
 
     def starts(self, program: str) -> bool:
         """Return True if one of the command's words is a program's name."""
@@ -90,6 +92,9 @@ def read_script(text: str) -> Script:
             if skipping:
                 skipping.pop()
                 unknown.pop()
+        elif words and re.search(r"\$.", words[-1]) and not any(skipping[:-1]):
+            if words[-1] not in script.unmatched and take(line, Script(), dict(variables)):
+                script.unmatched.append(words[-1])
         elif not any(skipping) and take(line, script, variables):
             script.undecided += [each for each in unknown if each and each not in script.undecided]
     script.files = {

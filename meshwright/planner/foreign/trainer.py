@@ -12,7 +12,7 @@ from meshwright.ranks.errors import ConfigError
 HARMLESS = """
 output* learning* num_train* max_steps log* save* eval* warmup* weight_decay lr* seed dataset* do_* report* data_path
 data_dir num_gpus num_nodes master* hostfile include overwrite* run_name hub* push* train_file validation* nproc*
-nnodes node* rdzv* preprocess* trust_remote_code tf32 *num_proc* cache_dir template stage plot_loss max_samples
+nnodes node* rdzv* preprocess* trust_remote_code *num_proc* cache_dir template stage plot_loss max_samples
 val_size resume* ddp_timeout ddp_find* adam_* max_grad_norm metric* load_best* remove_unused* group_by_length
 use_fast* tokenizer* image_* is_multimodal dataloader* lazy_preprocess per_device_eval* do_eval do_train config_file
 main_process* machine_rank num_machines rdzv_backend same_network deepspeed_multinode_launcher debug report_to

@@ -326,8 +326,8 @@ def read_bytes(run: TimedRun, stage: int) -> int:
     )
 
 
-def direct_bytes(ranks: int, neighbours: int, channels: int) -> int:
-    """Return the bytes that a rank's NCCL communicator holds for messages to each other rank.
+def group_bytes(ranks: int, neighbours: int, channels: int, *, direct: bool) -> int:
+    """Return the bytes of a rank's NCCL communicator: rings and trees, and connections for messages to each other rank.
 
     Connections inside of a node have buffers of their own, those to other nodes share NET_POOL. All peers have as many
     channels as a peer of another node: two, or one if 2 `ranks` messages exceed four a channel (NCCL's
@@ -337,11 +337,15 @@ def direct_bytes(ranks: int, neighbours: int, channels: int) -> int:
         ranks: Ranks of the communicator.
         neighbours: Other ranks of the communicator on the node.
         channels: Channels of a communicator.
+        direct: True: the ranks send messages (DIRECT).
     """
+    rings = channels * (PAIR_CHANNEL if ranks == 2 else GROUP_CHANNEL)
+    if not direct:
+        return rings
     if neighbours == ranks - 1:
-        return neighbours * channels * DIRECT_CHANNEL
+        return rings + neighbours * channels * DIRECT_CHANNEL
     per_peer = min(channels, 2 if 2 * ranks <= 4 * channels else 1)
-    return neighbours * per_peer * DIRECT_CHANNEL + channels * NET_POOL
+    return rings + neighbours * per_peer * DIRECT_CHANNEL + channels * NET_POOL
 
 
 def communicator_bytes(run: TimedRun, stage: int, sent: Mapping[tuple[str, str], Traffic]) -> int:
@@ -355,10 +359,9 @@ def communicator_bytes(run: TimedRun, stage: int, sent: Mapping[tuple[str, str],
         ranks = run.network.ranks(axes)
         if axes == PIPE and MESSAGE in used:
             # Two communicators for each neighbour stage; torch creates both by a sum of two ranks.
-            total += 2 * len(sides_of(stage, run.placement)) * channels * (PAIR_CHANNEL + DIRECT_CHANNEL)
+            total += 2 * len(sides_of(stage, run.placement)) * group_bytes(2, 1, channels, direct=True)
             used -= {MESSAGE}
         if ranks > 1 and (used or axes == world):
-            total += channels * (PAIR_CHANNEL if ranks == 2 else GROUP_CHANNEL)
-            if used & DIRECT:
-                total += direct_bytes(ranks, run.network.neighbours(axes), channels)
+            neighbours = run.network.neighbours(axes) if used & DIRECT else 0
+            total += group_bytes(ranks, neighbours, channels, direct=bool(used & DIRECT))
     return total

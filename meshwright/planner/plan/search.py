@@ -21,8 +21,8 @@ node's ranks before layers on more; one stage before several; whole layers, then
 over more and more ranks, then both cuts.
 Both cuts are tried only if each cut alone is fast enough. After each round layouts are predicted in the order of
 estimated seconds, until VAIN of these in a row are not among the K fastest; after the last round all that may be.
-Layouts slower than the K fastest predictions are left out of the next round. The search
-ends when the next estimate is above the K-th prediction: estimates are at most 1/SURE of predictions (estimate.py).
+Layouts slower than the K fastest predictions are left out of the next round. The search ends when the next estimate is
+above the K-th prediction: estimates are at most 1/SURE of predictions (estimate.py).
 
 A layout that recomputes or offloads is evaluated if the same layout without that saving does not fit or is tight. A
 layout that slices is not predicted if the same layout without slices fits and is estimated to be SYNCS_APART times as
@@ -311,7 +311,7 @@ class _Search:
         for index, group in enumerate(rounds):
             self._gather(group)
             last = index == len(rounds) - 1
-            self._predict_fastest(len(rounds) * SIMULATED if last else VAIN)
+            self._predict_fastest(len(rounds) * SIMULATED if last else VAIN, last=last)
         self._try_messages()
         # If fewer than K layouts fit, layouts with unneeded savings of memory fill the answer.
         for config in [*self.fitting] if len(self.best) < self.top else ():
@@ -395,18 +395,19 @@ class _Search:
         self.report(f"{looked_at}; now {family.layout.summary}", 1 - self.left_share)
         self.evaluator.evaluate_family(family, found, cutoff)
 
-    def _predict_fastest(self, limit: int) -> None:
+    def _predict_fastest(self, limit: int, *, last: bool) -> None:
         """Predict in the order of the estimates until the next estimate is slower than the K-th prediction that fits,
-        or `limit` predictions have not been among the K fastest."""
+        or `limit` predictions in a row are not among the K fastest. `last`: no later round predicts the rest."""
         vain, best = 0, [*self.best]
         while self.passed < len(self.queue):
             queued = self.queue[self.passed]
             if queued.seconds >= self.cutoff or (self.known and vain >= limit):
                 return
-            if vain == DOUBTFUL and limit == VAIN and not self.best:
+            if vain == DOUBTFUL and not last and not self.best:
                 queued = min(self.queue[self.passed :], key=lambda candidate: candidate.memory)
                 self.queue.remove(queued)
-                if not self._predict(queued.config) or not self.best:
+                self._predict(queued.config)
+                if not self.best:
                     return
                 continue
             self.passed += 1

@@ -65,9 +65,7 @@ def on_one_device(run: str) -> Ended:
 
 def cases() -> list[Any]:
     found = [(run, words) for run in RUNS for words in LAYOUTS if run in ("float32", "bf16") or words == MIXED]
-    # Replicas read the graph of one device from disk; Inductor makes other graphs for 20 s a case.
-    default = ("float32", ("layout.data=2",))
-    return [pytest.param(*case, marks=() if case == default else pytest.mark.long) for case in found]
+    return [pytest.param(*case, marks=() if case == ("bf16", STAGES) else pytest.mark.long) for case in found]
 
 
 @needs_inductor

@@ -227,6 +227,7 @@ SMALL = "x --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 
 TOML = "[model]\nname='llama3'\nflavor='8B'\n[training]\nseq_len=64\n"
 AUTO = "step_scheduler: {local_batch_size: 1}\ndistributed: {dp_size: 8}\ndataset: {seq_len: 64}\n"
 AUTO += "model: {pretrained_model_name_or_path: meta-llama/Llama-3.1-8B}\n"
+SINGLE: dict[str, Any] = {"level": "O0", "dtype": "float32", "tf32": False}
 AXOLOTL = "base_model: meta-llama/Llama-3.1-8B\nsequence_len: 64\n"
 NANOTRON = "parallelism: {tp: 1}\ntokens: {sequence_length: 64}\n"
 
@@ -275,7 +276,12 @@ def test_an_optimizer_that_a_plan_lacks_is_left_out(name: str, text: str, left_o
          {"sync": "zero2", "precision": "fp16"}),
         ("c.sh", "torchrun t.py --per_device_train_batch_size 1 --fsdp 'shard_grad_op auto_wrap offload' --fp16",
          {"sync": "zero2", "offload": "host", "precision": "fp16"}),
-        ("d.sh", "torchrun t.py --per_device_train_batch_size 1", {"sync": "allreduce", "precision": "float32"}),
+        ("d.sh", "torchrun t.py --per_device_train_batch_size 1", {"sync": "allreduce", "precision": SINGLE}),
+        ("l.sh", "torchrun t.py --per_device_train_batch_size 1 --tf32 True", {"precision": SINGLE | {"tf32": True}}),
+        ("f.yaml", "{distributed_type: FSDP, num_processes: 8, mixed_precision: 'no'}", {"precision": SINGLE}),
+        ("n.sh", "torchrun t.py --per_device_train_batch_size 1 --tf32 True --bf16", {"precision": "bf16"}),
+        ("e.yaml", f"{AXOLOTL}bf16: false\ntf32: true\nfsdp_config: {{offload_params: true}}",
+         {"precision": SINGLE | {"tf32": True}}),
         ("e.sh", "swift sft --model Qwen/Qwen3-8B --train_type full --deepspeed zero3_offload --torch_dtype bfloat16",
          {"sync": "zero3", "offload": "host", "left_out": ["--torch_dtype"]}),
         ("f.sh", f"{SMALL} --recompute-granularity full --recompute-method block --recompute-num-layers 4",
@@ -595,6 +601,17 @@ def test_values_of_a_script_are_those_of_bash(script: str, value: str) -> None:
     assert told.removeprefix("train --value ").removesuffix("--end").strip() == value
     bash = subprocess.run(["bash", "-c", f'{script}\necho "$A"'], capture_output=True, text=True, check=True).stdout
     assert value == " ".join(bash.split()) or "`" in script
+
+
+def test_an_unknown_word_of_case_is_listed_if_arms_change_the_job(tmp_path: Path) -> None:
+    """Not for arms that change nothing, and not inside of a branch that is not taken."""
+    arms = "case $1 in 8B) N=32;; *) N=40;; esac"
+    assert read_script(f"{arms}\ntrain --n $N").unmatched == ["$1"]
+    assert read_script("case $1 in 8B) echo small;; esac").unmatched == []
+    assert read_script(f"M=1\nif [ $M -eq 2 ]; then\n{arms}\nfi").unmatched == []
+    assert read_script(f"set 8B\nS=8B\n{arms.replace('$1', '$S')}").unmatched == []
+    (tmp_path / "a.sh").write_text(f"{arms}\n{SMALL}")
+    assert "case $1" in read_foreign(tmp_path / "a.sh", Asked(None, 64, 8, 8)).account.assumed
 
 
 def test_a_script_writes_files_and_has_the_variables_of_slurm() -> None:

@@ -11,7 +11,7 @@ from meshwright.config.section import with_field
 from meshwright.planner.plan.cluster import Cluster
 from meshwright.planner.plan.memory import verdict
 from meshwright.planner.plan.predict import Planner
-from meshwright.planner.plan.process import DIRECT_CHANNEL, GROUP_CHANNEL, NET_POOL, PAIR_CHANNEL, direct_bytes
+from meshwright.planner.plan.process import DIRECT_CHANNEL, GROUP_CHANNEL, NET_POOL, PAIR_CHANNEL, group_bytes
 from tests.oracle.pipeline import pipelined
 from tests.oracle.tensor import config_for
 from tests.planner.plan.clusters import FLAT, INNER, OUTER, cluster
@@ -43,10 +43,15 @@ def test_communicators(config: Config, channel_bytes: int) -> None:
 
 def test_connections_to_other_nodes_share_buffers() -> None:
     """Two channels a peer if the channels have room for so many messages, else one; inside of a node all channels."""
-    assert direct_bytes(8, 7, 32) == 7 * 32 * DIRECT_CHANNEL
-    assert direct_bytes(64, 7, 32) == 2 * 7 * DIRECT_CHANNEL + 32 * NET_POOL
-    assert direct_bytes(65, 7, 32) == direct_bytes(2048, 7, 32) == 7 * DIRECT_CHANNEL + 32 * NET_POOL
-    assert direct_bytes(4, 0, 2) == 2 * NET_POOL
+
+    def connections(ranks: int, neighbours: int, channels: int) -> int:
+        with_messages, without = (group_bytes(ranks, neighbours, channels, direct=each) for each in (True, False))
+        return with_messages - without
+
+    assert connections(8, 7, 32) == 7 * 32 * DIRECT_CHANNEL
+    assert connections(64, 7, 32) == 2 * 7 * DIRECT_CHANNEL + 32 * NET_POOL
+    assert connections(65, 7, 32) == connections(2048, 7, 32) == 7 * DIRECT_CHANNEL + 32 * NET_POOL
+    assert connections(4, 0, 2) == 2 * NET_POOL
 
 
 def test_experts_over_nodes_hold_few_buffers() -> None:
@@ -58,7 +63,7 @@ def test_experts_over_nodes_hold_few_buffers() -> None:
         Planner(with_channels(32, each)).predict(config).fullest.communicators
         for each in (GPU, pairs.model_copy(update={"device": GPU.device}))
     )
-    assert on_a_switch - on_nodes == direct_bytes(4, 3, 32) - direct_bytes(4, 1, 32) > 0
+    assert on_a_switch - on_nodes == group_bytes(4, 3, 32, direct=True) - group_bytes(4, 1, 32, direct=True) > 0
 
 
 def test_allocator_holds_more_than_tensors() -> None:
