@@ -25,8 +25,7 @@ from meshwright.config import Config
 from meshwright.config.registry import entries
 from meshwright.config.section import with_field
 from meshwright.planner.plan.buckets import streams
-from meshwright.planner.plan.least_memory import SURE_BYTES
-from meshwright.planner.plan.memory import Memory, fits, verdict
+from meshwright.planner.plan.memory import HeldStage, Memory, fits, least_total, verdict
 from meshwright.planner.plan.remembered import LAYER, PARTS, remembered
 from meshwright.planner.plan.site import Links, transport_on
 from meshwright.planner.plan.space import (
@@ -65,7 +64,7 @@ class Least:
     """By cutoff, transport and tails: the lowest bound of any tail, and the tails with bounds below the cutoff."""
 
 
-_Held = dict[Tail, tuple[float, float]]
+_Held = dict[Tail, tuple[HeldStage, ...]]
 _Alone = dict[tuple[str, int, str, bool], tuple[Memory, int]]
 """Memory without activations, by (name of the changed field, chunks, placement, are gradients widened)."""
 
@@ -112,7 +111,7 @@ class Judge:
         return {}
 
     @remembered(*PARTS, "micro", "num_microbatches", "layout.pipeline.size")
-    def shares(self, config: Config) -> dict[Tail, float]:
+    def shares(self, config: Config) -> _Held:
         """Return a table to fill: lower bounds of bytes of activations by tail, equal for all syncs and offloads."""
         return {}
 
@@ -166,7 +165,7 @@ class Cell:
         return self.judge.held(self.config)
 
     @cached_property
-    def shares(self) -> dict[Tail, float]:
+    def shares(self) -> _Held:
         """Lower bounds of the bytes of activations by tail, from whole layers."""
         return self.judge.shares(self.config)
 
@@ -232,11 +231,10 @@ class Cell:
     def least_bytes(self, tail: Tail, field: str = "", value: str = "", *, recorded: bool = True) -> float:
         """Return a lower bound of the bytes of `memory`, without buckets. `recorded` False: also without a recording of
         the cut layer."""
-        if recorded:
-            return self.alone_bytes(tail, field, value) + SURE_BYTES * self.activations(tail)[1]
-        if tail not in self.shares:
+        if not recorded and tail not in self.shares:
             self.shares[tail] = self.judge.models.least_activations(tail.of(self.config))
-        return self.alone_bytes(tail, field, value) + self.shares[tail]
+        stages = self.activations(tail) if recorded else self.shares[tail]
+        return least_total(self.alone_bytes(tail, field, value), stages)
 
     def alone_bytes(self, tail: Tail, field: str = "", value: str = "") -> float:
         """Return a lower bound of the bytes of `without_activations`, without buckets."""
@@ -246,7 +244,7 @@ class Cell:
             self.least_alone[key] = self.judge.models.least_alone(with_field(config, field, value) if field else config)
         return self.least_alone[key]
 
-    def activations(self, tail: Tail) -> tuple[float, float]:
+    def activations(self, tail: Tail) -> tuple[HeldStage, ...]:
         """Return Estimates.held_activations of the layout."""
         if tail not in self.held:
             self.held[tail] = self.judge.models.held_activations(tail.of(self.config))
@@ -257,7 +255,7 @@ class Cell:
         key = tail, field, value
         if key not in self._memory:
             alone = self.without_activations(tail, field, value)
-            self._memory[key] = self.judge.models.with_activations(*alone, *self.activations(tail))
+            self._memory[key] = self.judge.models.with_activations(*alone, self.activations(tail))
         return self._memory[key]
 
     def recomputes_for_nothing(self, tail: Tail) -> bool:

@@ -21,8 +21,8 @@ from meshwright.config.schema import BatchSection
 from meshwright.config.section import with_field
 from meshwright.planner.plan.buckets import HeldParameters, PlannedBucket, held_of, memory_of, streams
 from meshwright.planner.plan.compose import StagePlan
-from meshwright.planner.plan.least_memory import SURE_BYTES, LeastMemory
-from meshwright.planner.plan.memory import Memory, Peak
+from meshwright.planner.plan.least_memory import LeastMemory
+from meshwright.planner.plan.memory import SURE_BYTES, HeldStage, Memory, Peak
 from meshwright.planner.plan.passes import Sum
 from meshwright.planner.plan.recordings import check
 from meshwright.planner.plan.remembered import PARTS, remembered, replaced
@@ -240,26 +240,36 @@ class Estimates:
     def estimated_memory(self, config: Config) -> Memory:
         """Return SURE_BYTES times the estimated memory of the fullest rank, equal in every order of axes. Temporaries
         reuse the bytes of wider gradients."""
-        return self.with_activations(*self.alone_memory(config), *self.held_activations(config))
+        return self.with_activations(*self.alone_memory(config), self.held_activations(config))
 
-    def held_activations(self, config: Config) -> tuple[float, float]:
-        """Return (bytes that the fullest stage keeps, peak bytes of all microbatches), independent of sync and
-        states."""
+    def held_activations(self, config: Config) -> tuple[HeldStage, ...]:
+        """Return the activations of the stages that may be the fullest, independent of sync and states."""
         return self._held.of(config, self._partition(config))
 
     @staticmethod
-    def with_activations(alone: Memory, passing: int, kept_bytes: float, total: float) -> Memory:
-        """Return a rank's estimated memory.
+    def with_activations(alone: Memory, passing: int, stages: Sequence[HeldStage]) -> Memory:
+        """Return the estimated memory of the fullest rank.
 
         Args:
-            alone: Memory without activations (alone_memory).
+            alone: Memory without activations, of the stage with most parameters (alone_memory).
             passing: Bytes of `alone` that are not alive at the activations' peak.
-            kept_bytes: Bytes of activations that the fullest stage keeps.
-            total: Peak bytes of all microbatches.
+            stages: Activations of the stages that may be the fullest.
         """
-        activations = int(SURE_BYTES * kept_bytes)
-        most = max(int(SURE_BYTES * total) + passing, alone.temporaries)
-        return replace(alone, activations=activations, temporaries=most - activations)
+        every = []
+        for stage in stages:
+            activations = int(SURE_BYTES * stage.kept_bytes)
+            weights, gradients, states, temporaries, passes = (
+                int(stage.share * each)
+                for each in (alone.weights, alone.gradients, alone.states, alone.temporaries, passing)
+            )
+            most = max(int(SURE_BYTES * stage.peak_bytes) + passes, temporaries)
+            every.append(
+                replace(
+                    alone, weights=weights, gradients=gradients, states=states, activations=activations,
+                    temporaries=most - activations,
+                )
+            )  # fmt: skip
+        return max(every, key=lambda memory: memory.total)
 
     def alone_memory(self, config: Config) -> tuple[Memory, int]:
         """Return (weights_memory, bytes of this memory not alive at the activations' peak (HeldBytes.passing))."""
@@ -274,13 +284,16 @@ class Estimates:
         """Return True if a layer is recorded for the microbatch's size."""
         return 0 in self.parts.untimed(config)
 
-    def least_activations(self, config: Config) -> float:
-        """Return a lower bound of the bytes of activations in estimated_memory, from recordings of whole layers."""
-        return SURE_BYTES * self._least.of_activations(config, self._partition(config))
+    def least_activations(self, config: Config) -> tuple[HeldStage, ...]:
+        """Return lower bounds of held_activations, from recordings of whole layers."""
+        return self._least.of_activations(config, self._partition(config))
 
     def recomputes_for_nothing(self, config: Config) -> bool:
         """Return True if the layout recomputes attention although the kernel keeps too little (MAX_KEPT_SHARE)."""
-        return config.memory.policy.attention and self.parts.kept_share(config) > MAX_KEPT_SHARE
+        if not config.memory.policy.attention:
+            return False
+        layers = (position for position, chunk in self.parts.distinct(config).items() if chunk.layers)
+        return all(self.parts.kept_share(config, position) > MAX_KEPT_SHARE for position in layers)
 
     def weights_memory(self, config: Config) -> Memory:
         """Return the weights, gradients and states of the stage with most parameters, in any order of axes."""
@@ -393,8 +406,7 @@ class Estimates:
     ) -> tuple[int, HeldParameters]:
         """Return the stage with most elements, and its parameters."""
         parts, runs = self.parts.parameters(config), ranges_of(partition)
-        alike = self.planner.recordings.outline(config).alike
-        elements = {layer: sum(each.num_elements for each in parameters) for layer, parameters in parts.items()}
+        alike, elements = self.planner.recordings.outline(config).alike, self.parts.elements(config)
         held = [
             [layer for at in placement.positions[stage] for layer in runs[at]] for stage in range(placement.num_stages)
         ]
@@ -413,7 +425,8 @@ class Estimates:
                 parameters[each.name] = replace(
                     each, parts=(*(parameters[each.name].parts if each.name in parameters else ()), HEAD)
                 )
-        return stage, HeldParameters(tuple(parameters.values()))
+        tied = {each.name for each in parts[-1]} & {each.name for each in parts[len(alike)]}
+        return stage, HeldParameters(tuple(parameters.values()), frozenset(tied if placement.last_stage else ()))
 
     @remembered(*WEIGHTS, WIDENS)
     def _buckets_of_fullest(self, config: Config, partition: tuple[int, ...]) -> list[PlannedBucket]:

@@ -21,7 +21,7 @@ from meshwright.config.layout import ContextParallel
 from meshwright.config.registry import load_entry
 from meshwright.config.section import with_field
 from meshwright.planner.plan.buckets import Buckets
-from meshwright.planner.plan.memory import Parameter
+from meshwright.planner.plan.memory import HeldStage, Parameter
 from meshwright.planner.plan.remembered import PARTS, remembered, replaced
 from meshwright.planner.plan.space import ranks_of_layer
 from meshwright.ranks.planned import planned_mesh
@@ -31,9 +31,6 @@ from meshwright.strategies.pipeline.stages import placement_of
 
 if TYPE_CHECKING:
     from meshwright.planner.plan.timed_parts import HeldActivations, TimedParts
-
-SURE_BYTES = 0.95
-"""Factor that makes estimated activations a lower bound of predicted ones."""
 
 
 class LeastBytes(NamedTuple):
@@ -68,12 +65,13 @@ class LeastMemory:
         stages = [[run for at in positions for run in shapes[at]] for positions in placement.positions]
         elements = [sum(times * parts[position].num_elements for position, times in stage) for stage in stages]
         fullest, weights, states = stages[elements.index(max(elements))], 0.0, 0.0
+        tied, whole = parts[-1].parameters.keys() & parts[max(parts)].parameters.keys(), (-1, 1) in fullest
         for position, times in fullest:
-            # A table of both ends is held once.
-            tied = parts[-1].parameters if position == max(parts) and (-1, 1) in fullest else {}
             for name, each in parts[position].parameters.items():
-                weights += 0.0 if name in tied else times * each.weights
-                states += 0.0 if name in tied else times * each.states
+                # A table of both ends is held once. Two stages with such a table may share its gradients and states.
+                held = 1.0 if name not in tied else 0.5 if placement.last_stage else float(position == -1 or not whole)
+                weights += held * times * each.weights
+                states += held * times * each.states
         return LeastBytes(weights, states)
 
     @remembered(*PARTS, "layout.data", "layout.pipeline.size", "optimizer", "widens_gradients")
@@ -109,8 +107,12 @@ class LeastMemory:
             for position, parameters in self.parts.parameters(config).items()
         }
 
-    def of_activations(self, config: Config, partition: tuple[int, ...]) -> float:
-        """Return the bytes of all microbatches (HeldActivations.of) from recordings of whole layers: an equal share for
-        each rank of a layer."""
+    def of_activations(self, config: Config, partition: tuple[int, ...]) -> tuple[HeldStage, ...]:
+        """Return lower bounds of HeldActivations.of from recordings of whole layers: an equal share for each rank of a
+        layer."""
         whole = with_field(with_field(config, "layout.context", ContextParallel()), "layout.tensor", Whole())
-        return self.activations.of(whole, partition)[1] / ranks_of_layer(config.layout)
+        ranks = ranks_of_layer(config.layout)
+        return tuple(
+            HeldStage(stage.kept_bytes / ranks, stage.peak_bytes / ranks, stage.share)
+            for stage in self.activations.of(whole, partition)
+        )

@@ -18,9 +18,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -83,6 +84,27 @@ CONTEXT = "the process itself (context)"
 def bytes_text(size: float) -> str:
     """`12.35 GB`, `431 MB`, `1.35 MB`."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
+
+
+SURE_BYTES = 0.95
+"""Factor that makes estimated activations a lower bound of predicted ones."""
+
+
+class HeldStage(NamedTuple):
+    """Estimated activations of a stage, in bytes."""
+
+    kept_bytes: float
+    """Of all microbatches in flight, after a forward pass."""
+    peak_bytes: float
+    """At the fullest moment."""
+    share: float
+    """The stage's parameters, as a share of the parameters of the stage with most."""
+
+
+def least_total(alone: float, stages: Iterable[HeldStage]) -> float:
+    """Return a lower bound of the fullest rank's bytes. `alone`: of the stage with most parameters, without
+    activations."""
+    return max(stage.share * alone + SURE_BYTES * stage.peak_bytes for stage in stages)
 
 
 @dataclass(frozen=True)

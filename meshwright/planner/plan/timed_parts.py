@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
@@ -21,7 +21,7 @@ from meshwright.compute.parameters.role import HIDDEN_MATRIX
 from meshwright.config import Config
 from meshwright.config.layout import DataParallel, PipelineSection
 from meshwright.config.section import with_field
-from meshwright.planner.plan.memory import Parameter
+from meshwright.planner.plan.memory import HeldStage, Parameter
 from meshwright.planner.plan.recorder import Kernel, Program, between, interpolated_program
 from meshwright.planner.plan.recordings import Recording, bytes_of
 from meshwright.planner.plan.remembered import PARTS, remembered
@@ -51,10 +51,11 @@ kind or number (a head's slices; the last slice is a remainder)."""
 @dataclass(frozen=True)
 class EstimatedPart:
     """The embeddings, a layer, or the head, for one size of microbatch: programs, bytes kept by a forward pass, bytes
-    sent to the next part, and parameters."""
+    of temporaries beside these at a pass's fullest moment, bytes sent to the next part, and parameters."""
 
     programs: dict[TaskKind, tuple[_Mix, ...]]
     kept_bytes: float
+    passing_bytes: float
     outgoing_bytes: int
     parameters: tuple[Parameter, ...]
     is_layer: bool
@@ -171,7 +172,7 @@ class TimedParts:
         # at other sizes. One sample is copied less often than several: a gather along the sequence is in order.
         as_is = config.layout.tensor.by_size or micro == smallest
         sizes = (micro,) * 2 if as_is else tuple(size * smallest for size in _SIZES)
-        share = (micro / smallest - _SIZES[0]) / (_SIZES[1] - _SIZES[0])
+        share = 0.0 if as_is else (micro / smallest - _SIZES[0]) / (_SIZES[1] - _SIZES[0])
         chunks, parameters = self.distinct(config), self.parameters(config)
         before = {after: position for position, after in pairwise(chunks)}
 
@@ -197,9 +198,12 @@ class TimedParts:
                 )
                 for task_kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
             }
-            kept_bytes = between(_kept(smaller), _kept(larger), share)
+            kept_bytes = _bytes_at(share, _kept(smaller), _kept(larger))
+            passing = _bytes_at(share, _passing(smaller), _passing(larger))
             sent = round(between(bytes_of(smaller.outgoing), bytes_of(larger.outgoing), share))
-            return EstimatedPart(programs, kept_bytes, sent, parameters[position], bool(chunks[position].layers))
+            return EstimatedPart(
+                programs, kept_bytes, passing, sent, parameters[position], bool(chunks[position].layers)
+            )
 
         return Lazily(estimated)
 
@@ -212,11 +216,19 @@ class TimedParts:
             for position, chunk in self.distinct(config).items()
         }
 
+    @remembered(*PARTS)
+    def elements(self, config: Config) -> dict[int, int]:
+        """Return the number of parameters' elements of each part."""
+        return {
+            position: sum(each.num_elements for each in parameters)
+            for position, parameters in self.parameters(config).items()
+        }
+
     @remembered(*PARTS, "memory.recompute")
-    def kept_share(self, config: Config) -> float:
-        """Return the share of the first layer's kept bytes that remains if attention is recomputed."""
-        kept_bytes, still = (_kept(recording) for recording in self._with_attention_again(config))
-        # One layer is enough: all layers are cut in the same way.
+    def kept_share(self, config: Config, position: int) -> float:
+        """Return the share of a layer's kept bytes that remains if attention is recomputed. `position`: of the first
+        equal layer."""
+        kept_bytes, still = (_kept(recording) for recording in self._with_attention_again(config, position))
         return still / kept_bytes
 
     @remembered(*PARTS, "micro", "memory.recompute")
@@ -225,19 +237,19 @@ class TimedParts:
         timer = self.planner.site.timer(links.world_size, config.precision.tf32)
         once, twice = (
             timer.seconds(recording.programs[TaskKind.BACKWARD][-1], links.collective, 1.0)
-            for recording in self._with_attention_again(config)
+            for recording in self._with_attention_again(config, 0)
         )
         # In proportion to samples: attention's seconds grow at least linearly, except for kernel launches.
         share = config.micro / (_SIZES[0] * smallest_micro(config))
         return max(0.0, twice - once) * share
 
-    def _with_attention_again(self, config: Config) -> tuple[Recording, Recording]:
-        """Return recordings of the first layer for a small microbatch: (without, with) recomputed attention."""
+    def _with_attention_again(self, config: Config, position: int) -> tuple[Recording, Recording]:
+        """Return recordings of a layer for a small microbatch: (without, with) recomputed attention."""
         alone = _alone(config, _SIZES[0] * smallest_micro(config))
         again = with_field(alone, FIELD, config.memory.recompute)
-        recordings = self.planner.recordings
+        recordings, layer = self.planner.recordings, self.distinct(config)[position]
         forms = recordings.of(alone, Chunk(range(0), True, False), ()).outgoing
-        once, twice = (recordings.of(variant, Chunk(range(1), False, False), forms) for variant in (alone, again))
+        once, twice = (recordings.of(variant, layer, forms) for variant in (alone, again))
         return once, twice
 
 
@@ -271,6 +283,26 @@ def _kept(recording: Recording) -> int:
     return recording.programs[TaskKind.FORWARD][-1].kept_bytes
 
 
+def _passing(recording: Recording) -> int:
+    """Return the bytes of temporaries at the fullest moment of a pass, beside the bytes kept by the forward pass."""
+    forward = recording.programs[TaskKind.FORWARD][-1]
+    backward = min(program.peak_bytes for program in recording.programs[TaskKind.BACKWARD])
+    return max(forward.peak_bytes - forward.kept_bytes, backward)
+
+
+def _bytes_at(share: float, small: int, large: int) -> float:
+    """Interpolate bytes at `share` between small (0) and large (1). Below the small size at most in proportion to
+    samples: a head of more rows than a slice has equal bytes at both sizes, and fewer at a size without a whole
+    slice."""
+    return min(between(small, large, share), small * _of_small(share) if share < 0 else math.inf)
+
+
+def _of_small(share: float) -> float:
+    """Return the samples at `share` between the two sizes, in multiples of the small size."""
+    first, second = _SIZES
+    return 1 + share * (second - first) / first
+
+
 def _mixed(small: Program, large: Program, share: float) -> _Mix:
     """Return the program interpolated at `share` between small (0) and large (1), or both with factors. Below the small
     size: the small program in proportion to samples, since a head of few rows has other slices."""
@@ -278,8 +310,7 @@ def _mixed(small: Program, large: Program, share: float) -> _Mix:
     if program.events or not small.events:
         return ((1.0, program),)
     # The events differ (a GPU's head has more slices at the larger size), so only seconds are interpolated.
-    first, second = _SIZES
-    return ((1 - share, small), (share, large)) if share >= 0 else ((1 + share * (second - first) / first, small),)
+    return ((1 - share, small), (share, large)) if share >= 0 else ((_of_small(share), small),)
 
 
 MIN_DEFERRED_SHARE = 0.5
@@ -294,15 +325,23 @@ class HeldActivations:
     parts: TimedParts
 
     @remembered(*PARTS, "micro", "num_microbatches", "memory.recompute", "layout.pipeline")
-    def of(self, config: Config, partition: tuple[int, ...]) -> tuple[float, float]:
-        """Return (bytes that the fullest stage keeps, peak bytes of all microbatches), independent of sync and
-        states."""
-        shapes = self.parts.shapes(config, partition)
+    def of(self, config: Config, partition: tuple[int, ...]) -> tuple[HeldStage, ...]:
+        """Return the stages that may be the fullest, independent of sync and states."""
+        shapes, elements = self.parts.shapes(config, partition), self.parts.elements(config)
         parts, placement = self.parts.untimed(config), placement_of(config)
-        kept_bytes, total, deferring = 0.0, 0.0, self._deferring(config, partition, placement)
+        found, deferring = [], self._deferring(config, partition, placement)
         rule, count = rule_of(config), config.num_microbatches
-        # Candidates for the fullest: the first (most microbatches), the longest (most layers), deferring ones (most W).
-        for stage in {0, placement.stage_of[partition.index(max(partition))], *deferring}:
+        sizes = [
+            sum(times * elements[position] for at in positions for position, times in shapes[at])
+            for positions in placement.positions
+        ]
+        # Candidates for the fullest: the first (most microbatches), the longest (most layers), the one with most
+        # parameters, deferring ones (most W), the last (the head). A head in a chunk of its own has other microbatches
+        # in flight than the stage's layers.
+        stages = {0, placement.stage_of[partition.index(max(partition))], sizes.index(max(sizes)), *deferring}
+        if placement.num_chunks == 1:
+            stages.add(placement.last_stage)
+        for stage in stages:
             positions = placement.positions[stage]
             works = [[(parts[layer], times) for layer, times in shapes[position]] for position in positions]
             # Microbatches in flight at the first backward task, once for each chunk; message-driven: the likely number.
@@ -310,7 +349,7 @@ class HeldActivations:
             in_flight = most if rule.fixed else rule.held(stage, placement.num_stages, most)
             if config.layout.pipeline.limit_by_memory:
                 in_flight = 1  # the limit adapts to memory
-            keeps = in_flight * sum(self._kept_bytes(config, work) for work in works) / placement.num_chunks
+            keeps = in_flight * sum(self._kept_bytes(config, shapes[at]) for at in positions) / placement.num_chunks
             if stage in deferring:
                 whole = sum(times * segment.kept_bytes for work in works for segment, times in work if segment.is_layer)
                 deferred = max(0, most - in_flight) * deferring[stage] * whole / placement.num_chunks
@@ -325,21 +364,30 @@ class HeldActivations:
                 )
                 for at in positions
             )
-            # A recomputed group holds all its activations at the start of the group's backward pass.
-            recomputed = 0.0
-            for work in works if config.memory.policy.by_groups else ():
-                layers = [(segment.kept_bytes, times) for segment, times in work if segment.is_layer]
-                if layers:
-                    policy, num_layers = config.memory.policy, sum(times for _, times in layers)
-                    group = policy.group_size(config, num_layers)
-                    recomputed = max(recomputed, group * min(size for size, _ in layers))
-                    if policy.wrapped_layers(config, num_layers) == num_layers:
-                        # Of n groups one has at least the n-th part of equal layers.
-                        shares = (size * -(-times // -(-num_layers // group)) for size, times in layers)
-                        recomputed = max(recomputed, *shares)
-            kept_bytes = max(kept_bytes, keeps)
-            total = max(total, keeps + beside + recomputed)
-        return kept_bytes, total
+            passing = max(self._passing_bytes(config, shapes[at]) for at in positions)
+            found.append(HeldStage(keeps, keeps + beside + passing, sizes[stage] / max(sizes)))
+        return tuple(found)
+
+    def _passing_bytes(self, config: Config, shape: StageShape) -> float:
+        """Return a lower bound of the bytes beside the kept ones at the fullest moment of a chunk's passes: temporaries
+        of a part, and the activations of a recomputed group."""
+        parts, policy = self.parts.untimed(config), config.memory.policy
+        layers = [(parts[position], times) for position, times in shape if parts[position].is_layer]
+        has_head = shape[-1][0] == config.model.num_blocks
+        head, before = (parts[shape[-1][0]], parts[shape[-1][0]].kept_bytes) if has_head else (None, 0.0)
+        most = [head.passing_bytes] if head else [0.0]
+        if layers:
+            num_layers = sum(times for _, times in layers)
+            group = policy.group_size(config, num_layers) if policy.by_groups else 0
+            # The backward pass of the last layers begins with all bytes but the head's.
+            most.append(min(group * layer.kept_bytes + layer.passing_bytes for layer, _ in layers) - before)
+            if policy.by_groups and policy.wrapped_layers(config, num_layers) == num_layers:
+                groups = -(-num_layers // group)
+                for layer, times in layers:
+                    # Of n groups one has at least the n-th part of equal layers; later groups' inputs are freed.
+                    freed = before + (num_layers - times) / group * layer.outgoing_bytes
+                    most.append(-(-times // groups) * layer.kept_bytes + layer.passing_bytes - freed)
+        return max(most)
 
     @remembered(
         "model", "data", "loss", "precision.products", "micro", "num_microbatches", "memory.recompute",
@@ -370,18 +418,28 @@ class HeldActivations:
             if weights[stage]
         }
 
-    def _kept_bytes(self, config: Config, stage: Sequence[tuple[EstimatedPart, int]]) -> float:
-        """Return the bytes that a forward pass keeps on a stage; a recomputed group keeps its input."""
-        policy = config.memory.policy
+    def _kept_bytes(self, config: Config, shape: StageShape) -> float:
+        """Return the bytes that a forward pass keeps on a chunk; a recomputed group keeps its input."""
+        parts, policy = self.parts.untimed(config), config.memory.policy
+        every = {position: times * parts[position].kept_bytes for position, times in shape}
         if not policy.recomputes:
-            return sum(times * segment.kept_bytes for segment, times in stage)
-        layers = [(segment, times) for segment, times in stage if segment.is_layer]
-        kept_bytes = sum(times * segment.kept_bytes for segment, times in layers)
+            return sum(every.values())
+        layers = [(position, times) for position, times in shape if parts[position].is_layer]
+        ends = sum(size for position, size in every.items() if not parts[position].is_layer)
         if policy.attention:
-            return self.parts.kept_share(config) * kept_bytes
+            share = self.parts.kept_share
+            return ends * (config.layout.pipeline.chunks == 1) + sum(
+                share(config, position) * every[position] for position, _ in layers
+            )
         num_layers = sum(times for _, times in layers)
         wrapped = policy.wrapped_layers(config, num_layers) / max(1, num_layers)
-        inputs = sum(times * segment.outgoing_bytes for segment, times in layers)
+        inputs = sum(times * parts[position].outgoing_bytes for position, times in layers)
+        if config.layout.pipeline.chunks > 1:
+            ends = 0.0
+        elif shape[0][0] == -1:  # the first group's input is the embeddings' output
+            ends -= parts[-1].outgoing_bytes
         # On a CPU, inputs offloaded to the host stay in the same memory.
         here = policy.keeps_inputs or self.parts.planner.cluster.device.kind == "cpu"
-        return (1 - wrapped) * kept_bytes + here * wrapped * inputs / max(1, policy.group_size(config, num_layers))
+        kept_bytes = (1 - wrapped) * sum(every[position] for position, _ in layers)
+        inputs = here * wrapped * inputs / max(1, policy.group_size(config, num_layers))
+        return max(0.0, ends) + kept_bytes + inputs

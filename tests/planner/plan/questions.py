@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.config import Config, parse_config
 from meshwright.config.section import Section, with_field
 from meshwright.planner.plan.cluster import Cluster
-from meshwright.planner.plan.memory import Memory
+from meshwright.planner.plan.memory import HeldStage, Memory
 from meshwright.planner.plan.predict import Prediction
 from meshwright.strategies.pipeline.span import Timeline
 from tests.planner.plan.clusters import NODES
@@ -79,8 +79,9 @@ class MadeUp:
     def alone_memory(self, config: Config) -> tuple[Memory, int]:
         return self.weights_memory(config), 0
 
-    def held_activations(self, config: Config) -> tuple[float, float]:
-        return 0.0, (0.9 + 0.1 * self.drawn(config, "memory")) * self.activations(config)
+    def held_activations(self, config: Config) -> tuple[HeldStage, ...]:
+        peak_bytes = (0.9 + 0.1 * self.drawn(config, "memory")) * self.activations(config)
+        return (HeldStage(0.0, peak_bytes, 1.0),)
 
     def least_alone(self, config: Config) -> float:
         return 0.9 * self.weights_memory(config).total
@@ -88,14 +89,14 @@ class MadeUp:
     def is_recorded(self, config: Config) -> bool:
         return config.batch.micro != 1
 
-    def least_activations(self, config: Config) -> float:
-        return 0.8 * self.held_activations(config)[1]
+    def least_activations(self, config: Config) -> tuple[HeldStage, ...]:
+        return tuple(HeldStage(0.0, 0.8 * peak_bytes, 1.0) for _, peak_bytes, _ in self.held_activations(config))
 
-    def with_activations(self, alone: Memory, passing: int, kept: float, total: float) -> Memory:
-        return memory_of(alone.total + int(total))
+    def with_activations(self, alone: Memory, passing: int, stages: Sequence[HeldStage]) -> Memory:
+        return memory_of(alone.total + int(stages[0].peak_bytes))
 
     def estimated_memory(self, config: Config) -> Memory:
-        return self.with_activations(*self.alone_memory(config), *self.held_activations(config))
+        return self.with_activations(*self.alone_memory(config), self.held_activations(config))
 
     def estimated_seconds(self, config: Config) -> float:
         return self.seconds(config) * (0.7 + 0.25 * self.drawn(config, "estimate"))

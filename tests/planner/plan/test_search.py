@@ -6,6 +6,7 @@ import json
 import random
 import re
 from pathlib import Path
+from statistics import median
 
 import jsonschema
 import pytest
@@ -24,8 +25,7 @@ from meshwright.planner.plan.cells import Cell, Judge
 from meshwright.planner.plan.cluster import Cluster
 from meshwright.planner.plan.estimate import Estimates
 from meshwright.planner.plan.evaluator import Evaluator, SearchState, cuts_within, round_of, strategy_of
-from meshwright.planner.plan.least_memory import SURE_BYTES
-from meshwright.planner.plan.memory import verdict
+from meshwright.planner.plan.memory import least_total, verdict
 from meshwright.planner.plan.page import write_plan_page
 from meshwright.planner.plan.predict import Planner
 from meshwright.planner.plan.report import as_dict, render, write_run
@@ -156,7 +156,10 @@ def test_bounds_without_recordings_are_below_estimates(words: tuple[str, ...]) -
         config = random.Random(2).choice(tails).of(sized)
         cuts.add(config.layout.layer)
         assert models.least_alone(config) <= models.alone_memory(config)[0].total, layout_text(config)
-        assert models.least_activations(config) <= 1.0001 * SURE_BYTES * models.held_activations(config)[1], config
+        held = models.held_activations(config)
+        for least, stage in zip(models.least_activations(config), held, strict=True):
+            assert least.peak_bytes <= 1.0001 * stage.peak_bytes, layout_text(config)
+        assert least_total(models.least_alone(config), held) <= 1.0001 * models.estimated_memory(config).total, config
         links = judge.links(config)
         assert models.least_of_cuts(config, links) <= 1.0001 * models.least_seconds(config, links), layout_text(config)
     assert len(cuts) >= min(6, len({family.layout.layer for family in every}))
@@ -330,6 +333,23 @@ def test_estimates_of_drawn_layouts_are_below_their_predictions(seed: int) -> No
         shares.append(estimates.estimated_seconds(config) / estimates.planner.predict(config).seconds)
     assert max(shares) <= 1.25
     assert sum(share > 1.0001 for share in shares) <= 4
+
+
+@pytest.mark.parametrize("words", DRAWN.values(), ids=DRAWN)
+@pytest.mark.parametrize("count", [8, pytest.param(40, marks=pytest.mark.long)])
+def test_estimates_of_memory_are_near_predictions(words: tuple[str, ...], count: int) -> None:
+    """Of layouts drawn from the whole space, with recomputation, experts and heads of several layers. An estimate
+    exceeds a prediction by more than 1 % only if the run's clock puts other numbers of layers on the stages."""
+    job = SearchJob(parse_config({}, (*words, "precision={level: O2, dtype: fp16}")), with_room(10**15), 8)
+    models, shares = Estimates(Planner(job.cluster)), {}
+    judge, every = Judge(job, models), list(families(job, {}))
+    for family in random.Random(count).sample(every, count):
+        sized = random.Random(1).choice(list(sizes_of(family, job, {})))
+        config = random.Random(2).choice(judge.tails(sized)[0]).of(sized)
+        predicted = models.planner.predict(config).fullest.allocated
+        shares[layout_text(config)] = models.estimated_memory(config).allocated / predicted
+        assert shares[layout_text(config)] <= (1.01 if config.layout.pipeline.size == 1 else 1.2), shares
+    assert median(shares.values()) >= 0.9, shares
 
 
 def test_attention_that_keeps_nothing_is_not_recomputed() -> None:
