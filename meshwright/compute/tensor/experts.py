@@ -466,10 +466,10 @@ class Experts(nn.Module):
             ordered = x.view(size, here, rows, -1).transpose(0, 1).flatten(0, 2)
             y = self.outputs(ordered, self.runs_of(ordered, None))
             return y.view(here, size, rows, -1).transpose(0, 1).flatten(0, 2)
-        # Reorder from (rank, expert) to (expert, rank).
-        experts = torch.arange(here, device=coming.device).repeat(size)
-        order = experts.repeat_interleave(coming.flatten(), output_size=len(x)).argsort(stable=True)
-        order, inverse = order.to(x.device), order.argsort().to(x.device)
+        # Reorder from (rank, expert) to (expert, rank). In a plan the numbers are in host memory, the rows are not.
+        experts = torch.arange(here, device=x.device).repeat(size)
+        order = experts.repeat_interleave(coming.flatten().to(x.device), output_size=len(x)).argsort(stable=True)
+        inverse = order.argsort()
         ordered = gather_rows(x, order, inverse.unsqueeze(1))
         return gather_rows(self.outputs(ordered, self.runs_of(ordered, coming)), inverse, order.unsqueeze(1))
 
