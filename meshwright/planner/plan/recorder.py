@@ -237,6 +237,11 @@ JOINS = frozenset(["cat", "stack"])
 """Operations whose inputs are parts of the result."""
 NOTHING = frozenset(["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"])
 """Operations that allocate and launch no kernel."""
+VIEWS = frozenset([
+    "alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "select", "slice", "split", "split_with_sizes",
+    "squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_unsafe_view",
+])  # fmt: skip
+"""Operations whose results are views of the first argument: neither memory nor a kernel."""
 _OUT = re.compile("(.*_)?out")
 """Overloads that write into a tensor given by the caller."""
 
@@ -257,8 +262,8 @@ class _Known:
     """The results of an operation on inputs of given shapes, strides and dtypes."""
 
     results: tuple[Form | int | None, ...] = ()
-    """For each result the form of a new tensor, the index of the returned input, or None. Empty if results are views of
-    inputs: then torch is called each time."""
+    """For each result the form of a new tensor, the index of the returned input, or None. Empty if results share
+    storages: then torch is called each time."""
     kind: type | None = None
     """List or tuple of results; None: a single result."""
     kernel: Kernel | None = None
@@ -359,6 +364,8 @@ class Recorder(LiveBytes):
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunction():  # as LiveBytes
+            if _facts(op).is_view:  # half of all calls
+                return op(*args, **(kwargs or {}))
             given = [*tensors_in(args), *(tensors_in(kwargs.values()) if kwargs else ())]
             result, known = self._result_of(op, args, kwargs or {}, given)
             self._note(op, args, kwargs or {}, known, given, *self.follow(given, result))
@@ -393,7 +400,7 @@ class Recorder(LiveBytes):
         self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], known: _Known | None, given: list[Tensor],
         results: list[Tensor], new: list[Tensor],
     ) -> None:  # fmt: skip
-        name, mutates, overwrites = _facts(op)
+        name, mutates, overwrites, _ = _facts(op)
         # A view neither allocates nor writes, and torch launches no kernel.
         if name not in NOTHING and (given or results) and (new or mutates or not results):
             # The last inputs of an out= overload are written, not read.
@@ -602,19 +609,29 @@ class _Row:
         return Kernel(kernel_kind, 0.0, touched, most.elements, most.dtype, times=most.times, operation=name)
 
 
-_FACTS: dict[int, tuple[str, bool, bool]] = {}
+class _Facts(NamedTuple):
+    """An operation's facts."""
+
+    name: str
+    mutates: bool
+    """Whether it changes an argument."""
+    overwrites: bool
+    """Whether it is an out= overload, which only writes the last arguments."""
+    is_view: bool
 
 
-def _facts(op: Any) -> tuple[str, bool, bool]:
-    """Return (name, whether the operation mutates an argument, whether it is an out= overload that only writes the last
-    arguments)."""
+_FACTS: dict[int, _Facts] = {}
+
+
+def _facts(op: Any) -> _Facts:
     # Operations are permanent objects, so ids are keys: a search records millions of calls, and an operation's hash is
     # Python code.
     known = _FACTS.get(id(op))
     if known is None:
         schema = op._schema
         name = schema.name.removeprefix("aten::")
-        known = _FACTS[id(op)] = name, schema.is_mutable, bool(_OUT.fullmatch(schema.overload_name))
+        overwrites = bool(_OUT.fullmatch(schema.overload_name))
+        known = _FACTS[id(op)] = _Facts(name, schema.is_mutable, overwrites, name in VIEWS)
     return known
 
 
