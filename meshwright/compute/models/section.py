@@ -67,6 +67,8 @@ class Network(Section):
     cuts_context: ClassVar[bool] = False
     """Whether `layout.context` can split sequences: all layers but self-attention work token by token, and each token
     has a position of its own."""
+    branches_in_ends: ClassVar[bool] = False
+    """Whether embeddings compute a tensor of each of a rank's branches."""
     spreads_head: ClassVar[bool] = False
     """Whether stages can shard the classes of the head that computes the loss."""
     separates: ClassVar[bool] = False

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from meshwright.compute.tensor.section import Cut, Rows, TensorSection
+from meshwright.compute.tensor.section import Cut, Rows, TensorSection, Whole
 from meshwright.config.section import Positive, Rule, divisors, rule
 from meshwright.ranks.errors import Problem
 
@@ -53,8 +53,10 @@ class Subgraph(TensorSection):
         return Rows(self.size, at_once=self.size, by="layout.tensor.size=")
 
     @property
-    def ends(self) -> Self:
-        return self.model_copy(update={"branch": "attention"})
+    def replica_of_ends(self) -> tuple[TensorSection, int]:
+        if self.common == "all":
+            return Whole(), self.size
+        return self.model_copy(update={"branch": "attention"}), 1  # the other ranks wait for the first
 
     @property
     def words(self) -> str:

@@ -172,9 +172,15 @@ class TensorSection(Section):
         return Rows()
 
     @property
-    def ends(self) -> Self:
-        """The section without settings of layers alone: equal sections have equal embeddings and heads."""
-        return self
+    def replica(self) -> tuple[TensorSection, int]:
+        """The section of ranks that hold a layer once, and the number of such groups in this section. A group computes
+        a layer as data-parallel replicas do: for a share of a microbatch's rows, without messages to the others."""
+        return self, 1
+
+    @property
+    def replica_of_ends(self) -> tuple[TensorSection, int]:
+        """As `replica`, of embeddings and heads, without settings of layers alone."""
+        return self.replica
 
     @property
     def words(self) -> str:
@@ -314,6 +320,10 @@ class Tesseract(TensorSection):
     inner_axis: ClassVar[str] = "col"
     inner_field: ClassVar[str] = "layout.tensor.q"
     cuts_hidden: ClassVar[bool] = True
+
+    @property
+    def replica(self) -> tuple[TensorSection, int]:
+        return self.model_copy(update={"d": 1}), self.d
 
     @property
     def rows(self) -> Rows:

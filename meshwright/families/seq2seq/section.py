@@ -80,6 +80,7 @@ class T5(EncoderDecoder):
 
     family: Literal["t5"]
     chain: ClassVar[str] = "meshwright.families.seq2seq.t5:T5Model"
+    branches_in_ends: ClassVar[bool] = True  # biases of heads
     data_kind: ClassVar[str] = "spans"
     special_tokens: ClassVar[tuple[str, ...]] = ("<pad>",)
     layers: Layers = 6

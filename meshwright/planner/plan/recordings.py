@@ -240,8 +240,8 @@ class Recordings:
 
 
 def as_recorded(config: Config, chunk: Chunk) -> Config:
-    """Return the config of a part's recording: few microbatches, and replicas only if forward passes wait for each
-    other."""
+    """Return the config of a part's recording: few microbatches, replicas only if forward passes wait for each other,
+    and one of the groups of ranks that share a microbatch's rows as replicas do."""
     layout, policy, data = config.layout, config.memory.policy, config.layout.data
     count = min(config.num_microbatches, DISTINCT if layout.tensor.by_size else 2)
     # Received rows are kept only by groups that the policy runs.
@@ -250,20 +250,29 @@ def as_recorded(config: Config, chunk: Chunk) -> Config:
         recompute = max(1, len(chunk.layers))  # a part is one group, of any size
     if not data.strategy.unplanned:
         data = _ONE_REPLICA.model_copy(update={"size": data.expert, "expert": data.expert, "exchange": exchange})
-    tensor = layout.tensor
-    if not chunk.layers:  # embeddings and head are not recomputed, and not in branches
-        recompute, tensor = KEEPS_ALL, tensor.ends
+    # Parts are not planned: on several ranks, a layout-free run is recorded in the usual mode.
+    alone = layout.model_copy(update={"data": data, "pipeline": _ONE_STAGE}).world_size == 1
+    # The head may have layers behind the last one (DeepSeek-V3). Without experts their ranks are replicas.
+    routed = chunk.last or any(map(config.model.has_experts, chunk.layers))
+    if not (routed or data.strategy.unplanned):
+        data = data.model_copy(update={"size": 1, "expert": 1})
+    as_layer = len(chunk.layers) > 0 or config.model.branches_in_ends
+    tensor, shares = layout.tensor.replica if as_layer else layout.tensor.replica_of_ends
+    if config.micro % shares:
+        tensor, shares = layout.tensor, 1  # a sample of several rows is shared
+    if not chunk.layers:  # embeddings and head are not recomputed
+        recompute = KEEPS_ALL
     layout = layout.model_copy(update={"data": data, "pipeline": _ONE_STAGE, "tensor": tensor})
     if layout.order != "auto":  # of an order, only a layer's axes matter: these name groups
         usual = tuple(name for name, _ in layout.layer_axes)
         order = tuple(name for name, _ in layout.axes if name in usual)
         layout = layout.model_copy(update={"order": "auto" if order == usual else order})
-    batch = _BATCH.model_copy(update={"global_": count * config.micro * data.size, "micro": config.micro})
+    micro = config.micro // shares
+    batch = _BATCH.model_copy(update={"global_": count * micro * data.size, "micro": micro})
     logits = config.memory.logits if chunk.has_head else "auto"
-    memory = config.memory.model_copy(update={"recompute": recompute, "logits": logits})
-    # Parts are not planned: on several ranks, a layout-free run is recorded in the usual mode.
-    mode = config.bits.kind if layout.world_size == 1 else "usual"
-    bits = config.bits.model_copy(update={"kind": mode, **ALONE})
+    summa = config.memory.summa if "memory.summa" in tensor.gives_effect_to else "auto"
+    memory = config.memory.model_copy(update={"recompute": recompute, "logits": logits, "summa": summa})
+    bits = config.bits.model_copy(update={"kind": config.bits.kind if alone else "usual", **ALONE})
     return config.model_copy(update={"layout": layout, "batch": batch, "memory": memory, "bits": bits})
 
 
